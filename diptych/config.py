@@ -1,0 +1,199 @@
+"""Settings: what a person may choose, and what each process is told.
+
+`Config` is the one home of every setting: its field names are the YAML keys, and flags (`--max-model-len`), environment
+names (`DIPTYCH_MAX_MODEL_LEN`), help and docs/configuration.md derive from it. `diptych.load` merges the sources.
+
+`WorkerSpec` and `GatewaySpec` are what the command line writes to the standard input of the processes it starts (JSON);
+everything in them is resolved. Durations are seconds unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from diptych import settings as kind
+from diptych.settings import option
+
+ALL = ("serve", "worker", "gateway")
+MODEL, POOLS, ENGINE, HTTP = "Model", "Pools", "Engine and KV cache", "HTTP"
+LIMITS, PARTS, PROCESS = "Objectives and limits", "One part alone", "Process"
+DTYPES = ("float32", "float16", "bfloat16")
+
+WORKERS, GATEWAYS, ALONE = ("serve", "worker"), ("serve", "gateway"), ("worker", "gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Every choice there is, with its default. Loaded by `diptych.load.load`; consequences are properties."""
+
+    model: str = option("tiny", kind.text("MODEL"), "Hugging Face id, local folder, or 'tiny'", MODEL, ALL)
+    served_model_name: tuple[str, ...] = option(
+        (), kind.texts("NAME"), "Names for clients; the first is echoed", MODEL, ALL, "MODEL"
+    )
+    revision: str | None = option(
+        None, kind.text("REV"), "Branch, tag or commit on the hub", MODEL, ALL, rare=True
+    )
+    dtype: str = option(
+        "auto", kind.one_of("auto", *DTYPES), "Weights and KV (on CPU float32)", MODEL, WORKERS
+    )
+    device: str = option("auto", kind.one_of("auto", "cpu", "cuda"), "Where to compute", MODEL, WORKERS)
+    max_model_len: int | None = option(
+        None, kind.whole(1), "Longest prompt plus answer, in tokens", MODEL, ALL, "the model's"
+    )
+    chat_template: Path | None = option(
+        None, kind.path(), "Jinja chat template", MODEL, GATEWAYS, "the model's"
+    )
+
+    prefill: int = option(1, kind.whole(), "Workers that read prompts", POOLS, GATEWAYS)
+    decode: int = option(1, kind.whole(), "Workers that write answers", POOLS, GATEWAYS)
+    colocated: int = option(0, kind.whole(), "Workers that do both, instead of two pools", POOLS, GATEWAYS)
+    transports: tuple[str, ...] = option(
+        ("shm", "nixl"), kind.some_of("shm", "nixl"), "How KV may move, preferred first", POOLS, WORKERS
+    )
+    pin_cores: bool = option(True, kind.switch(), "A core of its own for each CPU worker", POOLS, rare=True)
+
+    max_num_seqs: int = option(64, kind.whole(1), "Requests running at once per worker", ENGINE, WORKERS)
+    max_num_batched_tokens: int = option(512, kind.whole(1), "Token budget of one step", ENGINE, WORKERS)
+    enable_chunked_prefill: bool = option(
+        True, kind.switch(), "Split long prompts over steps", ENGINE, WORKERS
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, kind.size(), "KV pool of each worker, e.g. 2GiB", ENGINE, WORKERS, "by model and memory"
+    )
+    kv_lease_s: float = option(
+        10.0, kind.seconds(), "How long KV waits for its reader", ENGINE, ALL, rare=True
+    )
+    threads: int = option(1, kind.whole(1), "Compute threads per worker", ENGINE, WORKERS, rare=True)
+
+    host: str = option("127.0.0.1", kind.text("HOST"), "Address to listen on", HTTP, GATEWAYS)
+    port: int = option(
+        8000, kind.whole(0, 65535, "PORT"), "Port to listen on (0: a free one)", HTTP, GATEWAYS
+    )
+    api_key: tuple[str, ...] = option(
+        (), kind.texts("KEY"), "Ask for this bearer key (repeatable)", HTTP, GATEWAYS
+    )
+    api_key_file: Path | None = option(None, kind.path(), "Keys from a file, one per line", HTTP, GATEWAYS)
+    insecure: bool = option(
+        False, kind.switch(), "Serve other hosts without a key", HTTP, GATEWAYS, rare=True
+    )
+    max_body_bytes: int = option(
+        8 << 20, kind.size(), "Largest request body", HTTP, GATEWAYS, "8MiB", rare=True
+    )
+    max_open_requests: int = option(
+        1024, kind.whole(1), "Open requests before 429", HTTP, GATEWAYS, rare=True
+    )
+
+    slo_ttft_ms: float | None = option(
+        None, kind.milliseconds(), "Time to first token to attain", LIMITS, GATEWAYS
+    )
+    slo_tpot_ms: float | None = option(
+        None, kind.milliseconds(), "Time per output token to attain", LIMITS, GATEWAYS
+    )
+    request_timeout_s: float = option(
+        600.0, kind.seconds(), "Longest life of a request", LIMITS, GATEWAYS, rare=True
+    )
+    reader_stall_s: float = option(
+        30.0, kind.seconds(), "Cut readers that take nothing", LIMITS, GATEWAYS, rare=True
+    )
+    drain_s: float = option(
+        10.0, kind.seconds(), "Grace for requests when stopping", LIMITS, GATEWAYS, rare=True
+    )
+
+    role: str | None = option(
+        None, kind.one_of("prefill", "decode"), "What this worker does", PARTS, ("worker",)
+    )
+    channel: str | None = option(
+        None, kind.text("tcp://HOST:PORT"), "The gateway's channel for workers", PARTS, ALONE
+    )
+    keys_dir: Path | None = option(
+        None, kind.path("DIR"), "Channel keys, made by `diptych keys`", PARTS, ALONE
+    )
+    name: str | None = option(None, kind.text("NAME"), "Name of this worker", PARTS, ("worker",), "ROLE-HOST")
+    advertise_host: str | None = option(
+        None, kind.text("HOST"), "Where other workers reach this one", PARTS, ("worker",), "this host"
+    )
+    core: int | None = option(None, kind.whole(), "Core to pin this worker to", PARTS, ("worker",), "none")
+
+    start_timeout_s: float = option(
+        600.0, kind.seconds(), "Give up when not ready by then", PROCESS, rare=True
+    )
+    log_level: str = option(
+        "warning", kind.one_of("debug", "info", "warning", "error"), "Detail of logs", PROCESS, ALL
+    )
+    log_dir: Path | None = option(
+        None, kind.path("DIR"), "Keep the logs of all parts here", PROCESS, rare=True
+    )
+
+    @property
+    def pools(self) -> tuple[int, int]:
+        """Numbers of prefill and decode workers; a colocated deployment has a decode pool only."""
+        return (0, self.colocated) if self.colocated else (self.prefill, self.decode)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        return self.served_model_name or (self.model.rstrip("/"),)
+
+    @property
+    def local_only(self) -> bool:
+        """Whether `host` is reachable from this machine alone."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything one worker process needs to know; nothing is looked up elsewhere."""
+
+    worker: str  # "prefill-0"
+    role: str  # "prefill" | "decode"
+    gateway: str  # the channel: "tcp://127.0.0.1:4567"
+    keys_dir: str  # folder with this deployment's channel keys
+    model: str  # a folder or a hub id
+    served_name: str
+    revision: str | None = None
+    dtype: str = "auto"  # "auto" | "float32" | "float16" | "bfloat16"
+    device: str = "auto"  # "auto" | "cpu" | "cuda"
+    max_model_len: int | None = None  # prompt and answer together; None: what the model was trained for
+    kv_bytes: int = 256 << 20  # size of the KV pool
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512  # token budget of one engine step
+    chunked_prefill: bool = True  # False: prompts run whole
+    core: int | None = None  # the core to pin to
+    threads: int = 1
+    transports: tuple[str, ...] = ("shm", "nixl")  # in order of preference
+    lease_s: float = 10.0
+    digest: str = "xxh3"
+    host: str = "127.0.0.1"  # where other workers reach this one
+    log_level: str = "warning"
+
+
+class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the gateway process needs to know."""
+
+    host: str
+    port: int
+    channel: str  # where its ROUTER socket binds
+    keys_dir: str
+    model: str  # only tokenizer, chat template and config are read
+    served_names: tuple[str, ...]  # the first is the one that answers carry
+    num_prefill: int  # 0: colocated
+    num_decode: int
+    revision: str | None = None
+    api_keys: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    chat_template: str | None = None  # path of a Jinja file
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    request_timeout_s: float = 600.0
+    reader_stall_s: float = 30.0
+    drain_s: float = 10.0  # how long open requests may go on after SIGTERM
+    max_open_requests: int = 1024
+    max_body_bytes: int = 8 << 20
+    lease_s: float = 10.0
+    beat_s: float = 0.5
+    log_level: str = "warning"

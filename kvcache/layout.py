@@ -1,0 +1,75 @@
+"""How KV lies in memory; everything about its size follows from four numbers.
+
+A page is one layer × one KV head × 64 tokens, keys then values. A chunk is the same 64 tokens over all layers and
+heads, `[layers, kv_heads, 2, 64, head_dim]`, contiguous: it moves as one piece, and one layer of it is one slice. Row r
+of chunk c belongs to token 64·c + r. The pool, the kernels, the tickets and the planner share this file, so it imports
+nothing heavy. `docs/kv-layout.md` has the drawing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHUNK_TOKENS = 64
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape and element type of a model's KV cache.
+
+    Raises:
+        ValueError: a count is not positive, or the dtype is not one of `ITEM_BYTES`.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.kv_heads, self.head_dim) < 1:
+            raise ValueError(f"layers, kv_heads and head_dim must be positive: {self}")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
+
+    @property
+    def chunk_shape(self) -> tuple[int, int, int, int, int]:
+        """`[layers, kv_heads, keys and values, tokens, head_dim]`."""
+        return (self.layers, self.kv_heads, 2, CHUNK_TOKENS, self.head_dim)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        """Keys and values of 64 tokens, one layer, one KV head."""
+        return 2 * CHUNK_TOKENS * self.head_dim * self.itemsize
+
+    @property
+    def layer_bytes(self) -> int:
+        """One layer of a chunk: a contiguous slice of it."""
+        return self.kv_heads * self.page_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """A whole chunk, which is the size of a slab."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV of one token over all layers and heads."""
+        return self.chunk_bytes // CHUNK_TOKENS
+
+    def num_chunks(self, num_tokens: int) -> int:
+        """Chunks (slabs) that hold `num_tokens` tokens; the last may be partly filled.
+
+        Raises:
+            ValueError: `num_tokens` is negative.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"a number of tokens cannot be {num_tokens}")
+        return -(-num_tokens // CHUNK_TOKENS)

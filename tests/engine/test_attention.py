@@ -1,0 +1,151 @@
+"""Paged attention on the CPU against the plain reference, over a grid of shapes and at every edge of a page."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention import reference
+from engine.attention.cpu import Pages, causal_mask
+from engine.runner import Work, pack
+from kvcache.layout import KVLayout
+
+EDGES = [1, 2, 63, 64, 65, 127, 128, 129]
+NONE = np.empty(0, np.float32)
+
+
+class Bench:
+    """Random KV of several sequences, scattered over a pool whose other rows are not-a-number."""
+
+    def __init__(self, width: int, kv_heads: int, group: int, lengths: list[int], seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.layout = KVLayout(2, kv_heads, width, "float32")
+        self.lengths, self.heads, self.width = lengths, kv_heads * group, width
+        counts = [self.layout.num_chunks(length) for length in lengths]
+        order = torch.randperm(sum(counts) + 1).tolist()
+        self.slabs = [[order.pop() for _ in range(count)] for count in counts]
+        self.data = torch.full((sum(counts) + 1, *self.layout.chunk_shape), float("nan"))
+        for slabs, length in zip(self.slabs, lengths, strict=True):
+            for token in range(length):
+                self.data[slabs[token // 64], :, :, :, token % 64] = torch.randn(2, kv_heads, 2, width)
+        self.pages = Pages(self.layout, self.data, self.heads)
+        self.qkv = torch.randn(max(len(lengths), 2), (self.heads + 2 * kv_heads) * width) * 2
+
+    def decode(self, window: int = 0, only: list[int] | None = None) -> torch.Tensor:
+        """Decode the last token of the sequences (`only` these, in that order), layer 1: [sequences, heads, width]."""
+        chosen = list(range(len(self.lengths))) if only is None else only
+        batch = pack([Work([0], self.lengths[n] - 1, self.slabs[n], "none") for n in chosen])
+        qkv = self.qkv[chosen].contiguous()
+        out = torch.full((len(chosen), self.heads * self.width), float("nan"))
+        self.pages.decode(1, qkv, batch, window, out)
+        return out.view(len(chosen), self.heads, self.width)
+
+    def expected(self, n: int, window: int = 0) -> torch.Tensor:
+        keys, values = reference.gather(self.data, 1, self.slabs[n], self.lengths[n])
+        q = self.qkv[n, : self.heads * self.width].view(1, self.heads, self.width)
+        return reference.attend(q, keys, values, window)[0]
+
+
+@pytest.mark.parametrize("width", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+def test_decode_matches_reference(width: int, group: int) -> None:
+    ragged = torch.randint(130, 700, (2,), generator=torch.Generator().manual_seed(width * group)).tolist()
+    bench = Bench(width, 2, group, EDGES + ragged)
+    found = bench.decode()
+    for n in range(len(bench.lengths)):
+        torch.testing.assert_close(found[n].double(), bench.expected(n), rtol=2e-5, atol=2e-6)
+
+
+def test_decode_of_long_sequences() -> None:
+    bench = Bench(32, 4, 2, [1984, 2000, 2048])
+    found = bench.decode()
+    for n in range(3):
+        torch.testing.assert_close(found[n].double(), bench.expected(n), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [1, 5, 63, 64, 65, 128, 1000])
+def test_decode_honours_the_window(window: int) -> None:
+    bench = Bench(32, 2, 2, [*EDGES, 300])
+    found = bench.decode(window)
+    for n in range(len(bench.lengths)):
+        torch.testing.assert_close(found[n].double(), bench.expected(n, window), rtol=2e-5, atol=2e-6)
+
+
+def test_decode_survives_extreme_scores() -> None:
+    bench = Bench(32, 1, 2, [130])
+    bench.qkv *= 300  # scores in the thousands: all weight on one token, the rest vanishes without nan
+    torch.testing.assert_close(bench.decode()[0].double(), bench.expected(0), rtol=1e-3, atol=1e-3)
+
+
+def test_decode_is_bitwise_independent_of_companions() -> None:
+    bench = Bench(64, 2, 4, [*EDGES, 500])
+    together = bench.decode()
+    backwards = bench.decode(only=list(range(len(bench.lengths)))[::-1])
+    assert torch.equal(together, backwards.flip(0))
+    for n in range(len(bench.lengths)):
+        assert torch.equal(together[n], bench.decode(only=[n])[0])
+
+
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 2), (0, 65), (1, 64), (63, 2), (64, 64), (65, 130), (190, 3)]
+)
+@pytest.mark.parametrize("window", [0, 1, 50, 64])
+def test_prefill_matches_reference(start: int, count: int, window: int) -> None:
+    bench = Bench(32, 2, 3, [start + count])
+    rows = torch.randn(count, (bench.heads + 2 * 2) * 32)
+    stored = bench.data[[bench.slabs[0][token // 64] for token in range(start, start + count)]]
+    own = torch.stack(
+        [stored[i, 1, :, :, (start + i) % 64] for i in range(count)]
+    )  # [count, kv_heads, 2, width]
+    rows[:, bench.heads * 32 :] = own.transpose(1, 2).reshape(count, -1)
+    batch = pack([Work([0] * count, start, bench.slabs[0], "none")])
+    out = torch.full((count, bench.heads * 32), float("nan"))
+    bench.pages.prefill(1, rows, batch.spans[0], window, out)
+    keys, values = reference.gather(bench.data, 1, bench.slabs[0], start + count)
+    expected = reference.attend(
+        rows[:, : bench.heads * 32].view(count, bench.heads, 32), keys, values, window
+    )
+    torch.testing.assert_close(out.view(count, bench.heads, 32).double(), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_gather_returns_the_tokens_in_order() -> None:
+    bench = Bench(32, 2, 1, [129, 64])
+    for n in range(2):
+        found = bench.pages.gather(1, torch.tensor(bench.slabs[n]), bench.lengths[n])
+        for mine, expected in zip(
+            found, reference.gather(bench.data, 1, bench.slabs[n], bench.lengths[n]), strict=True
+        ):
+            assert torch.equal(mine, expected)
+
+
+def test_write_rotates_and_stores_only_its_own_rows() -> None:
+    bench = Bench(32, 2, 2, [130])
+    before = bench.data.clone()
+    batch = pack([Work([0] * 3, 127, bench.slabs[0], "none")])
+    qkv = torch.randn(3, 8 * 32)
+    plain = qkv.view(3, 8, 32).clone()
+    angles = torch.rand(130, 16)
+    bench.pages.write(1, qkv, batch, (angles.cos().numpy(), angles.sin().numpy()), (NONE, NONE), 1e-6)
+    first, second = plain[:, :6].chunk(2, dim=-1)
+    cos, sin = angles[127:].cos()[:, None], angles[127:].sin()[:, None]
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    torch.testing.assert_close(qkv.view(3, 8, 32)[:, :6], turned)
+    keys, values = reference.gather(bench.data, 1, bench.slabs[0], 130)
+    torch.testing.assert_close(keys[:, 127:].transpose(0, 1), turned[:, 4:])
+    assert torch.equal(values[:, 127:].transpose(0, 1), plain[:, 6:])
+    for token in range(127, 130):
+        before[bench.slabs[0][token // 64], 1, :, :, token % 64] = 0
+        bench.data[bench.slabs[0][token // 64], 1, :, :, token % 64] = 0
+    assert torch.equal(before.view(torch.int32), bench.data.view(torch.int32))  # as bits: most of it is nan
+
+
+def test_mask_is_causal_and_windowed() -> None:
+    expected = [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    assert causal_mask(2, 3, 2).int().tolist() == expected
+
+
+def test_other_dtypes_are_refused() -> None:
+    layout = KVLayout(1, 1, 32, "float16")
+    with pytest.raises(ValueError, match="float32"):
+        Pages(layout, torch.zeros(1, *layout.chunk_shape, dtype=torch.float16), 1)

@@ -1,0 +1,112 @@
+"""What `diptych serve` asks of a model before it starts anything: found, complete, supported, and it fits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from diptych.config import Config
+from diptych.errors import ModelError
+from services.cli import look, model
+from services.cli.model import Model, Question
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+
+
+def ask(name: str, **more: int | None) -> Model:
+    sized: dict[str, int | None] = {"max_model_len": None, "kv_bytes": None, **more}
+    return look.look(
+        Question(
+            name, None, sized["max_model_len"], sized["kv_bytes"], num_workers=sized.get("num_workers") or 1
+        )
+    )
+
+
+def refused(name: str, **more: int | None) -> str:
+    with pytest.raises(ModelError) as caught:
+        ask(name, **more)
+    lines = caught.value.lines()
+    assert 2 <= len(lines) <= 6
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the embedded model that a test may spoil."""
+    return Path(shutil.copytree(TINY, tmp_path / "copy"))
+
+
+def test_the_embedded_model_is_found_under_its_name() -> None:
+    found = ask("tiny")
+    assert Path(found.path).samefile(TINY)
+    assert found.chats and found.max_model_len == 2048 and "context 2,048" in found.told
+    assert found.kv_bytes % (6 * 4 * 2 * 64 * 32 * 4) == 0 < found.kv_bytes
+
+
+def test_several_workers_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = ask("tiny")
+    monkeypatch.setattr(look, "available_memory", lambda: 512 << 20)
+    assert ask("tiny", num_workers=4).kv_bytes < alone.kv_bytes
+    assert "does not fit in memory" in refused("tiny", num_workers=20)
+
+
+def test_a_model_without_a_chat_template_is_served_without_chat(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    file = folder / "tokenizer_config.json"
+    file.write_text(
+        json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"})
+    )
+    assert not ask(str(folder)).chats
+
+
+def test_an_unknown_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "there is no model at nothing" in refused("nothing")
+    monkeypatch.chdir(tmp_path)
+    assert "there is no model at ./nothing" in refused("./nothing")
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("model.safetensors", "has no weights"),
+        ("config.json", "has no config.json"),
+        ("tokenizer.json", "has no tokenizer"),
+    ],
+)
+def test_a_folder_that_lacks_something(folder: Path, file: str, said: str) -> None:
+    (folder / file).unlink()
+    assert said in refused(str(folder))
+
+
+def test_a_model_that_does_not_fit_shows_the_arithmetic_and_what_would_fit() -> None:
+    told = refused("tiny", kv_bytes=1 << 20)
+    assert "KV pool 1.00 MiB" in told and "32 chunks x 384.00 KiB = 12.00 MiB of KV" in told
+    assert "the largest context that fits is 128 tokens" in told and "--max-model-len 128 or less" in told
+
+
+def test_a_context_longer_than_the_models_own() -> None:
+    assert "use --max-model-len 2048 or less" in refused("tiny", max_model_len=4096)
+
+
+# ---- the question from one process to the other
+
+
+async def test_the_answer_crosses_processes() -> None:
+    found = await model.find(Config(model="tiny", max_model_len=100), 2)
+    assert Path(found.path).samefile(TINY) and found.max_model_len == 100
+
+
+async def test_a_process_that_breaks_is_told_as_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(ModelError) as caught:
+        await model.find(Config(), 1)
+    assert caught.value.why == "no such luck"

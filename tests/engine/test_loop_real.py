@@ -1,0 +1,228 @@
+"""The loop over the real runner and sampler: a request's tokens are its own, wherever and beside whom it runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diptych.messages import Failed, Logprob, Output
+from diptych.request import Grammar, Sampling
+from engine import grammar
+from engine.loop import Emission, Engine
+from engine.model.files import ModelFiles
+from engine.runner import Runner
+from engine.sampler import Sampler
+from engine.scheduler import Limits, Scheduler, Sequence
+from kvcache.pool import Pool
+from tests.factories import make_folder, make_tokenizer
+
+MODEL_LEN = 512
+END = 2
+SCHEMA = Grammar(
+    "json_schema", json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 9})
+)
+
+# One of each kind that samples differently; prompts around the edges of a chunk, short and long mixed.
+KINDS: list[tuple[int, dict[str, Any]]] = [
+    (1, {"temperature": 0.0}),
+    (63, {"temperature": 0.0, "logprobs": 3}),
+    (64, {}),
+    (65, {"temperature": 0.7, "top_p": 0.9}),
+    (300, {"temperature": 0.0, "frequency_penalty": 0.6, "presence_penalty": 0.3}),
+    (127, {"top_k": 20, "logprobs": 0}),
+    (128, {"temperature": 1.3, "min_p": 0.05, "repetition_penalty": 1.2}),
+    (129, {"grammar": SCHEMA, "temperature": 0.8}),
+    (17, {"grammar": Grammar("regex", "[a-f]{5,40}"), "min_tokens": 6}),
+    (40, {"prompt_logprobs": 2, "logprobs": 2, "logit_bias": {7: 4.0, 9: -100.0}}),
+    (200, {"temperature": 0.0, "prompt_logprobs": 0}),
+    (5, {"stop_token_ids": tuple(range(100, 140))}),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    folder: Path = make_folder(tmp_path_factory.mktemp("model"))
+    return ModelFiles.resolve(str(folder))
+
+
+class Worker:
+    """One engine with its own pool."""
+
+    def __init__(self, model: ModelFiles, **limits: Any) -> None:
+        self.pool = Pool(model.layout(), 60)
+        runner = Runner.load(model, self.pool, MODEL_LEN)
+        settings = {"max_num_seqs": 12, "max_num_batched_tokens": 96} | limits
+        sampler = Sampler(runner.vocab_size, grammar.load(make_tokenizer(), [END]))
+        self.engine = Engine(runner, Scheduler(Limits(60, MODEL_LEN, **settings)), self.pool, sampler)
+        self.held: list[Sequence] = []
+        self._ticks = itertools.count()
+
+    def run(self) -> list[Emission]:
+        told: list[Emission] = []
+        while len(self.engine.scheduler):
+            told += self.engine.step(lambda: float(next(self._ticks)))
+        self.held += [emission.held for emission in told if emission.held]
+        return told
+
+
+def request(number: int, hold: bool = False) -> Sequence:
+    length, asked = KINDS[number]
+    random = torch.Generator().manual_seed(number)
+    prompt = torch.randint(3, 259, (length,), generator=random).tolist()
+    fields: dict[str, Any] = {"max_tokens": 24, "seed": 100 + number, "stop_token_ids": (END,)} | asked
+    sampling = Sampling(**fields)
+    return Sequence(f"r{number}", 1, prompt, sampling, math.inf, hold=hold)
+
+
+Answer = dict[str, tuple[list[int], list[Logprob], list[Logprob | None] | None, str | None]]
+
+
+def answers(told: list[Emission]) -> Answer:
+    """Tokens, their scores, the prompt's scores and the finish of each request."""
+    gathered: Answer = {}
+    for emission in told:
+        output = emission.message
+        assert isinstance(output, Output), output
+        tokens, scores, prompt, _ = gathered.get(output.request, ([], [], None, None))
+        prompt = output.prompt_logprobs or prompt
+        gathered[output.request] = (
+            tokens + output.tokens,
+            scores + (output.logprobs or []),
+            prompt,
+            output.finish,
+        )
+    return gathered
+
+
+@pytest.fixture(scope="module")
+def alone(model: ModelFiles) -> Answer:
+    """Every request by itself, prompts whole."""
+    worker = Worker(model, max_num_batched_tokens=MODEL_LEN, chunked_prefill=False)
+    gathered: Answer = {}
+    for number in range(len(KINDS)):
+        worker.engine.add(request(number), 0.0)
+        gathered |= answers(worker.run())
+    assert worker.pool.used == 0
+    return gathered
+
+
+def check_same(got: Answer, expected: Answer) -> None:
+    """Tokens alike; scores too, but for the rounding of a product of another shape."""
+    assert set(got) == set(expected)
+    for name, (tokens, scores, prompt, finish) in expected.items():
+        assert (got[name][0], got[name][3]) == (tokens, finish), name
+        check_close(got[name][1], scores)
+        assert (got[name][2] is None) == (prompt is None)
+        check_close((got[name][2] or [])[1:], (prompt or [])[1:])
+
+
+def check_close(got: Any, expected: Any) -> None:
+    assert [score.token for score in got] == [score.token for score in expected]
+    assert [score.logprob for score in got] == pytest.approx([score.logprob for score in expected], abs=1e-4)
+    for mine, its in zip(got, expected, strict=True):
+        assert [logprob for _, logprob in mine.top] == pytest.approx(
+            [logprob for _, logprob in its.top], abs=1e-4
+        )
+
+
+def test_requests_are_of_all_kinds(alone: Answer) -> None:
+    assert {finish for *_, finish in alone.values()} == {"stop", "length"}
+    assert len({tuple(tokens) for tokens, *_ in alone.values()}) == len(KINDS)
+    assert all(
+        prompt is None or len(prompt) == KINDS[int(name[1:])][0] for name, (_, _, prompt, _) in alone.items()
+    )
+    assert make_tokenizer().decode(alone["r7"][0]).startswith("[")
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"max_num_seqs": 5, "max_num_batched_tokens": 33}, {"chunked_prefill": False}]
+)
+def test_a_batch_gives_each_request_the_tokens_it_gets_alone(
+    model: ModelFiles, alone: Answer, limits: dict[str, Any]
+) -> None:
+    worker = Worker(model, **limits)
+    for number in range(len(KINDS)):
+        worker.engine.add(request(number), 0.0)
+    check_same(answers(worker.run()), alone)
+    assert worker.pool.used == 0
+    worker.pool.check()
+
+
+def test_arriving_in_the_midst_of_others_changes_nothing(model: ModelFiles, alone: Answer) -> None:
+    worker, told = Worker(model), []
+    for number in reversed(range(len(KINDS))):
+        worker.engine.add(request(number), 0.0)
+        for _ in range(3):
+            told += worker.engine.step(lambda: 0.0)
+    check_same(answers(told + worker.run()), alone)
+
+
+def test_prefilled_here_and_decoded_there_is_the_same(model: ModelFiles, alone: Answer) -> None:
+    prefill, decode = Worker(model), Worker(model)
+    for number in range(len(KINDS)):
+        prefill.engine.add(request(number, hold=True), 0.0)
+    told = prefill.run()
+    assert len(prefill.held) >= len(KINDS) - 1
+    for held in prefill.held:
+        seq = Sequence(
+            held.id, 1, held.prompt, held.sampling, math.inf, list(held.output), computed=held.computed
+        )
+        seq.slabs = decode.pool.take(decode.engine.scheduler.limits.room(seq), seq.key)
+        for source, target in zip(held.slabs, seq.slabs, strict=False):
+            decode.pool.slab_bytes(target)[:] = prefill.pool.slab_bytes(source)
+        decode.engine.adopt(seq, 0.0)
+        prefill.pool.give(held.slabs, held.key)
+        for _ in range(2):  # some arrive while others already decode
+            told += decode.engine.step(lambda: 0.0)
+    check_same(answers(told + decode.run()), alone)
+    assert prefill.pool.used == decode.pool.used == 0
+
+
+@pytest.mark.parametrize("cut", [1, 5, 23])
+def test_a_second_attempt_goes_on_where_the_first_was(model: ModelFiles, alone: Answer, cut: int) -> None:
+    worker = Worker(model)
+    expected: dict[str, list[int]] = {}
+    for number in range(len(KINDS)):
+        seq = request(number)
+        tokens = alone[seq.id][0]
+        if len(tokens) > cut:
+            seq.output, expected[seq.id] = tokens[:cut], tokens[cut:]
+            worker.engine.add(seq, 0.0)
+    got = answers(worker.run())
+    assert len(expected) >= 6 and {name: tokens for name, (tokens, *_) in got.items()} == expected
+    assert all(prompt is None for _, _, prompt, _ in got.values())  # the first attempt has told that
+
+
+def test_aborted_companions_change_nothing(model: ModelFiles, alone: Answer) -> None:
+    worker, told = Worker(model), []
+    for number in range(len(KINDS)):
+        worker.engine.add(request(number), 0.0)
+    for step in range(9):
+        told += worker.engine.step(lambda: 0.0)
+        worker.engine.abort(f"r{step}", 1)
+    got = answers(told + worker.run())
+    kept = {"r9", "r10", "r11"}
+    check_same({name: got[name] for name in kept}, {name: alone[name] for name in kept})
+    assert worker.pool.used == 0
+
+
+def test_a_request_that_cannot_run_fails_alone(model: ModelFiles, alone: Answer) -> None:
+    worker = Worker(model)
+    good, bad = request(2), request(3)
+    bad.prompt = [*bad.prompt, 300]  # not in the vocabulary
+    worse, grim = request(4), request(5)
+    worse.sampling = Sampling(max_tokens=5, seed=0, grammar=Grammar("regex", "[a-"))
+    grim.sampling = Sampling(max_tokens=5, seed=0, logit_bias={300: 1.0})
+    for seq in (good, bad, worse, grim):
+        worker.engine.add(seq, 0.0)
+    told = worker.run()
+    failed = {e.message.request: e.message.code for e in told if isinstance(e.message, Failed)}
+    assert failed == {"r3": "internal_error", "r4": "invalid_grammar", "r5": "internal_error"}
+    check_same(answers([e for e in told if isinstance(e.message, Output)]), {"r2": alone["r2"]})
+    assert worker.pool.used == 0

@@ -1,0 +1,111 @@
+"""The runner's contract: what it returns, refuses and writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.errors import ModelError
+from engine.model.files import ModelFiles
+from engine.runner import Runner, Work
+from kvcache.layout import KVLayout
+from kvcache.pool import Pool
+from tests.factories import make_folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    return ModelFiles.resolve(str(make_folder(tmp_path_factory.mktemp("runner"))))
+
+
+@pytest.fixture
+def runner(files: ModelFiles) -> Runner:
+    return Runner.load(files, Pool(files.layout(), 8), 256)
+
+
+def test_rows_are_as_asked_for(runner: Runner) -> None:
+    works = [
+        Work([5, 6, 7], 0, [0], "all"),
+        Work([5, 6, 7], 0, [1], "none"),
+        Work([8], 0, [2], "last"),
+        Work([5, 6, 7], 0, [3], "last"),
+    ]
+    every, none, single, last = runner.run(works)
+    assert [x.shape for x in (every, none, single, last)] == [(3, 300), (0, 300), (1, 300), (1, 300)]
+    assert all(x.dtype == torch.float32 for x in (every, none, single, last))
+    assert torch.equal(every[2], last[0])
+    assert torch.equal(runner.run([works[2]])[0], single)
+    assert runner.run([works[1]])[0].shape == (0, 300)
+    assert runner.run([]) == []
+    last[0, 0] = 1.0  # the caller may change what it got
+
+
+def test_a_step_writes_its_own_rows_and_no_other(files: ModelFiles) -> None:
+    pool = Pool(files.layout(), 4)
+    runner = Runner.load(files, pool, 256)
+    pool.data.fill_(7.0)
+    runner.run([Work([5] * 66, 0, [2, 0], "none"), Work([9], 0, [3], "none")])
+    assert (pool.data[2] != 7).all()
+    assert (pool.data[0, :, :, :, :2] != 7).all() and (pool.data[0, :, :, :, 2:] == 7).all()
+    assert (pool.data[3, :, :, :, :1] != 7).all() and (pool.data[3, :, :, :, 1:] == 7).all()
+    assert (pool.data[1] == 7).all()
+
+
+def test_kv_moved_to_other_slabs_decodes_the_same(files: ModelFiles) -> None:
+    here, there = Pool(files.layout(), 4), Pool(files.layout(), 4)
+    first, second = Runner.load(files, here, 256), Runner.load(files, there, 256)
+    first.run([Work(list(range(3, 103)), 0, [0, 1], "none")])
+    for source, target in [(0, 3), (1, 2)]:
+        there.slab_bytes(target)[:] = here.slab_bytes(source)
+    (expected,), (found,) = (
+        side.run([Work([9], 100, slabs, "last")]) for side, slabs in ((first, [0, 1]), (second, [3, 2]))
+    )
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("work", "why"),
+    [
+        (Work([], 0, [0], "last"), "positions"),
+        (Work([5], 256, [0, 1, 2, 3, 4], "last"), "positions"),
+        (Work([5], -1, [0], "last"), "positions"),
+        (Work([5] * 65, 0, [0], "last"), "do not fit"),
+        (Work([5], 64, [0], "last"), "do not fit"),
+        (Work([5], 0, [0], "first"), "logits"),
+        (Work([5], 0, [8], "last"), "not all in a pool"),
+        (Work([5], 0, [-1], "last"), "not all in a pool"),
+        (Work([300], 0, [0], "last"), "token ids"),
+        (Work([-1], 0, [0], "last"), "token ids"),
+    ],
+)
+def test_impossible_work_is_refused_before_anything_runs(runner: Runner, work: Work, why: str) -> None:
+    runner._pool.data.fill_(7.0)
+    with pytest.raises(ValueError, match=why):
+        runner.run([Work([5, 6], 0, [7], "last"), work])
+    assert (runner._pool.data == 7).all()
+
+
+def test_warm_leaves_the_pool_as_it_was(runner: Runner) -> None:
+    runner.warm()
+    assert runner._pool.used == 0
+    runner._pool.check()
+
+
+@pytest.mark.parametrize(
+    "layout", [KVLayout(2, 2, 12, "float16"), KVLayout(2, 4, 12, "float32"), KVLayout(3, 2, 12, "float32")]
+)
+def test_a_pool_of_another_layout_is_refused(files: ModelFiles, layout: KVLayout) -> None:
+    with pytest.raises(ModelError) as refused:
+        Runner.load(files, Pool(layout, 2), 256)
+    assert "pool:" in refused.value.why and "model:" in refused.value.why
+
+
+def test_weights_that_do_not_match_the_config_are_refused(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 80', '"intermediate_size": 96'))
+    files = ModelFiles.resolve(str(tmp_path))
+    with pytest.raises(ModelError, match="shape"):
+        Runner.load(files, Pool(files.layout(), 2), 256)

@@ -1,0 +1,398 @@
+"""Both transports between real processes: bytes arrive, links follow a worker's lives, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from diptych.errors import ConfigError, OutOfBlocks, StaleTicket, TransferError
+from kvcache.layout import KVLayout
+from kvcache.pool import Pool
+from kvtransfer.copying import LINE, copy
+from kvtransfer.digests import HASHES, Seal
+from kvtransfer.handoff import Aborted, Commit, Free, Outcome, Pull, Reserve, hand_off, perform
+from kvtransfer.links import Links, open_sources
+from kvtransfer.memory import Address, SharedMemory, attach
+from kvtransfer.transports import nixl, shm
+from tests.engine.transport_source import KEY, SHAPE, SLAB_BYTES, WORKER, Remote, content
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, dtype="float32")
+TRANSPORTS = ["shm", "nixl"]
+NUM_SLABS = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loopback() -> Iterator[None]:
+    """UCX as between hosts: TCP, over the loopback device only."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal"}.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def living() -> Iterator[Callable[[str], Remote]]:
+    """One source process per transport for all tests that leave it alive."""
+    remotes: dict[str, Remote] = {}
+
+    def one(transport: str) -> Remote:
+        if transport not in remotes:
+            remotes[transport] = Remote(transport, NUM_SLABS)
+        return remotes[transport]
+
+    yield one
+    for remote in remotes.values():
+        remote.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], Remote]]:
+    """Starts source processes and ends them with the test."""
+    started: list[Remote] = []
+
+    def one(transport: str) -> Remote:
+        started.append(Remote(transport, NUM_SLABS))
+        return started[-1]
+
+    yield one
+    for remote in started:
+        remote.close()
+
+
+class Decoder:
+    """The decode side as the worker has it: a pool, links, and a hand-off per ticket."""
+
+    def __init__(self, *transports: str) -> None:
+        self.pool = Pool(LAYOUT, NUM_SLABS)
+        assert LAYOUT.chunk_shape == SHAPE and LAYOUT.chunk_bytes == SLAB_BYTES
+        self.links = Links(transports, self.pool.memory, SLAB_BYTES)
+        self.decoding: list[int] = []
+
+    def fetch(self, ticket: Any, extra: int = 1) -> Outcome:
+        def commit(effect: Commit) -> None:
+            self.decoding = list(effect.slabs)
+
+        owner = f"{ticket.terms.request}#{ticket.terms.epoch}"
+        table: dict[type[Any], Callable[[Any], Any]] = {
+            Reserve: lambda effect: self.pool.take(effect.num_slabs, owner),
+            Pull: lambda effect: self.links.pull(effect.ticket, effect.pairs),
+            Commit: commit,
+            Free: lambda effect: self.pool.give(list(effect.slabs), owner),
+        }
+        self.decoding = []
+        seal = Seal(KEY, ticket.terms)
+        outcome = perform(hand_off(ticket, len(ticket.chunks) + extra, seal.matches), table)
+        self.pool.check()
+        assert isinstance(outcome, Outcome)
+        assert bool(self.decoding) == (outcome.error is None)
+        return outcome
+
+    def finish(self, ticket: Any) -> None:
+        self.pool.give(self.decoding, f"{ticket.terms.request}#{ticket.terms.epoch}")
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    """Until every thread of a process is in `state` (T: stopped), as the kernel tells it."""
+    while any(
+        Path(f"/proc/{pid}/task/{task}/stat").read_text().rsplit(")", 1)[1].split()[0] != state
+        for task in os.listdir(f"/proc/{pid}/task")
+    ):
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_slabs_arrive_wherever_they_lay(transport: str, living: Callable[[str], Remote]) -> None:
+    source, decoder = living(transport), Decoder(transport)
+    route = decoder.links.link(WORKER, source.incarnation, source.endpoints)
+    assert route.transport == transport and route.gb_per_s > 0 and route.latency_us > 0
+    for seed, slabs in enumerate([[3], [9, 2, 11], list(range(14, -1, -1))]):
+        ticket = source.offer(f"r{seed}", seed, 64 * len(slabs) - 5, slabs, seed)
+        outcome = decoder.fetch(ticket)
+        assert outcome.error is None and outcome.pulled == len(slabs)
+        for slab, own in zip(slabs, outcome.slabs, strict=False):
+            assert bytes(decoder.pool.slab_bytes(own)) == content(seed, slab)
+        decoder.finish(ticket)
+    assert decoder.pool.used == 0
+    decoder.links.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_new_life_replaces_the_old_one(transport: str, start: Callable[[str], Remote]) -> None:
+    first, decoder = start(transport), Decoder(transport)
+    decoder.links.link(WORKER, first.incarnation, first.endpoints)
+    old = first.offer("a", 1, 100, [1, 2], 1)
+    first.close()
+    second = start(transport)
+    decoder.links.link(WORKER, second.incarnation, second.endpoints)
+    assert decoder.fetch(old).code == "stale_ticket"
+    assert decoder.fetch(second.offer("a", 2, 100, [1, 2], 2)).error is None
+    decoder.links.unlink(WORKER, first.incarnation)  # late news of the first life's end
+    assert decoder.links.route(WORKER) is not None
+    decoder.links.unlink(WORKER, second.incarnation)
+    assert decoder.fetch(second.offer("b", 1, 64, [4], 3)).code == "stale_ticket"
+    decoder.links.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_slabs_that_do_not_exist_are_refused(transport: str, living: Callable[[str], Remote]) -> None:
+    source, decoder = living(transport), Decoder(transport)
+    decoder.links.link(WORKER, source.incarnation, source.endpoints)
+    ticket = source.offer("a", 1, 64, [0], 1)
+    for pair in [(NUM_SLABS, 0), (0, NUM_SLABS), (-1, 0), (0, -1)]:
+        with pytest.raises(TransferError, match="exist"):
+            decoder.links.pull(ticket, [pair])
+    with pytest.raises(Aborted):
+        decoder.links.pull(ticket, [(0, 0)], lambda: True)
+    assert len(decoder.links.pull(ticket, [(0, 0)], lambda: False)) == 1
+    decoder.links.close()
+
+
+def test_nixl_tells_of_a_dead_source(start: Callable[[str], Remote]) -> None:
+    source, decoder = start("nixl"), Decoder("nixl")
+    decoder.links.link(WORKER, source.incarnation, source.endpoints)
+    ticket = source.offer("a", 1, 128, [1, 2], 1)
+    os.kill(source.pid, signal.SIGKILL)
+    source.process.wait()
+    assert decoder.fetch(ticket).code == "transfer_failed"
+    assert decoder.pool.used == 0
+    with pytest.raises(TransferError, match="no transport"):
+        decoder.links.link(WORKER, source.incarnation, source.endpoints)
+    decoder.links.close()
+
+
+def test_nixl_gives_up_a_stalled_read_and_nothing_arrives_late(start: Callable[[str], Remote]) -> None:
+    """A stopped source that continues after its read was given up must not write into slabs that others own by then."""
+    source = start("nixl")
+    own = memoryview(bytearray(NUM_SLABS * SLAB_BYTES))
+    puller = nixl.Puller(own, SLAB_BYTES, stall_s=0.3)
+    puller.link(WORKER, source.incarnation, source.endpoints["nixl"])
+    source.offer("a", 1, 64 * NUM_SLABS, list(range(NUM_SLABS)), 1)
+    pairs = [(slab, slab) for slab in range(NUM_SLABS)]
+    os.kill(source.pid, signal.SIGSTOP)
+    wait_for_state(source.pid, "T")
+    try:
+        with pytest.raises(TransferError, match="stalled"):
+            puller.pull(WORKER, source.incarnation, pairs)
+        own[:] = bytes(len(own))
+    finally:
+        os.kill(source.pid, signal.SIGCONT)
+    again = start("nixl")
+    again.offer("a", 2, 64, [3], 2)
+    puller.link(WORKER, again.incarnation, again.endpoints["nixl"])
+    for _ in range(50):  # whatever still comes in would be taken in by these reads
+        assert puller.pull(WORKER, again.incarnation, [(3, 0)]) == [HASHES["xxh3"](content(2, 3))]
+        time.sleep(0.005)
+    assert not any(own[SLAB_BYTES:]), "a read that was given up wrote into our memory"
+    puller.close()
+
+
+VICTIMS = """
+import os, signal, sys, time
+import nixl._bindings
+from kvtransfer.transports import nixl
+nixl.BATCH_BYTES = 64 << 20  # one request that is long under way
+for number in range(12):
+    read, write = os.pipe()
+    child = os.fork()  # UCX begins in the child; only the imports are shared
+    if child == 0:
+        own = memoryview(bytearray({size}))
+        puller = nixl.Puller(own, {size})  # all of it as one slab
+        puller.link("p", "i", bytes.fromhex("{endpoint}"))
+        os.write(write, b"!")
+        while True:
+            puller.pull("p", "i", [(0, 0)] * 200)
+    os.close(write)
+    if os.read(read, 1) != b"!":
+        sys.exit(f"victim {{number}} found no source")
+    time.sleep(0.02 + 0.005 * number)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+def test_nixl_sources_survive_pullers_that_die_while_reading(living: Callable[[str], Remote]) -> None:
+    source = living("nixl")
+    endpoint = source.endpoints["nixl"].hex()
+    size = NUM_SLABS * SLAB_BYTES
+    subprocess.run(
+        [sys.executable, "-c", VICTIMS.format(endpoint=endpoint, size=size)], check=True, timeout=120
+    )
+    assert source("nothing", slab=0) == {"changed": False}
+
+
+def test_shm_is_only_between_processes_that_share_memory(living: Callable[[str], Remote]) -> None:
+    source = living("shm")
+    decoder = Decoder("shm", "nixl")
+    with pytest.raises(TransferError, match="no transport") as caught:
+        decoder.links.link(WORKER, "i", {"nixl": b"rubbish"})
+    assert "shm" in caught.value.why and "nixl" in caught.value.why
+    with pytest.raises(TransferError):
+        decoder.links.link(WORKER, "i", {"shm": b"\x00rubbish"})
+    assert decoder.links.link(WORKER, source.incarnation, source.endpoints).transport == "shm"
+    decoder.links.close()
+
+
+@pytest.mark.parametrize("field", ["host", "pid", "fd", "num_bytes", "nonce"])
+def test_shared_memory_must_be_exactly_what_was_announced(field: str) -> None:
+    """Also after the number of a process, or of its descriptor, has come to mean another."""
+    memory, other = SharedMemory(1000), SharedMemory(1000)
+    address = memory.address()
+    attach(address)
+    wrong: dict[str, Any] = {
+        "host": "elsewhere",
+        "pid": os.getppid(),
+        "fd": other.fd,
+        "num_bytes": 999,
+        "nonce": other.nonce,
+    }
+    changed = {name: getattr(address, name) for name in address.__struct_fields__} | {field: wrong[field]}
+    with pytest.raises(OSError):
+        attach(Address(**changed))
+    for one in (memory, other):
+        one.close()
+        one.close()
+    with pytest.raises(OSError):
+        attach(address)
+
+
+def test_shared_memory_is_read_only_and_cannot_be_cut_away() -> None:
+    memory = SharedMemory(5000)
+    view = attach(memory.address())
+    memory.view[4999] = 7
+    assert view[4999] == 7 and view.readonly and len(view) == 5000
+    with pytest.raises(OSError):
+        os.ftruncate(memory.fd, 10)
+    memory.close()
+    assert view[4999] == 7
+
+
+def test_shm_falls_back_to_nixl_between_hosts(living: Callable[[str], Remote]) -> None:
+    source, decoder = living("nixl"), Decoder("shm", "nixl")
+    memory = SharedMemory(SLAB_BYTES)
+    here = memory.address()
+    elsewhere = Address("another host", here.pid, here.fd, here.num_bytes, here.nonce)
+    endpoints = {"shm": msgspec.msgpack.encode(elsewhere), **source.endpoints}
+    assert decoder.links.link(WORKER, source.incarnation, endpoints).transport == "nixl"
+    memory.close()
+    decoder.links.close()
+
+
+def test_unknown_transports_are_named() -> None:
+    with pytest.raises(ConfigError, match="pigeon"):
+        Links(["shm", "pigeon"], memoryview(bytearray(64)), 64)
+    with pytest.raises(ConfigError, match="pigeon"):
+        open_sources(["pigeon"], SharedMemory(64), "p")
+
+
+@pytest.mark.parametrize("size", [0, 1, LINE, LINE + 1, 10 * LINE, 4096 + 32, 1 << 20])
+@pytest.mark.parametrize("shift", [0, 4, 16])
+def test_copying_copies(size: int, shift: int) -> None:
+    source = np.frombuffer(np.random.default_rng(size).bytes(size + 64), np.uint8)[shift : shift + size]
+    target = np.full(size + 128, 9, np.uint8)
+    copy(target[64 - shift : 64 - shift + size], source)
+    assert (target[64 - shift : 64 - shift + size] == source).all()
+    assert (target[: 64 - shift] == 9).all() and (target[64 - shift + size :] == 9).all()
+    with pytest.raises(ValueError):
+        copy(target, source)
+
+
+def test_the_hash_is_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is verified is what will be decoded, not what the source still has."""
+
+    def careless(target: Any, source: Any) -> None:
+        copy(target, source)
+        target[17] ^= 1
+
+    memory, own = SharedMemory(SLAB_BYTES), memoryview(bytearray(SLAB_BYTES))
+    puller = shm.Puller(own, SLAB_BYTES)
+    puller.link("p", "i", shm.Source(memory, "p").endpoint())
+    honest = puller.pull("p", "i", [(0, 0)])
+    assert honest == [HASHES["xxh3"](memory.view)] and own == memory.view
+    monkeypatch.setattr(shm, "copy", careless)
+    assert puller.pull("p", "i", [(0, 0)]) == [HASHES["xxh3"](own)] != honest
+    memory.close()
+
+
+@pytest.mark.parametrize("work", ["copy", *sorted(HASHES)])
+def test_other_threads_run_meanwhile(work: str) -> None:
+    """Copying and hashing give the interpreter away; with that long a switch interval nothing else takes it away."""
+    size = 64 << 20
+    data, target = np.ones(size, np.uint8), np.frombuffer(SharedMemory(size).view, np.uint8)
+    assert target.ctypes.data % LINE == 0  # else it is numpy that copies
+    over, turns = threading.Event(), 0
+    seen: list[int] = []
+
+    def busy() -> None:
+        seen.append(turns)
+        if work == "copy":
+            copy(target, data)
+        else:
+            HASHES[work](data.data)
+        seen.append(turns)
+        over.set()
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=busy)
+    sys.setswitchinterval(60.0)
+    try:
+        thread.start()
+        while not over.is_set():
+            turns += 1
+            time.sleep(0)
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen[1] > seen[0]
+
+
+def test_two_threads_hand_the_conversation_over(living: Callable[[str], Remote]) -> None:
+    """As in the decode worker: the pool is only touched by this thread, the pull happens on another."""
+    source, decoder = living("shm"), Decoder("shm")
+    decoder.links.link(WORKER, source.incarnation, source.endpoints)
+    for aborted in (False, True):
+        ticket = source.offer("a", int(aborted), 64, [5], 1)
+        steps = hand_off(ticket, 2, Seal(KEY, ticket.terms).matches)
+        turn = perform(steps, {Reserve: lambda effect: decoder.pool.take(effect.num_slabs, "a")})
+        assert isinstance(turn, Pull)
+        back: list[Any] = []
+
+        def pull(steps: Any = steps, turn: Any = turn, back: list[Any] = back) -> None:
+            back.append(perform(steps, {Pull: lambda e: decoder.links.pull(e.ticket, e.pairs)}, turn))
+
+        thread = threading.Thread(target=pull)
+        thread.start()
+        thread.join()
+        assert isinstance(back[0], Commit)
+        table: dict[type[Any], Callable[[Any], Any]] = {
+            Commit: lambda effect: None,
+            Free: lambda effect: decoder.pool.give(list(effect.slabs), "a"),
+        }
+        outcome = perform(steps, table, back[0], Aborted("client gone") if aborted else None)
+        assert isinstance(outcome, Outcome) and outcome.code == ("aborted" if aborted else "")
+        if not aborted:
+            decoder.pool.give(list(outcome.slabs), "a")
+    assert decoder.pool.used == 0
+    decoder.links.close()
+
+
+def test_no_room_moves_no_byte(living: Callable[[str], Remote]) -> None:
+    source, decoder = living("shm"), Decoder("shm")
+    decoder.links.link(WORKER, source.incarnation, source.endpoints)
+    outcome = decoder.fetch(source.offer("a", 1, 64, [5], 1), extra=NUM_SLABS)
+    assert isinstance(outcome.error, OutOfBlocks)
+    assert not any(decoder.pool.memory)
+    decoder.links.unlink(WORKER)
+    with pytest.raises(StaleTicket):
+        decoder.links.pull(source.offer("b", 1, 64, [6], 1), [])
+    decoder.links.close()

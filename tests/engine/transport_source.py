@@ -1,0 +1,151 @@
+"""A prefill worker reduced to its memory: a second process that offers slabs over a real transport, and can spoil them.
+
+    python -m tests.engine.transport_source TRANSPORT NUM_SLABS
+
+One JSON command per line on stdin, one JSON answer per line on stdout. Every injector answers whether it changed what a
+decode worker would read; a test that believes it corrupted something asserts that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvtransfer import ticket as tickets
+from kvtransfer.digests import Terms
+from kvtransfer.links import open_sources
+from kvtransfer.memory import SharedMemory
+
+KEY = b"a key for tests, long enough"
+SHAPE = (2, 2, 2, 64, 8)
+SLAB_BYTES = 2 * 2 * 2 * 64 * 8 * 4
+WORKER = "prefill-0"
+
+
+def content(seed: int, slab: int) -> bytes:
+    """What an offer with `seed` puts into `slab`; the test knows it too."""
+    return np.random.default_rng([seed, slab]).bytes(SLAB_BYTES)
+
+
+class Origin:
+    """The source's memory and the commands on it."""
+
+    def __init__(self, transport: str, num_slabs: int) -> None:
+        self.memory = SharedMemory(num_slabs * SLAB_BYTES)
+        self.incarnation = os.urandom(8).hex()
+        self.sources = open_sources([transport], self.memory, WORKER)
+        self.rng = random.Random(0)
+
+    def slab(self, number: int) -> memoryview:
+        return self.memory.view[number * SLAB_BYTES : (number + 1) * SLAB_BYTES]
+
+    def hello(self) -> dict[str, Any]:
+        endpoints = {name: source.endpoint().hex() for name, source in self.sources.items()}
+        return {"endpoints": endpoints, "incarnation": self.incarnation, "pid": os.getpid()}
+
+    def offer(self, request: str, epoch: int, tokens: int, slabs: list[int], seed: int) -> dict[str, Any]:
+        for slab in slabs:
+            self.slab(slab)[:] = content(seed, slab)
+        terms = Terms(request, epoch, tokens, (0, SHAPE[0]), "float32", SHAPE, "f" * 64)
+        ticket = tickets.write(KEY, terms, WORKER, self.incarnation, slabs, self.slab)
+        return {"ticket": tickets.encode(ticket, KEY).hex()}
+
+    def flip(self, slab: int) -> dict[str, Any]:
+        at, bit = self.rng.randrange(SLAB_BYTES), self.rng.randrange(8)
+        return self._changed([slab], lambda: self._xor(slab, at, 1 << bit))
+
+    def _xor(self, slab: int, at: int, mask: int) -> None:
+        self.slab(slab)[at] ^= mask
+
+    def truncate(self, slab: int) -> dict[str, Any]:
+        """The slab ends early, at any byte; behind it lies what an unwritten page holds."""
+        at = self.rng.randrange(SLAB_BYTES)
+        return self._changed([slab], lambda: self._write(slab, at, bytes(SLAB_BYTES - at)))
+
+    def _write(self, slab: int, at: int, data: bytes) -> None:
+        self.slab(slab)[at : at + len(data)] = data
+
+    def swap(self, one: int, two: int) -> dict[str, Any]:
+        first, second = bytes(self.slab(one)), bytes(self.slab(two))
+
+        def exchange() -> None:
+            self._write(one, 0, second)
+            self._write(two, 0, first)
+
+        return self._changed([one, two], exchange)
+
+    def layers(self, slab: int) -> dict[str, Any]:
+        """The right bytes at the wrong layer."""
+        half = SLAB_BYTES // 2
+        old = bytes(self.slab(slab))
+        return self._changed([slab], lambda: self._write(slab, 0, old[half:] + old[:half]))
+
+    def replay(self, slab: int, seed: int) -> dict[str, Any]:
+        """What an earlier offer (of another request or epoch) had in this very slab."""
+        return self._changed([slab], lambda: self._write(slab, 0, content(seed, slab)))
+
+    def nothing(self, slab: int) -> dict[str, Any]:
+        """The control: an injector that misses."""
+        return self._changed([slab], lambda: self._write(slab, 0, bytes(self.slab(slab))))
+
+    def _changed(self, slabs: list[int], spoil: Callable[[], object]) -> dict[str, Any]:
+        before = [bytes(self.slab(slab)) for slab in slabs]
+        spoil()
+        return {
+            "changed": all(bytes(self.slab(slab)) != old for slab, old in zip(slabs, before, strict=True))
+        }
+
+
+class Remote:
+    """The test's end: starts the process, sends commands."""
+
+    def __init__(self, transport: str, num_slabs: int = 16) -> None:
+        args = [sys.executable, "-m", "tests.engine.transport_source", transport, str(num_slabs)]
+        self.process = subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        hello = self._answer()
+        self.endpoints = {name: bytes.fromhex(raw) for name, raw in hello["endpoints"].items()}
+        self.incarnation, self.pid = hello["incarnation"], hello["pid"]
+
+    def __call__(self, command: str, **arguments: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command, arguments]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def offer(self, request: str, epoch: int, tokens: int, slabs: list[int], seed: int) -> tickets.Ticket:
+        raw = self("offer", request=request, epoch=epoch, tokens=tokens, slabs=slabs, seed=seed)["ticket"]
+        return tickets.decode(bytes.fromhex(raw), KEY)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the source process died with {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def main() -> None:
+    origin = Origin(sys.argv[1], int(sys.argv[2]))
+    print(json.dumps(origin.hello()), flush=True)
+    for line in sys.stdin:
+        command, arguments = json.loads(line)
+        print(json.dumps(getattr(origin, command)(**arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""A pool, a runner and a sampler without torch, for the engine's loop: its bookkeeping is real, the model is a hash.
+
+The fake KV of a token is all tokens up to it, written where its slab says. A runner that reads what another sequence
+wrote, or nothing, raises; the next token is a hash of all tokens so far, so any mistake in the order or the position of
+work shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+from diptych.errors import GrammarError, OutOfBlocks
+from diptych.messages import Logprob
+from diptych.request import Grammar, Sampling
+from engine.loop import Engine, Picked
+from engine.scheduler import Limits, Scheduler, Sequence
+from engine.work import Work
+from kvcache.layout import CHUNK_TOKENS
+
+VOCAB = 50
+
+
+def sampling(max_tokens: int = 8, **rest: object) -> Sampling:
+    return Sampling(max_tokens=max_tokens, seed=0, **rest)  # type: ignore[arg-type]
+
+
+def sequence(name: str, prompt: int | list[int], asked: Sampling | None = None, **rest: object) -> Sequence:
+    """A sequence of `prompt` tokens (their ids depend on the name), without a deadline."""
+    tokens = (
+        [(sum(name.encode()) + 7 * i) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
+    )
+    settings: dict[str, object] = {"epoch": 1, "deadline_s": float("inf")} | rest
+    return Sequence(id=name, prompt=tokens, sampling=asked or sampling(), **settings)  # type: ignore[arg-type]
+
+
+def following(tokens: list[int]) -> int:
+    """The token that the hash model writes after `tokens`."""
+    return hashlib.sha256(bytes(tokens)).digest()[0] % VOCAB
+
+
+def alone(seq: Sequence, max_model_len: int = 10_000) -> list[int]:
+    """What the hash model writes after a prompt, undisturbed."""
+    output: list[int] = []
+    while len(output) < seq.sampling.max_tokens and len(seq.prompt) + len(output) < max_model_len:
+        output.append(following(seq.prompt + output))
+        if output[-1] in seq.sampling.stop_token_ids:
+            break
+    return output
+
+
+class FakePool:
+    """Slabs by owner, as `kvcache.pool.Pool` keeps them."""
+
+    def __init__(self, num_slabs: int) -> None:
+        self.num_slabs = num_slabs
+        self.idle = list(range(num_slabs))
+        self.owner: dict[int, str] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self.idle)
+
+    @property
+    def used(self) -> int:
+        return len(self.owner)
+
+    def take(self, n: int, owner: str) -> list[int]:
+        if n > len(self.idle):
+            raise OutOfBlocks(f"{n} of {len(self.idle)}")
+        slabs = [self.idle.pop() for _ in range(n)]
+        self.owner |= dict.fromkeys(slabs, owner)
+        return slabs
+
+    def give(self, slabs: list[int], owner: str) -> None:
+        if any(self.owner.get(slab) != owner for slab in slabs):
+            raise ValueError(f"{owner} does not own all of {slabs}")
+        for slab in slabs:
+            del self.owner[slab]
+        self.idle += slabs
+
+    def owners(self) -> dict[str, int]:
+        return dict(Counter(self.owner.values()))
+
+    def check(self) -> None:
+        assert sorted([*self.idle, *self.owner]) == list(range(self.num_slabs))
+
+
+class FakeRunner:
+    """`kv` is what was written: (slab, row) -> the tokens up to there."""
+
+    def __init__(self) -> None:
+        self.kv: dict[tuple[int, int], list[int]] = {}
+        self.batches: list[list[Work]] = []
+        self.poison: set[int] = set()  # running one of these tokens raises
+
+    def run(self, batch: list[Work]) -> list[list[list[int]]]:
+        self.batches.append(batch)
+        return [self.one(work) for work in batch]
+
+    def one(self, work: Work) -> list[list[int]]:
+        """Its "logits": for each wanted row, all tokens up to there."""
+        if self.poison & set(work.tokens):
+            raise MemoryError("no room for this one")
+        known = self.kv[place(work, work.start - 1)] if work.start else []
+        for position in range(work.start):
+            assert self.kv[place(work, position)] == known[: position + 1], "another sequence's KV"
+        rows = []
+        for position, token in enumerate(work.tokens, work.start):
+            known = [*known, token]
+            self.kv[place(work, position)] = known
+            rows.append(known)
+        return rows[{"all": 0, "last": len(rows) - 1, "none": len(rows)}[work.logits] :]
+
+
+def place(work: Work, position: int) -> tuple[int, int]:
+    return work.slabs[position // CHUNK_TOKENS], position % CHUNK_TOKENS
+
+
+class FakeRow:
+    """Its grammar, if any, is a text: "bad" does not compile, "5" is complete after 5 tokens, "push" refuses any."""
+
+    def __init__(self, seq: Sequence) -> None:
+        self.grammar, self.index = seq.sampling.grammar, len(seq.output)
+        self.asked = seq.sampling
+        if self.grammar == Grammar("lark", "bad"):
+            raise GrammarError("does not compile")
+
+    @property
+    def done(self) -> bool:
+        return self.grammar is not None and self.grammar.text == str(self.index)
+
+    def push(self, token: int) -> None:
+        self.index += 1
+        if self.grammar == Grammar("lark", "push"):
+            raise GrammarError(f"token {token} does not fit")
+
+
+class FakeSampler:
+    def __init__(self) -> None:
+        self.poison: set[int] = set()  # choosing one of these fails that row
+
+    def open(self, seq: Sequence) -> FakeRow:
+        return FakeRow(seq)
+
+    def sample(self, logits: list[list[list[int]]], rows: list[FakeRow]) -> list[Picked | Exception]:
+        picks: list[Picked | Exception] = []
+        for part, row in zip(logits, rows, strict=True):
+            token = following(part[0])
+            scored = None if row.asked.logprobs is None else Logprob(token, -1.0, [])
+            picks.append(ValueError("not finite") if token in self.poison else Picked(token, scored))
+        return picks
+
+    def score(self, logits: list[list[int]], tokens: list[int], top: int) -> list[Logprob]:
+        """The score of a token is minus the number of tokens before it."""
+        return [Logprob(token, -float(len(known)), []) for known, token in zip(logits, tokens, strict=True)]
+
+
+class Bench:
+    """An engine on fakes, with a clock that a test moves."""
+
+    def __init__(self, num_slabs: int = 64, **limits: object) -> None:
+        settings: dict[str, object] = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 128,
+            "max_model_len": 1000,
+        } | limits
+        self.scheduler = Scheduler(Limits(num_slabs=num_slabs, **settings))  # type: ignore[arg-type]
+        self.pool, self.runner, self.sampler = FakePool(num_slabs), FakeRunner(), FakeSampler()
+        self.engine = Engine(self.runner, self.scheduler, self.pool, self.sampler)
+        self.now_s = 0.0
+
+    def clock(self) -> float:
+        self.now_s += 1.0
+        return self.now_s

@@ -1,0 +1,335 @@
+"""How fast KV is handed over, beside what the machine can do at all.
+
+    python -m benchmarks.transfer [--json] [--rounds N] [--no-system]
+
+`shm_ratio`       hand-off GB/s over shared memory / GB/s of one contiguous memcpy of as many bytes, both out of
+                  another process's memory; the smallest over all cases.
+`nixl_ratio`      hand-off GB/s over NIXL / GB/s of a bare NIXL read of as many bytes (one request, the caller spins,
+                  nothing is verified), both with UCX over the loopback device; the smallest over all cases.
+`transfer_share`  seconds of KV transfer / seconds end to end, summed over requests of 512 prompt and 64 output tokens
+                  to a deployment that this starts; null, with the reason, when it does not start.
+
+A hand-off is everything between the ticket and permission to decode: reserve, pull, hash every byte, check every
+digest. The source is a real second process that writes and digests fresh KV before every round, as a prefill worker
+does. The rounds of what is compared are interleaved, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from kvcache.layout import KVLayout
+from kvtransfer import ticket as tickets
+from kvtransfer.digests import Seal, Terms
+from kvtransfer.handoff import Commit, Free, Outcome, Pull, Reserve, hand_off, perform
+from kvtransfer.links import Links, open_sources
+from kvtransfer.memory import Address, SharedMemory, attach
+from kvtransfer.transports.nixl import Agent, Endpoint, address
+
+KEY = b"benchmark key, not a secret"
+POOL_BYTES = 256 << 20  # several times the last-level cache, so that targets are as cold as in a busy pool
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request's KV: a model's layout and a prompt's length."""
+
+    name: str
+    layout: KVLayout
+    tokens: int
+
+    @property
+    def chunks(self) -> int:
+        return self.layout.num_chunks(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.chunks * self.layout.chunk_bytes
+
+    @property
+    def num_slabs(self) -> int:
+        return max(POOL_BYTES // self.layout.chunk_bytes, 4 * self.chunks)
+
+
+EMBEDDED = KVLayout(layers=6, kv_heads=4, head_dim=32, dtype="float32")
+LARGER = KVLayout(layers=16, kv_heads=4, head_dim=128, dtype="float32")
+CASES = [
+    Case("embedded model, 512 tokens", EMBEDDED, 512),
+    Case("embedded model, 2048 tokens", EMBEDDED, 2048),
+    Case("16 layers x 4 heads x 128, 512 tokens", LARGER, 512),
+]
+
+
+class Origin:
+    """The source process: its memory, and offers of fresh KV."""
+
+    def __init__(self, case: Case, transport: str) -> None:
+        self.case, self.places = case, _places(case)
+        self.memory = SharedMemory(case.num_slabs * case.layout.chunk_bytes)
+        self.sources = open_sources([transport], self.memory, "source")
+        self.fresh = np.random.default_rng(0).integers(0, 255, case.num_bytes, np.uint8)
+
+    def slab(self, number: int) -> memoryview:
+        size = self.case.layout.chunk_bytes
+        return self.memory.view[number * size : (number + 1) * size]
+
+    def offer(self, number: int) -> str:
+        slabs = next(self.places)
+        for i, slab in enumerate(slabs):
+            size = self.case.layout.chunk_bytes
+            self.slab(slab)[:] = self.fresh[i * size : (i + 1) * size].data
+        layout = self.case.layout
+        terms = Terms(
+            str(number), 1, self.case.tokens, (0, layout.layers), layout.dtype, layout.chunk_shape, "f"
+        )
+        return tickets.encode(tickets.write(KEY, terms, "source", "life", slabs, self.slab), KEY).hex()
+
+    def serve(self) -> None:
+        print(*(source.endpoint().hex() for source in self.sources.values()), flush=True)
+        for number, _ in enumerate(sys.stdin):
+            print(self.offer(number), flush=True)
+
+
+class Pair:
+    """The puller's end: the source process, an own pool, links, and places that rotate through both pools."""
+
+    def __init__(self, case: Case, transport: str) -> None:
+        self.case, self.places = case, _places(case)
+        args = [sys.executable, "-m", "benchmarks.transfer", "--source", transport, str(CASES.index(case))]
+        self.process = subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.endpoint = bytes.fromhex(self._line())
+        self.own = SharedMemory(case.num_slabs * case.layout.chunk_bytes)
+        np.frombuffer(self.own.view, np.uint8)[:] = 1  # every page is there before the first round
+        self.links = Links([transport], self.own.view, case.layout.chunk_bytes)
+        self.route = self.links.link("source", "life", {transport: self.endpoint})
+
+    def offer(self) -> tickets.Ticket:
+        assert self.process.stdin is not None
+        self.process.stdin.write("offer\n")
+        self.process.stdin.flush()
+        return tickets.decode(bytes.fromhex(self._line()), KEY)
+
+    def fetch(self) -> float:
+        """Seconds of one hand-off."""
+        ticket, place = self.offer(), next(self.places)
+        committed: list[int] = []
+        table: dict[type[Any], Callable[[Any], Any]] = {
+            Reserve: lambda effect: place,
+            Pull: lambda effect: self.links.pull(effect.ticket, effect.pairs),
+            Commit: lambda effect: committed.extend(effect.slabs),
+            Free: lambda effect: None,
+        }
+        began = time.perf_counter()
+        outcome = perform(hand_off(ticket, len(place), Seal(KEY, ticket.terms).matches), table)
+        taken = time.perf_counter() - began
+        assert isinstance(outcome, Outcome) and outcome.error is None and committed == place
+        return taken
+
+    def close(self) -> None:
+        self.links.close()
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self.own.close()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+def memcpy(pair: Pair) -> Callable[[], float]:
+    """One contiguous copy of fresh bytes from the source's memory into the own pool: what C's memcpy makes of it."""
+    theirs = np.frombuffer(attach(msgspec.msgpack.decode(pair.endpoint, type=Address)), np.uint8)
+    own = np.frombuffer(pair.own.view, np.uint8)
+
+    def once() -> float:
+        first = pair.offer().chunks[0].slab * pair.case.layout.chunk_bytes
+        target = next(pair.places)[0] * pair.case.layout.chunk_bytes
+        began = time.perf_counter()
+        np.copyto(own[target : target + pair.case.num_bytes], theirs[first : first + pair.case.num_bytes])
+        return time.perf_counter() - began
+
+    return once
+
+
+def bare_nixl(pair: Pair) -> Callable[[], float]:
+    """One NIXL read of the same slabs: a descriptor per slab, one request, the caller spins until it is done."""
+    endpoint = msgspec.msgpack.decode(pair.endpoint, type=Endpoint)
+    agent = Agent(f"bare-{os.getpid()}", [pair.own.view], serve=False)
+    peer, base, size = agent.add(endpoint.metadata), address(pair.own.view), pair.case.layout.chunk_bytes
+
+    def once() -> float:
+        ticket, place = pair.offer(), next(pair.places)
+        segments = [
+            (endpoint.base + chunk.slab * size, base + own * size, size)
+            for chunk, own in zip(ticket.chunks, place, strict=True)
+        ]
+        began = time.perf_counter()
+        handle = agent.post(peer, segments)
+        while not agent.done(handle):
+            pass
+        return time.perf_counter() - began
+
+    return once
+
+
+def compare(case: Case, transport: str, rounds: int) -> dict[str, Any]:
+    """Interleaved rounds of the hand-off and of what bounds it."""
+    pair = Pair(case, transport)
+    try:
+        bound = memcpy(pair) if transport == "shm" else bare_nixl(pair)
+        ours, theirs = [], []
+        for number in range(rounds + 3):
+            pulled, bounded = pair.fetch(), bound()
+            if number >= 3:  # the first rounds touch every page and connect
+                ours.append(pulled)
+                theirs.append(bounded)
+        mine, limit = (case.num_bytes / statistics.median(times) / 1e9 for times in (ours, theirs))
+        return {
+            "case": case.name,
+            "mb": round(case.num_bytes / 1e6, 2),
+            "hand_off_gb_per_s": round(mine, 3),
+            ("memcpy_gb_per_s" if transport == "shm" else "bare_nixl_gb_per_s"): round(limit, 3),
+            "ratio": round(mine / limit, 3),
+            "hand_off_ms": round(statistics.median(ours) * 1e3, 3),
+            "measured_at_link": {
+                "gb_per_s": round(pair.route.gb_per_s, 2),
+                "latency_us": round(pair.route.latency_us, 1),
+            },
+        }
+    finally:
+        pair.close()
+
+
+def transfer_share(requests: int = 12) -> dict[str, Any]:
+    """Start a deployment of the embedded model, drive it, and read the two sums from its metrics.
+
+    Returns `transfer_share` None and `transfer_share_skipped` with the reason when the deployment does not start.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serve = [sys.executable, "-m", "services.cli.main", "serve", "--port", str(port)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    server = subprocess.Popen(
+        serve, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            why = _wait(client, server)
+            if why:
+                return {"transfer_share": None, "transfer_share_skipped": why}
+            return _share(client, requests)
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.communicate()
+
+
+def _wait(client: httpx.Client, server: subprocess.Popen[str], limit_s: float = 240.0) -> str:
+    """Until the deployment is ready; the reason when it will not be."""
+    began = time.monotonic()
+    while time.monotonic() - began < limit_s:
+        if server.poll() is not None:
+            _, told = server.communicate()
+            return f"diptych serve ended with {server.returncode}: {told.strip()[-400:]}"
+        with contextlib.suppress(httpx.TransportError):
+            if client.get("/ready").status_code == 200:
+                return ""
+        time.sleep(0.5)
+    return f"not ready after {limit_s:.0f} s"
+
+
+def _share(client: httpx.Client, requests: int) -> dict[str, Any]:
+    model = client.get("/v1/models").json()["data"][0]["id"]
+    rng = random.Random(0)
+
+    def ask() -> None:
+        prompt = [rng.randrange(300, 4000) for _ in range(512)]
+        body = {"model": model, "prompt": prompt, "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+        client.post("/v1/completions", json=body).raise_for_status()
+
+    ask()  # warm
+    before = _sums(client)
+    for _ in range(requests):
+        ask()
+    after = _sums(client)
+    transfer, whole = (late - early for late, early in zip(after, before, strict=True))
+    if not transfer or not whole:  # a share of 0 would look like the best possible result
+        return {"transfer_share": None, "transfer_share_skipped": "the deployment's metrics tell of no transfer"}
+    return {
+        "transfer_share": round(transfer / whole, 5),
+        "transfer_ms": round(transfer / requests * 1e3, 3),
+        "end_to_end_ms": round(whole / requests * 1e3, 1),
+    }
+
+
+def _sums(client: httpx.Client) -> tuple[float, float]:
+    """Seconds of KV transfer and seconds end to end, summed over all labels."""
+    lines = client.get("/metrics").text.splitlines()
+
+    def total(name: str) -> float:
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name
+        )
+
+    return total("diptych:transfer_seconds_sum"), total("vllm:e2e_request_latency_seconds_sum")
+
+
+def _places(case: Case) -> Iterator[list[int]]:
+    """Contiguous runs of slabs, one after the other through the whole pool."""
+    runs = case.num_slabs // case.chunks
+    return (list(range(run * case.chunks, (run + 1) * case.chunks)) for run in itertools.cycle(range(runs)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--no-system", action="store_true", help="do not start a deployment for transfer_share"
+    )
+    parser.add_argument("--source", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ.update({"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_WARN_UNUSED_ENV_VARS": "n"})
+    if args.source:
+        Origin(CASES[int(args.source[1])], args.source[0]).serve()
+        return
+    shm = [compare(case, "shm", args.rounds) for case in CASES]
+    nixl = [compare(case, "nixl", args.rounds) for case in CASES]
+    told: dict[str, Any] = {
+        "shm_ratio": min(case["ratio"] for case in shm),
+        "nixl_ratio": min(case["ratio"] for case in nixl),
+        "shm": shm,
+        "nixl": nixl,
+    }
+    if not args.no_system:
+        told |= transfer_share()
+    print(json.dumps(told, indent=None if args.json else 2))
+
+
+if __name__ == "__main__":
+    main()

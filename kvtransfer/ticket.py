@@ -1,0 +1,143 @@
+"""The ticket: what a prefill worker offers, and all that a decode worker needs to fetch it.
+
+On the wire: msgpack of the `Ticket`, then 32 bytes of HMAC-SHA256 over it under the deployment's key. A ticket carries
+no address: where a worker is comes from the registry (`Peer`), never from a request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from diptych.errors import StaleTicket, TransferError
+from kvcache.layout import ITEM_BYTES
+from kvtransfer.digests import DIGEST_BYTES, HASHES, Count, Seal, Terms, Text
+
+MAX_CHUNKS = 1 << 16  # 4 M tokens in chunks of 64
+MAX_BYTES = 4 << 20
+MAC_BYTES = 32
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One chunk: the slab it lies in at the source, and its 16-byte digest."""
+
+    slab: Count
+    digest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An offer of the KV of `terms.request`, held by `worker` in its life `incarnation`; chunks in token order."""
+
+    terms: Terms
+    worker: Text
+    incarnation: Text
+    chunks: Annotated[tuple[Chunk, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    version: Annotated[int, Meta(ge=1, le=1)] = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a pull of every chunk moves."""
+        return math.prod(self.terms.shape) * ITEM_BYTES[self.terms.dtype] * len(self.chunks)
+
+
+def write(
+    key: bytes,
+    terms: Terms,
+    worker: str,
+    incarnation: str,
+    slabs: Sequence[int],
+    slab_bytes: Callable[[int], memoryview],
+) -> Ticket:
+    """Digest the slabs of a finished prefill and make its ticket.
+
+    `slab_bytes(slab)` gives the bytes of one whole slab; they must not change from now on. `terms.num_chunks` slabs are
+    expected, in token order.
+
+    Raises:
+        ValueError: there are fewer or more slabs than `terms` says.
+    """
+    if len(slabs) != terms.num_chunks:
+        raise ValueError(f"{terms.num_tokens} tokens are {terms.num_chunks} chunks, not {len(slabs)} slabs")
+    seal, read = Seal(key, terms), HASHES[terms.algorithm]
+    chunks = tuple(Chunk(slab, seal.bind(i, read(slab_bytes(slab)))) for i, slab in enumerate(slabs))
+    return Ticket(terms, worker, incarnation, chunks)
+
+
+def encode(ticket: Ticket, key: bytes) -> bytes:
+    """The ticket as it travels: msgpack and MAC."""
+    body = msgspec.msgpack.encode(ticket)
+    return body + _mac(body, key)
+
+
+def decode(raw: bytes, key: bytes) -> Ticket:
+    """Read a ticket from outside.
+
+    Raises:
+        TransferError: it is too large, not signed with `key`, or malformed in any way; says which.
+    """
+    if not MAC_BYTES < len(raw) <= MAX_BYTES:
+        raise TransferError("a ticket was refused", f"it has {len(raw)} bytes, of at most {MAX_BYTES}")
+    body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
+    if not hmac.compare_digest(_mac(body, key), mac):
+        raise TransferError("a ticket was refused", "its signature is not of this deployment's key")
+    try:
+        ticket = msgspec.msgpack.decode(body, type=Ticket)
+    except msgspec.MsgspecError as error:  # also what follows from a peer of another version
+        raise TransferError("a ticket was refused", f"malformed: {error}") from error
+    _check(ticket)
+    return ticket
+
+
+def expect(
+    ticket: Ticket,
+    *,
+    request: str,
+    epoch: int,
+    num_tokens: int,
+    dtype: str,
+    shape: Sequence[int],
+    fingerprint: str,
+) -> None:
+    """Hold a ticket against what this worker was told and what it runs.
+
+    Raises:
+        StaleTicket: names the first field that differs, with both values.
+    """
+    terms = ticket.terms
+    pairs: list[tuple[str, object, object]] = [
+        ("request", terms.request, request),
+        ("epoch", terms.epoch, epoch),
+        ("num_tokens", terms.num_tokens, num_tokens),
+        ("dtype", terms.dtype, dtype),
+        ("chunk shape", tuple(terms.shape), tuple(shape)),
+        ("layers", tuple(terms.layers), (0, shape[0])),
+        ("model fingerprint", terms.fingerprint, fingerprint),
+    ]
+    for name, offered, wanted in pairs:
+        if offered != wanted:
+            raise StaleTicket(f"the ticket is for another {name}", f"offered: {offered}\nhere:    {wanted}")
+
+
+def _check(ticket: Ticket) -> None:
+    terms = ticket.terms
+    sound = (
+        terms.algorithm in HASHES
+        and terms.dtype in ITEM_BYTES
+        and min(terms.shape) > 0
+        and terms.layers[0] < terms.layers[1]
+        and terms.layers[1] - terms.layers[0] == terms.shape[0]
+        and len(ticket.chunks) == terms.num_chunks
+        and len({chunk.slab for chunk in ticket.chunks}) == len(ticket.chunks)
+    )
+    if not sound:
+        raise TransferError("a ticket was refused", "its fields contradict each other")
+
+
+def _mac(body: bytes, key: bytes) -> bytes:
+    return hmac.new(key, b"diptych ticket 1\0" + body, hashlib.sha256).digest()

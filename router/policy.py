@@ -1,0 +1,180 @@
+"""Which pair of workers a request should go to: the one that is predicted to make it wait least (pure).
+
+    wait(p, d) = prompts queued at p, and this one, at p's speed
+               + the link: latency, and the bytes of this prompt's KV
+               + company at d: a step for each request running there
+               + room at d: the steps until as many tokens are freed as d would be overcommitted by
+
+All loads come from the relay's own books, which are exact at any moment; only speeds come from the workers' beats, and
+are trusted within a factor of the average of their role: what a worker was given makes it look fast or slow, and must
+not decide alone what it is given next. Ties are broken by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from router.effects import Choice
+from router.fleet import Fleet, Member, Tie
+
+TOKEN_S, STEP_S = (
+    1e-3,
+    2e-2,
+)  # to read a token, to make a step: assumed until one of the role has been measured
+TRUST = 2.0  # how far, as a factor, a worker's own speed may differ from the average of its role
+CHUNK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request asks for: tokens to read, tokens to have room for, and the fingerprint it began with, if any."""
+
+    prompt_tokens: int
+    room_tokens: int
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What was given to a worker: prompt tokens it has yet to read, requests, and tokens that need room there."""
+
+    queued_tokens: int = 0
+    running: int = 0
+    room_tokens: int = 0
+
+    def plus(self, other: Load, sign: int = 1) -> Load:
+        """Both loads together, or (`sign` -1) the rest when the other is taken away."""
+        return Load(
+            self.queued_tokens + sign * other.queued_tokens,
+            self.running + sign * other.running,
+            self.room_tokens + sign * other.room_tokens,
+        )
+
+
+IDLE = Load()
+
+
+class Ledger:
+    """Which worker has been given what, by request. An entry replaces what the request had before."""
+
+    def __init__(self) -> None:
+        self._shares: dict[str, dict[str, Load]] = {}  # worker -> request -> its share
+        self._totals: dict[str, Load] = {}
+        self._workers: dict[str, tuple[str, ...]] = {}  # request -> workers
+
+    def book(self, request: str, shares: Mapping[str, Load]) -> None:
+        """From now on the request burdens exactly these workers; none if `shares` is empty."""
+        for worker in self._workers.pop(request, ()):
+            share = self._shares[worker].pop(request)
+            self._totals[worker] = self._totals[worker].plus(share, -1)
+            if not self._shares[worker]:
+                del self._shares[worker], self._totals[worker]
+        for worker, share in shares.items():
+            self._shares.setdefault(worker, {})[request] = share
+            self._totals[worker] = self._totals.get(worker, IDLE).plus(share)
+        if shares:
+            self._workers[request] = tuple(shares)
+
+    def load(self, worker: str) -> Load:
+        """All that was given to a worker."""
+        return self._totals.get(worker, IDLE)
+
+    def requests(self, worker: str) -> list[str]:
+        """The requests that burden a worker."""
+        return list(self._shares.get(worker, ()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything a choice depends on. `split` says whether the deployment has prefill workers of its own."""
+
+    fleet: Fleet
+    ledger: Ledger
+    split: bool
+
+    def prefill(self, need: Need, avoid: str | None = None) -> list[Member]:
+        """Prefill workers that may serve `need`."""
+        return [member for member in self.fleet.role("prefill") if _fits(member, need, avoid)]
+
+    def decode(self, need: Need, avoid: str | None = None) -> list[Member]:
+        """Decode workers that may serve `need`."""
+        return [member for member in self.fleet.role("decode") if _fits(member, need, avoid)]
+
+
+def choose(need: Need, view: View, avoid: str | None = None) -> Choice | None:
+    """The (prefill, decode) pair with the least predicted wait, or None if no linked pair may serve.
+
+    In a colocated deployment the choice has no prefill worker. `avoid` is not considered.
+    """
+    decode = view.decode(need, avoid)
+    write_s = _write_s(decode, need, view.ledger)
+    if not view.split:
+        read_s = _read_s(decode, need, view.ledger)
+        alone = [(read_s[name] + write_s[name], name) for name in write_s]
+        return Choice(None, min(alone)[1]) if alone else None
+    prefill = view.prefill(need, avoid)
+    read_s = _read_s(prefill, need, view.ledger)
+    pairs = [
+        (read_s[source.name] + _move_s(source, tie, need) + write_s[target.name], source.name, target.name)
+        for source in prefill
+        for target in decode
+        if (tie := target.ties.get(source.name)) is not None
+    ]
+    return Choice(*min(pairs)[1:]) if pairs else None
+
+
+def rebind(prefill: str, need: Need, view: View) -> str | None:
+    """The decode worker, linked to `prefill`, with the least predicted wait; chosen when the KV is ready."""
+    source = view.fleet.members.get(prefill)
+    if source is None:
+        return None
+    decode = view.decode(need)
+    write_s = _write_s(decode, need, view.ledger)
+    targets = [
+        (_move_s(source, tie, need) + write_s[target.name], target.name)
+        for target in decode
+        if (tie := target.ties.get(prefill)) is not None
+    ]
+    return min(targets)[1] if targets else None
+
+
+def _fits(member: Member, need: Need, avoid: str | None) -> bool:
+    same = need.fingerprint in (None, member.hello.fingerprint)
+    return same and not member.draining and member.name != avoid
+
+
+def _read_s(members: list[Member], need: Need, ledger: Ledger) -> dict[str, float]:
+    token_s = _paces([(member, member.stats.step_tokens) for member in members], TOKEN_S)
+    queued_tokens = {name: ledger.load(name).queued_tokens for name in token_s}
+    return {name: (queued_tokens[name] + need.prompt_tokens) * token_s[name] for name in token_s}
+
+
+def _move_s(source: Member, tie: Tie, need: Need) -> float:
+    chunks = -(-need.prompt_tokens // CHUNK_TOKENS)
+    return tie.latency_us * 1e-6 + chunks * source.hello.chunk_bytes / (max(tie.gb_per_s, 1e-3) * 1e9)
+
+
+def _write_s(members: list[Member], need: Need, ledger: Ledger) -> dict[str, float]:
+    step_s = _paces([(member, member.stats.steps) for member in members], STEP_S)
+    waits_s: dict[str, float] = {}
+    for member in members:
+        load = ledger.load(member.name)
+        lacking = max(0, load.room_tokens + need.room_tokens - member.hello.num_slabs * CHUNK_TOKENS)
+        waits_s[member.name] = (load.running + lacking / max(1, load.running)) * step_s[member.name]
+    return waits_s
+
+
+def _paces(counts: list[tuple[Member, int]], default_s: float) -> dict[str, float]:
+    """Busy seconds per counted unit of each worker, within TRUST of the average of all."""
+    units = sum(count for _, count in counts)
+    mean_s = sum(member.stats.step_seconds for member, _ in counts) / units if units else default_s
+    return {
+        member.name: min(max(member.stats.step_seconds / count, mean_s / TRUST), mean_s * TRUST)
+        if count
+        else mean_s
+        for member, count in counts
+    }

@@ -1,0 +1,316 @@
+"""The relay, one story at a time. The random stories are in test_relay_machine.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych.messages import (
+    Abort,
+    Admit,
+    Failed,
+    Generate,
+    Offer,
+    Output,
+    Prefill,
+    Release,
+    Renew,
+    Step,
+)
+from diptych.request import Stage
+from router.admission import Admission, Limits
+from router.effects import (
+    Arrive,
+    Cancelled,
+    Choice,
+    ClientGone,
+    Deliver,
+    Durations,
+    Fail,
+    Finish,
+    Moved,
+    Send,
+    Stop,
+    Tick,
+)
+from tests.unit.router.world import PAIR, World, at_decode, at_rest, at_transfer, linked, request, sent
+
+
+def test_one_request_from_arrival_to_its_end() -> None:
+    world = linked(*PAIR)
+    effects = world.arrive("r", prompt=5)
+    assert [type(m) for m in sent(effects, "prefill-0")] == [Prefill] and sent(effects, "decode-0") == []
+    world.first("prefill-0", ("r", 0))
+    effects = world.flush("prefill-0")
+    admit = sent(effects, "decode-0")[0]
+    assert isinstance(admit, Admit) and admit.output == [0] and admit.ticket == b"ticket"
+    assert world.tokens["r"] == [0]  # before any transfer
+    world.pull("decode-0", ("r", 0))
+    effects = world.flush("decode-0")
+    assert sent(effects, "prefill-0") == [Release("r", 0)]
+    assert [effect for effect in effects if isinstance(effect, Moved)][0].num_bytes == 100
+    world.decode("decode-0", ("r", 0))
+    world.decode("decode-0", ("r", 0), finish="length")
+    effects = world.flush("decode-0")
+    assert world.terminal["r"] == Finish("r", "length")
+    assert world.tokens["r"] == [0, 1, 2]
+    assert sent(effects, "decode-0") == [], "who said it is done needs no abort"
+    assert at_rest(world)
+
+
+def test_a_first_token_that_ends_the_answer_moves_nothing() -> None:
+    world = linked(*PAIR)
+    world.arrive("r")
+    world.first("prefill-0", ("r", 0), finish="stop")
+    effects = world.flush("prefill-0")
+    assert [type(effect) for effect in effects] == [Durations, Deliver, Finish]
+    assert at_rest(world)
+
+
+def test_colocated_workers_generate() -> None:
+    world = linked("decode-0", "decode-1", split=False)
+    assert [type(m) for m in sent(world.arrive("a"), "decode-0")] == [Generate]
+    assert [type(m) for m in sent(world.arrive("b"), "decode-1")] == [Generate]
+    world.decode("decode-0", ("a", 0))
+    world.flush("decode-0")
+    assert world.relay.live["a"].request.stage is Stage.DECODING
+    world.decode("decode-0", ("a", 0), finish="stop")
+    world.flush("decode-0")
+    assert world.terminal["a"] == Finish("a", "stop") and world.tokens["a"] == [0, 1]
+
+
+def test_a_split_deployment_without_prefill_workers_refuses() -> None:
+    world = linked("decode-0")
+    world.arrive("r")
+    end = world.terminal["r"]
+    assert isinstance(end, Fail) and (end.status, end.code, end.retry) == (503, "no_workers", True)
+    assert end.retry_after_s and "no prefill worker" in end.message
+
+
+def test_workers_that_are_not_linked_are_no_pair() -> None:
+    world = World(*PAIR)  # Linked was never heard
+    world.arrive("r")
+    end = world.terminal["r"]
+    assert isinstance(end, Fail) and end.message == "no two workers are linked"
+
+
+@pytest.mark.parametrize("moment", ["queued", "transferring", "decoding"])
+def test_a_client_that_leaves_frees_both_sides(moment: str) -> None:
+    world = linked(*PAIR)
+    if moment == "queued":
+        world.arrive("r")
+    elif moment == "transferring":
+        at_transfer(world)
+    else:
+        at_decode(world)
+    effects = world.do(ClientGone("r"))
+    assert world.terminal["r"] == Cancelled("r")
+    aborted = {
+        effect.worker for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Abort)
+    }
+    assert aborted == {"queued": {"prefill-0"}, "transferring": set(PAIR), "decoding": {"decode-0"}}[moment]
+    assert at_rest(world)
+    assert world.do(ClientGone("r")) == []
+
+
+def test_a_client_that_leaves_between_token_and_offer_frees_the_prefill_worker() -> None:
+    world = linked(*PAIR)
+    world.arrive("r")
+    world.first("prefill-0", ("r", 0))
+    world.say("prefill-0", world.workers["prefill-0"].outbox.pop(0))
+    world.do(ClientGone("r"))
+    assert at_rest(world)
+    assert world.flush("prefill-0") == [], "the Offer is late"
+    assert world.relay.late["Offer"] == 1
+
+
+def test_a_stop_string_ends_well_and_frees() -> None:
+    world = linked(*PAIR)
+    at_decode(world)
+    world.do(Stop("r"))
+    assert world.terminal["r"] == Finish("r", "stop") and at_rest(world)
+
+
+def test_late_messages_are_dropped_and_counted() -> None:
+    world = linked(*PAIR)
+    at_decode(world)
+    world.do(ClientGone("r"))
+    for message in (
+        Step([Output("r", 0, [7])]),
+        Failed("r", 0, "internal_error", ""),
+        Offer("r", 0, b"", 1, 1),
+    ):
+        assert world.say("decode-0", message) == []
+    assert world.relay.late == {"Output": 1, "Failed": 1, "Offer": 1}
+    assert world.say("stranger", Step([Output("r", 0, [7])])) == []
+
+
+def test_the_decode_worker_is_chosen_when_the_kv_is_ready() -> None:
+    world = linked("prefill-0", "decode-0", "decode-1")
+    world.arrive("a")  # planned for decode-0
+    world.arrive("b")  # planned for decode-1
+    world.do(ClientGone("b"))
+    world.arrive("c")
+    world.do(ClientGone("a"))
+    assert world.relay.live["c"].choice == Choice("prefill-0", "decode-1")
+    world.first("prefill-0", ("c", 0))
+    world.flush("prefill-0")
+    assert ("c", 0) in world.workers["decode-0"].held, "decode-0 is idle by now"
+
+
+def test_leases_are_renewed_while_kv_waits_and_not_after() -> None:
+    world = linked(*PAIR)
+    key = at_transfer(world)
+    world.do(Tick())
+    world.now_s += 1.0
+    assert sent(world.do(Tick()), "prefill-0") == [Renew([key])]
+    world.now_s += 0.9
+    assert sent(world.do(Tick()), "prefill-0") == []
+    world.pull("decode-0", key)
+    world.flush("decode-0")
+    world.now_s += 0.9
+    assert sent(world.do(Tick()), "prefill-0") == []
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    world = linked(*PAIR)
+    world.arrive("r", deadline_s=1.0)
+    world.now_s = 0.9
+    world.do(Tick())
+    assert "r" not in world.terminal
+    world.now_s = 1.0
+    world.do(Tick())
+    end = world.terminal["r"]
+    assert isinstance(end, Fail) and (end.status, end.code, end.retry) == (504, "deadline_exceeded", False)
+    assert at_rest(world)
+    world.arrive("late", deadline_s=1.0)
+    assert isinstance(world.terminal["late"], Fail)
+
+
+def test_tokens_before_the_kv_are_never_delivered() -> None:
+    world = linked(*PAIR)
+    key = at_transfer(world)
+    world.say("decode-0", Step([Output(*key, [99])]))
+    end = world.terminal["r"]
+    assert (
+        isinstance(end, Fail) and end.code == "internal_error" and world.tokens["r"] == [0] and at_rest(world)
+    )
+
+
+def test_a_canary_goes_through_its_pair_past_the_limits_and_unmeasured() -> None:
+    world = linked("prefill-0", "prefill-1", "decode-0")
+    world.relay.admission = Admission(Limits(max_requests=0))
+    effects = world.canary("c", "prefill-1", "decode-0")
+    assert sent(effects, "prefill-1") and not sent(effects, "prefill-0")
+    world.first("prefill-1", ("c", 0))
+    world.flush("prefill-1")
+    world.pull("decode-0", ("c", 0))
+    world.decode("decode-0", ("c", 0), finish="length")
+    effects = world.flush("decode-0")
+    assert world.terminal["c"] == Finish("c", "length")
+    assert not any(isinstance(effect, Durations) for effect in effects)
+    world.canary("gone", "prefill-7", "decode-0")
+    assert isinstance(world.terminal["gone"], Fail)
+
+
+def test_a_canary_is_not_tried_again() -> None:
+    world = linked("prefill-0", "prefill-1", "decode-0")
+    world.canary("c", "prefill-0", "decode-0")
+    world.fail("prefill-0", ("c", 0), "overloaded")
+    world.flush("prefill-0")
+    assert isinstance(world.terminal["c"], Fail)
+
+
+def test_the_waterfall_sums_to_the_whole() -> None:
+    world = linked(*PAIR)
+    world.now_s = 10.0
+    arrived = request("r")
+    arrived.entered_s[Stage.ADMITTED] = 9.5
+    world.do(Arrive(arrived))
+    world.now_s = 12.0
+    effects = world.say("prefill-0", Step([Output("r", 0, [0], seconds={"queue": 0.5, "prefill": 1.0})]))
+    first = next(effect for effect in effects if isinstance(effect, Durations)).seconds
+    assert first == {"admission": 0.5, "retry": 0.0, "prefill_queue": 0.5, "prefill": 1.0, "deliver": 0.5}
+    world.say("prefill-0", Offer("r", 0, b"", 1, 1))
+    world.now_s = 13.0
+    world.pull("decode-0", ("r", 0))
+    world.flush("decode-0")
+    world.now_s = 13.5
+    world.decode("decode-0", ("r", 0))
+    second = next(effect for effect in world.flush("decode-0") if isinstance(effect, Durations)).seconds
+    assert sum(second.values()) == pytest.approx(1.5) and second["first_decode"] == pytest.approx(0.5)
+    world.decode("decode-0", ("r", 0))
+    assert not any(isinstance(effect, Durations) for effect in world.flush("decode-0"))
+
+
+def test_too_many_requests_are_refused_with_a_time() -> None:
+    world = linked(*PAIR)
+    world.relay.admission = Admission(Limits(max_requests=1))
+    world.arrive("a")
+    world.arrive("b")
+    end = world.terminal["b"]
+    assert isinstance(end, Fail) and (end.status, end.code, end.retry) == (429, "too_many_requests", True)
+    assert end.retry_after_s and end.retry_after_s >= 1
+    world.do(ClientGone("a"))
+    world.arrive("c")
+    assert "c" in world.relay.live
+
+
+def test_a_name_is_used_once() -> None:
+    world = linked(*PAIR)
+    world.arrive("r")
+    with pytest.raises(ValueError, match="arrived before"):
+        world.arrive("r")
+
+
+def test_the_memory_of_ended_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.relay.REMEMBERED", 3)
+    world = linked(*PAIR)
+    for index in range(5):
+        world.arrive(f"r{index}")
+        world.do(ClientGone(f"r{index}"))
+    assert list(world.relay._ended) == ["r2", "r3", "r4"]
+
+
+def test_who_was_not_told_to_work_has_nothing_to_say() -> None:
+    world = linked("prefill-0", "prefill-1", "decode-0")
+    world.arrive("r")
+    for worker in ("prefill-1", "decode-0"):
+        assert world.say(worker, Step([Output("r", 0, [9])])) == []
+        assert world.say(worker, Failed("r", 0, "internal_error", "")) == []
+    assert world.relay.late == {"Output": 2, "Failed": 2} and "r" in world.relay.live
+
+
+def test_a_token_said_twice_is_delivered_once() -> None:
+    world = linked(*PAIR)
+    world.arrive("r")
+    token = Step([Output("r", 0, [0])])
+    world.say("prefill-0", token)
+    world.say("prefill-0", token)
+    assert world.tokens["r"] == [0] and world.relay.late == {"Output": 1}
+
+
+def test_a_prompt_that_was_read_no_longer_waits() -> None:
+    world = linked(*PAIR)
+    world.arrive("r", prompt=10)
+    assert world.relay.admission.queued_tokens == 10
+    world.say("prefill-0", Step([Output("r", 0, [0])]))
+    assert (world.relay.admission.queued_tokens, world.relay.admission.in_flight) == (0, 1)
+
+
+def test_a_request_is_not_driven_away_by_its_own_plan() -> None:
+    world = linked("prefill-0", "decode-0", "decode-1")
+    at_transfer(world)
+    assert ("r", 0) in world.workers["decode-0"].held
+
+
+def test_no_work_begins_after_the_deadline_even_between_ticks() -> None:
+    world = linked("prefill-0", "prefill-1", *PAIR[1:])
+    world.arrive("a", deadline_s=1.0)
+    world.arrive("b", deadline_s=1.0)
+    world.first("prefill-0", ("a", 0))
+    world.fail("prefill-1", ("b", 0), "overloaded")
+    world.now_s = 1.0
+    for worker in ("prefill-0", "prefill-1"):
+        world.flush(worker)
+    ends = [world.terminal[name] for name in ("a", "b")]
+    assert [end.code for end in ends if isinstance(end, Fail)] == ["deadline_exceeded"] * 2 and at_rest(world)

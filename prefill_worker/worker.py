@@ -1,0 +1,121 @@
+"""What a prefill worker adds to the common loop: KV that was read is leased, offered, and let go.
+
+    begin ──engine──▶ let_go: digests ─▶ lease ─▶ Offer ──Release, Abort or the lease's end──▶ free
+
+The first token is already on its way to the client when the digests are computed. Memory in which KV waits to
+be fetched is the buffer between the two pools: while it is full, prompts wait in the engine's bounded queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from diptych.errors import DiptychError
+from diptych.messages import Failed, Offer, Prefill, Release, Renew, Stats, ToWorker
+from engine.loop import Engine
+from engine.scheduler import Refused, Sequence
+from kvcache.pool import Pool
+from kvtransfer import ticket as tickets
+from kvtransfer.digests import Terms
+from kvtransfer.leases import Lease, LeaseLedger
+from worker.shell import Line, Order
+
+
+@dataclass(frozen=True, slots=True)
+class Issuer:
+    """Who offers KV: this life of this worker, running this model, with the deployment's transfer key."""
+
+    key: bytes
+    worker: str
+    incarnation: str
+    fingerprint: str
+    algorithm: str  # of the payload digests
+
+    def issue(self, seq: Sequence, pool: Pool) -> bytes:
+        """Digest the slabs of a sequence that was read, and sign the ticket for them. Raises ValueError."""
+        layout = pool.layout
+        terms = Terms(
+            request=seq.id,
+            epoch=seq.epoch,
+            num_tokens=seq.computed,
+            layers=(0, layout.layers),
+            dtype=layout.dtype,
+            shape=layout.chunk_shape,
+            fingerprint=self.fingerprint,
+            algorithm=self.algorithm,
+        )
+        ticket = tickets.write(self.key, terms, self.worker, self.incarnation, seq.slabs, pool.slab_bytes)
+        return tickets.encode(ticket, self.key)
+
+
+class Prefiller:
+    """The role of a worker that reads prompts. Leased slabs are its own, under the sequence's key."""
+
+    def __init__(self, link: Line, engine: Engine, pool: Pool, ledger: LeaseLedger, issuer: Issuer) -> None:
+        self.link, self.engine, self.pool = link, engine, pool
+        self.ledger, self.issuer = ledger, issuer
+
+    @property
+    def holds(self) -> bool:
+        """Are there offers that nobody has fetched yet?"""
+        return len(self.ledger) > 0
+
+    def begin(self, order: Order, seq: Sequence, now_s: float) -> None:
+        """Queue a prompt. Raises Refused if the queue is full, or the order is not for this role."""
+        if not isinstance(order, Prefill):
+            raise Refused("internal_error", f"a prefill worker cannot serve {type(order).__name__}")
+        seq.hold = True
+        self.engine.add(seq, now_s)
+
+    def take(self, message: ToWorker, now_s: float) -> None:
+        """Renew or release leases."""
+        match message:
+            case Renew(leases):
+                self.ledger.renew(leases, now_s)
+            case Release(request, epoch):
+                self._free(self.ledger.release(request, epoch))
+
+    def let_go(self, seq: Sequence, now_s: float) -> None:
+        """Offer what the engine has read."""
+        try:
+            ticket = self.issuer.issue(seq, self.pool)
+            older = self.ledger.offer(seq.id, seq.epoch, seq.slabs, now_s)
+        except (DiptychError, ValueError) as error:
+            self.pool.give(seq.slabs, seq.key)
+            self.link.send(Failed(seq.id, seq.epoch, "internal_error", str(error)))
+            return
+        self._free(older)
+        num_bytes = len(seq.slabs) * self.pool.layout.chunk_bytes
+        self.link.send(Offer(seq.id, seq.epoch, ticket, seq.computed, num_bytes))
+
+    def tend(self, now_s: float) -> float | None:
+        """Free what nobody has renewed in time."""
+        for lease in self.ledger.expire(now_s):
+            self._free(lease)
+        return self.ledger.next_s()
+
+    def abort(self, request: str, epoch: int) -> None:
+        """Free what is leased to the request."""
+        self._free(self.ledger.release(request, epoch))
+
+    def abandon(self) -> list[tuple[str, int]]:
+        """Free everything that is leased."""
+        ended = [(lease.request, lease.epoch) for lease in self.ledger]
+        for request, epoch in ended:
+            self.abort(request, epoch)
+        return ended
+
+    def books(self, stats: Stats) -> Stats:
+        """The engine's books, with the leases."""
+        return msgspec.structs.replace(
+            stats,
+            leases=len(self.ledger),
+            leases_expired=self.ledger.expired,
+            late_messages=self.ledger.late,
+        )
+
+    def _free(self, lease: Lease | None) -> None:
+        if lease is not None:
+            self.pool.give(lease.slabs, f"{lease.request}#{lease.epoch}")

@@ -1,0 +1,285 @@
+"""What every worker does, whatever its role: one loop on the main thread.
+
+    take what the gateway said ──▶ tend what is held ──▶ one engine step ──▶ tell the gateway
+
+A role adds what differs: a prefill worker leases and offers what its engine lets go, a decode worker pulls
+and adopts what others offer. The loop waits in `Link.poll` whenever nothing can progress, never in a spin.
+Every exception that gets out of here is fatal: the process ends and its supervisor starts another; whatever
+concerns one request stays with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from diptych.channel import Link
+from diptych.config import WorkerSpec
+from diptych.messages import (
+    Abort,
+    Admit,
+    Drain,
+    Failed,
+    Generate,
+    Output,
+    Prefill,
+    Stats,
+    Step,
+    ToGateway,
+    ToWorker,
+    Welcome,
+)
+from engine.loop import Emission, Engine
+from engine.scheduler import Refused, Sequence
+from worker.epochs import Epochs
+from worker.start import Voice, pin
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5  # the longest wait: a signal that falls between a look and the wait is noticed by then
+
+Order = Prefill | Generate | Admit
+
+
+class Line(Protocol):
+    """The way to the gateway (`diptych.channel.Link`)."""
+
+    gateway_lost: bool
+
+    def send(self, message: ToGateway) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[ToWorker]: ...
+
+    def wake(self) -> None: ...
+
+
+class Role(Protocol):
+    """What a kind of worker adds. Whatever it holds, it holds under the key "<request>#<epoch>"."""
+
+    def begin(self, order: Order, seq: Sequence, now_s: float) -> None:
+        """Start working on an attempt. Raises Refused, holding nothing for it."""
+
+    def take(self, message: ToWorker, now_s: float) -> None:
+        """A message that is no order, abort, welcome or drain."""
+
+    def let_go(self, seq: Sequence, now_s: float) -> None:
+        """The engine is done with a held sequence, whose slabs are now the role's."""
+
+    def tend(self, now_s: float) -> float | None:
+        """Look after what is held; returns when to look again, if nothing happens before."""
+
+    def abort(self, request: str, epoch: int) -> None:
+        """Free what is held for the request, of this epoch and older ones."""
+
+    def abandon(self) -> list[tuple[str, int]]:
+        """Free everything; returns the attempts (request, epoch) that this ends."""
+
+    @property
+    def holds(self) -> bool:
+        """Is there anything that a drained worker has to wait for?"""
+
+    def books(self, stats: Stats) -> Stats:
+        """The engine's books, with the role's own entries."""
+
+
+class Slabs(Protocol):
+    """The pool (`kvcache.pool.Pool`), as far as its books are looked at."""
+
+    @property
+    def used(self) -> int: ...
+
+    def owners(self) -> dict[str, int]: ...
+
+    def check(self) -> None: ...
+
+
+class Books:
+    """The latest statistics, written by the main thread and read by the one that beats."""
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+
+
+class Shell:
+    """The loop. `drain_s` bounds how long a worker that was told to end waits for what it holds."""
+
+    def __init__(
+        self,
+        link: Line,
+        engine: Engine,
+        role: Role,
+        pool: Slabs,
+        books: Books,
+        *,
+        drain_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.link, self.engine, self.role, self.pool, self.books = link, engine, role, pool, books
+        self.epochs = Epochs()
+        self.welcomed: Callable[[], None] | None = None  # called once, when the gateway first answers
+        self._drain_s, self._clock = drain_s, clock
+        self._ending_s: float | None = None  # the moment at which a drained worker waits no longer
+        self._next_s: float | None = None
+        self._idle = False
+
+    def drain(self) -> None:
+        """Take no new work, end when nothing is held any more. Idempotent; a signal handler may call it."""
+        if self._ending_s is None:
+            self._ending_s = self._clock() + self._drain_s
+
+    def run(self) -> None:
+        """Serve until drained."""
+        while not self.over:
+            self.turn()
+        for request, epoch in self._abandon():
+            self.link.send(Failed(request, epoch, "draining", "the worker had to end"))
+
+    def turn(self) -> None:
+        """Take, tend, step, tell, and note it in the books."""
+        for message in self.link.poll(self.patience):
+            self._take(message)
+        if self.link.gateway_lost:
+            self._orphan()
+        now_s = self._clock()
+        self._next_s = self.role.tend(now_s)
+        if self.engine.has_work or (self.engine.deadline_s or now_s + 1) <= now_s:
+            self._tell(self.engine.step(self._clock))
+            self._next_s = self.role.tend(self._clock())  # what has ended made room for what waits
+        self._prove()
+        self._write_books()
+
+    @property
+    def holds(self) -> bool:
+        """Is any attempt alive here, in whatever phase?"""
+        return len(self.engine.scheduler) > 0 or self.role.holds
+
+    def _prove(self) -> None:
+        """Whenever the last attempt has ended, every slab must be free.
+
+        Raises:
+            RuntimeError: some are not. They would be missing for ever, so a new process is better.
+            AssertionError: the pool's own books do not add up.
+        """
+        idle = not self.holds
+        if idle and not self._idle:
+            self.pool.check()
+            if self.pool.used:
+                raise RuntimeError(
+                    f"{self.pool.used} slabs are used although nothing is held: {self.pool.owners()}"
+                )
+        self._idle = idle
+
+    @property
+    def over(self) -> bool:
+        """Is the worker drained, or was it so for long enough?"""
+        if self._ending_s is None:
+            return False
+        return not self.holds or self._clock() >= self._ending_s
+
+    @property
+    def patience(self) -> float:
+        """How long to wait for a message, in seconds; 0 while the engine can progress."""
+        if self.engine.has_work:
+            return 0.0
+        now_s, moments = self._clock(), (self._next_s, self.engine.deadline_s, self._ending_s)
+        return max(0.0, min([TICK_S, *(moment - now_s for moment in moments if moment is not None)]))
+
+    def _take(self, message: ToWorker) -> None:
+        now_s = self._clock()
+        match message:
+            case Prefill() | Generate() | Admit():
+                self._begin(message, now_s)
+            case Abort(request, epoch):
+                if self.epochs.holds(request, epoch):
+                    self._abort(request, epoch)
+            case Welcome():
+                self._orphan()  # a session begins: what is held belongs to requests that were given up
+                self._announce()
+            case Drain():
+                self.drain()
+            case _:
+                self.role.take(message, now_s)
+
+    def _announce(self) -> None:
+        if self.welcomed is not None:
+            self.welcomed()
+            self.welcomed = None
+
+    def _begin(self, order: Order, now_s: float) -> None:
+        if not self.epochs.begin(order.request, order.epoch):
+            return
+        self._abort(order.request, order.epoch - 1)
+        if self._ending_s is not None:
+            self._fail(order, "draining", "the worker is about to end")
+            return
+        seq = Sequence(
+            order.request,
+            order.epoch,
+            order.prompt,
+            order.sampling,
+            now_s + order.remaining_s,
+            output=list(order.output),
+        )
+        try:
+            self.role.begin(order, seq, now_s)
+        except Refused as refusal:
+            self._fail(order, refusal.code, "; ".join(part for part in (refusal.what, refusal.why) if part))
+        except Exception as error:
+            log.exception("request %s cannot begin", order.request)
+            self._abort(order.request, order.epoch)
+            self._fail(order, "internal_error", f"{type(error).__name__}: {error}")
+
+    def _fail(self, order: Order, code: str, message: str) -> None:
+        self.link.send(Failed(order.request, order.epoch, code, message))
+
+    def _tell(self, emissions: list[Emission]) -> None:
+        """One `Step` for all that progressed, before anything else is done with what they hold."""
+        if outputs := [told.message for told in emissions if isinstance(told.message, Output)]:
+            self.link.send(Step(outputs))
+        for told in emissions:
+            if isinstance(told.message, Failed):
+                self.link.send(told.message)
+        for told in emissions:
+            if told.held is not None:
+                self.role.let_go(told.held, self._clock())
+
+    def _abort(self, request: str, epoch: int) -> None:
+        self.engine.abort(request, epoch)
+        self.role.abort(request, epoch)
+
+    def _orphan(self) -> None:
+        if ended := self._abandon():
+            log.warning("the gateway is gone: %d attempts ended", len(ended))
+
+    def _abandon(self) -> list[tuple[str, int]]:
+        """Free everything that the engine and the role hold."""
+        ended = [(seq.id, seq.epoch) for seq in self.engine.scheduler.sequences()]
+        for request, epoch in ended:
+            self.engine.abort(request, epoch)
+        return ended + self.role.abandon()
+
+    def _write_books(self) -> None:
+        stats = self.role.books(self.engine.stats)
+        late = stats.late_messages + self.epochs.late
+        self.books.stats = msgspec.structs.replace(stats, late_messages=late)
+
+
+def live(shell: Shell, link: Link, spec: WorkerSpec, voice: Voice) -> None:
+    """From the first word to the last: connect, serve until drained, say what is left to say.
+
+    SIGTERM drains.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: shell.drain())
+    voice.tell("link", 0)
+    shell.welcomed = lambda: voice.tell("ready")
+    link.open()
+    pin(spec.core)
+    try:
+        shell.run()
+    finally:
+        link.close()

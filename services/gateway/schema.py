@@ -1,0 +1,159 @@
+"""The bodies that clients send: every field of OpenAI's schema that is known here, with its range.
+
+Decoded and checked in one pass by msgspec; the same classes give the components of `/openapi.json`. A field that is
+known but not served (tools, audio, ...) is declared too, so that `validate` can refuse it by name instead of calling it
+unrecognised. `docs/api.md` is the table for people.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+INT64 = Meta(ge=-(2**63), le=2**63 - 1)
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Text = Annotated[str, Meta(max_length=256)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Stop = str | Annotated[list[str], Meta(max_length=4)] | None
+Bias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
+Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Only with `stream: true`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`strict` is always so here: the answer can only be what the schema allows."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part of a message's content; only `text` (and an assistant's `refusal`) are served."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[Part], Meta(max_length=256)] | None = None
+    name: Text | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    tool_call_id: Text | None = None
+    refusal: str | None = None
+    function_call: dict[str, Any] | None = None
+    audio: dict[str, Any] | None = None
+
+
+class Shared(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both generation routes take, with the same meaning."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: Stop = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Bias | None = None
+    seed: Annotated[int, INT64] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Text | None = None
+    response_format: ResponseFormat | None = None
+
+    # vLLM's extensions, with vLLM's meaning
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(Shared, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=2048)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    # taken and without effect here
+    metadata: Metadata | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
+    parallel_tool_calls: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    modalities: Annotated[list[str], Meta(max_length=8)] | None = None
+
+    # known, and refused by name unless they ask for nothing
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    function_call: str | dict[str, Any] | None = None
+    audio: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(Shared, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    suffix: str | None = None  # known, and refused unless empty
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /tokenize`: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=2048)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=1_000_000)]
+    skip_special_tokens: bool | None = None

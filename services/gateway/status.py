@@ -1,0 +1,76 @@
+"""What `/status` tells operators and `diptych status`: pools, workers with their books, links, and readiness."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from diptych.messages import Stats
+from services.gateway.app import Probes
+from services.gateway.backend import RelayBackend
+from services.gateway.ready import Prober
+from services.gateway.replies import Readiness
+from services.gateway.service import Service
+
+
+class LiveProbes(Probes):
+    """Probes of a gateway with workers."""
+
+    def __init__(self, service: Service, backend: RelayBackend, prober: Prober) -> None:
+        self._service, self._backend, self._prober = service, backend, prober
+
+    def alive(self) -> bool:
+        return self._backend.alive
+
+    async def ready(self) -> Readiness:
+        return await self._prober.fresh()
+
+    def status(self) -> Mapping[str, Any]:
+        readiness, relay = self._prober.state(), self._backend.relay
+        return {
+            "ready": readiness.ready,
+            "reasons": readiness.reasons,
+            "model": self._service.rules.names[0],
+            "max_model_len": self._service.rules.context_tokens,
+            "split": relay.split,
+            "open_requests": len(self._service.open),
+            "sequences": len(relay.live),
+            "queued_tokens": relay.admission.queued_tokens,
+            "late_messages": dict(relay.late),
+            "channel_refused": dict(self._backend.hub.refused),
+            "pools": {role: self._pool(role) for role in ("prefill", "decode")},
+            "workers": [self._worker(name) for name in sorted(relay.fleet.members)],
+            "links": [dataclasses.asdict(link) for link in self._backend.links()],
+            "objectives": self._objectives(),
+        }
+
+    def _pool(self, role: str) -> dict[str, Any]:
+        """The books of all workers of a role, added up."""
+        books = [book.stats for book in self._backend.books() if book.role == role]
+        fields: dict[str, Any] = {
+            name: sum(getattr(book, name) for book in books) for name in Stats.__struct_fields__
+        }
+        return {"workers": len(books), **fields}
+
+    def _worker(self, name: str) -> dict[str, Any]:
+        member = self._backend.relay.fleet.members[name]
+        hello = member.hello
+        state = "unfit" if name in self._backend.unfit else "draining" if member.draining else "up"
+        return {
+            "worker": name,
+            "role": member.role,
+            "state": state,
+            "incarnation": hello.incarnation,
+            "fingerprint": hello.fingerprint,
+            "host": hello.host,
+            "pid": hello.pid,
+            "silent_s": round(self._backend.clock() - member.seen_s, 3),
+            "stats": msgspec.structs.asdict(member.stats),
+        }
+
+    def _objectives(self) -> dict[str, float | None]:
+        slo = self._service.metrics.objectives
+        return {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}

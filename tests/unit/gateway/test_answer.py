@@ -1,0 +1,113 @@
+"""An answer is the same however its tokens come in and however often somebody takes what is there."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.messages import Logprob, Output
+from diptych.request import Sampling
+from services.gateway.answer import Answer, Piece
+from services.gateway.tokens import Tokens
+from services.gateway.validate import Ask, Prompt
+from tests.unit.gateway.folder import END, TEXT
+
+
+def asked(**fields: object) -> Ask:
+    base = {"logprobs": 2, "sampling": Sampling(max_tokens=99, seed=0, stop_token_ids=(END,))}
+    return Ask("toy", [Prompt([5], "p")], context_tokens=256, **(base | fields))  # type: ignore[arg-type]
+
+
+def written(
+    tokens: Tokens, ask: Ask, ids: list[int], ends: str, cuts: random.Random | None
+) -> tuple[str, list[int], Answer]:
+    """Feed `ids` and take what comes: in steps of one and only at the end, or at random."""
+    answer, pieces = Answer(ask, 0, ask.prompts[0], tokens), []
+    rest = list(ids)
+    while rest and answer.finish is None:
+        count = 1 if cuts is None else cuts.randint(1, 5)
+        step, rest = rest[:count], rest[count:]
+        logprobs = [Logprob(token, -1.0, []) for token in step]
+        answer.feed(Output("r", 0, step, logprobs, finish=ends if not rest else None))
+        if cuts is not None and cuts.random() < 0.7:
+            pieces.append(answer.take())
+    answer.end(ends)
+    pieces.append(answer.take())
+    return (
+        "".join(piece.text for piece in pieces),
+        [one.token for piece in pieces for one in piece.scored],
+        answer,
+    )
+
+
+@given(
+    st.lists(st.integers(4, 319), min_size=1, max_size=60),
+    st.lists(st.text(alphabet="aeou n", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+    st.integers(),
+)
+def test_cutting_changes_nothing(
+    tokens: Tokens, ids: list[int], stops: list[str], keep: bool, seed: int
+) -> None:
+    ask = asked(stops=tuple(stops), keep_stop=keep)
+    whole = written(tokens, ask, ids, "length", None)
+    parts = written(tokens, ask, ids, "length", random.Random(seed))
+    assert parts[:2] == whole[:2]
+    assert parts[2].finish == whole[2].finish
+    if not stops:
+        assert whole[:2] == (tokens.decode(ids), ids)
+
+
+def test_log_probabilities_behind_a_stop_string_are_dropped(tokens: Tokens) -> None:
+    ids = tokens.encode("The quick brown fox", False)
+    text, scored, answer = written(tokens, asked(stops=("brown",)), ids, "length", None)
+    assert (text, answer.finish) == ("The quick ", "stop")
+    assert "".join(tokens.text_of(token) for token in scored) == text
+
+
+def test_an_end_token_is_counted_and_not_shown(tokens: Tokens) -> None:
+    ids = [*tokens.encode("fox", False), END]
+    text, scored, answer = written(tokens, asked(skip_special=False), ids, "stop", None)
+    assert (text, scored, answer.num_tokens) == ("fox", ids[:-1], len(ids))
+    shown, _, _ = written(tokens, asked(skip_special=False, keep_stop=True), ids, "stop", None)
+    assert shown == "fox<|end|>"
+
+
+def test_an_answer_that_ends_by_its_grammar_keeps_its_last_token(tokens: Tokens) -> None:
+    ids = tokens.encode("{1}", False)
+    assert written(tokens, asked(), ids, "stop", None)[0] == "{1}"
+
+
+def test_nothing_is_lost_when_an_answer_ends_within_a_held_text(tokens: Tokens) -> None:
+    ids = tokens.encode("The qui", False)
+    assert written(tokens, asked(stops=("quick",)), ids, "length", None)[0] == "The qui"
+
+
+def test_what_waits_is_bounded_by_what_it_says(tokens: Tokens) -> None:
+    answer = Answer(asked(), 0, Prompt([5]), tokens)
+    assert answer.waiting_bytes == 0
+    for token in tokens.encode(TEXT, False):
+        answer.feed(Output("r", 0, [token], [Logprob(token, -1.0, [])]))
+    assert answer.waiting_bytes > len(TEXT)
+    answer.take()
+    assert answer.waiting_bytes == 0
+    assert not Piece()
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_an_echoed_prompt_comes_first(tokens: Tokens, logprobs: int | None) -> None:
+    ids = tokens.encode("größer", False)
+    ask = asked(echo=True, logprobs=logprobs)
+    answer = Answer(ask, 0, Prompt(ids), tokens)
+    scores = [None, *(Logprob(token, -2.0, []) for token in ids[1:])]
+    answer.feed(
+        Output("r", 0, [ids[0]], [Logprob(ids[0], -1.0, [])], prompt_logprobs=scores, finish="length")
+    )
+    answer.end("length")
+    piece = answer.take()
+    assert piece.text == "größer" + tokens.text_of(ids[0])
+    assert [one.offset for one in piece.scored][-1:] == ([len("größer")] if logprobs else [])
+    assert len(piece.scored) == (len(ids) + 1 if logprobs else 0)

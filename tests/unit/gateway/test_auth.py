@@ -1,0 +1,111 @@
+"""Every route is closed unless it is on the public list, whatever the request looks like."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from services.gateway.auth import PUBLIC, Auth, Keys, is_loopback
+
+KEYS = ("sk-" + "a" * 40, "sk-" + "b" * 40)
+
+
+def status(path: str, headers: dict[str, str], keys: tuple[str, ...] = KEYS, host: str = "0.0.0.0") -> int:
+    """The status that a request gets; 200 when it reached the application."""
+    answers: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            answers.append(message["status"])
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(
+        Auth(app, Keys(keys), host)(
+            {"type": "http", "method": "GET", "path": path, "headers": raw}, receive, send
+        )
+    )
+    return answers[0]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_opens(key: str) -> None:
+    assert status("/v1/models", bearer(key)) == 200
+    assert status("/v1/models", {"Authorization": f"bearer  {key} "}) == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer(""),
+        bearer(KEYS[0][:-1]),
+        bearer(KEYS[0] + "x"),
+        bearer("sk-ключ"),
+        {"authorization": KEYS[0]},
+        {"authorization": f"Basic {KEYS[0]}"},
+        {"x-api-key": KEYS[0]},
+    ],
+)
+def test_nothing_else_does(headers: dict[str, str]) -> None:
+    assert status("/v1/models", headers) == 401
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/metrics", "/status", "/openapi.json", "/docs", "/tokenize", "/nowhere", "/", "//health",
+     "/health/", "/HEALTH", "/health/../v1/models", "/ready#", "/v1/models?/health", "/version/x"],
+)  # fmt: skip
+def test_every_route_is_closed_by_default(path: str) -> None:
+    assert status(path, {}) == 401
+
+
+@pytest.mark.parametrize("path", sorted(PUBLIC))
+def test_probes_are_open(path: str) -> None:
+    assert status(path, {}) == 200
+
+
+def test_the_host_header_opens_nothing() -> None:
+    for host in ("a/health?", "x/v1/models#", "localhost/health"):
+        assert status("/v1/models", {"host": host}) == 401
+
+
+def test_two_authorization_headers_are_none() -> None:
+    raw = [(b"authorization", f"Bearer {KEYS[0]}".encode())] * 2
+    assert Auth(None, Keys(KEYS), "0.0.0.0").refusal({"path": "/v1/models", "headers": raw}) is not None  # type: ignore[arg-type]
+
+
+def test_without_keys_a_loopback_server_answers_to_its_own_names_only() -> None:
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "app.localhost"):
+        assert status("/v1/models", {"host": host}, keys=(), host="127.0.0.1") == 200
+    for headers in ({"host": "evil.example"}, {"host": "127.0.0.1.evil.example:8000"}, {}):
+        assert status("/v1/models", headers, keys=(), host="127.0.0.1") == 403
+    assert status("/v1/models", {"host": "evil.example"}, keys=(), host="0.0.0.0") == 200
+
+
+def test_all_keys_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def watch(left: bytes, right: bytes) -> bool:
+        compared.append(left)
+        return left == right
+
+    monkeypatch.setattr("services.gateway.auth.hmac.compare_digest", watch)
+    assert Keys(KEYS).accept(KEYS[0].encode())
+    assert len(compared) == len(KEYS)
+
+
+def test_loopback_names() -> None:
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.1.2.3", "::1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.com", "")))

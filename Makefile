@@ -1,0 +1,67 @@
+# Two commands: `make serve` and `make test`. Both set up .venv by themselves from constraints.txt with plain pip.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+TESTS ?= tests
+
+# In every environment, that of build back-ends included: no other torch than the one this was tested with.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help serve test check lint types contracts tests soak gpu install docs clean
+
+help: ## Show what there is
+	@grep -hE '^[a-z]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+serve: $(STAMP) ## Serve the embedded model; PORT=9000, HOST=, ARGS='--decode 2 ...'
+	@exec $(BIN)/diptych serve --host $(HOST) --port $(PORT) $(ARGS)
+
+test: check tests ## Lint, types, import contracts and all tests but the soaks
+
+check: lint types contracts ## Lint, types and import contracts
+
+lint: $(STAMP) ## ruff: rules and layout
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy, strict
+	@$(BIN)/mypy
+
+contracts: $(STAMP) ## Who may import whom
+	@mkdir -p .run
+	@$(BIN)/lint-imports > .run/contracts.log 2>&1 || { cat .run/contracts.log; exit 1; }
+	@tail -n 2 .run/contracts.log
+
+tests: $(STAMP) ## All tests but the soaks; TESTS=tests/unit for some
+	@$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+soak: $(STAMP) ## The long ones
+	@$(BIN)/python -m pytest $(TESTS) -m slow $(ARGS)
+
+gpu: $(STAMP) ## Those that need a CUDA device
+	@$(BIN)/python -m pytest $(TESTS) -m gpu $(ARGS)
+
+docs: $(STAMP) ## Write what is generated: docs/configuration.md
+	@$(BIN)/python -m services.cli.reference > docs/configuration.md
+
+install: $(STAMP) ## Make .venv, or bring it up to date
+
+# Installed again when what is to be installed has changed, not when the clock says so (clones have new file times).
+WANTED := $(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(WANTED))
+.PHONY: $(STAMP)
+endif
+
+$(STAMP):
+	@PYTHON="$(PYTHON)" WANTED="$(WANTED)" deploy/install.sh
+
+clean: ## Remove .venv and everything that tools left behind
+	rm -rf $(VENV) .run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

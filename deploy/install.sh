@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Makes .venv in the current folder and installs the project and its tests into it, at the versions of constraints.txt.
+# Called by the Makefile, which sets PYTHON, WANTED (what .venv/.installed shall say) and PIP_CONSTRAINT.
+set -euo pipefail
+
+python="${PYTHON:-python3}"
+say() { printf 'install   %s\n' "$*"; }
+fail() { printf 'error: %s\n  why: %s\n  fix: %s\n' "$1" "$2" "$3" >&2; exit 1; }
+
+command -v "$python" > /dev/null || fail "there is no $python" "Diptych needs Python 3.11 or newer" "sudo apt install python3 python3-venv"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "$("$python" --version) is too old" "Diptych needs Python 3.11 or newer" "make serve PYTHON=python3.11"
+# Debian splits venv from Python: the module is there, and fails only when it wants pip.
+"$python" -c 'import ensurepip, venv' 2> /dev/null ||
+  fail "$python cannot make virtual environments" "Debian and Ubuntu package venv apart" "sudo apt install python3-venv"
+
+mkdir -p .run
+log=.run/install.log
+began=$SECONDS
+if [ ! -x .venv/bin/python ]; then
+  say "making .venv"
+  "$python" -m venv .venv
+fi
+say "installing the versions of constraints.txt (details in $log)"
+.venv/bin/python -m pip install --progress-bar off -e '.[test]' > "$log" 2>&1 &
+pip=$!
+while kill -0 "$pip" 2> /dev/null; do
+  if [ -t 1 ]; then
+    last=$(grep -oE '^ *(Collecting|Downloading|Using cached|Installing collected|Building|Successfully) ?[^ ]*' "$log" | tail -n 1 || true)
+    printf '\r\033[Kinstall   %3d s  %.60s' "$((SECONDS - began))" "$last"
+  fi
+  sleep 0.5
+done
+[ -t 1 ] && printf '\r\033[K'
+wait "$pip" || { tail -n 5 "$log" >&2; fail "pip could not install" "the last lines are above, all of them in $log" "make install"; }
+printf '%s\n' "$WANTED" > .venv/.installed
+say "done in $((SECONDS - began)) s"

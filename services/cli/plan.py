@@ -1,0 +1,105 @@
+"""From settings and a model to the specifications of all parts. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from diptych.config import Config, GatewaySpec, WorkerSpec
+from diptych.load import Loaded
+from services.cli.model import Model
+from services.cluster.parts import Plan
+
+MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
+
+
+def worker_spec(
+    config: Config, model: Model, role: str, name: str, channel: str, keys_dir: str, core: int | None
+) -> WorkerSpec:
+    """What one worker is told."""
+    return WorkerSpec(
+        worker=name,
+        role=role,
+        gateway=channel,
+        keys_dir=keys_dir,
+        model=model.path,
+        served_name=config.served_names[0],
+        revision=config.revision,
+        dtype=config.dtype,
+        device=config.device,
+        max_model_len=model.max_model_len,
+        kv_bytes=model.kv_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        chunked_prefill=config.enable_chunked_prefill,
+        core=core,
+        threads=config.threads,
+        transports=config.transports,
+        lease_s=config.kv_lease_s,
+        log_level=config.log_level,
+    )
+
+
+def gateway_spec(
+    config: Config, model: Model, channel: str, keys_dir: str, port: int, api_keys: tuple[str, ...]
+) -> GatewaySpec:
+    """What the gateway is told."""
+    num_prefill, num_decode = config.pools
+    return GatewaySpec(
+        host=config.host,
+        port=port,
+        channel=channel,
+        keys_dir=keys_dir,
+        model=model.path,
+        served_names=config.served_names,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        revision=config.revision,
+        api_keys=api_keys,
+        max_model_len=model.max_model_len,
+        chat_template=str(config.chat_template.absolute()) if config.chat_template else None,
+        slo_ttft_ms=config.slo_ttft_ms,
+        slo_tpot_ms=config.slo_tpot_ms,
+        request_timeout_s=config.request_timeout_s,
+        reader_stall_s=config.reader_stall_s,
+        drain_s=config.drain_s,
+        max_open_requests=config.max_open_requests,
+        max_body_bytes=config.max_body_bytes,
+        lease_s=config.kv_lease_s,
+        log_level=config.log_level,
+    )
+
+
+def cores(config: Config, available: list[int], count: int) -> list[int | None]:
+    """A core for each worker, in turn; none when pinning is off, a worker has several threads, or computes on a GPU."""
+    if not config.pin_cores or config.threads > 1 or config.device == "cuda":
+        return [None] * count
+    return [available[index % len(available)] for index in range(count)]
+
+
+def plan(
+    loaded: Loaded,
+    model: Model,
+    folder: Path,
+    logs: Path,
+    channel_port: int,
+    port: int,
+    api_keys: tuple[str, ...],
+) -> Plan:
+    """A whole deployment on this machine. `folder` is private; keys lie in it."""
+    config = loaded.config
+    channel, keys_dir = f"tcp://127.0.0.1:{channel_port}", str(folder / "keys")
+    num_prefill, num_decode = config.pools
+    names = [("prefill", index) for index in range(num_prefill)] + [
+        ("decode", index) for index in range(num_decode)
+    ]
+    pinned = cores(config, sorted(os.sched_getaffinity(0)), len(names))
+    return Plan(
+        workers=tuple(
+            worker_spec(config, model, role, f"{role}-{index}", channel, keys_dir, core)
+            for (role, index), core in zip(names, pinned, strict=True)
+        ),
+        gateway=gateway_spec(config, model, channel, keys_dir, port, api_keys),
+        logs=logs,
+        worker_modules=MODULES,
+    )

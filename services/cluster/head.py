@@ -1,0 +1,133 @@
+"""A local Ray head, and one actor per worker that supervises the worker's process.
+
+Ray is the control plane only: it places, starts, watches and stops. No request, token or KV byte travels through it.
+Workers are children of their actors, not actors, so that none of Ray's threads runs where tokens are computed.
+
+The head listens on the loopback interface alone and asks every caller for a token drawn at start. Its processes ask the
+kernel to die with the thread that started them; what they leave behind is ended by `services.cli.guard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Awaitable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from diptych.config import WorkerSpec
+from diptych.errors import StartError
+from services.cluster.environment import child_environ, loopback_only
+from services.cluster.supervisor import Status, Supervisor
+
+OBJECT_STORE_BYTES = 80 << 20  # nothing of ours is stored there; Ray asks for 75 MiB at least
+LOST = -2  # a version that no status has
+GONE = "its supervisor died"
+
+
+class WorkerActor:
+    """What Ray places: keeps one worker process alive. Ray starts it anew when it dies, and the worker with it."""
+
+    def __init__(self, spec: bytes, module: str, log: str) -> None:
+        worker = msgspec.json.decode(spec, type=WorkerSpec)
+        self._supervisor = Supervisor(
+            worker.worker,
+            [sys.executable, "-m", module],
+            spec,
+            Path(log),
+            loopback_only(child_environ(worker.threads, os.environ)),
+        )
+        self._supervisor.start()
+
+    def wait(self, seen: int, timeout_s: float) -> tuple[int, Status]:
+        """This actor's process id, and the status once it is newer than `seen`."""
+        return os.getpid(), self._supervisor.wait(seen, timeout_s)
+
+    def stop(self, grace_s: float) -> None:
+        self._supervisor.stop(grace_s)
+
+
+class Worker:
+    """The driver's hold on one worker: awaitable status and stop."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self._actor = actor
+        self._seen, self._life, self._lives = -1, 0, 0
+
+    async def next(self, timeout_s: float = 20.0) -> Status | None:
+        """The next status, or None when there is none in time. A worker whose actor died is "waiting" for Ray."""
+        try:
+            life, status = await cast(
+                Awaitable[tuple[int, Status]], self._actor.wait.remote(self._seen, timeout_s)
+            )
+        except ray.exceptions.RayActorError:
+            fresh, self._seen = self._seen != LOST, LOST
+            self._lives += fresh
+            return Status(self.name, "waiting", restarts=self._lives, ended=GONE) if fresh else None
+        fresh = (life, status.version) != (self._life, self._seen)
+        self._life, self._seen = life, status.version
+        return replace(status, restarts=status.restarts + self._lives) if fresh else None
+
+    async def stop(self, grace_s: float) -> None:
+        with contextlib.suppress(ray.exceptions.RayActorError):  # it is gone already, and its child with it
+            await cast(Awaitable[None], self._actor.stop.remote(grace_s))
+        ray.kill(self._actor)
+
+
+class Head:
+    """A Ray head for one deployment on this machine."""
+
+    def __init__(self, folder: Path, num_workers: int) -> None:
+        """`folder`: for Ray's sockets and logs; keep it short, a socket's path has 107 characters at most."""
+        self._folder, self._num_workers = folder, num_workers
+        self.address = ""
+
+    def start(self) -> None:
+        """Start Ray; blocks for some seconds. Call it from a thread that lives as long as the deployment.
+
+        The environment was prepared by `services.cluster.environment.prepare_ray` before this module was imported.
+
+        Raises:
+            StartError: Ray did not come up.
+        """
+        try:
+            context = ray.init(
+                address="local",
+                num_cpus=self._num_workers,
+                num_gpus=0,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+                namespace="diptych",
+                _temp_dir=str(self._folder),
+            )
+        except Exception as error:  # Ray raises whatever its parts raised
+            raise StartError(
+                "Ray did not start", " ".join(str(error).split())[:300], f"see {self._folder}"
+            ) from None
+        self.address = cast(Any, context).address_info["gcs_address"]
+        self._group = placement_group([{"CPU": 1}] * self._num_workers, strategy="PACK", name="workers")
+
+    def launch(self, index: int, spec: WorkerSpec, log: Path, module: str = "") -> Worker:
+        """Place the actor of worker number `index` and let it start the worker's process."""
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        actor = ray.remote(WorkerActor).options(
+            name=spec.worker, num_cpus=1, max_restarts=-1, max_concurrency=4, scheduling_strategy=place
+        )
+        module = module or f"{spec.role}_worker"
+        return Worker(spec.worker, actor.remote(msgspec.json.encode(spec), module, str(log)))
+
+    def stop(self) -> None:
+        """Stop Ray and everything it started. Idempotent."""
+        ray.shutdown()

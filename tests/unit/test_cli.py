@@ -1,0 +1,289 @@
+"""The command line without a deployment: help, messages, ports, plans, what is shown, and the guard."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from rich.console import Console
+
+from diptych.config import Config
+from diptych.errors import ModelError, StartError
+from diptych.load import load
+from diptych.settings import settings
+from services.cli.model import Model
+from services.cli.plan import cores, plan
+from services.cli.ports import claim
+from services.cli.reference import table
+from services.cli.view import View
+from services.cluster.supervisor import Status, Told
+
+ROOT = Path(__file__).parents[2]
+MODEL = Model(path="/models/some", told="a model", chats=True, max_model_len=512, kv_bytes=1 << 20)
+
+
+def diptych(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("DIPTYCH_")}
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli.main", *arguments],
+        cwd=ROOT, env=kept | {"COLUMNS": "100", "NO_COLOR": "1"} | env, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+# ---- help and messages
+
+
+def test_help_is_short_grouped_and_has_examples() -> None:
+    shown = diptych("serve", "--help")
+    assert shown.returncode == 0
+    assert "diptych serve Qwen/Qwen2.5-0.5B-Instruct" in shown.stdout
+    for panel in ("Model", "Pools", "Engine and KV cache", "HTTP", "Objectives and limits"):
+        assert f"─ {panel} ─" in shown.stdout
+    assert len(shown.stdout.splitlines()) <= 70
+    common = [one for one in settings(Config, "serve") if not one.rare and one.name != "model"]
+    assert [one.flag for one in common if one.flag not in shown.stdout] == []
+    assert "--reader-stall-s" not in shown.stdout
+
+
+def test_help_all_has_every_setting_of_the_command() -> None:
+    shown = diptych("serve", "--help-all").stdout
+    for one in settings(Config, "serve"):
+        assert one.flag in shown and one.env in shown
+    assert "--advertise-host" not in shown and "--advertise-host" in table("worker")
+
+
+def test_neither_torch_nor_ray_is_loaded_for_help() -> None:
+    code = "import sys, services.cli.main; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_version_names_the_parts_that_matter() -> None:
+    shown = diptych("version")
+    assert shown.returncode == 0 and shown.stdout.startswith("diptych ")
+    assert "torch 2." in shown.stdout and "ray 2." in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--port", "http"], "--port: 'http' is not a whole number"),
+        (["serve", "a/b", "--model", "c/d"], "the model is given twice"),
+        (["serve", "--colocated", "1", "--prefill", "1"], "either colocated or has two pools"),
+        (["serve", "--config", "absent.yaml"], "absent.yaml cannot be read"),
+        (["serve", "--host", "0.0.0.0"], "no API key is set"),
+        (["worker", "prefill"], "`diptych worker` needs --channel"),
+        (["serve", "--prot", "1"], "No such option: --prot"),
+    ],
+)
+def test_wrong_usage_is_told_briefly_and_ends_with_2(arguments: list[str], said: str) -> None:
+    shown = diptych(*arguments)
+    assert shown.returncode == 2
+    assert said in shown.stderr and "Traceback" not in shown.stderr
+    assert len(shown.stderr.strip().splitlines()) <= 6
+
+
+def test_status_and_chat_say_when_nobody_answers() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        for command in (["status"], ["chat", "hello"]):
+            shown = diptych(*command, "--url", url)
+            assert shown.returncode == 1
+            assert f"no gateway answers at {url}" in shown.stderr
+            assert len(shown.stderr.strip().splitlines()) <= 6
+
+
+# ---- ports
+
+
+@pytest.fixture
+def busy() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_busy_port_names_the_process_that_holds_it(busy: int) -> None:
+    with pytest.raises(StartError) as caught:
+        claim("127.0.0.1", busy, "DIPTYCH_PORT")
+    error = caught.value
+    assert f"port {busy} on 127.0.0.1 is in use" in error.what
+    assert f"process {os.getpid()} holds it: {psutil.Process().cmdline()[0]}" in error.why
+    assert "DIPTYCH_PORT" in error.why and "--port " in error.fix
+
+
+def test_port_0_is_any_free_one() -> None:
+    port = claim("127.0.0.1", 0)
+    assert claim("127.0.0.1", port) == port > 0
+
+
+@pytest.mark.parametrize(
+    ("host", "said"), [("192.0.2.77", "cannot listen on"), ("no.such.host.invalid", "is not known")]
+)
+def test_a_host_that_is_not_ours_is_told(host: str, said: str) -> None:
+    with pytest.raises(StartError) as caught:
+        claim(host, 0)
+    assert said in caught.value.what
+
+
+# ---- plans
+
+
+def test_a_plan_has_every_worker_with_its_own_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {4, 6, 9})
+    given = {"prefill": "1", "decode": "3", "served_model_name": ["a", "b"], "enable_chunked_prefill": False}
+    loaded = load("serve", given | {"slo_ttft_ms": "0.5s", "kv_lease_s": "3s"}, {})
+    made = plan(loaded, MODEL, tmp_path, tmp_path / "logs", 4567, 8000, ("k",))
+    assert [one.worker for one in made.workers] == ["prefill-0", "decode-0", "decode-1", "decode-2"]
+    assert [one.core for one in made.workers] == [4, 6, 9, 4]
+    assert {one.gateway for one in made.workers} == {made.gateway.channel} == {"tcp://127.0.0.1:4567"}
+    first = made.workers[0]
+    assert (first.kv_bytes, first.max_model_len, first.chunked_prefill, first.lease_s) == (
+        1 << 20,
+        512,
+        False,
+        3.0,
+    )
+    assert (made.gateway.num_prefill, made.gateway.num_decode) == (1, 3)
+    assert (made.gateway.served_names, made.gateway.api_keys) == (("a", "b"), ("k",))
+    assert (made.gateway.slo_ttft_ms, made.gateway.max_model_len) == (500.0, 512)
+
+
+def test_a_colocated_plan_has_a_decode_pool_only(tmp_path: Path) -> None:
+    made = plan(load("serve", {"colocated": "2"}, {}), MODEL, tmp_path, tmp_path, 1, 2, ())
+    assert [one.role for one in made.workers] == ["decode", "decode"]
+    assert (made.gateway.num_prefill, made.gateway.num_decode) == (0, 2)
+
+
+@pytest.mark.parametrize("given", [{"pin_cores": False}, {"threads": "2"}, {"device": "cuda"}])
+def test_workers_are_not_pinned_where_that_would_hurt(given: dict[str, object]) -> None:
+    assert cores(load("serve", given, {}).config, [0, 1], 2) == [None, None]
+
+
+# ---- what is shown
+
+
+def shown_by(told: list[Status], num_workers: int = 2) -> str:
+    out = io.StringIO()
+    view = View(Console(file=out, width=80), num_workers)
+    view.begin("load")
+    for status in told:
+        view.hear(status)
+    return out.getvalue()
+
+
+def test_a_phase_ends_when_the_last_worker_is_through() -> None:
+    first = [Status("a", phase="load", done=1, total=2), Status("a", phase="warm"), Status("b", phase="load")]
+    assert shown_by(first) == ""
+    then = shown_by([*first, Status("b", phase="warm", done=1, total=2)])
+    assert then.startswith("load") and "warm-up" not in then
+    ready = [Status("a", "ready", "ready"), Status("b", "ready", "ready")]
+    assert [line.split()[0] for line in shown_by(ready).splitlines()] == ["load", "warm-up"]
+
+
+def test_a_death_and_a_return_are_one_line_each() -> None:
+    out = io.StringIO()
+    view = View(Console(file=out, width=80), 1, up=True)
+    ended = Status("d-0", "waiting", crashes=1, restarts=1, ended="killed by SIGKILL")
+    ready = Status("d-0", "ready", restarts=1)
+    for status in (Status("d-0", "ready"), ended, ended, Status("d-0", restarts=1), ready, ready):
+        view.hear(status)
+    assert out.getvalue().splitlines() == [
+        "d-0 ended (killed by SIGKILL), starting it again",
+        "d-0 is back (start 2)",
+    ]
+    view.hear(Status("d-0", "waiting", crashes=5, ended="exit status 1", error=Told("no memory")))
+    assert "d-0 ended (exit status 1: no memory); 5 times in a row, trying on" in out.getvalue()
+
+
+def test_errors_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    View(Console(), 1).fail(ModelError("it does not fit", "a\nb", "c"))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "error: it does not fit\n  why: a\n       b\n  fix: c\n"
+
+
+# ---- the guard
+
+
+GUARDED = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from services.cli.guard import guarded
+
+def run(folder):
+    (folder / "secret").write_text("x")
+    # A daemon: it leaves its session, and its parent ends, so that nobody is left to stop it.
+    subprocess.run([sys.executable, "-c", "import os, subprocess, sys; "
+                    "print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=2).pid)"], stdout=pipe)
+    print(json.dumps({"pid": os.getpid(), "folder": str(folder)}), flush=True)
+    if sys.argv[1] == "end":
+        return 7
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+    while True:
+        time.sleep(60)
+
+pipe = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)
+sys.exit(guarded(run))
+"""
+
+
+def guard(tmp_path: Path, what: str) -> tuple[subprocess.Popen[str], SimpleNamespace, psutil.Process]:
+    """A guarded process that has left an orphan: the guard, what its child told, the orphan."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", GUARDED, what, str(tmp_path / "orphan")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    told = SimpleNamespace(**json.loads(started.stdout.readline()))
+    orphan = int((tmp_path / "orphan").read_text())
+    return started, told, psutil.Process(orphan) if psutil.pid_exists(orphan) else psutil.Process()
+
+
+def gone(started: subprocess.Popen[str], told: SimpleNamespace, orphan: psutil.Process) -> int:
+    code = started.wait(20)
+    assert started.stdout is not None
+    started.stdout.close()
+    if orphan.pid != os.getpid():
+        orphan.wait(10)
+    assert not psutil.pid_exists(told.pid) and not Path(told.folder).exists()
+    return code
+
+
+def test_the_guard_passes_the_exit_status_on_and_leaves_nothing(tmp_path: Path) -> None:
+    assert gone(*guard(tmp_path, "end")) == 7
+
+
+def test_the_guard_survives_a_kill_of_its_child(tmp_path: Path) -> None:
+    started, told, orphan = guard(tmp_path, "stay")
+    assert os.stat(told.folder).st_mode & 0o777 == 0o700
+    psutil.Process(told.pid).kill()
+    assert gone(started, told, orphan) == 128 + 9
+
+
+def test_the_guard_forwards_signals(tmp_path: Path) -> None:
+    started, told, orphan = guard(tmp_path, "stay")
+    started.terminate()
+    assert gone(started, told, orphan) == 5
+
+
+def test_a_kill_of_the_guard_ends_its_child(tmp_path: Path) -> None:
+    started, told, orphan = guard(tmp_path, "stay")
+    child = psutil.Process(told.pid)
+    started.kill()
+    started.wait(10)
+    child.wait(10)
+    assert started.stdout is not None
+    started.stdout.close()
+    orphan.kill()  # only both at once leave something; in `serve` the child stops what it started

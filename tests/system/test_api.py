@@ -1,0 +1,437 @@
+"""The API as official clients see it: shapes, stream grammar, errors. Tokens come from a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.gateway.respond import DONE
+from tests.system.scripted import SCRIPT, Running, scripted
+from tests.unit.gateway.folder import CONTEXT, make_folder
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+LENGTH = 67  # tokens of the script with its end token
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def gateway(folder: Path) -> Iterator[Running]:
+    with scripted(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def client(gateway: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+@pytest.fixture
+def http(gateway: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=gateway.url, trust_env=False) as opened:
+        yield opened
+
+
+def events(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, its grammar checked: frames of one data line, [DONE] at the end and only there."""
+    answer = http.post(path, json={"model": "toy", "stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.content.endswith(DONE)
+    frames = [frame for frame in answer.text.split("\n\n") if frame and not frame.startswith(":")]
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
+    assert [frame for frame in frames if frame == "data: [DONE]"] == frames[-1:]
+    return [json.loads(frame[6:]) for frame in frames[:-1]]
+
+
+def check_error(answer: httpx.Response, status: int, code: str, param: str | None = None) -> None:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param), error
+    assert answer.headers["x-request-id"].startswith("req_")
+    assert answer.headers["x-should-retry"] in ("true", "false")
+
+
+# ---- whole answers
+
+
+def test_a_chat_answer_is_whole(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="toy", messages=HI)
+    choice = answer.choices[0]
+    assert answer.id.startswith("chatcmpl-")
+    assert (answer.object, answer.model, answer.system_fingerprint) == ("chat.completion", "toy", "fp_toy")
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        SCRIPT,
+        "stop",
+    )
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (LENGTH, 5)
+    assert answer.usage.total_tokens == LENGTH + 5
+    assert answer._request_id is not None
+
+
+def test_required_fields_are_there_even_when_null(http: httpx.Client) -> None:
+    told = http.post("/v1/chat/completions", json={"model": "toy", "messages": HI, "max_tokens": 2}).json()
+    assert isinstance(told["created"], int)
+    assert told["choices"] == [
+        {
+            "index": 0,
+            "message": {"content": "Gr", "role": "assistant", "refusal": None},
+            "finish_reason": "length",
+            "logprobs": None,
+        }
+    ]
+
+
+def test_a_completion_is_whole(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="org/toy", prompt="hi")
+    assert answer.id.startswith("cmpl-")
+    assert (answer.object, answer.model) == ("text_completion", "org/toy")
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.completion_tokens == 16
+
+
+def test_n_choices_have_seeds_of_their_own(client: openai.OpenAI, gateway: Running) -> None:
+    gateway.script.seen.clear()
+    answer = client.chat.completions.create(model="toy", messages=HI, n=3, max_tokens=4, seed=7)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [request.sampling.seed for request in gateway.script.seen] == [7, 8, 9]
+    assert len({request.id for request in gateway.script.seen}) == 3
+    assert answer.usage is not None and answer.usage.completion_tokens == 12
+
+
+def test_many_prompts_are_answered_in_order(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="toy", prompt=["a ", "b "], n=2, max_tokens=2, echo=True)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == ["a Gr", "a Gr", "b Gr", "b Gr"]
+
+
+def test_best_of_answers_n(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="toy", prompt="a", n=2, best_of=4, max_tokens=3)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert all(choice.logprobs is None for choice in answer.choices)
+    assert answer.usage is not None and answer.usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize("stop", ["STOP", ["zzz", "STOP here"], [" STOP", "here"]])
+def test_stop_strings_end_the_answer_without_them(client: openai.OpenAI, gateway: Running, stop: Any) -> None:
+    answer: Any = client.chat.completions.create(model="toy", messages=HI, stop=stop)
+    text = answer.choices[0].message.content or ""
+    assert answer.choices[0].finish_reason == "stop"
+    assert SCRIPT.startswith(text)
+    assert "STOP" not in text
+    assert len(gateway.script.open) == 0
+
+
+def test_a_kept_stop_string_is_kept(client: openai.OpenAI) -> None:
+    extra = {"include_stop_str_in_output": True}
+    answer = client.chat.completions.create(model="toy", messages=HI, stop="two", extra_body=extra)
+    assert (answer.choices[0].message.content or "").endswith("One two")
+
+
+def test_chat_logprobs_spell_the_text(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="toy", messages=HI, logprobs=True, top_logprobs=2, max_tokens=30, stop="two"
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    spelled = b"".join(bytes(entry.bytes or []) for entry in logprobs.content)
+    assert spelled.decode().startswith(answer.choices[0].message.content or "")
+    assert "two" not in spelled.decode()
+    assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
+    assert all(top.logprob >= -9999.0 for entry in logprobs.content for top in entry.top_logprobs)
+
+
+def test_scoring_a_prompt(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="toy", prompt="hällo", echo=True, max_tokens=0, logprobs=1)
+    choice = answer.choices[0]
+    assert (choice.text, choice.finish_reason) == ("hällo", "length")
+    scores: Any = choice.logprobs
+    assert scores.token_logprobs[0] is None
+    assert scores.top_logprobs[0] is None
+    assert all(value is not None for value in scores.token_logprobs[1:])
+    assert scores.text_offset[0] == 0
+    assert scores.text_offset == sorted(scores.text_offset)
+    assert answer.usage is not None and answer.usage.completion_tokens == 0
+
+
+def test_text_offsets_point_at_their_tokens(client: openai.OpenAI) -> None:
+    choice = client.completions.create(
+        model="toy", prompt="hi ", echo=True, max_tokens=20, logprobs=0
+    ).choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None and choice.logprobs.text_offset is not None
+    for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+        assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
+
+
+def test_an_empty_prompt_begins_with_the_first_token(client: openai.OpenAI, gateway: Running) -> None:
+    gateway.script.seen.clear()
+    assert client.completions.create(model="toy", prompt="", max_tokens=1).choices[0].text == "G"
+    assert gateway.script.seen[-1].prompt == [0]
+
+
+# ---- streams
+
+
+def test_the_grammar_of_a_chat_stream(http: httpx.Client) -> None:
+    told = events(http, "/v1/chat/completions", messages=HI, stream_options={"include_usage": True})
+    *chunks, usage = told
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in told}) == 1
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], LENGTH)
+    deltas = [chunk["choices"][0]["delta"]["content"] for chunk in chunks[1:-1]]
+    assert "".join(deltas) == SCRIPT
+    assert len(deltas) > 20
+    assert not any("\ufffd" in delta for delta in deltas)
+
+
+def test_usage_is_absent_unless_asked_for(http: httpx.Client) -> None:
+    assert all(
+        "usage" not in chunk for chunk in events(http, "/v1/chat/completions", messages=HI, max_tokens=2)
+    )
+
+
+def test_choices_of_a_stream_each_begin_and_end_once(http: httpx.Client) -> None:
+    told = events(http, "/v1/chat/completions", messages=HI, n=3, max_tokens=12)
+    for index in range(3):
+        own = [chunk["choices"][0] for chunk in told if chunk["choices"][0]["index"] == index]
+        assert [choice for choice in own if "role" in choice["delta"]] == own[:1]
+        assert [choice for choice in own if choice["finish_reason"]] == own[-1:]
+
+
+def test_the_grammar_of_a_completion_stream(http: httpx.Client) -> None:
+    told = events(http, "/v1/completions", prompt="say ", echo=True, max_tokens=11)
+    assert all(chunk["object"] == "text_completion" for chunk in told)
+    assert told[-1]["choices"][0]["finish_reason"] == "length"
+    assert "".join(chunk["choices"][0]["text"] for chunk in told) == "say " + SCRIPT[:8]
+
+
+def test_padding_hides_the_length_of_chunks(http: httpx.Client) -> None:
+    options = {"include_obfuscation": True}
+    told = events(http, "/v1/chat/completions", messages=HI, max_tokens=30, stream_options=options)
+    chunks = [chunk for chunk in told if "obfuscation" in chunk]
+    padded = [(chunk["choices"][0]["delta"]["content"], chunk["obfuscation"]) for chunk in chunks]
+    assert padded
+    assert all((len(text.encode()) + len(padding)) % 16 == 0 for text, padding in padded)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_tokens": 9},
+        {"stop": ["STOP", "five"]},
+        {"stop": "two", "include_stop_str_in_output": True},
+        {"logprobs": True, "top_logprobs": 3, "stop": "three f"},
+        {"n": 2, "max_tokens": 40, "min_tokens": 30, "stop": "two"},
+    ],
+)
+def test_a_stream_and_a_whole_answer_say_the_same(http: httpx.Client, body: dict[str, Any]) -> None:
+    whole = http.post("/v1/chat/completions", json={"model": "toy", "messages": HI, **body}).json()
+    told = events(http, "/v1/chat/completions", messages=HI, stream_options={"include_usage": True}, **body)
+    assert told[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        own = [c["choices"][0] for c in told[:-1] if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["delta"].get("content", "") for part in own) == choice["message"]["content"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        scores = [entry for part in own if part["logprobs"] for entry in part["logprobs"]["content"]]
+        assert scores == (choice["logprobs"]["content"] if choice["logprobs"] else [])
+
+
+def test_structured_output_is_checked_before_any_work(http: httpx.Client, gateway: Running) -> None:
+    gateway.script.seen.clear()
+    for schema in ({"type": "nonsense"}, {"pattern": "(((", "type": "string"}, {"$ref": "#/nowhere"}):
+        asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        answer = http.post(
+            "/v1/chat/completions", json={"model": "toy", "messages": HI, "response_format": asked}
+        )
+        check_error(answer, 400, "invalid_schema", "response_format")
+    assert not gateway.script.seen
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    answer = http.post(
+        "/v1/chat/completions", json={"model": "toy", "messages": HI, "response_format": asked}
+    )
+    assert answer.status_code == 200
+    grammar = gateway.script.seen[-1].sampling.grammar
+    assert grammar is not None and grammar.kind == "json_schema"
+
+
+# ---- errors
+
+
+def test_an_early_failure_is_an_http_error(client: openai.OpenAI, http: httpx.Client) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.chat.completions.create(
+                model="toy", messages=[{"role": "user", "content": "FAIL-EARLY"}], stream=stream
+            )
+        assert (caught.value.status_code, caught.value.code) == (503, "no_workers")
+
+
+def test_a_late_failure_is_seen_in_the_stream(client: openai.OpenAI) -> None:
+    seen = ""
+    with pytest.raises(openai.APIError) as caught:
+        for chunk in client.chat.completions.create(
+            model="toy", messages=[{"role": "user", "content": "FAIL-LATE"}], stream=True
+        ):
+            seen += chunk.choices[0].delta.content or ""
+    assert caught.value.code == "worker_lost"
+    assert seen and SCRIPT.startswith(seen)
+
+
+def test_a_late_failure_of_a_whole_answer_is_an_http_error(http: httpx.Client) -> None:
+    check_error(
+        http.post("/v1/completions", json={"model": "toy", "prompt": "FAIL-LATE"}), 503, "worker_lost"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"messages": HI}, "missing_required_parameter", "model"),
+        ({"model": "toy"}, "missing_required_parameter", "messages"),
+        ({"model": "toy", "messages": HI, "temperature": 9}, "invalid_value", "temperature"),
+        ({"model": "toy", "messages": HI, "tools": [{}]}, "unsupported_parameter", "tools"),
+        ({"model": "toy", "messages": HI, "frobnicate": 1}, "unrecognized_request_argument", "frobnicate"),
+        ({"model": "toy", "messages": HI, "max_tokens": CONTEXT}, "context_length_exceeded", "max_tokens"),
+        ({"model": "toy", "messages": HI * 500}, "context_length_exceeded", "messages"),
+        ({"model": "toy", "messages": [{"role": "function", "content": "x"}]}, "invalid_value", "messages"),
+    ],
+)
+def test_bad_requests_are_400_and_named(
+    http: httpx.Client, body: dict[str, Any], code: str, param: str
+) -> None:
+    check_error(http.post("/v1/chat/completions", json=body), 400, code, param)
+
+
+def test_a_wrong_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-5", messages=HI)
+    assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nowhere", 404, "unknown_url"),
+        ("GET", "/", 404, "unknown_url"),
+        ("POST", "/v1/chat/completions/", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models/toy", 405, "method_not_allowed"),
+        ("OPTIONS", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+def test_unknown_routes_and_methods_answer_in_json(
+    http: httpx.Client, method: str, path: str, status: int, code: str
+) -> None:
+    answer = http.request(method, path)
+    check_error(answer, status, code)
+    assert (status == 405) == ("allow" in answer.headers)
+
+
+def test_other_content_types_are_refused(http: httpx.Client) -> None:
+    answer = http.post(
+        "/v1/completions", content=b"a=b", headers={"content-type": "application/x-www-form-urlencoded"}
+    )
+    check_error(answer, 415, "unsupported_media_type", "content-type")
+
+
+def test_a_crash_of_ours_tells_nothing_but_the_request_id(
+    http: httpx.Client, gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise RuntimeError("secret of the inside")
+
+    monkeypatch.setattr(gateway.script, "arrive", crash)
+    answer = http.post("/v1/completions", json={"model": "toy", "prompt": "x"})
+    check_error(answer, 500, "internal_error")
+    assert "secret" not in answer.text
+    assert answer.headers["x-request-id"] in answer.text
+
+
+# ---- the other routes
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["toy", "org/toy"]
+    model = client.models.retrieve("org/toy")
+    assert (model.id, model.object, getattr(model, "max_model_len", None)) == ("org/toy", "model", CONTEXT)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody/nothing")
+
+
+def test_tokenize_and_back(http: httpx.Client) -> None:
+    told = http.post(
+        "/tokenize", json={"model": "toy", "prompt": "größer 👩", "return_token_strs": True}
+    ).json()
+    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), CONTEXT)
+    assert len(told["token_strs"]) == told["count"]
+    assert http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "größer 👩"}
+    chat = http.post("/tokenize", json={"messages": HI}).json()
+    assert chat["tokens"][0] == 1
+    check_error(http.post("/tokenize", json={}), 400, "invalid_value", "prompt")
+    check_error(http.post("/detokenize", json={"tokens": [99999]}), 400, "invalid_value", "tokens")
+
+
+def test_probes_and_pages(http: httpx.Client) -> None:
+    health = http.get("/health")
+    assert (health.status_code, health.content) == (200, b"")
+    assert http.head("/health").status_code == 200
+    assert http.get("/ready").json() == {"ready": True, "reasons": []}
+    assert "version" in http.get("/version").json()
+    assert "vllm:time_to_first_token_seconds_bucket" in http.get("/metrics").text
+    assert "src=" not in http.get("/docs").text
+    assert http.get("/openapi.json").json()["openapi"].startswith("3.1")
+
+
+def test_request_ids_are_ours(http: httpx.Client) -> None:
+    answer = http.get("/v1/models", headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"].startswith("req_")
+    assert answer.headers["x-client-request-id"] == "mine-1"
+    odd = http.get("/v1/models", headers={"x-request-id": "a b\tc"})
+    assert "x-client-request-id" not in odd.headers
+
+
+def test_pages_of_this_machine_may_speak_to_it(http: httpx.Client) -> None:
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    good = http.options("/v1/chat/completions", headers={"origin": "http://localhost:3000", **asked})
+    assert good.headers["access-control-allow-origin"] == "http://localhost:3000"
+    bad = http.options("/v1/chat/completions", headers={"origin": "https://evil.example", **asked})
+    assert "access-control-allow-origin" not in bad.headers
+
+
+def test_keys_close_everything_but_the_probes(folder: Path) -> None:
+    with (
+        scripted(folder, keys=("sk-right",)) as running,
+        httpx.Client(base_url=running.url, trust_env=False) as http,
+    ):
+        for path in ("/v1/models", "/metrics", "/status", "/docs", "/nowhere"):
+            answer = http.get(path)
+            check_error(answer, 401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert http.get(path, headers={"authorization": "Bearer sk-wrong"}).status_code == 401
+        assert http.get("/v1/models", headers={"authorization": "Bearer sk-right"}).status_code == 200
+        assert http.get("/health").status_code == 200
+        with pytest.raises(openai.AuthenticationError) as caught:
+            openai.OpenAI(base_url=running.api, api_key="sk-wrong", max_retries=0).models.list()
+        assert caught.value.code == "invalid_api_key"

@@ -1,0 +1,250 @@
+"""What happens to streams when something goes wrong: clients that leave or do not read, floods, shutdown, raw HTTP."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from services.gateway.limits import Limits
+from services.gateway.service import Patience
+from tests.system.scripted import SCRIPT, Running, scripted
+from tests.unit.gateway.folder import make_folder
+
+WAIT_S = 20.0  # far beyond what anything takes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("toy"), context=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def gateway(folder: Path) -> Iterator[Running]:
+    limits = Limits(max_body_bytes=100_000, body_s=0.5)
+    with scripted(folder, limits=limits, patience=Patience(stall_s=0.4, ping_s=0.1)) as running:
+        yield running
+
+
+@pytest.fixture
+def http(gateway: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=gateway.url, trust_env=False, timeout=WAIT_S) as opened:
+        yield opened
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def post(
+    gateway: Running, prompt: str, stream: bool, receive_bytes: int | None = None, **fields: object
+) -> socket.socket:
+    """A raw connection that has sent a completion request and reads nothing."""
+    host, port = gateway.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(WAIT_S)
+    connection.connect((host, int(port)))
+    body = msgspec.json.encode({"model": "toy", "prompt": prompt, "stream": stream, **fields})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def read_all(connection: socket.socket) -> tuple[bytes, bool]:
+    """Everything until the end, and whether the end was a reset."""
+    read = b""
+    try:
+        while part := connection.recv(65536):
+            read += part
+    except ConnectionResetError:
+        return read, True
+    return read, False
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", ["HANG", "SLOW"])
+def test_a_client_that_leaves_is_noticed_at_once(gateway: Running, stream: bool, prompt: str) -> None:
+    left = gateway.script.left
+    connection = post(gateway, prompt, stream, max_tokens=10_000, ignore_eos=True)
+    until(lambda: bool(gateway.script.open))
+    connection.close()
+    until(lambda: not gateway.script.open)
+    assert gateway.script.left == left + 1
+    until(lambda: not gateway.service.open)
+
+
+def test_all_sequences_of_a_client_that_leaves_are_given_up(gateway: Running) -> None:
+    connection = post(gateway, "SLOW", True, n=4, max_tokens=10_000, ignore_eos=True)
+    until(lambda: len(gateway.script.open) == 4)
+    connection.close()
+    until(lambda: not gateway.script.open)
+
+
+def test_a_waiting_stream_shows_life(gateway: Running) -> None:
+    with post(gateway, "HANG", True) as connection:
+        seen = b""
+        while seen.count(b": ping\n\n") < 3:
+            seen += connection.recv(65536)
+        assert b"data:" not in seen
+
+
+def test_a_reader_who_takes_nothing_is_cut_and_others_never_feel_it(
+    gateway: Running, http: httpx.Client
+) -> None:
+    stuck = [post(gateway, "FLOOD", True, 4096, max_tokens=1_000_000, ignore_eos=True) for _ in range(3)]
+    until(lambda: len(gateway.script.open) == 3)
+    answers = [
+        http.post("/v1/completions", json={"model": "toy", "prompt": "x", "max_tokens": 20, "stream": True})
+        for _ in range(5)
+    ]
+    assert all(answer.text.rstrip().endswith("data: [DONE]") for answer in answers)
+    until(lambda: not gateway.script.open)
+    for connection in stuck:
+        read, reset = read_all(connection)
+        assert reset
+        assert b"[DONE]" not in read
+        assert not read.endswith(b"0\r\n\r\n")
+        connection.close()
+    assert "diptych:slow_readers_cut_total 3.0" in http.get("/metrics").text
+
+
+def test_a_slow_reader_gets_everything(gateway: Running) -> None:
+    with post(gateway, "FLOOD", True, 4096, max_tokens=3000, ignore_eos=True) as connection:
+        read, deadline_s = b"", time.monotonic() + WAIT_S
+        while not read.endswith(b"0\r\n\r\n"):
+            read += connection.recv(8192)
+            time.sleep(0.001)
+            assert time.monotonic() < deadline_s
+        assert b"data: [DONE]" in read
+
+
+def test_a_reader_too_far_behind_is_cut_before_memory_fills(folder: Path) -> None:
+    limits = Limits(max_stream_bytes=20_000)
+    with (
+        scripted(folder, limits=limits, patience=Patience(stall_s=60.0)) as running,
+        post(running, "FLOOD", True, 4096, max_tokens=1_000_000, ignore_eos=True, logprobs=5),
+    ):
+        until(lambda: bool(running.script.open))
+        until(lambda: not running.script.open)
+        assert (
+            sum(voice.answer.waiting_bytes for one in running.service.open for voice in one.voices) < 100_000
+        )
+
+
+def test_a_failure_is_never_a_clean_end(gateway: Running) -> None:
+    with post(gateway, "FAIL-LATE", True) as connection:
+        read = b""
+        while not read.endswith(b"0\r\n\r\n"):
+            read += connection.recv(65536)
+    assert b'"code":"worker_lost"' in read
+    assert read.index(b'"error"') < read.index(b"[DONE]")
+
+
+def test_our_own_crash_within_a_stream_resets_the_connection(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise RuntimeError("inside")
+
+    monkeypatch.setattr("services.gateway.completions.CompletionView.end", crash)
+    with post(gateway, "x", True, max_tokens=5) as connection:
+        read, _ = read_all(connection)
+    assert b"data:" not in read or b"[DONE]" not in read
+    assert not read.endswith(b"0\r\n\r\n")
+    monkeypatch.undo()
+    with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as client:
+        monkeypatch.setattr("services.gateway.completions.CompletionView.end", crash)
+        with pytest.raises((openai.APIConnectionError, httpx.RemoteProtocolError, httpx.ReadError)):
+            list(client.completions.create(model="toy", prompt="x", max_tokens=5, stream=True))
+
+
+def test_a_shutdown_drains_then_says_so_in_the_stream(folder: Path) -> None:
+    told: list[str] = []
+    failed: list[str | None] = []
+
+    def read(running: Running, prompt: str) -> None:
+        with openai.OpenAI(base_url=running.api, api_key="none", max_retries=0) as client:
+            try:
+                tokens = 11 if prompt == "SLOW short" else 60
+                parts = list(
+                    client.completions.create(model="toy", prompt=prompt, max_tokens=tokens, stream=True)
+                )
+                told.append("".join(part.choices[0].text for part in parts))
+            except openai.APIError as error:
+                failed.append(error.code)
+
+    with scripted(folder, drain_s=1.0) as running:
+        threads = [
+            threading.Thread(target=read, args=(running, prompt)) for prompt in ("SLOW short", "SLOW long")
+        ]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(running.script.open) == 2)
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert told == [SCRIPT[: len(told[0])]] and told[0]
+    assert failed == ["server_shutting_down"]
+
+
+# ---- raw HTTP
+
+
+def raw(gateway: Running, content: bytes) -> bytes:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), WAIT_S) as connection:
+        connection.sendall(content)
+        return read_all(connection)[0]
+
+
+def test_what_is_not_http_is_refused_in_json(gateway: Running) -> None:
+    answer = raw(gateway, b"\x16\x03\x01 hello\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b'"code":"invalid_http"' in answer
+
+
+@pytest.mark.parametrize(
+    "endless", [b"x: " + b"a" * 10_000_000, b"".join(b"x%d: y\r\n" % i for i in range(50_000))]
+)
+def test_endless_headers_are_refused(gateway: Running, endless: bytes) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), WAIT_S) as connection:
+        try:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + endless)
+        except (ConnectionResetError, BrokenPipeError):
+            return
+        read, reset = read_all(connection)
+        assert reset or read.startswith(b"HTTP/1.1 431")
+
+
+def test_a_body_that_is_announced_too_large_is_not_read(gateway: Running) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999999\r\n\r\n"
+    answer = raw(gateway, head)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b'"code":"request_too_large"' in answer
+
+
+def test_a_body_that_grows_too_large_is_not_read_on(gateway: Running, http: httpx.Client) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(20):
+            yield b" " * 10_000
+
+    answer = http.post("/v1/completions", content=parts())
+    assert answer.status_code == 413
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(gateway: Running) -> None:
+    answer = raw(gateway, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
+    assert answer.startswith(b"HTTP/1.1 408")

@@ -1,0 +1,126 @@
+"""Mistakes of the person at the keyboard: six lines at most, what and why and what to do, and an exit status not 0.
+
+What can be wrong with a model folder is looked at one by one in tests/engine/test_look.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.cli.ports import claim
+from tests.system.terminal import ROOT, Terminal, run
+
+TINY = ROOT / "models" / "tiny"
+
+
+def refused(*arguments: str, status: int = 1) -> str:
+    """The message of `diptych serve` with these arguments, which must be one of ours."""
+    port = [] if "--port" in arguments else ["--port", "0"]
+    told = run("serve", *arguments, *port)
+    assert told.returncode == status, told
+    lines = told.stderr.strip().splitlines()
+    assert 2 <= len(lines) <= 6, told.stderr
+    assert lines[0].startswith("error: ") and "Traceback" not in told.stdout + told.stderr
+    return told.stderr
+
+
+# ---- refused before anything is started
+
+
+def test_a_missing_key_file() -> None:
+    told = refused("--api-key-file", "/absent/keys", status=2)
+    assert "the API key file /absent/keys cannot be read" in told
+    assert "No such file" in told and "openssl rand" in told
+
+
+def test_an_unknown_yaml_key(tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("max_model_length: 100\n")
+    told = refused("--config", str(file), status=2)
+    assert "unknown key 'max_model_length'" in told and "did you mean 'max_model_len'?" in told
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        told = refused("--port", str(port))
+    assert f"port {port} on 127.0.0.1 is in use" in told and "holds it: " in told and "--port " in told
+
+
+# ---- refused once the model's files were read
+
+
+def test_a_model_that_is_not_there() -> None:
+    told = refused("no-such-model")
+    assert "there is no model at no-such-model" in told and "Qwen/Qwen2.5-0.5B-Instruct" in told
+
+
+def test_a_model_that_does_not_fit_shows_the_arithmetic_and_what_would_fit() -> None:
+    told = refused("tiny", "--kv-cache-memory-bytes", "1MiB")
+    assert "does not fit in memory" in told
+    assert "weights " in told and "KV pool 1.00 MiB" in told
+    assert "the largest context that fits is 128 tokens" in told
+    assert "--max-model-len 128 or less" in told
+
+
+# ---- refused by a worker
+
+
+def test_a_device_that_is_not_there() -> None:
+    assert "there is no device 'cuda' here" in refused("tiny", "--device", "cuda")
+
+
+# ---- pools of different models
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A model whose KV looks like the embedded one's, and is not the same: one byte of the config differs."""
+    path = tmp_path / "other"
+    shutil.copytree(TINY, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"rope_theta": 12345.0}))
+    return path
+
+
+@pytest.fixture
+def mixed(other: Path, tmp_path: Path) -> Iterator[str]:
+    """The URL of a gateway whose prefill worker has one model and whose decode worker has another."""
+    keys = tmp_path / "keys"
+    assert run("keys", str(keys)).returncode == 0
+    apart = ["--channel", f"tcp://127.0.0.1:{claim('127.0.0.1', 0)}", "--keys-dir", str(keys)]
+    port = str(claim("127.0.0.1", 0))
+    with (
+        Terminal("gateway", "--port", port, *apart) as gateway,
+        Terminal("worker", "prefill", *apart) as prefill,
+        Terminal("worker", "decode", "--model", str(other), *apart) as decode,
+    ):
+        for terminal in (gateway, prefill, decode):
+            terminal.expect(": ready")
+        gateway.expect("cannot serve with the others")
+        yield f"http://127.0.0.1:{port}"
+        for terminal in (decode, prefill, gateway):
+            assert terminal.interrupt() == 0
+            assert terminal.left() == []
+
+
+def test_pools_of_different_models_are_not_paired_and_both_are_shown(mixed: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"{mixed}/ready", timeout=30)
+    with caught.value as answer:
+        assert answer.code == 503
+        reasons = json.loads(answer.read())["reasons"]
+    told = next(reason for reason in reasons if "does not fit" in reason)
+    assert "prefill" in told and "decode" in told and "config" in told
+    assert len(told.splitlines()) <= 6
+    shown = run("status", "--url", mixed)
+    assert shown.returncode == 1 and "not ready" in shown.stdout
+    assert all(line in shown.stdout for line in told.splitlines())

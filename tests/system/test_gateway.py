@@ -1,0 +1,330 @@
+"""The gateway's process with workers that are puppets: readiness, books, losses, shutdown, bad starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from diptych.config import GatewaySpec
+from diptych.keys import make_keys
+from services.cli.ports import claim
+from tests.system.puppets import MUTE, TOKENS, Puppet
+from tests.unit.gateway.folder import make_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 60.0  # far beyond what anything takes
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+class Gateway:
+    """A running `python -m services.gateway` and a client for it."""
+
+    def __init__(self, spec: GatewaySpec, process: subprocess.Popen[bytes]) -> None:
+        self.spec, self.process = spec, process
+        self.url = f"http://127.0.0.1:{spec.port}"
+        self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=WAIT_S)
+
+    def puppet(self, role: str, number: int = 0, **fields: str) -> Puppet:
+        return Puppet(role, number, self.spec.channel, Path(self.spec.keys_dir), **fields)
+
+    def ready(self) -> Any:
+        return self.http.get("/ready").json()
+
+    def status(self) -> Any:
+        return self.http.get("/status").json()
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
+def told(out: IO[bytes]) -> list[Any]:
+    return [json.loads(line) for line in out]
+
+
+def start(spec: GatewaySpec) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.gateway"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(msgspec.json.encode(spec) + b"\n")
+    return process
+
+
+def specification(folder: Path, **changes: Any) -> GatewaySpec:
+    make_keys(folder / "keys")
+    fields: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": claim("127.0.0.1", 0),
+        "channel": f"tcp://127.0.0.1:{claim('127.0.0.1', 0)}",
+        "keys_dir": str(folder / "keys"),
+        "model": str(make_folder(folder / "model")),
+        "served_names": ("toy",),
+        "num_prefill": 1,
+        "num_decode": 1,
+        "drain_s": 0.5,
+        "slo_ttft_ms": 60_000.0,
+    }
+    return GatewaySpec(**(fields | changes))
+
+
+@contextmanager
+def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
+    spec = specification(folder, **changes)
+    process = start(spec)
+    gateway = Gateway(spec, process)
+    try:
+        assert process.stdout is not None
+        while json.loads(process.stdout.readline()).get("phase") != "ready":
+            pass
+        yield gateway
+    finally:
+        gateway.http.close()
+        process.terminate()
+        process.wait(WAIT_S)
+        if process.stdout is not None:
+            process.stdout.close()
+        assert process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with serving(tmp_path_factory.mktemp("gateway")) as running:
+        yield running
+
+
+@pytest.fixture
+def puppets(gateway: Gateway) -> Iterator[tuple[Puppet, Puppet]]:
+    """A prefill and a decode worker, ready."""
+    prefill, decode = gateway.puppet("prefill"), gateway.puppet("decode")
+    try:
+        until(lambda: gateway.ready()["ready"])
+        yield prefill, decode
+    finally:
+        prefill.kill()
+        decode.kill()
+        until(lambda: not gateway.status()["workers"])
+
+
+def test_readiness_is_a_hand_off_that_went_through(gateway: Gateway) -> None:
+    answer = gateway.http.get("/ready")
+    assert answer.status_code == 503
+    assert gateway.ready()["reasons"] == ["0 of 1 prefill workers are up", "0 of 1 decode workers are up"]
+    decode = gateway.puppet("decode")
+    until(lambda: gateway.ready()["reasons"] == ["0 of 1 prefill workers are up"])
+    decode.deaf = True  # alive, but it does not work
+    prefill = gateway.puppet("prefill")
+    until(lambda: len(gateway.status()["workers"]) == 2)
+    assert gateway.ready()["reasons"] == ["no prefill worker is linked to a decode worker yet"]
+    prefill.kill()
+    until(lambda: len(gateway.status()["workers"]) == 1)
+    decode.deaf = False
+    prefill = gateway.puppet("prefill")
+    until(lambda: gateway.ready()["ready"])
+    assert any(type(message).__name__ == "Admit" for message in decode.seen)
+    assert gateway.http.get("/health").status_code == 200
+    decode.kill()
+    until(lambda: gateway.ready() == {"ready": False, "reasons": ["0 of 1 decode workers are up"]})
+    prefill.kill()
+    until(lambda: not gateway.status()["workers"])
+
+
+def test_tokens_go_through_both_pools(gateway: Gateway, puppets: tuple[Puppet, Puppet]) -> None:
+    with gateway.openai() as client:
+        answer = client.completions.create(model="toy", prompt=[9, 9, 9], max_tokens=12)
+        stream = client.completions.create(model="toy", prompt=[9, 9, 9], max_tokens=12, stream=True)
+        text = "".join(chunk.choices[0].text for chunk in stream)
+    expected = gateway.http.post(
+        "/detokenize", json={"tokens": TOKENS[:12], "skip_special_tokens": True}
+    ).json()
+    assert answer.choices[0].text == text == expected["prompt"]
+    assert answer.system_fingerprint == "fp_same"
+
+
+def test_metrics_tell_where_the_time_went(gateway: Gateway, puppets: tuple[Puppet, Puppet]) -> None:
+    gateway.http.post("/v1/completions", json={"model": "toy", "prompt": [9], "max_tokens": 5})
+    until(lambda: all(worker["stats"]["slabs_total"] for worker in gateway.status()["workers"]))
+    text = gateway.http.get("/metrics").text
+
+    def total(name: str) -> float:
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+    assert total("diptych:ttft_stage_seconds_sum") == pytest.approx(
+        total("vllm:time_to_first_token_seconds_sum")
+    )
+    assert total("diptych:handoff_stage_seconds_count") > 0
+    assert total('diptych:transfer_bytes_total{transport="shm"}') > 0
+    assert total('diptych:slo_attainment{objective="ttft"}') == 1
+    assert total('diptych:kv_slabs{role="decode",worker="decode-0"}') == 64
+    assert "vllm:inter_token_latency_seconds_bucket" in text
+
+
+def test_status_has_pools_workers_and_links(gateway: Gateway, puppets: tuple[Puppet, Puppet]) -> None:
+    until(lambda: not any(pool["slabs_used"] for pool in gateway.status()["pools"].values()))
+    state = gateway.status()
+    assert state["ready"] and state["sequences"] == 0
+    assert [(worker["worker"], worker["state"]) for worker in state["workers"]] == [
+        ("decode-0", "up"),
+        ("prefill-0", "up"),
+    ]
+    assert state["links"] == [
+        {"source": "prefill-0", "target": "decode-0", "transport": "shm", "gb_per_s": 9.0, "latency_us": 12.0}
+    ]
+
+
+def test_a_client_that_leaves_frees_both_sides(gateway: Gateway, puppets: tuple[Puppet, Puppet]) -> None:
+    body = {"model": "toy", "prompt": [MUTE], "max_tokens": 50, "stream": True}
+    with gateway.http.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_bytes())
+        until(lambda: any(puppet.held for puppet in puppets))
+    until(lambda: not any(puppet.held for puppet in puppets))
+    assert gateway.status()["sequences"] == 0
+
+
+def test_a_lost_worker_ends_its_requests_with_an_error(gateway: Gateway) -> None:
+    prefill, decode = gateway.puppet("prefill"), gateway.puppet("decode")
+    until(lambda: gateway.ready()["ready"])
+    caught: list[openai.APIError] = []
+
+    def read() -> None:
+        with gateway.openai() as client, pytest.raises(openai.APIError) as error:
+            list(client.completions.create(model="toy", prompt=[MUTE], max_tokens=50, stream=True))
+        caught.append(error.value)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    until(lambda: decode.held)
+    decode.kill()
+    reader.join(WAIT_S)
+    assert [error.code for error in caught] == ["worker_lost"]
+    answer = gateway.http.post("/v1/completions", json={"model": "toy", "prompt": [9]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
+    assert int(answer.headers["retry-after"]) > 0 and answer.headers["x-should-retry"] == "true"
+    decode = gateway.puppet("decode")
+    until(lambda: gateway.ready()["ready"])
+    assert gateway.http.post("/v1/completions", json={"model": "toy", "prompt": [9]}).status_code == 200
+    prefill.kill()
+    decode.kill()
+    until(lambda: not gateway.status()["workers"])
+
+
+def test_a_worker_that_works_no_more_is_not_ready_though_it_is_alive(
+    gateway: Gateway, puppets: tuple[Puppet, Puppet]
+) -> None:
+    puppets[1].deaf = True
+    until(lambda: not gateway.ready()["ready"])
+    assert gateway.ready()["reasons"] == ["prefill-0 -> decode-0: a canary took longer than 5 s"]
+    assert len(gateway.status()["workers"]) == 2
+
+
+def test_a_worker_that_restarts_at_once_is_taken_in_once(
+    gateway: Gateway, puppets: tuple[Puppet, Puppet]
+) -> None:
+    def lost() -> float:
+        lines = gateway.http.get("/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("diptych:workers_lost_total"))
+
+    before, old = lost(), puppets[1]
+    old.kill()
+    new = gateway.puppet("decode")
+    try:
+        until(lambda: any(type(message).__name__ == "Admit" for message in new.seen))  # a canary
+        until(lambda: gateway.ready()["ready"])
+        for _ in range(20):  # some beats
+            time.sleep(0.05)
+            assert lost() == before + 1
+    finally:
+        new.kill()
+
+
+def test_pools_of_different_models_are_told_apart(gateway: Gateway) -> None:
+    prefill = gateway.puppet("prefill", fingerprint="llama")
+    until(lambda: len(gateway.status()["workers"]) == 1)
+    decode = gateway.puppet("decode", fingerprint="qwen")
+    until(lambda: len(gateway.status()["workers"]) == 2)
+    (reason,) = [one for one in gateway.ready()["reasons"] if "does not fit" in one]
+    assert "llama" in reason and "qwen" in reason
+    prefill.kill()
+    decode.kill()
+    until(lambda: not gateway.status()["workers"])
+
+
+def test_colocated_needs_no_prefill_pool(tmp_path: Path) -> None:
+    with serving(tmp_path, num_prefill=0) as gateway:
+        assert gateway.ready()["reasons"] == ["0 of 1 decode workers are up"]
+        assert gateway.status()["split"] is False
+
+
+def test_sigterm_ends_it_well(tmp_path: Path) -> None:
+    with serving(tmp_path) as gateway:
+        gateway.process.send_signal(signal.SIGTERM)
+        assert gateway.process.wait(WAIT_S) == 0
+
+
+def test_it_does_not_load_torch(tmp_path: Path) -> None:
+    code = "import sys, services.gateway.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+# ---- bad starts
+
+
+def failed(spec: GatewaySpec) -> dict[str, str]:
+    with start(spec) as process:
+        assert process.stdout is not None
+        out = process.stdout.read()
+    assert process.returncode == 3
+    error: dict[str, str] = json.loads(out.splitlines()[-1])["error"]
+    assert set(error) == {"what", "why", "fix"}
+    return error
+
+
+def test_a_busy_port_names_its_holder(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        error = failed(specification(tmp_path, port=holder.getsockname()[1]))
+    assert "in use" in error["what"]
+    assert f"process {os.getpid()} holds it" in error["why"]
+
+
+def test_a_folder_without_tokenizer_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "tokenizer" in failed(specification(tmp_path, model=str(tmp_path / "empty")))["what"]
+
+
+def test_missing_keys_are_told(tmp_path: Path) -> None:
+    assert failed(specification(tmp_path, keys_dir=str(tmp_path / "nothing")))["what"]
+
+
+def test_a_bad_specification_is_told() -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "services.gateway"], cwd=ROOT, input=b"{}\n", capture_output=True, check=False
+    )
+    assert process.returncode == 3
+    assert "specification" in json.loads(process.stdout.splitlines()[-1])["error"]["what"]

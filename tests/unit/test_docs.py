@@ -1,0 +1,100 @@
+"""What the documents name is there: metrics with type and labels, links, files, and the names in them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram
+
+from diptych.messages import Stats
+from diptych.metrics import Books, LinkSpeed, Metrics, Objectives
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+ROW = re.compile(r"^\| `([\w:]+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
+SPAN = re.compile(r"`([^`\s]+)`")
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|sh|md)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+Entry = tuple[str, frozenset[str]]  # type and labels
+
+
+def exported() -> dict[str, Entry]:
+    """Every metric, named as /metrics shows it, with its type and labels."""
+    metrics = Metrics(Objectives(ttft_s=1.0, tpot_s=0.1))
+    books, link = Books("decode-0", "decode", Stats()), LinkSpeed("prefill-0", "decode-0", "shm", 1.0, 1.0)
+    metrics.watch(lambda: [books], lambda: [link], "toy")
+    named = {
+        own._name: frozenset(own._labelnames)
+        for own in vars(metrics).values()
+        if isinstance(own, Counter | Gauge | Histogram)
+    }
+    found = {}
+    for family in metrics.registry.collect():
+        seen = frozenset(label for sample in family.samples for label in sample.labels if label != "le")
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        found[name] = (str(family.type), named.get(family.name, seen))
+    return found
+
+
+def documented(text: str) -> dict[str, Entry]:
+    return {name: (kind, frozenset(re.findall(r"\w+", labels))) for name, kind, labels in ROW.findall(text)}
+
+
+@functools.cache
+def names_in(path: Path) -> frozenset[str]:
+    """Everything that is defined in a Python file: `name` at the top, `Class.name` within a class."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        found |= names_of(node)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}" for child in node.body for name in names_of(child)}
+    return frozenset(found)
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    listed = targets if isinstance(targets, list) else [targets]
+    return {target.id for target in listed if isinstance(target, ast.Name)}
+
+
+def missing(text: str) -> list[str]:
+    """The spans of `text` that name a folder, a file, or something in a Python file, which is not there."""
+    absent = []
+    for span in SPAN.findall(FENCE.sub("", text)):
+        path, _, name = span.partition(":")
+        if path.startswith("/") or not (FILE.fullmatch(path) or re.fullmatch(r"[a-z_/]+/", path)):
+            continue
+        if not (ROOT / path).exists() or (name and name not in names_in(ROOT / path)):
+            absent.append(span)
+    return absent
+
+
+def test_every_metric_is_documented_as_it_is() -> None:
+    assert documented((ROOT / "docs/metrics.md").read_text(encoding="utf-8")) == exported()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if ":" not in link]
+    assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["docs/lifecycle.md", "CONTRIBUTING.md"])
+def test_every_file_and_every_name_is_there(page: str) -> None:
+    assert missing((ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_the_checks_can_fail() -> None:
+    told = "`router/relay.py:Relay.handle` `router/none.py` `router/relay.py:Relay.none` `nowhere/` `/health`"
+    assert missing(told) == ["router/none.py", "router/relay.py:Relay.none", "nowhere/"]
+    assert documented("| `a:b_total` | counter | `x`, `y` | text |") == {
+        "a:b_total": ("counter", frozenset({"x", "y"}))
+    }

@@ -1,0 +1,170 @@
+"""What benchmarks of a whole deployment share: starting one, and streams whose events are only stamped, never parsed.
+
+A client that parsed every event would compete with what it measures on a machine of two cores, so `Stream` looks for
+the beginnings of events in the bytes it is given and notes the time; the text is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httpx
+
+EVENT = b"\ndata: {"  # no newline can be within an event, so none of its text looks like this
+START_S, STOP_S, ANSWER_S = 300.0, 60.0, 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A running `diptych serve`."""
+
+    port: int
+    process: subprocess.Popen[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Raises httpx.HTTPError."""
+        told = httpx.post(self.url + path, json=body, timeout=ANSWER_S).raise_for_status().json()
+        assert isinstance(told, dict)
+        return told
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Raises httpx.HTTPError."""
+        told = httpx.get(self.url + path, timeout=ANSWER_S).raise_for_status().json()
+        assert isinstance(told, dict)
+        return told
+
+    def wait_ready(self) -> None:
+        """Raises RuntimeError if it ended, or was not ready in time."""
+        deadline_s = time.monotonic() + START_S
+        while time.monotonic() < deadline_s:
+            if self.process.poll() is not None:
+                told = self.process.stderr.read() if self.process.stderr else ""
+                raise RuntimeError(f"diptych serve ended with {self.process.returncode}: {told.strip()[-600:]}")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/ready", timeout=10).status_code == 200:
+                    return
+            time.sleep(0.5)
+        raise RuntimeError(f"not ready after {START_S:.0f} s")
+
+    def rest(self) -> None:
+        """Wait until nothing is open and no slab is used. Raises TimeoutError."""
+        deadline_s = time.monotonic() + STOP_S
+        while time.monotonic() < deadline_s:
+            state = self.get("/status")
+            if not state["open_requests"] and not any(one["stats"]["slabs_used"] for one in state["workers"]):
+                return
+            time.sleep(0.05)
+        raise TimeoutError(f"the deployment does not come to rest: {state}")
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[Deployment]:
+    """`diptych serve ARGUMENTS` on a free port of this machine; it may not be ready yet. Stopped at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "services.cli.main", "serve", "--port", str(port), *arguments]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("DIPTYCH_", "UCX_"))}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
+    )
+    try:
+        yield Deployment(port, process)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+@dataclass(slots=True, eq=False)
+class Stream(asyncio.Protocol):
+    """One streamed completion. `stamps_s` has the arrival of each event, on the monotonic clock."""
+
+    body: bytes
+    stamps_s: list[float] = field(default_factory=list)
+    error: str = ""
+    transport: asyncio.Transport | None = None
+    _wanted: int = 0
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    async def open(cls, url: str, **body: Any) -> Stream:
+        """Connect and send; `body` is that of `/v1/completions`."""
+        place = urlsplit(url)
+        content = json.dumps(body | {"stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
+        loop = asyncio.get_running_loop()
+        request = head.encode() + f"content-length: {len(content)}\r\n\r\n".encode() + content
+        _, stream = await loop.create_connection(lambda: cls(request), place.hostname, place.port)
+        return stream
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is not an instance of it
+        self.transport.write(self.body)
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.monotonic()
+        if not self.stamps_s and not data.startswith(b"HTTP/1.1 200") and EVENT not in data:
+            self.error = data.decode(errors="replace")
+        self.stamps_s += [now_s] * data.count(EVENT)
+        if b'"error"' in data or b"[DONE]" in data:
+            self._ended(data)
+        if len(self.stamps_s) >= self._wanted:
+            self._news.set()
+
+    def _ended(self, data: bytes) -> None:
+        if b'data: {"error"' in data:
+            self.error = data.decode(errors="replace")
+        if self.error or b"[DONE]" in data:
+            self._over.set()
+            self._news.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._over.is_set() and not self.error:
+            self.error = "the connection ended before the answer did"
+        for event in (self._over, self._news, self.closed):
+            event.set()
+
+    async def until(self, events: int) -> None:
+        """Wait until there were so many events in all. Raises RuntimeError if it ends before."""
+        self._wanted = events
+        self._news.clear()
+        if len(self.stamps_s) < events:
+            async with asyncio.timeout(ANSWER_S):
+                await self._news.wait()
+        if self.error or len(self.stamps_s) < events:
+            raise RuntimeError(f"a stream ended after {len(self.stamps_s)} events: {self.error[-400:]}")
+
+    async def done(self) -> None:
+        """Wait for its end. Raises RuntimeError if it fails."""
+        async with asyncio.timeout(ANSWER_S):
+            await self._over.wait()
+        if self.error:
+            raise RuntimeError(f"a stream failed: {self.error[-400:]}")
+
+    async def leave(self) -> None:
+        """Hang up, whether it has ended or not; returns when the socket is closed."""
+        if self.transport is not None:
+            self.transport.abort()
+            await self.closed.wait()

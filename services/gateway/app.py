@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -146,8 +146,11 @@ class Api:
 def build(api: Api, keys: Keys, host: str) -> ASGIApp:
     """The whole application. `host` is the address it will be bound to."""
     routes = api.routes()
-    app = Starlette(
-        routes=routes,
+    # FastAPI's own schema is off: bodies are decoded and checked in one pass by the classes of `schema`, which also make
+    # the OpenAPI document, so its 422 and its validation models never come into play.
+    app = FastAPI(
+        routes=[*routes],
+        openapi_url=None,
         exception_handlers={RequestError: _refused, HTTPException: _unrouted, Exception: _failed},
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -195,40 +194,6 @@ def test_nixl_gives_up_a_stalled_read_and_nothing_arrives_late(start: Callable[[
         time.sleep(0.005)
     assert not any(own[SLAB_BYTES:]), "a read that was given up wrote into our memory"
     puller.close()
-
-
-VICTIMS = """
-import os, signal, sys, time
-import nixl._bindings
-from kvtransfer.transports import nixl
-nixl.BATCH_BYTES = 64 << 20  # one request that is long under way
-for number in range(12):
-    read, write = os.pipe()
-    child = os.fork()  # UCX begins in the child; only the imports are shared
-    if child == 0:
-        own = memoryview(bytearray({size}))
-        puller = nixl.Puller(own, {size})  # all of it as one slab
-        puller.link("p", "i", bytes.fromhex("{endpoint}"))
-        os.write(write, b"!")
-        while True:
-            puller.pull("p", "i", [(0, 0)] * 200)
-    os.close(write)
-    if os.read(read, 1) != b"!":
-        sys.exit(f"victim {{number}} found no source")
-    time.sleep(0.02 + 0.005 * number)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-"""
-
-
-def test_nixl_sources_survive_pullers_that_die_while_reading(living: Callable[[str], Remote]) -> None:
-    source = living("nixl")
-    endpoint = source.endpoints["nixl"].hex()
-    size = NUM_SLABS * SLAB_BYTES
-    subprocess.run(
-        [sys.executable, "-c", VICTIMS.format(endpoint=endpoint, size=size)], check=True, timeout=120
-    )
-    assert source("nothing", slab=0) == {"changed": False}
 
 
 def test_shm_is_only_between_processes_that_share_memory(living: Callable[[str], Remote]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -67,6 +68,10 @@ class Terminal:
 
     def __exit__(self, *_: object) -> None:
         self.remember()
+        if self.process.poll() is None:  # a test that failed half-way: first the way that cleans up
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
         self.process.kill()
         for one in self._seen.values():
             if one.is_running():

@@ -204,11 +204,16 @@ def test_a_kill_of_serve_leaves_nothing(stubbed: Terminal) -> None:
 
 
 def test_a_kill_of_the_guard_leaves_nothing(stubbed: Terminal) -> None:
-    stubbed.remember()
+    (head,) = stubbed.find("gcs_server")
+    folder = (
+        next(word for word in head.cmdline() if word.startswith("--log_dir=")).split("=")[1].split("/ray/")[0]
+    )
+    assert Path(folder).is_dir()
     stubbed.process.kill()
     stubbed.expect("stopping")
     stubbed.wait()
     assert stubbed.left() == []
+    assert not Path(folder).exists()
 
 
 @pytest.mark.parametrize(

@@ -222,13 +222,13 @@ from services.cli.guard import guarded
 
 def run(folder):
     (folder / "secret").write_text("x")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
     # A daemon: it leaves its session, and its parent ends, so that nobody is left to stop it.
     subprocess.run([sys.executable, "-c", "import os, subprocess, sys; "
                     "print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=2).pid)"], stdout=pipe)
     print(json.dumps({"pid": os.getpid(), "folder": str(folder)}), flush=True)
     if sys.argv[1] == "end":
         return 7
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
     while True:
         time.sleep(60)
 
@@ -284,6 +284,7 @@ def test_a_kill_of_the_guard_ends_its_child(tmp_path: Path) -> None:
     started.kill()
     started.wait(10)
     child.wait(10)
+    orphan.kill()  # nobody is left to do it; in `serve` the child stops what it started
+    assert not Path(told.folder).exists()
     assert started.stdout is not None
     started.stdout.close()
-    orphan.kill()  # only both at once leave something; in `serve` the child stops what it started

@@ -36,7 +36,10 @@ from engine.runner import Work, pack
 from kvcache.layout import KVLayout
 
 SEQUENCES, TOKENS = 16, 1024
-SHAPES = {"embedded": (6, 4, 8, 32), "llama-8b-like": (4, 8, 32, 128)}  # layers, KV heads, query heads, head_dim
+SHAPES = {
+    "embedded": (6, 4, 8, 32),
+    "llama-8b-like": (4, 8, 32, 128),
+}  # layers, KV heads, query heads, head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,9 @@ def measure(shape: tuple[int, int, int, int], rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()

@@ -127,13 +127,13 @@ async def measure(deployment: Deployment, short: Sequence[str], long: str) -> Se
     streams: list[Stream] = []
     try:
         for text in short:
-            streams.append(await Stream.open(deployment.url, prompt=text, max_tokens=1900, **fixed))
+            streams.append(await Stream.open(deployment.port, prompt=text, max_tokens=1900, **fixed))
         for stream in streams:
             await stream.until(WARM_EVENTS)
         calm_s = time.monotonic()
         await asyncio.sleep(CALM_S)
         sent_s = time.monotonic()
-        arrival = await Stream.open(deployment.url, prompt=long, max_tokens=ANSWER_TOKENS, **fixed)
+        arrival = await Stream.open(deployment.port, prompt=long, max_tokens=ANSWER_TOKENS, **fixed)
         streams.append(arrival)
         await arrival.done()
         end_s = time.monotonic()
@@ -172,7 +172,9 @@ async def play(deployments: dict[str, Deployment], options: argparse.Namespace) 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--streams", type=int, default=4)
@@ -182,7 +184,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         deployments = {
-            mode: stack.enter_context(serving(*flags, *COMMON)) for mode, flags in modes(options.colocated).items()
+            mode: stack.enter_context(serving(*flags, *COMMON))
+            for mode, flags in modes(options.colocated).items()
         }
         for deployment in deployments.values():
             deployment.wait_ready()
@@ -191,7 +194,9 @@ def main() -> None:
     told: dict[str, Any] = compare(found)
     told |= {name: getattr(options, name) for name in ("rounds", "streams", "prompt_tokens", "colocated")}
     told |= {"load_before": round(load, 2), "this_machine": found}
-    told["max_gaps_ms"] = {mode: [round(max(one.gaps) * 1e3, 1) for one in rounds] for mode, rounds in seen.items()}
+    told["max_gaps_ms"] = {
+        mode: [round(max(one.gaps) * 1e3, 1) for one in rounds] for mode, rounds in seen.items()
+    }
     print(json.dumps(told, indent=None if options.json else 2))
 
 

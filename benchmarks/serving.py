@@ -18,11 +18,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import httpx
 
-EVENT = b"\ndata: {"  # no newline can be within an event, so none of its text looks like this
+# No newline can be within an event, so none of its text looks like these.
+EVENT, FAILURE, DONE = b"\ndata: {", b'\ndata: {"error"', b"\ndata: [DONE]"
+OK = b"HTTP/1.1 200"
 START_S, STOP_S, ANSWER_S = 300.0, 60.0, 120.0
 
 
@@ -55,7 +56,9 @@ class Deployment:
         while time.monotonic() < deadline_s:
             if self.process.poll() is not None:
                 told = self.process.stderr.read() if self.process.stderr else ""
-                raise RuntimeError(f"diptych serve ended with {self.process.returncode}: {told.strip()[-600:]}")
+                raise RuntimeError(
+                    f"diptych serve ended with {self.process.returncode}: {told.strip()[-600:]}"
+                )
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/ready", timeout=10).status_code == 200:
                     return
@@ -82,7 +85,12 @@ def serving(*arguments: str) -> Iterator[Deployment]:
     command = [sys.executable, "-m", "services.cli.main", "serve", "--port", str(port), *arguments]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DIPTYCH_", "UCX_"))}
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
+        start_new_session=True,
     )
     try:
         yield Deployment(port, process)
@@ -103,20 +111,22 @@ class Stream(asyncio.Protocol):
     stamps_s: list[float] = field(default_factory=list)
     error: str = ""
     transport: asyncio.Transport | None = None
+    _heard: bool = False
     _wanted: int = 0
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _over: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    async def open(cls, url: str, **body: Any) -> Stream:
-        """Connect and send; `body` is that of `/v1/completions`."""
-        place = urlsplit(url)
+    async def open(cls, port: int, **body: Any) -> Stream:
+        """Connect to this machine and send; `body` is that of `/v1/completions`."""
         content = json.dumps(body | {"stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+        )
         loop = asyncio.get_running_loop()
         request = head.encode() + f"content-length: {len(content)}\r\n\r\n".encode() + content
-        _, stream = await loop.create_connection(lambda: cls(request), place.hostname, place.port)
+        _, stream = await loop.create_connection(lambda: cls(request), "127.0.0.1", port)
         return stream
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -125,19 +135,15 @@ class Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now_s = time.monotonic()
-        if not self.stamps_s and not data.startswith(b"HTTP/1.1 200") and EVENT not in data:
-            self.error = data.decode(errors="replace")
+        failed = (not self._heard and not data.startswith(OK)) or FAILURE in data
+        self._heard = True
         self.stamps_s += [now_s] * data.count(EVENT)
-        if b'"error"' in data or b"[DONE]" in data:
-            self._ended(data)
-        if len(self.stamps_s) >= self._wanted:
-            self._news.set()
-
-    def _ended(self, data: bytes) -> None:
-        if b'data: {"error"' in data:
+        if failed:
             self.error = data.decode(errors="replace")
-        if self.error or b"[DONE]" in data:
+        if failed or DONE in data:
             self._over.set()
+            self._news.set()
+        if len(self.stamps_s) >= self._wanted:
             self._news.set()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -150,7 +156,7 @@ class Stream(asyncio.Protocol):
         """Wait until there were so many events in all. Raises RuntimeError if it ends before."""
         self._wanted = events
         self._news.clear()
-        if len(self.stamps_s) < events:
+        if len(self.stamps_s) < events and not self._over.is_set():
             async with asyncio.timeout(ANSWER_S):
                 await self._news.wait()
         if self.error or len(self.stamps_s) < events:

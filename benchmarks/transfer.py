@@ -279,7 +279,10 @@ def _share(client: httpx.Client, requests: int) -> dict[str, Any]:
     after = _sums(client)
     transfer, whole = (late - early for late, early in zip(after, before, strict=True))
     if not transfer or not whole:  # a share of 0 would look like the best possible result
-        return {"transfer_share": None, "transfer_share_skipped": "the deployment's metrics tell of no transfer"}
+        return {
+            "transfer_share": None,
+            "transfer_share_skipped": "the deployment's metrics tell of no transfer",
+        }
     return {
         "transfer_share": round(transfer / whole, 5),
         "transfer_ms": round(transfer / requests * 1e3, 3),

@@ -1,16 +1,16 @@
 """Every error that crosses a boundary, in one tree.
 
-    DiptychError                 what happened, why, what to do (at most six lines in all when shown)
-    ├── ConfigError              a flag, an environment name or a YAML key is wrong; the process does not start
-    ├── ModelError               the model cannot be found, read, or does not fit; the process does not start
-    ├── StartError               a port, Ray, a worker or the canary failed while starting
-    ├── RequestError             the client's fault or the service's state, with an HTTP status and an OpenAI code
-    ├── OutOfBlocks              a pool has fewer free slabs than were asked for
-    ├── GrammarError             a structured-output grammar does not compile
-    ├── ChannelError             a message is malformed, too large, or came from a stranger
-    └── TransferError            KV did not arrive
-        ├── CorruptChunk         it arrived, and is not what was offered
-        └── StaleTicket          the ticket is of another epoch, worker life, layout or model
+DiptychError                 what happened, why, what to do (at most six lines in all when shown)
+├── ConfigError              a flag, an environment name or a YAML key is wrong; the process does not start
+├── ModelError               the model cannot be found, read, or does not fit; the process does not start
+├── StartError               a port, Ray, a worker or the canary failed while starting
+├── RequestError             the client's fault or the service's state, with an HTTP status and an OpenAI code
+├── OutOfBlocks              a pool has fewer free slabs than were asked for
+├── GrammarError             a structured-output grammar does not compile
+├── ChannelError             a message is malformed, too large, or came from a stranger
+└── TransferError            KV did not arrive
+    ├── CorruptChunk         it arrived, and is not what was offered
+    └── StaleTicket          the ticket is of another epoch, worker life, layout or model
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ class DiptychError(Exception):
     def lines(self) -> list[str]:
         """The message as shown on a terminal: at most six lines, no traceback."""
         told = [f"error: {self.what}"]
-        told += [f"  why: {line}" if i == 0 else f"       {line}" for i, line in enumerate(self.why.splitlines())]
-        told += [f"  fix: {line}" if i == 0 else f"       {line}" for i, line in enumerate(self.fix.splitlines())]
+        told += [
+            f"  why: {line}" if i == 0 else f"       {line}" for i, line in enumerate(self.why.splitlines())
+        ]
+        told += [
+            f"  fix: {line}" if i == 0 else f"       {line}" for i, line in enumerate(self.fix.splitlines())
+        ]
         return told[:6]
 
 

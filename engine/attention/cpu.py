@@ -96,7 +96,12 @@ def _mix(s: Any, value: Any, out: Any, group: int, first: int, last: int, width:
             p4, p5, p6, p7 = s[o + 4], s[o + 5], s[o + 6], s[o + 7]
             for i in range(width):
                 low = p0 * v[i] + p1 * v[i + width] + p2 * v[i + 2 * width] + p3 * v[i + 3 * width]
-                high = p4 * v[i + 4 * width] + p5 * v[i + 5 * width] + p6 * v[i + 6 * width] + p7 * v[i + 7 * width]
+                high = (
+                    p4 * v[i + 4 * width]
+                    + p5 * v[i + 5 * width]
+                    + p6 * v[i + 6 * width]
+                    + p7 * v[i + 7 * width]
+                )
                 out[g * width + i] += low + high
         t += BLOCK
     while t < last:
@@ -242,7 +247,9 @@ class Pages:
     def prefill(self, layer: int, qkv: torch.Tensor, span: Span, window: int, out: torch.Tensor) -> None:
         """Causal attention of one span over its prefix and itself, into its rows of `out`."""
         width, kv_heads = self.layout.head_dim, self.layout.kv_heads
-        own = qkv[span.row : span.row + span.count].view(span.count, -1, width).transpose(0, 1)  # [heads, count, width]
+        own = (
+            qkv[span.row : span.row + span.count].view(span.count, -1, width).transpose(0, 1)
+        )  # [heads, count, width]
         queries, keys, values = torch.split(own, [self.heads, kv_heads, kv_heads])
         if span.start > 0:
             keys, values = self.gather(layer, span.slabs, span.start + span.count)

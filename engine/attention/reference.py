@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def gather(data: torch.Tensor, layer: int, slabs: list[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(
+    data: torch.Tensor, layer: int, slabs: list[int], num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of tokens 0..num_tokens-1, each [kv_heads, num_tokens, head_dim], token by token.
 
     data: the pool, [slabs, layers, kv_heads, 2, 64, head_dim]; slabs: the sequence's, in order.

@@ -72,7 +72,9 @@ class Decoder:
         add_norm(x.numpy(), delta.numpy(), self.norm, self.shape.eps, normed.numpy())
         return self.head(normed) if len(normed) else normed.new_empty(0, self.shape.vocab)
 
-    def _attend(self, index: int, layer: Layer, normed: torch.Tensor, batch: Batch, pages: Pages) -> torch.Tensor:
+    def _attend(
+        self, index: int, layer: Layer, normed: torch.Tensor, batch: Batch, pages: Pages
+    ) -> torch.Tensor:
         """Attention output of all rows, [rows, heads * head_dim]; rows of padding are zero."""
         qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]
         pages.write(index, qkv, batch, (self.cos, self.sin), (layer.q_norm, layer.k_norm), self.shape.eps)
@@ -90,7 +92,9 @@ def _read_layer(shape: Shape, weights: Weights, index: int) -> Layer:
     def linear(parts: list[tuple[str, int]], inputs: int, bias: bool) -> Linear:
         named = [(f"{prefix}{name}", outputs) for name, outputs in parts]
         weight = weights.stack([(f"{name}.weight", outputs) for name, outputs in named], inputs)
-        return Linear(weight, weights.stack([(f"{name}.bias", outputs) for name, outputs in named]) if bias else None)
+        return Linear(
+            weight, weights.stack([(f"{name}.bias", outputs) for name, outputs in named]) if bias else None
+        )
 
     def norm(name: str, width: int) -> Floats:
         return weights.take(f"{prefix}{name}.weight", width).numpy()

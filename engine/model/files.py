@@ -83,7 +83,12 @@ class ModelFiles:
         """
         available = available_memory() if available_bytes is None else available_bytes
         return plan_memory(
-            self.name, self.shape, self.layout(), max_model_len=max_model_len, kv_bytes=kv_bytes, available=available
+            self.name,
+            self.shape,
+            self.layout(),
+            max_model_len=max_model_len,
+            kv_bytes=kv_bytes,
+            available=available,
         )
 
     def fingerprint(self, dtype: str = "float32") -> tuple[str, dict[str, str]]:
@@ -97,13 +102,19 @@ class ModelFiles:
         hashed: dict[str, Field] = {
             "weights": _hash_files(sorted(set(self.weights.values()))),
             "config": _hash_files([self.path / "config.json"]),
-            "tokenizer": _hash_files([self.path / name for name in TOKENIZERS if (self.path / name).is_file()]),
+            "tokenizer": _hash_files(
+                [self.path / name for name in TOKENIZERS if (self.path / name).is_file()]
+            ),
             "dtype": dtype,
             "kv_layout": "x".join(map(str, layout.chunk_shape)),
             "chunk_tokens": CHUNK_TOKENS,
             "wire_version": WIRE_VERSION,
         }
-        shown = {name: str(value)[:16] for name, value in hashed.items() if name in ("weights", "config", "tokenizer")}
+        shown = {
+            name: str(value)[:16]
+            for name, value in hashed.items()
+            if name in ("weights", "config", "tokenizer")
+        }
         shown |= {name: str(value) for name, value in hashed.items() if name not in shown}
         return fingerprint(hashed), {"model": self.name} | shown
 
@@ -120,7 +131,13 @@ def _locate(name: str, revision: str | None) -> Path:
         )
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=FETCHED, etag_timeout=5))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (
+        HFValidationError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        OSError,
+    ) as error:
         raise ModelError(
             f"the model {name} is neither a folder here nor could it be fetched",
             _brief(error),
@@ -135,7 +152,9 @@ def _index(name: str, path: Path) -> dict[str, Path]:
         where = _read_json(index, name).get("weight_map", {})
         missing = sorted({file for file in where.values() if not (path / file).is_file()})
         if missing:
-            raise ModelError(f"the weights of {name} are incomplete", f"missing in {path}: {', '.join(missing[:4])}")
+            raise ModelError(
+                f"the weights of {name} are incomplete", f"missing in {path}: {', '.join(missing[:4])}"
+            )
         return {tensor: path / file for tensor, file in where.items()}
     if not single.is_file():
         raise ModelError(
@@ -155,7 +174,9 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(
-            f"the folder of {name} has no {path.name}", f"looked in {path.parent}", "give a Hugging Face model folder"
+            f"the folder of {name} has no {path.name}",
+            f"looked in {path.parent}",
+            "give a Hugging Face model folder",
         ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"the {path.name} of {name} cannot be read", _brief(error)) from error
@@ -175,7 +196,9 @@ def _hash_files(paths: list[Path]) -> str:
     stamps = [(path, path.stat()) for path in paths]
     least = SAMPLES * SAMPLE_BYTES  # a file smaller than its samples is hashed whole as well
     small = sum(stat.st_size for _, stat in stamps) <= HASH_WHOLE_BYTES
-    parts = [_hash_file(path, at.st_size, at.st_mtime_ns, small or at.st_size <= least) for path, at in stamps]
+    parts = [
+        _hash_file(path, at.st_size, at.st_mtime_ns, small or at.st_size <= least) for path, at in stamps
+    ]
     return digest(parts).hex()
 
 

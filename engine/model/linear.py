@@ -27,7 +27,9 @@ def _can_pack() -> bool:
         with torch.no_grad():
             operators._linear_pointwise(torch.ones(2, 32), packed, None, "none", [], "")
     except (AttributeError, RuntimeError) as error:
-        log.warning("packed matrix products are not available, falling back to plain ones: %s", str(error)[:200])
+        log.warning(
+            "packed matrix products are not available, falling back to plain ones: %s", str(error)[:200]
+        )
         return False
     return True
 

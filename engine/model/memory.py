@@ -10,7 +10,9 @@ from engine.model.shape import Shape
 from kvcache.layout import CHUNK_TOKENS, KVLayout
 
 REQUESTS = 16  # full-length requests that a pool of automatic size has room for, memory permitting
-SPARE = 0.9  # share of the available memory that is planned with; the rest is for activations and the processes
+SPARE = (
+    0.9  # share of the available memory that is planned with; the rest is for activations and the processes
+)
 WEIGHT_BYTES = 4  # float32 on the CPU, whatever the checkpoint holds
 
 
@@ -37,7 +39,13 @@ def available_memory() -> int:
 
 
 def plan_memory(
-    name: str, shape: Shape, layout: KVLayout, *, max_model_len: int | None, kv_bytes: int | None, available: int
+    name: str,
+    shape: Shape,
+    layout: KVLayout,
+    *,
+    max_model_len: int | None,
+    kv_bytes: int | None,
+    available: int,
 ) -> Memory:
     """Weights + pool within `SPARE` of `available`, the pool holding at least one request of `max_model_len` tokens.
 
@@ -55,7 +63,9 @@ def plan_memory(
     room = int(available * SPARE) - weights
     pool = kv_bytes if kv_bytes is not None else min(REQUESTS * one, max(room, one))
     if pool < one or pool > room:
-        longest = max(0, min(pool, room) if kv_bytes is not None else room) // layout.chunk_bytes * CHUNK_TOKENS
+        longest = (
+            max(0, min(pool, room) if kv_bytes is not None else room) // layout.chunk_bytes * CHUNK_TOKENS
+        )
         raise _too_large(name, layout, weights, pool, length, available, min(longest, shape.context))
     slabs = pool // layout.chunk_bytes
     return Memory(length, slabs, slabs * layout.chunk_bytes, weights)
@@ -73,7 +83,11 @@ def _too_large(
         f" = {show(one)} of KV\n"
         f"the largest context that fits is {longest} tokens"
     )
-    fix = f"use --max-model-len {longest} or less" if longest else "use a smaller model, or a machine with more memory"
+    fix = (
+        f"use --max-model-len {longest} or less"
+        if longest
+        else "use a smaller model, or a machine with more memory"
+    )
     if weights + one <= usable and pool < one:
         fix = f"raise the KV pool to at least {show(one)}, or use --max-model-len {longest} or less"
     elif weights + one <= usable < weights + pool:

@@ -73,7 +73,9 @@ SUPPORTED = {
 
 def refuse(name: str, why: str) -> ModelError:
     """The error for a model we do not run."""
-    return ModelError(f"the model {name} is not supported", why, f"use one of {', '.join(SUPPORTED)}, not quantised")
+    return ModelError(
+        f"the model {name} is not supported", why, f"use one of {', '.join(SUPPORTED)}, not quantised"
+    )
 
 
 def check_config(name: str, raw: dict[str, Any]) -> str:

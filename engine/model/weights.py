@@ -48,10 +48,14 @@ class Weights:
             ModelError: it is missing, of another shape, or of a dtype that is not fp32, fp16 or bf16.
         """
         if name not in self._files:
-            raise ModelError(f"the checkpoint has no tensor {name}", f"it holds {len(self._files)} tensors in all")
+            raise ModelError(
+                f"the checkpoint has no tensor {name}", f"it holds {len(self._files)} tensors in all"
+            )
         tensor: torch.Tensor = self._open[self._files[name]].get_tensor(name)
         if tensor.dtype not in READABLE:
-            raise ModelError(f"the tensor {name} is {tensor.dtype}", "readable are float32, float16 and bfloat16")
+            raise ModelError(
+                f"the tensor {name} is {tensor.dtype}", "readable are float32, float16 and bfloat16"
+            )
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"the tensor {name} has the shape {list(tensor.shape)}",

@@ -41,7 +41,11 @@ def guarded(run: Callable[[Path], int]) -> int:
         _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != guard:
             os._exit(1)
-        return run(folder)
+        try:
+            return run(folder)
+        finally:
+            if os.getppid() != guard:  # it was killed, and cannot remove the folder any more
+                shutil.rmtree(folder, ignore_errors=True)
     for name in FORWARDED:
         signal.signal(name, lambda number, _frame: _forward(child, number))
     try:

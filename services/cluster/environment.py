@@ -17,6 +17,7 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leave CUDA_VISIBLE_DEVICES as it is
     # A head that died stops scaling, not serving: else every process of Ray, this one too, ends 60 s later.
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(365 * 86400),
+    "RAY_worker_niceness": "0",  # else actors, and workers under them, run at nice 15: any other program starves them
     "RAY_memory_monitor_refresh_ms": "0",  # else workers are killed when other programs use the memory
 }
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -146,8 +146,8 @@ class Api:
 def build(api: Api, keys: Keys, host: str) -> ASGIApp:
     """The whole application. `host` is the address it will be bound to."""
     routes = api.routes()
-    # FastAPI's own schema is off: bodies are decoded and checked in one pass by the classes of `schema`, which also make
-    # the OpenAPI document, so its 422 and its validation models never come into play.
+    # FastAPI's own schema is off: bodies are decoded and checked in one pass by the classes of `schema`, which
+    # also make the OpenAPI document, so its 422 and its validation models never come into play.
     app = FastAPI(
         routes=[*routes],
         openapi_url=None,

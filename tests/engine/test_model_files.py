@@ -66,7 +66,10 @@ def test_a_complete_folder(folder: Path) -> None:
         (lambda p: (p / "model.safetensors").write_bytes(b"not safetensors"), "cannot be read"),
         (lambda p: (p / "tokenizer.json").unlink(), "no tokenizer"),
         (lambda p: change(p, hidden_act="gelu"), "not supported"),
-        (lambda p: change(p, rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}), "not supported"),
+        (
+            lambda p: change(p, rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}),
+            "not supported",
+        ),
         (lambda p: change(p, num_attention_heads=[]), "not valid"),
     ],
 )
@@ -125,7 +128,9 @@ def test_fingerprint_is_of_the_content(copy: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_fingerprint_sees_a_changed_byte(copy: Path, name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_sees_a_changed_byte(
+    copy: Path, name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not whole:
         for constant, value in (("HASH_WHOLE_BYTES", 0), ("SAMPLES", 4), ("SAMPLE_BYTES", 1024)):
             monkeypatch.setattr(files_module, constant, value)
@@ -164,7 +169,9 @@ def test_what_does_not_fit_is_told_with_the_arithmetic(
     folder: Path, kv_bytes: int | None, available: int, fix: str
 ) -> None:
     with pytest.raises(ModelError) as caught:
-        ModelFiles.resolve(str(folder)).memory(max_model_len=None, kv_bytes=kv_bytes, available_bytes=available)
+        ModelFiles.resolve(str(folder)).memory(
+            max_model_len=None, kv_bytes=kv_bytes, available_bytes=available
+        )
     error = caught.value
     assert error.fix == fix and len(error.lines()) == 5
     assert "weights 256.50 KiB (float32) + KV pool" in error.why

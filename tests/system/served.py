@@ -44,7 +44,9 @@ class Served:
         """Sum of all samples of a metric whose labels contain `labels`; 0 when there is none."""
         total = 0.0
         for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
-            if line.startswith((f"{name}{{", f"{name} ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+            if line.startswith((f"{name}{{", f"{name} ")) and all(
+                f'{k}="{v}"' in line for k, v in labels.items()
+            ):
                 total += float(line.rsplit(" ", 1)[1])
         return total
 

@@ -67,14 +67,23 @@ async def leave(client: httpx.AsyncClient, one: Leaver, seen: Counter[str]) -> N
 
     try:
         await asyncio.wait_for(talk(), None if one.events else one.after_s)
-        seen["after the first token" if one.events == 1 else "while decoding" if one.events else "finished"] += 1
+        seen[
+            "after the first token" if one.events == 1 else "while decoding" if one.events else "finished"
+        ] += 1
     except TimeoutError:
         seen["before any token"] += 1
 
 
 async def stay(client: httpx.AsyncClient, prompt: str) -> str:
     """A client that reads its greedy answer to the end."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 48, "temperature": 0, "stream": True, "ignore_eos": True}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 48,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
     text, ended = "", False
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():

@@ -37,7 +37,8 @@ def test_sizes_agree_with_an_array_of_that_shape(layout: KVLayout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chunks"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (127, 2), (128, 2), (129, 3), (2048, 32)]
+    ("tokens", "chunks"),
+    [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (127, 2), (128, 2), (129, 3), (2048, 32)],
 )
 def test_num_chunks(tokens: int, chunks: int) -> None:
     assert KVLayout(1, 1, 2, "float32").num_chunks(tokens) == chunks

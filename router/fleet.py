@@ -13,6 +13,7 @@ from diptych.messages import Beat, Hello, Linked, Peer, Stats, Unpeer
 from router.effects import Down, FleetChange, Send, Unfit, Up
 
 ROLES = ("prefill", "decode")
+RELINK_S = 30.0  # between attempts to make a link: what was in its way may have passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,10 @@ class Tie:
 
 @dataclass(slots=True)
 class Member:
-    """One living worker. `ties` (decode only) are by prefill worker; `troubles` say why a link is not there."""
+    """One living worker. `ties` (decode only) are by prefill worker.
+
+    `troubles` say why a link is not there, `relink_s` when it is tried again.
+    """
 
     hello: Hello
     seen_s: float
@@ -35,6 +39,7 @@ class Member:
     draining: bool = False
     ties: dict[str, Tie] = field(default_factory=dict)
     troubles: dict[str, str] = field(default_factory=dict)
+    relink_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -76,7 +81,7 @@ class Fleet:
                 member.seen_s, member.stats = now_s, message.stats
             return []
         member.seen_s = now_s
-        self._tie(member, message)
+        self._tie(member, message, now_s)
         return []
 
     def touch(self, worker: str, now_s: float) -> bool:
@@ -108,18 +113,17 @@ class Fleet:
                 changes.append(Unfit(member.name, compare(other.hello, member.hello)))
                 continue
             source, target = (member, other) if member.role == "prefill" else (other, member)
-            hello = source.hello
-            changes.append(Send(target.name, Peer(hello.worker, hello.incarnation, hello.endpoints)))
+            changes.append(_peer(source, target))
         return changes
 
-    def _tie(self, decode: Member, linked: Linked) -> None:
+    def _tie(self, decode: Member, linked: Linked, now_s: float) -> None:
         source = self.members.get(linked.peer)
         if source is None or source.hello.incarnation != linked.incarnation or source.role != "prefill":
             return
-        decode.ties.pop(linked.peer, None)
-        decode.troubles.pop(linked.peer, None)
+        _untie(decode, linked.peer)
         if linked.error or not linked.transport:
             decode.troubles[linked.peer] = linked.error or "no transport reaches it"
+            decode.relink_s[linked.peer] = now_s + RELINK_S
         else:
             tie = Tie(linked.incarnation, linked.transport, linked.gb_per_s, linked.latency_us)
             decode.ties[linked.peer] = tie
@@ -133,14 +137,13 @@ class Fleet:
         changes: list[FleetChange] = [Down(worker, member.hello.incarnation, reason)]
         if member.role == "prefill":
             for decode in self.role("decode"):
-                decode.ties.pop(worker, None)
-                decode.troubles.pop(worker, None)
+                _untie(decode, worker)
                 if decode.hello.fingerprint == member.hello.fingerprint:
                     changes.append(Send(decode.name, Unpeer(worker, member.hello.incarnation)))
         return changes
 
     def tick(self, now_s: float) -> list[FleetChange]:
-        """Lose the workers that have been silent for `lost_s`.
+        """Lose the workers that have been silent for `lost_s`; try again the links that could not be made.
 
         Who slept cannot accuse others of silence: the first tick after a long pause of the caller (a stopped process, a
         blocked loop) accuses nobody, so that beats which arrived meanwhile are heard before the next.
@@ -151,7 +154,16 @@ class Fleet:
         if self._overslept:
             return []
         silent = [name for name, member in self.members.items() if now_s - member.seen_s > self.lost_s]
-        return [change for name in silent for change in self.lose(name, f"silent for {self.lost_s:g} s")]
+        lost = [change for name in silent for change in self.lose(name, f"silent for {self.lost_s:g} s")]
+        return lost + self._relink(now_s)
+
+    def _relink(self, now_s: float) -> list[FleetChange]:
+        changes: list[FleetChange] = []
+        for decode in self.role("decode"):
+            for name in sorted(name for name, due_s in decode.relink_s.items() if due_s <= now_s):
+                decode.relink_s[name] = now_s + RELINK_S
+                changes.append(_peer(self.members[name], decode))
+        return changes
 
     def role(self, role: str) -> list[Member]:
         """Living members of a role, by name."""
@@ -169,3 +181,13 @@ class Fleet:
         return sorted(
             (source, member.name) for member in decode for source in member.ties if source in open_prefill
         )
+
+
+def _peer(source: Member, target: Member) -> Send:
+    hello = source.hello
+    return Send(target.name, Peer(hello.worker, hello.incarnation, hello.endpoints))
+
+
+def _untie(decode: Member, source: str) -> None:
+    for book in (decode.ties, decode.troubles, decode.relink_s):
+        book.pop(source, None)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 
 from diptych.channel import Hub
 from diptych.errors import RequestError
+from diptych.messages import Step
 from diptych.metrics import Books, LinkSpeed, Metrics
-from diptych.request import Request, Stage
+from diptych.request import Request
 from router.effects import (
     Arrive,
     Cancelled,
@@ -117,6 +118,8 @@ class RelayBackend:
     async def _hear(self) -> None:
         while True:
             worker, message = await self.hub.recv()
+            if isinstance(message, Step):
+                self._progressed(worker, message)
             self._handle(FromWorker(worker, message))
 
     async def _tick(self) -> None:
@@ -147,7 +150,6 @@ class RelayBackend:
                     self._events.append(WorkerLost(worker, member.hello.incarnation))
             case Deliver(request, output):
                 if reader := self._readers.get(request):
-                    self._progressed(request)
                     reader.deliver(output, self.clock())
             case Finish(request, reason):
                 if reader := self._readers.pop(request, None):
@@ -159,16 +161,12 @@ class RelayBackend:
             case _:
                 self._note(effect, come)
 
-    def _progressed(self, request: str) -> None:
-        """A client's tokens keep coming from a decode worker: it is busy, not stuck."""
-        live = self.relay.live.get(request)
-        if (
-            live is not None
-            and live.choice is not None
-            and live.request.stage is Stage.DECODING
-            and not live.pinned
-        ):
-            self.heard_s[live.choice.decode] = self.clock()
+    def _progressed(self, worker: str, step: Step) -> None:
+        """Tokens of clients keep coming from a worker: it is busy, not stuck. What canaries get says nothing."""
+        if worker in self.relay.fleet.members:
+            live = (self.relay.live.get(output.request) for output in step.outputs)
+            if any(one is not None and not one.pinned for one in live):
+                self.heard_s[worker] = self.clock()
 
     def _fail(self, fail: Fail) -> None:
         log.warning("request %s failed: %s: %s", fail.request, fail.code, fail.message)

@@ -141,7 +141,8 @@ def _json(kind: type[Any]) -> dict[str, Any]:
 def _events(chunk: type[Any]) -> dict[str, Any]:
     """A stream: each event's data is a chunk, or an error, or [DONE]."""
     inside = {"anyOf": [{"$ref": REF.format(name=kind.__name__)} for kind in (chunk, ErrorReply)]}
-    data = {"type": "string", "contentMediaType": JSON, "contentSchema": inside}
+    piece = {"type": "string", "contentMediaType": JSON, "contentSchema": inside}
+    data = {"anyOf": [{"const": "[DONE]"}, piece]}
     return {SSE: {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
 from diptych.errors import ModelError, RequestError
 
@@ -72,14 +73,14 @@ class Tokens:
         folder = folder_of(model, revision)
         try:
             hf = PreTrainedTokenizerFast.from_pretrained(str(folder))
-            if chat_template is not None:
-                hf.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"the tokenizer in {folder} cannot be read",
                 str(error).splitlines()[0][:200],
                 "a folder with tokenizer.json and tokenizer_config.json is needed",
             ) from error
+        if chat_template is not None:
+            hf.chat_template = _template(Path(chat_template))
         config = _json(folder / "config.json")
         ends = [
             _json(folder / "generation_config.json").get("eos_token_id"),
@@ -177,6 +178,20 @@ class Tokens:
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise RequestError("the chat template cannot render these messages", param="messages") from error
         return str(text)
+
+
+def _template(path: Path) -> str:
+    """The operator's template. What is wrong with it is told at start, and not to every client later."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        compile_template(text)
+    except (OSError, ValueError, TemplateError) as error:
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ModelError(
+            f"the chat template {path} cannot be used", f"{line}{why}"[:200], "see --chat-template"
+        ) from error
+    return text
 
 
 def _json(path: Path) -> dict[str, Any]:

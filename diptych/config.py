@@ -32,7 +32,7 @@ class Config:
 
     model: str = option("tiny", kind.text("MODEL"), "Hugging Face id, local folder, or 'tiny'", MODEL, ALL)
     served_model_name: tuple[str, ...] = option(
-        (), kind.texts("NAME"), "Names for clients; the first is echoed", MODEL, ALL, "MODEL"
+        (), kind.texts("NAME"), "Names for clients; the first is echoed", MODEL, GATEWAYS, "MODEL"
     )
     revision: str | None = option(
         None, kind.text("REV"), "Branch, tag or commit on the hub", MODEL, ALL, rare=True
@@ -84,7 +84,7 @@ class Config:
         8 << 20, kind.size(), "Largest request body", HTTP, GATEWAYS, "8MiB", rare=True
     )
     max_open_requests: int = option(
-        1024, kind.whole(1), "Open requests before 429", HTTP, GATEWAYS, rare=True
+        1024, kind.whole(1), "Sequences in flight before 429", HTTP, GATEWAYS, rare=True
     )
 
     slo_ttft_ms: float | None = option(
@@ -154,7 +154,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gateway: str  # the channel: "tcp://127.0.0.1:4567"
     keys_dir: str  # folder with this deployment's channel keys
     model: str  # a folder or a hub id
-    served_name: str
     revision: str | None = None
     dtype: str = "auto"  # "auto" | "float32" | "float16" | "bfloat16"
     device: str = "auto"  # "auto" | "cpu" | "cuda"

@@ -23,7 +23,6 @@ def worker_spec(
         gateway=channel,
         keys_dir=keys_dir,
         model=model.path,
-        served_name=config.served_names[0],
         revision=config.revision,
         dtype=config.dtype,
         device=config.device,

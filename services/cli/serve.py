@@ -193,7 +193,7 @@ def box(gateway: GatewaySpec, model: Model) -> str:
     header = " -H 'Authorization: Bearer '\"$DIPTYCH_API_KEY\"" if secured else ""
     key = 'os.environ["DIPTYCH_API_KEY"]' if secured else '"none"'
     imports = "import os, openai" if secured else "import openai"
-    if model.chats:
+    if model.chats or gateway.chat_template:
         path, ask = "chat/completions", '"messages":[{"role":"user","content":"What is a list in Python?"}]'
         call = 'chat.completions.create(messages=[{"role": "user", "content": "What is a list in Python?"}], '
         take = "choices[0].delta.content"

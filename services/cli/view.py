@@ -38,6 +38,7 @@ class View:
     _rows: dict[str, TaskID] = field(default_factory=dict)
     _workers: dict[str, Status] = field(default_factory=dict)
     _states: dict[str, str] = field(default_factory=dict)
+    _ends: dict[str, int] = field(default_factory=dict)
     _done: set[str] = field(default_factory=set)
     _progress: Progress | None = None
 
@@ -97,14 +98,21 @@ class View:
                 self.share(phase, fraction)
 
     def _later(self, status: Status) -> None:
-        before = self._states.get(status.name)
-        if status.state == "waiting" and before != "waiting":
+        # Told by the count of ends, not by states seen: a quick restart is over before anybody looked.
+        ends = status.restarts
+        ended = ends > self._ends.get(status.name, 0)
+        self._ends[status.name] = ends
+        if ended:
             why = f": {status.error.what}" if status.error else ""
             loop = (
                 f"; {status.crashes} times in a row, trying on" if status.looping else ", starting it again"
             )
             self.line(f"{status.name} ended ({status.ended}{why}){loop}")
-        elif status.state == "ready" and before != "ready" and status.restarts:
+        if (
+            status.state == "ready"
+            and status.restarts
+            and (ended or self._states.get(status.name) != "ready")
+        ):
             self.line(f"{status.name} is back (start {status.restarts + 1})")
 
     def line(self, text: str) -> None:

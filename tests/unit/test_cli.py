@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 from rich.console import Console
@@ -24,6 +25,7 @@ from services.cli.model import Model
 from services.cli.plan import cores, plan
 from services.cli.ports import claim
 from services.cli.reference import table
+from services.cli.serve import box
 from services.cli.view import View
 from services.cluster.supervisor import Status, Told
 
@@ -172,6 +174,17 @@ def test_workers_are_not_pinned_where_that_would_hurt(given: dict[str, object]) 
 # ---- what is shown
 
 
+@pytest.mark.parametrize(
+    ("given", "path"), [({}, "completions"), ({"chat_template": "a.jinja"}, "chat/completions")]
+)
+def test_the_first_request_that_is_shown_suits_the_model(
+    tmp_path: Path, given: dict[str, str], path: str
+) -> None:
+    base = msgspec.structs.replace(MODEL, chats=False)
+    made = plan(load("serve", given, {}), base, tmp_path, tmp_path, 1, 2, ())
+    assert f"/v1/{path} " in box(made.gateway, base)
+
+
 def shown_by(told: list[Status], num_workers: int = 2) -> str:
     out = io.StringIO()
     view = View(Console(file=out, width=80), num_workers)
@@ -190,6 +203,20 @@ def test_a_phase_ends_when_the_last_worker_is_through() -> None:
     assert [line.split()[0] for line in shown_by(ready).splitlines()] == ["load", "warm-up"]
 
 
+def test_a_restart_that_nobody_saw_is_told_all_the_same() -> None:
+    out = io.StringIO()
+    view = View(Console(file=out, width=80), 1, up=True)
+    for status in (
+        Status("gateway", "ready"),
+        Status("gateway", "ready", restarts=1, ended="killed by SIGKILL"),
+    ):
+        view.hear(status)
+    assert out.getvalue().splitlines() == [
+        "gateway ended (killed by SIGKILL), starting it again",
+        "gateway is back (start 2)",
+    ]
+
+
 def test_a_death_and_a_return_are_one_line_each() -> None:
     out = io.StringIO()
     view = View(Console(file=out, width=80), 1, up=True)
@@ -201,7 +228,7 @@ def test_a_death_and_a_return_are_one_line_each() -> None:
         "d-0 ended (killed by SIGKILL), starting it again",
         "d-0 is back (start 2)",
     ]
-    view.hear(Status("d-0", "waiting", crashes=5, ended="exit status 1", error=Told("no memory")))
+    view.hear(Status("d-0", "waiting", crashes=5, restarts=2, ended="exit status 1", error=Told("no memory")))
     assert "d-0 ended (exit status 1: no memory); 5 times in a row, trying on" in out.getvalue()
 
 

@@ -144,7 +144,7 @@ async def measure(deployment: Deployment, short: Sequence[str], long: str) -> Se
             await stream.leave()
     others = [stream.stamps_s for stream in streams[:-1]]
     return Seen(
-        calm=[gap for stamps in others for gap in gaps_within(stamps, calm_s, sent_s - 1e-3)],
+        calm=[gap for stamps in others for gap in gaps_within(stamps, calm_s, sent_s)],
         gaps=[gap for stamps in others for gap in gaps_within(stamps, sent_s, end_s)],
         ttft_s=arrival.stamps_s[0] - sent_s,
     )

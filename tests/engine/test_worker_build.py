@@ -19,7 +19,6 @@ def spec(folder: Path, **changes: object) -> WorkerSpec:
         "gateway": "tcp://127.0.0.1:1",
         "keys_dir": "keys",
         "model": str(folder),
-        "served_name": "small",
         "kv_bytes": 8 << 20,
     }
     return WorkerSpec(**(fields | changes))  # type: ignore[arg-type]

@@ -161,7 +161,6 @@ class Driver:
                 "gateway": self.address,
                 "keys_dir": str(self.keys),
                 "model": str(self.model),
-                "served_name": "tiny",
                 "kv_bytes": 64 << 20,
                 **changes,
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ def test_parsers_raise_value_error_and_nothing_else(value: Any) -> None:
 
 def test_defaults_of_the_specifications_are_those_of_the_settings() -> None:
     config = Config()
-    spec = WorkerSpec(worker="w", role="decode", gateway="g", keys_dir="k", model="m", served_name="m")
+    spec = WorkerSpec(worker="w", role="decode", gateway="g", keys_dir="k", model="m")
     same = (
         "dtype",
         "device",
@@ -251,6 +252,20 @@ def test_defaults_of_the_specifications_are_those_of_the_settings() -> None:
         "slo_ttft_ms",
     )
     assert [getattr(gateway, name) for name in also] == [getattr(config, name) for name in also]
+
+
+@pytest.mark.parametrize(
+    ("spec", "rooms"),
+    [
+        (WorkerSpec, ("worker", "prefill_worker", "decode_worker")),
+        (GatewaySpec, ("services/gateway",)),
+    ],
+)
+def test_every_field_of_a_specification_is_read_by_the_part_it_is_for(
+    spec: type[Any], rooms: tuple[str, ...]
+) -> None:
+    text = "".join(path.read_text(encoding="utf-8") for room in rooms for path in (ROOT / room).glob("*.py"))
+    assert [name for name in spec.__struct_fields__ if not re.search(rf"\bspec\.{name}\b", text)] == []
 
 
 def test_the_documentation_is_up_to_date() -> None:

@@ -22,7 +22,6 @@ SPEC = WorkerSpec(
     gateway="tcp://127.0.0.1:1",
     keys_dir="keys",
     model="model",
-    served_name="m",
 )
 Ending = tuple[int, list[dict[str, object]], str]
 

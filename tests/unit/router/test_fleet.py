@@ -7,7 +7,7 @@ import pytest
 
 from diptych.messages import Beat, Linked, Peer, Stats, Unpeer
 from router.effects import Down, Send, Unfit, Up
-from router.fleet import Fleet, compare
+from router.fleet import RELINK_S, Fleet, compare
 from tests.unit.router.world import hello
 
 
@@ -37,6 +37,28 @@ def test_a_pair_is_a_pair_once_linked() -> None:
     assert fleet.pairs() == [("prefill-0", "decode-0")]
     fleet.hear("decode-0", linked("prefill-0", error="no route"), 0.0)
     assert fleet.pairs() == [] and fleet.members["decode-0"].troubles == {"prefill-0": "no route"}
+
+
+def test_a_link_that_could_not_be_made_is_tried_again() -> None:
+    fleet, again = met("prefill-0", "decode-0"), Peer("prefill-0", "prefill-0/1", {"shm": b"x"})
+
+    def ticks(*moments_s: float) -> list[Send]:
+        told = []
+        for now_s in moments_s:
+            for member in fleet.members.values():
+                fleet.touch(member.name, now_s)
+            told += [change for change in fleet.tick(now_s) if isinstance(change, Send)]
+        return told
+
+    fleet.hear("decode-0", linked("prefill-0", error="a KV transfer stalled"), 0.0)
+    assert ticks(0.0, RELINK_S - 1) == []
+    assert ticks(RELINK_S, RELINK_S + 1) == [Send("decode-0", again)]
+    fleet.hear("decode-0", linked("prefill-0"), RELINK_S + 2)
+    assert fleet.pairs() == [("prefill-0", "decode-0")]
+    assert ticks(3 * RELINK_S, 3 * RELINK_S + 1) == []
+    fleet.hear("decode-0", linked("prefill-0", error="a KV transfer stalled"), 4 * RELINK_S)
+    fleet.lose("prefill-0", "it is gone")
+    assert ticks(6 * RELINK_S, 6 * RELINK_S + 1) == []
 
 
 def test_a_link_to_an_earlier_life_does_not_count() -> None:

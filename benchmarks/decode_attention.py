@@ -32,7 +32,8 @@ import torch.nn.functional as nnf
 
 from engine.attention.batch import Batch
 from engine.attention.cpu import Pages
-from engine.runner import Work, pack
+from engine.runner import pack
+from engine.work import Work
 from kvcache.layout import KVLayout
 
 SEQUENCES, TOKENS = 16, 1024

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,21 +14,9 @@ from engine.model.decoder import Decoder
 from engine.model.files import ModelFiles
 from engine.model.linear import MIN_ROWS
 from engine.model.weights import Weights
+from engine.work import Work
 from kvcache.layout import CHUNK_TOKENS, KVLayout
 from kvcache.pool import Pool
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Run `tokens` at positions start..start+len-1 of one sequence; KV of 0..start-1 is already in its slabs.
-
-    `slabs` cover start + len tokens (more are ignored). `logits`: "last" token's, "all" tokens', or "none".
-    """
-
-    tokens: list[int]
-    start: int
-    slabs: list[int]
-    logits: str
 
 
 class Runner:

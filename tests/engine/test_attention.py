@@ -8,7 +8,8 @@ import torch
 
 from engine.attention import reference
 from engine.attention.cpu import Pages, causal_mask
-from engine.runner import Work, pack
+from engine.runner import pack
+from engine.work import Work
 from kvcache.layout import KVLayout
 
 EDGES = [1, 2, 63, 64, 65, 127, 128, 129]

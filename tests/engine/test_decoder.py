@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.model.files import ModelFiles
-from engine.runner import Runner, Work
+from engine.runner import Runner
+from engine.work import Work
 from kvcache.pool import Pool
 from tests.factories import make_oracle, save_model
 

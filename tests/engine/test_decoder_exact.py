@@ -10,7 +10,8 @@ import torch
 
 from engine.model.files import ModelFiles
 from engine.model.linear import MIN_ROWS, Linear
-from engine.runner import Runner, Work
+from engine.runner import Runner
+from engine.work import Work
 from kvcache.pool import Pool
 from tests.factories import make_folder
 

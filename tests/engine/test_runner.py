@@ -9,7 +9,8 @@ import torch
 
 from diptych.errors import ModelError
 from engine.model.files import ModelFiles
-from engine.runner import Runner, Work
+from engine.runner import Runner
+from engine.work import Work
 from kvcache.layout import KVLayout
 from kvcache.pool import Pool
 from tests.factories import make_folder

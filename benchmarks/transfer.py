@@ -17,13 +17,10 @@ does. The rounds of what is compared are interleaved, and medians are compared.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import random
-import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +33,7 @@ import httpx
 import msgspec
 import numpy as np
 
+from benchmarks.serving import serving
 from kvcache.layout import KVLayout
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import Seal, Terms
@@ -226,41 +224,12 @@ def transfer_share(requests: int = 12) -> dict[str, Any]:
 
     Returns `transfer_share` None and `transfer_share_skipped` with the reason when the deployment does not start.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    serve = [sys.executable, "-m", "services.cli.main", "serve", "--port", str(port)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-    server = subprocess.Popen(
-        serve, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-    )
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            why = _wait(client, server)
-            if why:
-                return {"transfer_share": None, "transfer_share_skipped": why}
+        with serving() as deployment, httpx.Client(base_url=deployment.url, timeout=120) as client:
+            deployment.wait_ready()
             return _share(client, requests)
-    finally:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.communicate()
-
-
-def _wait(client: httpx.Client, server: subprocess.Popen[str], limit_s: float = 240.0) -> str:
-    """Until the deployment is ready; the reason when it will not be."""
-    began = time.monotonic()
-    while time.monotonic() - began < limit_s:
-        if server.poll() is not None:
-            _, told = server.communicate()
-            return f"diptych serve ended with {server.returncode}: {told.strip()[-400:]}"
-        with contextlib.suppress(httpx.TransportError):
-            if client.get("/ready").status_code == 200:
-                return ""
-        time.sleep(0.5)
-    return f"not ready after {limit_s:.0f} s"
+    except RuntimeError as error:
+        return {"transfer_share": None, "transfer_share_skipped": str(error)}
 
 
 def _share(client: httpx.Client, requests: int) -> dict[str, Any]:

@@ -137,8 +137,8 @@ def test_a_reader_too_far_behind_is_cut_before_memory_fills(folder: Path) -> Non
         scripted(folder, limits=limits, patience=Patience(stall_s=60.0)) as running,
         post(running, "FLOOD", True, 4096, max_tokens=1_000_000, ignore_eos=True, logprobs=5),
     ):
-        until(lambda: bool(running.script.open))
-        until(lambda: not running.script.open)
+        until(lambda: running.script.left == 1)  # given up; it may have been open for a moment only
+        assert not running.script.open
         assert (
             sum(voice.answer.waiting_bytes for one in running.service.open for voice in one.voices) < 100_000
         )

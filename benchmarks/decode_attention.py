@@ -30,9 +30,8 @@ import numpy as np
 import torch
 import torch.nn.functional as nnf
 
-from engine.attention.batch import Batch
+from engine.attention.batch import Batch, pack
 from engine.attention.cpu import Pages
-from engine.runner import pack
 from engine.work import Work
 from kvcache.layout import KVLayout
 

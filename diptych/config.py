@@ -51,6 +51,10 @@ class Config:
     prefill: int = option(1, kind.whole(), "Workers that read prompts", POOLS, GATEWAYS)
     decode: int = option(1, kind.whole(), "Workers that write answers", POOLS, GATEWAYS)
     colocated: int = option(0, kind.whole(), "Workers that do both, instead of two pools", POOLS, GATEWAYS)
+    prefill_tp: int = option(1, kind.whole(1), "Ranks that split each prefill worker's heads", POOLS)
+    prefill_pp: int = option(1, kind.whole(1), "Stages that split each prefill worker's layers", POOLS)
+    decode_tp: int = option(1, kind.whole(1), "Ranks that split each decode worker's heads", POOLS)
+    decode_pp: int = option(1, kind.whole(1), "Stages that split each decode worker's layers", POOLS)
     transports: tuple[str, ...] = option(
         ("shm", "nixl"), kind.some_of("shm", "nixl"), "How KV may move, preferred first", POOLS, WORKERS
     )
@@ -60,6 +64,12 @@ class Config:
     max_num_batched_tokens: int = option(512, kind.whole(1), "Token budget of one step", ENGINE, WORKERS)
     enable_chunked_prefill: bool = option(
         True, kind.switch(), "Split long prompts over steps", ENGINE, WORKERS
+    )
+    enable_prefix_caching: bool = option(
+        True, kind.switch(), "Keep and share the KV of common prefixes", ENGINE, WORKERS
+    )
+    swap_space: int = option(
+        0, kind.size(0), "Host memory per worker for preempted requests", ENGINE, WORKERS, "none", rare=True
     )
     kv_cache_memory_bytes: int | None = option(
         None, kind.size(), "KV pool of each worker, e.g. 2GiB", ENGINE, WORKERS, "by model and memory"
@@ -162,6 +172,15 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512  # token budget of one engine step
     chunked_prefill: bool = True  # False: prompts run whole
+    prefix_caching: bool = True
+    swap_bytes: int = 0  # host memory that preempted requests may be parked in
+    tpot_ms: float | None = None  # what prefills mixed into decode steps must leave intact (colocated)
+    tp: int = 1
+    pp: int = 1
+    cuts: tuple[int, int] = (
+        1,
+        1,
+    )  # (layers, heads): pieces that KV is digested in, so that both pools' ranks fit
     core: int | None = None  # the core to pin to
     threads: int = 1
     transports: tuple[str, ...] = ("shm", "nixl")  # in order of preference

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from diptych.request import Sampling
+from diptych.request import Origin, Sampling
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -58,6 +58,7 @@ class Prefill(Message, frozen=True):
     output: list[int]
     sampling: Sampling
     remaining_s: float
+    origin: Origin = Origin()
 
 
 class Generate(Message, frozen=True):
@@ -69,6 +70,7 @@ class Generate(Message, frozen=True):
     output: list[int]
     sampling: Sampling
     remaining_s: float
+    origin: Origin = Origin()
 
 
 class Admit(Message, frozen=True):
@@ -84,6 +86,7 @@ class Admit(Message, frozen=True):
     sampling: Sampling
     ticket: bytes
     remaining_s: float
+    origin: Origin = Origin()
 
 
 class Renew(Message, frozen=True):
@@ -131,7 +134,7 @@ class Hello(Message, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's books. At rest every `*_used`, `leases` and `staging_bytes` is 0."""
+    """A worker's books. At rest every `*_used`, `leases` and `staging_bytes` is 0; `slabs_cached` need not be."""
 
     slabs_total: int = 0
     slabs_used: int = 0
@@ -146,6 +149,13 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     steps: int = 0
     step_seconds: float = 0.0
     step_tokens: int = 0
+    slabs_cached: int = 0  # in the prefix tree, held by nobody: free for the asking
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix tree
+    prefix_hits: int = 0  # of them found
+    preemptions: dict[str, int] = {}  # by way: "recompute", "park"
+    step_parts: dict[
+        str, float
+    ] = {}  # seconds of `step_seconds` by part: schedule, prepare, run, sample, send
 
 
 class Beat(Message, frozen=True):

@@ -43,6 +43,18 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: Grammar | None = None
 
 
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """On whose behalf a request runs, as far as scheduling and sharing need to know.
+
+    `tenant` is what fairness counts by (a digest of the API key, never the key). `scope` goes into the root of every
+    chunk's address: prefixes are shared within it and nowhere else. A lower `priority` is served sooner.
+    """
+
+    tenant: str = ""
+    scope: str = ""
+    priority: int = 0
+
+
 class Stage(Enum):
     """Where a request is. The gateway's relay owns the request and is the only one to move it."""
 
@@ -87,6 +99,7 @@ class Request:
     epoch: int = 0
     stage: Stage = Stage.ADMITTED
     entered_s: dict[Stage, float] = field(default_factory=dict)
+    origin: Origin = Origin()
 
     def move(self, stage: Stage, now_s: float) -> None:
         """Enter `stage` at `now_s`.

@@ -16,6 +16,18 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a model that one rank holds: half-open ranges of its layers and KV heads."""
+
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.layers[0] < self.layers[1] and 0 <= self.heads[0] < self.heads[1]):
+            raise ValueError(f"a shard needs at least one layer and one KV head: {self}")
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape and element type of a model's KV cache.
 
@@ -38,6 +50,17 @@ class KVLayout:
     def chunk_shape(self) -> tuple[int, int, int, int, int]:
         """`[layers, kv_heads, keys and values, tokens, head_dim]`."""
         return (self.layers, self.kv_heads, 2, CHUNK_TOKENS, self.head_dim)
+
+    def part(self, shard: Shard) -> KVLayout:
+        """The layout of one rank's slabs.
+
+        Raises:
+            ValueError: the shard reaches beyond this layout.
+        """
+        if shard.layers[1] > self.layers or shard.heads[1] > self.kv_heads:
+            raise ValueError(f"{shard} is not within {self}")
+        layers, heads = shard.layers[1] - shard.layers[0], shard.heads[1] - shard.heads[0]
+        return KVLayout(layers, heads, self.head_dim, self.dtype)
 
     @property
     def itemsize(self) -> int:

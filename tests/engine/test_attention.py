@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.attention import reference
+from engine.attention.batch import pack
 from engine.attention.cpu import Pages, causal_mask
-from engine.runner import pack
 from engine.work import Work
 from kvcache.layout import KVLayout
 

@@ -96,3 +96,28 @@ class KVLayout:
         if num_tokens < 0:
             raise ValueError(f"a number of tokens cannot be {num_tokens}")
         return -(-num_tokens // CHUNK_TOKENS)
+
+
+def shards(layout: KVLayout, tp: int, pp: int) -> tuple[Shard, ...]:
+    """What each rank of one worker holds; rank p * tp + t is the t-th of stage p.
+
+    Stages take even ranges of layers, the earlier ones the remainder; the ranks of a stage take equal ranges of KV
+    heads. Any two of them are disjoint, and together they are the whole layout.
+
+    Raises:
+        ValueError: `tp` does not divide the KV heads, there are fewer layers than stages, or a count is not positive.
+    """
+    if min(tp, pp) < 1:
+        raise ValueError(f"a worker has at least one rank and one stage, not {tp} and {pp}")
+    if layout.kv_heads % tp:
+        raise ValueError(f"{tp} ranks cannot share {layout.kv_heads} KV heads evenly")
+    if pp > layout.layers:
+        raise ValueError(f"{layout.layers} layers are too few for {pp} stages")
+    even, more = divmod(layout.layers, pp)
+    bounds = [stage * even + min(stage, more) for stage in range(pp + 1)]
+    heads = layout.kv_heads // tp
+    return tuple(
+        Shard((start, end), (rank * heads, (rank + 1) * heads))
+        for start, end in zip(bounds, bounds[1:], strict=False)
+        for rank in range(tp)
+    )

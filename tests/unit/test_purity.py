@@ -15,6 +15,7 @@ PURE = {
     "router.admission": (*HEAVY, "asyncio", "zmq"),
     "router.fleet": (*HEAVY, "asyncio", "zmq"),
     "engine.scheduler": HEAVY,
+    "kvcache.holdings": (*HEAVY, "asyncio", "zmq"),
     "kvtransfer.handoff": HEAVY,
     "planner.simulator": HEAVY,  # when it exists
 }
@@ -24,7 +25,7 @@ def loaded(module: str, unwanted: tuple[str, ...]) -> list[str]:
     """Which of `unwanted` are there after importing `module` in a process of its own."""
     code = f"import sys, {module}; print(*(name for name in {unwanted!r} if name in sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=150
     )
     return done.stdout.split()
 

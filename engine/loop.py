@@ -6,21 +6,27 @@ One thread calls everything here. What computes comes in through protocols the s
 no torch, and the simulator puts a cost model in place of the runner. A failure belongs to one sequence: it ends in an
 emission with `Failed`, and the others never notice.
 
-Slabs of a live sequence belong to its key ("<request>#<epoch>") in the pool, and are given back before the emission
-that ends it leaves `step`. The one exception is a held sequence, which leaves with its slabs: they are then the
-caller's to free.
+What a live sequence holds, it holds in `Holdings` under its key ("<request>#<epoch>"), and lets go of before the
+emission that ends it leaves `step`. The one exception is a held sequence, which leaves with its slabs: they are then
+the caller's to free (`Holdings.end`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from diptych.errors import GrammarError, OutOfBlocks
+from diptych.errors import OutOfBlocks
 from diptych.messages import Failed, Logprob, Output, Stats
+from engine.faults import code_of, isolate
+from engine.growth import Rate, parks
 from engine.scheduler import Plan, Scheduler, Sequence
 from engine.work import Work
+from kvcache.holdings import Holdings
+from kvcache.layout import CHUNK_TOKENS
+from kvcache.tiers.host import HostTier
 
 Logits = (
     Any  # whatever the runner returns and the sampler takes; torch tensors [rows, vocab] in the real ones
@@ -28,23 +34,15 @@ Logits = (
 
 
 class StepRunner(Protocol):
-    """Runs a batch of `Work` through the model, and returns each one's logits. Running a batch again does no harm."""
+    """Runs a batch of `Work` through the model, and returns each one's logits. Running a batch again does no harm.
+
+    One that has an attribute `prepare_seconds` says there what of its last run went before the model itself.
+    """
 
     def run(self, batch: list[Any]) -> list[Any]: ...
 
 
-class Slabs(Protocol):
-    """The pool, as far as an engine uses it."""
-
-    @property
-    def free(self) -> int: ...
-
-    @property
-    def used(self) -> int: ...
-
-    def take(self, n: int, owner: str) -> list[int]: ...
-
-    def give(self, slabs: list[int], owner: str) -> None: ...
+TIME_UP = ("deadline_exceeded", "the request's time was up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class Emission:
 
 @dataclass(slots=True)
 class _Live:
-    """A running sequence and its sampling row."""
+    """A sequence that has started, and its sampling row. It stays so while it is preempted."""
 
     seq: Sequence
     row: Row
@@ -101,22 +99,43 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Count:
+class _Books:
+    """What was done so far. `parts` are seconds, and sum to `seconds`."""
+
     steps: int = 0
     seconds: float = 0.0
     tokens: int = 0
+    preempted: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("schedule", "prepare", "run", "sample", "send"), 0.0)
+    )
+
+    def spent(self, part: str, seconds: float) -> None:
+        """One more stretch of a step."""
+        self.parts[part] += seconds
+        self.seconds += seconds
 
 
 class Engine:
-    """Sequences in, emissions out."""
+    """Sequences in, emissions out. `host` is where preempted sequences may be parked; None: nowhere."""
 
-    def __init__(self, runner: StepRunner, scheduler: Scheduler, pool: Slabs, sampler: StepSampler) -> None:
-        self.runner, self.scheduler, self.pool, self.sampler = runner, scheduler, pool, sampler
+    def __init__(
+        self,
+        runner: StepRunner,
+        scheduler: Scheduler,
+        holdings: Holdings,
+        sampler: StepSampler,
+        host: HostTier | None = None,
+    ) -> None:
+        self.runner, self.scheduler, self.holdings, self.sampler = runner, scheduler, holdings, sampler
+        self.host = host
+        self.read_rate = Rate(2000.0)  # prompt tokens per second
+        self.copy_rate = Rate(1e9)  # bytes per second, to and from the host tier
         self._live: dict[str, _Live] = {}
-        self._count = _Count()
+        self._books = _Books()
 
     def add(self, seq: Sequence, now_s: float) -> None:
-        """Queue a sequence to be read from its first token; its slabs are taken when it starts.
+        """Queue a sequence to be read from its first token; its slabs are taken as it goes.
 
         Raises:
             Refused: it cannot be taken; `code` says why, and nothing is held for it.
@@ -124,89 +143,185 @@ class Engine:
         """
         self.scheduler.add(seq, now_s)
 
-    def adopt(self, seq: Sequence, now_s: float) -> None:
-        """Continue a sequence read elsewhere: its slabs, owned by its key, have the KV of all its tokens but the last.
+    def admits(self, seq: Sequence, moving: Iterable[Sequence] = ()) -> bool:
+        """Whether a sequence that is to be adopted may take its slabs now; `moving` are those that have, and wait.
 
-        From now on its slabs are the engine's to free. Raises ValueError, leaving them to the caller, if they do not
-        cover all that it may still write, or nothing is left to write.
+        See `Scheduler.admits`.
+        """
+        return self.scheduler.admits(seq, self.holdings, moving)
+
+    def adopt(self, seq: Sequence, now_s: float) -> None:
+        """Continue a sequence read elsewhere: its slabs, held under its key, have KV of all its tokens but the last.
+
+        From now on they are the engine's to let go. Raises ValueError, leaving them to the caller, if something is
+        missing, or nothing is left to write.
         """
         self.scheduler.adopt(seq, now_s)
 
     def abort(self, request: str, epoch: int) -> list[Sequence]:
-        """Drop the request's sequences of this epoch and older ones, and free their slabs. Nothing is emitted."""
+        """Drop the request's sequences of this epoch and older ones, and what they hold. Nothing is emitted."""
         keys = [seq.key for seq in self.scheduler.sequences() if seq.id == request and seq.epoch <= epoch]
         return [self._drop(key) for key in keys]
 
     @property
     def has_work(self) -> bool:
         """Whether a step would progress now. If not, wait for a message, for slabs, or until `deadline_s`."""
-        return self.scheduler.ready(self.pool.free)
+        return self.scheduler.ready(self.holdings)
 
     @property
     def deadline_s(self) -> float | None:
         """The earliest deadline of all sequences here; a step after it reports that sequence as failed."""
-        return min((seq.deadline_s for seq in self.scheduler.sequences()), default=None)
+        return self.scheduler.deadline_s
 
     @property
     def stats(self) -> Stats:
         """The engine's part of a worker's books."""
+        books, holdings = self._books, self.holdings
         return Stats(
             slabs_total=self.scheduler.limits.num_slabs,
-            slabs_used=self.pool.used,
+            slabs_used=holdings.used,
+            slabs_cached=holdings.cached,
             running=len(self.scheduler.running) + len(self.scheduler.adopted),
             waiting=len(self.scheduler.waiting),
             waiting_tokens=self.scheduler.waiting_tokens,
-            steps=self._count.steps,
-            step_seconds=self._count.seconds,
-            step_tokens=self._count.tokens,
+            steps=books.steps,
+            step_seconds=books.seconds,
+            step_tokens=books.tokens,
+            step_parts=dict(books.parts),
+            prefix_queries=holdings.queries,
+            prefix_hits=holdings.hits,
+            preemptions=dict(books.preempted),
         )
+
+    def sent(self, seconds: float) -> None:
+        """Telling the gateway what a step gave took `seconds`: a part of that step."""
+        self._books.spent("send", seconds)
 
     def step(self, clock: Callable[[], float]) -> list[Emission]:
         """One turn. Emissions are in the plan's order: what ended without work, then decodes, then prefills."""
-        now_s = clock()
-        plan = self.scheduler.schedule(self.pool.free, now_s)
-        told = self._begin(plan, now_s)
+        begun_s = clock()
+        told = [self._fail(key, *TIME_UP) for key in self.scheduler.expired(begun_s)]
+        plan = self._decide(clock)
+        told += self._begin(plan, clock)
+        decided_s = clock()
         jobs = self._jobs(plan)
-        logits = _isolate(self.runner.run, [job.work for job in jobs]) if jobs else []
-        done_s = clock()
-        told += self._account(jobs, logits, done_s)
-        if jobs:
-            self._count.steps += 1
-            self._count.seconds += done_s - now_s
-            self._count.tokens += sum(len(job.work.tokens) for job in jobs)
+        if not jobs:
+            return told
+        ready_s = clock()
+        logits = isolate(self.runner.run, [job.work for job in jobs])
+        ran_s = clock()
+        told += self._account(jobs, logits, ran_s)
+        prepared_s = min(getattr(self.runner, "prepare_seconds", 0.0), ran_s - ready_s)
+        books = self._books
+        books.spent("schedule", decided_s - begun_s)
+        books.spent("prepare", ready_s - decided_s + prepared_s)
+        books.spent("run", ran_s - ready_s - prepared_s)
+        books.spent("sample", clock() - ran_s)
+        self._note(jobs, len(plan.decode), ran_s - ready_s)
         return told
 
-    def _begin(self, plan: Plan, now_s: float) -> list[Emission]:
-        """Drop the expired, start the admitted."""
-        told = []
-        for key in plan.expired:
-            told.append(self._fail(key, "deadline_exceeded", "the request's time was up"))
-        for key, need in plan.admitted:
-            try:
-                slabs = self.pool.take(need, key) if need else []
-            except OutOfBlocks:
-                continue  # somebody took them since the plan was made: it stays in the queue
-            seq = self.scheduler.start(key, slabs, now_s)
-            try:
-                row = self.sampler.open(seq)
-            except Exception as error:
-                told.append(self._fail(key, _code(error), str(error)))
+    def _note(self, jobs: list[_Job], rows: int, seconds: float) -> None:
+        """What can be learnt from a step."""
+        tokens = sum(len(job.work.tokens) for job in jobs)
+        self._books.steps += 1
+        self._books.tokens += tokens
+        reading = max(0, tokens - rows)
+        self.scheduler.account(rows, reading, seconds)
+        if reading > rows:
+            self.read_rate.note(tokens, seconds)
+
+    def _decide(self, clock: Callable[[], float]) -> Plan:
+        """A plan that the slabs suffice for."""
+        while (plan := self.scheduler.schedule(self.holdings)).preempted:
+            self._preempt(plan.preempted, clock)
+        return plan
+
+    def _preempt(self, key: str, clock: Callable[[], float]) -> None:
+        """Take a sequence's memory away, in the cheaper way."""
+        seq, live = self.scheduler.find(key), self._live.get(key)
+        assert seq is not None, key
+        slabs = seq.slabs[: -(-seq.computed // CHUNK_TOKENS)]
+        host, parked = self.host, False
+        if host is not None and slabs and host.fits(len(slabs)):
+            num_bytes = len(slabs) * host.slab_bytes
+            parked = parks(seq.computed, num_bytes, self.read_rate.value, self.copy_rate.value)
+        if host is not None and parked:
+            begun_s = clock()
+            self.copy_rate.note(host.put(key, slabs), clock() - begun_s)
+        elif live is not None and live.scores is not None:
+            live.scores = [None]  # they are computed again with their tokens
+        self.scheduler.preempt(key, parked)
+        self.holdings.end(key)
+        self._books.preempted["park" if parked else "recompute"] += 1
+
+    def _begin(self, plan: Plan, clock: Callable[[], float]) -> list[Emission]:
+        """Take the slabs, start the admitted."""
+        if not plan.admitted and not plan.grow:
+            return []
+        need, failed = dict(plan.grow), []
+        fresh = [seq for key in plan.admitted if (seq := self.scheduler.waiting.get(key)) is not None]
+        found = {seq.key: self.holdings.attach(seq.key, seq.attachable()) for seq in fresh}
+        for key, count in plan.grow:
+            seq = self.scheduler.find(key)
+            if key in found or seq is None:
                 continue
-            scored = seq.sampling.prompt_logprobs is not None and not seq.output
-            stages = ("queue", "prefill") if need else ("decode_queue", "decode_first")
-            self._live[key] = _Live(seq, row, [None] if scored else None, stages)
-        return told
+            try:
+                seq.slabs += self.holdings.take(key, count)
+            except OutOfBlocks:
+                continue  # somebody took them since the plan was made: it pauses for this step
+        for key in plan.admitted:
+            if key in found and not self._enter(key, found[key], need.get(key, 0), clock):
+                continue
+            if (failure := self._open(key, clock())) is not None:
+                failed.append(failure)
+        return failed
+
+    def _enter(self, key: str, found: list[int], need: int, clock: Callable[[], float]) -> bool:
+        """Give a waiting sequence its slabs; False, with nothing held, if they are not to be had after all."""
+        seq = self.scheduler.waiting[key]
+        try:
+            seq.slabs = found + self.holdings.take(key, need)
+        except OutOfBlocks:
+            self.holdings.end(key)
+            return False
+        seq.shared, reached = len(found), len(found) * CHUNK_TOKENS
+        if seq.parked and self.host is not None:
+            begun_s = clock()
+            self.copy_rate.note(self.host.get(key, seq.slabs, len(found)), clock() - begun_s)
+        else:
+            seq.computed = reached
+            seq.cached = reached if seq.started_s is None else seq.cached
+        return True
+
+    def _open(self, key: str, now_s: float) -> Emission | None:
+        """Start a sequence that has its slabs, with a row of the sampler; the failure if it gets none."""
+        fetched = key in self.scheduler.adopted
+        seq = self.scheduler.start(key, now_s)
+        if key in self._live:
+            return None  # it was preempted, and goes on where it was
+        try:
+            row = self.sampler.open(seq)
+        except Exception as error:
+            return self._fail(key, code_of(error), str(error))
+        stages = ("decode_queue", "decode_first") if fetched else ("queue", "prefill")
+        self._live[key] = _Live(seq, row, [None] if seq.scored else None, stages)
+        return None
 
     def _jobs(self, plan: Plan) -> list[_Job]:
         jobs = []
+        running, live = self.scheduler.running, self._live
         for key in plan.decode:
-            if live := self._live.get(key):
-                seq = live.seq
-                jobs.append(_Job(live, Work(seq.output[-1:], seq.computed, seq.slabs, "last")))
+            seq = running.get(key)
+            if seq is not None and seq.computed < len(seq.slabs) * CHUNK_TOKENS:
+                jobs.append(_Job(live[key], Work(seq.output[-1:], seq.computed, seq.slabs, "last")))
         for part in plan.prefill:
-            if live := self._live.get(part.key):
-                tokens = live.seq.tokens(part.start, part.count)
-                jobs.append(_Job(live, Work(tokens, part.start, live.seq.slabs, _wanted(live, part.count))))
+            seq = running.get(part.key)
+            if seq is None:
+                continue
+            end = min(part.start + part.count, len(seq.slabs) * CHUNK_TOKENS)
+            if (count := end - seq.computed) > 0:
+                tokens, one = seq.tokens(seq.computed, count), live[part.key]
+                jobs.append(_Job(one, Work(tokens, seq.computed, seq.slabs, _wanted(one, count))))
         return jobs
 
     def _account(self, jobs: list[_Job], results: list[Any], now_s: float) -> list[Emission]:
@@ -214,25 +329,33 @@ class Engine:
         verdicts: dict[str, Emission | None] = {}  # in the order of the plan
         chosen: list[tuple[_Live, Logits]] = []
         for job, result in zip(jobs, results, strict=True):
-            live, key = job.live, job.live.seq.key
-            verdicts[key] = None
-            if isinstance(result, Exception):
-                verdicts[key] = self._fail(key, _code(result), str(result))
-                continue
+            live, seq, count = job.live, job.live.seq, len(job.work.tokens)
+            verdicts[seq.key] = None
+            self.scheduler.service.charge(seq.origin.tenant, count)
             try:
+                if isinstance(result, Exception):
+                    raise result
                 self._score(live, job.work, result)
             except Exception as error:
-                verdicts[key] = self._fail(key, _code(error), str(error))
+                verdicts[seq.key] = self._fail(seq.key, code_of(error), str(error))
                 continue
-            live.seq.computed += len(job.work.tokens)
-            if live.seq.pending == 0 and len(live.seq.output) < live.seq.sampling.max_tokens:
+            seq.computed += count
+            if seq.root and seq.computed // CHUNK_TOKENS > seq.shared:
+                self._share(seq)
+            if seq.pending == 0 and len(seq.output) < seq.sampling.max_tokens:
                 chosen.append((live, result[-1:]))
-            elif live.seq.pending == 0:
-                verdicts[key] = self._emit(live, [], None, "length", now_s)
-        picks = _isolate(self._sample, chosen) if chosen else []
+            elif seq.pending == 0:
+                verdicts[seq.key] = self._emit(live, [], None, "length", now_s)
+        picks = isolate(self._sample, chosen) if chosen else []
         for (live, _), pick in zip(chosen, picks, strict=True):
             verdicts[live.seq.key] = self._write(live, pick, now_s)
         return [verdict for verdict in verdicts.values() if verdict]
+
+    def _share(self, seq: Sequence) -> None:
+        """Its full chunks are known from now on; slabs of those that were known already are replaced."""
+        full = seq.computed // CHUNK_TOKENS
+        self.holdings.share(seq.key, seq.address()[:full], seq.slabs)
+        seq.shared = full
 
     def _sample(self, pairs: list[tuple[_Live, Logits]]) -> list[Picked | Exception]:
         return self.sampler.sample([logits for _, logits in pairs], [live.row for live, _ in pairs])
@@ -250,14 +373,14 @@ class Engine:
         """Append one sampled token, and see whether it is the last."""
         seq = live.seq
         if isinstance(pick, Exception):
-            return self._fail(seq.key, _code(pick), str(pick))
+            return self._fail(seq.key, code_of(pick), str(pick))
         seq.output.append(pick.token)
         stopped = pick.token in seq.sampling.stop_token_ids
         if not stopped:
             try:
                 live.row.push(pick.token)
             except Exception as error:
-                return self._fail(seq.key, _code(error), str(error))
+                return self._fail(seq.key, code_of(error), str(error))
         finish = None
         if stopped or live.row.done:
             finish = "stop"
@@ -269,15 +392,17 @@ class Engine:
         self, live: _Live, tokens: list[int], logprob: Logprob | None, finish: str | None, now_s: float
     ) -> Emission:
         """What one step gave. A finishing stop token is among `tokens`; the gateway leaves it out of the text."""
-        seq, first, live.silent = live.seq, live.silent, False
+        seq, first, scores = live.seq, live.silent, live.scores
+        live.silent, live.scores = False, None  # the prompt's scores are told once
         output = Output(
             request=seq.id,
             epoch=seq.epoch,
             tokens=tokens,
             logprobs=[logprob] if logprob else None,
-            prompt_logprobs=live.scores if first else None,
+            prompt_logprobs=scores,
             finish=finish,
             seconds=_stages(live, now_s) if first else {},
+            cached_tokens=seq.cached if first else 0,
         )
         if finish:
             self._drop(seq.key)
@@ -293,9 +418,10 @@ class Engine:
     def _drop(self, key: str) -> Sequence:
         seq = self.scheduler.remove(key)
         self._live.pop(key, None)
-        if seq.slabs:
-            self.pool.give(seq.slabs, key)
-            seq.slabs = []
+        self.holdings.end(key)
+        if self.host is not None:
+            self.host.drop(key)
+        seq.slabs = []
         return seq
 
 
@@ -312,22 +438,3 @@ def _stages(live: _Live, now_s: float) -> dict[str, float]:
     seq, (wait, work) = live.seq, live.stages
     started_s = now_s if seq.started_s is None else seq.started_s
     return {wait: started_s - seq.arrived_s, work: now_s - started_s}
-
-
-def _isolate(call: Callable[[list[Any]], list[Any]], batch: list[Any]) -> list[Any]:
-    """`call(batch)`; if that raises, each item alone, so that only those at fault get an exception for a result."""
-    try:
-        return call(batch)
-    except Exception as error:
-        if len(batch) == 1:
-            return [error]
-        return [result for item in batch for result in _isolate(call, [item])]
-
-
-def _code(error: Exception) -> str:
-    """The `Failed` code of what went wrong. torch is not imported here, so its out-of-memory is known by its words."""
-    if isinstance(error, GrammarError):
-        return "invalid_grammar"
-    words = f"{type(error).__name__} {error}".lower()
-    exhausted = isinstance(error, MemoryError) or "outofmemory" in words or "t allocate memory" in words
-    return "out_of_memory" if exhausted else "internal_error"

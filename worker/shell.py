@@ -36,6 +36,7 @@ from diptych.messages import (
 )
 from engine.loop import Emission, Engine
 from engine.scheduler import Refused, Sequence
+from kvcache.prefix_tree import root
 from worker.epochs import Epochs
 from worker.start import Voice, pin
 
@@ -88,7 +89,7 @@ class Role(Protocol):
 
 
 class Slabs(Protocol):
-    """The pool (`kvcache.pool.Pool`), as far as its books are looked at."""
+    """Who holds what (`kvcache.holdings.Holdings`), as far as its books are looked at."""
 
     @property
     def used(self) -> int: ...
@@ -106,21 +107,26 @@ class Books:
 
 
 class Shell:
-    """The loop. `drain_s` bounds how long a worker that was told to end waits for what it holds."""
+    """The loop. `drain_s` bounds how long a worker that was told to end waits for what it holds.
+
+    `fingerprint` is that of the model, if prefixes are kept and shared; without it they are not.
+    """
 
     def __init__(
         self,
         link: Line,
         engine: Engine,
         role: Role,
-        pool: Slabs,
+        holdings: Slabs,
         books: Books,
         *,
+        fingerprint: str = "",
         drain_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.link, self.engine, self.role, self.pool, self.books = link, engine, role, pool, books
+        self.link, self.engine, self.role, self.holdings, self.books = link, engine, role, holdings, books
         self.epochs = Epochs()
+        self._fingerprint = fingerprint
         self.welcomed: Callable[[], None] | None = None  # called once, when the gateway first answers
         self._drain_s, self._clock = drain_s, clock
         self._ending_s: float | None = None  # the moment at which a drained worker waits no longer
@@ -159,19 +165,18 @@ class Shell:
         return len(self.engine.scheduler) > 0 or self.role.holds
 
     def _prove(self) -> None:
-        """Whenever the last attempt has ended, every slab must be free.
+        """Whenever the last attempt has ended, nobody may hold a slab; chunks kept for later are held by none.
 
         Raises:
             RuntimeError: some are not. They would be missing for ever, so a new process is better.
-            AssertionError: the pool's own books do not add up.
+            AssertionError: the books do not add up.
         """
         idle = not self.holds
         if idle and not self._idle:
-            self.pool.check()
-            if self.pool.used:
-                raise RuntimeError(
-                    f"{self.pool.used} slabs are used although nothing is held: {self.pool.owners()}"
-                )
+            self.holdings.check()
+            if self.holdings.used:
+                owners = self.holdings.owners()
+                raise RuntimeError(f"{self.holdings.used} slabs are used although nothing is held: {owners}")
         self._idle = idle
 
     @property
@@ -224,6 +229,8 @@ class Shell:
             order.sampling,
             now_s + order.remaining_s,
             output=list(order.output),
+            origin=order.origin,
+            root=root(self._fingerprint, order.origin.scope) if self._fingerprint else b"",
         )
         try:
             self.role.begin(order, seq, now_s)
@@ -239,11 +246,15 @@ class Shell:
 
     def _tell(self, emissions: list[Emission]) -> None:
         """One `Step` for all that progressed, before anything else is done with what they hold."""
+        if not emissions:
+            return
+        begun_s = self._clock()
         if outputs := [told.message for told in emissions if isinstance(told.message, Output)]:
             self.link.send(Step(outputs))
         for told in emissions:
             if isinstance(told.message, Failed):
                 self.link.send(told.message)
+        self.engine.sent(self._clock() - begun_s)
         for told in emissions:
             if told.held is not None:
                 self.role.let_go(told.held, self._clock())

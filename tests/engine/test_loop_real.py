@@ -14,15 +14,22 @@ import torch
 from diptych.messages import Failed, Logprob, Output
 from diptych.request import Grammar, Sampling
 from engine import grammar
+from engine.growth import Ratio
 from engine.loop import Emission, Engine
 from engine.model.files import ModelFiles
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Limits, Scheduler, Sequence
+from kvcache.holdings import Holdings
+from kvcache.layout import CHUNK_TOKENS
 from kvcache.pool import Pool
+from kvcache.prefix_tree import PrefixTree, root
+from kvcache.tiers.host import HostTier
 from tests.factories import make_folder, make_tokenizer
+from tests.unit.engine.fakes import Fixed
 
 MODEL_LEN = 512
+ROOT = root("the model", "")
 END = 2
 SCHEMA = Grammar(
     "json_schema", json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 9})
@@ -52,14 +59,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 
 class Worker:
-    """One engine with its own pool."""
+    """One engine with its own pool. `swap` is the host tier's room, in slabs."""
 
-    def __init__(self, model: ModelFiles, **limits: Any) -> None:
-        self.pool = Pool(model.layout(), 60)
+    def __init__(
+        self, model: ModelFiles, num_slabs: int = 60, caching: bool = True, swap: int = 0, **limits: Any
+    ) -> None:
+        self.pool = Pool(model.layout(), num_slabs)
+        self.holdings = Holdings(self.pool, PrefixTree() if caching else None)
         runner = Runner.load(model, self.pool, MODEL_LEN)
         settings = {"max_num_seqs": 12, "max_num_batched_tokens": 96} | limits
         sampler = Sampler(runner.vocab_size, grammar.load(make_tokenizer(), [END]))
-        self.engine = Engine(runner, Scheduler(Limits(60, MODEL_LEN, **settings)), self.pool, sampler)
+        scheduler = Scheduler(Limits(num_slabs, MODEL_LEN, **settings))
+        host = HostTier([self.pool], swap * self.pool.layout.chunk_bytes)
+        self.engine = Engine(runner, scheduler, self.holdings, sampler, host)
         self.held: list[Sequence] = []
         self._ticks = itertools.count()
 
@@ -77,7 +89,7 @@ def request(number: int, hold: bool = False) -> Sequence:
     prompt = torch.randint(3, 259, (length,), generator=random).tolist()
     fields: dict[str, Any] = {"max_tokens": 24, "seed": 100 + number, "stop_token_ids": (END,)} | asked
     sampling = Sampling(**fields)
-    return Sequence(f"r{number}", 1, prompt, sampling, math.inf, hold=hold)
+    return Sequence(f"r{number}", 1, prompt, sampling, math.inf, hold=hold, root=ROOT)
 
 
 Answer = dict[str, tuple[list[int], list[Logprob], list[Logprob | None] | None, str | None]]
@@ -108,7 +120,7 @@ def alone(model: ModelFiles) -> Answer:
     for number in range(len(KINDS)):
         worker.engine.add(request(number), 0.0)
         gathered |= answers(worker.run())
-    assert worker.pool.used == 0
+    assert worker.holdings.used == 0
     return gathered
 
 
@@ -141,7 +153,8 @@ def test_requests_are_of_all_kinds(alone: Answer) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{}, {"max_num_seqs": 5, "max_num_batched_tokens": 33}, {"chunked_prefill": False}]
+    "limits",
+    [{}, {"max_num_seqs": 5, "max_num_batched_tokens": 33}, {"chunked_prefill": False}, {"caching": False}],
 )
 def test_a_batch_gives_each_request_the_tokens_it_gets_alone(
     model: ModelFiles, alone: Answer, limits: dict[str, Any]
@@ -150,8 +163,8 @@ def test_a_batch_gives_each_request_the_tokens_it_gets_alone(
     for number in range(len(KINDS)):
         worker.engine.add(request(number), 0.0)
     check_same(answers(worker.run()), alone)
-    assert worker.pool.used == 0
-    worker.pool.check()
+    assert worker.holdings.used == 0
+    worker.holdings.check()
 
 
 def test_arriving_in_the_midst_of_others_changes_nothing(model: ModelFiles, alone: Answer) -> None:
@@ -170,18 +183,17 @@ def test_prefilled_here_and_decoded_there_is_the_same(model: ModelFiles, alone: 
     told = prefill.run()
     assert len(prefill.held) >= len(KINDS) - 1
     for held in prefill.held:
-        seq = Sequence(
-            held.id, 1, held.prompt, held.sampling, math.inf, list(held.output), computed=held.computed
-        )
-        seq.slabs = decode.pool.take(decode.engine.scheduler.limits.room(seq), seq.key)
+        fields: dict[str, Any] = {"computed": held.computed, "root": ROOT}
+        seq = Sequence(held.id, 1, held.prompt, held.sampling, math.inf, list(held.output), **fields)
+        seq.slabs = decode.holdings.take(seq.key, -(-seq.total // CHUNK_TOKENS))
         for source, target in zip(held.slabs, seq.slabs, strict=False):
             decode.pool.slab_bytes(target)[:] = prefill.pool.slab_bytes(source)
         decode.engine.adopt(seq, 0.0)
-        prefill.pool.give(held.slabs, held.key)
+        prefill.holdings.end(held.key)
         for _ in range(2):  # some arrive while others already decode
             told += decode.engine.step(lambda: 0.0)
     check_same(answers(told + decode.run()), alone)
-    assert prefill.pool.used == decode.pool.used == 0
+    assert prefill.holdings.used == decode.holdings.used == 0
 
 
 @pytest.mark.parametrize("cut", [1, 5, 23])
@@ -209,7 +221,7 @@ def test_aborted_companions_change_nothing(model: ModelFiles, alone: Answer) -> 
     got = answers(told + worker.run())
     kept = {"r9", "r10", "r11"}
     check_same({name: got[name] for name in kept}, {name: alone[name] for name in kept})
-    assert worker.pool.used == 0
+    assert worker.holdings.used == 0
 
 
 def test_a_request_that_cannot_run_fails_alone(model: ModelFiles, alone: Answer) -> None:
@@ -225,4 +237,48 @@ def test_a_request_that_cannot_run_fails_alone(model: ModelFiles, alone: Answer)
     failed = {e.message.request: e.message.code for e in told if isinstance(e.message, Failed)}
     assert failed == {"r3": "internal_error", "r4": "invalid_grammar", "r5": "internal_error"}
     check_same(answers([e for e in told if isinstance(e.message, Output)]), {"r2": alone["r2"]})
-    assert worker.pool.used == 0
+    assert worker.holdings.used == 0
+
+
+@pytest.mark.parametrize("parks", [True, False], ids=["park", "recompute"])
+def test_preempted_requests_go_on_exactly_where_they_were(
+    model: ModelFiles, alone: Answer, parks: bool
+) -> None:
+    worker = Worker(model, num_slabs=6, swap=40)
+    worker.engine.scheduler.ratio = Ratio(0.0, 0.0, 0.0, 0.0)  # admits whatever fits now
+    worker.engine.copy_rate = Fixed(1e15 if parks else 1e-15)
+    told = []
+    for number in range(len(KINDS)):
+        worker.engine.add(request(number), 0.0)
+    while len(worker.engine.scheduler):
+        told += worker.engine.step(lambda: 0.0)
+    check_same(answers(told), alone)
+    ways = worker.engine.stats.preemptions
+    assert ways.get("park" if parks else "recompute", 0) >= 2 and len(ways) == 1
+    assert worker.holdings.used == 0 and len(worker.engine.host or ()) == 0
+
+
+def test_known_prefixes_are_not_computed_again_and_change_nothing(model: ModelFiles, alone: Answer) -> None:
+    worker = Worker(model)
+    ran = []
+    for _ in range(2):
+        before = worker.engine.stats.step_tokens
+        told = []
+        for number in range(len(KINDS)):
+            worker.engine.add(request(number), 0.0)
+        told = worker.run()
+        check_same(answers(told), alone)
+        first = {e.message.request: e.message for e in reversed(told) if isinstance(e.message, Output)}
+        cached = {name: output.cached_tokens for name, output in first.items()}
+        ran.append((worker.engine.stats.step_tokens - before, sum(cached.values())))
+        worker.holdings.check()
+    lengths = {name: (length - 1) // CHUNK_TOKENS * CHUNK_TOKENS for name, (length, _) in enumerate_kinds()}
+    assert cached == {name: 0 if name in SCORED else length for name, length in lengths.items()}
+    assert ran[0][1] == 0 and ran[1] == (ran[0][0] - ran[1][1], sum(cached.values()))
+
+
+def enumerate_kinds() -> list[tuple[str, tuple[int, dict[str, Any]]]]:
+    return [(f"r{number}", kind) for number, kind in enumerate(KINDS)]
+
+
+SCORED = {name for name, (_, asked) in enumerate_kinds() if "prompt_logprobs" in asked}

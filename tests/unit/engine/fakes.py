@@ -1,4 +1,4 @@
-"""A pool, a runner and a sampler without torch, for the engine's loop: its bookkeeping is real, the model is a hash.
+"""A runner and a sampler without torch, for the engine's loop: all bookkeeping is real, the model is a hash.
 
 The fake KV of a token is all tokens up to it, written where its slab says. A runner that reads what another sequence
 wrote, or nothing, raises; the next token is a hash of all tokens so far, so any mistake in the order or the position of
@@ -8,17 +8,23 @@ work shows.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections.abc import Iterable
 
-from diptych.errors import GrammarError, OutOfBlocks
+from diptych.errors import GrammarError
 from diptych.messages import Logprob
 from diptych.request import Grammar, Sampling
+from engine.growth import Rate
 from engine.loop import Engine, Picked
 from engine.scheduler import Limits, Scheduler, Sequence
 from engine.work import Work
+from kvcache.holdings import Holdings
 from kvcache.layout import CHUNK_TOKENS
+from kvcache.prefix_tree import PrefixTree
+from kvcache.slabs import Slabs
+from kvcache.tiers.host import HostTier
 
 VOCAB = 50
+ROOT = b"the root of all fakes"
 
 
 def sampling(max_tokens: int = 8, **rest: object) -> Sampling:
@@ -30,7 +36,7 @@ def sequence(name: str, prompt: int | list[int], asked: Sampling | None = None, 
     tokens = (
         [(sum(name.encode()) + 7 * i) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
     )
-    settings: dict[str, object] = {"epoch": 1, "deadline_s": float("inf")} | rest
+    settings: dict[str, object] = {"epoch": 1, "deadline_s": float("inf"), "root": ROOT} | rest
     return Sequence(id=name, prompt=tokens, sampling=asked or sampling(), **settings)  # type: ignore[arg-type]
 
 
@@ -49,48 +55,37 @@ def alone(seq: Sequence, max_model_len: int = 10_000) -> list[int]:
     return output
 
 
-class FakePool:
-    """Slabs by owner, as `kvcache.pool.Pool` keeps them."""
+class Cells:
+    """The memory of a pool: one cell per slab and row, each of them the number of a text that was written there."""
 
     def __init__(self, num_slabs: int) -> None:
-        self.num_slabs = num_slabs
-        self.idle = list(range(num_slabs))
-        self.owner: dict[int, str] = {}
+        self.memory = memoryview(bytearray(num_slabs * CHUNK_TOKENS * 4)).cast("B")
+        self._numbers = self.memory.cast("I")
+        self._texts: list[list[int]] = [[]]
 
-    @property
-    def free(self) -> int:
-        return len(self.idle)
+    def __getitem__(self, place: tuple[int, int]) -> list[int]:
+        return self._texts[self._numbers[place[0] * CHUNK_TOKENS + place[1]]]
 
-    @property
-    def used(self) -> int:
-        return len(self.owner)
+    def __setitem__(self, place: tuple[int, int], text: list[int]) -> None:
+        self._numbers[place[0] * CHUNK_TOKENS + place[1]] = len(self._texts)
+        self._texts.append(text)
 
-    def take(self, n: int, owner: str) -> list[int]:
-        if n > len(self.idle):
-            raise OutOfBlocks(f"{n} of {len(self.idle)}")
-        slabs = [self.idle.pop() for _ in range(n)]
-        self.owner |= dict.fromkeys(slabs, owner)
-        return slabs
+    def slab_bytes(self, slab: int) -> memoryview:
+        """A window on one slab, as `kvcache.pool.Pool` has it."""
+        return self.memory[slab * CHUNK_TOKENS * 4 : (slab + 1) * CHUNK_TOKENS * 4]
 
-    def give(self, slabs: list[int], owner: str) -> None:
-        if any(self.owner.get(slab) != owner for slab in slabs):
-            raise ValueError(f"{owner} does not own all of {slabs}")
-        for slab in slabs:
-            del self.owner[slab]
-        self.idle += slabs
-
-    def owners(self) -> dict[str, int]:
-        return dict(Counter(self.owner.values()))
-
-    def check(self) -> None:
-        assert sorted([*self.idle, *self.owner]) == list(range(self.num_slabs))
+    def fetch(self, other: Cells, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole slabs of `other` here: (its slab, ours)."""
+        for source, target in pairs:
+            for row in range(CHUNK_TOKENS):
+                self[target, row] = other[source, row]
 
 
 class FakeRunner:
     """`kv` is what was written: (slab, row) -> the tokens up to there."""
 
-    def __init__(self) -> None:
-        self.kv: dict[tuple[int, int], list[int]] = {}
+    def __init__(self, num_slabs: int) -> None:
+        self.kv = Cells(num_slabs)
         self.batches: list[list[Work]] = []
         self.poison: set[int] = set()  # running one of these tokens raises
 
@@ -156,18 +151,27 @@ class FakeSampler:
         return [Logprob(token, -float(len(known)), []) for known, token in zip(logits, tokens, strict=True)]
 
 
-class Bench:
-    """An engine on fakes, with a clock that a test moves."""
+class Fixed(Rate):
+    """A rate that is what it is."""
 
-    def __init__(self, num_slabs: int = 64, **limits: object) -> None:
+    def note(self, amount: float, seconds: float) -> None:
+        """Measurements change nothing."""
+
+
+class Bench:
+    """An engine on fakes, with a clock that a test moves. `swap` is the host tier's room, in slabs."""
+
+    def __init__(self, num_slabs: int = 64, caching: bool = True, swap: int = 0, **limits: object) -> None:
         settings: dict[str, object] = {
             "max_num_seqs": 8,
             "max_num_batched_tokens": 128,
             "max_model_len": 1000,
         } | limits
         self.scheduler = Scheduler(Limits(num_slabs=num_slabs, **settings))  # type: ignore[arg-type]
-        self.pool, self.runner, self.sampler = FakePool(num_slabs), FakeRunner(), FakeSampler()
-        self.engine = Engine(self.runner, self.scheduler, self.pool, self.sampler)
+        self.pool, self.runner, self.sampler = Slabs(num_slabs), FakeRunner(num_slabs), FakeSampler()
+        self.holdings = Holdings(self.pool, PrefixTree() if caching else None)
+        self.host = HostTier([self.runner.kv], swap * CHUNK_TOKENS * 4)
+        self.engine = Engine(self.runner, self.scheduler, self.holdings, self.sampler, self.host)
         self.now_s = 0.0
 
     def clock(self) -> float:

@@ -8,6 +8,8 @@ from diptych.messages import Failed, Output
 from diptych.request import Grammar
 from engine.loop import Emission
 from engine.scheduler import Refused, Sequence
+from kvcache.holdings import Holdings
+from kvcache.slabs import Slabs
 from tests.unit.engine.fakes import Bench, alone, following, sampling, sequence
 
 
@@ -46,8 +48,8 @@ def test_batching_changes_no_token(chunked: bool) -> None:
         assert [o.finish for o in outputs(told, seq.id)][-1] == "length"
         assert all(o.finish is None for o in outputs(told, seq.id)[:-1])
     assert max(len(batch) for batch in bench.runner.batches) == 4
-    assert bench.pool.used == 0
-    bench.pool.check()
+    assert bench.holdings.used == 0
+    bench.holdings.check()
 
 
 def test_a_stop_token_is_told_and_ends_the_sequence() -> None:
@@ -98,7 +100,7 @@ def test_a_second_attempt_goes_on_where_the_first_was() -> None:
     bench = Bench()
     bench.engine.add(sequence("a", 70, sampling(20), output=whole[:12], epoch=2), 0.0)
     assert written(finish(bench), "a") == whole[12:]
-    assert bench.pool.used == 0
+    assert bench.holdings.used == 0
 
 
 @pytest.mark.parametrize("earlier", [0, 5])
@@ -109,28 +111,25 @@ def test_a_held_sequence_leaves_with_its_slabs_and_goes_on_elsewhere(earlier: in
     (last,) = [emission for emission in finish(first) if emission.held]
     held = last.held
     assert held is not None and held.output == whole[: earlier + 1] and held.computed == 130 + earlier
-    assert first.pool.owners() == {"a#1": len(held.slabs)} == {"a#1": 3}  # room for the prompt alone
+    assert first.holdings.owners() == {"a#1": len(held.slabs)} == {"a#1": 3}  # room for the prompt alone
 
-    slabs = second.pool.take(3, "a#1")
-    for source, target in zip(held.slabs, slabs, strict=True):
-        second.runner.kv |= {
-            (target, row): kv for (slab, row), kv in first.runner.kv.items() if slab == source
-        }
+    slabs = second.holdings.take("a#1", 3)
+    second.runner.kv.fetch(first.runner.kv, zip(held.slabs, slabs, strict=True))
     copy = sequence("a", 130, sampling(20), output=list(held.output), computed=held.computed, slabs=slabs)
     second.engine.adopt(copy, 0.0)
     told = finish(second)
     assert written(told, "a") == whole[earlier + 1 :]
     assert set(outputs(told, "a")[0].seconds) == {"decode_queue", "decode_first"}
-    assert second.pool.used == 0
-    first.pool.give(held.slabs, "a#1")
-    assert first.pool.used == 0
+    assert second.holdings.used == 0
+    first.holdings.end("a#1")
+    assert first.holdings.used == 0
 
 
 def test_a_held_sequence_that_ends_with_its_first_token_is_not_held() -> None:
     bench = Bench()
     bench.engine.add(sequence("a", 10, sampling(1), hold=True), 0.0)
     bench.engine.add(sequence("b", 10, sampling(0), hold=True), 0.0)
-    assert not any(emission.held for emission in finish(bench)) and bench.pool.used == 0
+    assert not any(emission.held for emission in finish(bench)) and bench.holdings.used == 0
 
 
 def test_adopted_sequences_wait_for_a_seat() -> None:
@@ -139,8 +138,9 @@ def test_adopted_sequences_wait_for_a_seat() -> None:
     for i in range(5):
         seq = sequence(f"r{i}", 5, sampling(6))
         first = following(seq.prompt)
-        slabs = bench.pool.take(1, seq.key)
-        bench.runner.kv |= {(slabs[0], row): seq.prompt[: row + 1] for row in range(5)}
+        slabs = bench.holdings.take(seq.key, 1)
+        for row in range(5):
+            bench.runner.kv[slabs[0], row] = seq.prompt[: row + 1]
         seqs.append(sequence(f"r{i}", 5, sampling(6), output=[first], computed=5, slabs=slabs))
         bench.engine.adopt(seqs[-1], 0.0)
     told = finish(bench)
@@ -156,11 +156,11 @@ def test_adopted_sequences_wait_for_a_seat() -> None:
 )
 def test_what_cannot_be_adopted_stays_with_the_caller(change: dict[str, object]) -> None:
     bench = Bench()
-    slabs = bench.pool.take(1, "a#1")
+    slabs = bench.holdings.take("a#1", 1)
     fields: dict[str, object] = {"output": [1], "computed": 5, "slabs": slabs}
     with pytest.raises(ValueError, match="cannot be adopted"):
         bench.engine.adopt(sequence("a", 5, sampling(6), **(fields | change)), 0.0)
-    assert bench.pool.owners() == {"a#1": 1} and not bench.engine.has_work
+    assert bench.holdings.owners() == {"a#1": 1} and not bench.engine.has_work
 
 
 def test_one_rows_failure_is_one_requests_failure() -> None:
@@ -184,7 +184,7 @@ def test_one_rows_failure_is_one_requests_failure() -> None:
     for seq in good:
         if seq.id not in unlucky:
             assert written(told, seq.id) == alone(seq)
-    assert bench.pool.used == 0
+    assert bench.holdings.used == 0
 
 
 def test_a_deadline_ends_a_sequence_before_more_is_done_for_it() -> None:
@@ -196,8 +196,8 @@ def test_a_deadline_ends_a_sequence_before_more_is_done_for_it() -> None:
     while len(bench.scheduler):
         told += bench.engine.step(bench.clock)
     assert failures(told) == {"runs": "deadline_exceeded", "waits": "deadline_exceeded"}
-    assert all(len(batch) == 1 and len(batch[0].slabs) == 2 for batch in bench.runner.batches)
-    assert 0 < len(written(told, "runs")) < 20 and bench.pool.used == 0
+    assert all(len(batch) == 1 for batch in bench.runner.batches)
+    assert 0 < len(written(told, "runs")) < 20 and bench.holdings.used == 0
 
 
 def test_abort_frees_this_epoch_and_older_ones_only() -> None:
@@ -210,7 +210,7 @@ def test_abort_frees_this_epoch_and_older_ones_only() -> None:
     assert bench.engine.abort("a", 2) == []
     told = finish(bench)
     assert {(e.message.request, e.message.epoch) for e in told} == {("a", 3), ("b", 1)}
-    assert written(told, "a") == alone(sequence("a", 100)) and bench.pool.used == 0
+    assert written(told, "a") == alone(sequence("a", 100)) and bench.holdings.used == 0
 
 
 def test_stages_meet_and_sum_to_the_whole() -> None:
@@ -220,7 +220,8 @@ def test_stages_meet_and_sum_to_the_whole() -> None:
     moments: dict[str, float] = {}
     told: list[Emission] = []
     while len(bench.scheduler):
-        for emission in bench.engine.step(bench.clock):
+        bench.now_s += 1.0
+        for emission in bench.engine.step(lambda: bench.now_s):
             moments.setdefault(emission.message.request, bench.now_s)
             told.append(emission)
     for name in "ab":
@@ -232,24 +233,38 @@ def test_stages_meet_and_sum_to_the_whole() -> None:
 
 def test_blocked_memory_is_not_work() -> None:
     bench = Bench(num_slabs=4)
-    others = bench.pool.take(2, "lease")
+    bench.holdings.take("lease", 2)
     bench.engine.add(sequence("a", 190), 0.0)
     blocked = bench.engine.has_work
     assert not blocked and bench.engine.step(bench.clock) == []
-    bench.pool.give(others, "lease")
+    bench.holdings.end("lease")
     assert written(finish(bench), "a") == alone(sequence("a", 190))
+
+
+def test_one_that_cannot_grow_pauses_until_others_let_go() -> None:
+    bench = Bench(num_slabs=4)
+    seq = sequence("a", 60, sampling(100))
+    bench.engine.add(seq, 0.0)
+    bench.engine.step(bench.clock)
+    bench.holdings.take("lease", 3)
+    told = []
+    while bench.engine.has_work:
+        told += bench.engine.step(bench.clock)
+    assert bench.engine.step(bench.clock) == [] and seq.computed == 64
+    bench.holdings.end("lease")
+    assert seq.output == alone(sequence("a", 60, sampling(100)))[: len(seq.output)]
+    finish(bench)
+    assert seq.output == alone(sequence("a", 60, sampling(100)))
 
 
 def test_slabs_that_vanish_between_plan_and_start_leave_it_waiting() -> None:
     bench = Bench(num_slabs=4)
     bench.engine.add(sequence("a", 100), 0.0)
-    free = type(bench.pool).free
     with pytest.MonkeyPatch.context() as patch:
-        others = bench.pool.take(3, "lease")
-        patch.setattr(type(bench.pool), "free", property(lambda pool: 4))
+        bench.holdings.take("lease", 3)
+        patch.setattr(bench.engine, "_decide", lambda clock: bench.scheduler.schedule(Holdings(Slabs(4))))
         assert bench.engine.step(bench.clock) == [] and len(bench.scheduler.waiting) == 1
-    assert type(bench.pool).free is free
-    bench.pool.give(others, "lease")
+    bench.holdings.end("lease")
     assert written(finish(bench), "a") == alone(sequence("a", 100))
 
 
@@ -259,9 +274,23 @@ def test_books() -> None:
         bench.engine.add(sequence(f"r{i}", 60), 0.0)
     bench.engine.step(bench.clock)
     stats = bench.engine.stats
-    assert (stats.slabs_total, stats.slabs_used) == (10, 4)
+    assert (stats.slabs_total, stats.slabs_used, stats.slabs_cached) == (10, 2, 0)
     assert (stats.running, stats.waiting, stats.waiting_tokens) == (2, 1, 60)
-    assert (stats.steps, stats.step_tokens, stats.step_seconds) == (1, 120, 1.0)
+    assert (stats.steps, stats.step_tokens) == (1, 120)
+    assert set(stats.step_parts) == {"schedule", "prepare", "run", "sample", "send"}
+    assert all(stats.step_parts[part] > 0 for part in ("schedule", "prepare", "run", "sample"))
+    bench.engine.sent(2.0)
+    stats = bench.engine.stats
+    assert stats.step_parts["send"] == 2.0 and sum(stats.step_parts.values()) == stats.step_seconds
+
+
+def test_what_a_runner_prepares_is_not_running() -> None:
+    bench = Bench()
+    bench.runner.prepare_seconds = 0.25  # type: ignore[attr-defined]
+    bench.engine.add(sequence("a", 60, sampling(1)), 0.0)
+    bench.engine.step(bench.clock)
+    parts = bench.engine.stats.step_parts
+    assert (parts["prepare"], parts["run"]) == (1.25, 0.75)
 
 
 def test_refusals() -> None:

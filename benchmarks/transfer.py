@@ -4,6 +4,7 @@
 
 `shm_ratio`       hand-off GB/s over shared memory / GB/s of one contiguous memcpy of as many bytes, both out of
                   another process's memory; the smallest over all cases.
+`split_ratio`     the same between workers that are split into ranks, differently; the smallest over all cases.
 `nixl_ratio`      hand-off GB/s over NIXL / GB/s of a bare NIXL read of as many bytes (one request, the caller spins,
                   nothing is verified), both with UCX over the loopback device; the smallest over all cases.
 `transfer_share`  seconds of KV transfer / seconds end to end, summed over requests of 512 prompt and 64 output tokens
@@ -34,12 +35,13 @@ import msgspec
 import numpy as np
 
 from benchmarks.serving import serving
-from kvcache.layout import KVLayout
+from kvcache.layout import KVLayout, Shard, shards
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import Seal, Terms
 from kvtransfer.handoff import Commit, Free, Outcome, Pull, Reserve, hand_off, perform
 from kvtransfer.links import Links, open_sources
 from kvtransfer.memory import Address, SharedMemory, attach
+from kvtransfer.parts import Parts
 from kvtransfer.transports.nixl import Agent, Endpoint, address
 
 KEY = b"benchmark key, not a secret"
@@ -48,11 +50,13 @@ POOL_BYTES = 256 << 20  # several times the last-level cache, so that targets ar
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request's KV: a model's layout and a prompt's length."""
+    """One request's KV: a model's layout, a prompt's length, and (tp, pp) on both sides."""
 
     name: str
     layout: KVLayout
     tokens: int
+    here: tuple[int, int] = (1, 1)
+    there: tuple[int, int] = (1, 1)
 
     @property
     def chunks(self) -> int:
@@ -66,6 +70,14 @@ class Case:
     def num_slabs(self) -> int:
         return max(POOL_BYTES // self.layout.chunk_bytes, 4 * self.chunks)
 
+    def memories(self, split: tuple[int, int]) -> list[tuple[Shard, SharedMemory]]:
+        """A pool, by rank."""
+        held = shards(self.layout, *split)
+        return [(shard, SharedMemory(self.num_slabs * self.layout.part(shard).chunk_bytes)) for shard in held]
+
+    def parts(self, memories: list[tuple[Shard, SharedMemory]]) -> Parts:
+        return Parts(self.layout, [(shard, memory.view) for shard, memory in memories])
+
 
 EMBEDDED = KVLayout(layers=6, kv_heads=4, head_dim=32, dtype="float32")
 LARGER = KVLayout(layers=16, kv_heads=4, head_dim=128, dtype="float32")
@@ -74,6 +86,13 @@ CASES = [
     Case("embedded model, 2048 tokens", EMBEDDED, 2048),
     Case("16 layers x 4 heads x 128, 512 tokens", LARGER, 512),
 ]
+SPLITS = [
+    Case("embedded model, 512 tokens, tp 1 to 2", EMBEDDED, 512, (1, 1), (2, 1)),
+    Case("embedded model, 512 tokens, tp 2 to 1", EMBEDDED, 512, (2, 1), (1, 1)),
+    Case("embedded model, 512 tokens, tp 2 to 2", EMBEDDED, 512, (2, 1), (2, 1)),
+    Case("embedded model, 512 tokens, pp 1 to 2", EMBEDDED, 512, (1, 1), (1, 2)),
+    Case("16 layers x 4 heads x 128, 512 tokens, tp 4 to 2", LARGER, 512, (4, 1), (2, 1)),
+]
 
 
 class Origin:
@@ -81,24 +100,23 @@ class Origin:
 
     def __init__(self, case: Case, transport: str) -> None:
         self.case, self.places = case, _places(case)
-        self.memory = SharedMemory(case.num_slabs * case.layout.chunk_bytes)
-        self.sources = open_sources([transport], self.memory, "source")
+        self.memories = case.memories(case.here)
+        self.pool = case.parts(self.memories)
+        self.sources = open_sources([transport], self.memories, "source")
         self.fresh = np.random.default_rng(0).integers(0, 255, case.num_bytes, np.uint8)
 
-    def slab(self, number: int) -> memoryview:
-        size = self.case.layout.chunk_bytes
-        return self.memory.view[number * size : (number + 1) * size]
-
     def offer(self, number: int) -> str:
-        slabs = next(self.places)
-        for i, slab in enumerate(slabs):
-            size = self.case.layout.chunk_bytes
-            self.slab(slab)[:] = self.fresh[i * size : (i + 1) * size].data
+        slabs, at = next(self.places), 0
+        for memory, size in zip(self.pool.memories, self.pool.slab_bytes, strict=True):
+            for slab in slabs:
+                memory[slab * size : (slab + 1) * size] = self.fresh[at : at + size].data
+                at += size
         layout = self.case.layout
         terms = Terms(
             str(number), 1, self.case.tokens, (0, layout.layers), layout.dtype, layout.chunk_shape, "f"
         )
-        return tickets.encode(tickets.write(KEY, terms, "source", "life", slabs, self.slab), KEY).hex()
+        ticket = tickets.write(KEY, terms, "source", "life", slabs, self.pool.payload)
+        return tickets.encode(ticket, KEY).hex()
 
     def serve(self) -> None:
         print(*(source.endpoint().hex() for source in self.sources.values()), flush=True)
@@ -111,12 +129,14 @@ class Pair:
 
     def __init__(self, case: Case, transport: str) -> None:
         self.case, self.places = case, _places(case)
-        args = [sys.executable, "-m", "benchmarks.transfer", "--source", transport, str(CASES.index(case))]
+        number = (CASES + SPLITS).index(case)
+        args = [sys.executable, "-m", "benchmarks.transfer", "--source", transport, str(number)]
         self.process = subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.endpoint = bytes.fromhex(self._line())
-        self.own = SharedMemory(case.num_slabs * case.layout.chunk_bytes)
-        np.frombuffer(self.own.view, np.uint8)[:] = 1  # every page is there before the first round
-        self.links = Links([transport], self.own.view, case.layout.chunk_bytes)
+        self.own = case.memories(case.there)
+        for _, memory in self.own:
+            np.frombuffer(memory.view, np.uint8)[:] = 1  # every page is there before the first round
+        self.links = Links([transport], case.parts(self.own))
         self.route = self.links.link("source", "life", {transport: self.endpoint})
 
     def offer(self) -> tickets.Ticket:
@@ -148,7 +168,8 @@ class Pair:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
-        self.own.close()
+        for _, memory in self.own:
+            memory.close()
 
     def _line(self) -> str:
         assert self.process.stdout is not None
@@ -156,15 +177,21 @@ class Pair:
 
 
 def memcpy(pair: Pair) -> Callable[[], float]:
-    """One contiguous copy of fresh bytes from the source's memory into the own pool: what C's memcpy makes of it."""
-    theirs = np.frombuffer(attach(msgspec.msgpack.decode(pair.endpoint, type=Address)), np.uint8)
-    own = np.frombuffer(pair.own.view, np.uint8)
+    """One contiguous copy of fresh bytes per rank of the source, out of its memory: what C's memcpy makes of it."""
+    known = msgspec.msgpack.decode(pair.endpoint, type=list[tuple[Shard, Address]])
+    case, theirs = pair.case, [np.frombuffer(attach(address), np.uint8) for _, address in known]
+    sizes = [case.layout.part(shard).chunk_bytes for shard, _ in known]
+    if case.here == case.there:
+        own = [np.frombuffer(memory.view, np.uint8) for _, memory in pair.own]
+    else:
+        own = [np.ones(memory.nbytes, np.uint8) for memory in theirs]
 
     def once() -> float:
-        first = pair.offer().chunks[0].slab * pair.case.layout.chunk_bytes
-        target = next(pair.places)[0] * pair.case.layout.chunk_bytes
+        source, target = pair.offer().chunks[0].slab, next(pair.places)[0]
         began = time.perf_counter()
-        np.copyto(own[target : target + pair.case.num_bytes], theirs[first : first + pair.case.num_bytes])
+        for there, here, size in zip(theirs, own, sizes, strict=True):
+            num_bytes = size * case.chunks
+            np.copyto(here[target * size :][:num_bytes], there[source * size :][:num_bytes])
         return time.perf_counter() - began
 
     return once
@@ -173,13 +200,14 @@ def memcpy(pair: Pair) -> Callable[[], float]:
 def bare_nixl(pair: Pair) -> Callable[[], float]:
     """One NIXL read of the same slabs: a descriptor per slab, one request, the caller spins until it is done."""
     endpoint = msgspec.msgpack.decode(pair.endpoint, type=Endpoint)
-    agent = Agent(f"bare-{os.getpid()}", [pair.own.view], serve=False)
-    peer, base, size = agent.add(endpoint.metadata), address(pair.own.view), pair.case.layout.chunk_bytes
+    (_, memory), (_, far, _) = pair.own[0], endpoint.parts[0]
+    agent = Agent(f"bare-{os.getpid()}", [memory.view], serve=False)
+    peer, base, size = agent.add(endpoint.metadata), address(memory.view), pair.case.layout.chunk_bytes
 
     def once() -> float:
         ticket, place = pair.offer(), next(pair.places)
         segments = [
-            (endpoint.base + chunk.slab * size, base + own * size, size)
+            (far + chunk.slab * size, base + own * size, size)
             for chunk, own in zip(ticket.chunks, place, strict=True)
         ]
         began = time.perf_counter()
@@ -288,14 +316,17 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.update({"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_WARN_UNUSED_ENV_VARS": "n"})
     if args.source:
-        Origin(CASES[int(args.source[1])], args.source[0]).serve()
+        Origin((CASES + SPLITS)[int(args.source[1])], args.source[0]).serve()
         return
     shm = [compare(case, "shm", args.rounds) for case in CASES]
+    split = [compare(case, "shm", args.rounds) for case in SPLITS]
     nixl = [compare(case, "nixl", args.rounds) for case in CASES]
     told: dict[str, Any] = {
         "shm_ratio": min(case["ratio"] for case in shm),
+        "split_ratio": min(case["ratio"] for case in split),
         "nixl_ratio": min(case["ratio"] for case in nixl),
         "shm": shm,
+        "split": split,
         "nixl": nixl,
     }
     if not args.no_system:

@@ -28,9 +28,10 @@ class Arrival:
 
     seq: Sequence
     ticket: Ticket
-    room: int  # slabs for all that it will ever hold
-    steps: Steps
     arrived_s: float
+    steps: Steps | None = None  # from its departure on, as is what follows
+    coming: frozenset[bytes] = frozenset()  # the addresses of the full chunks that it fetches
+    num_bytes: int = 0  # that it fetches
     reserved_s: float = 0.0
     turn: Effect | Outcome | None = None
     stop: threading.Event = field(default_factory=threading.Event)
@@ -115,6 +116,7 @@ class Courier:
 
     def pull(self, arrival: Arrival) -> None:
         """The courier's part of a hand-off, on the calling thread."""
+        assert arrival.steps is not None, "it has not departed"
         began_s = time.monotonic()
         arrival.turn = perform(arrival.steps, {Pull: partial(self._pull, arrival)}, arrival.turn)
         arrival.verify_s = time.monotonic() - began_s - arrival.pull_s
@@ -122,8 +124,6 @@ class Courier:
 
     def _pull(self, arrival: Arrival, effect: Pull) -> list[bytes]:
         began_s = time.monotonic()
-        route = self.links.route(effect.ticket.worker)
-        arrival.transport = route.transport if route else ""
         try:
             return self.links.pull(effect.ticket, effect.pairs, arrival.stop.is_set)
         finally:

@@ -1,16 +1,19 @@
-"""What a decode worker adds to the common loop: offered KV is reserved for, pulled, verified, and adopted.
+"""What a decode worker adds to the common loop: offered KV is leased or pulled, verified, and adopted.
 
-    begin ──▶ waiting ──room for its whole growth──▶ moving ──verified──▶ the engine's
-                                                       └─ the courier's threads, beside decoding
+    begin ──▶ waiting ──room──▶ moving ──verified──▶ the engine's
+                                  └─ the courier's threads, beside decoding
 
-Pulls write straight into reserved slabs, so an abort that comes meanwhile only asks the courier to stop: the
-slabs are free once nothing writes to them any more, never before. First come, first served: a request that
-needs much room is not overtaken for ever by small ones.
+A request that departs first takes hold of the chunks that are known here (so none of them is evicted any more), then
+reserves slabs for the others, and only those are pulled. One that waits holds nothing, so waiting ones cannot block
+each other. Pulls write straight into reserved slabs: an abort that comes meanwhile only asks the courier to stop, and
+the slabs are free once nothing writes to them any more, never before. First come, first served, within a priority: a
+request that needs much room is not overtaken for ever by small ones.
 """
 
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence as Keys
 from functools import partial
 
 import msgspec
@@ -20,22 +23,32 @@ from diptych.errors import DiptychError, StaleTicket
 from diptych.messages import Admit, Failed, Generate, Peer, Pulled, Stats, ToWorker, Unpeer
 from engine.loop import Engine
 from engine.scheduler import Refused, Sequence
-from kvcache.pool import Pool
+from kvcache.holdings import Holdings
+from kvcache.layout import KVLayout
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import Seal
-from kvtransfer.handoff import Aborted, Commit, Free, Outcome, Reserve, hand_off, perform
+from kvtransfer.handoff import Aborted, Commit, Free, Outcome, Pull, Reserve, hand_off, perform
 from worker.shell import Line, Order
 
 TOO_LATE = "the request's time was up before its KV had arrived"
+PASSED = 32  # that wait for chunks on their way are passed by in one turn; a long queue of them costs no more than that
 
 
 class Decoder:
     """The role of a worker that writes answers. `key` is the deployment's transfer key."""
 
     def __init__(
-        self, link: Line, engine: Engine, pool: Pool, courier: Courier, key: bytes, fingerprint: str
+        self,
+        link: Line,
+        engine: Engine,
+        holdings: Holdings,
+        layout: KVLayout,
+        courier: Courier,
+        key: bytes,
+        fingerprint: str,
     ) -> None:
-        self.link, self.engine, self.pool, self.courier = link, engine, pool, courier
+        self.link, self.engine, self.holdings, self.courier = link, engine, holdings, courier
+        self._layout = layout
         self._key, self._fingerprint = key, fingerprint
         self._limits = engine.scheduler.limits
         self._waiting: dict[str, Arrival] = {}  # in order of arrival
@@ -60,7 +73,7 @@ class Decoder:
     def _await(self, order: Admit, seq: Sequence, now_s: float) -> None:
         try:
             ticket = tickets.decode(order.ticket, self._key)
-            layout = self.pool.layout
+            layout = self._layout
             tickets.expect(
                 ticket,
                 request=order.request,
@@ -79,8 +92,8 @@ class Decoder:
             raise Refused("out_of_memory", f"the request needs {room} KV slabs", why)
         if len(self._waiting) >= self._limits.max_waiting:
             raise Refused("overloaded", f"{len(self._waiting)} requests wait for room already")
-        steps = hand_off(ticket, room, Seal(self._key, ticket.terms).matches)
-        self._waiting[seq.key] = Arrival(seq, ticket, room, steps, now_s)
+        seq.address()
+        self._waiting[seq.key] = Arrival(seq, ticket, now_s)
 
     def take(self, message: ToWorker, now_s: float) -> None:
         """Prefill workers come and go."""
@@ -122,36 +135,77 @@ class Decoder:
             return None
 
     def _depart(self, now_s: float) -> None:
-        """Reserve for and fetch, in order of arrival, as long as there is room."""
-        for arrival in list(self._waiting.values()):
-            if arrival.room > self.pool.free:
+        """Reserve for and fetch, in order of arrival, as long as there is room.
+
+        One whose next chunk is on its way already, for another request, waits until it can share that, and keeps its
+        place: what it needs stays set aside.
+        """
+        moving = [arrival for arrival in self._moving.values() if not arrival.stop.is_set()]
+        coming = {key for arrival in moving for key in arrival.coming}
+        ahead = [arrival.seq for arrival in moving]
+        stock = _Stock(self.holdings)
+        for arrival in sorted(self._waiting.values(), key=lambda waiting: waiting.seq.origin.priority):
+            seq, keys = arrival.seq, arrival.seq.attachable()
+            if stock.passed > PASSED or not self.engine.scheduler.admits(seq, stock, ahead):
                 return
-            key = arrival.seq.key
-            del self._waiting[key]
-            arrival.turn = perform(arrival.steps, {Reserve: partial(self._reserve, key)})
-            arrival.reserved_s = now_s
-            self._moving[key] = arrival
+            ahead.append(seq)
+            known = self.holdings.look(keys)
+            if known < len(keys) and keys[known] in coming:
+                need = self._layout.num_chunks(seq.total) - known + self.holdings.look_free(keys)
+                stock.pass_by(need)
+                continue
+            self._fetch(arrival, now_s)
+            coming |= arrival.coming
+
+    def _fetch(self, arrival: Arrival, now_s: float) -> None:
+        """Take hold of what is here, reserve the rest, and let the courier pull that."""
+        seq, ticket = arrival.seq, arrival.ticket
+        del self._waiting[seq.key]
+        keys = seq.attachable()
+        held = self.holdings.attach(seq.key, keys)
+        arrival.steps = hand_off(
+            ticket,
+            self._layout.num_chunks(seq.total),
+            Seal(self._key, ticket.terms).matches,
+            dict(enumerate(held)),
+        )
+        arrival.turn = perform(arrival.steps, {Reserve: partial(self._reserve, seq.key)})
+        arrival.reserved_s = now_s
+        route = self.courier.links.route(ticket.worker)
+        arrival.transport = route.transport if route else ""
+        self._moving[seq.key] = arrival
+        if isinstance(arrival.turn, Pull):
+            arrival.coming = frozenset(keys[len(held) :])
+            arrival.num_bytes = len(arrival.turn.pairs) * ticket.chunk_bytes
             self.courier.fetch(arrival)
+        else:
+            self._finish(arrival, now_s)  # everything is here already
 
     def _reserve(self, key: str, effect: Reserve) -> list[int]:
-        return self.pool.take(effect.num_slabs, key)
+        return self.holdings.take(key, effect.num_slabs)
 
     def _finish(self, arrival: Arrival, now_s: float) -> None:
         """The last turns of a hand-off, back on the thread that owns the pool: commit, or free."""
         seq = arrival.seq
+        assert arrival.steps is not None, "it has not departed"
         del self._moving[seq.key]
 
         def commit(effect: Commit) -> None:
             seq.slabs, seq.computed = list(effect.slabs), arrival.ticket.terms.num_tokens
+            keys = seq.attachable()
+            self.holdings.share(seq.key, keys, seq.slabs)
+            seq.shared = len(keys)
             self.engine.adopt(seq, now_s)
 
-        table = {Commit: commit, Free: lambda effect: self.pool.give(effect.slabs, seq.key)}
+        table = {Commit: commit, Free: lambda effect: self.holdings.end(seq.key)}
         error = Aborted("stopped while its KV was on the way") if arrival.stop.is_set() else None
         outcome = perform(arrival.steps, table, arrival.turn, error)
         assert isinstance(outcome, Outcome)
         if outcome.error is None:
             self._tell(arrival)
-        elif arrival.stop.is_set():
+            return
+        self.holdings.end(seq.key)  # also what was held without being reserved
+        if arrival.stop.is_set():
             if arrival.blame:
                 self._fail(seq, arrival.blame, TOO_LATE)
         else:
@@ -164,8 +218,8 @@ class Decoder:
             "transfer": arrival.pull_s,
             "verify": arrival.verify_s,
         }
-        seq, ticket = arrival.seq, arrival.ticket
-        self.link.send(Pulled(seq.id, seq.epoch, arrival.transport, ticket.num_bytes, seconds))
+        seq = arrival.seq
+        self.link.send(Pulled(seq.id, seq.epoch, arrival.transport, arrival.num_bytes, seconds))
 
     def _fail(self, seq: Sequence, code: str, message: str) -> None:
         self.link.send(Failed(seq.id, seq.epoch, code, message))
@@ -190,13 +244,35 @@ class Decoder:
 
     def books(self, stats: Stats) -> Stats:
         """The engine's books, with what waits for room and what is on its way."""
-        on_the_way = sum(arrival.ticket.num_bytes for arrival in self._moving.values())
+        on_the_way = sum(arrival.num_bytes for arrival in self._moving.values())
         return msgspec.structs.replace(
             stats,
             waiting=stats.waiting + len(self._waiting) + len(self._moving),
             staging_bytes=on_the_way,
             integrity_failures=self._corrupt,
         )
+
+
+class _Stock:
+    """The slabs to be had (`engine.desk.Stock`), less those that are set `aside` for requests ahead."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self.holdings, self.aside, self.passed = holdings, 0, 0
+
+    @property
+    def free(self) -> int:
+        return self.holdings.free - self.aside
+
+    def pass_by(self, need: int) -> None:
+        """Set `need` slabs aside for one that does not take them yet."""
+        self.aside += need
+        self.passed += 1
+
+    def look(self, keys: Keys[bytes]) -> int:
+        return self.holdings.look(keys)
+
+    def look_free(self, keys: Keys[bytes]) -> int:
+        return self.holdings.look_free(keys)
 
 
 def _told(error: DiptychError | Exception) -> str:

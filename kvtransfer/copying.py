@@ -7,6 +7,7 @@ prefill worker's bytes are not read again, and the decode worker's only a step l
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,12 @@ def copy(target: Bytes, source: Bytes) -> None:
     """Copy `source` over `target`: both one-dimensional, contiguous uint8 of the same length. Releases the GIL."""
     if target.nbytes != source.nbytes:
         raise ValueError(f"{source.nbytes} bytes do not fit {target.nbytes}")
-    to = target.ctypes.data
-    if to % LINE or target.nbytes % LINE:
-        np.copyto(target, source)
-        return
-    _stream(to, source.ctypes.data, target.nbytes)
+    copy_at(target.ctypes.data, source.ctypes.data, target.nbytes)
+
+
+def copy_at(target: int, source: int, num_bytes: int) -> None:
+    """The same between addresses, which the caller vouches for: many small pieces should not need an array each."""
+    if target % LINE or num_bytes % LINE:
+        ctypes.memmove(target, source, num_bytes)
+    else:
+        _stream(target, source, num_bytes)

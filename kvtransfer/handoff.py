@@ -11,9 +11,10 @@ abort, a bug), exactly one of the two endings follows.
 Two threads. The pool belongs to the engine's thread, pulling to a puller thread. `perform` answers the effects in its
 table and gives back the first one that is not in it, so the conversation is passed from hand to hand:
 
-    # engine thread, on Admit
-    steps = hand_off(ticket, num_slabs, matches)
-    turn = perform(steps, {Reserve: lambda e: pool.take(e.num_slabs, owner)})
+    # engine thread, when there is room; what it has already it holds from now on, so that nothing evicts it meanwhile
+    held = dict(enumerate(holdings.attach(key, chunk_keys)))
+    steps = hand_off(ticket, num_slabs, matches, held)
+    turn = perform(steps, {Reserve: lambda e: holdings.take(key, e.num_slabs)})
     if not isinstance(turn, Outcome): puller_queue.put((steps, turn))
 
     # puller thread; `stop` is a threading.Event that Abort sets, and a pull that sees it raises `Aborted`
@@ -21,7 +22,7 @@ table and gives back the first one that is not in it, so the conversation is pas
     done_queue.put((steps, turn))                  # then wake the engine's loop
 
     # engine thread, on what comes back (Commit or Free); an abort that came meanwhile is thrown in instead of Commit
-    table = {Commit: lambda e: engine.adopt(...), Free: lambda e: pool.give(e.slabs, owner)}
+    table = {Commit: lambda e: engine.adopt(...), Free: lambda e: holdings.end(key)}
     outcome = perform(steps, table, turn, error=Aborted("...") if stop.is_set() else None)
 
 A conversation must be driven to its `Outcome`; closing the generator early would leave reserved slabs with nobody.

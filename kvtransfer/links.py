@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from diptych.errors import ConfigError, StaleTicket, TransferError
+from kvcache.layout import Shard
 from kvtransfer.memory import SharedMemory
+from kvtransfer.parts import Parts
 from kvtransfer.ticket import Ticket
 from kvtransfer.transports import nixl, shm
 
@@ -49,8 +51,12 @@ class Route:
     latency_us: float
 
 
-def open_sources(transports: Sequence[str], memory: SharedMemory, name: str) -> dict[str, Source]:
-    """Offer `memory` over each of `transports`; one that does not start here is logged with its reason and left out.
+def open_sources(
+    transports: Sequence[str], parts: Sequence[tuple[Shard, SharedMemory]], name: str
+) -> dict[str, Source]:
+    """Offer a worker's pool over each of `transports`; one that does not start here is logged and left out.
+
+    `parts` is the memory of every rank, in order, with what it holds of the model.
 
     Raises:
         ConfigError: there is no transport of that name.
@@ -60,7 +66,7 @@ def open_sources(transports: Sequence[str], memory: SharedMemory, name: str) -> 
     why = []
     for transport in _known(transports):
         try:
-            opened[transport] = SOURCES[transport](memory, name)
+            opened[transport] = SOURCES[transport](parts, name)
         except TransferError as error:
             log.warning("transport %s is not offered: %s (%s)", transport, error.what, error.why)
             why.append(f"{transport}: {error.what} ({error.why})")
@@ -72,14 +78,11 @@ def open_sources(transports: Sequence[str], memory: SharedMemory, name: str) -> 
 class Links:
     """All links of one decode worker to prefill workers, over `transports` in order of preference.
 
-    `memory` is the own pool's bytes, `slab_bytes` the size of one slab, `algorithm` the payload hash. Pulling belongs
-    to one thread; linking may happen on another.
+    `own` is the own pool, `algorithm` the payload hash. Pulling belongs to one thread; linking may happen on another.
     """
 
-    def __init__(
-        self, transports: Sequence[str], memory: memoryview, slab_bytes: int, algorithm: str = "xxh3"
-    ) -> None:
-        self._pullers = {name: PULLERS[name](memory, slab_bytes, algorithm) for name in _known(transports)}
+    def __init__(self, transports: Sequence[str], own: Parts, algorithm: str = "xxh3") -> None:
+        self._pullers = {name: PULLERS[name](own, algorithm) for name in _known(transports)}
         self._routes: dict[str, Route] = {}
         self._lock = threading.Lock()
 
@@ -147,5 +150,8 @@ def _known(transports: Sequence[str]) -> Sequence[str]:
     return transports
 
 
-SOURCES: dict[str, Callable[[SharedMemory, str], Source]] = {"shm": shm.Source, "nixl": nixl.Source}
-PULLERS: dict[str, Callable[[memoryview, int, str], Puller]] = {"shm": shm.Puller, "nixl": nixl.Puller}
+SOURCES: dict[str, Callable[[Sequence[tuple[Shard, SharedMemory]], str], Source]] = {
+    "shm": shm.Source,
+    "nixl": nixl.Source,
+}
+PULLERS: dict[str, Callable[[Parts, str], Puller]] = {"shm": shm.Puller, "nixl": nixl.Puller}

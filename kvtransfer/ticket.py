@@ -41,9 +41,14 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     version: Annotated[int, Meta(ge=1, le=1)] = 1
 
     @property
+    def chunk_bytes(self) -> int:
+        """Bytes that a pull of one chunk moves."""
+        return math.prod(self.terms.shape) * ITEM_BYTES[self.terms.dtype]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that a pull of every chunk moves."""
-        return math.prod(self.terms.shape) * ITEM_BYTES[self.terms.dtype] * len(self.chunks)
+        return self.chunk_bytes * len(self.chunks)
 
 
 def write(
@@ -52,20 +57,20 @@ def write(
     worker: str,
     incarnation: str,
     slabs: Sequence[int],
-    slab_bytes: Callable[[int], memoryview],
+    payload: Callable[[int, str], bytes],
 ) -> Ticket:
     """Digest the slabs of a finished prefill and make its ticket.
 
-    `slab_bytes(slab)` gives the bytes of one whole slab; they must not change from now on. `terms.num_chunks` slabs are
-    expected, in token order.
+    `payload(slab, algorithm)` hashes the chunk in a slab (`kvtransfer.parts.Parts.payload`), which must not change from
+    now on. `terms.num_chunks` slabs are expected, in token order.
 
     Raises:
         ValueError: there are fewer or more slabs than `terms` says.
     """
     if len(slabs) != terms.num_chunks:
         raise ValueError(f"{terms.num_tokens} tokens are {terms.num_chunks} chunks, not {len(slabs)} slabs")
-    seal, read = Seal(key, terms), HASHES[terms.algorithm]
-    chunks = tuple(Chunk(slab, seal.bind(i, read(slab_bytes(slab)))) for i, slab in enumerate(slabs))
+    seal = Seal(key, terms)
+    chunks = tuple(Chunk(slab, seal.bind(i, payload(slab, terms.algorithm))) for i, slab in enumerate(slabs))
     return Ticket(terms, worker, incarnation, chunks)
 
 

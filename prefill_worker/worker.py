@@ -1,9 +1,10 @@
 """What a prefill worker adds to the common loop: KV that was read is leased, offered, and let go.
 
-    begin ──engine──▶ let_go: digests ─▶ lease ─▶ Offer ──Release, Abort or the lease's end──▶ free
+    begin ──engine──▶ let_go: digests ─▶ lease ─▶ Offer ──Release, Abort or the lease's end──▶ let go of
 
 The first token is already on its way to the client when the digests are computed. Memory in which KV waits to
 be fetched is the buffer between the two pools: while it is full, prompts wait in the engine's bounded queue.
+A lease is the sequence's hold on its slabs, kept: chunks that others share stay known when it ends.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from diptych.errors import DiptychError
 from diptych.messages import Failed, Offer, Prefill, Release, Renew, Stats, ToWorker
 from engine.loop import Engine
 from engine.scheduler import Refused, Sequence
-from kvcache.pool import Pool
+from kvcache.holdings import Holdings
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import Terms
 from kvtransfer.leases import Lease, LeaseLedger
+from kvtransfer.parts import Parts
 from worker.shell import Line, Order
 
 
@@ -33,7 +35,7 @@ class Issuer:
     fingerprint: str
     algorithm: str  # of the payload digests
 
-    def issue(self, seq: Sequence, pool: Pool) -> bytes:
+    def issue(self, seq: Sequence, pool: Parts) -> bytes:
         """Digest the slabs of a sequence that was read, and sign the ticket for them. Raises ValueError."""
         layout = pool.layout
         terms = Terms(
@@ -46,15 +48,23 @@ class Issuer:
             fingerprint=self.fingerprint,
             algorithm=self.algorithm,
         )
-        ticket = tickets.write(self.key, terms, self.worker, self.incarnation, seq.slabs, pool.slab_bytes)
+        ticket = tickets.write(self.key, terms, self.worker, self.incarnation, seq.slabs, pool.payload)
         return tickets.encode(ticket, self.key)
 
 
 class Prefiller:
-    """The role of a worker that reads prompts. Leased slabs are its own, under the sequence's key."""
+    """The role of a worker that reads prompts. What is leased is held under the sequence's key."""
 
-    def __init__(self, link: Line, engine: Engine, pool: Pool, ledger: LeaseLedger, issuer: Issuer) -> None:
-        self.link, self.engine, self.pool = link, engine, pool
+    def __init__(
+        self,
+        link: Line,
+        engine: Engine,
+        holdings: Holdings,
+        pool: Parts,
+        ledger: LeaseLedger,
+        issuer: Issuer,
+    ) -> None:
+        self.link, self.engine, self.holdings, self.pool = link, engine, holdings, pool
         self.ledger, self.issuer = ledger, issuer
 
     @property
@@ -83,7 +93,7 @@ class Prefiller:
             ticket = self.issuer.issue(seq, self.pool)
             older = self.ledger.offer(seq.id, seq.epoch, seq.slabs, now_s)
         except (DiptychError, ValueError) as error:
-            self.pool.give(seq.slabs, seq.key)
+            self.holdings.end(seq.key)
             self.link.send(Failed(seq.id, seq.epoch, "internal_error", str(error)))
             return
         self._free(older)
@@ -118,4 +128,4 @@ class Prefiller:
 
     def _free(self, lease: Lease | None) -> None:
         if lease is not None:
-            self.pool.give(lease.slabs, f"{lease.request}#{lease.epoch}")
+            self.holdings.end(f"{lease.request}#{lease.epoch}")

@@ -26,7 +26,8 @@ import importlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -34,9 +35,10 @@ import numpy as np
 from msgspec import Meta
 
 from diptych.errors import StaleTicket, TransferError
-from kvtransfer.digests import HASHES
+from kvcache.layout import Shard
 from kvtransfer.handoff import Aborted
 from kvtransfer.memory import SharedMemory
+from kvtransfer.parts import Move, Parts, count_slabs, moves, slab_sizes
 
 IDLE_US = 100_000  # longest sleep of a source's progress thread; events wake it earlier
 BATCH_BYTES = 1 << 20  # what must arrive within `stall_s`
@@ -48,11 +50,10 @@ Segment = tuple[int, int, int]  # address there, address here, bytes
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A source as its pullers need it: the agent's own metadata, and where its pool lies."""
+    """A source as its pullers need it: the agent's own metadata, and where each part of its pool lies."""
 
     metadata: Annotated[bytes, Meta(max_length=1 << 16)]
-    base: int
-    num_bytes: int
+    parts: Annotated[list[tuple[Shard, int, int]], Meta(min_length=1)]  # address and bytes
 
 
 class Agent:
@@ -106,40 +107,44 @@ class Agent:
 class Source:
     """Prefill side: registers the pool and keeps answering reads, on NIXL's own thread, until closed."""
 
-    def __init__(self, memory: SharedMemory, name: str) -> None:
-        self._memory = memory
-        self._agent = Agent(f"{name}-{uuid.uuid4().hex}", [memory.view], serve=True)
+    def __init__(self, parts: Sequence[tuple[Shard, SharedMemory]], name: str) -> None:
+        self._parts = parts
+        self._agent = Agent(f"{name}-{uuid.uuid4().hex}", [memory.view for _, memory in parts], serve=True)
 
     def endpoint(self) -> bytes:
-        metadata = self._agent.agent.getLocalMD()
-        return msgspec.msgpack.encode(Endpoint(metadata, address(self._memory.view), self._memory.num_bytes))
+        parts = [(shard, address(memory.view), memory.num_bytes) for shard, memory in self._parts]
+        return msgspec.msgpack.encode(Endpoint(self._agent.agent.getLocalMD(), parts))
 
     def close(self) -> None:
         self._agent.close()
 
 
-class Puller:
-    """Decode side: reads slabs of linked workers into `memory` and hashes the copies.
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A linked worker: the size of a slab in each of its parts, and how its chunks come here."""
 
-    `memory` is the own pool's bytes, `slab_bytes` the size of a slab on both sides. A read that makes no progress (not
-    one batch of `BATCH_BYTES`) for `stall_s` is given up. The agent is used by one thread at a time; the table of links
-    has a lock of its own, so that nobody waits for a read in order to drop a link.
+    incarnation: str
+    endpoint: Endpoint
+    sizes: tuple[int, ...]
+    num_slabs: int
+    stages: tuple[tuple[Move, ...], ...]
+
+
+class Puller:
+    """Decode side: reads slabs of linked workers into the `own` pool and hashes the copies.
+
+    A read that makes no progress (not one batch of `BATCH_BYTES`) for `stall_s` is given up. The agent is used by one
+    thread at a time; the table of links has a lock of its own, so that nobody waits for a read in order to drop a link.
     """
 
     name = "nixl"
 
-    def __init__(
-        self, memory: memoryview, slab_bytes: int, algorithm: str = "xxh3", stall_s: float = 2.0
-    ) -> None:
-        self._own, self._slab_bytes, self._hash, self._stall_s = (
-            memory,
-            slab_bytes,
-            HASHES[algorithm],
-            stall_s,
-        )
+    def __init__(self, own: Parts, algorithm: str = "xxh3", stall_s: float = 2.0) -> None:
+        self._own, self._algorithm, self._stall_s = own, algorithm, stall_s
+        self._bases = [address(memory) for memory in own.memories]
         self._scratch = memoryview(bytearray(PROBE_BYTES))
         self._table, self._reading = threading.Lock(), threading.Lock()
-        self._links: dict[str, tuple[str, Endpoint]] = {}
+        self._links: dict[str, _Peer] = {}
         self._agent: Agent | None = None
         self._peers: dict[str, tuple[bytes, Any]] = {}  # worker -> (metadata, its name in the present agent)
 
@@ -147,18 +152,24 @@ class Puller:
         """Connect to the source that `endpoint` tells of; replaces a link to an earlier life.
 
         Raises:
-            TransferError: NIXL is not usable here, or there is no way to that source.
+            TransferError: NIXL is not usable here, there is no way to that source, or it is not of our layout.
         """
         try:
-            known = msgspec.msgpack.decode(endpoint, type=Endpoint)
+            peer = self._plan(incarnation, msgspec.msgpack.decode(endpoint, type=Endpoint))
         except (ValueError, msgspec.MsgspecError) as error:
             raise TransferError(f"no NIXL link to {worker}", f"malformed endpoint: {error}") from error
+        here = address(self._scratch)
+        probe = [(base, here, min(4096, num_bytes)) for _, base, num_bytes in peer.endpoint.parts]
         with self._reading:
-            self._read(
-                worker, known, [(known.base, address(self._scratch), min(4096, known.num_bytes))], None
-            )
+            self._read(worker, peer.endpoint, probe, None)
         with self._table:
-            self._links[worker] = (incarnation, known)
+            self._links[worker] = peer
+
+    def _plan(self, incarnation: str, endpoint: Endpoint) -> _Peer:
+        layout, shards = self._own.layout, [shard for shard, _, _ in endpoint.parts]
+        num_slabs = count_slabs(layout, [(shard, num_bytes) for shard, _, num_bytes in endpoint.parts])
+        stages = moves(layout, shards, self._own.shards)
+        return _Peer(incarnation, endpoint, slab_sizes(layout, shards), num_slabs, stages)
 
     def pull(
         self,
@@ -167,37 +178,45 @@ class Puller:
         pairs: Sequence[tuple[int, int]],
         stop: Callable[[], bool] | None = None,
     ) -> list[bytes]:
-        """Read (source slab, own slab) pairs; returns the payload hash of every copy. As `shm.Puller.pull`.
+        """Read (source slab, own slab) pairs, as `shm.Puller.pull`; returns the payload hash of every copy.
 
         Raises:
             StaleTicket: there is no link to this life of the worker.
             TransferError: the source is dead, stalled or unreachable, or a slab does not exist.
             Aborted: `stop` said so; what was under way has arrived.
         """
-        size = self._slab_bytes
         with self._table:
-            known, endpoint = self._links.get(worker, ("", None))
-        if endpoint is None or known != incarnation:
-            told = f"offered: {incarnation}\nlinked:  {known or 'none'}"
+            peer = self._links.get(worker)
+        if peer is None or peer.incarnation != incarnation:
+            told = f"offered: {incarnation}\nlinked:  {peer.incarnation if peer else 'none'}"
             raise StaleTicket(f"no link to this life of {worker}", told)
-        bounds = (endpoint.num_bytes // size, self._own.nbytes // size)
+        bounds = (peer.num_slabs, self._own.num_slabs)
         if any(not (0 <= far < bounds[0] and 0 <= own < bounds[1]) for far, own in pairs):
             raise TransferError("a slab does not exist", f"{bounds[0]} slabs there, {bounds[1]} here")
-        base = address(self._own)
-        segments = [(endpoint.base + far * size, base + own * size, size) for far, own in pairs]
         with self._reading:
-            self._read(worker, endpoint, segments, stop)
-        return [self._hash(self._own[own * size : (own + 1) * size]) for _, own in pairs]
+            self._read(worker, peer.endpoint, self._segments(peer, pairs), stop)
+        return [self._own.payload(own, self._algorithm) for _, own in pairs]
+
+    def _segments(self, peer: _Peer, pairs: Sequence[tuple[int, int]]) -> Iterator[Segment]:
+        """What to read, stage by stage of the own pool."""
+        bases, sizes = [base for _, base, _ in peer.endpoint.parts], self._own.slab_bytes
+        for stage in peer.stages:
+            for source, target in pairs:
+                for move in stage:
+                    far = bases[move.source] + source * peer.sizes[move.source] + move.far
+                    own = self._bases[move.target] + target * sizes[move.target] + move.own
+                    yield far, own, move.num_bytes
 
     def measure(self, worker: str) -> tuple[float, float]:
         """(GB/s, µs for one page) of reads from this worker, into scratch memory."""
         with self._table:
-            _, endpoint = self._links[worker]
-        large, small, times = min(PROBE_BYTES, endpoint.num_bytes), min(4096, endpoint.num_bytes), []
+            endpoint = self._links[worker].endpoint
+        _, base, num_bytes = endpoint.parts[0]
+        large, small, times = min(PROBE_BYTES, num_bytes), min(4096, num_bytes), []
         with self._reading:
             for size in [large] * 3 + [small] * 9:
                 began = time.perf_counter()
-                self._read(worker, endpoint, [(endpoint.base, address(self._scratch), size)], None)
+                self._read(worker, endpoint, [(base, address(self._scratch), size)], None)
                 times.append(time.perf_counter() - began)
         return large / min(times[:3]) / 1e9, sorted(times[3:])[4] * 1e6
 
@@ -213,7 +232,7 @@ class Puller:
             self._end()
 
     def _read(
-        self, worker: str, endpoint: Endpoint, segments: Sequence[Segment], stop: Callable[[], bool] | None
+        self, worker: str, endpoint: Endpoint, segments: Iterable[Segment], stop: Callable[[], bool] | None
     ) -> None:
         """Run a read to its end, or end the agent: after this returns or raises, nothing writes to our memory."""
         try:
@@ -264,7 +283,8 @@ class Puller:
 
     def _started(self) -> Agent:
         if self._agent is None:
-            self._agent = Agent(f"pull-{uuid.uuid4().hex}", [self._own, self._scratch], serve=False)
+            regions = [*self._own.memories, self._scratch]
+            self._agent = Agent(f"pull-{uuid.uuid4().hex}", regions, serve=False)
         return self._agent
 
     def _end(self) -> None:
@@ -280,7 +300,7 @@ def address(memory: memoryview) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
-def _batches(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
     """The same bytes in lists of at most `BATCH_BYTES`, large segments cut."""
     batch: list[Segment] = []
     room = BATCH_BYTES

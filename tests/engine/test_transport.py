@@ -16,17 +16,26 @@ import numpy as np
 import pytest
 
 from diptych.errors import ConfigError, OutOfBlocks, StaleTicket, TransferError
-from kvcache.layout import KVLayout
-from kvcache.pool import Pool
-from kvtransfer.copying import LINE, copy
+from kvcache.layout import Shard, shards
+from kvcache.slabs import Slabs
+from kvtransfer.copying import LINE, copy, copy_at
 from kvtransfer.digests import HASHES, Seal
 from kvtransfer.handoff import Aborted, Commit, Free, Outcome, Pull, Reserve, hand_off, perform
 from kvtransfer.links import Links, open_sources
 from kvtransfer.memory import Address, SharedMemory, attach
+from kvtransfer.parts import Parts, whole
 from kvtransfer.transports import nixl, shm
-from tests.engine.transport_source import KEY, SHAPE, SLAB_BYTES, WORKER, Remote, content
+from tests.engine.transport_source import (
+    KEY,
+    LAYOUT,
+    SLAB_BYTES,
+    WHOLE,
+    WORKER,
+    Remote,
+    Spread,
+    content,
+)
 
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, dtype="float32")
 TRANSPORTS = ["shm", "nixl"]
 NUM_SLABS = 16
 
@@ -72,11 +81,20 @@ def start() -> Iterator[Callable[[str], Remote]]:
 class Decoder:
     """The decode side as the worker has it: a pool, links, and a hand-off per ticket."""
 
-    def __init__(self, *transports: str) -> None:
-        self.pool = Pool(LAYOUT, NUM_SLABS)
-        assert LAYOUT.chunk_shape == SHAPE and LAYOUT.chunk_bytes == SLAB_BYTES
-        self.links = Links(transports, self.pool.memory, SLAB_BYTES)
+    def __init__(self, *transports: str, split: tuple[int, int] = WHOLE) -> None:
+        self.pool = Slabs(NUM_SLABS)
+        parts = [(shard, own_memory(shard)) for shard in shards(LAYOUT, *split)]
+        self.memories = [memory for _, memory in parts]
+        self.links = Links(transports, Parts(LAYOUT, parts))
+        self.spread = Spread(LAYOUT, parts)
         self.decoding: list[int] = []
+        self.stall(60.0)  # a machine that is busy with other things does not stall a read
+
+    def stall(self, after_s: float) -> None:
+        """When a read over NIXL is given up."""
+        for puller in self.links._pullers.values():
+            if isinstance(puller, nixl.Puller):
+                puller._stall_s = after_s
 
     def fetch(self, ticket: Any, extra: int = 1) -> Outcome:
         def commit(effect: Commit) -> None:
@@ -101,6 +119,11 @@ class Decoder:
         self.pool.give(self.decoding, f"{ticket.terms.request}#{ticket.terms.epoch}")
 
 
+def own_memory(shard: Shard) -> memoryview:
+    """A rank's part of the pool."""
+    return memoryview(bytearray(NUM_SLABS * LAYOUT.part(shard).chunk_bytes))
+
+
 def wait_for_state(pid: int, state: str) -> None:
     """Until every thread of a process is in `state` (T: stopped), as the kernel tells it."""
     while any(
@@ -120,7 +143,7 @@ def test_slabs_arrive_wherever_they_lay(transport: str, living: Callable[[str], 
         outcome = decoder.fetch(ticket)
         assert outcome.error is None and outcome.pulled == len(slabs)
         for slab, own in zip(slabs, outcome.slabs, strict=False):
-            assert bytes(decoder.pool.slab_bytes(own)) == content(seed, slab)
+            assert decoder.spread.read(own) == content(seed, slab)
         decoder.finish(ticket)
     assert decoder.pool.used == 0
     decoder.links.close()
@@ -163,6 +186,7 @@ def test_nixl_tells_of_a_dead_source(start: Callable[[str], Remote]) -> None:
     ticket = source.offer("a", 1, 128, [1, 2], 1)
     os.kill(source.pid, signal.SIGKILL)
     source.process.wait()
+    decoder.stall(2.0)
     assert decoder.fetch(ticket).code == "transfer_failed"
     assert decoder.pool.used == 0
     with pytest.raises(TransferError, match="no transport"):
@@ -174,18 +198,20 @@ def test_nixl_gives_up_a_stalled_read_and_nothing_arrives_late(start: Callable[[
     """A stopped source that continues after its read was given up must not write into slabs that others own by then."""
     source = start("nixl")
     own = memoryview(bytearray(NUM_SLABS * SLAB_BYTES))
-    puller = nixl.Puller(own, SLAB_BYTES, stall_s=0.3)
+    puller = nixl.Puller(whole(LAYOUT, own), stall_s=60.0)
     puller.link(WORKER, source.incarnation, source.endpoints["nixl"])
     source.offer("a", 1, 64 * NUM_SLABS, list(range(NUM_SLABS)), 1)
     pairs = [(slab, slab) for slab in range(NUM_SLABS)]
     os.kill(source.pid, signal.SIGSTOP)
     wait_for_state(source.pid, "T")
+    puller._stall_s = 0.3  # only here: whatever else takes longer than that, on a busy machine, is no stall
     try:
         with pytest.raises(TransferError, match="stalled"):
             puller.pull(WORKER, source.incarnation, pairs)
         own[:] = bytes(len(own))
     finally:
         os.kill(source.pid, signal.SIGCONT)
+        puller._stall_s = 60.0
     again = start("nixl")
     again.offer("a", 2, 64, [3], 2)
     puller.link(WORKER, again.incarnation, again.endpoints["nixl"])
@@ -247,7 +273,8 @@ def test_shm_falls_back_to_nixl_between_hosts(living: Callable[[str], Remote]) -
     memory = SharedMemory(SLAB_BYTES)
     here = memory.address()
     elsewhere = Address("another host", here.pid, here.fd, here.num_bytes, here.nonce)
-    endpoints = {"shm": msgspec.msgpack.encode(elsewhere), **source.endpoints}
+    parts = [(shards(LAYOUT, 1, 1)[0], elsewhere)]
+    endpoints = {"shm": msgspec.msgpack.encode(parts), **source.endpoints}
     assert decoder.links.link(WORKER, source.incarnation, endpoints).transport == "nixl"
     memory.close()
     decoder.links.close()
@@ -255,9 +282,9 @@ def test_shm_falls_back_to_nixl_between_hosts(living: Callable[[str], Remote]) -
 
 def test_unknown_transports_are_named() -> None:
     with pytest.raises(ConfigError, match="pigeon"):
-        Links(["shm", "pigeon"], memoryview(bytearray(64)), 64)
+        Links(["shm", "pigeon"], whole(LAYOUT, memoryview(bytearray(SLAB_BYTES))))
     with pytest.raises(ConfigError, match="pigeon"):
-        open_sources(["pigeon"], SharedMemory(64), "p")
+        open_sources(["pigeon"], [(shards(LAYOUT, 1, 1)[0], SharedMemory(64))], "p")
 
 
 @pytest.mark.parametrize("size", [0, 1, LINE, LINE + 1, 10 * LINE, 4096 + 32, 1 << 20])
@@ -275,16 +302,16 @@ def test_copying_copies(size: int, shift: int) -> None:
 def test_the_hash_is_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is verified is what will be decoded, not what the source still has."""
 
-    def careless(target: Any, source: Any) -> None:
-        copy(target, source)
-        target[17] ^= 1
+    def careless(target: int, source: int, num_bytes: int) -> None:
+        copy_at(target, source, num_bytes)
+        own[17] ^= 1
 
     memory, own = SharedMemory(SLAB_BYTES), memoryview(bytearray(SLAB_BYTES))
-    puller = shm.Puller(own, SLAB_BYTES)
-    puller.link("p", "i", shm.Source(memory, "p").endpoint())
+    puller = shm.Puller(whole(LAYOUT, own))
+    puller.link("p", "i", shm.Source([(shards(LAYOUT, 1, 1)[0], memory)], "p").endpoint())
     honest = puller.pull("p", "i", [(0, 0)])
     assert honest == [HASHES["xxh3"](memory.view)] and own == memory.view
-    monkeypatch.setattr(shm, "copy", careless)
+    monkeypatch.setattr(shm, "copy_at", careless)
     assert puller.pull("p", "i", [(0, 0)]) == [HASHES["xxh3"](own)] != honest
     memory.close()
 
@@ -356,7 +383,7 @@ def test_no_room_moves_no_byte(living: Callable[[str], Remote]) -> None:
     decoder.links.link(WORKER, source.incarnation, source.endpoints)
     outcome = decoder.fetch(source.offer("a", 1, 64, [5], 1), extra=NUM_SLABS)
     assert isinstance(outcome.error, OutOfBlocks)
-    assert not any(decoder.pool.memory)
+    assert not any(any(memory) for memory in decoder.memories)
     decoder.links.unlink(WORKER)
     with pytest.raises(StaleTicket):
         decoder.links.pull(source.offer("b", 1, 64, [6], 1), [])

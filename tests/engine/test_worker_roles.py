@@ -21,38 +21,56 @@ from diptych.messages import (
     Step,
     Welcome,
 )
-from tests.engine.worker_bench import LEASE_S, VOCAB, Bench, alone, sampling
+from diptych.request import Origin
+from tests.engine.worker_bench import LAYOUT, LEASE_S, VOCAB, Bench, alone, sampling
 
 PROMPT = [(7 * place) % VOCAB for place in range(150)]  # 3 slabs
+LONG = [(3 * place + 2) % VOCAB for place in range(200)]  # 4 slabs
+OTHER = [(11 * place + 1) % VOCAB for place in range(150)]
 TOKENS = 10
+CHUNK_BYTES = LAYOUT.chunk_bytes
+ANYBODY = Origin()
 
 
 def offered(
-    bench: Bench, name: str, prompt: list[int] = PROMPT, tokens: int = TOKENS, epoch: int = 0
+    bench: Bench,
+    name: str,
+    prompt: list[int] = PROMPT,
+    tokens: int = TOKENS,
+    epoch: int = 0,
+    origin: Origin = ANYBODY,
 ) -> bytes:
     """Let the prefill worker read a prompt; returns the ticket it offers."""
-    bench.prefill.tell(Prefill(name, epoch, prompt, [], sampling(tokens), 60.0))
+    bench.prefill.tell(Prefill(name, epoch, prompt, [], sampling(tokens), 60.0, origin))
     bench.prefill.work()
     return bench.prefill.offers(name)[-1].ticket
 
 
 def admit(
-    bench: Bench, name: str, ticket: bytes, tokens: int = TOKENS, epoch: int = 0, remaining_s: float = 60.0
+    bench: Bench,
+    name: str,
+    ticket: bytes,
+    prompt: list[int] = PROMPT,
+    tokens: int = TOKENS,
+    epoch: int = 0,
+    remaining_s: float = 60.0,
+    origin: Origin = ANYBODY,
 ) -> None:
     first = bench.prefill.tokens(name, epoch)
-    bench.decode.tell(Admit(name, epoch, PROMPT, first, sampling(tokens), ticket, remaining_s))
+    bench.decode.tell(Admit(name, epoch, prompt, first, sampling(tokens), ticket, remaining_s, origin))
 
 
-def moving(bench: Bench, name: str = "a", **more: float) -> None:
+def moving(bench: Bench, name: str = "a", remaining_s: float = 60.0) -> None:
     """A request whose KV is on its way, and stays there."""
-    admit(bench, name, offered(bench, name), **more)  # type: ignore[arg-type]
+    admit(bench, name, offered(bench, name), remaining_s=remaining_s)
     assert len(bench.courier.under_way) == 1
 
 
 def rest(bench: Bench) -> None:
     for half in (bench.prefill, bench.decode):
         half.shell.turn()
-        half.pool.check()
+        half.holdings.check()
+        assert half.pool.used == half.holdings.cached == half.stats.slabs_cached
         stats = half.stats
         used = (
             stats.slabs_used,
@@ -65,17 +83,19 @@ def rest(bench: Bench) -> None:
         assert used == (0,) * 6
 
 
-def test_a_hand_off_writes_what_one_worker_writes_alone() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_hand_off_writes_what_one_worker_writes_alone(caching: bool) -> None:
+    bench = Bench(caching=caching)
     moving(bench)
-    assert bench.decode.stats.staging_bytes == 3 * 64 * 16
+    assert bench.decode.stats.staging_bytes == 3 * CHUNK_BYTES
     bench.courier.land()
     bench.decode.work()
     bench.prefill.tell(Release("a", 0))
     assert bench.prefill.tokens("a") + bench.decode.tokens("a") == alone(PROMPT, TOKENS)
     (pulled,) = bench.decode.pulled("a")
-    assert (pulled.transport, pulled.num_bytes) == ("fake", 3 * 64 * 16)
+    assert (pulled.transport, pulled.num_bytes) == ("fake", 3 * CHUNK_BYTES)
     rest(bench)
+    assert bench.decode.holdings.cached == 2 * caching
 
 
 def test_the_token_is_said_before_the_offer_is_made() -> None:
@@ -101,15 +121,15 @@ def test_slabs_of_an_aborted_pull_stay_reserved_until_nothing_writes_to_them() -
     used = bench.decode.pool.used
     bench.decode.tell(Abort("a", 0))
     assert bench.decode.pool.used == used == 3
-    ticket = offered(bench, "b")
-    admit(bench, "b", ticket)
+    ticket = offered(bench, "b", OTHER)
+    admit(bench, "b", ticket, OTHER)
     assert len(bench.courier.under_way) == 1  # no room yet: the first pull may still write
     bench.courier.land()
     bench.decode.work()
     assert [arrival.seq.id for arrival in bench.courier.under_way] == ["b"]
     bench.courier.land()
     bench.decode.work()
-    assert bench.prefill.tokens("b") + bench.decode.tokens("b") == alone(PROMPT, TOKENS)
+    assert bench.prefill.tokens("b") + bench.decode.tokens("b") == alone(OTHER, TOKENS)
     assert bench.decode.ended("a") == [] and bench.decode.pulled("a") == []
     bench.prefill.tell(Abort("a", 0), Release("b", 0))
     rest(bench)
@@ -147,10 +167,10 @@ def test_an_abort_after_the_pull_and_before_its_news_commits_nothing() -> None:
 def test_a_lost_gateway_frees_everything_in_every_phase(welcome: bool) -> None:
     bench = Bench(decode_slabs=7)
     moving(bench)  # on its way
-    waits = offered(bench, "b", tokens=250)
-    admit(bench, "b", waits, tokens=250)  # waits for room
+    waits = offered(bench, "b", OTHER, tokens=290)
+    admit(bench, "b", waits, OTHER, tokens=290)  # waits for room
     bench.decode.tell(Generate("c", 0, PROMPT[:5], [], sampling(100), 60.0))  # runs
-    bench.prefill.tell(Prefill("d", 0, PROMPT, [], sampling(5), 60.0))  # half read
+    bench.prefill.tell(Prefill("d", 0, LONG, [], sampling(5), 60.0))  # half read
     assert (bench.decode.stats.waiting, bench.decode.stats.running, bench.prefill.stats.running) == (2, 1, 1)
     for half in (bench.prefill, bench.decode):
         if welcome:
@@ -167,8 +187,9 @@ def test_a_lost_gateway_frees_everything_in_every_phase(welcome: bool) -> None:
 def test_a_request_that_needs_much_room_is_not_overtaken() -> None:
     bench = Bench(decode_slabs=8)
     moving(bench)
-    admit(bench, "large", offered(bench, "large", tokens=300), tokens=300)
-    admit(bench, "small", offered(bench, "small"))
+    admit(bench, "large", offered(bench, "large", LONG, tokens=300), LONG, tokens=300)
+    small = OTHER + OTHER[:50]  # 4 slabs: it would fit
+    admit(bench, "small", offered(bench, "small", small), small)
     assert [arrival.seq.id for arrival in bench.courier.under_way] == ["a"]
     bench.courier.land()
     bench.decode.work()
@@ -177,10 +198,8 @@ def test_a_request_that_needs_much_room_is_not_overtaken() -> None:
     bench.decode.work()
     bench.courier.land()
     bench.decode.work()
-    for name in ("large", "small"):
-        assert bench.prefill.tokens(name) + bench.decode.tokens(name) == alone(
-            PROMPT, 300 if name == "large" else TOKENS
-        )
+    for name, prompt, tokens in (("large", LONG, 300), ("small", small, TOKENS)):
+        assert bench.prefill.tokens(name) + bench.decode.tokens(name) == alone(prompt, tokens)
     bench.prefill.tell(*(Release(name, 0) for name in ("a", "large", "small")))
     rest(bench)
 
@@ -289,7 +308,7 @@ def test_a_drain_has_an_end() -> None:
     bench.now_s += 11.0
     bench.prefill.shell.run()
     assert bench.prefill.ended("a") == ["draining"]
-    assert bench.prefill.pool.used == 0
+    assert bench.prefill.holdings.used == 0
 
 
 def test_a_slab_that_nobody_holds_any_more_is_fatal() -> None:
@@ -317,23 +336,35 @@ ORDERS = st.one_of(
 )
 
 
+# Those that begin alike share chunks; "d" and "e" are alike, but for their scope.
+PROMPTS = {
+    "a": PROMPT,
+    "b": PROMPT[:128] + OTHER[:20],
+    "c": PROMPT[:64] + OTHER[:80],
+    "d": OTHER[:128],
+    "e": OTHER[:128],
+}
+ORIGINS = {name: Origin("t", "own" if name == "e" else "", int(name == "b")) for name in PROMPTS}
+
+
 class Chaos:
     """Plays any orders, also senseless ones, and checks what was said."""
 
-    def __init__(self) -> None:
-        self.bench = Bench(prefill_slabs=8, decode_slabs=7)
+    def __init__(self, caching: bool) -> None:
+        self.bench = Bench(prefill_slabs=8, decode_slabs=7, caching=caching)
         self.tickets: dict[tuple[str, int], bytes] = {}
 
     def play(self, kind: str, name: str, epoch: int) -> None:
         bench = self.bench
         prefill, decode = bench.prefill, bench.decode
+        prompt, origin = PROMPTS[name], ORIGINS[name]
         if kind == "prefill":
-            prefill.tell(Prefill(name, epoch, PROMPT, [], sampling(TOKENS), 60.0))
+            prefill.tell(Prefill(name, epoch, prompt, [], sampling(TOKENS), 60.0, origin))
         elif kind == "generate":
-            decode.tell(Generate(f"local-{name}", epoch, PROMPT, [], sampling(TOKENS), 60.0))
+            decode.tell(Generate(f"local-{name}", epoch, prompt, [], sampling(TOKENS), 60.0, origin))
         elif kind == "admit" and (ticket := self.tickets.get((name, epoch))) is not None:
             first = prefill.tokens(name, epoch)
-            decode.tell(Admit(name, epoch, PROMPT, first, sampling(TOKENS), ticket, 60.0))
+            decode.tell(Admit(name, epoch, prompt, first, sampling(TOKENS), ticket, 60.0, origin))
         elif kind == "abort":
             prefill.tell(Abort(name, epoch))
             decode.tell(Abort(name, epoch), Abort(f"local-{name}", epoch))
@@ -347,8 +378,9 @@ class Chaos:
             bench.now_s += 7.0
         elif kind == "lose":
             decode.tell(Welcome("again", 0.25, 10.0))
-        prefill.shell.turn()
-        decode.shell.turn()
+        for half in (prefill, decode):
+            half.shell.turn()
+            half.holdings.check()
         for offer in (message for message in prefill.line.said if isinstance(message, Offer)):
             self.tickets[offer.request, offer.epoch] = offer.ticket
 
@@ -360,8 +392,8 @@ class Chaos:
             bench.decode.work()
         bench.prefill.work()
         rest(bench)
-        truth = alone(PROMPT, TOKENS)
         for name in "abcde":
+            truth = alone(PROMPTS[name], TOKENS)
             for epoch in range(3):
                 written = bench.prefill.tokens(name, epoch) + bench.decode.tokens(name, epoch)
                 assert written == truth[: len(written)]
@@ -369,10 +401,12 @@ class Chaos:
                 assert local == truth[: len(local)]
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(ORDERS, max_size=40))
-def test_any_orders_end_at_rest_and_no_wrong_token_is_ever_said(orders: list[tuple[str, str, int]]) -> None:
-    chaos = Chaos()
+@settings(max_examples=250, deadline=None)
+@given(st.lists(ORDERS, max_size=40), st.booleans())
+def test_any_orders_end_at_rest_and_no_wrong_token_is_ever_said(
+    orders: list[tuple[str, str, int]], caching: bool
+) -> None:
+    chaos = Chaos(caching)
     for kind, name, epoch in orders:
         chaos.play(kind, name, epoch)
     chaos.end()

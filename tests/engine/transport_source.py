@@ -1,6 +1,6 @@
 """A prefill worker reduced to its memory: a second process that offers slabs over a real transport, and can spoil them.
 
-    python -m tests.engine.transport_source TRANSPORT NUM_SLABS
+    python -m tests.engine.transport_source TRANSPORT NUM_SLABS TP PP
 
 One JSON command per line on stdin, one JSON answer per line on stdout. Every injector answers whether it changed what a
 decode worker would read; a test that believes it corrupted something asserts that.
@@ -13,20 +13,23 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from kvcache.layout import KVLayout, Shard, shards
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import Terms
 from kvtransfer.links import open_sources
 from kvtransfer.memory import SharedMemory
+from kvtransfer.parts import Parts
 
 KEY = b"a key for tests, long enough"
-SHAPE = (2, 2, 2, 64, 8)
-SLAB_BYTES = 2 * 2 * 2 * 64 * 8 * 4
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, dtype="float32")
+SHAPE, SLAB_BYTES = LAYOUT.chunk_shape, LAYOUT.chunk_bytes
 WORKER = "prefill-0"
+WHOLE = (1, 1)
 
 
 def content(seed: int, slab: int) -> bytes:
@@ -34,17 +37,43 @@ def content(seed: int, slab: int) -> bytes:
     return np.random.default_rng([seed, slab]).bytes(SLAB_BYTES)
 
 
+class Spread:
+    """Chunks that lie in several ranks' memory, read and written page by page: the slow and obvious way."""
+
+    def __init__(self, layout: KVLayout, parts: Sequence[tuple[Shard, memoryview]]) -> None:
+        self.layout, self._parts = layout, parts
+
+    def read(self, slab: int) -> bytes:
+        return b"".join(bytes(page) for page in self._pages(slab))
+
+    def write(self, slab: int, chunk: bytes) -> None:
+        size = self.layout.page_bytes
+        for number, page in enumerate(self._pages(slab)):
+            page[:] = chunk[number * size : (number + 1) * size]
+
+    def _pages(self, slab: int) -> Iterator[memoryview]:
+        size = self.layout.page_bytes
+        for layer in range(self.layout.layers):
+            for head in range(self.layout.kv_heads):
+                for (first, layers), (start, heads), memory in (
+                    (shard.layers, shard.heads, memory) for shard, memory in self._parts
+                ):
+                    if first <= layer < layers and start <= head < heads:
+                        here = (slab * (layers - first) + layer - first) * (heads - start) + head - start
+                        yield memory[here * size : (here + 1) * size]
+
+
 class Origin:
     """The source's memory and the commands on it."""
 
-    def __init__(self, transport: str, num_slabs: int) -> None:
-        self.memory = SharedMemory(num_slabs * SLAB_BYTES)
+    def __init__(self, transport: str, num_slabs: int, split: tuple[int, int] = WHOLE) -> None:
+        held = shards(LAYOUT, *split)
+        memories = [(shard, SharedMemory(num_slabs * LAYOUT.part(shard).chunk_bytes)) for shard in held]
+        views = [(shard, memory.view) for shard, memory in memories]
+        self.pool, self.spread = Parts(LAYOUT, views), Spread(LAYOUT, views)
         self.incarnation = os.urandom(8).hex()
-        self.sources = open_sources([transport], self.memory, WORKER)
+        self.sources = open_sources([transport], memories, WORKER)
         self.rng = random.Random(0)
-
-    def slab(self, number: int) -> memoryview:
-        return self.memory.view[number * SLAB_BYTES : (number + 1) * SLAB_BYTES]
 
     def hello(self) -> dict[str, Any]:
         endpoints = {name: source.endpoint().hex() for name, source in self.sources.items()}
@@ -52,9 +81,9 @@ class Origin:
 
     def offer(self, request: str, epoch: int, tokens: int, slabs: list[int], seed: int) -> dict[str, Any]:
         for slab in slabs:
-            self.slab(slab)[:] = content(seed, slab)
+            self.spread.write(slab, content(seed, slab))
         terms = Terms(request, epoch, tokens, (0, SHAPE[0]), "float32", SHAPE, "f" * 64)
-        ticket = tickets.write(KEY, terms, WORKER, self.incarnation, slabs, self.slab)
+        ticket = tickets.write(KEY, terms, WORKER, self.incarnation, slabs, self.pool.payload)
         return {"ticket": tickets.encode(ticket, KEY).hex()}
 
     def flip(self, slab: int) -> dict[str, Any]:
@@ -62,7 +91,7 @@ class Origin:
         return self._changed([slab], lambda: self._xor(slab, at, 1 << bit))
 
     def _xor(self, slab: int, at: int, mask: int) -> None:
-        self.slab(slab)[at] ^= mask
+        self._write(slab, at, bytes([self.spread.read(slab)[at] ^ mask]))
 
     def truncate(self, slab: int) -> dict[str, Any]:
         """The slab ends early, at any byte; behind it lies what an unwritten page holds."""
@@ -70,10 +99,11 @@ class Origin:
         return self._changed([slab], lambda: self._write(slab, at, bytes(SLAB_BYTES - at)))
 
     def _write(self, slab: int, at: int, data: bytes) -> None:
-        self.slab(slab)[at : at + len(data)] = data
+        old = self.spread.read(slab)
+        self.spread.write(slab, old[:at] + data + old[at + len(data) :])
 
     def swap(self, one: int, two: int) -> dict[str, Any]:
-        first, second = bytes(self.slab(one)), bytes(self.slab(two))
+        first, second = self.spread.read(one), self.spread.read(two)
 
         def exchange() -> None:
             self._write(one, 0, second)
@@ -84,8 +114,15 @@ class Origin:
     def layers(self, slab: int) -> dict[str, Any]:
         """The right bytes at the wrong layer."""
         half = SLAB_BYTES // 2
-        old = bytes(self.slab(slab))
+        old = self.spread.read(slab)
         return self._changed([slab], lambda: self._write(slab, 0, old[half:] + old[:half]))
+
+    def heads(self, slab: int) -> dict[str, Any]:
+        """The right bytes at the wrong head of one layer."""
+        size, layer = LAYOUT.page_bytes, self.rng.randrange(LAYOUT.layers)
+        at = layer * LAYOUT.layer_bytes
+        pages = self.spread.read(slab)[at : at + 2 * size]
+        return self._changed([slab], lambda: self._write(slab, at, pages[size:] + pages[:size]))
 
     def replay(self, slab: int, seed: int) -> dict[str, Any]:
         """What an earlier offer (of another request or epoch) had in this very slab."""
@@ -93,21 +130,21 @@ class Origin:
 
     def nothing(self, slab: int) -> dict[str, Any]:
         """The control: an injector that misses."""
-        return self._changed([slab], lambda: self._write(slab, 0, bytes(self.slab(slab))))
+        return self._changed([slab], lambda: self._write(slab, 0, self.spread.read(slab)))
 
     def _changed(self, slabs: list[int], spoil: Callable[[], object]) -> dict[str, Any]:
-        before = [bytes(self.slab(slab)) for slab in slabs]
+        before = [self.spread.read(slab) for slab in slabs]
         spoil()
-        return {
-            "changed": all(bytes(self.slab(slab)) != old for slab, old in zip(slabs, before, strict=True))
-        }
+        after = [self.spread.read(slab) for slab in slabs]
+        return {"changed": all(new != old for new, old in zip(after, before, strict=True))}
 
 
 class Remote:
     """The test's end: starts the process, sends commands."""
 
-    def __init__(self, transport: str, num_slabs: int = 16) -> None:
-        args = [sys.executable, "-m", "tests.engine.transport_source", transport, str(num_slabs)]
+    def __init__(self, transport: str, num_slabs: int = 16, split: tuple[int, int] = WHOLE) -> None:
+        args = [sys.executable, "-m", "tests.engine.transport_source", transport]
+        args += map(str, (num_slabs, *split))
         self.process = subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         hello = self._answer()
         self.endpoints = {name: bytes.fromhex(raw) for name, raw in hello["endpoints"].items()}
@@ -140,7 +177,8 @@ class Remote:
 
 
 def main() -> None:
-    origin = Origin(sys.argv[1], int(sys.argv[2]))
+    num_slabs, tp, pp = map(int, sys.argv[2:])
+    origin = Origin(sys.argv[1], num_slabs, (tp, pp))
     print(json.dumps(origin.hello()), flush=True)
     for line in sys.stdin:
         command, arguments = json.loads(line)

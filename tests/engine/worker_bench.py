@@ -20,12 +20,15 @@ from diptych.request import Sampling
 from engine.loop import Engine, Picked
 from engine.scheduler import Limits, Scheduler
 from engine.work import Work
+from kvcache.holdings import Holdings
 from kvcache.layout import CHUNK_TOKENS, KVLayout
 from kvcache.pool import Pool
+from kvcache.prefix_tree import PrefixTree
 from kvtransfer.digests import HASHES
 from kvtransfer.handoff import Aborted
 from kvtransfer.leases import LeaseLedger
 from kvtransfer.links import Route
+from kvtransfer.parts import whole
 from kvtransfer.ticket import Ticket
 from prefill_worker.worker import Issuer, Prefiller
 from worker.shell import Books, Role, Shell
@@ -165,14 +168,23 @@ class StillCourier(Courier):
 
 
 class Half:
-    """One worker: its loop, line, engine and pool."""
+    """One worker: its loop, line, engine and pool, and who holds what of that."""
 
-    def __init__(self, bench: Bench, num_slabs: int, make: Callable[[FakeLine, Engine, Pool], Role]) -> None:
+    def __init__(self, bench: Bench, num_slabs: int, make: Callable[[Half], Role], caching: bool) -> None:
         self.line, self.pool, self.books = FakeLine(), Pool(LAYOUT, num_slabs), Books()
+        self.holdings = Holdings(self.pool, PrefixTree() if caching else None)
         limits = Limits(num_slabs, max_model_len=1000, max_num_seqs=8, max_num_batched_tokens=128)
-        self.engine = Engine(ByteRunner(self.pool), Scheduler(limits), self.pool, ByteSampler())
-        self.role = make(self.line, self.engine, self.pool)
-        self.shell = Shell(self.line, self.engine, self.role, self.pool, self.books, clock=bench.clock)
+        self.engine = Engine(ByteRunner(self.pool), Scheduler(limits), self.holdings, ByteSampler())
+        self.role = make(self)
+        self.shell = Shell(
+            self.line,
+            self.engine,
+            self.role,
+            self.holdings,
+            self.books,
+            fingerprint="model" if caching else "",
+            clock=bench.clock,
+        )
 
     def tell(self, *messages: ToWorker) -> None:
         """Messages arrive, and are taken in one turn of the loop."""
@@ -224,24 +236,24 @@ class Half:
 
 
 class Bench:
-    """A prefill and a decode worker, and a clock that a test moves."""
+    """A prefill and a decode worker, and a clock that a test moves. `caching`: do they keep and share prefixes?"""
 
-    def __init__(self, prefill_slabs: int = 40, decode_slabs: int = 40) -> None:
+    def __init__(self, prefill_slabs: int = 40, decode_slabs: int = 40, caching: bool = True) -> None:
         self.now_s = 100.0
-        self.prefill = Half(self, prefill_slabs, self._prefiller)
-        self.decode = Half(self, decode_slabs, self._decoder)
+        self.prefill = Half(self, prefill_slabs, self._prefiller, caching)
+        self.decode = Half(self, decode_slabs, self._decoder, caching)
 
     def clock(self) -> float:
         return self.now_s
 
-    def _prefiller(self, line: FakeLine, engine: Engine, pool: Pool) -> Role:
-        issuer = Issuer(KEY, "prefill-0", "life", "model", "xxh3")
-        return Prefiller(line, engine, pool, LeaseLedger(LEASE_S), issuer)
+    def _prefiller(self, half: Half) -> Role:
+        issuer, parts = Issuer(KEY, "prefill-0", "life", "model", "xxh3"), whole(LAYOUT, half.pool.memory)
+        return Prefiller(half.line, half.engine, half.holdings, parts, LeaseLedger(LEASE_S), issuer)
 
-    def _decoder(self, line: FakeLine, engine: Engine, pool: Pool) -> Role:
-        self.links = FakeLinks(self.prefill.pool, pool)
+    def _decoder(self, half: Half) -> Role:
+        self.links = FakeLinks(self.prefill.pool, half.pool)
         self.courier = StillCourier(self.links)
-        return Decoder(line, engine, pool, self.courier, KEY, "model")
+        return Decoder(half.line, half.engine, half.holdings, LAYOUT, self.courier, KEY, "model")
 
 
 def sampling(max_tokens: int) -> Sampling:

@@ -28,8 +28,9 @@ class Bench:
     def __init__(self, num_chunks: int, free: int = 32) -> None:
         self.source = [memoryview(bytes([slab + 1]) * SLAB_BYTES) for slab in range(num_chunks)]
         terms = Terms("r", 1, 64 * num_chunks - 3, (0, 1), "float32", SHAPE, "f" * 64)
+        slabs = range(num_chunks - 1, -1, -1)
         self.ticket: Ticket = tickets.write(
-            KEY, terms, "p", "life", range(num_chunks - 1, -1, -1), self.source.__getitem__
+            KEY, terms, "p", "life", slabs, lambda slab, name: HASHES[name](self.source[slab])
         )
         self.seal = Seal(KEY, terms)
         self.free = set(range(100, 100 + free))

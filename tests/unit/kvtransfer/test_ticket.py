@@ -35,18 +35,18 @@ def terms(**changes: object) -> Terms:
     return Terms(**{**BASE, **changes})  # type: ignore[arg-type]
 
 
-def pool(seed: int = 0, num_slabs: int = 8) -> list[memoryview]:
-    return [memoryview(bytes([seed, slab]) * (SLAB_BYTES // 2)) for slab in range(num_slabs)]
+def payload(slab: int, algorithm: str) -> bytes:
+    return HASHES[algorithm](bytes([0, slab]) * (SLAB_BYTES // 2))
 
 
 def written() -> tickets.Ticket:
-    return tickets.write(KEY, terms(), "prefill-0", "life-1", [5, 0, 7], pool().__getitem__)
+    return tickets.write(KEY, terms(), "prefill-0", "life-1", [5, 0, 7], payload)
 
 
 def test_a_ticket_survives_the_wire() -> None:
     ticket = written()
     assert tickets.decode(tickets.encode(ticket, KEY), KEY) == ticket
-    assert ticket.num_bytes == 3 * SLAB_BYTES
+    assert (ticket.chunk_bytes, ticket.num_bytes) == (SLAB_BYTES, 3 * SLAB_BYTES)
 
 
 @given(st.data())
@@ -138,7 +138,7 @@ def test_a_ticket_for_something_else_is_stale(other: Here) -> None:
 
 def test_writing_needs_a_slab_per_chunk() -> None:
     with pytest.raises(ValueError, match="3 chunks"):
-        tickets.write(KEY, terms(), "prefill-0", "life-1", [1, 2], pool().__getitem__)
+        tickets.write(KEY, terms(), "prefill-0", "life-1", [1, 2], payload)
 
 
 @pytest.mark.parametrize("algorithm", sorted(HASHES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack, closing
 
 from worker.start import Voice, prepare, supervised
 
@@ -14,6 +15,7 @@ from decode_worker.worker import Decoder
 from diptych.config import WorkerSpec
 from diptych.keys import load_transfer_key
 from kvtransfer.links import Links
+from kvtransfer.memory import SharedMemory
 from worker import build
 from worker.shell import Books, Shell, live
 
@@ -22,18 +24,22 @@ def main(spec: WorkerSpec, voice: Voice) -> None:
     """Build a decode worker and run it until it is drained."""
     key = load_transfer_key(spec.keys_dir)
     found = build.find(spec)
-    engine, pool = build.make_engine(spec, found, None, voice)
-    books = Books()
-    hello = build.introduce(spec, found, {})
-    link = build.connect(spec, hello, books)
-    links = Links(spec.transports, pool.memory, pool.layout.chunk_bytes, spec.digest)
-    courier = Courier(links, link.send, link.wake)
-    role = Decoder(link, engine, pool, courier, key, hello.fingerprint)
-    courier.open()
-    try:
-        live(Shell(link, engine, role, pool, books), link, spec, voice)
-    finally:
-        courier.close()
+    with ExitStack() as owned:
+        # Memory of one rank is its own; other ranks have to be given theirs.
+        sizes = found.sizes if len(found.sizes) > 1 else []
+        memories = [owned.enter_context(closing(SharedMemory(size))) for size in sizes]
+        body = owned.enter_context(closing(build.make_engine(spec, found, memories, voice)))
+        books = Books()
+        hello = build.introduce(spec, found, {})
+        link = build.connect(spec, hello, books)
+        links = Links(spec.transports, body.pool, spec.digest)
+        courier = Courier(links, link.send, link.wake)
+        role = Decoder(link, body.engine, body.holdings, found.layout, courier, key, hello.fingerprint)
+        courier.open()
+        owned.callback(courier.close)
+        root = hello.fingerprint if spec.prefix_caching else ""
+        shell = Shell(link, body.engine, role, body.holdings, books, fingerprint=root)
+        live(shell, link, spec, voice)
 
 
 if __name__ == "__main__":

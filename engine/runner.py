@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from diptych.errors import ModelError
-from engine.attention.batch import pack
+from engine.attention.batch import Batch, pack
 from engine.attention.cpu import Pages
 from engine.model.decoder import Decoder
-from engine.model.files import ModelFiles
 from engine.model.weights import Weights
-from engine.work import Work
+from engine.parallel import Crew, encode
+from engine.work import Bounds, Work
 from kvcache.layout import CHUNK_TOKENS, KVLayout
 from kvcache.pool import Pool
 
+if TYPE_CHECKING:  # it takes transformers, which a rank that is told all about its model can do without
+    from engine.model.files import ModelFiles
+
 
 class Runner:
-    """A loaded model bound to a pool. One thread at a time."""
+    """A loaded model, or one rank's part of it, bound to a pool. One thread at a time.
 
-    def __init__(self, decoder: Decoder, pool: Pool, max_model_len: int) -> None:
+    `crew`: the other ranks, if there are any and this is rank 0. What is run here they run, too.
+    """
+
+    def __init__(self, decoder: Decoder, pool: Pool, max_model_len: int, crew: Crew | None = None) -> None:
         self.layout: KVLayout = pool.layout
         self.vocab_size = decoder.shape.vocab
         self.max_model_len = max_model_len
-        self._decoder, self._pool = decoder, pool
-        self._pages = Pages(pool.layout, pool.data, decoder.shape.heads)
+        self.prepare_seconds = 0.0  # of the last run: checking it, packing it, telling the crew
+        self._decoder, self._pool, self._crew = decoder, pool, crew
+        self._pages = Pages(pool.layout, pool.data, decoder.heads)
+        self._bounds = Bounds(pool.layout, pool.num_slabs, max_model_len, decoder.shape.vocab)
 
     @classmethod
     def load(cls, model: ModelFiles, pool: Pool, max_model_len: int) -> Runner:
@@ -51,36 +61,52 @@ class Runner:
         Raises:
             ValueError: a work is empty, too long, or has too few slabs; nothing ran.
         """
+        began_s = time.perf_counter()
         for work in batch:
-            self._check(work)
+            self._bounds.check(work)
         if not batch:
             return []
         counts = [{"last": 1, "all": len(work.tokens), "none": 0}[work.logits] for work in batch]
+        packed = pack(batch)
+        if self._crew is None:
+            self.prepare_seconds = time.perf_counter() - began_s
+            logits = self._forward(packed)
+        else:
+            self._crew.tell(encode(batch))
+            self.prepare_seconds = time.perf_counter() - began_s
+            logits = self._together(packed, self._crew)
+        assert logits is not None
+        return list(torch.split(logits[: sum(counts)], counts))
+
+    def part(self, batch: Sequence[Work]) -> None:
+        """This rank's part of a step that rank 0 runs. Raises what went wrong here, after all ranks are through."""
+        self._forward(pack(batch))
+
+    def _together(self, packed: Batch, crew: Crew) -> torch.Tensor | None:
+        """Our part, with all others' done whether it succeeds or not: the next step must find them waiting for it."""
+        try:
+            logits = self._forward(packed)
+        finally:
+            error = crew.hear()
+        if error is not None:
+            raise error
+        return logits
+
+    def _forward(self, packed: Batch) -> torch.Tensor | None:
+        decoder = self._decoder
         with torch.no_grad():
-            logits = self._decoder.forward(pack(batch), self._pages)
-            return list(torch.split(logits[: sum(counts)], counts))
+            return decoder.wire.step(
+                lambda: decoder.forward(packed, self._pages), len(packed.tokens), len(packed.wanted)
+            )
 
     def warm(self) -> None:
-        """Compile the kernels and touch the weights with one short prefill and two decodes, in slabs taken for it."""
+        """Compile the kernels and touch the weights: a short prefill, a decode, and decodes that share a chunk."""
         tokens = min(CHUNK_TOKENS + 8, self.max_model_len - 2)
         owner = "warm"
         slabs = self._pool.take(self.layout.num_chunks(tokens + 2), owner)
         try:
             self.run([Work([0] * tokens, 0, slabs, "last")])
             self.run([Work([0], tokens, slabs, "last")])
-            self.run([Work([0], tokens + 1, slabs, "last")])
+            self.run([Work([0], tokens + 1, slabs, "last")] * CHUNK_TOKENS)  # equal rows write equal KV
         finally:
             self._pool.give(slabs, owner)
-
-    def _check(self, work: Work) -> None:
-        end = work.start + len(work.tokens)
-        if not work.tokens or work.start < 0 or end > self.max_model_len:
-            raise ValueError(f"positions {work.start}..{end - 1} are not within 0..{self.max_model_len - 1}")
-        if self.layout.num_chunks(end) > len(work.slabs):
-            raise ValueError(f"{end} tokens do not fit into {len(work.slabs)} slabs")
-        if work.logits not in ("last", "all", "none"):
-            raise ValueError(f"logits are 'last', 'all' or 'none', not {work.logits!r}")
-        if min(work.slabs) < 0 or max(work.slabs) >= self._pool.num_slabs:
-            raise ValueError(f"slabs {work.slabs} are not all in a pool of {self._pool.num_slabs}")
-        if min(work.tokens) < 0 or max(work.tokens) >= self.vocab_size:
-            raise ValueError(f"token ids are not all within 0..{self.vocab_size - 1}")

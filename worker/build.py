@@ -1,12 +1,15 @@
-"""From a specification to an engine: model files, KV pool, runner, sampler. All is built once, here."""
+"""From a specification to an engine: model files, KV pools, ranks, runner, sampler. All is built once, here."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +21,24 @@ from diptych.config import WorkerSpec
 from diptych.errors import ConfigError, GrammarError
 from diptych.keys import load_worker_keys
 from diptych.messages import Hello
-from engine import grammar
+from engine import grammar, saturation
 from engine.loop import Engine
 from engine.model.files import ModelFiles
 from engine.model.memory import Memory
+from engine.parallel import Place
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Limits, Scheduler
+from kvcache.holdings import Holdings
+from kvcache.layout import KVLayout, Shard
 from kvcache.pool import Pool
+from kvcache.prefix_tree import PrefixTree
+from kvcache.tiers.host import HostTier
+from kvtransfer.memory import SharedMemory
+from kvtransfer.parts import Parts
+from worker.ranks import Orders, Ranks, lead
 from worker.shell import Books
-from worker.start import Voice
+from worker.start import Voice, give_up
 
 log = logging.getLogger(__name__)
 
@@ -36,22 +47,49 @@ DTYPES = {"auto": "float32", "float32": "float32"}  # by device; on the CPU weig
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model that was found, and how much memory it gets."""
+    """A model that was found, how it is split, and how much memory it gets."""
 
     files: ModelFiles
     plan: Memory
     dtype: str
+    shards: tuple[Shard, ...]  # by rank
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the whole KV, over all ranks."""
+        return self.files.layout(self.dtype)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each rank's pool; slabs have the same numbers in all of them."""
+        return [self.plan.num_slabs * self.layout.part(shard).chunk_bytes for shard in self.shards]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What computes, and what it computes in: an engine, what its sequences hold, and the pools of all ranks."""
+
+    engine: Engine
+    holdings: Holdings
+    pool: Parts
+    ranks: Ranks | None  # those besides this process, if there are any
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def find(spec: WorkerSpec) -> Found:
     """Find the model and check that it fits; nothing large is read yet.
 
     Raises:
-        ConfigError: the device or dtype is not to be had here.
-        ModelError: the model is not found, not supported, or does not fit (one whole request has to).
+        ConfigError: the device, the dtype or so many ranks are not to be had here.
+        ModelError: the model is not found, not supported, cannot be split like this, or does not fit (one whole request
+            has to).
     """
     if spec.device not in ("auto", "cpu"):
-        why = "this engine computes on the CPU"
+        why = "workers compute on the CPU; the code for GPUs has not been run on one yet (docs/gpu.md)"
         raise ConfigError(f"there is no device {spec.device!r} here", why, "use --device cpu")
     if spec.dtype not in DTYPES:
         why = "on the CPU weights and KV are float32"
@@ -64,33 +102,87 @@ def find(spec: WorkerSpec) -> Found:
         )
     torch.set_num_threads(spec.threads)
     files = ModelFiles.resolve(spec.model, spec.revision)
-    plan = files.memory(max_model_len=spec.max_model_len, kv_bytes=spec.kv_bytes)
-    return Found(files, plan, DTYPES[spec.dtype])
+    shards = files.split(spec.tp, spec.pp)
+    plan = files.memory(
+        max_model_len=spec.max_model_len,
+        kv_bytes=spec.kv_bytes,
+        tp=spec.tp,
+        step_tokens=spec.max_num_batched_tokens,
+        step_rows=spec.max_num_seqs,
+    )
+    return Found(files, plan, DTYPES[spec.dtype], shards)
 
 
-def make_engine(
-    spec: WorkerSpec, found: Found, memory: memoryview | None, voice: Voice
-) -> tuple[Engine, Pool]:
-    """Load the weights, warm up, and put the engine together over `memory` (None: private memory).
+def make_engine(spec: WorkerSpec, found: Found, memories: Sequence[SharedMemory], voice: Voice) -> Body:
+    """Load the weights, warm up, and put the engine together over `memories`, one per rank.
+
+    Without any, and with one rank only, the pool is private memory.
 
     Raises:
         ModelError: the checkpoint cannot be read.
+        StartError: a rank could not start.
     """
-    pool = Pool(found.files.layout(found.dtype), found.plan.num_slabs, memory)
-    runner = Runner.load(found.files, pool, found.plan.max_model_len)
-    sampler = Sampler(runner.vocab_size, _grammar_tokens(found.files.path))
-    voice.tell("load")
-    voice.tell("warm", 0)
-    runner.warm()
-    voice.tell("warm")
-    limits = Limits(
+    views: Sequence[memoryview | None] = [memory.view for memory in memories] or [None]
+    pools = [
+        Pool(found.layout.part(shard), found.plan.num_slabs, view)
+        for shard, view in zip(found.shards, views, strict=True)
+    ]
+    holdings = Holdings(pools[0], PrefixTree() if spec.prefix_caching else None)
+    ranks = Ranks(spec.worker, partial(give_up, voice)) if len(pools) > 1 else None
+    try:
+        if ranks is None:
+            runner = Runner.load(found.files, pools[0], found.plan.max_model_len)
+        else:
+            runner = lead(_orders(spec, found), found.shards, memories, ranks)
+        sampler = Sampler(runner.vocab_size, _grammar_tokens(found.files.path))
+        voice.tell("load")
+        voice.tell("warm", 0)
+        runner.warm()
+        scheduler = Scheduler(_limits(spec, found, runner, holdings))
+        voice.tell("warm")
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+    host = HostTier(pools, spec.swap_bytes) if spec.swap_bytes else None
+    parts = Parts(
+        found.layout, [(shard, pool.memory) for shard, pool in zip(found.shards, pools, strict=True)]
+    )
+    return Body(Engine(runner, scheduler, holdings, sampler, host), holdings, parts, ranks)
+
+
+def _orders(spec: WorkerSpec, found: Found) -> Orders:
+    """Rank 0's."""
+    return Orders(
+        worker=spec.worker,
+        place=Place(0, spec.tp, spec.pp),
+        shard=found.shards[0],
+        shape=found.files.shape,
+        weights={name: str(path) for name, path in found.files.weights.items()},
+        dtype=found.dtype,
+        max_model_len=found.plan.max_model_len,
+        num_slabs=found.plan.num_slabs,
+        core=spec.core,
+        threads=spec.threads,
+        log_level=spec.log_level,
+    )
+
+
+def _limits(spec: WorkerSpec, found: Found, runner: Runner, holdings: Holdings) -> Limits:
+    """What the engine takes on. A worker that only reads prompts is measured for how many tokens keep it busy."""
+    busy = 0
+    if spec.role == "prefill":
+        longest = min(spec.max_num_batched_tokens, found.plan.max_model_len)
+        busy = saturation.shortest(saturation.measure(runner.run, holdings, longest, time.monotonic))
+    return Limits(
         num_slabs=found.plan.num_slabs,
         max_model_len=found.plan.max_model_len,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         chunked_prefill=spec.chunked_prefill,
+        saturation_tokens=busy,
+        tpot_s=None if spec.tpot_ms is None else spec.tpot_ms / 1000,
     )
-    return Engine(runner, Scheduler(limits), pool, sampler), pool
 
 
 def introduce(spec: WorkerSpec, found: Found, endpoints: dict[str, bytes]) -> Hello:
@@ -105,7 +197,7 @@ def introduce(spec: WorkerSpec, found: Found, endpoints: dict[str, bytes]) -> He
         host=spec.host,
         pid=os.getpid(),
         num_slabs=found.plan.num_slabs,
-        chunk_bytes=found.files.layout(found.dtype).chunk_bytes,
+        chunk_bytes=found.layout.chunk_bytes,
         max_model_len=found.plan.max_model_len,
         endpoints=endpoints,
     )

@@ -19,7 +19,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import IO
+from typing import IO, NoReturn
 
 import msgspec
 
@@ -34,7 +34,13 @@ log = logging.getLogger(__name__)
 
 
 def prepare() -> None:
-    """What must be so before torch is imported, which takes seconds: tied to the supervisor, and one thread.
+    """What must be so before torch is imported, which takes seconds; then the first word to the supervisor."""
+    settle()
+    Voice(sys.stdout).tell("load", 0)
+
+
+def settle() -> None:
+    """Tie this process to the one that started it, and let it compute with one thread.
 
     On a shared 2-core machine a decode step of a 42 M-parameter model took 43 ms with one OpenMP thread and 498 ms
     with two. A supervisor that wants more threads sets `OMP_NUM_THREADS` for the process; what it set is kept.
@@ -44,7 +50,6 @@ def prepare() -> None:
     for name in THREADS:
         os.environ.setdefault(name, os.environ.get("OMP_NUM_THREADS", "1"))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    Voice(sys.stdout).tell("load", 0)
 
 
 class Voice:
@@ -122,6 +127,20 @@ def pin(core: int | None) -> None:
             "start fewer workers, or give the process more cores",
         )
     os.sched_setaffinity(0, {core})
+
+
+def core_of(first: int | None, rank: int) -> int | None:
+    """The core of a rank of a worker whose rank 0 has the core `first`: the next ones, in turn. None: wherever."""
+    if first is None:
+        return None
+    usable = sorted(os.sched_getaffinity(0))
+    return usable[(usable.index(first) + rank) % len(usable)] if first in usable else first
+
+
+def give_up(voice: Voice, error: DiptychError) -> NoReturn:
+    """End the whole process from whatever thread this is, saying why; the supervisor starts another."""
+    voice.fail(error)
+    os._exit(FATAL)
 
 
 def _told(error: Exception) -> DiptychError:

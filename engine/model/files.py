@@ -21,16 +21,21 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from diptych.errors import ModelError
+from diptych.errors import ConfigError, ModelError
 from diptych.hashing import Field, digest, fingerprint
+from engine.model.linear import NARROW
 from engine.model.memory import Memory, available_memory, plan_memory
 from engine.model.shape import Shape, check_config, read_shape
-from kvcache.layout import CHUNK_TOKENS, KVLayout
+from engine.model.weights import READABLE, dtype_of
+from kvcache.layout import CHUNK_TOKENS, KVLayout, Shard, shards
 
 WIRE_VERSION = 1  # of the KV bytes as they travel; grows when their meaning changes
 
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+MATRIX = "model.layers.0.mlp.down_proj.weight"  # one for all: checkpoints have one dtype
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+RANKS_PER_CORE = 4  # beyond this a worker's ranks would mostly wait for each other's turn
 
 HASH_WHOLE_BYTES = 256 << 20  # up to here every byte of the weights is hashed, beyond it samples are
 SAMPLES, SAMPLE_BYTES = 64, 64 << 10
@@ -71,12 +76,43 @@ class ModelFiles:
         """How this model's KV lies in memory."""
         return KVLayout(self.shape.layers, self.shape.kv_heads, self.shape.head_dim, dtype)
 
+    def split(self, tp: int, pp: int) -> tuple[Shard, ...]:
+        """What each of `tp * pp` ranks holds.
+
+        Raises:
+            ConfigError: that is more ranks than this machine's cores can carry.
+            ModelError: the heads do not divide among `tp` ranks, or there are fewer layers than `pp` stages.
+        """
+        shape, layout, cores = self.shape, self.layout(), len(os.sched_getaffinity(0))
+        if tp * pp > RANKS_PER_CORE * cores:
+            why = f"each computes in a process of its own, and there are {cores} cores for them"
+            raise ConfigError(
+                f"{tp * pp} ranks are too many for one worker here", why, "use a smaller tp or pp"
+            )
+        heads = [n for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0]
+        try:
+            return shards(layout, tp, pp)
+        except ValueError as error:
+            raise ModelError(
+                f"{self.name} cannot be split into {pp} stages of {tp} ranks",
+                f"it has {shape.layers} layers of {shape.heads} heads over {shape.kv_heads} KV heads: {error}",
+                f"use a tp of {', '.join(map(str, heads))}, and a pp of at most {shape.layers}",
+            ) from None
+
     def memory(
-        self, *, max_model_len: int | None, kv_bytes: int | None, available_bytes: int | None = None
+        self,
+        *,
+        max_model_len: int | None,
+        kv_bytes: int | None,
+        available_bytes: int | None = None,
+        tp: int = 1,
+        step_tokens: int = 512,
+        step_rows: int = 64,
     ) -> Memory:
         """Decide context and pool size, and check that they fit in `available_bytes` (default: what the system has).
 
-        `max_model_len` None is the model's own; `kv_bytes` None is room for several full requests, as far as fits.
+        `max_model_len` None is the model's own; `kv_bytes` None is room for several full requests, as far as fits. The
+        rest is as in `plan_memory`.
 
         Raises:
             ModelError: longer than the model's context, or it does not fit; `why` has the arithmetic.
@@ -89,7 +125,17 @@ class ModelFiles:
             max_model_len=max_model_len,
             kv_bytes=kv_bytes,
             available=available,
+            tp=tp,
+            matrix_bytes=self._matrix_bytes(),
+            step_tokens=step_tokens,
+            step_rows=step_rows,
         )
+
+    def _matrix_bytes(self) -> int:
+        """Bytes per number of the matrices in memory: two if stored so, and products can read it."""
+        path = self.weights.get(MATRIX)
+        stored = READABLE.get(dtype_of(path, MATRIX) or "") if path is not None else None
+        return 2 if stored in NARROW.values() else 4
 
     def fingerprint(self, dtype: str = "float32") -> tuple[str, dict[str, str]]:
         """(hex digest, readable fields) of everything two workers must share to exchange KV.

@@ -24,13 +24,17 @@ def look(question: Question) -> Model:
     """Find the model, and share the memory of this machine among the workers that will load it.
 
     Raises:
-        ModelError: not found, not complete, not supported, or it does not fit (with the arithmetic).
+        ConfigError: so many ranks are too many here.
+        ModelError: not found, not complete, not supported, cannot be split so, or does not fit (with the arithmetic).
     """
     files = ModelFiles.resolve(_place(question.model), question.revision)
+    for tp, pp in question.splits:
+        files.split(tp, pp)
     memory = files.memory(
         max_model_len=question.max_model_len,
         kv_bytes=question.kv_bytes,
         available_bytes=available_memory() // max(1, question.num_workers),
+        tp=max(tp for tp, _ in question.splits),
     )
     told = (
         f"{files.shape.architecture.removesuffix('ForCausalLM')}, {files.shape.parameters / 1e6:,.1f} M parameters, "

@@ -23,6 +23,7 @@ class Question(msgspec.Struct, frozen=True):
     max_model_len: int | None
     kv_bytes: int | None
     num_workers: int  # that share this machine's memory
+    splits: tuple[tuple[int, int], ...] = ((1, 1),)  # (tp, pp) of each kind of worker
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -44,10 +45,11 @@ async def find(config: Config, num_workers: int) -> Model:
     """The model of these settings.
 
     Raises:
-        ModelError: not found, not complete, not supported, or it does not fit (with the arithmetic).
+        ModelError: not found, not complete, not supported, cannot be split so, or does not fit (with the arithmetic).
     """
+    splits = ((config.prefill_tp, config.prefill_pp), (config.decode_tp, config.decode_pp))
     question = Question(
-        config.model, config.revision, config.max_model_len, config.kv_cache_memory_bytes, num_workers
+        config.model, config.revision, config.max_model_len, config.kv_cache_memory_bytes, num_workers, splits
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.cli.look",

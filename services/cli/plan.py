@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from diptych.config import Config, GatewaySpec, WorkerSpec
@@ -31,6 +32,11 @@ def worker_spec(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill=config.enable_chunked_prefill,
+        prefix_caching=config.enable_prefix_caching,
+        swap_bytes=config.swap_space,
+        tpot_ms=config.slo_tpot_ms if config.colocated else None,
+        tp=config.prefill_tp if role == "prefill" else config.decode_tp,
+        pp=config.prefill_pp if role == "prefill" else config.decode_pp,
         core=core,
         threads=config.threads,
         transports=config.transports,
@@ -53,6 +59,7 @@ def gateway_spec(
         served_names=config.served_names,
         num_prefill=num_prefill,
         num_decode=num_decode,
+        prefix_caching=config.enable_prefix_caching,
         revision=config.revision,
         api_keys=api_keys,
         max_model_len=model.max_model_len,
@@ -69,11 +76,14 @@ def gateway_spec(
     )
 
 
-def cores(config: Config, available: list[int], count: int) -> list[int | None]:
-    """A core for each worker, in turn; none when pinning is off, a worker has several threads, or computes on a GPU."""
+def cores(config: Config, available: list[int], ranks: Sequence[int]) -> list[int | None]:
+    """A core for the first rank of each worker, in turn, with those of its other `ranks` behind it.
+
+    None when pinning is off, a worker has several threads, or computes on a GPU.
+    """
     if not config.pin_cores or config.threads > 1 or config.device == "cuda":
-        return [None] * count
-    return [available[index % len(available)] for index in range(count)]
+        return [None] * len(ranks)
+    return [available[sum(ranks[:index]) % len(available)] for index in range(len(ranks))]
 
 
 def plan(
@@ -92,7 +102,8 @@ def plan(
     names = [("prefill", index) for index in range(num_prefill)] + [
         ("decode", index) for index in range(num_decode)
     ]
-    pinned = cores(config, sorted(os.sched_getaffinity(0)), len(names))
+    size = {"prefill": config.prefill_tp * config.prefill_pp, "decode": config.decode_tp * config.decode_pp}
+    pinned = cores(config, sorted(os.sched_getaffinity(0)), [size[role] for role, _ in names])
     return Plan(
         workers=tuple(
             worker_spec(config, model, role, f"{role}-{index}", channel, keys_dir, core)

@@ -177,16 +177,32 @@ def status(url: str, key: str | None, as_json: bool) -> int:
     return 0 if now.ready else 1
 
 
+def _hits(books: dict[str, Any]) -> str:
+    """The part of the prompt tokens looked up in the prefix cache that was found there; empty before any was."""
+    asked, found = books.get("prefix_queries", 0), books.get("prefix_hits", 0)
+    return f"{found / asked:.0%}" if asked else ""
+
+
 def _print(now: State) -> None:
     console = Console()
     console.print("ready" if now.ready else "not ready", style="green" if now.ready else "red")
     for reason in now.reasons:
         console.print(f"  {reason}", markup=False, highlight=False)
-    columns = ("worker", "role", "state", "running", "waiting", "slabs_used", "slabs_total", "leases")
-    grid = Table(*columns, box=None)
+    columns = (
+        "worker",
+        "role",
+        "state",
+        "running",
+        "waiting",
+        "slabs_used",
+        "slabs_cached",
+        "slabs_total",
+        "leases",
+    )
+    grid = Table(*columns, "prefix hits", box=None)
     for one in now.workers:
         flat = one | one.get("stats", {})
-        grid.add_row(*(str(flat.get(column, "")) for column in columns))
+        grid.add_row(*(str(flat.get(column, "")) for column in columns), _hits(flat))
     console.print(grid)
     for link in now.links:
         console.print(link, highlight=False)

@@ -100,6 +100,15 @@ async def test_the_answer_crosses_processes() -> None:
     assert Path(found.path).samefile(TINY) and found.max_model_len == 100
 
 
+async def test_a_split_that_the_model_does_not_allow_is_told_before_anything_starts() -> None:
+    with pytest.raises(ModelError) as caught:
+        await model.find(Config(model="tiny", prefill_tp=3), 2)
+    assert "cannot be split into 1 stages of 3 ranks" in caught.value.what
+    assert caught.value.fix == "use a tp of 1, 2, 4, and a pp of at most 6"
+    with pytest.raises(ModelError, match="4096 ranks are too many"):
+        await model.find(Config(model="tiny", decode_tp=4, decode_pp=1024), 2)
+
+
 async def test_a_process_that_breaks_is_told_as_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from engine.model import files as files_module
 from engine.model.files import ModelFiles
 from engine.model.memory import SPARE, available_memory, plan_memory, show
 from engine.model.shape import SUPPORTED
+from engine.model.weights import Weights
 from tests.factories import make_folder, make_oracle, save_model
 
 GIB = 1 << 30
@@ -156,6 +158,32 @@ def test_memory_that_fits(folder: Path) -> None:
     assert available_memory() > plan.kv_bytes
 
 
+@pytest.mark.parametrize(("dtype", "matrix_bytes"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_the_announced_figure_is_what_is_held(dtype: torch.dtype, matrix_bytes: int, tmp_path: Path) -> None:
+    """Matrices in 16 bits if they come so, the embedding in float32 on every rank that reads tokens."""
+    files = ModelFiles.resolve(str(save_model(tmp_path, make_oracle(), dtype)))
+    embedding = 300 * 48
+    for tp in (1, 2):
+        plan = files.memory(max_model_len=None, kv_bytes=None, tp=tp)
+        matrices = files.shape.parameters - embedding
+        assert plan.weight_bytes == matrices * matrix_bytes + tp * embedding * 4
+        assert plan.total_bytes == plan.weight_bytes + plan.kv_bytes + plan.step_bytes
+    narrow = files.memory(max_model_len=None, kv_bytes=None, step_tokens=64)
+    assert narrow.step_bytes < plan.step_bytes
+
+
+def test_parts_of_a_tensor_are_read_like_the_whole(folder: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    with Weights(ModelFiles.resolve(str(folder)).weights) as weights:
+        whole = weights.take(name, 48, 80)
+        assert torch.equal(weights.take(name, 48, 80, rows=slice(5, 9)), whole[5:9])
+        assert torch.equal(weights.take(name, 48, 80, columns=slice(27, 54)), whole[:, 27:54])
+        some = weights.stack([(name, 48, slice(0, 3)), (name, 48, slice(40, 48))], 80)
+        assert torch.equal(some, torch.cat([whole[:3], whole[40:]]))
+        with pytest.raises(ModelError, match="has the shape"):
+            weights.take(name, 80, 48, rows=slice(0, 1))
+
+
 @pytest.mark.parametrize(
     ("kv_bytes", "available", "fix"),
     [
@@ -174,7 +202,7 @@ def test_what_does_not_fit_is_told_with_the_arithmetic(
         )
     error = caught.value
     assert error.fix == fix and len(error.lines()) == 5
-    assert "weights 256.50 KiB (float32) + KV pool" in error.why
+    assert "weights 256.50 KiB + KV pool" in error.why
     assert "8 chunks x 24.00 KiB = 192.00 KiB" in error.why
 
 

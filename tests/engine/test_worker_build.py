@@ -37,6 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"max_num_seqs": 600}, ConfigError, "512 tokens is too small for 600 requests"),
         ({"max_model_len": 100_000}, ModelError, "100000 tokens"),
         ({"kv_bytes": 64 << 10}, ModelError, "does not fit"),
+        ({"tp": 4}, ModelError, "cannot be split into 1 stages of 4 ranks"),  # it has 2 KV heads
+        ({"pp": 3}, ModelError, "cannot be split into 3 stages of 1 ranks"),  # and 2 layers
+        ({"tp": 1024, "pp": 2}, ConfigError, "2048 ranks are too many"),
     ],
 )
 def test_refusals_name_what_is_wrong(
@@ -44,7 +47,7 @@ def test_refusals_name_what_is_wrong(
 ) -> None:
     with pytest.raises(kind, match=words) as caught:
         find(spec(folder, **changes))
-    assert caught.value.fix
+    assert caught.value.fix and len(caught.value.lines()) <= 6
 
 
 def test_two_lives_of_a_worker_differ_only_in_their_incarnation(folder: Path) -> None:

@@ -37,7 +37,7 @@ def diptych(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("DIPTYCH_")}
     return subprocess.run(
         [sys.executable, "-m", "services.cli.main", *arguments],
-        cwd=ROOT, env=kept | {"COLUMNS": "100", "NO_COLOR": "1"} | env, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env=kept | {"COLUMNS": "100", "NO_COLOR": "1"} | env, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
 
 
@@ -166,9 +166,30 @@ def test_a_colocated_plan_has_a_decode_pool_only(tmp_path: Path) -> None:
     assert (made.gateway.num_prefill, made.gateway.num_decode) == (0, 2)
 
 
+def test_a_plan_tells_each_part_what_the_engine_settings_mean_for_it(tmp_path: Path) -> None:
+    given = {"prefill_tp": "2", "decode_pp": "3", "swap_space": "1GiB", "slo_tpot_ms": "40"}
+    made = plan(
+        load("serve", given | {"enable_prefix_caching": False}, {}), MODEL, tmp_path, tmp_path, 1, 2, ()
+    )
+    assert [(one.tp, one.pp) for one in made.workers] == [(2, 1), (1, 3)]
+    assert {(one.prefix_caching, one.swap_bytes, one.tpot_ms) for one in made.workers} == {
+        (False, 1 << 30, None)
+    }
+    assert made.gateway.prefix_caching is False
+    both = plan(
+        load("serve", {"colocated": "1", "slo_tpot_ms": "40"}, {}), MODEL, tmp_path, tmp_path, 1, 2, ()
+    )
+    assert both.workers[0].tpot_ms == 40 and both.workers[0].prefix_caching and both.gateway.prefix_caching
+
+
 @pytest.mark.parametrize("given", [{"pin_cores": False}, {"threads": "2"}, {"device": "cuda"}])
 def test_workers_are_not_pinned_where_that_would_hurt(given: dict[str, object]) -> None:
-    assert cores(load("serve", given, {}).config, [0, 1], 2) == [None, None]
+    assert cores(load("serve", given, {}).config, [0, 1], [1, 2]) == [None, None]
+
+
+def test_every_rank_has_a_core_of_its_own_as_far_as_they_go() -> None:
+    config = load("serve", {}, {}).config
+    assert cores(config, [2, 3, 5, 7, 11], [2, 1, 4]) == [2, 5, 7]  # the last one's ranks on 7, 11, 2 and 3
 
 
 # ---- what is shown
@@ -279,11 +300,11 @@ def guard(tmp_path: Path, what: str) -> tuple[subprocess.Popen[str], SimpleNames
 
 
 def gone(started: subprocess.Popen[str], told: SimpleNamespace, orphan: psutil.Process) -> int:
-    code = started.wait(20)
+    code = started.wait(90)
     assert started.stdout is not None
     started.stdout.close()
     if orphan.pid != os.getpid():
-        orphan.wait(10)
+        orphan.wait(90)
     assert not psutil.pid_exists(told.pid) and not Path(told.folder).exists()
     return code
 
@@ -309,8 +330,8 @@ def test_a_kill_of_the_guard_ends_its_child(tmp_path: Path) -> None:
     started, told, orphan = guard(tmp_path, "stay")
     child = psutil.Process(told.pid)
     started.kill()
-    started.wait(10)
-    child.wait(10)
+    started.wait(90)
+    child.wait(90)
     orphan.kill()  # nobody is left to do it; in `serve` the child stops what it started
     assert not Path(told.folder).exists()
     assert started.stdout is not None

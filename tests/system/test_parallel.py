@@ -1,0 +1,166 @@
+"""Workers of several ranks: their tokens are those of `transformers`, and with one rank a whole worker ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from diptych.messages import Offer, Output, Release
+from diptych.request import Sampling
+from tests.system.driver import Driver
+from tests.system.served import Served, serve, wait_for
+
+pytestmark = pytest.mark.timeout(600)
+
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
+NEW_TOKENS = 8
+LENGTHS = (1, 2, 63, 64, 65, 128, 129, 200, 400, 513, 1025, 1900)
+SPLITS = {"whole": {}, "tp": {"tp": 2}, "pp": {"pp": 2}}
+PAIRS = [
+    ("whole", "tp"), ("tp", "whole"), ("tp", "tp"), ("whole", "pp"), ("pp", "whole"), ("pp", "tp"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Real text, each prompt cut from another place."""
+    tokens = AutoTokenizer.from_pretrained(TINY).encode(Path(random.__file__).read_text() * 2)
+    rng = random.Random(2)
+    return [tokens[start : start + n] for n in LENGTHS for start in [rng.randrange(len(tokens) - n)]]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    """What `transformers.generate` continues each prompt with."""
+    torch.set_num_threads(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+
+    def run(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )  # fmt: skip
+        return list(out[0, len(prompt) :].tolist())
+
+    return [run(prompt) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """A prefill and a decode worker of every split, all linked. Nothing is shared, so that all KV moves every time."""
+    driver = Driver(tmp_path_factory.mktemp("parallel"), TINY)
+    try:
+        for split, changes in SPLITS.items():  # not all at once: ten processes would start on two cores
+            names = [f"{role}-{split}" for role in ("prefill", "decode")]
+            for name in names:
+                driver.start(name, prefix_caching=False, **changes)
+            driver.up(*names)
+        for source, target in PAIRS:
+            assert driver.peer(f"decode-{target}", f"prefill-{source}").transport
+        yield driver
+    finally:
+        driver.close()
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=["_to_".join(pair) for pair in PAIRS])
+def test_tokens_are_those_of_transformers(
+    source: str, target: str, workers: Driver, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """All at once: prompts and answers share steps on both sides."""
+    prefill, decode, sampling = (
+        f"prefill-{source}",
+        f"decode-{target}",
+        Sampling(NEW_TOKENS, 0, temperature=0.0),
+    )
+    requests = [f"{source}-{target}-{len(prompt)}" for prompt in prompts]
+    for request, prompt in zip(requests, prompts, strict=True):
+        workers.prefill(prefill, request, prompt, sampling)
+    for request, prompt in zip(requests, prompts, strict=True):
+        offer = workers.until(request, Offer)
+        workers.admit(decode, request, prompt, sampling, offer.ticket)
+    for request, want in zip(requests, expected, strict=True):
+        assert isinstance(workers.over(request), Output)
+        assert workers.tokens(request) == want, request
+        workers.send(prefill, Release(request, 0))
+    workers.rest(prefill, decode)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve("--prefill-tp", "2", "--decode-tp", "2") as deployment:
+        yield deployment
+
+
+def complete(served: Served, prompt: list[int]) -> tuple[list[str], int]:
+    """The new tokens, as strings, and how many prompt tokens were cached."""
+    done = served.client().completions.create(
+        model="tiny", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, logprobs=0,
+        extra_body={"ignore_eos": True, "skip_special_tokens": False},
+    )  # fmt: skip
+    logprobs, usage = done.choices[0].logprobs, done.usage
+    assert logprobs is not None and logprobs.tokens is not None
+    assert usage is not None and usage.prompt_tokens_details is not None
+    return logprobs.tokens, usage.prompt_tokens_details.cached_tokens or 0
+
+
+def pid(served: Served, worker: str) -> int:
+    """Of the life of a worker that has introduced itself; 0 while there is none."""
+    return next((int(one["pid"]) for one in served.status()["workers"] if one["worker"] == worker), 0)
+
+
+def ranks(served: Served, worker: str) -> list[psutil.Process]:
+    """The processes of a worker besides its own."""
+    return [child for child in served.worker(worker).children() if "worker.ranks" in child.cmdline()]
+
+
+async def ask(client: openai.AsyncOpenAI, begun: asyncio.Event) -> str:
+    """One long stream to whatever end it comes: "done", "silence", or the name of the error that the client raises."""
+    try:
+        stream = await client.completions.create(
+            model="tiny", prompt="def read(self):\n", max_tokens=1500, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        finish = None
+        async for part in stream:
+            begun.set()
+            finish = part.choices[0].finish_reason if part.choices else finish
+        return "done" if finish else "silence"
+    except openai.APIError as error:
+        return type(error).__name__
+
+
+async def kill_under_load(served: Served, victim: psutil.Process) -> list[str]:
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        begun = [asyncio.Event() for _ in range(4)]
+        tasks = [asyncio.create_task(ask(client, one)) for one in begun]
+        await asyncio.gather(*(one.wait() for one in begun))
+        victim.kill()
+        return await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_killed_rank_is_a_worker_that_comes_back(
+    role: str, served: Served, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
+    prompt, want = prompts[7], [tokenizer.decode([token]) for token in expected[7]]
+    assert complete(served, prompt)[0] == want
+    assert complete(served, prompt) == (want, 192)  # 3 of its 200 tokens' chunks, on both ranks
+    worker, before = f"{role}-0", served.worker(f"{role}-0").pid
+    (victim,) = ranks(served, worker)
+    ended = asyncio.run(kill_under_load(served, victim))
+    assert "silence" not in ended, "a stream ended cleanly without a finish"
+    wait_for(lambda: pid(served, worker) not in (0, before) and served.ready())
+    assert not psutil.pid_exists(before) and len(ranks(served, worker)) == 1
+    assert complete(served, prompt)[0] == want
+    wait_for(lambda: served.held() == {})

@@ -51,10 +51,12 @@ class Config:
     prefill: int = option(1, kind.whole(), "Workers that read prompts", POOLS, GATEWAYS)
     decode: int = option(1, kind.whole(), "Workers that write answers", POOLS, GATEWAYS)
     colocated: int = option(0, kind.whole(), "Workers that do both, instead of two pools", POOLS, GATEWAYS)
-    prefill_tp: int = option(1, kind.whole(1), "Ranks that split each prefill worker's heads", POOLS)
-    prefill_pp: int = option(1, kind.whole(1), "Stages that split each prefill worker's layers", POOLS)
-    decode_tp: int = option(1, kind.whole(1), "Ranks that split each decode worker's heads", POOLS)
-    decode_pp: int = option(1, kind.whole(1), "Stages that split each decode worker's layers", POOLS)
+    prefill_tp: int = option(1, kind.whole(1), "Ranks that split each prefill worker's heads", POOLS, WORKERS)
+    prefill_pp: int = option(
+        1, kind.whole(1), "Stages that split each prefill worker's layers", POOLS, WORKERS
+    )
+    decode_tp: int = option(1, kind.whole(1), "Ranks that split each decode worker's heads", POOLS, WORKERS)
+    decode_pp: int = option(1, kind.whole(1), "Stages that split each decode worker's layers", POOLS, WORKERS)
     transports: tuple[str, ...] = option(
         ("shm", "nixl"), kind.some_of("shm", "nixl"), "How KV may move, preferred first", POOLS, WORKERS
     )
@@ -66,7 +68,7 @@ class Config:
         True, kind.switch(), "Split long prompts over steps", ENGINE, WORKERS
     )
     enable_prefix_caching: bool = option(
-        True, kind.switch(), "Keep and share the KV of common prefixes", ENGINE, WORKERS
+        True, kind.switch(), "Keep and share the KV of common prefixes", ENGINE, ALL
     )
     swap_space: int = option(
         0, kind.size(0), "Host memory per worker for preempted requests", ENGINE, WORKERS, "none", rare=True
@@ -177,10 +179,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tpot_ms: float | None = None  # what prefills mixed into decode steps must leave intact (colocated)
     tp: int = 1
     pp: int = 1
-    cuts: tuple[int, int] = (
-        1,
-        1,
-    )  # (layers, heads): pieces that KV is digested in, so that both pools' ranks fit
     core: int | None = None  # the core to pin to
     threads: int = 1
     transports: tuple[str, ...] = ("shm", "nixl")  # in order of preference
@@ -201,6 +199,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_names: tuple[str, ...]  # the first is the one that answers carry
     num_prefill: int  # 0: colocated
     num_decode: int
+    prefix_caching: bool = True  # of the workers: whether requests are sent where their prefix is
     revision: str | None = None
     api_keys: tuple[str, ...] = ()
     max_model_len: int | None = None

@@ -116,21 +116,8 @@ def _form(setting: Setting) -> str:
 
 
 def _check(loaded: Loaded, command: str) -> None:
-    config, origins = loaded.config, loaded.origins
-    both = [name for name in ("prefill", "decode") if name in origins]
-    if config.colocated and both:
-        raise ConfigError(
-            "a deployment is either colocated or has two pools",
-            f"colocated is {config.colocated} ({origins['colocated']}), {both[0]} is set too ({origins[both[0]]})",
-            f"leave out {origins['colocated']} or {origins[both[0]]}",
-        )
-    if not config.colocated and min(config.pools) < 1:
-        empty = "prefill" if config.prefill < 1 else "decode"
-        raise ConfigError(
-            f"the {empty} pool has no workers",
-            f"from {loaded.origin(empty)}",
-            f"--{empty} 1, or --colocated 1",
-        )
+    config = loaded.config
+    _check_pools(loaded)
     if not config.local_only and not (config.api_key or config.api_key_file or config.insecure):
         raise ConfigError(
             f"{config.host} can be reached from other machines, and no API key is set",
@@ -143,6 +130,31 @@ def _check(loaded: Loaded, command: str) -> None:
                 raise ConfigError(
                     f"`diptych {command}` needs --{name.replace('_', '-')}", _why_apart(command)
                 )
+
+
+def _check_pools(loaded: Loaded) -> None:
+    config, origins = loaded.config, loaded.origins
+    both = [name for name in ("prefill", "decode") if name in origins]
+    if config.colocated and both:
+        raise ConfigError(
+            "a deployment is either colocated or has two pools",
+            f"colocated is {config.colocated} ({origins['colocated']}), {both[0]} is set too ({origins[both[0]]})",
+            f"leave out {origins['colocated']} or {origins[both[0]]}",
+        )
+    split = [name for name in ("prefill_tp", "prefill_pp") if name in origins]
+    if config.colocated and split:
+        raise ConfigError(
+            "a colocated deployment has no prefill workers to split",
+            f"colocated is {config.colocated} ({origins['colocated']}), {split[0]} is set ({origins[split[0]]})",
+            "--decode-tp and --decode-pp split colocated workers",
+        )
+    if not config.colocated and min(config.pools) < 1:
+        empty = "prefill" if config.prefill < 1 else "decode"
+        raise ConfigError(
+            f"the {empty} pool has no workers",
+            f"from {loaded.origin(empty)}",
+            f"--{empty} 1, or --colocated 1",
+        )
 
 
 def _why_apart(command: str) -> str:

@@ -313,7 +313,8 @@ class _Fleet(Collector):
 
     GAUGES = (
         ("diptych:kv_slabs", "Slabs of the KV pool", "slabs_total"),
-        ("diptych:kv_slabs_used", "Slabs in use", "slabs_used"),
+        ("diptych:kv_slabs_used", "Slabs that requests hold", "slabs_used"),
+        ("diptych:kv_slabs_cached", "Slabs of cached prefixes that nobody holds", "slabs_cached"),
         ("diptych:leases", "Requests whose KV waits to be pulled", "leases"),
         ("diptych:staging_bytes", "Bytes of KV on the way", "staging_bytes"),
         ("diptych:waiting_tokens", "Prompt tokens waiting", "waiting_tokens"),
@@ -325,6 +326,21 @@ class _Fleet(Collector):
         ("diptych:engine_steps", "Steps of the engine", "steps"),
         ("diptych:engine_step_seconds", "Seconds in steps", "step_seconds"),
         ("diptych:engine_step_tokens", "Tokens computed in steps", "step_tokens"),
+    )
+
+    VLLM_COUNTERS = (
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
+        ("vllm:prefix_cache_hits", "Of these, found there", "prefix_hits"),
+    )
+    # counted by name: (metric, what it tells, label of the name, attribute)
+    NAMED = (
+        ("diptych:preemptions", "Running requests put back for want of memory", "way", "preemptions"),
+        (
+            "diptych:step_seconds",
+            "Seconds in steps of the engine by what they went into",
+            "part",
+            "step_parts",
+        ),
     )
 
     def describe(self) -> Iterable[Metric]:
@@ -347,7 +363,16 @@ class _Fleet(Collector):
             for book in books:
                 counter.add_metric([book.worker, book.role], getattr(book.stats, attribute))
             yield counter
+        yield from self._named(books)
         yield from self._speeds()
+
+    def _named(self, books: list[Books]) -> Iterator[Metric]:
+        for name, told, label, attribute in self.NAMED:
+            counter = CounterMetricFamily(name, told, labels=["worker", "role", label])
+            for book in books:
+                for key, value in sorted(getattr(book.stats, attribute).items()):
+                    counter.add_metric([book.worker, book.role, key], value)
+            yield counter
 
     def _vllm(self, books: list[Books]) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
@@ -362,6 +387,15 @@ class _Fleet(Collector):
             waiting.add_metric(row, book.stats.waiting)
             usage.add_metric(row, book.stats.slabs_used / max(1, book.stats.slabs_total))
         yield from (running, waiting, usage)
+        preempted = CounterMetricFamily("vllm:num_preemptions", "Preempted requests", labels=labels)
+        for book in books:
+            preempted.add_metric([self._model, book.worker], sum(book.stats.preemptions.values()))
+        yield preempted
+        for name, told, attribute in self.VLLM_COUNTERS:
+            counter = CounterMetricFamily(name, told, labels=labels)
+            for book in books:
+                counter.add_metric([self._model, book.worker], getattr(book.stats, attribute))
+            yield counter
 
     def _speeds(self) -> Iterator[Metric]:
         labels = ["source", "target", "transport"]

@@ -1,9 +1,15 @@
 """Which pair of workers a request should go to: the one that is predicted to make it wait least (pure).
 
-    wait(p, d) = prompts queued at p, and this one, at p's speed
-               + the link: latency, and the bytes of this prompt's KV
-               + company at d: a step for each request running there
+    wait(p, d) = what p has yet to read, and of this prompt what p is not thought to have, at p's speed
+               + the link: latency, and the bytes of KV that d is not thought to have
+               + company at d: a step for each request running there, less some if d has the prefix
                + room at d: the steps until as many tokens are freed as d would be overcommitted by
+
+A prefix that p has saves its reading. What must be read counts twice: for this request, and for whoever comes next, so
+requests that arrive together with one new prefix rather queue behind it than read it on every worker. They go elsewhere
+when p has more to read than others by twice the prefix. A prefix that d has saves moving it, and sequences that share
+one are decoded together at less cost, so d is preferred while it runs at most `AFFINITY` requests, and a quarter, more
+than the least busy. Both bounds shrink with the part of the prompt that is shared: nothing in common, no preference.
 
 All loads come from the relay's own books, which are exact at any moment; only speeds come from the workers' beats, and
 are trusted within a factor of the average of their role: what a worker was given makes it look fast or slow, and must
@@ -13,26 +19,33 @@ not decide alone what it is given next. Ties are broken by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.effects import Choice
 from router.fleet import Fleet, Member, Tie
+from router.prefix_index import CHUNK_TOKENS, Chunks, PrefixIndex
 
 TOKEN_S, STEP_S = (
     1e-3,
     2e-2,
 )  # to read a token, to make a step: assumed until one of the role has been measured
 TRUST = 2.0  # how far, as a factor, a worker's own speed may differ from the average of its role
-CHUNK_TOKENS = 64
+# Requests that a shared prefix outweighs at a decode worker: so many, and a part of what the least busy one runs.
+AFFINITY, AFFINITY_PART = 2.0, 0.25
+FADE = 0.95  # weight of the past in the length of answers, per answer
+FIRST_ANSWER_TOKENS = 256.0  # assumed before there was one
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request asks for: tokens to read, tokens to have room for, and the fingerprint it began with, if any."""
+    """What a request asks for: tokens to read, tokens to have room for, the fingerprint it began with, if any, and the
+    names of its prompt's chunks.
+    """
 
     prompt_tokens: int
     room_tokens: int
     fingerprint: str | None = None
+    chunks: Chunks = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +101,21 @@ class Ledger:
         return len(self._workers)
 
 
+class Answers:
+    """How long answers have lately been: a fading mean."""
+
+    def __init__(self) -> None:
+        self._mean_tokens = FIRST_ANSWER_TOKENS
+
+    def ended(self, tokens: int) -> None:
+        """An answer came to its end with so many tokens."""
+        self._mean_tokens = FADE * self._mean_tokens + (1 - FADE) * tokens
+
+    def expect(self, max_tokens: int) -> int:
+        """The length of an answer that may have `max_tokens`."""
+        return min(max_tokens, round(self._mean_tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """Everything a choice depends on. `split` says whether the deployment has prefill workers of its own."""
@@ -95,6 +123,12 @@ class View:
     fleet: Fleet
     ledger: Ledger
     split: bool
+    index: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
+
+    def shared(self, worker: str, need: Need) -> int:
+        """Tokens of the prompt whose KV the worker is thought to have; the last one is always computed."""
+        known = CHUNK_TOKENS * self.index.shared(worker, need.chunks)
+        return min(known, max(0, need.prompt_tokens - 1))
 
     def prefill(self, need: Need, avoid: str | None = None) -> list[Member]:
         """Prefill workers that may serve `need`."""
@@ -111,15 +145,21 @@ def choose(need: Need, view: View, avoid: str | None = None) -> Choice | None:
     In a colocated deployment the choice has no prefill worker. `avoid` is not considered.
     """
     decode = view.decode(need, avoid)
-    write_s = _write_s(decode, need, view.ledger)
+    write_s = _write_s(decode, need, view)
     if not view.split:
-        read_s = _read_s(decode, need, view.ledger)
+        read_s = _read_s(decode, need, view)
         alone = [(read_s[name] + write_s[name], name) for name in write_s]
         return Choice(None, min(alone)[1]) if alone else None
     prefill = view.prefill(need, avoid)
-    read_s = _read_s(prefill, need, view.ledger)
+    read_s = _read_s(prefill, need, view)
     pairs = [
-        (read_s[source.name] + _move_s(source, tie, need) + write_s[target.name], source.name, target.name)
+        (
+            read_s[source.name]
+            + _move_s(source, tie, need, view.shared(target.name, need))
+            + write_s[target.name],
+            source.name,
+            target.name,
+        )
         for source in prefill
         for target in decode
         if (tie := target.ties.get(source.name)) is not None
@@ -133,9 +173,9 @@ def rebind(prefill: str, need: Need, view: View) -> str | None:
     if source is None:
         return None
     decode = view.decode(need)
-    write_s = _write_s(decode, need, view.ledger)
+    write_s = _write_s(decode, need, view)
     targets = [
-        (_move_s(source, tie, need) + write_s[target.name], target.name)
+        (_move_s(source, tie, need, view.shared(target.name, need)) + write_s[target.name], target.name)
         for target in decode
         if (tie := target.ties.get(prefill)) is not None
     ]
@@ -147,24 +187,31 @@ def _fits(member: Member, need: Need, avoid: str | None) -> bool:
     return same and not member.draining and member.name != avoid
 
 
-def _read_s(members: list[Member], need: Need, ledger: Ledger) -> dict[str, float]:
+def _read_s(members: list[Member], need: Need, view: View) -> dict[str, float]:
     token_s = _paces([(member, member.stats.step_tokens) for member in members], TOKEN_S)
-    queued_tokens = {name: ledger.load(name).queued_tokens for name in token_s}
-    return {name: (queued_tokens[name] + need.prompt_tokens) * token_s[name] for name in token_s}
+    new_tokens = {name: need.prompt_tokens - view.shared(name, need) for name in token_s}
+    return {
+        name: (view.ledger.load(name).queued_tokens + 2 * new_tokens[name]) * token_s[name]
+        for name in token_s
+    }
 
 
-def _move_s(source: Member, tie: Tie, need: Need) -> float:
-    chunks = -(-need.prompt_tokens // CHUNK_TOKENS)
+def _move_s(source: Member, tie: Tie, need: Need, shared_tokens: int) -> float:
+    chunks = -(-(need.prompt_tokens - shared_tokens) // CHUNK_TOKENS)
     return tie.latency_us * 1e-6 + chunks * source.hello.chunk_bytes / (max(tie.gb_per_s, 1e-3) * 1e9)
 
 
-def _write_s(members: list[Member], need: Need, ledger: Ledger) -> dict[str, float]:
+def _write_s(members: list[Member], need: Need, view: View) -> dict[str, float]:
     step_s = _paces([(member, member.stats.steps) for member in members], STEP_S)
+    loads = {member.name: view.ledger.load(member.name) for member in members}
+    most = AFFINITY + AFFINITY_PART * min((load.running for load in loads.values()), default=0)
     waits_s: dict[str, float] = {}
     for member in members:
-        load = ledger.load(member.name)
-        lacking = max(0, load.room_tokens + need.room_tokens - member.hello.num_slabs * CHUNK_TOKENS)
-        waits_s[member.name] = (load.running + lacking / max(1, load.running)) * step_s[member.name]
+        load, shared_tokens = loads[member.name], view.shared(member.name, need)
+        company = load.running - most * shared_tokens / max(1, need.prompt_tokens)
+        asked = load.room_tokens + need.room_tokens - shared_tokens
+        lacking = max(0, asked - member.hello.num_slabs * CHUNK_TOKENS)
+        waits_s[member.name] = (company + lacking / max(1, load.running)) * step_s[member.name]
     return waits_s
 
 

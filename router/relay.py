@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from diptych.messages import (
     Abort,
@@ -34,7 +33,7 @@ from diptych.messages import (
     Step,
     ToWorker,
 )
-from diptych.request import TERMINAL, Request, Stage
+from diptych.request import Stage
 from router.admission import Admission
 from router.effects import (
     Arrive,
@@ -58,55 +57,14 @@ from router.effects import (
     WorkerLost,
 )
 from router.fleet import Fleet
-from router.policy import Ledger, Load, Need, View, choose, rebind
+from router.live import Live
+from router.policy import Answers, Ledger, View, choose, rebind
+from router.prefix_index import Chunks, PrefixIndex
 from router.verdicts import DEADLINE, INTERNAL, LOST, NO_WORKERS, VERDICTS, Verdict, refused
 
 MAX_ATTEMPTS = 2
 REMEMBERED = 8192  # ended requests, so that late messages of theirs can be told from unknown ones
 WAITING = frozenset({Stage.PREFILLED, Stage.TRANSFERRING})  # a prefill worker holds KV under a lease
-
-
-@dataclass(slots=True)
-class Live:
-    """A request that has not ended, and its running attempt.
-
-    `open` are the workers that hold something for it. Before the Offer `choice.decode` is only planned: it counts as
-    load, but has not heard of the request.
-    """
-
-    request: Request
-    choice: Choice | None = None
-    pinned: bool = False
-    fingerprint: str | None = None
-    attempts: int = 0
-    open: set[str] = field(default_factory=set)
-    first_queued_s: float = 0.0
-    told: set[str] = field(default_factory=set)  # durations that have been told: "first", "second"
-    transfer_s: float = 0.0
-
-    @property
-    def source(self) -> str | None:
-        """The prefill worker of the running attempt; None where one worker does both."""
-        return self.choice.prefill if self.choice else None
-
-    @property
-    def need(self) -> Need:
-        request = self.request
-        total = len(request.prompt) + request.sampling.max_tokens
-        return Need(len(request.prompt) + len(request.output), total, self.fingerprint)
-
-    @property
-    def shares(self) -> dict[str, Load]:
-        """How it burdens its workers, planned ones included."""
-        choice, stage = self.choice, self.request.stage
-        if choice is None or stage in TERMINAL:
-            return {}
-        unread = self.need.prompt_tokens if stage is Stage.QUEUED else 0
-        room = self.need.room_tokens
-        if choice.prefill is None:
-            return {choice.decode: Load(unread, 1, room)}
-        decode = {choice.decode: Load(0, 1, room)}
-        return decode if stage is Stage.DECODING else {choice.prefill: Load(unread, 1, 0), **decode}
 
 
 class Relay:
@@ -119,8 +77,11 @@ class Relay:
         *,
         split: bool = True,
         lease_s: float = 10.0,
+        index: PrefixIndex | None = None,
     ) -> None:
+        """Without `index` no worker is thought to share prefixes."""
         self.fleet, self.admission = fleet or Fleet(), admission or Admission()
+        self.index, self.answers = PrefixIndex(0) if index is None else index, Answers()
         self.split, self.lease_s = split, lease_s
         self.live: dict[str, Live] = {}
         self.ledger = Ledger()
@@ -141,7 +102,9 @@ class Relay:
         request, pinned = event.request, event.pin is not None
         if request.id in self.live or request.id in self._ended:
             raise ValueError(f"request {request.id} has arrived before")
-        live = self.live[request.id] = Live(request, event.pin, pinned)
+        chunks = () if pinned else self.index.cut(request.prompt, request.origin.scope)
+        expected_tokens = self.answers.expect(request.sampling.max_tokens)
+        live = self.live[request.id] = Live(request, event.pin, pinned, chunks, expected_tokens)
         request.entered_s.setdefault(Stage.ADMITTED, now_s)
         live.first_queued_s = now_s
         if self._expire(live, now_s):
@@ -171,10 +134,18 @@ class Relay:
         request.move(Stage.QUEUED, now_s)
         order = Prefill if choice.prefill else Generate
         remaining_s = request.deadline_s - now_s
-        prompt, output = list(request.prompt), list(request.output)
-        self._send(first, order(request.id, request.epoch, prompt, output, request.sampling, remaining_s))
+        what = list(request.prompt), list(request.output), request.sampling
+        self._send(first, order(request.id, request.epoch, *what, remaining_s, request.origin))
         live.open = {first}
+        live.unread_tokens = live.need.prompt_tokens - self._view.shared(first, live.need)
+        live.spared_tokens = self._view.shared(choice.decode, live.need)
+        self._expect(first, live.chunks)
         self._book(live)
+
+    def _expect(self, worker: str, chunks: Chunks) -> None:
+        """From now on the worker is thought to have these chunks."""
+        if (member := self.fleet.members.get(worker)) is not None:
+            self.index.sent(worker, chunks, member.hello.num_slabs)
 
     def _leave(self, event: ClientGone, now_s: float) -> None:
         if (live := self.live.get(event.request)) is not None:
@@ -194,6 +165,8 @@ class Relay:
         """The one way out: everybody lets go, the client hears one terminal effect, nothing is kept."""
         request = live.request
         self._let_go(live)
+        if stage is Stage.DONE and not live.pinned:
+            self._remember(live)
         request.move(stage, now_s)
         del self.live[request.id]
         self._book(live)
@@ -202,6 +175,14 @@ class Relay:
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
         self._effects.append(effect)
+
+    def _remember(self, live: Live) -> None:
+        """Whoever goes on with this text later finds prompt and answer where it was written."""
+        request, choice = live.request, live.choice
+        self.answers.ended(len(request.output))
+        if request.stage is Stage.DECODING and choice is not None:
+            text = request.prompt + request.output[:-1]  # the last token has no KV
+            self._expect(choice.decode, self.index.cut(text, request.origin.scope, live.chunks))
 
     def _let_go(self, live: Live) -> None:
         for worker in sorted(live.open):
@@ -253,6 +234,8 @@ class Relay:
         if output.tokens or output.finish:
             self._advance(live, Stage.PREFILLED if prefills else Stage.DECODING, output, now_s)
         request.output.extend(output.tokens)
+        if live.room_tokens > live.booked_tokens:
+            self._book(live)
         self._effects.append(Deliver(request.id, output))
         if output.finish is not None:
             live.open.discard(worker)  # it has freed everything already
@@ -314,10 +297,12 @@ class Relay:
             return self._retry(live, NO_WORKERS, self._missing(), now_s)
         live.choice = Choice(worker, decode)
         request.move(Stage.TRANSFERRING, now_s)
-        prompt, output, remaining_s = list(request.prompt), list(request.output), request.deadline_s - now_s
-        admit = Admit(request.id, request.epoch, prompt, output, request.sampling, offer.ticket, remaining_s)
-        self._send(decode, admit)
+        what = list(request.prompt), list(request.output), request.sampling, offer.ticket
+        remaining_s = request.deadline_s - now_s
+        self._send(decode, Admit(request.id, request.epoch, *what, remaining_s, request.origin))
         live.open.add(decode)
+        live.spared_tokens = self._view.shared(decode, live.need)
+        self._expect(decode, live.chunks)
         self._book(live)
 
     def _pulled(self, live: Live, worker: str, pulled: Pulled, now_s: float) -> None:
@@ -349,6 +334,7 @@ class Relay:
         self._effects += changes
         for change in changes:
             if isinstance(change, Down):
+                self.index.forget(change.worker)
                 for request in self.ledger.requests(change.worker):
                     self._bereave(self.live[request], change, now_s)
 
@@ -413,9 +399,10 @@ class Relay:
 
     @property
     def _view(self) -> View:
-        return View(self.fleet, self.ledger, self.split)
+        return View(self.fleet, self.ledger, self.split, self.index)
 
     def _book(self, live: Live) -> None:
+        live.booked_tokens = live.room_tokens
         self.ledger.book(live.request.id, live.shares)
 
     def stages(self) -> Counter[str]:

@@ -27,6 +27,7 @@ from diptych.keys import load_server_keys
 from diptych.metrics import Metrics, Objectives
 from router.admission import Admission
 from router.admission import Limits as Openings
+from router.prefix_index import PrefixIndex
 from router.relay import Relay
 from services.gateway.app import Api, build
 from services.gateway.auth import Keys
@@ -94,7 +95,8 @@ async def serve(spec: GatewaySpec, tokens: Tokens, bound: socket.socket, voice: 
         lease_s=spec.lease_s,
     )
     admission = Admission(Openings(max_requests=spec.max_open_requests))
-    relay = Relay(admission=admission, split=spec.num_prefill > 0, lease_s=spec.lease_s)
+    index = PrefixIndex() if spec.prefix_caching else None
+    relay = Relay(admission=admission, split=spec.num_prefill > 0, lease_s=spec.lease_s, index=index)
     backend = RelayBackend(relay, hub, metrics)
     limits = Limits(max_body_bytes=spec.max_body_bytes)
     context_tokens = min(spec.max_model_len or tokens.context_tokens, tokens.context_tokens)

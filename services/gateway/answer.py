@@ -44,16 +44,13 @@ class Answer:
         self.num_tokens = self.cached_tokens = 0
         self.sum_logprob = 0.0
         self._ask, self._tokens = ask, tokens
-        self._detokeniser = Detokeniser(self._decode)
+        self._detokeniser = tokens.detokeniser(ask.skip_special)
         self._stops = StopStrings(ask.stops, ask.keep_stop)
         self._told = 0  # characters that left the detokeniser
         self._sure = 0  # characters that left the stop strings: these can be shown
         self._unsure: deque[Scored] = deque()
         self._piece = Piece()
         self._echoed = not ask.echo
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokens.decode(ids, self._ask.skip_special)
 
     @property
     def waiting_bytes(self) -> int:
@@ -70,7 +67,10 @@ class Answer:
         """Take in a step's tokens; `self.finish` becomes "stop" when a stop string was found among them."""
         if self.finish is not None:
             return
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if (
+            not self.num_tokens
+        ):  # of the reading that led to the first token, not of one after a loss or a move
+            self.cached_tokens = output.cached_tokens
         if not self._echoed:
             self._echo(output.prompt_logprobs)
         logprobs: Sequence[Logprob | None] = output.logprobs or [None] * len(output.tokens)
@@ -125,7 +125,7 @@ class Answer:
         """Put the prompt before the answer, with its own log-probabilities when they were asked for."""
         self._echoed = True
         ids = self.prompt.tokens
-        offsets, text = _offsets(ids, Detokeniser(self._decode))
+        offsets, text = _offsets(ids, self._tokens.detokeniser(self._ask.skip_special))
         if self.prompt.text is not None:
             text = self.prompt.text
         if self._ask.logprobs is not None:

@@ -61,12 +61,12 @@ class Api:
         self._document, self._page = msgspec.json.encode(told), page(told)
 
     async def chat(self, request: Request) -> Response:
-        return await self.service.chat(await self._body(request, ChatRequest), request.state.arrived_s)
+        body, state = await self._body(request, ChatRequest), request.state
+        return await self.service.chat(body, state.arrived_s, state.tenant)
 
     async def completion(self, request: Request) -> Response:
-        return await self.service.completion(
-            await self._body(request, CompletionRequest), request.state.arrived_s
-        )
+        body, state = await self._body(request, CompletionRequest), request.state
+        return await self.service.completion(body, state.arrived_s, state.tenant)
 
     async def tokenize(self, request: Request) -> Response:
         return reply(await self.service.tokenize(await self._body(request, TokenizeRequest)))

@@ -1,7 +1,8 @@
 """Who may speak: bearer keys, every route closed unless it is on a short public list, and names of this host only.
 
 Keys are kept as SHA-256 digests; a presented key is compared with every one of them, in constant time, without an early
-exit. Decisions use the path as it arrived in `scope["path"]`, never a URL put together from headers.
+exit. What lies behind learns the tenant that a key stands for, never the key. Decisions use the path as it arrived in
+`scope["path"]`, never a URL put together from headers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych.errors import RequestError
 from services.gateway.errors import error_response
+from services.gateway.origin import tenant_of
+
+Headers = Sequence[tuple[bytes, bytes]]
 
 # Exact paths; they tell no more than a load balancer needs.
 PUBLIC = frozenset({"/health", "/ping", "/ready", "/version"})
@@ -36,6 +40,10 @@ class Keys:
             found |= hmac.compare_digest(known, digest)
         return bool(found)
 
+    def tenant(self, headers: Headers) -> str:
+        """Whose request this is: a name made from its accepted key; "" when no key is asked for."""
+        return tenant_of(presented(headers)) if self else ""
+
 
 class Auth:
     """ASGI middleware. Without keys on a loopback address it answers only to loopback names (DNS rebinding)."""
@@ -52,11 +60,12 @@ class Auth:
         refusal = self.refusal(scope)
         if refusal is not None:
             return await error_response(refusal)(scope, receive, send)
+        scope.setdefault("state", {})["tenant"] = self.keys.tenant(scope["headers"])
         await self.app(scope, receive, send)
 
     def refusal(self, scope: Scope) -> RequestError | None:
         """Why this request may not pass, or None."""
-        headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
+        headers: Headers = scope["headers"]
         if self._loopback_only and not _local(headers):
             return RequestError(
                 "this server answers only to the names of its own host; give it an API key to be reached by others",
@@ -66,16 +75,21 @@ class Auth:
             )
         if not self.keys or scope["path"] in PUBLIC:
             return None
-        given = [value for name, value in headers if name == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        if scheme.lower() == b"bearer" and self.keys.accept(key.strip()):
+        if self.keys.accept(presented(headers)):
             return None
         told = (
             "incorrect API key provided"
-            if given
+            if any(name == b"authorization" for name, _ in headers)
             else "no API key provided; send 'Authorization: Bearer <key>'"
         )
         return RequestError(told, status=401, code="invalid_api_key")
+
+
+def presented(headers: Headers) -> bytes:
+    """The bearer key of a request; empty, which no key is, unless there is exactly one."""
+    given = [value for name, value in headers if name == b"authorization"]
+    scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 def is_loopback(host: str) -> bool:
@@ -87,7 +101,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _local(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+def _local(headers: Headers) -> bool:
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     if len(hosts) != 1:
         return False

@@ -131,7 +131,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Prompt tokens count once per prompt, new tokens of every sequence."""
+        """Prompt tokens count once per prompt, as its first sequence found them; new tokens of every sequence."""
         cached = sum(voice.answer.cached_tokens for voice in self.voices[:: self.ask.best_of])
         new = sum(voice.answer.num_tokens for voice in self.voices)
         return Usage(
@@ -153,7 +153,13 @@ class Voice:
 
     def begin(self, arrived_s: float, deadline_s: float) -> None:
         self.lived.arrived_s = arrived_s
-        request = Request(self.request, self.answer.prompt.tokens, self.sampling, deadline_s)
+        request = Request(
+            self.request,
+            self.answer.prompt.tokens,
+            self.sampling,
+            deadline_s,
+            origin=self._generation.ask.origin,
+        )
         request.entered_s[request.stage] = arrived_s
         self._metrics.params_max.labels(self.lived.model).observe(self.sampling.max_tokens)
         self._open = True

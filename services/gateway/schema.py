@@ -91,6 +91,8 @@ class Shared(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
 
 
 class ChatRequest(Shared, kw_only=True, forbid_unknown_fields=True):

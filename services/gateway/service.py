@@ -75,24 +75,25 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenise")
     )
 
-    async def chat(self, body: ChatRequest, arrived_s: float) -> Response:
-        """`POST /v1/chat/completions`."""
+    async def chat(self, body: ChatRequest, arrived_s: float, tenant: str = "") -> Response:
+        """`POST /v1/chat/completions`, by the holder of a key (`tenant`; "" where none is asked for)."""
         check_chat(body, self.rules)
         await self.grammars.check(grammar_of(body.response_format, self.rules.limits))
         resume = bool(body.continue_final_message)
         generate = body.add_generation_prompt is not False and not resume
         prompt = await self._render(body.messages, generate, resume, bool(body.add_special_tokens))
-        ask = ask_chat(body, prompt, self.rules)
+        ask = ask_chat(body, prompt, self.rules, tenant)
         head = self._head("chatcmpl", ask)
         return self._respond(head, ask, ChatView(head, ask, self.rules.tokens), arrived_s)
 
-    async def completion(self, body: CompletionRequest, arrived_s: float) -> Response:
-        """`POST /v1/completions`."""
+    async def completion(self, body: CompletionRequest, arrived_s: float, tenant: str = "") -> Response:
+        """`POST /v1/completions`, by the holder of a key."""
         prompts = split_prompts(body.prompt, self.rules)
         check_completion(body, len(prompts), self.rules)
         await self.grammars.check(grammar_of(body.response_format, self.rules.limits))
         special = body.add_special_tokens is not False
-        ask = ask_completion(body, [await self._prompt(prompt, special) for prompt in prompts], self.rules)
+        told = [await self._prompt(prompt, special) for prompt in prompts]
+        ask = ask_completion(body, told, self.rules, tenant)
         head = self._head("cmpl", ask)
         return self._respond(head, ask, CompletionView(head, ask, self.rules.tokens), arrived_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -14,6 +14,20 @@ from services.gateway.backend import RelayBackend
 from services.gateway.ready import Prober
 from services.gateway.replies import Readiness
 from services.gateway.service import Service
+
+
+def summed(books: Iterable[Stats]) -> Stats:
+    """Several workers' books as one: numbers added, those kept by name added name by name."""
+    totals: dict[str, Any] = msgspec.structs.asdict(Stats())
+    for book in books:
+        for name, value in msgspec.structs.asdict(book).items():
+            if isinstance(value, dict):
+                totals[name] = {
+                    key: totals[name].get(key, 0) + value.get(key, 0) for key in totals[name] | value
+                }
+            else:
+                totals[name] += value
+    return Stats(**totals)
 
 
 class LiveProbes(Probes):
@@ -50,10 +64,7 @@ class LiveProbes(Probes):
     def _pool(self, role: str) -> dict[str, Any]:
         """The books of all workers of a role, added up."""
         books = [book.stats for book in self._backend.books() if book.role == role]
-        fields: dict[str, Any] = {
-            name: sum(getattr(book, name) for book in books) for name in Stats.__struct_fields__
-        }
-        return {"workers": len(books), **fields}
+        return {"workers": len(books), **msgspec.structs.asdict(summed(books))}
 
     def _worker(self, name: str) -> dict[str, Any]:
         member = self._backend.relay.fleet.members[name]

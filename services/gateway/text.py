@@ -3,12 +3,15 @@
     tokens ─▶ Detokeniser ─▶ text that can no longer change ─▶ StopStrings ─▶ text that is not part of a stop string
 
 Both keep back what they are not sure of: the detokeniser the bytes of an unfinished character, the stop strings a tail
-that may be the beginning of one. Cost per token is bounded: a short window is decoded again, never the whole answer.
+that may be the beginning of one. Cost per token is bounded: where a token always stands for the same bytes, these are
+all that is looked at (`Bytes`); elsewhere a short window is decoded again (`Window`), never the whole answer.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 Decode = Callable[[list[int]], str]
 
@@ -17,10 +20,39 @@ MOST_BYTES = 3  # of an unfinished UTF-8 character, so at most as many tokens an
 WINDOW_TOKENS = 32  # decoded again for every token; shortened when full, at the latest when twice as long
 
 
-class Detokeniser:
+class Detokeniser(Protocol):
+    """From tokens to text, in order."""
+
+    def feed(self, token: int) -> str:
+        """The text that became certain with `token`; often empty within a multi-byte character."""
+
+    def flush(self) -> str:
+        """What was held back, as it is, when no token will follow."""
+
+
+class Bytes:
+    """For vocabularies in which every token stands for bytes, whatever its neighbours are: byte-level BPE.
+
+    What cannot be a character comes out as U+FFFD as soon as that is certain: one sign per "maximal subpart" (Unicode).
+    """
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """See `Detokeniser`."""
+        return self._decoder.decode(self._bytes_of(token))
+
+    def flush(self) -> str:
+        """See `Detokeniser`."""
+        return self._decoder.decode(b"", True)
+
+
+class Window:
     """Incremental decoding by difference: the text of a window with the new token, minus what was given out of it.
 
-    Works for byte-level BPE and for SentencePiece-like decoders alike, since it only asks that decoding a longer window
+    Works for SentencePiece-like decoders and any other, since it only asks that decoding a longer window
     extends the text of a shorter one, unfinished characters at its end aside. (With byte tokens a decoder may
     show a whole run of them as unfinished while its last character is.) Those are held until the next token settles
     them; bytes that are no character at all are given out when that is certain.
@@ -33,7 +65,7 @@ class Detokeniser:
         self._unclear = 0  # tokens since the text last ended in a whole character
 
     def feed(self, token: int) -> str:
-        """The text that became certain with `token`; often empty within a multi-byte character."""
+        """See `Detokeniser`."""
         self._window.append(token)
         text = self._decode(self._window)
         self._unclear = self._unclear + 1 if text.endswith(UNFINISHED) else 0
@@ -45,7 +77,7 @@ class Detokeniser:
         return new
 
     def flush(self) -> str:
-        """What was held back, as it is, when no token will follow."""
+        """See `Detokeniser`."""
         text = self._decode(self._window)
         new, self._shown = text[self._shown :], len(text)
         return new

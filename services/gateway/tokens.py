@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template, as the gateway needs them; torch is not loaded.
 
 Encoding and decoding go straight to the Rust tokenizer: no clean-up of spaces, so that decoding more tokens only ever
-extends the text, which `text.Detokeniser` depends on. Rendering a template is transformers', in its sandbox.
+extends the text, which `text.Window` depends on. Rendering a template is transformers', in its sandbox.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
 from diptych.errors import ModelError, RequestError
+from services.gateway.text import Bytes, Detokeniser, Window
 
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # everything but weights
 
@@ -134,6 +136,21 @@ class Tokens:
         text: str = self.hf.backend_tokenizer.decode(ids, skip_special_tokens=skip_special)
         return text
 
+    def detokeniser(self, skip_special: bool) -> Detokeniser:
+        """Decodes one answer token by token; together that is what `decode` gives for all of them."""
+        if not isinstance(self.hf.backend_tokenizer.decoder, ByteLevel):
+            return Window(lambda ids: self.decode(ids, skip_special))
+        return Bytes(self._plain.get if skip_special else self._all.get)
+
+    @cached_property
+    def _all(self) -> _Spelling:
+        return _Spelling(self.hf, frozenset())
+
+    @cached_property
+    def _plain(self) -> _Spelling:
+        added = self.hf.backend_tokenizer.get_added_tokens_decoder()
+        return _Spelling(self.hf, frozenset(token for token, one in added.items() if one.special))
+
     def text_of(self, token: int) -> str:
         """One token as text, for log-probabilities; an unfinished character shows as U+FFFD."""
         return self.bytes_of(token).decode("utf-8", "replace")
@@ -178,6 +195,28 @@ class Tokens:
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise RequestError("the chat template cannot render these messages", param="messages") from error
         return str(text)
+
+
+class _Spelling:
+    """What `ByteLevel` makes of each token: its symbols as bytes, or, if one is not in the alphabet, itself."""
+
+    def __init__(self, hf: PreTrainedTokenizerFast, hidden: frozenset[int]) -> None:
+        self._piece_of, self._hidden = hf.backend_tokenizer.id_to_token, hidden
+        self._known: dict[int, bytes] = {}  # at most one entry per token of the vocabulary
+
+    def get(self, token: int) -> bytes:
+        """Empty for tokens that are hidden or do not exist."""
+        found = self._known.get(token)
+        return self._add(token) if found is None else found
+
+    def _add(self, token: int) -> bytes:
+        piece: str | None = None if token in self._hidden else self._piece_of(token)
+        if piece is None:
+            return b""
+        table = byte_of_symbol()
+        known = all(symbol in table for symbol in piece)
+        self._known[token] = bytes(table[symbol] for symbol in piece) if known else piece.encode()
+        return self._known[token]
 
 
 def _template(path: Path) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from diptych.errors import RequestError
-from diptych.request import Grammar, Sampling
+from diptych.request import Grammar, Origin, Sampling
 from services.gateway.limits import Limits
+from services.gateway.origin import origin_of
 from services.gateway.parse import depth
 from services.gateway.schema import ChatRequest, CompletionRequest, Message, ResponseFormat, Shared
 from services.gateway.tokens import Tokens
@@ -52,6 +53,7 @@ class Ask:
     prompts: list[Prompt]
     sampling: Sampling
     context_tokens: int
+    origin: Origin = Origin()
     n: int = 1
     best_of: int = 1
     stops: tuple[str, ...] = ()
@@ -100,7 +102,7 @@ def check_model(name: str | None, rules: Rules) -> str:
     return name or rules.names[0]
 
 
-def ask_chat(body: ChatRequest, prompt: Prompt, rules: Rules) -> Ask:
+def ask_chat(body: ChatRequest, prompt: Prompt, rules: Rules, tenant: str = "") -> Ask:
     """An `Ask` for `/v1/chat/completions`; `prompt` is the rendered conversation. `check_chat` came before."""
     newer = body.max_completion_tokens is not None
     wanted = body.max_completion_tokens if newer else body.max_tokens
@@ -114,6 +116,7 @@ def ask_chat(body: ChatRequest, prompt: Prompt, rules: Rules) -> Ask:
         prompts=[prompt],
         sampling=_sampling(body, most, top, None, rules),
         context_tokens=rules.context_tokens,
+        origin=origin_of(body, tenant),
         n=body.n or 1,
         best_of=body.n or 1,
         logprobs=top,
@@ -121,7 +124,7 @@ def ask_chat(body: ChatRequest, prompt: Prompt, rules: Rules) -> Ask:
     )
 
 
-def ask_completion(body: CompletionRequest, prompts: list[Prompt], rules: Rules) -> Ask:
+def ask_completion(body: CompletionRequest, prompts: list[Prompt], rules: Rules, tenant: str = "") -> Ask:
     """An `Ask` for `/v1/completions`. `check_completion` came before."""
     n, echo = body.n or 1, bool(body.echo)
     best_of = body.best_of or n
@@ -140,6 +143,7 @@ def ask_completion(body: CompletionRequest, prompts: list[Prompt], rules: Rules)
             rules,
         ),
         context_tokens=rules.context_tokens,
+        origin=origin_of(body, tenant),
         n=n,
         best_of=best_of,
         echo=echo,

@@ -17,7 +17,7 @@ from diptych.errors import ChannelError
 from diptych.keys import WorkerKeys, load_server_keys, load_worker_keys, make_keys
 from diptych.messages import Abort, Beat, Failed, Hello, Release, Stats, ToGateway, ToWorker, Welcome
 
-WAIT_S = 20.0  # until something that must happen; never waited for in full unless the test fails
+WAIT_S = 90.0  # until something that must happen; never waited for in full unless the test fails
 QUIET_S = 0.4  # for something that must not happen
 
 
@@ -54,6 +54,7 @@ def dial(folder: Path) -> Iterator[Dial]:
 
     def dial(hub: Hub, worker: str = "decode-0", keys: WorkerKeys | None = None, **choices: float) -> Link:
         keys = keys or load_worker_keys(folder)
+        choices = {"lost_s": WAIT_S} | choices  # a slow machine is no lost gateway
         link = Link(hub.address, keys, hello(worker), lambda: Stats(steps=3), beat_s=0.05, **choices)  # type: ignore[arg-type]
         link.open()
         links.append(link)
@@ -144,10 +145,7 @@ async def test_only_the_worker_key_enters(hub: Hub, dial: Dial, folder: Path) ->
     right = load_worker_keys(folder)
     public, secret = zmq.curve_keypair()
     dial(hub, "intruder", WorkerKeys(secret, public, right.server_public))
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(QUIET_S):
-            await hub.recv()
-    assert hub.refused["denied"] > 0
+    await refused(hub, "denied")
     dial(hub, "decode-0", right)  # the control: with the right key the same hub hears
     assert await hear(hub, Hello)
 
@@ -303,7 +301,7 @@ async def test_a_gateway_that_restarts_is_greeted_anew(dial: Dial, folder: Path)
 
 async def test_silence_of_the_gateway_is_noticed_while_polling(dial: Dial, folder: Path) -> None:
     first = hub_at(folder)
-    link = dial(first, lost_s=0.3)
+    link = dial(first, lost_s=2.0)
     await met(first, link)
     waiting = asyncio.create_task(asyncio.to_thread(link.poll, WAIT_S))
     first.close()

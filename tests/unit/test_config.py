@@ -147,6 +147,15 @@ def test_pools_and_colocated_exclude_each_other() -> None:
     assert "the prefill pool has no workers" in refused({"prefill": "0"})
 
 
+def test_ranks_and_stages_belong_to_pools_that_are_there() -> None:
+    for name in ("prefill_tp", "prefill_pp"):
+        told = refused({"colocated": "1"}, {f"DIPTYCH_{name.upper()}": "2"})
+        assert "no prefill workers to split" in told and f"DIPTYCH_{name.upper()}" in told
+        assert "must be at least 1" in refused({name: "0"})
+    config = loaded({"colocated": "2", "decode_tp": "2", "decode_pp": "3"}).config
+    assert (config.pools, config.decode_tp, config.decode_pp) == ((0, 2), 2, 3)
+
+
 def test_other_hosts_need_a_key() -> None:
     assert "no API key is set" in refused({"host": "0.0.0.0"})
     assert "no API key is set" in refused({"host": "example.org"})

@@ -27,7 +27,8 @@ Entry = tuple[str, frozenset[str]]  # type and labels
 def exported() -> dict[str, Entry]:
     """Every metric, named as /metrics shows it, with its type and labels."""
     metrics = Metrics(Objectives(ttft_s=1.0, tpot_s=0.1))
-    books, link = Books("decode-0", "decode", Stats()), LinkSpeed("prefill-0", "decode-0", "shm", 1.0, 1.0)
+    stats = Stats(preemptions={"park": 1}, step_parts={"run": 1.0})
+    books, link = Books("decode-0", "decode", stats), LinkSpeed("prefill-0", "decode-0", "shm", 1.0, 1.0)
     metrics.watch(lambda: [books], lambda: [link], "toy")
     named = {
         own._name: frozenset(own._labelnames)

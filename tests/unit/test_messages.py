@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.messages import Hello, Message, Output, Prefill, Stats, Step, ToGateway, ToWorker
-from diptych.request import Grammar, Sampling
+from diptych.request import Grammar, Origin, Sampling
 
 KINDS = [
     *((ToWorker, kind) for kind in get_args(ToWorker)),
@@ -30,7 +30,8 @@ SAMPLES: dict[object, object] = {
     dict[str, float]: {"queue": 0.25},
     list[tuple[str, int]]: [("r", 3)],
     list[Output]: [Output("r", 1, [5], finish="stop", seconds={"prefill": 1.0})],
-    Stats: Stats(slabs_used=3, step_seconds=0.5),
+    Stats: Stats(slabs_used=3, step_seconds=0.5, preemptions={"park": 2}),
+    Origin: Origin("t", "s", -1),
     Sampling: Sampling(max_tokens=3, seed=2**63, logit_bias={5: -1.0}, grammar=Grammar("regex", "a+")),
 }
 

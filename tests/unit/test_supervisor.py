@@ -15,7 +15,7 @@ from services.cluster.supervisor import Status, Supervisor, Told, delay_s, endin
 from tests.system import stub
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 
 def until(supervisor: Supervisor, wanted: Callable[[Status], bool]) -> Status:

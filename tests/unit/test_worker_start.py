@@ -37,7 +37,7 @@ def start(body: str) -> subprocess.Popen[bytes]:
 
 def finish(process: subprocess.Popen[bytes], line: bytes) -> Ending:
     """(exit status, JSON lines on standard output, standard error)."""
-    out, err = process.communicate(line, timeout=30)
+    out, err = process.communicate(line, timeout=120)
     lines = [json.loads(text) for text in out.splitlines()]
     assert lines.pop(0) == {"phase": "load", "done": 0, "total": 1}  # said before anything heavy is imported
     return process.returncode, lines, err.decode()

@@ -97,6 +97,13 @@ def test_what_waits_is_bounded_by_what_it_says(tokens: Tokens) -> None:
     assert not Piece()
 
 
+def test_cached_tokens_are_those_of_the_reading_that_gave_the_first_token(tokens: Tokens) -> None:
+    answer = Answer(asked(), 0, Prompt([5] * 200), tokens)
+    for cached_tokens, told in ((64, 64), (192, 64)):  # later: a decode worker's own, or a second attempt's
+        answer.feed(Output("r", 0, [9], [Logprob(9, -1.0, [])], cached_tokens=cached_tokens))
+        assert answer.cached_tokens == told
+
+
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_an_echoed_prompt_comes_first(tokens: Tokens, logprobs: int | None) -> None:
     ids = tokens.encode("größer", False)

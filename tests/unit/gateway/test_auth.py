@@ -8,6 +8,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.auth import PUBLIC, Auth, Keys, is_loopback
+from services.gateway.origin import tenant_of
 
 KEYS = ("sk-" + "a" * 40, "sk-" + "b" * 40)
 
@@ -92,6 +93,30 @@ def test_without_keys_a_loopback_server_answers_to_its_own_names_only() -> None:
     for headers in ({"host": "evil.example"}, {"host": "127.0.0.1.evil.example:8000"}, {}):
         assert status("/v1/models", headers, keys=(), host="127.0.0.1") == 403
     assert status("/v1/models", {"host": "evil.example"}, keys=(), host="0.0.0.0") == 200
+
+
+def test_what_lies_behind_learns_the_tenant_and_not_the_key() -> None:
+    found: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        found.append(scope["state"]["tenant"])
+
+    async def nothing() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def nowhere(message: Message) -> None:
+        raise AssertionError(message)
+
+    def pass_by(keys: tuple[str, ...], *headers: tuple[bytes, bytes]) -> None:
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": list(headers)}
+        asyncio.run(Auth(app, Keys(keys), "0.0.0.0")(scope, nothing, nowhere))
+
+    for key in (*KEYS, KEYS[0]):
+        pass_by(KEYS, (b"authorization", f"Bearer  {key}".encode()))
+    pass_by((), (b"authorization", b"Bearer anything"))
+    assert found[0] == found[2] == tenant_of(KEYS[0].encode())
+    assert found[1] != found[0] and found[3] == ""
+    assert not any(key in one for key in KEYS for one in found)
 
 
 def test_all_keys_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

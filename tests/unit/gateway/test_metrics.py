@@ -90,6 +90,24 @@ def test_without_objectives_nothing_is_judged() -> None:
     assert not [name for name in values(metrics) if name.startswith("diptych:slo_attainment{")]
 
 
+def test_cached_prefixes_are_not_in_use_and_hits_are_counted_in_tokens() -> None:
+    metrics = Metrics()
+    stats = Stats(
+        slabs_total=8, slabs_used=2, slabs_cached=5, prefix_queries=1000, prefix_hits=640,
+        preemptions={"recompute": 3, "park": 1}, step_parts={"run": 0.5, "sample": 0.25},
+    )  # fmt: skip
+    metrics.watch(lambda: [Books("decode-0", "decode", stats)], list, "toy")
+    found = values(metrics)
+    engine, worker = "{engine=decode-0,model_name=toy}", "role=decode,worker=decode-0"
+    assert found[f"vllm:kv_cache_usage_perc{engine}"] == 0.25
+    assert found[f"diptych:kv_slabs_cached{{{worker}}}"] == 5
+    assert found[f"vllm:prefix_cache_queries_total{engine}"] == 1000
+    assert found[f"vllm:prefix_cache_hits_total{engine}"] == 640
+    assert found[f"vllm:num_preemptions_total{engine}"] == 4
+    assert found["diptych:preemptions_total{role=decode,way=park,worker=decode-0}"] == 1
+    assert found[f"diptych:step_seconds_total{{part=run,{worker}}}"] == 0.5
+
+
 def test_workers_appear_while_they_are_there() -> None:
     metrics, books = (
         Metrics(),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from services.gateway.text import WINDOW_TOKENS, Detokeniser, StopStrings
+from services.gateway.text import WINDOW_TOKENS, Bytes, Detokeniser, StopStrings, Window
 from services.gateway.tokens import Tokens
 from tests.unit.gateway.folder import TEXT
 
@@ -22,8 +22,7 @@ def ids_of(tokenizer: Tokenizer, pieces: Iterable[str]) -> list[int]:
     return [token for token in ids if token is not None]
 
 
-def spelled(decode: Decode, ids: Iterable[int]) -> list[str]:
-    detokeniser = Detokeniser(decode)
+def spelled(detokeniser: Detokeniser, ids: Iterable[int]) -> list[str]:
     return [*(detokeniser.feed(token) for token in ids), detokeniser.flush()]
 
 
@@ -39,16 +38,35 @@ def pieces() -> Tokenizer:
     return tokenizer
 
 
-@given(st.lists(st.integers(4, 319), max_size=200))
-def test_any_tokens_spell_what_decoding_them_at_once_gives(tokens: Tokens, ids: list[int]) -> None:
-    assert "".join(spelled(tokens.decode, ids)) == tokens.decode(ids)
+def both(tokens: Tokens, skip_special: bool = True) -> list[Detokeniser]:
+    """What the model's vocabulary gets, and what one that is not byte-level gets."""
+    fast = tokens.detokeniser(skip_special)
+    assert isinstance(fast, Bytes)
+    return [fast, Window(lambda ids: tokens.decode(ids, skip_special))]
+
+
+@given(st.lists(st.integers(0, 330), max_size=200), st.booleans())
+def test_any_tokens_spell_what_decoding_them_at_once_gives(
+    tokens: Tokens, ids: list[int], skip_special: bool
+) -> None:
+    for detokeniser in both(tokens, skip_special):
+        assert "".join(spelled(detokeniser, ids)) == tokens.decode(ids, skip_special)
 
 
 @given(st.text(max_size=120))
 def test_any_text_is_spelled_without_unfinished_characters(tokens: Tokens, text: str) -> None:
-    shown = spelled(tokens.decode, tokens.encode(text, False))
-    assert "".join(shown) == text
-    assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
+    for detokeniser in both(tokens):
+        shown = spelled(detokeniser, tokens.encode(text, False))
+        assert "".join(shown) == text
+        assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
+
+
+def test_characters_come_as_soon_as_their_last_byte(tokens: Tokens) -> None:
+    ids = [token for symbol in "aé€😀" for token in tokens.encode(symbol, False)]
+    for detokeniser in both(tokens):
+        pieces = [detokeniser.feed(token) for token in ids]
+        assert "".join(pieces) == "aé€😀" and detokeniser.flush() == ""
+        assert [piece for piece in pieces if piece] == ["a", "é", "€", "😀"]
 
 
 visible = st.characters(codec="utf-8", min_codepoint=33, exclude_characters="\ufffd▁")
@@ -57,21 +75,21 @@ visible = st.characters(codec="utf-8", min_codepoint=33, exclude_characters="\uf
 @given(st.text(alphabet=visible, min_size=1, max_size=80))
 def test_byte_fallback_characters_arrive_whole(pieces: Tokenizer, text: str) -> None:
     ids = ids_of(pieces, (f"<0x{byte:02X}>" for byte in text.encode()))
-    shown = spelled(pieces.decode, ids)
+    shown = spelled(Window(pieces.decode), ids)
     assert "".join(shown) == text
     assert not any("\ufffd" in piece for piece in shown)
 
 
 def test_blanks_of_sentencepiece_survive_a_moved_window(pieces: Tokenizer) -> None:
     ids = ids_of(pieces, ("▁the", "▁fox", "e", "s", "▁w", "ö", "l", "f", "▁")) * 30
-    assert "".join(spelled(pieces.decode, ids)) == pieces.decode(ids)
+    assert "".join(spelled(Window(pieces.decode), ids)) == pieces.decode(ids)
 
 
 def test_bytes_that_are_no_character_are_not_held_for_ever(tokens: Tokens) -> None:
     (stray,) = ids_of(tokens.hf.backend_tokenizer, "¬")  # byte 0xAC, which only continues characters
-    detokeniser = Detokeniser(tokens.decode)
-    shown = "".join(detokeniser.feed(stray) for _ in range(100))
-    assert len(shown) >= 97
+    for detokeniser in both(tokens):
+        shown = "".join(detokeniser.feed(stray) for _ in range(100))
+        assert len(shown) >= 97
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_answer(tokens: Tokens) -> None:
@@ -82,7 +100,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_answer(tokens: Tokens) -> No
         longest = max(longest, len(ids))
         return tokens.decode(ids)
 
-    spelled(decode, tokens.encode(TEXT * 20, False))
+    spelled(Window(decode), tokens.encode(TEXT * 20, False))
     assert longest <= WINDOW_TOKENS + 3
 
 

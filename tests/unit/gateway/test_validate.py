@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from diptych.errors import RequestError
-from diptych.request import Sampling
+from diptych.request import Origin, Sampling
 from services.gateway.limits import Limits
 from services.gateway.schema import ChatRequest, CompletionRequest, Message, ResponseFormat
 from services.gateway.validate import (
@@ -73,6 +73,13 @@ def test_every_sampling_field_arrives(rules: Rules) -> None:
         rules, stop_token_ids=[9], ignore_eos=True, logprobs=True, top_logprobs=4, **fields
     ).sampling
     assert sampling == Sampling(**fields, logprobs=4, stop_token_ids=(9,))
+
+
+def test_whose_request_it_is_arrives_on_both_routes(rules: Rules) -> None:
+    for make in (chat, completion):
+        origin = make(rules, cache_salt="x", priority=-3).origin
+        assert (origin.tenant, origin.priority) == ("", -3) and origin.scope
+        assert make(rules).origin == Origin()
 
 
 def test_top_k_of_minus_one_is_off(rules: Rules) -> None:

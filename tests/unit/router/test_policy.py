@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from diptych.messages import Beat, Linked, Stats
 from router.effects import Choice
 from router.fleet import Fleet
-from router.policy import IDLE, Ledger, Load, Need, View, choose, rebind
+from router.policy import (
+    FIRST_ANSWER_TOKENS,
+    IDLE,
+    Answers,
+    Ledger,
+    Load,
+    Need,
+    View,
+    choose,
+    rebind,
+)
+from router.prefix_index import CHUNK_TOKENS, PrefixIndex
 from tests.unit.router.world import hello
 
 NEED = Need(prompt_tokens=100, room_tokens=200)
@@ -107,6 +118,149 @@ def test_even_load_ends_evenly() -> None:
         assert choice is not None and choice.prefill is not None
         seen.ledger.book(f"r{index}", {choice.prefill: Load(100, 1, 0), choice.decode: Load(0, 1, 200)})
     assert [seen.ledger.load(name).running for name in FOUR] == [20] * 4
+
+
+# ---- prefixes
+
+
+def large(fleet: Fleet) -> Fleet:
+    """The same workers with pools that are never full."""
+    for member in fleet.members.values():
+        member.hello = msgspec.structs.replace(member.hello, num_slabs=1 << 20)
+    return fleet
+
+
+def asking(index: PrefixIndex, group: int, chunks: int = 16, own_tokens: int = 40) -> Need:
+    """A prompt that begins with the `chunks` chunks of its group."""
+    tokens = chunks * CHUNK_TOKENS
+    names = index.cut([group * 1000 + i for i in range(tokens)], "s")
+    return Need(tokens + own_tokens, tokens + own_tokens + 100, None, names)
+
+
+def with_prefix(need: Need, index: PrefixIndex, *workers: str, **loads: Load) -> View:
+    base = view(large(fleet_of(*FOUR)), True, **loads)
+    for worker in workers:
+        index.sent(worker, need.chunks, 1 << 20)
+    return View(base.fleet, base.ledger, True, index)
+
+
+def test_a_prefix_is_sought_on_both_sides() -> None:
+    index = PrefixIndex()
+    need = asking(index, 1)
+    assert choose(need, with_prefix(need, index, "prefill-1", "decode-1")) == Choice("prefill-1", "decode-1")
+    assert rebind("prefill-0", need, with_prefix(need, index, "decode-1")) == "decode-1"
+    other = asking(index, 2)
+    assert choose(other, with_prefix(need, index, "prefill-1", "decode-1")) == Choice("prefill-0", "decode-0")
+
+
+def test_a_prefix_is_left_when_its_reader_has_too_much_to_do() -> None:
+    index = PrefixIndex()
+    need = asking(index, 1)
+    saved = 2 * 16 * CHUNK_TOKENS  # twice what is shared
+    queues = {part: Load(queued_tokens=saved + part, running=1) for part in (-1, 1)}
+    near, far = (with_prefix(need, PrefixIndex(), prefill_1=queues[part]) for part in (-1, 1))
+    for seen in (near, far):
+        seen.index.sent("prefill-1", need.chunks, 1 << 20)
+    assert choose(need, near) == Choice("prefill-1", "decode-0")
+    assert choose(need, far) == Choice("prefill-0", "decode-0")
+
+
+def test_a_prefix_is_left_when_its_writer_is_too_busy() -> None:
+    index = PrefixIndex()
+    need = asking(index, 1, own_tokens=1)
+    for running, target in ((2, "decode-1"), (4, "decode-0")):
+        seen = with_prefix(need, index, "decode-1", decode_1=Load(running=running))
+        assert rebind("prefill-0", need, seen) == target
+    both = {"decode_0": Load(running=40), "decode_1": Load(running=51)}
+    assert rebind("prefill-0", need, with_prefix(need, index, "decode-1", **both)) == "decode-1"
+    both["decode_1"] = Load(running=54)
+    assert rebind("prefill-0", need, with_prefix(need, index, "decode-1", **both)) == "decode-0"
+
+
+def test_a_short_common_beginning_is_a_weak_reason() -> None:
+    index = PrefixIndex()
+    need = asking(index, 1, chunks=1, own_tokens=1000)
+    seen = with_prefix(need, index, "decode-1", decode_1=Load(running=1))
+    assert rebind("prefill-0", need, seen) == "decode-0"
+
+
+def test_colocated_workers_are_chosen_by_their_prefix_too() -> None:
+    index = PrefixIndex()
+    need, fleet = asking(index, 1), large(fleet_of("decode-0", "decode-1"))
+    index.sent("decode-1", need.chunks, 1 << 20)
+    assert choose(need, View(fleet, Ledger(), False, index)) == Choice(None, "decode-1")
+
+
+def test_what_is_shared_needs_no_room() -> None:
+    index = PrefixIndex()
+    need = asking(index, 1)
+    fleet = fleet_of(*FOUR)  # pools of 64 slabs
+    seen = View(fleet, Ledger(), True, index)
+    for name in ("decode-0", "decode-1"):
+        seen.ledger.book(f"on {name}", {name: Load(0, 3, 60 * CHUNK_TOKENS)})
+    index.sent("decode-1", need.chunks[:14], 64)
+    assert rebind("prefill-0", need, seen) == "decode-1"
+
+
+def play(seed: int, groups: int, arrivals: int = 120) -> tuple[View, set[tuple[int, str]]]:
+    """Requests of some prefixes come and go, as the relay books them; no choice may break the bounds of the rule."""
+    draw, index = random.Random(seed), PrefixIndex()
+    seen = View(large(fleet_of(*FOUR)), Ledger(), True, index)
+    places: set[tuple[int, str]] = set()
+    for number in range(arrivals):
+        group = draw.randrange(groups)
+        need = asking(index, group)
+        choice = choose(need, seen)
+        assert choice is not None and choice.prefill is not None
+        running = [seen.ledger.load(name).running for name in ("decode-0", "decode-1")]
+        queued = [seen.ledger.load(name).queued_tokens for name in ("prefill-0", "prefill-1")]
+        assert seen.ledger.load(choice.decode).running <= 1.25 * min(running) + 3
+        assert seen.ledger.load(choice.prefill).queued_tokens <= min(queued) + 2 * need.prompt_tokens
+        unread = need.prompt_tokens - seen.shared(choice.prefill, need)
+        for worker in (choice.prefill, choice.decode):
+            index.sent(worker, need.chunks, 1 << 20)
+        seen.ledger.book(f"r{number}", {choice.prefill: Load(unread, 1, 0), choice.decode: Load(0, 1, 200)})
+        places.add((group, choice.decode))
+        if draw.random() < 0.4:
+            seen.ledger.book(f"r{draw.randrange(number + 1)}", {})
+    return seen, places
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 12))
+def test_no_worker_becomes_a_hot_spot(seed: int, groups: int) -> None:
+    play(seed, groups)
+
+
+def test_one_prefix_for_all_is_decoded_everywhere() -> None:
+    seen, _ = play(0, groups=1)
+    running = [seen.ledger.load(name).running for name in ("decode-0", "decode-1")]
+    assert min(running) > 0 and max(running) <= 1.25 * min(running) + 3
+
+
+def test_prefixes_rarely_move() -> None:
+    """Eight prefixes on two decode workers: by load alone nearly every request would be a coin's toss."""
+    index, ledger = PrefixIndex(), Ledger()
+    seen, moves, last = View(large(fleet_of(*FOUR)), ledger, True, index), 0, dict[int, str]()
+    for number in range(160):
+        need = asking(index, group := random.Random(number).randrange(8))
+        target = rebind("prefill-0", need, seen)
+        assert target is not None
+        moves += last.get(group, target) != target
+        last[group] = target
+        index.sent(target, need.chunks, 1 << 20)
+        ledger.book(f"r{number}", {target: Load(0, 1, 200)})
+        ledger.book(f"r{number - 24}", {})
+    assert moves <= 160 / 4
+
+
+def test_answers_are_expected_to_be_as_long_as_they_were() -> None:
+    answers = Answers()
+    assert answers.expect(10_000) == FIRST_ANSWER_TOKENS and answers.expect(7) == 7
+    for _ in range(200):
+        answers.ended(20)
+    assert answers.expect(10_000) == 20
+    answers.ended(10_000)
+    assert answers.expect(10_000) < 600, "one long answer says little"
 
 
 @given(st.integers(0, 1 << 32))

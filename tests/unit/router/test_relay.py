@@ -314,3 +314,83 @@ def test_no_work_begins_after_the_deadline_even_between_ticks() -> None:
         world.flush(worker)
     ends = [world.terminal[name] for name in ("a", "b")]
     assert [end.code for end in ends if isinstance(end, Fail)] == ["deadline_exceeded"] * 2 and at_rest(world)
+
+
+# ---- prefixes, and what an answer is expected to take
+
+
+def test_a_second_request_with_the_same_prompt_goes_where_the_first_went() -> None:
+    world = linked("prefill-0", "prefill-1", "decode-0", "decode-1")
+    for name, expected in (("a", 640), ("b", 1)):  # 10 chunks; the last token is always computed
+        world.arrive(name, prompt=640)
+        choice = world.relay.live[name].choice
+        assert choice is not None and choice.prefill == "prefill-0"
+        load = world.relay.ledger.load("prefill-0")
+        assert load.queued_tokens == expected + (640 if name == "b" else 0)
+    world.arrive("c", prompt=10)  # nothing in common: by load
+    assert sent(world.arrive("d", prompt=63), "prefill-1")
+
+
+def test_what_the_decode_worker_was_told_to_pull_is_expected_there() -> None:
+    world = linked("prefill-0", "decode-0", "decode-1")
+    for name in ("a", "b"):
+        world.arrive(name, prompt=640)
+        world.first("prefill-0", (name, 0))
+        world.flush("prefill-0")
+    targets = [world.relay.live[name].choice for name in ("a", "b")]
+    assert [choice.decode for choice in targets if choice] == ["decode-0", "decode-0"]
+    # Room for two answers of 11 chunks each, and for the 10 of the prompt once.
+    assert world.relay.ledger.load("decode-0").room_tokens == (11 + 11 - 10) * 64
+
+
+def test_a_worker_that_was_lost_has_no_prefixes() -> None:
+    world = linked(*PAIR)
+    at_decode(world)
+    assert len(world.relay.index) == 0  # 10 tokens are no chunk
+    world.arrive("a", prompt=640)
+    assert world.relay.index.shared("prefill-0", world.relay.live["a"].chunks) == 10
+    chunks = world.relay.live["a"].chunks
+    world.lost("prefill-0")
+    assert world.relay.index.shared("prefill-0", chunks) == 0
+
+
+def test_an_answer_that_was_written_is_expected_where_it_was_written() -> None:
+    world = linked(*PAIR)
+    world.arrive("a", prompt=128, max_tokens=200)
+    request = world.relay.live["a"].request
+    world.first("prefill-0", ("a", 0))
+    world.flush("prefill-0")
+    world.pull("decode-0", ("a", 0))
+    world.decode("decode-0", ("a", 0), count=130, finish="stop")
+    world.flush("decode-0")
+    index = world.relay.index
+    text = request.prompt + request.output
+    assert len(text) == 128 + 131
+    assert index.shared("decode-0", index.cut(text, "scope")) == 4
+    assert index.shared("prefill-0", index.cut(text, "scope")) == 2
+
+
+def test_room_is_what_answers_take_not_what_they_may_take() -> None:
+    world = linked("decode-0", split=False)
+    world.arrive("a", prompt=60, max_tokens=2000)
+    booked = [world.relay.ledger.load("decode-0").room_tokens]
+    for count in (250, 30, 60):
+        world.decode("decode-0", ("a", 0), count=count)
+        world.flush("decode-0")
+        booked.append(world.relay.ledger.load("decode-0").room_tokens)
+    # 256 tokens are expected of an answer at first; one that grows beyond takes a chunk more at a time.
+    assert booked == [320, 320, 384, 448]
+    world.decode("decode-0", ("a", 0), finish="stop")
+    world.flush("decode-0")
+    assert len(world.relay.ledger) == 0
+
+
+def test_canaries_leave_no_trace_in_the_index() -> None:
+    world = linked(*PAIR)
+    world.canary("canary", *PAIR)
+    world.first("prefill-0", ("canary", 0))
+    world.flush("prefill-0")
+    world.pull("decode-0", ("canary", 0))
+    world.decode("decode-0", ("canary", 0), finish="length")
+    world.flush("decode-0")
+    assert at_rest(world) and len(world.relay.index) == 0

@@ -23,7 +23,7 @@ from diptych.messages import (
     ToGateway,
     ToWorker,
 )
-from diptych.request import Request, Sampling
+from diptych.request import Origin, Request, Sampling
 from router.effects import (
     Arrive,
     Cancelled,
@@ -38,6 +38,7 @@ from router.effects import (
     Send,
     WorkerLost,
 )
+from router.prefix_index import PrefixIndex
 from router.relay import Relay
 
 LEASE_S = 3.0
@@ -54,7 +55,13 @@ def hello(worker: str, life: int = 1, link: str = "", fingerprint: str = "f", **
 
 
 def request(name: str, prompt: int = 10, max_tokens: int = 8, deadline_s: float = 1e9) -> Request:
-    return Request(name, list(range(prompt)), Sampling(max_tokens=max_tokens, seed=1), deadline_s)
+    sampling = Sampling(max_tokens=max_tokens, seed=1)
+    return Request(name, list(range(prompt)), sampling, deadline_s, origin=origin_of(name))
+
+
+def origin_of(name: str) -> Origin:
+    """Every request's own tenant and priority, so that a mistaken one is seen; all share one scope."""
+    return Origin(f"tenant of {name}", "scope", len(name))
 
 
 @dataclass
@@ -91,7 +98,7 @@ class World:
     def __init__(
         self, *workers: str, split: bool = True, lease_s: float = LEASE_S, linked: bool = True
     ) -> None:
-        self.relay = Relay(split=split, lease_s=lease_s)
+        self.relay = Relay(split=split, lease_s=lease_s, index=PrefixIndex())
         self.now_s = 0.0
         self.workers: dict[str, SimWorker] = {}
         self.arrived: list[str] = []
@@ -201,6 +208,7 @@ class World:
         if isinstance(message, Prefill | Generate | Admit):
             assert message.request not in self.terminal, f"{message} after the end"
             assert message.remaining_s > 0
+            assert message.origin == origin_of(message.request)
             order = (type(message), message.request, message.epoch)
             assert order not in self.orders, "an epoch begins once"
             self.orders.add(order)

@@ -1,0 +1,83 @@
+"""Tenants and scopes: equal for equal keys and salts, different for all others, and never the key itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from diptych.errors import RequestError
+from services.gateway.limits import Limits
+from services.gateway.origin import SCOPE_HEX, TENANT_HEX, origin_of, tenant_of
+from services.gateway.parse import parse
+from services.gateway.schema import ChatRequest, CompletionRequest
+
+KINDS: dict[Any, dict[str, Any]] = {
+    ChatRequest: {"model": "toy", "messages": [{"role": "user", "content": "hi"}]},
+    CompletionRequest: {"model": "toy", "prompt": "hi"},
+}
+
+
+def body(kind: Any = CompletionRequest, **fields: Any) -> Any:
+    return parse(msgspec.json.encode(KINDS[kind] | fields), kind, Limits().max_depth)
+
+
+def test_a_tenant_is_a_digest_of_the_key() -> None:
+    names = {tenant_of(key) for key in (b"sk-a", b"sk-b", b"sk-a")}
+    assert len(names) == 2 and all(len(name) == TENANT_HEX and "sk" not in name for name in names)
+
+
+def test_the_scope_is_the_salt_or_else_the_tenant() -> None:
+    a, b = tenant_of(b"a"), tenant_of(b"b")
+    plain = {tenant: origin_of(body(), tenant) for tenant in (a, b)}
+    assert plain[a].tenant == a and plain[a].scope != plain[b].scope
+    salted = [origin_of(body(cache_salt="ours"), tenant) for tenant in (a, b, "")]
+    assert len({one.scope for one in salted}) == 1, "who knows a salt shares by it"
+    scopes = {one.scope for one in (*plain.values(), *salted, origin_of(body(cache_salt="theirs"), a))}
+    assert len(scopes) == 4 and all(len(scope) == SCOPE_HEX for scope in scopes)
+
+
+def test_without_keys_all_share_unless_they_salt() -> None:
+    assert origin_of(body(), "").scope == "" == origin_of(body(cache_salt=None), "").scope
+    assert origin_of(body(cache_salt="x"), "").scope != ""
+
+
+def test_a_salt_that_looks_like_a_tenant_is_not_one() -> None:
+    tenant = tenant_of(b"key")
+    mine = origin_of(body(), tenant).scope
+    for salt in (tenant, mine, "key"):
+        assert origin_of(body(cache_salt=salt), "other").scope != mine
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cache_salt", ""),
+        ("cache_salt", "x" * 257),
+        ("cache_salt", 7),
+        ("cache_salt", ["x"]),
+        ("priority", 11),
+        ("priority", -11),
+        ("priority", 0.5),
+        ("priority", "high"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(kind: Any, field: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        body(kind, **{field: value})
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_value", field)
+
+
+def test_half_a_character_is_no_salt() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(b'{"model":"toy","prompt":"hi","cache_salt":"\\ud800"}', CompletionRequest, 9)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_is_in_range_arrives(kind: Any) -> None:
+    assert origin_of(body(kind, priority=-10, cache_salt="x" * 256), "").priority == -10
+    assert origin_of(body(kind, priority=10, cache_salt="日"), "").priority == 10
+    assert origin_of(body(kind), "").priority == 0 == origin_of(body(kind, priority=None), "").priority

@@ -40,6 +40,7 @@ class Script:
         self.open: dict[str, asyncio.Task[None]] = {}
         self.left = 0
         self.seen: list[Request] = []
+        self.prompts: dict[str, list[list[int]]] = {}  # by scope: "cached" when asked again
 
     def arrive(self, request: Request, reader: Reader) -> None:
         self.seen.append(request)
@@ -72,6 +73,9 @@ class Script:
     async def _answer(self, request: Request, reader: Reader, prompt: str) -> None:
         pause_s = 0.03 if "SLOW" in prompt else 0.0
         ids, sampling = self.tokens.encode(self.text, False), request.sampling
+        seen = self.prompts.setdefault(request.origin.scope, [])
+        known_tokens = 64 * ((len(request.prompt) - 1) // 64) if request.prompt in seen else 0
+        seen.append(request.prompt)
         scores = None
         if sampling.prompt_logprobs is not None:
             scores = [None, *(self._logprob(token, sampling.prompt_logprobs) for token in request.prompt[1:])]
@@ -92,7 +96,7 @@ class Script:
             token = sampling.stop_token_ids[0] if ends else ids[i % len(ids)]
             finish = "stop" if ends else "length" if i == sampling.max_tokens - 1 else None
             logprobs = None if sampling.logprobs is None else [self._logprob(token, sampling.logprobs)]
-            output = Output(request.id, 0, [token], logprobs, scores, finish)
+            output = Output(request.id, 0, [token], logprobs, scores, finish, cached_tokens=known_tokens)
             reader.deliver(output, time.monotonic())
             scores = None
             if finish:
@@ -140,7 +144,7 @@ def scripted(
         yield Running(service, script, f"http://127.0.0.1:{bound.getsockname()[1]}")
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(120)
         service.close()
         bound.close()
 

@@ -30,20 +30,20 @@ class Served:
 
     def status(self) -> dict[str, Any]:
         """`GET /status`."""
-        told: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=10).raise_for_status().json()
+        told: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=60).raise_for_status().json()
         return told
 
     def ready(self) -> bool:
         """Whether `GET /ready` says so; a refused connection is a no."""
         try:
-            return httpx.get(f"{self.url}/ready", timeout=10).status_code == 200
+            return httpx.get(f"{self.url}/ready", timeout=60).status_code == 200
         except httpx.HTTPError:
             return False
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of all samples of a metric whose labels contain `labels`; 0 when there is none."""
         total = 0.0
-        for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
             if line.startswith((f"{name}{{", f"{name} ")) and all(
                 f'{k}="{v}"' in line for k, v in labels.items()
             ):

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 170.0  # far beyond what anything takes; a test that waits so long has failed
+PATIENCE_S = 400.0  # far beyond what anything takes, compiling all kernels included
 
 # The command line with `tests.system.stub` in place of the workers and the gateway: all of the start-up, no model.
 STUBBED = """
@@ -71,7 +71,7 @@ class Terminal:
         if self.process.poll() is None:  # a test that failed half-way: first the way that cleans up
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(30)
+                self.process.wait(60)
         self.process.kill()
         for one in self._seen.values():
             if one.is_running():
@@ -126,7 +126,7 @@ class Terminal:
 
     def left(self) -> list[str]:
         """Command lines of descendants that live on."""
-        _, alive = psutil.wait_procs(self.remember(), timeout=10)
+        _, alive = psutil.wait_procs(self.remember(), timeout=60)
         return [" ".join(_command(one)) for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -38,7 +38,7 @@ def client(gateway: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def http(gateway: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, trust_env=False) as opened:
+    with httpx.Client(base_url=gateway.url, trust_env=False, timeout=60) as opened:
         yield opened
 
 
@@ -308,6 +308,8 @@ def test_a_late_failure_of_a_whole_answer_is_an_http_error(http: httpx.Client) -
         ({"messages": HI}, "missing_required_parameter", "model"),
         ({"model": "toy"}, "missing_required_parameter", "messages"),
         ({"model": "toy", "messages": HI, "temperature": 9}, "invalid_value", "temperature"),
+        ({"model": "toy", "messages": HI, "cache_salt": ""}, "invalid_value", "cache_salt"),
+        ({"model": "toy", "messages": HI, "priority": 99}, "invalid_value", "priority"),
         ({"model": "toy", "messages": HI, "tools": [{}]}, "unsupported_parameter", "tools"),
         ({"model": "toy", "messages": HI, "frobnicate": 1}, "unrecognized_request_argument", "frobnicate"),
         ({"model": "toy", "messages": HI, "max_tokens": CONTEXT}, "context_length_exceeded", "max_tokens"),
@@ -423,7 +425,7 @@ def test_pages_of_this_machine_may_speak_to_it(http: httpx.Client) -> None:
 def test_keys_close_everything_but_the_probes(folder: Path) -> None:
     with (
         scripted(folder, keys=("sk-right",)) as running,
-        httpx.Client(base_url=running.url, trust_env=False) as http,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60) as http,
     ):
         for path in ("/v1/models", "/metrics", "/status", "/docs", "/nowhere"):
             answer = http.get(path)

@@ -19,6 +19,7 @@ from services.cli.ports import claim
 from tests.system.terminal import ROOT, Terminal, run
 
 TINY = ROOT / "models" / "tiny"
+pytestmark = pytest.mark.timeout(600)
 
 
 def refused(*arguments: str, status: int = 1) -> str:
@@ -71,6 +72,18 @@ def test_a_model_that_does_not_fit_shows_the_arithmetic_and_what_would_fit() -> 
     assert "--max-model-len 128 or less" in told
 
 
+def test_a_split_that_does_not_divide_the_heads() -> None:
+    told = refused("tiny", "--decode-tp", "3")
+    assert (
+        "cannot be split into 1 stages of 3 ranks" in told and "KV heads" in told and "tp of 1, 2, 4" in told
+    )
+
+
+def test_prefill_ranks_without_prefill_workers() -> None:
+    told = refused("tiny", "--colocated", "1", "--prefill-tp", "2", status=2)
+    assert "no prefill workers to split" in told and "--decode-tp" in told
+
+
 # ---- refused by a worker
 
 
@@ -114,7 +127,7 @@ def mixed(other: Path, tmp_path: Path) -> Iterator[str]:
 
 def test_pools_of_different_models_are_not_paired_and_both_are_shown(mixed: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"{mixed}/ready", timeout=30)
+        urllib.request.urlopen(f"{mixed}/ready", timeout=120)
     with caught.value as answer:
         assert answer.code == 503
         reasons = json.loads(answer.read())["reasons"]

@@ -97,6 +97,7 @@ def test_nothing_sent_breaks_it(gateway: Running, path: str, method: str, mode: 
     told = published(gateway) if mode is GenerationMode.NEGATIVE else described(gateway)
     operation = schemathesis.openapi.from_dict(told)[path][method]
     checks = [*CHECKS, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CHECKS
+    wanted = mode is GenerationMode.POSITIVE and "{id}" not in path
     answers: set[int] = set()
     begun_s = time.monotonic()
 
@@ -111,11 +112,13 @@ def test_nothing_sent_breaks_it(gateway: Running, path: str, method: str, mode: 
             suppress_health_check=list(HealthCheck),
         )
         def send(case: schemathesis.Case[Any]) -> None:
-            if time.monotonic() - begun_s > BUDGET_S:
-                return
+            if time.monotonic() - begun_s > BUDGET_S and (200 in answers or not wanted):
+                return  # on a slow machine it goes on until one went through
             answer = case.call_and_validate(base_url=gateway.url, session=session, checks=checks)
             answers.add(answer.status_code)
 
         send()
-    good = 200 in answers or "{id}" in path
-    assert good if mode is GenerationMode.POSITIVE else answers <= {400, 404, 413, 415}
+    if mode is GenerationMode.POSITIVE:
+        assert 200 in answers or not wanted
+    else:
+        assert answers <= {400, 404, 413, 415}

@@ -16,6 +16,7 @@ from tests.system import stub
 from tests.system.terminal import Terminal, clean_environ, run
 
 KEY = "a-key-of-the-tests"
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def test_a_dead_ray_head_stops_neither_serving_nor_restarts(stubbed: Terminal) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_dead_ray_head_is_outlived_beyond_its_reconnection_time(stubbed: Terminal) -> None:
     before = {one.pid for one in stubbed.find("-m tests.system.stub")}
     stubbed.find("gcs_server")[0].kill()

@@ -67,10 +67,17 @@ class Bench:
         width, heads = self.pages.layout.head_dim, self.pages.heads
         q = self.qkv[:, : heads * width].view(SEQUENCES, heads, 1, width)
         for layer in range(self.pages.layout.layers):
-            pairs = [self.pages.gather(layer, slabs, TOKENS) for slabs in self.slabs]
+            pairs = [gather(self.pages, layer, slabs) for slabs in self.slabs]
             keys, values = (torch.stack(side) for side in zip(*pairs, strict=True))
             mixed = nnf.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
             self.out.copy_(mixed.view(SEQUENCES, -1))
+
+
+def gather(pages: Pages, layer: int, slabs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a sequence's tokens, each [kv_heads, tokens, head_dim], copied out of its pages."""
+    kept = pages.data[:, layer].index_select(0, slabs)  # [chunks, kv_heads, 2, 64, head_dim]
+    keys, values = kept.permute(2, 1, 0, 3, 4).reshape(2, pages.layout.kv_heads, -1, pages.layout.head_dim)
+    return keys, values
 
 
 def make_bench(layers: int, kv_heads: int, heads: int, width: int) -> Bench:

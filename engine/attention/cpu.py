@@ -1,9 +1,11 @@
-"""Attention on the CPU: rotate and write KV into pages, decode over pages, prefill through SDPA.
+"""Attention on the CPU: rotate and write KV into pages, then attend over the pages.
 
-The decode kernel walks each sequence's chunks in order. Within a slab the pages of one layer lie side by side, so the
-walk is one forward stream per chunk; every key and value is read once for all query heads of its group. It keeps an
-online softmax (running maximum, sum and weighted values in float32) and touches only its own sequence: what else is in
-the batch cannot change a bit of the result.
+Prompts, and chunks that several decoding sequences share, are read for sixteen queries at a time
+(`engine.attention.tile`). What a decoding sequence has for itself is left to the decode kernel, which walks its chunks
+in order. Within a slab the pages of one layer lie side by side, so the walk is one forward stream per chunk; every key
+and value is read once for all query heads of its group. It keeps an online softmax (running maximum, sum and weighted
+values in float32) and touches only its own sequence: what else is in the batch cannot change a bit of the result,
+unless it shares chunks with it and they are read together.
 
     slab ──▶ [layers, kv_heads, 2, 64, head_dim]      one layer of it: k0 v0 k1 v1 ..., 64 × head_dim floats each
 """
@@ -16,11 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as nnf
 from numba.misc.special import literally
 from numpy.typing import NDArray
 
 from engine.attention.batch import Batch, Span
+from engine.attention.lanes import LANES
+from engine.attention.shared import Plan
+from engine.attention.tile import shared_kernel, span_kernel
 from engine.jit import LOG2_E, LOWEST, exp2, jit, prefetch
 from kvcache.layout import CHUNK_TOKENS, KVLayout
 
@@ -31,6 +35,12 @@ ROWS = 4  # keys per pass of the dot products
 BLOCK = 8  # values per pass of the weighted sum
 LINE = 16  # floats in a cache line
 AHEAD = 2048  # floats; how far ahead of the arithmetic memory is asked for, measured best at 8 to 16 KiB
+
+# Queries that the kernel for one row serves in the time in which a tile serves its sixteen, by queries per KV head:
+# the more of them, the more often it uses a key while it holds it. Measured by `benchmarks.prefix_attention
+# --crossover` with the pages in the cache, which is best for that kernel, and rounded up: sharing is never slower.
+ALONE = {1: 7, 2: 10, 3: 11, 4: 11}
+MOST_ALONE = 12
 
 
 @jit
@@ -114,19 +124,19 @@ def _mix(s: Any, value: Any, out: Any, group: int, first: int, last: int, width:
 
 @jit
 def _attend(
-    q: Any, length: int, slabs: Any, pool: Any, slab: int, offset: int,
+    q: Any, length: int, slabs: Any, done: int, top: Any, total: Any, pool: Any, slab: int, offset: int,
     kv_heads: int, window: int, acc: Any, width: int,
 ) -> None:  # fmt: skip
-    """One sequence: q and acc are [heads, width], q already scaled by log2(e) / sqrt(width)."""
+    """One sequence from chunk `done` on: q and acc are [heads, width], q already scaled by log2(e) / sqrt(width)."""
     literally(width)
     page = PAGE * width
     heads = q.shape[0] // width
     group = heads // kv_heads
     s = np.empty(group * PAGE, np.float32)
-    top, total = np.full(heads, LOWEST, np.float32), np.zeros(heads, np.float32)
-    acc[:] = np.float32(0)
+    if done == 0:
+        top[:], total[:], acc[:] = LOWEST, np.float32(0), np.float32(0)
     begin = max(0, length - window) if window > 0 else 0
-    for c in range(begin // PAGE, (length + PAGE - 1) // PAGE):
+    for c in range(max(done, begin // PAGE), (length + PAGE - 1) // PAGE):
         first, last = max(0, begin - c * PAGE), min(PAGE, length - c * PAGE)
         for h in range(kv_heads):
             at = slabs[c] * slab + offset + h * 2 * page
@@ -143,20 +153,25 @@ def _attend(
 
 @cache
 def decode_kernel(width: int) -> Callable[..., None]:
-    """The paged decode kernel with `head_dim == width` as a constant; called by `Pages.decode`."""
+    """The paged decode kernel with `head_dim == width` as a constant; called by `Pages.decode`.
+
+    Row n goes on behind the `done[n]` chunks that its row of `out`, `tops` and `totals` [rows, heads] account for.
+    """
 
     @jit
     def run(
-        qkv: Any, rows: Any, lengths: Any, table: Any, pool: Any, slab: int, offset: int,
-        heads: int, kv_heads: int, window: int, out: Any,
+        qkv: Any, rows: Any, lengths: Any, table: Any, done: Any, tops: Any, totals: Any,
+        pool: Any, slab: int, offset: int, heads: int, kv_heads: int, window: int, out: Any,
     ) -> None:  # fmt: skip
         scale = np.float32(LOG2_E / np.sqrt(np.float32(width)))
         q = np.empty(heads * width, np.float32)
         for n in range(rows.shape[0]):
             for i in range(heads * width):
                 q[i] = qkv[rows[n], i] * scale
-            acc = out[rows[n]]
-            _attend(q, lengths[n], table[n], pool, slab, offset, kv_heads, window, acc, width)
+            _attend(
+                q, lengths[n], table[n], done[n], tops[n], totals[n], pool, slab, offset,
+                kv_heads, window, out[rows[n]], width,
+            )  # fmt: skip
 
     return run
 
@@ -209,6 +224,8 @@ def write_kernel(width: int) -> Callable[..., None]:
 class Pages:
     """The pool's memory as attention sees it, for a model with `heads` query heads.
 
+    `alone`: what a run of shared chunks has to beat, see `ALONE`; with 0 all are read together.
+
     Raises:
         ValueError: the pool is not float32; the kernels accumulate in float32 and read what they wrote.
     """
@@ -222,6 +239,9 @@ class Pages:
         self._layer = layout.layer_bytes // layout.itemsize
         self._write = write_kernel(layout.head_dim)
         self._decode = decode_kernel(layout.head_dim)
+        self._shared = shared_kernel(layout.head_dim)
+        self._span = span_kernel(layout.head_dim)
+        self.alone = ALONE.get(heads // layout.kv_heads, MOST_ALONE)
 
     def write(
         self, layer: int, qkv: torch.Tensor, batch: Batch, rotary: tuple[Floats, Floats],
@@ -237,42 +257,31 @@ class Pages:
         )  # fmt: skip
 
     def decode(self, layer: int, qkv: torch.Tensor, batch: Batch, window: int, out: torch.Tensor) -> None:
-        """Attention of the single-token rows over their pages, into the same rows of `out` [rows, heads * head_dim]."""
-        if len(batch.rows):
-            self._decode(
-                qkv.numpy(), batch.rows, batch.lengths, batch.table, self._flat, self._slab, layer * self._layer,
-                self.heads, self.layout.kv_heads, window, out.numpy(),
-            )  # fmt: skip
+        """Attention of the single-token rows over their pages, into the same rows of `out` [rows, heads * head_dim].
+
+        In two phases: chunks that enough rows share are read once for all of them, then each row reads its own.
+        """
+        if not len(batch.rows):
+            return
+        plan = self._paying(batch, window)
+        tops, totals = np.empty((2, len(batch.rows), self.heads), np.float32)
+        place = (self._flat, self._slab, layer * self._layer, self.heads, self.layout.kv_heads)
+        if len(plan.runs):
+            self._shared(qkv.numpy(), batch.rows, batch.table, plan.runs, *place, out.numpy(), tops, totals)
+        self._decode(
+            qkv.numpy(), batch.rows, batch.lengths, batch.table, plan.shared, tops, totals, *place, window,
+            out.numpy(),
+        )  # fmt: skip
+
+    def _paying(self, batch: Batch, window: int) -> Plan:
+        """The runs that are worth reading together, without rows whose window hides the beginning from them."""
+        plan = batch.plan.apart(batch.lengths > window) if window else batch.plan
+        return plan.paying(self.alone, self.heads // self.layout.kv_heads, LANES)
 
     def prefill(self, layer: int, qkv: torch.Tensor, span: Span, window: int, out: torch.Tensor) -> None:
         """Causal attention of one span over its prefix and itself, into its rows of `out`."""
-        width, kv_heads = self.layout.head_dim, self.layout.kv_heads
-        own = (
-            qkv[span.row : span.row + span.count].view(span.count, -1, width).transpose(0, 1)
-        )  # [heads, count, width]
-        queries, keys, values = torch.split(own, [self.heads, kv_heads, kv_heads])
-        if span.start > 0:
-            keys, values = self.gather(layer, span.slabs, span.start + span.count)
-        plain = span.start == 0 and (window == 0 or window >= span.count)
-        mixed = nnf.scaled_dot_product_attention(
-            queries[None], keys[None], values[None],
-            attn_mask=None if plain else causal_mask(span.start, span.count, window),
-            is_causal=plain, enable_gqa=self.heads != kv_heads,
+        rows = slice(span.row, span.row + span.count)
+        self._span(
+            qkv[rows].numpy(), span.start, span.slabs.numpy(), self._flat, self._slab, layer * self._layer,
+            self.heads, self.layout.kv_heads, window, out[rows].numpy(),
         )  # fmt: skip
-        target = out[span.row : span.row + span.count].view(span.count, self.heads, width)
-        target.copy_(mixed[0].transpose(0, 1))
-
-    def gather(self, layer: int, slabs: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a sequence's first `num_tokens` tokens, each [kv_heads, num_tokens, head_dim], copied."""
-        pages = self.data[:, layer].index_select(0, slabs)  # [chunks, kv_heads, 2, 64, head_dim]
-        whole = pages.permute(2, 1, 0, 3, 4).reshape(2, self.layout.kv_heads, -1, self.layout.head_dim)
-        keys, values = whole[:, :, :num_tokens]
-        return keys, values
-
-
-def causal_mask(start: int, count: int, window: int) -> torch.Tensor:
-    """[count, start + count] bool: query i, at position start + i, sees keys 0..start+i, or only the last `window`."""
-    query = torch.arange(start, start + count)[:, None]
-    key = torch.arange(start + count)[None]
-    seen = key <= query
-    return seen & (key > query - window) if window else seen

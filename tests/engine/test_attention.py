@@ -8,7 +8,7 @@ import torch
 
 from engine.attention import reference
 from engine.attention.batch import pack
-from engine.attention.cpu import Pages, causal_mask
+from engine.attention.cpu import Pages
 from engine.work import Work
 from kvcache.layout import KVLayout
 
@@ -88,36 +88,55 @@ def test_decode_is_bitwise_independent_of_companions() -> None:
         assert torch.equal(together[n], bench.decode(only=[n])[0])
 
 
+def prefill(width: int, group: int, start: int, count: int, window: int) -> None:
+    """The last `count` of start + count tokens against the reference; what is behind them is not-a-number."""
+    bench = Bench(width, 2, group, [start + count])
+    rows = torch.randn(count, (bench.heads + 2 * 2) * width)
+    batch = pack([Work([0] * count, start, bench.slabs[0], "none")])
+    out = torch.full((count, bench.heads * width), float("nan"))
+    bench.pages.prefill(1, rows, batch.spans[0], window, out)
+    keys, values = reference.gather(bench.data, 1, bench.slabs[0], start + count)
+    queries = rows[:, : bench.heads * width].view(count, bench.heads, width)
+    expected = reference.attend(queries, keys, values, window)
+    torch.testing.assert_close(out.view(count, bench.heads, width).double(), expected, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("start", "count"), [(0, 2), (0, 65), (1, 64), (63, 2), (64, 64), (65, 130), (190, 3)]
 )
 @pytest.mark.parametrize("window", [0, 1, 50, 64])
 def test_prefill_matches_reference(start: int, count: int, window: int) -> None:
-    bench = Bench(32, 2, 3, [start + count])
-    rows = torch.randn(count, (bench.heads + 2 * 2) * 32)
-    stored = bench.data[[bench.slabs[0][token // 64] for token in range(start, start + count)]]
-    own = torch.stack(
-        [stored[i, 1, :, :, (start + i) % 64] for i in range(count)]
-    )  # [count, kv_heads, 2, width]
-    rows[:, bench.heads * 32 :] = own.transpose(1, 2).reshape(count, -1)
-    batch = pack([Work([0] * count, start, bench.slabs[0], "none")])
-    out = torch.full((count, bench.heads * 32), float("nan"))
-    bench.pages.prefill(1, rows, batch.spans[0], window, out)
-    keys, values = reference.gather(bench.data, 1, bench.slabs[0], start + count)
-    expected = reference.attend(
-        rows[:, : bench.heads * 32].view(count, bench.heads, 32), keys, values, window
-    )
-    torch.testing.assert_close(out.view(count, bench.heads, 32).double(), expected, rtol=2e-5, atol=2e-6)
+    prefill(32, 3, start, count, window)
 
 
-def test_gather_returns_the_tokens_in_order() -> None:
-    bench = Bench(32, 2, 1, [129, 64])
-    for n in range(2):
-        found = bench.pages.gather(1, torch.tensor(bench.slabs[n]), bench.lengths[n])
-        for mine, expected in zip(
-            found, reference.gather(bench.data, 1, bench.slabs[n], bench.lengths[n]), strict=True
-        ):
-            assert torch.equal(mine, expected)
+@pytest.mark.parametrize("width", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 7, 8])
+def test_prefill_of_every_shape(width: int, group: int) -> None:
+    prefill(width, group, 100, 71, 0)
+    prefill(width, group, 0, 37, 0)
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "window"), [(0, 700, 0), (1984, 64, 0), (4000, 96, 0), (1000, 300, 200)]
+)
+def test_prefill_behind_long_prefixes(start: int, count: int, window: int) -> None:
+    prefill(32, 2, start, count, window)
+
+
+def test_prefill_does_not_depend_on_how_a_prompt_is_cut() -> None:
+    bench = Bench(64, 2, 2, [400])
+    rows = torch.randn(400, (bench.heads + 2 * 2) * 64)
+
+    def run(cuts: list[int]) -> torch.Tensor:
+        out = torch.empty(400, bench.heads * 64)
+        for start, end in zip([0, *cuts], [*cuts, 400], strict=True):
+            batch = pack([Work([0] * (end - start), start, bench.slabs[0], "none")])
+            bench.pages.prefill(1, rows[start:end], batch.spans[0], 0, out[start:end])
+        return out
+
+    whole = run([])
+    for cuts in ([64], [2, 5, 68], [128, 256], [399 - 1]):
+        assert torch.equal(run(cuts), whole), cuts
 
 
 def test_write_rotates_and_stores_only_its_own_rows() -> None:
@@ -139,11 +158,6 @@ def test_write_rotates_and_stores_only_its_own_rows() -> None:
         before[bench.slabs[0][token // 64], 1, :, :, token % 64] = 0
         bench.data[bench.slabs[0][token // 64], 1, :, :, token % 64] = 0
     assert torch.equal(before.view(torch.int32), bench.data.view(torch.int32))  # as bits: most of it is nan
-
-
-def test_mask_is_causal_and_windowed() -> None:
-    expected = [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
-    assert causal_mask(2, 3, 2).int().tolist() == expected
 
 
 def test_other_dtypes_are_refused() -> None:

@@ -1,0 +1,285 @@
+"""How close decoding on a GPU comes to the speed of its memory, and what reading shared chunks once saves.
+
+    python -m benchmarks.gpu_decode [--json] [--rounds 15] [--profile FILE] [--sweep]
+
+Needs a CUDA device. Everything has the shape of Llama-3.1-8B (random weights, bfloat16), batch 32, times are medians.
+The bandwidth is that of a device-to-device copy of 2 GiB, read and write both counted.
+
+    attention_ratio   KV bytes per second of the flat decode kernel, 32 sequences of 4,096 tokens / the bandwidth
+    tpp_4096          time of the flat kernel where every sequence has its own copy of a 4,096-token prefix / time of
+                      the two-phase kernel over one copy of it; 128 tokens of each sequence are its own
+    tpp_4096_pages    the same against the flat kernel reading the same physical pages, which the cache helps
+    step_ratio        a full decode step at 1,024 tokens each / (bytes of weights and KV it must read / the bandwidth)
+    run_ratio         the same with packing, logits on the host and everything else between two steps
+
+`--profile` saves what the planner needs: seconds of decode steps by batch and context, of prefills by tokens.
+`--sweep` tries other launch settings for the attention kernel and prints each one's ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from engine.attention.batch import pack
+from engine.attention.triton import Pages, Tuning
+from engine.gpu import Runner
+from engine.model.shape import Rope, Shape
+from engine.work import Work
+from kvcache.layout import CHUNK_TOKENS, KVLayout
+
+LLAMA_8B = Shape(
+    architecture="LlamaForCausalLM", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336,
+    vocab=128256, context=131072, eps=1e-5, tied=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
+    windows=(0,) * 32, rope=Rope("llama3", 500_000.0, 8.0, 1.0, 4.0, 8192),
+)  # fmt: skip
+OWN = 128  # tokens of a sequence that it shares with none
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where and how often to measure."""
+
+    device: torch.device
+    dtype: str = "bfloat16"
+    rounds: int = 15
+    copy_bytes: int = 2 << 30
+    layers: int = 4  # whose KV the attention benchmarks read in turn, so that none of it is in a cache
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Median time of `call`, the device's where it has a clock of its own."""
+        times: list[float] = []
+        for _ in range(self.rounds + 2):  # the first two warm up
+            if self.device.type == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start.record()
+                call()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end) / 1e3)
+            else:
+                began_s = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - began_s)
+        return median(times[2:])
+
+    def bandwidth(self) -> float:
+        """Bytes per second that a copy within the device reads and writes."""
+        source = torch.ones(self.copy_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * self.copy_bytes / self.seconds(lambda: target.copy_(source))
+
+
+class Random:
+    """Weights out of thin air, on the device."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """Small normal numbers, or ones for a norm."""
+        kind, device = getattr(torch, self._place.dtype), self._place.device
+        if len(shape) == 1 and "norm" in name:
+            return torch.ones(shape, dtype=kind, device=device)
+        return torch.randn(shape, dtype=kind, device=device).mul_(0.02)
+
+
+class Attention:
+    """The decode kernel over random KV: `batch` sequences of `tokens`, of which `shared` chunks are the same.
+
+    copies: the shared chunks lie there once for each sequence, and nothing is shared.
+    """
+
+    def __init__(
+        self, shape: Shape, place: Place, batch: int, tokens: int, shared: int, copies: bool, tuning: Tuning
+    ) -> None:
+        self.layout = KVLayout(place.layers, shape.kv_heads, shape.head_dim, place.dtype)
+        self.place, self.tokens, self.batch = place, tokens, batch
+        chunks = self.layout.num_chunks(tokens)
+        own = chunks if copies else chunks - shared
+        numbers = torch.randperm(batch * own + shared).tolist()
+        prefix = [] if copies else [numbers.pop() for _ in range(shared)]
+        slabs = [prefix + [numbers.pop() for _ in range(own)] for _ in range(batch)]
+        kind: torch.dtype = getattr(torch, place.dtype)
+        slots = batch * own + shared
+        self.data = torch.randn(slots, *self.layout.chunk_shape, dtype=kind, device=place.device)
+        self.pages = Pages(self.layout, self.data, shape.heads, tuning)
+        self.step = self.pages.load(pack([Work([0], tokens - 1, row, "none") for row in slabs]))
+        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        self.qkv = torch.randn(batch, width, dtype=kind, device=place.device)
+        self.out = torch.zeros(batch, shape.heads * shape.head_dim, dtype=kind, device=place.device)
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV that one pass over all layers reads when nothing is shared."""
+        return self.batch * self.tokens * self.layout.bytes_per_token
+
+    def layers(self) -> None:
+        """One pass over all layers."""
+        for layer in range(self.layout.layers):
+            self.pages.decode(layer, self.qkv, self.step, 0, self.out)
+
+    def seconds(self) -> float:
+        """Of one pass; launches are replayed as a graph where there are graphs."""
+        if self.place.device.type != "cuda":
+            return self.place.seconds(self.layers)
+        self.layers()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.layers()
+        return self.place.seconds(graph.replay)
+
+
+def attention_ratio(
+    shape: Shape,
+    place: Place,
+    bandwidth: float,
+    batch: int = 32,
+    tokens: int = 4096,
+    tuning: Tuning | None = None,
+) -> float:
+    """KV bytes per second of the flat kernel over the bandwidth."""
+    bench = Attention(shape, place, batch, tokens, 0, True, tuning or Tuning.of(place.device))
+    return bench.kv_bytes / bench.seconds() / bandwidth
+
+
+def tpp_ratios(shape: Shape, place: Place, batch: int = 32, prefix: int = 4096) -> tuple[float, float]:
+    """Time of the flat kernel over that of the two-phase kernel: over copies of the prefix, over the same pages."""
+    tuning = Tuning.of(place.device)
+    tokens, shared = prefix + OWN, prefix // CHUNK_TOKENS
+    never = replace(tuning, saving_bytes=1 << 62)
+    cases = ((tuning, False), (never, True), (never, False))
+    times = []
+    for chosen, copies in cases:
+        times.append(Attention(shape, place, batch, tokens, shared, copies, chosen).seconds())
+    return times[1] / times[0], times[2] / times[0]
+
+
+class Model:
+    """A whole model of random weights, decoding."""
+
+    def __init__(self, shape: Shape, place: Place, batch: int, context: int) -> None:
+        layout = KVLayout(shape.layers, shape.kv_heads, shape.head_dim, place.dtype)
+        self.place, self.chunks = place, layout.num_chunks(context + 1)
+        self.bytes_per_token = layout.bytes_per_token
+        slabs = batch * self.chunks
+        self.runner = Runner.load(shape, Random(place), slabs, context + 1, str(place.device), place.dtype)
+
+    def works(self, batch: int, context: int) -> list[Work]:
+        """A decode step of `batch` sequences of `context` tokens."""
+        rows = [range(n * self.chunks, (n + 1) * self.chunks) for n in range(batch)]
+        return [Work([1], context - 1, list(row), "last") for row in rows]
+
+    def step_bytes(self, batch: int, context: int) -> int:
+        """Weights and KV that a step must read."""
+        return self.runner.weight_bytes + batch * context * self.bytes_per_token
+
+    def step_seconds(self, batch: int, context: int) -> float:
+        """Of what the device does in a decode step."""
+        return self.place.seconds(self.runner.replayer(self.works(batch, context)))
+
+    def run_seconds(self, batch: int, context: int) -> float:
+        """Of a step among others, each a token longer than the one before, from the call to the logits on the host."""
+        count = self.place.rounds + 2
+        steps = iter([self.works(batch, context - count + n + 1) for n in range(count)])
+        return self.place.seconds(lambda: self.runner.run(next(steps)))
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Of one prompt, from the call to its logits."""
+        slabs = list(range(-(-tokens // CHUNK_TOKENS)))
+        return self.place.seconds(lambda: self.runner.run([Work([1] * tokens, 0, slabs, "last")]))
+
+
+def figures(
+    shape: Shape, place: Place, batch: int = 32, tokens: int = 4096, context: int = 1024
+) -> dict[str, float]:
+    """All ratios."""
+    bandwidth = place.bandwidth()
+    found = {"attention_ratio": attention_ratio(shape, place, bandwidth, batch, tokens)}
+    found["tpp_4096"], found["tpp_4096_pages"] = tpp_ratios(shape, place, batch, tokens)
+    release()
+    model = Model(shape, place, batch, context)
+    floor_s = model.step_bytes(batch, context) / bandwidth
+    found["step_ratio"] = model.step_seconds(batch, context) / floor_s
+    found["run_ratio"] = model.run_seconds(batch, context) / floor_s
+    return found
+
+
+def profile(
+    shape: Shape, place: Place, batches: list[int], contexts: list[int], prompts: list[int]
+) -> dict[str, object]:
+    """Seconds of steps by what they do, for the planner."""
+    model = Model(shape, place, max(batches), max(*contexts, *prompts))
+    decode = [
+        {"batch": batch, "context": context, "seconds": model.run_seconds(batch, context)}
+        for batch in batches
+        for context in contexts
+    ]
+    prefill = [{"tokens": tokens, "seconds": model.prefill_seconds(tokens)} for tokens in prompts]
+    device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "interpreter"
+    return {"device": device, "dtype": place.dtype, "tp": 1, "pp": 1, "decode": decode, "prefill": prefill}
+
+
+def sweep(shape: Shape, place: Place) -> dict[str, float]:
+    """The ratio of the attention kernel under each of a grid of settings."""
+    bandwidth, plain = place.bandwidth(), Tuning.of(place.device)
+    settings = [
+        replace(plain, programs=plain.programs * more // 8, warps=warps, stages=stages)
+        for more in (2, 4, 8, 16)
+        for warps in (2, 4, 8)
+        for stages in (2, 3, 4)
+    ]
+    return {
+        f"programs {t.programs} warps {t.warps} stages {t.stages}": attention_ratio(
+            shape, place, bandwidth, tuning=t
+        )
+        for t in settings
+    }
+
+
+def release() -> None:
+    """Give the memory of what is no longer held back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Print the figures; exit with 2 where there is no CUDA device."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--rounds", type=int, default=15, help="measurements per figure")
+    parser.add_argument("--profile", type=Path, help="save a profile for the planner to this file")
+    parser.add_argument("--sweep", action="store_true", help="try launch settings of the attention kernel")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: there is no CUDA device here", file=sys.stderr)
+        raise SystemExit(2)
+    place = Place(torch.device("cuda"), rounds=arguments.rounds)
+    with torch.no_grad():
+        found = sweep(LLAMA_8B, place) if arguments.sweep else figures(LLAMA_8B, place)
+        release()
+        if arguments.profile:
+            saved = profile(LLAMA_8B, place, [1, 8, 32, 64], [256, 1024, 4096], [128, 512, 2048, 4096])
+            arguments.profile.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+        return
+    for name, value in found.items():
+        print(f"{name:<40} {value:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,9 +7,9 @@ raw logits, before all of that, as OpenAI and vLLM report them; they are never b
 The draw is Gumbel-max: the token with the largest `logit / temperature + g`, where g comes from a hash of (seed, index
 in the output, token id). No generator is carried along, so a request continues elsewhere with the same draws.
 
-Rows that need nothing special go to one compiled loop. The others are shaped one by one with numpy on `[vocab]` arrays:
-a batched reduction may add in another order when the batch has another size. Greedy is an arg-max; ties go to the
-lowest id.
+Rows that need nothing special go to one compiled loop, and greedy ones to one arg-max (ties go to the lowest id). The
+others are first shaped one by one with numpy on `[vocab]` arrays: a batched reduction may add in another order when the
+batch has another size. Logits are copied only where something changes them.
 """
 
 from __future__ import annotations
@@ -209,29 +209,20 @@ class Sampler:
 
         A row that cannot be sampled gets the exception that says why in place of a token.
         """
-        raw = torch.cat([part.detach() for part in logits]).cpu().numpy()  # [rows, vocab], a copy
+        raw = _together(logits)
+        special = [place for place, row in enumerate(rows) if row.special]
         errors: dict[int, Exception] = {}
-        shaped = raw.copy() if any(row.special and row.sampling.logprobs is not None for row in rows) else raw
-        for place, row in enumerate(rows):
-            if row.special:
-                try:
-                    row.shape(shaped[place])
-                except Exception as error:
-                    errors[place] = error
-        tokens = np.empty(len(rows), np.int64)
-        heat = np.array([row.heat for row in rows], np.float64)
-        starts = np.array([stream(row.sampling.seed, row.index) for row in rows], np.uint64)
-        _draw(shaped, heat, starts, tokens)
+        shaped = raw.copy() if special else raw
+        for place in special:
+            try:
+                rows[place].shape(shaped[place])
+            except Exception as error:
+                errors[place] = error
+        tokens = _choose(shaped, rows)
         return [
-            errors.get(place) or self._picked(raw[place], row, int(tokens[place]))
-            for place, row in enumerate(rows)
+            errors.get(place) or _picked(raw, place, row, token)
+            for place, (row, token) in enumerate(zip(rows, tokens, strict=True))
         ]
-
-    def _picked(self, raw: Floats, row: Row, token: int) -> Picked | Exception:
-        if token < 0:
-            return ValueError("the logits are not finite, or leave no token to choose")
-        asked = row.sampling.logprobs
-        return Picked(token, None if asked is None else _scores(raw[None], [token], asked)[0])
 
     def score(self, logits: torch.Tensor, tokens: list[int], top: int) -> list[Logprob]:
         """The log-probability of `tokens[i]` by row i of float32 `[len(tokens), vocab]`, and of the `top` likeliest.
@@ -240,6 +231,44 @@ class Sampler:
             ValueError: the logits are not finite.
         """
         return _scores(logits.detach().cpu().numpy(), tokens, top)
+
+
+def _together(parts: Sequence[torch.Tensor]) -> Floats:
+    """[rows, vocab] of `[1, vocab]` each: a view if they lie one behind the other, as a runner's do, else a copy."""
+    first = parts[0].detach()
+    vocab, begin = first.shape[1], first.data_ptr()
+    stride, end = (
+        vocab * first.element_size(),
+        (first.storage_offset() + len(parts) * vocab) * first.element_size(),
+    )
+    behind = list(range(begin, begin + len(parts) * stride, stride))
+    apart = [part.data_ptr() for part in parts] != behind or end > first.untyped_storage().nbytes()
+    if apart or not first.is_contiguous():
+        first = torch.cat([part.detach() for part in parts])
+    whole: Floats = first.as_strided((len(parts), vocab), (vocab, 1)).cpu().numpy()
+    return whole
+
+
+def _choose(logits: Floats, rows: Sequence[Row]) -> list[int]:
+    """The token of each row, -1 where there is none: its logits are not finite, or leave nothing."""
+    if not any(row.heat for row in rows):
+        # NaN counts as the largest; so the maximum is finite only if all is well.
+        tokens = logits.argmax(axis=1)
+        tokens[~np.isfinite(logits[np.arange(len(rows)), tokens])] = -1
+    else:
+        tokens = np.empty(len(rows), np.int64)
+        heat = np.array([row.heat for row in rows], np.float64)
+        starts = [stream(row.sampling.seed, row.index) if row.heat else 0 for row in rows]
+        _draw(logits, heat, np.array(starts, np.uint64), tokens)
+    chosen: list[int] = tokens.tolist()
+    return chosen
+
+
+def _picked(raw: Floats, place: int, row: Row, token: int) -> Picked | Exception:
+    if token < 0:
+        return ValueError("the logits are not finite, or leave no token to choose")
+    asked = row.sampling.logprobs
+    return Picked(token, None if asked is None else _scores(raw[place : place + 1], [token], asked)[0])
 
 
 def _scores(logits: Floats, tokens: list[int], top: int) -> list[Logprob]:

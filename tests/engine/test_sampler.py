@@ -286,3 +286,38 @@ def test_scores_are_never_infinite() -> None:
     assert score.top == [(2, 0.0), (0, LOWEST_LOGPROB), (1, LOWEST_LOGPROB)]
     with pytest.raises(ValueError, match="finite"):
         Sampler(8).score(torch.full((1, 8), math.nan), [5], 3)
+
+
+def test_where_the_logits_lie_does_not_matter() -> None:
+    """Rows of one matrix are read in place; others are put together; none is changed."""
+    sampler, vocab, size = Sampler(64), 64, 7
+    whole = torch.cat([logits(vocab, seed) for seed in range(size)])
+    kept = whole.clone()
+    asked = [
+        Sampling(max_tokens=9, seed=row, temperature=0.9 * (row % 2), top_k=5 * (row % 3))
+        for row in range(size)
+    ]
+    rows = [sampler.open(sequence(one)) for one in asked]
+    alone = [sampler.sample([whole[row : row + 1].clone()], [rows[row]])[0] for row in range(size)]
+    turned = torch.stack([whole, whole], dim=2)[:, :, 0]  # every other number in memory
+    for parts in (
+        list(torch.split(whole, 1)),
+        [row.clone() for row in torch.split(whole, 1)],
+        list(torch.split(turned, 1)),
+        [whole[0:1], *(row.clone() for row in torch.split(whole[1:], 1))],
+    ):
+        assert sampler.sample(parts, rows) == alone
+        backwards = sampler.sample(parts[::-1], rows[::-1])
+        assert backwards == alone[::-1]
+    assert torch.equal(whole, kept)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_choice_fails_alone(bad: float, temperature: float) -> None:
+    sampler = Sampler(16)
+    parts = [logits(16, 1), logits(16, 2), torch.full((1, 16), -math.inf), logits(16, 3)]
+    parts[1][0, 7] = bad
+    rows = [sampler.open(sequence(Sampling(max_tokens=3, seed=1, temperature=temperature))) for _ in parts]
+    picked = sampler.sample(list(torch.split(torch.cat(parts), 1)), rows)
+    assert [isinstance(pick, Picked) for pick in picked] == [True, False, False, True]

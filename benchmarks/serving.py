@@ -24,7 +24,8 @@ import httpx
 # No newline can be within an event, so none of its text looks like these.
 EVENT, FAILURE, DONE = b"\ndata: {", b'\ndata: {"error"', b"\ndata: [DONE]"
 OK = b"HTTP/1.1 200"
-START_S, STOP_S, ANSWER_S = 300.0, 60.0, 120.0
+LAST_CHUNK = b"0\r\n\r\n"  # of a response: its end where a server sends no [DONE]
+START_S, STOP_S, ANSWER_S = 300.0, 60.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +119,10 @@ class Stream(asyncio.Protocol):
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    async def open(cls, port: int, **body: Any) -> Stream:
-        """Connect to this machine and send; `body` is that of `/v1/completions`."""
+    async def open(cls, port: int, path: str = "/v1/completions", **body: Any) -> Stream:
+        """Connect to this machine and send; `body` is what `path` takes."""
         content = json.dumps(body | {"stream": True}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
         loop = asyncio.get_running_loop()
         request = head.encode() + f"content-length: {len(content)}\r\n\r\n".encode() + content
         _, stream = await loop.create_connection(lambda: cls(request), "127.0.0.1", port)
@@ -140,7 +139,7 @@ class Stream(asyncio.Protocol):
         self.stamps_s += [now_s] * data.count(EVENT)
         if failed:
             self.error = data.decode(errors="replace")
-        if failed or DONE in data:
+        if failed or DONE in data or data.endswith(LAST_CHUNK):
             self._over.set()
             self._news.set()
         if len(self.stamps_s) >= self._wanted:

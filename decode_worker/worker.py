@@ -6,8 +6,9 @@
 A request that departs first takes hold of the chunks that are known here (so none of them is evicted any more), then
 reserves slabs for the others, and only those are pulled. One that waits holds nothing, so waiting ones cannot block
 each other. Pulls write straight into reserved slabs: an abort that comes meanwhile only asks the courier to stop, and
-the slabs are free once nothing writes to them any more, never before. First come, first served, within a priority: a
-request that needs much room is not overtaken for ever by small ones.
+the slabs are free once nothing writes to them any more, never before. Within a priority the tenant with the least
+service departs first, and within a tenant who came first: a request that needs much room is not overtaken for ever by
+small ones.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Decoder:
         self.link, self.engine, self.holdings, self.courier = link, engine, holdings, courier
         self._layout = layout
         self._key, self._fingerprint = key, fingerprint
-        self._limits = engine.scheduler.limits
+        self._limits, self._service = engine.scheduler.limits, engine.scheduler.service
         self._waiting: dict[str, Arrival] = {}  # in order of arrival
         self._moving: dict[str, Arrival] = {}
         self._corrupt = 0
@@ -93,6 +94,7 @@ class Decoder:
         if len(self._waiting) >= self._limits.max_waiting:
             raise Refused("overloaded", f"{len(self._waiting)} requests wait for room already")
         seq.address()
+        self._service.enter(seq.origin.tenant)  # it is here from now on, though the engine has not got it yet
         self._waiting[seq.key] = Arrival(seq, ticket, now_s)
 
     def take(self, message: ToWorker, now_s: float) -> None:
@@ -114,7 +116,7 @@ class Decoder:
         while (arrival := self._landed()) is not None:
             self._finish(arrival, now_s)
         for arrival in [late for late in self._waiting.values() if late.seq.deadline_s <= now_s]:
-            del self._waiting[arrival.seq.key]
+            self._forget(arrival)
             self._fail(arrival.seq, "deadline_exceeded", TOO_LATE)
         for arrival in self._moving.values():
             if arrival.seq.deadline_s <= now_s and not arrival.stop.is_set():
@@ -135,7 +137,7 @@ class Decoder:
             return None
 
     def _depart(self, now_s: float) -> None:
-        """Reserve for and fetch, in order of arrival, as long as there is room.
+        """Reserve for and fetch, one after the other, as long as there is room.
 
         One whose next chunk is on its way already, for another request, waits until it can share that, and keeps its
         place: what it needs stays set aside.
@@ -144,7 +146,7 @@ class Decoder:
         coming = {key for arrival in moving for key in arrival.coming}
         ahead = [arrival.seq for arrival in moving]
         stock = _Stock(self.holdings)
-        for arrival in sorted(self._waiting.values(), key=lambda waiting: waiting.seq.origin.priority):
+        for arrival in self._order():
             seq, keys = arrival.seq, arrival.seq.attachable()
             if stock.passed > PASSED or not self.engine.scheduler.admits(seq, stock, ahead):
                 return
@@ -156,6 +158,15 @@ class Decoder:
                 continue
             self._fetch(arrival, now_s)
             coming |= arrival.coming
+
+    def _order(self) -> list[Arrival]:
+        """Those that wait: by priority, then by what their tenants have received here, then by arrival."""
+
+        def place(arrival: Arrival) -> tuple[int, float]:
+            origin = arrival.seq.origin
+            return origin.priority, self._service.of(origin.tenant)
+
+        return sorted(self._waiting.values(), key=place)
 
     def _fetch(self, arrival: Arrival, now_s: float) -> None:
         """Take hold of what is here, reserve the rest, and let the courier pull that."""
@@ -200,6 +211,7 @@ class Decoder:
         table = {Commit: commit, Free: lambda effect: self.holdings.end(seq.key)}
         error = Aborted("stopped while its KV was on the way") if arrival.stop.is_set() else None
         outcome = perform(arrival.steps, table, arrival.turn, error)
+        self._service.leave(seq.origin.tenant)  # as an arrival; the engine counts those that it has got
         assert isinstance(outcome, Outcome)
         if outcome.error is None:
             self._tell(arrival)
@@ -240,7 +252,13 @@ class Decoder:
     def _drop(self, arrival: Arrival) -> None:
         arrival.blame = ""
         arrival.stop.set()
-        self._waiting.pop(arrival.seq.key, None)
+        if arrival.seq.key in self._waiting:
+            self._forget(arrival)
+
+    def _forget(self, arrival: Arrival) -> None:
+        """It waits no longer, and holds nothing."""
+        del self._waiting[arrival.seq.key]
+        self._service.leave(arrival.seq.origin.tenant)
 
     def books(self, stats: Stats) -> Stats:
         """The engine's books, with what waits for room and what is on its way."""

@@ -240,19 +240,27 @@ class Engine:
         """Take a sequence's memory away, in the cheaper way."""
         seq, live = self.scheduler.find(key), self._live.get(key)
         assert seq is not None, key
-        slabs = seq.slabs[: -(-seq.computed // CHUNK_TOKENS)]
-        host, parked = self.host, False
-        if host is not None and slabs and host.fits(len(slabs)):
-            num_bytes = len(slabs) * host.slab_bytes
-            parked = parks(seq.computed, num_bytes, self.read_rate.value, self.copy_rate.value)
-        if host is not None and parked:
-            begun_s = clock()
-            self.copy_rate.note(host.put(key, slabs), clock() - begun_s)
-        elif live is not None and live.scores is not None:
+        parked = self._park(seq, clock)
+        if not parked and live is not None and live.scores is not None:
             live.scores = [None]  # they are computed again with their tokens
         self.scheduler.preempt(key, parked)
         self.holdings.end(key)
         self._books.preempted["park" if parked else "recompute"] += 1
+
+    def _park(self, seq: Sequence, clock: Callable[[], float]) -> bool:
+        """Copy its KV to the host tier, if there is room and computing it again would take longer."""
+        slabs, host = seq.slabs[: -(-seq.computed // CHUNK_TOKENS)], self.host
+        if host is None or not slabs or not host.fits(len(slabs)):
+            return False
+        num_bytes, begun_s = len(slabs) * host.slab_bytes, clock()
+        if not parks(seq.computed, num_bytes, self.read_rate.value, self.copy_rate.value):
+            return False
+        try:
+            host.put(seq.key, slabs)
+        except MemoryError:
+            return False  # the machine has less than the tier was promised
+        self.copy_rate.note(num_bytes, clock() - begun_s)
+        return True
 
     def _begin(self, plan: Plan, clock: Callable[[], float]) -> list[Emission]:
         """Take the slabs, start the admitted."""
@@ -412,13 +420,14 @@ class Engine:
         return Emission(output)
 
     def _fail(self, key: str, code: str, message: str) -> Emission:
-        seq = self._drop(key)
+        # What made it fail may lie in its KV (logits that are not finite): nobody else is to find that.
+        seq = self._drop(key, keep=code != "internal_error")
         return Emission(Failed(seq.id, seq.epoch, code, message))
 
-    def _drop(self, key: str) -> Sequence:
+    def _drop(self, key: str, keep: bool = True) -> Sequence:
         seq = self.scheduler.remove(key)
         self._live.pop(key, None)
-        self.holdings.end(key)
+        self.holdings.end(key, keep)
         if self.host is not None:
             self.host.drop(key)
         seq.slabs = []

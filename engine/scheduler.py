@@ -243,10 +243,10 @@ class Scheduler:
         """Whether a sequence whose KV is to come from elsewhere may take slabs now: `chunks(seq.total)` in all.
 
         There must be room for it and its expected growth beside that of all who hold memory here; of those, `moving`
-        are not in the scheduler, since their KV is on the way. Whoever was preempted here comes back first. Whether
-        the prefix of `seq` is attached already makes no difference.
+        are not in the scheduler, since their KV is on the way. Whoever was preempted here comes back first, unless its
+        priority is worse. Whether the prefix of `seq` is attached already makes no difference.
         """
-        if self._preempted:
+        if any(self.waiting[key].origin.priority <= seq.origin.priority for key in self._preempted):
             return False
         seq.address()
         found = find(seq, stock)

@@ -139,14 +139,19 @@ class Holdings:
                 del hold.private[slab]
             self._forget(key, hold)
 
-    def end(self, key: str) -> None:
-        """Let go of everything that `key` holds: private slabs are idle, shared chunks stay cached. May be repeated."""
+    def end(self, key: str, keep: bool = True) -> None:
+        """Let go of everything that `key` holds: private slabs are idle, shared chunks stay cached. May be repeated.
+
+        Without `keep` its chunks are forgotten, as far as nobody else holds them or goes on from them.
+        """
         hold = self._holds.pop(key, None)
         if hold is None:
             return
         self.pool.give(list(hold.private), key)
         if self.tree is not None:
             self.tree.unlock(hold.shared)
+            if not keep:
+                self.pool.give(self.tree.forget(hold.shared), TREE)
 
     def holds(self, key: str) -> int:
         """How many slabs `key` holds, shared and private."""

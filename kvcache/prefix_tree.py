@@ -135,6 +135,18 @@ class PrefixTree:
             slabs.append(node.slab)
         return slabs
 
+    def forget(self, nodes: Sequence[Node]) -> list[int]:
+        """Forget those of `nodes`, a path downwards, that nobody holds and that nothing hangs from; their slabs."""
+        slabs = []
+        for node in reversed(nodes):
+            if node.refs or node.children:
+                break
+            del self._unheld[node.key], self._nodes[node.key]
+            if node.parent is not None:
+                node.parent.children -= 1
+            slabs.append(node.slab)
+        return slabs
+
     def check(self) -> None:
         """Prove the tree's own books.
 

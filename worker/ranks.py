@@ -25,6 +25,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import tempfile
 import threading
@@ -115,6 +116,8 @@ class Ranks:
         for order, memory in zip(orders, memories, strict=True):
             self._stall_s = order.stall_s
             ours, theirs = socket.socketpair()
+            # A step may be longer than what the socket takes at once: writing it waits for the rank, too.
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(order.stall_s))
             with theirs:
                 process = subprocess.Popen(
                     [sys.executable, "-m", self._module],
@@ -213,6 +216,11 @@ class Ranks:
                 self._lost = DiptychError(what, why, AGAIN)
                 self._fatal(self._lost)
                 self._over.set()
+
+
+def _timeval(seconds: float) -> bytes:
+    """A `struct timeval`; never zero, which would mean no limit."""
+    return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
 
 
 def _ended(code: int) -> str:

@@ -34,6 +34,7 @@ class HostTier:
 
         Raises:
             ValueError: they do not fit, or `key` is here already.
+            MemoryError: the machine has no memory for them; nothing is held.
         """
         if key in self._held or not self.fits(len(slabs)):
             raise ValueError(f"{len(slabs)} slabs of {key} do not fit, or are here already")

@@ -210,6 +210,19 @@ def test_a_rank_that_hangs_ends_the_worker(folders: dict[str, Path]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def test_a_rank_that_does_not_take_a_long_step_ends_the_worker(folders: dict[str, Path]) -> None:
+    """A step of many long prompts is more than a socket takes at once."""
+    with spread(folders["llama"], 2, 1, stall_s=1.0) as made:
+        (pid,) = made.ranks.pids
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DiptychError, match="rank 1 does not listen"):
+                made.ranks.tell(bytes(4 << 20))
+            assert made.lost.get(timeout=WAIT_S).why
+        finally:
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_what_a_rank_cannot_load_is_told(folders: dict[str, Path]) -> None:
     files = ModelFiles.resolve(str(folders["llama"]))
     first = orders(files, 2, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -316,6 +318,32 @@ def test_a_slab_that_nobody_holds_any_more_is_fatal() -> None:
     bench.decode.pool.take(1, "nobody")
     with pytest.raises(RuntimeError, match="1 slabs are used although nothing is held: {'nobody': 1}"):
         bench.decode.shell.turn()
+
+
+def test_going_through_all_books_takes_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is so large that it takes 50 ms: requests that come one by one do not each wait for that."""
+    bench, proofs = Bench(), []
+
+    def check() -> None:
+        proofs.append(bench.now_s)
+        bench.now_s += 0.05
+
+    monkeypatch.setattr(bench.decode.holdings, "check", check)
+
+    def ask(name: str) -> None:
+        bench.decode.tell(Generate(name, 0, PROMPT[:5], [], sampling(4), 60.0))
+        bench.decode.work()
+        bench.now_s += 0.5
+
+    served = 0
+    while len(proofs) < 5:
+        ask(f"r{served}")
+        served += 1
+    assert all(later - sooner >= 5 for sooner, later in pairwise(proofs)) and served > 36
+    bench.decode.pool.take(1, "nobody")
+    with pytest.raises(RuntimeError, match="'nobody': 1"):  # seeing that takes no time
+        ask("last")
+    assert len(proofs) == 5
 
 
 def test_a_thread_of_the_courier_that_dies_is_fatal() -> None:

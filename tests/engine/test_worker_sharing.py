@@ -249,3 +249,25 @@ def test_the_more_urgent_is_fetched_first() -> None:
     assert order == ["a", "urgent", "soon", "late"]
     bench.prefill.tell(*(Release(name, 0) for name in ("a", "late", "soon", "urgent")))
     rest(bench)
+
+
+def test_a_tenant_that_sends_much_does_not_keep_others_waiting() -> None:
+    """Room for one at a time: the other tenant's only request is second, though it came last."""
+    bench = Bench(decode_slabs=4)
+    names = ["much-0", "much-1", "much-2", "gone", "little"]
+    for name in names:
+        origin = Origin(name.split("-")[0], scope=name)
+        admit(bench, name, offered(bench, name, OTHER, origin=origin), OTHER, origin=origin)
+    bench.decode.tell(Abort("gone", 0))
+    order = []
+    while bench.courier.under_way:
+        order.append(bench.courier.under_way[0].seq.id)
+        bench.courier.land()
+        bench.decode.work()
+    assert order == ["much-0", "little", "much-1", "much-2"]
+    service = bench.decode.engine.scheduler.service
+    service.enter("gone")  # everybody has left: nothing is remembered of anyone
+    service.enter("much")
+    assert service.of("gone") == service.of("much") == 0
+    bench.prefill.tell(*(Release(name, 0) for name in names))
+    rest(bench)

@@ -21,6 +21,7 @@ from diptych.config import Config
 from diptych.errors import ModelError, StartError
 from diptych.load import load
 from diptych.settings import settings
+from services.cli import talk
 from services.cli.model import Model
 from services.cli.plan import cores, plan
 from services.cli.ports import claim
@@ -56,11 +57,23 @@ def test_help_is_short_grouped_and_has_examples() -> None:
     assert "--reader-stall-s" not in shown.stdout
 
 
+def test_a_narrow_terminal_shows_whole_names() -> None:
+    shown = diptych("serve", "--help", COLUMNS="80").stdout
+    common = [one for one in settings(Config, "serve") if not one.rare and one.name != "model"]
+    assert [one.flag for one in common if f" {one.flag} " not in shown] == []
+    assert "…" not in shown
+
+
 def test_help_all_has_every_setting_of_the_command() -> None:
     shown = diptych("serve", "--help-all").stdout
     for one in settings(Config, "serve"):
         assert one.flag in shown and one.env in shown
     assert "--advertise-host" not in shown and "--advertise-host" in table("worker")
+
+
+def test_a_wrong_switch_is_told_with_the_forms_that_work() -> None:
+    shown = diptych("serve", DIPTYCH_ENABLE_PREFIX_CACHING="maybe")
+    assert shown.returncode == 2 and "--enable-prefix-caching or --no-enable-prefix-caching" in shown.stderr
 
 
 def test_neither_torch_nor_ray_is_loaded_for_help() -> None:
@@ -92,6 +105,20 @@ def test_wrong_usage_is_told_briefly_and_ends_with_2(arguments: list[str], said:
     assert shown.returncode == 2
     assert said in shown.stderr and "Traceback" not in shown.stderr
     assert len(shown.stderr.strip().splitlines()) <= 6
+
+
+def test_status_fits_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stats = {"slabs_used": 3, "slabs_cached": 33, "slabs_total": 512, "running": 4, "waiting": 7, "leases": 2}
+    worker = {"worker": "prefill-10", "role": "prefill", "state": "draining", "stats": stats}
+    hits = {"prefix_queries": 128, "prefix_hits": 64}
+    talk._print(talk.state({"ready": True, "workers": [worker | {"stats": stats | hits}]}))
+    out = capsys.readouterr().out
+    (shown,) = [line.split() for line in out.splitlines() if "prefill-10" in line]
+    assert "…" not in out and "waiting" in out and "cached" in out
+    assert shown == ["prefill-10", "prefill", "draining", "4", "7", "3", "33", "512", "2", "50%"]
 
 
 def test_status_and_chat_say_when_nobody_answers() -> None:

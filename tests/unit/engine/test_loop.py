@@ -187,6 +187,24 @@ def test_one_rows_failure_is_one_requests_failure() -> None:
     assert bench.holdings.used == 0
 
 
+def test_kv_of_one_that_failed_is_not_found_by_others() -> None:
+    """Whatever spoilt its logits may lie in its KV: the next one with this prompt computes all of it."""
+    bench = Bench()
+    prompt = sequence("a", 150).prompt
+    bench.sampler.poison = {alone(sequence("a", prompt))[0]}
+    bench.engine.add(sequence("a", prompt), 0.0)
+    assert failures(finish(bench)) == {"a": "internal_error"}
+    bench.sampler.poison = set()
+    again = sequence("b", prompt)
+    bench.engine.add(again, 0.0)
+    finish(bench)
+    assert again.cached == 0 and again.output == alone(sequence("b", prompt))
+    shared = sequence("c", prompt)
+    bench.engine.add(shared, 0.0)
+    finish(bench)
+    assert shared.cached == 128
+
+
 def test_a_deadline_ends_a_sequence_before_more_is_done_for_it() -> None:
     bench = Bench(num_slabs=4)
     bench.engine.add(sequence("runs", 10, sampling(100), deadline_s=20.0), 0.0)

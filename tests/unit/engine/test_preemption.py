@@ -130,6 +130,23 @@ def test_nobody_is_parked_beyond_the_host_tiers_bound() -> None:
     assert set(bench.engine.stats.preemptions) == {"recompute"}
 
 
+def test_a_machine_without_memory_to_park_in_computes_again() -> None:
+    """The tier was promised more than there is: nobody fails of it, the worker least of all."""
+    bench = Bench(6, swap=20)
+    bench.engine.copy_rate = Fixed(1e15)
+
+    def exhausted(slab: int) -> memoryview:
+        raise MemoryError("the host has no more")
+
+    bench.runner.kv.slab_bytes = exhausted  # type: ignore[method-assign]
+    seqs = crowd(bench)
+    told = finish(bench)
+    for seq in seqs:
+        assert written(told, seq.id) == alone(sequence(seq.id, 100, sampling(100)))
+    assert set(bench.engine.stats.preemptions) == {"recompute"}
+    assert bench.holdings.used == bench.host.used_bytes == 0
+
+
 # ---- what comes from elsewhere
 
 
@@ -171,6 +188,16 @@ def test_those_preempted_come_back_before_others_arrive() -> None:
     assert not bench.engine.admits(arrival("a", 10, 10))
     bench.engine.step(bench.clock)
     assert bench.engine.admits(arrival("a", 10, 10))
+
+
+def test_one_who_is_more_urgent_does_not_wait_for_those_preempted() -> None:
+    bench = Bench(30)
+    (seq,) = crowd(bench, 1, origin=Origin(priority=1))
+    bench.engine.step(bench.clock)
+    bench.engine._preempt(seq.key, bench.clock)
+    assert not bench.engine.admits(arrival("a", 10, 10, origin=Origin(priority=2)))
+    assert not bench.engine.admits(arrival("a", 10, 10, origin=Origin(priority=1)))
+    assert bench.engine.admits(arrival("a", 10, 10, origin=Origin(priority=0)))
 
 
 def test_what_is_known_here_costs_an_arrival_nothing_if_it_is_held() -> None:

@@ -46,6 +46,17 @@ def test_cached_chunks_make_way_but_leased_ones_do_not() -> None:
     holdings.check()
 
 
+def test_what_is_not_to_be_kept_goes_unless_others_need_it() -> None:
+    holdings, _ = finished()
+    holdings.attach("b#0", KEYS[:2])
+    holdings.attach("c#0", KEYS)
+    holdings.end("c#0", keep=False)
+    assert holdings.look(KEYS) == 2 and holdings.cached == 0, "the other one holds these"
+    holdings.end("b#0", keep=False)
+    assert holdings.look(KEYS) == holdings.pool.used == 0
+    holdings.check()
+
+
 def test_two_that_computed_the_same_keep_it_once() -> None:
     holdings = sharing()
     first, second = holdings.take("a#0", 2), holdings.take("b#0", 3)

@@ -179,16 +179,20 @@ class Machine(RuleBasedStateMachine):
         if not seq.slabs:
             del self.seqs[key]
 
-    @rule(key=KEYS)
-    def end(self, key: str) -> None:
-        """A sequence finishes, is preempted or is aborted; whoever hears it twice does no harm."""
+    @rule(key=KEYS, keep=st.booleans())
+    def end(self, key: str, keep: bool = True) -> None:
+        """A sequence finishes, is preempted, aborted or fails; whoever hears it twice does no harm."""
         seq = self.seqs.pop(key, None)
         for chunk in reversed(seq.chunks[: seq.shared] if seq else []):
             self.clock += 1
             self.known[chunk].holders.remove(key)
             self.known[chunk].let_go = self.clock
-        self.holdings.end(key)
-        self.holdings.end(key)
+        for scope, word in reversed(seq.chunks[: seq.shared] if seq and not keep else []):
+            follows = any(s == scope and w[:-1] == word for s, w in self.known)
+            if not self.known[scope, word].holders and not follows:
+                del self.known[scope, word]
+        self.holdings.end(key, keep)
+        self.holdings.end(key, keep)
 
     @precondition(lambda self: self.seqs)
     @rule(key=KEYS, other=KEYS)

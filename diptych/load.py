@@ -110,9 +110,9 @@ def _parse(setting: Setting, value: Any, origin: str) -> Any:
 
 
 def _form(setting: Setting) -> str:
-    return f"{setting.flag} {setting.kind.metavar}" + (
-        f"   (default: {setting.shown})" if setting.shown else ""
-    )
+    switch = f"{setting.flag} or --no-{setting.flag[2:]}"
+    form = switch if setting.kind.switch else f"{setting.flag} {setting.kind.metavar}"
+    return form + (f"   (default: {setting.shown})" if setting.shown else "")
 
 
 def _check(loaded: Loaded, command: str) -> None:

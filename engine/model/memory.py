@@ -143,7 +143,8 @@ def _too_large(
         else "use a smaller model, or a machine with more memory"
     )
     if weights + one <= usable and pool < one:
-        fix = f"raise the KV pool to at least {show(one)}, or use --max-model-len {longest} or less"
+        shorter = f", or use --max-model-len {longest} or less" if longest else ""
+        fix = f"raise the KV pool to at least {show(one)}{shorter}"
     elif weights + one <= usable < weights + pool:
         fix = f"lower the KV pool to {show(usable - weights)} or less"
     return ModelError(f"{name} does not fit in memory", why, fix)

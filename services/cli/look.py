@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from diptych.errors import DiptychError, ModelError
+from diptych.errors import ConfigError, DiptychError, ModelError
 from engine.model.files import ModelFiles
-from engine.model.memory import available_memory, show
+from engine.model.memory import SPARE, Memory, available_memory, show
 from services.cli.model import EMBEDDED, Answer, Model, Question
 from services.cluster.supervisor import Told
 
@@ -28,19 +28,39 @@ def look(question: Question) -> Model:
         ModelError: not found, not complete, not supported, cannot be split so, or does not fit (with the arithmetic).
     """
     files = ModelFiles.resolve(_place(question.model), question.revision)
-    for tp, pp in question.splits:
-        files.split(tp, pp)
+    for role, (tp, pp) in question.splits.items():
+        try:
+            files.split(tp, pp)
+        except (ConfigError, ModelError) as error:
+            fix = f"{error.fix} (--{role}-tp, --{role}-pp)"
+            raise type(error)(error.what, error.why, fix) from None
+    available = available_memory() // max(1, question.num_workers)
     memory = files.memory(
         max_model_len=question.max_model_len,
         kv_bytes=question.kv_bytes,
-        available_bytes=available_memory() // max(1, question.num_workers),
-        tp=max(tp for tp, _ in question.splits),
+        available_bytes=available,
+        tp=max((tp for tp, _ in question.splits.values()), default=1),
     )
+    _check_swap(question, memory, available)
+    shape = files.shape
+    again = shape.vocab * shape.hidden if shape.tied else 0  # a tied table is held twice, and is one
     told = (
-        f"{files.shape.architecture.removesuffix('ForCausalLM')}, {files.shape.parameters / 1e6:,.1f} M parameters, "
+        f"{shape.architecture.removesuffix('ForCausalLM')}, {(shape.parameters - again) / 1e6:,.1f} M parameters, "
         f"context {memory.max_model_len:,}, KV {show(memory.kv_bytes)} per worker"
     )
     return Model(str(files.path), told, has_template(files.path), memory.max_model_len, memory.kv_bytes)
+
+
+def _check_swap(question: Question, memory: Memory, available: int) -> None:
+    """Memory for parked requests is taken while they are parked; an amount that is not there is refused now."""
+    rest = int(available * SPARE) - memory.weight_bytes - memory.kv_bytes
+    if question.swap_bytes > max(0, rest):
+        raise ConfigError(
+            f"a swap space of {show(question.swap_bytes)} per worker does not fit in memory",
+            f"beside weights {show(memory.weight_bytes)} and KV pool {show(memory.kv_bytes)}, "
+            f"{show(max(0, rest))} of usable {show(int(available * SPARE))} are left",
+            f"lower --swap-space to {max(0, rest) >> 20}MiB or less, or the KV pool (--kv-cache-memory-bytes)",
+        )
 
 
 def _place(name: str) -> str:

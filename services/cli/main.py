@@ -18,7 +18,7 @@ import typer
 from diptych.errors import ConfigError, DiptychError
 from diptych.load import URL_ENV, Loaded
 from services.cli.guard import guarded
-from services.cli.options import bind
+from services.cli.options import Command, bind
 from services.cli.stop import FAILED, USAGE
 from services.cluster.environment import prepare_ray
 
@@ -27,9 +27,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 SERVE = """Serve a model from two pools: prefill workers read prompts, decode workers write answers.
 
 \b
-  diptych serve                                   the embedded model on http://127.0.0.1:8000
+  diptych serve            the embedded model on http://127.0.0.1:8000
   diptych serve Qwen/Qwen2.5-0.5B-Instruct --decode 2 --port 9000
-  diptych serve ./my-model --config deployment.yaml --slo-ttft-ms 500 --slo-tpot-ms 50
+  diptych serve ./my-model --config deployment.yaml --slo-ttft-ms 500
 """
 MORE = "All settings with their YAML and environment names: --help-all, and docs/configuration.md"
 
@@ -64,11 +64,13 @@ def _gateway(loaded: Loaded) -> int:
     return guarded(lambda _folder: int(_later("alone", "gateway")(loaded)))
 
 
-app.command("serve", help=SERVE, epilog=MORE)(bind("serve", _serve))
-app.command("worker", help="One worker by itself, without Ray; ROLE is prefill or decode.", epilog=MORE)(
-    bind("worker", _worker, place="role")
+app.command("serve", cls=Command, help=SERVE, epilog=MORE)(bind("serve", _serve))
+app.command(
+    "worker", cls=Command, help="One worker by itself, without Ray; ROLE is prefill or decode.", epilog=MORE
+)(bind("worker", _worker, place="role"))
+app.command("gateway", cls=Command, help="The gateway by itself, without Ray.", epilog=MORE)(
+    bind("gateway", _gateway)
 )
-app.command("gateway", help="The gateway by itself, without Ray.", epilog=MORE)(bind("gateway", _gateway))
 
 Url = Annotated[str, typer.Option("--url", envvar=URL_ENV, help="Where the gateway is")]
 Key = Annotated[

@@ -23,7 +23,8 @@ class Question(msgspec.Struct, frozen=True):
     max_model_len: int | None
     kv_bytes: int | None
     num_workers: int  # that share this machine's memory
-    splits: tuple[tuple[int, int], ...] = ((1, 1),)  # (tp, pp) of each kind of worker
+    splits: dict[str, tuple[int, int]] = {}  # (tp, pp) by role
+    swap_bytes: int = 0  # that each worker may take besides
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -47,9 +48,17 @@ async def find(config: Config, num_workers: int) -> Model:
     Raises:
         ModelError: not found, not complete, not supported, cannot be split so, or does not fit (with the arithmetic).
     """
-    splits = ((config.prefill_tp, config.prefill_pp), (config.decode_tp, config.decode_pp))
     question = Question(
-        config.model, config.revision, config.max_model_len, config.kv_cache_memory_bytes, num_workers, splits
+        config.model,
+        config.revision,
+        config.max_model_len,
+        config.kv_cache_memory_bytes,
+        num_workers,
+        {
+            "prefill": (config.prefill_tp, config.prefill_pp),
+            "decode": (config.decode_tp, config.decode_pp),
+        },
+        config.swap_space,
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.cli.look",

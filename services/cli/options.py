@@ -12,12 +12,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from diptych.config import Config
 from diptych.errors import ConfigError
 from diptych.load import Loaded, load
 from diptych.settings import Setting, settings
 from services.cli.reference import table
+
+
+class Command(TyperCommand):
+    """Its help names a switch once: a column of every `--no-` leaves no room for names in 80 columns."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for one in self.params:  # of a process that shows help, and ends
+            one.secondary_opts = []
+        super().format_help(ctx, formatter)
 
 
 def bind(command: str, run: Callable[[Loaded], int], place: str = "model") -> Callable[..., None]:
@@ -64,7 +74,7 @@ def _option(setting: Setting) -> inspect.Parameter:
     kind: Any = list[str] if setting.kind.many else str
     if setting.kind.switch:
         flag, kind = f"{flag}/--no-{flag[2:]}", bool
-        shown = f" ({'on' if setting.default else 'off'})"
+        shown = f" (on; --no-{setting.flag[2:]})" if setting.default else " (off)"
     info = typer.Option(
         flag,
         metavar=None if setting.kind.switch else setting.kind.metavar,

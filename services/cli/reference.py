@@ -72,7 +72,13 @@ def table(command: str) -> str:
     """All settings of one command as plain text for a terminal."""
     rows = [("flag and values", "YAML key", "environment name", "default")]
     rows += [
-        (f"{one.flag} {one.kind.metavar}", one.name, one.env, one.shown) for one in settings(Config, command)
+        (
+            f"{one.flag}, --no-..." if one.kind.switch else f"{one.flag} {one.kind.metavar}",
+            one.name,
+            one.env,
+            one.shown,
+        )
+        for one in settings(Config, command)
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)

@@ -16,6 +16,17 @@ from diptych.errors import StartError
 
 CONNECT_S, ANSWER_S = 5.0, 600.0
 LEAVE = ("/quit", "/exit", "/bye")
+COLUMNS = {  # of the table of workers: title, and its key in /status
+    "worker": "worker",
+    "role": "role",
+    "state": "state",
+    "running": "running",
+    "waiting": "waiting",
+    "KV used": "slabs_used",
+    "KV cached": "slabs_cached",
+    "KV slabs": "slabs_total",
+    "leases": "leases",
+}
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -188,21 +199,16 @@ def _print(now: State) -> None:
     console.print("ready" if now.ready else "not ready", style="green" if now.ready else "red")
     for reason in now.reasons:
         console.print(f"  {reason}", markup=False, highlight=False)
-    columns = (
-        "worker",
-        "role",
-        "state",
-        "running",
-        "waiting",
-        "slabs_used",
-        "slabs_cached",
-        "slabs_total",
-        "leases",
-    )
-    grid = Table(*columns, "prefix hits", box=None)
+    grid = Table(*COLUMNS, "prefix hits", box=None, padding=(0, 1, 0, 0))
+    for title, column in zip(
+        [*COLUMNS, "prefix hits"], grid.columns, strict=True
+    ):  # titles wrap, and are not cut
+        column.min_width = max(map(len, title.split()))
+    for column in grid.columns[:3]:
+        column.no_wrap = True
     for one in now.workers:
         flat = one | one.get("stats", {})
-        grid.add_row(*(str(flat.get(column, "")) for column in columns), _hits(flat))
+        grid.add_row(*(str(flat.get(key, "")) for key in COLUMNS.values()), _hits(flat))
     console.print(grid)
     for link in now.links:
         console.print(link, highlight=False)

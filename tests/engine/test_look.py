@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diptych.config import Config
-from diptych.errors import ModelError
+from diptych.errors import ConfigError, ModelError
 from services.cli import look, model
 from services.cli.model import Model, Question
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 
 
-def ask(name: str, **more: int | None) -> Model:
-    sized: dict[str, int | None] = {"max_model_len": None, "kv_bytes": None, **more}
-    return look.look(
-        Question(
-            name, None, sized["max_model_len"], sized["kv_bytes"], num_workers=sized.get("num_workers") or 1
-        )
-    )
+def ask(name: str, **more: Any) -> Model:
+    sized: dict[str, Any] = {"revision": None, "max_model_len": None, "kv_bytes": None, "num_workers": 1}
+    return look.look(Question(name, **sized | more))
 
 
-def refused(name: str, **more: int | None) -> str:
-    with pytest.raises(ModelError) as caught:
+def refused(name: str, **more: Any) -> str:
+    with pytest.raises((ModelError, ConfigError)) as caught:
         ask(name, **more)
     lines = caught.value.lines()
     assert 2 <= len(lines) <= 6
@@ -44,6 +42,7 @@ def test_the_embedded_model_is_found_under_its_name() -> None:
     found = ask("tiny")
     assert Path(found.path).samefile(TINY)
     assert found.chats and found.max_model_len == 2048 and "context 2,048" in found.told
+    assert "5.8 M parameters" in found.told  # as its own page says
     assert found.kv_bytes % (6 * 4 * 2 * 64 * 32 * 4) == 0 < found.kv_bytes
 
 
@@ -92,6 +91,17 @@ def test_a_context_longer_than_the_models_own() -> None:
     assert "use --max-model-len 2048 or less" in refused("tiny", max_model_len=4096)
 
 
+def test_a_swap_space_that_the_memory_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look, "available_memory", lambda: 512 << 20)
+    pool = {"kv_bytes": 64 << 20, "num_workers": 2}
+    assert ask("tiny", **pool, swap_bytes=100 << 20).kv_bytes
+    told = refused("tiny", **pool, swap_bytes=200 << 20)
+    assert "a swap space of 200.00 MiB per worker does not fit" in told
+    most = re.search(r"lower --swap-space to (\d+)MiB or less", told)
+    assert most is not None
+    assert ask("tiny", **pool, swap_bytes=int(most[1]) << 20).kv_bytes
+
+
 # ---- the question from one process to the other
 
 
@@ -104,9 +114,10 @@ async def test_a_split_that_the_model_does_not_allow_is_told_before_anything_sta
     with pytest.raises(ModelError) as caught:
         await model.find(Config(model="tiny", prefill_tp=3), 2)
     assert "cannot be split into 1 stages of 3 ranks" in caught.value.what
-    assert caught.value.fix == "use a tp of 1, 2, 4, and a pp of at most 6"
-    with pytest.raises(ModelError, match="4096 ranks are too many"):
+    assert caught.value.fix == "use a tp of 1, 2, 4, and a pp of at most 6 (--prefill-tp, --prefill-pp)"
+    with pytest.raises(ModelError, match="4096 ranks are too many") as caught:
         await model.find(Config(model="tiny", decode_tp=4, decode_pp=1024), 2)
+    assert caught.value.fix.endswith("(--decode-tp, --decode-pp)")
 
 
 async def test_a_process_that_breaks_is_told_as_an_error(

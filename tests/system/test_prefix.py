@@ -39,9 +39,14 @@ def text_ids(served: Served, key: str = "none") -> list[int]:
 
 def ids_of(served: Served, words: list[str]) -> list[int]:
     """The ids of these tokens, or none if they cannot be told from their text."""
-    told = httpx.post(f"{served.url}/tokenize", json={"prompt": "".join(words), "add_special_tokens": False})
+    told = httpx.post(
+        f"{served.url}/tokenize", json={"prompt": "".join(words), "add_special_tokens": False}, timeout=60
+    )
     ids = list(told.raise_for_status().json()["tokens"])
-    singly = [httpx.post(f"{served.url}/detokenize", json={"tokens": [one]}).json()["prompt"] for one in ids]
+    singly = [
+        httpx.post(f"{served.url}/detokenize", json={"tokens": [one]}, timeout=60).json()["prompt"]
+        for one in ids
+    ]
     return ids if singly == words else []
 
 
@@ -69,7 +74,7 @@ class Keyed(Served):
 
     def status(self) -> dict[str, Any]:
         bearer = {"authorization": f"Bearer {self.key}"}
-        told: dict[str, Any] = httpx.get(f"{self.url}/status", headers=bearer, timeout=10).json()
+        told: dict[str, Any] = httpx.get(f"{self.url}/status", headers=bearer, timeout=60).json()
         return told
 
 

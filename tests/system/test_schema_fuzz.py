@@ -70,7 +70,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def published(gateway: Running) -> dict[str, Any]:
-    told: dict[str, Any] = httpx.get(f"{gateway.url}/openapi.json", trust_env=False).json()
+    told: dict[str, Any] = httpx.get(f"{gateway.url}/openapi.json", trust_env=False, timeout=60).json()
     return told
 
 

@@ -42,8 +42,8 @@ contracts: $(STAMP) ## Who may import whom
 tests: $(STAMP) ## All tests but the soaks; TESTS=tests/unit for some
 	@$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
-soak: $(STAMP) ## The long ones
-	@$(BIN)/python -m pytest $(TESTS) -m slow $(ARGS)
+soak: $(STAMP) ## The long ones; property tests look for new examples
+	@HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest $(TESTS) -m slow $(ARGS)
 
 gpu: $(STAMP) ## Those that need a CUDA device
 	@$(BIN)/python -m pytest $(TESTS) -m gpu $(ARGS)

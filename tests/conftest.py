@@ -1,10 +1,19 @@
-"""What all tests share: a skip is counted and says why."""
+"""What all tests share: a skip is counted and says why; property tests try the same examples on every machine.
+
+`make soak` lets them look for new ones (`HYPOTHESIS_PROFILE=explore`).
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -106,7 +106,9 @@ def plan_memory(
         longest = (
             max(0, min(pool, room) if kv_bytes is not None else room) // layout.chunk_bytes * CHUNK_TOKENS
         )
-        raise _too_large(name, layout, weights, pool, length, available, min(longest, shape.context))
+        longest = min(longest, shape.context)
+        asked = kv_bytes is not None
+        raise _too_large(name, layout, weights, pool, length, available, longest, asked)
     slabs = pool // layout.chunk_bytes
     step = step_memory(shape, tokens=step_tokens, rows=step_rows)
     return Memory(length, slabs, slabs * layout.chunk_bytes, weights, step)
@@ -126,8 +128,16 @@ def step_memory(shape: Shape, *, tokens: int, rows: int) -> int:
 
 
 def _too_large(
-    name: str, layout: KVLayout, weights: int, pool: int, length: int, available: int, longest: int
+    name: str,
+    layout: KVLayout,
+    weights: int,
+    pool: int,
+    length: int,
+    available: int,
+    longest: int,
+    asked: bool,
 ) -> ModelError:
+    """Why, and the way out; `asked` if the size of the pool was set by hand."""
     one = layout.num_chunks(length) * layout.chunk_bytes
     usable = int(available * SPARE)
     why = (
@@ -147,6 +157,8 @@ def _too_large(
         fix = f"raise the KV pool to at least {show(one)}{shorter}"
     elif weights + one <= usable < weights + pool:
         fix = f"lower the KV pool to {show(usable - weights)} or less"
+    elif asked and longest and weights + pool > usable:
+        fix += f", and lower the KV pool to {show(usable - weights)} or less"
     return ModelError(f"{name} does not fit in memory", why, fix)
 
 

@@ -212,7 +212,8 @@ def test_status_has_pools_workers_and_links(gateway: Gateway, puppets: tuple[Pup
 def test_a_client_that_leaves_frees_both_sides(gateway: Gateway, puppets: tuple[Puppet, Puppet]) -> None:
     body = {"model": "toy", "prompt": [MUTE], "max_tokens": 50, "stream": True}
     with gateway.http.stream("POST", "/v1/completions", json=body) as answer:
-        next(answer.iter_bytes())
+        pieces = answer.iter_bytes()  # kept: a generator that is dropped closes the connection
+        next(pieces)
         until(lambda: muted(puppets[1]) and puppets[1].held)
     until(lambda: not any(puppet.held for puppet in puppets))
     until(lambda: gateway.status()["sequences"] == 0)

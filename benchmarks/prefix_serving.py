@@ -47,7 +47,7 @@ from typing import Any
 import httpx
 import uvloop
 
-from benchmarks.serving import ANSWER_S, Deployment, Stream, serving
+from benchmarks.serving import ANSWER_S, Deployment, Stream, pools, serving
 
 FLAGS = {"on": "--enable-prefix-caching", "off": "--no-enable-prefix-caching"}
 COMMON = ("--kv-cache-memory-bytes", "512MiB")
@@ -212,12 +212,10 @@ def main() -> None:
     parser.add_argument("--colocated", type=int, default=0, help="workers for both; 0 is one for each")
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    workers = (
-        ("--colocated", str(options.colocated)) if options.colocated else ("--prefill", "1", "--decode", "1")
-    )
     with contextlib.ExitStack() as stack:
         deployments = {
-            mode: stack.enter_context(serving(*workers, flag, *COMMON)) for mode, flag in FLAGS.items()
+            mode: stack.enter_context(serving(*pools(options.colocated), flag, *COMMON))
+            for mode, flag in FLAGS.items()
         }
         for deployment in deployments.values():
             deployment.wait_ready()

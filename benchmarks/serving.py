@@ -77,6 +77,11 @@ class Deployment:
         raise TimeoutError(f"the deployment does not come to rest: {state}")
 
 
+def pools(colocated: int) -> tuple[str, ...]:
+    """Flags for so many workers that do both, or, with 0, for one of each kind."""
+    return ("--colocated", str(colocated)) if colocated else ("--prefill", "1", "--decode", "1")
+
+
 @contextlib.contextmanager
 def serving(*arguments: str) -> Iterator[Deployment]:
     """`diptych serve ARGUMENTS` on a free port of this machine; it may not be ready yet. Stopped at the end."""

@@ -30,7 +30,7 @@ from statistics import median
 import uvloop
 
 from benchmarks.interference import Texts, percentile
-from benchmarks.serving import Deployment, Stream, serving
+from benchmarks.serving import Deployment, Stream, pools, serving
 
 SHORT_TOKENS, SHORT_ANSWER, LONG_ANSWER = (20, 100), 8, 8
 
@@ -128,12 +128,11 @@ def main() -> None:
     parser.add_argument("--long-tokens", type=int, default=2000)
     parser.add_argument("--colocated", type=int, default=0, help="workers that do both; 0: one of each kind")
     options = parser.parse_args()
-    pools = (
-        ("--colocated", str(options.colocated)) if options.colocated else ("--prefill", "1", "--decode", "1")
-    )
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
-        deployment = stack.enter_context(serving(*pools, "--kv-cache-memory-bytes", "256MiB"))
+        deployment = stack.enter_context(
+            serving(*pools(options.colocated), "--kv-cache-memory-bytes", "256MiB")
+        )
         deployment.wait_ready()
         seen = uvloop.run(play(deployment, options))
     alone, beside = seen["alone"], seen["beside"]

@@ -137,7 +137,7 @@ class Runner:
             return []
         ready = self._ready(batch)
         self.prepare_seconds = time.perf_counter() - began_s
-        counts = [{"last": 1, "all": len(work.tokens), "none": 0}[work.logits] for work in batch]
+        counts = [work.wanted for work in batch]
         with torch.no_grad():
             logits = self._fetch(self._launch(ready)[: sum(counts)])
         self._guess = self._ahead(batch)  # while the device computes

@@ -66,7 +66,7 @@ class Runner:
             self._bounds.check(work)
         if not batch:
             return []
-        counts = [{"last": 1, "all": len(work.tokens), "none": 0}[work.logits] for work in batch]
+        counts = [work.wanted for work in batch]
         packed = pack(batch)
         if self._crew is None:
             self.prepare_seconds = time.perf_counter() - began_s

@@ -20,6 +20,11 @@ class Work:
     slabs: list[int]
     logits: str
 
+    @property
+    def wanted(self) -> int:
+        """How many rows of logits come back."""
+        return {"last": 1, "all": len(self.tokens), "none": 0}[self.logits]
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:

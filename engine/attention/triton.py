@@ -88,6 +88,19 @@ def _absorb(q, k, v, seen, top, total, acc, scale):  # type: ignore[no-untyped-d
 
 
 @kernel
+def _part(lengths, begins, line, part, splits, window):  # type: ignore[no-untyped-def]
+    """Chunks first..last-1 that one of `splits` parts of a row's own chunks is about."""
+    length = tl.load(lengths + line)
+    begin = tl.load(begins + line)
+    if window > 0:
+        begin = tl.maximum(begin, tl.maximum(length - window, 0) // PAGE)
+    end = (length + PAGE - 1) // PAGE
+    share = (tl.maximum(end - begin, 0) + splits - 1) // splits
+    first = begin + part * share
+    return first, tl.minimum(end, first + share)
+
+
+@kernel
 def _decode(  # type: ignore[no-untyped-def]
     qkv, rows, lengths, begins, table, items, pool, parts, weights, out,
     splits, most, stride, out_stride, line_stride, slab, offset, scale, window,
@@ -115,14 +128,7 @@ def _decode(  # type: ignore[no-untyped-def]
         m = tl.arange(0, BLOCK_M)
         row = line + m * 0
         live = m < GROUP
-        length = tl.load(lengths + line)
-        begin = tl.load(begins + line)
-        if window > 0:
-            begin = tl.maximum(begin, tl.maximum(length - window, 0) // PAGE)
-        end = (length + PAGE - 1) // PAGE
-        share = (tl.maximum(end - begin, 0) + splits - 1) // splits
-        first = begin + part * share
-        last = tl.minimum(end, first + share)
+        first, last = _part(lengths, begins, line, part, splits, window)
     head = h * GROUP + m % GROUP
     high = tl.load(lengths + row, mask=live, other=0)  # tokens each row attends to: low <= place < high
     low = tl.where(window > 0, tl.maximum(high - window, 0), 0)

@@ -40,13 +40,16 @@ def look(question: Question) -> Model:
         kv_bytes=question.kv_bytes,
         available_bytes=available,
         tp=max((tp for tp, _ in question.splits.values()), default=1),
+        step_tokens=question.step_tokens,
+        step_rows=question.step_rows,
     )
     _check_swap(question, memory, available)
     shape = files.shape
     again = shape.vocab * shape.hidden if shape.tied else 0  # a tied table is held twice, and is one
     told = (
         f"{shape.architecture.removesuffix('ForCausalLM')}, {(shape.parameters - again) / 1e6:,.1f} M parameters, "
-        f"context {memory.max_model_len:,}, KV {show(memory.kv_bytes)} per worker"
+        f"context {memory.max_model_len:,}, KV {show(memory.kv_bytes)} of "
+        f"{show(memory.total_bytes)} per worker"
     )
     return Model(str(files.path), told, has_template(files.path), memory.max_model_len, memory.kv_bytes)
 

@@ -25,6 +25,8 @@ class Question(msgspec.Struct, frozen=True):
     num_workers: int  # that share this machine's memory
     splits: dict[str, tuple[int, int]] = {}  # (tp, pp) by role
     swap_bytes: int = 0  # that each worker may take besides
+    step_tokens: int = 512  # the most of a step
+    step_rows: int = 64  # of these with logits
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -59,6 +61,8 @@ async def find(config: Config, num_workers: int) -> Model:
             "decode": (config.decode_tp, config.decode_pp),
         },
         config.swap_space,
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.cli.look",

@@ -13,6 +13,8 @@ import pytest
 
 from diptych.config import Config
 from diptych.errors import ConfigError, ModelError
+from engine.model.files import ModelFiles
+from engine.model.memory import show
 from services.cli import look, model
 from services.cli.model import Model, Question
 
@@ -44,6 +46,16 @@ def test_the_embedded_model_is_found_under_its_name() -> None:
     assert found.chats and found.max_model_len == 2048 and "context 2,048" in found.told
     assert "5.8 M parameters" in found.told  # as its own page says
     assert found.kv_bytes % (6 * 4 * 2 * 64 * 32 * 4) == 0 < found.kv_bytes
+
+
+def test_what_a_worker_will_take_is_told() -> None:
+    small, large = ask("tiny"), ask("tiny", step_tokens=4096, step_rows=512)
+    for found, tokens, rows in ((small, 512, 64), (large, 4096, 512)):
+        plan = ModelFiles.resolve(str(TINY)).memory(
+            max_model_len=None, kv_bytes=found.kv_bytes, step_tokens=tokens, step_rows=rows
+        )
+        assert f"KV {show(plan.kv_bytes)} of {show(plan.total_bytes)} per worker" in found.told
+    assert small.told != large.told
 
 
 def test_several_workers_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

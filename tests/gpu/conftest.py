@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def device() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device here")

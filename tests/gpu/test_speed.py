@@ -21,11 +21,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def figures() -> Iterator[dict[str, float]]:
-    if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device here")
+def figures(device: torch.device) -> Iterator[dict[str, float]]:
     with torch.no_grad():
-        yield gpu_decode.figures(gpu_decode.LLAMA_8B, gpu_decode.Place(torch.device("cuda")))
+        yield gpu_decode.figures(gpu_decode.LLAMA_8B, gpu_decode.Place(device))
     gpu_decode.release()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +12,10 @@ import pytest
 
 from services.gateway.respond import DONE
 from tests.system.scripted import SCRIPT, Running, scripted
-from tests.unit.gateway.folder import CONTEXT, make_folder
+from tests.unit.gateway.folder import CONTEXT
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 LENGTH = 67  # tokens of the script with its end token
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def gateway(folder: Path) -> Iterator[Running]:
-    with scripted(folder) as running:
-        yield running
-
-
-@pytest.fixture
-def client(gateway: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture
-def http(gateway: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, trust_env=False, timeout=60) as opened:
-        yield opened
 
 
 def events(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:

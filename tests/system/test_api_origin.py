@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-import pytest
 
 from tests.system.scripted import Running, scripted
-from tests.unit.gateway.folder import make_folder
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def gateway(folder: Path) -> Iterator[Running]:
-    with scripted(folder) as running:
-        yield running
-
-
-@pytest.fixture
-def client(gateway: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture
-def http(gateway: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, trust_env=False, timeout=60) as opened:
-        yield opened
 
 
 def test_cached_tokens_are_of_the_first_sequence_of_each_prompt(client: openai.OpenAI) -> None:

@@ -79,6 +79,9 @@ class Config:
     kv_lease_s: float = option(
         10.0, kind.seconds(), "How long KV waits for its reader", ENGINE, ALL, rare=True
     )
+    pipelined_transfer: bool = option(
+        True, kind.switch(), "Move KV while later layers are computed", ENGINE, ALL, rare=True
+    )
     threads: int = option(1, kind.whole(1), "Compute threads per worker", ENGINE, WORKERS, rare=True)
 
     host: str = option("127.0.0.1", kind.text("HOST"), "Address to listen on", HTTP, GATEWAYS)
@@ -89,6 +92,9 @@ class Config:
         (), kind.texts("KEY"), "Ask for this bearer key (repeatable)", HTTP, GATEWAYS
     )
     api_key_file: Path | None = option(None, kind.path(), "Keys from a file, one per line", HTTP, GATEWAYS)
+    admin_key: str | None = option(
+        None, kind.text("KEY"), "Key for draining and turning workers", HTTP, GATEWAYS, "none", rare=True
+    )
     insecure: bool = option(
         False, kind.switch(), "Serve other hosts without a key", HTTP, GATEWAYS, rare=True
     )
@@ -107,6 +113,20 @@ class Config:
     )
     request_timeout_s: float = option(
         600.0, kind.seconds(), "Longest life of a request", LIMITS, GATEWAYS, rare=True
+    )
+    max_queue_wait_s: float = option(
+        30.0, kind.seconds(), "429 when a first token would wait longer", LIMITS, GATEWAYS, rare=True
+    )
+    recovery_s: float = option(
+        15.0, kind.seconds(), "How long requests wait for lost workers", LIMITS, GATEWAYS, rare=True
+    )
+    local_prefill: str = option(
+        "fallback",
+        kind.one_of("never", "fallback"),
+        "Decode workers read prompts if no other can",
+        LIMITS,
+        GATEWAYS,
+        rare=True,
     )
     reader_stall_s: float = option(
         30.0, kind.seconds(), "Cut readers that take nothing", LIMITS, GATEWAYS, rare=True
@@ -135,6 +155,9 @@ class Config:
     )
     log_level: str = option(
         "warning", kind.one_of("debug", "info", "warning", "error"), "Detail of logs", PROCESS, ALL
+    )
+    request_log: Path | None = option(
+        None, kind.path(), "Write what becomes of each request here (JSONL)", PROCESS, GATEWAYS, rare=True
     )
     log_dir: Path | None = option(
         None, kind.path("DIR"), "Keep the logs of all parts here", PROCESS, rare=True
@@ -185,6 +208,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     lease_s: float = 10.0
     digest: str = "xxh3"
     host: str = "127.0.0.1"  # where other workers reach this one
+    pipelined: bool = True  # KV is announced and pulled while later layers are computed
+    drain_s: float = 10.0  # how long a worker that is told to end waits for what it holds
+    ended: str = ""  # how this worker's process before ended, for `Hello`; filled in by its supervisor
     log_level: str = "warning"
 
 
@@ -213,4 +239,12 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_body_bytes: int = 8 << 20
     lease_s: float = 10.0
     beat_s: float = 0.5
+    pipelined: bool = True
+    max_queue_wait_s: float = 30.0  # 429 when a first token is predicted to wait longer
+    recovery_s: float = 15.0  # how long requests wait for workers that were lost
+    local_prefill: str = (
+        "fallback"  # "never" | "fallback": decode workers read prompts when no prefill worker is left
+    )
+    admin_key: str | None = None
+    request_log: str | None = None  # a file that gets a line for everything that happens to a request
     log_level: str = "warning"

@@ -5,8 +5,8 @@ as seconds that remain, never as clock readings. `epoch` is the fencing number o
 receiver that knows a newer epoch of the same request drops the message and counts it. `ticket` and `endpoint` are
 opaque here; their content belongs to `kvtransfer`.
 
-    gateway ── Welcome, Peer, Prefill, Generate, Admit, Renew, Release, Abort, Drain ──▶ worker
-    worker  ── Hello, Beat, Linked, Step, Offer, Pulled, Failed ──▶ gateway
+    gateway ── Welcome, Peer, Prefill, Generate, Admit, Staging, Fetch, Renew, Release, Abort, Drain, Turn ──▶ worker
+    worker  ── Hello, Beat, Linked, Step, Staged, Offer, Pulled, Failed ──▶ gateway
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Unpeer(Message, frozen=True):
 
 
 class Prefill(Message, frozen=True):
-    """Read the prompt (and `output`, when an earlier attempt already produced tokens), emit one token, offer the KV."""
+    """Read the prompt (and `output`, when an earlier attempt already produced tokens), emit one token, offer the KV.
+
+    `stage`: announce KV while it is computed (`Staged`), so that it can be pulled layer by layer meanwhile.
+    """
 
     request: str
     epoch: int
@@ -59,6 +62,7 @@ class Prefill(Message, frozen=True):
     sampling: Sampling
     remaining_s: float
     origin: Origin = Origin()
+    stage: bool = False
 
 
 class Generate(Message, frozen=True):
@@ -77,6 +81,9 @@ class Admit(Message, frozen=True):
     """Reserve room, pull the KV that `ticket` names, verify it, and decode from there.
 
     `output` holds the tokens already delivered; the last of them has no KV yet and is the first decode input.
+
+    An empty `ticket` says that the KV is still being computed: room is reserved, what `Staging` announces may be pulled
+    ahead, and `Fetch` brings ticket and first token. `output` then lacks that token.
     """
 
     request: str
@@ -87,6 +94,24 @@ class Admit(Message, frozen=True):
     ticket: bytes
     remaining_s: float
     origin: Origin = Origin()
+
+
+class Staging(Message, frozen=True):
+    """A hint for an attempt that was admitted without a ticket: these chunks are being computed (see `Staged`)."""
+
+    request: str
+    epoch: int
+    hint: bytes
+
+
+class Fetch(Message, frozen=True):
+    """The ticket of an attempt that was admitted without one; `output` now has the first token, too."""
+
+    request: str
+    epoch: int
+    output: list[int]
+    ticket: bytes
+    remaining_s: float
 
 
 class Renew(Message, frozen=True):
@@ -113,6 +138,12 @@ class Drain(Message, frozen=True):
     """Take no new work; exit when everything held is gone."""
 
 
+class Turn(Message, frozen=True):
+    """Change to the other pool: drain as for `Drain`, then introduce yourself anew as `role`, with the same weights."""
+
+    role: str  # "prefill" or "decode"
+
+
 # ---- worker to gateway
 
 
@@ -131,6 +162,9 @@ class Hello(Message, frozen=True):
     max_model_len: int
     endpoints: dict[str, bytes]
     link: str = ""  # new for every unbroken run of frames; filled in by `diptych.channel.Link`
+    ended: str = (
+        ""  # how the process before this one ended: "crashed", "killed" (from outside), "" if there was none
+    )
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
@@ -156,6 +190,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     step_parts: dict[
         str, float
     ] = {}  # seconds of `step_seconds` by part: schedule, prepare, run, sample, send
+    draining: bool = False  # takes no new work
+    stuck_s: float = 0.0  # since the engine's thread last came round, if that is unusually long
 
 
 class Beat(Message, frozen=True):
@@ -207,6 +243,17 @@ class Step(Message, frozen=True):
     outputs: list[Output]
 
 
+class Staged(Message, frozen=True):
+    """Chunks of (request, epoch) are being computed into slabs that `hint` names (`kvtransfer.ticket.Hint`).
+
+    Only a hint: what counts is the ticket that follows. A receiver may ignore it, and a sender may leave it out.
+    """
+
+    request: str
+    epoch: int
+    hint: bytes
+
+
 class Offer(Message, frozen=True):
     """The KV of (request, epoch) is complete and leased; `ticket` says how to fetch it."""
 
@@ -224,7 +271,9 @@ class Pulled(Message, frozen=True):
     epoch: int
     transport: str
     num_bytes: int
-    seconds: dict[str, float]  # "reserve", "transfer", "verify"
+    seconds: dict[
+        str, float
+    ]  # "reserve", "transfer", "verify"; "hidden" and "exposed": pulled before, after the ticket
 
 
 class Failed(Message, frozen=True):
@@ -240,5 +289,19 @@ class Failed(Message, frozen=True):
     message: str
 
 
-ToWorker = Welcome | Peer | Unpeer | Prefill | Generate | Admit | Renew | Release | Abort | Drain
-ToGateway = Hello | Beat | Linked | Step | Offer | Pulled | Failed
+ToWorker = (
+    Welcome
+    | Peer
+    | Unpeer
+    | Prefill
+    | Generate
+    | Admit
+    | Staging
+    | Fetch
+    | Renew
+    | Release
+    | Abort
+    | Drain
+    | Turn
+)
+ToGateway = Hello | Beat | Linked | Step | Staged | Offer | Pulled | Failed

@@ -30,6 +30,7 @@ from diptych.messages import (
     Pulled,
     Release,
     Renew,
+    Staged,
     Step,
     ToWorker,
 )
@@ -214,7 +215,7 @@ class Relay:
         if not self.fleet.touch(worker, now_s):
             self.late[type(message).__name__] += len(message.outputs) if isinstance(message, Step) else 1
             return
-        parts: Iterable[Output | Offer | Pulled | Failed] = (
+        parts: Iterable[Output | Staged | Offer | Pulled | Failed] = (
             message.outputs if isinstance(message, Step) else (message,)
         )
         for part in parts:

@@ -41,6 +41,8 @@ def worker_spec(
         threads=config.threads,
         transports=config.transports,
         lease_s=config.kv_lease_s,
+        pipelined=config.pipelined_transfer,
+        drain_s=config.drain_s,
         log_level=config.log_level,
     )
 
@@ -72,6 +74,12 @@ def gateway_spec(
         max_open_requests=config.max_open_requests,
         max_body_bytes=config.max_body_bytes,
         lease_s=config.kv_lease_s,
+        pipelined=config.pipelined_transfer,
+        max_queue_wait_s=config.max_queue_wait_s,
+        recovery_s=config.recovery_s,
+        local_prefill=config.local_prefill,
+        admin_key=config.admin_key,
+        request_log=str(config.request_log.absolute()) if config.request_log else None,
         log_level=config.log_level,
     )
 

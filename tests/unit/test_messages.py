@@ -20,6 +20,7 @@ KINDS = [
 
 SAMPLES: dict[object, object] = {
     str: "text",
+    bool: True,
     int: 7,
     float: 0.5,
     bytes: b"\x00bytes",

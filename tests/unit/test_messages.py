@@ -68,7 +68,7 @@ def test_fields_at_the_end_with_defaults_may_be_absent() -> None:
     whole = msgspec.msgpack.decode(msgspec.msgpack.encode(example(Hello)))
     short = msgspec.msgpack.encode(whole[:-1])
     old = msgspec.msgpack.decode(short, type=Hello)
-    assert old.link == "" and old.worker == "text"
+    assert old.ended == "" and old.worker == "text"
 
 
 def test_the_wire_is_compact() -> None:

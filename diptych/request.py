@@ -58,7 +58,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 class Stage(Enum):
     """Where a request is. The gateway's relay owns the request and is the only one to move it."""
 
-    ADMITTED = "admitted"
+    ADMITTED = "admitted"  # in the gateway's queue: no worker holds anything for it
     QUEUED = "queued"  # sent to a prefill (or colocated) worker, not yet running there as far as we know
     PREFILLED = "prefilled"  # first token delivered, KV held by the prefill worker under a lease
     TRANSFERRING = "transferring"  # a decode worker was told to reserve, pull and verify
@@ -71,12 +71,14 @@ class Stage(Enum):
 TERMINAL = frozenset({Stage.DONE, Stage.FAILED, Stage.CANCELLED})
 
 NEXT: dict[Stage, frozenset[Stage]] = {
-    Stage.ADMITTED: frozenset({Stage.QUEUED, Stage.FAILED, Stage.CANCELLED}),
-    # DECODING directly: a colocated worker prefills and decodes. QUEUED again: the worker died, another attempt begins.
-    Stage.QUEUED: frozenset({Stage.QUEUED, Stage.PREFILLED, Stage.DECODING, *TERMINAL}),
-    Stage.PREFILLED: frozenset({Stage.QUEUED, Stage.TRANSFERRING, *TERMINAL}),
-    Stage.TRANSFERRING: frozenset({Stage.QUEUED, Stage.DECODING, *TERMINAL}),
-    Stage.DECODING: frozenset({Stage.QUEUED, *TERMINAL}),
+    # DONE directly: the answer's end was found in the text of an attempt that has died meanwhile.
+    Stage.ADMITTED: frozenset({Stage.QUEUED, *TERMINAL}),
+    # DECODING directly: one worker reads and writes. ADMITTED again, from everywhere: the attempt died, another will
+    # begin as soon as there are workers for it.
+    Stage.QUEUED: frozenset({Stage.ADMITTED, Stage.PREFILLED, Stage.DECODING, *TERMINAL}),
+    Stage.PREFILLED: frozenset({Stage.ADMITTED, Stage.TRANSFERRING, *TERMINAL}),
+    Stage.TRANSFERRING: frozenset({Stage.ADMITTED, Stage.DECODING, *TERMINAL}),
+    Stage.DECODING: frozenset({Stage.ADMITTED, *TERMINAL}),
     Stage.DONE: frozenset(),
     Stage.FAILED: frozenset(),
     Stage.CANCELLED: frozenset(),
@@ -110,4 +112,5 @@ class Request:
         if stage not in NEXT[self.stage]:
             raise ValueError(f"request {self.id}: {self.stage.name} -> {stage.name} is not allowed")
         self.stage = stage
-        self.entered_s[stage] = now_s
+        if stage is not Stage.ADMITTED:  # which keeps the moment of its arrival, however often it waits again
+            self.entered_s[stage] = now_s

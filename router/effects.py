@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.messages import Output, ToGateway, ToWorker
-from diptych.request import Request
+from diptych.messages import Drain, Output, ToGateway, ToWorker, Turn
+from diptych.request import Request, Stage
 
 # ---- events
 
@@ -64,11 +64,22 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Command:
+    """An operator wants a worker to end, or to change pools: it gets no new work from now on.
+
+    Nothing happens if it is not there.
+    """
+
+    worker: str
+    message: Drain | Turn
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed. Wanted every 50 to 250 ms; deadlines, leases and heartbeats are looked at."""
 
 
-Event = Arrive | FromWorker | WorkerLost | ClientGone | Stop | Tick
+Event = Arrive | FromWorker | WorkerLost | ClientGone | Stop | Command | Tick
 
 # ---- effects
 
@@ -133,8 +144,36 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True)
+class Queued:
+    """The request waits in the gateway, for room or for workers; `Began` or a terminal effect follows."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """An attempt has begun. `staged`: its KV is announced while it is computed."""
+
+    request: str
+    epoch: int
+    choice: Choice
+    staged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """The request is in another stage now. Terminal stages are told by the terminal effects."""
+
+    request: str
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
-    """KV went from one worker to another."""
+    """KV went from one worker to another, in `seconds` of pulling and verifying.
+
+    `hidden_s` of pulling were before the KV was complete; `exposed_s` went by between its ticket and its last byte.
+    """
 
     request: str
     source: str
@@ -142,15 +181,36 @@ class Moved:
     transport: str
     num_bytes: int
     seconds: float
+    hidden_s: float = 0.0
+    exposed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """An attempt was given up for `code` and another has begun."""
+    """An attempt was given up for `code`, after so many tokens `delivered`; the next one will have number `epoch`."""
 
     request: str
     code: str
     epoch: int
+    delivered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A decode worker reads this prompt itself, since no prefill worker can.
+
+    `reason`: "no_prefill_worker" is up, or "no_link" can be made.
+    """
+
+    request: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """The request is taken for the cause of crashes, and refused; `Fail` follows."""
+
+    request: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,4 +244,7 @@ class Unfit:
 
 
 FleetChange = Send | Up | Down | Unfit
-Effect = FleetChange | Deliver | Finish | Fail | Cancelled | Durations | Moved | Retried
+Telling = (
+    Durations | Queued | Began | Entered | Moved | Retried | Local | Quarantined
+)  # for books and logs only
+Effect = FleetChange | Deliver | Finish | Fail | Cancelled | Telling

@@ -1,12 +1,17 @@
 """The workers that are there, what they last said of themselves, and who can pull from whom (pure).
 
-A worker is a member from its `Hello` until it has been silent for `lost_s`, introduces itself over a new link, or the
-gateway cannot reach it. A member that was lost must say `Hello` again; its beats alone do not bring it back, since its
-requests have moved on. Prefill and decode workers are paired only if their fingerprints are equal.
+A worker is a member from its `Hello` until it has been silent for `lost_s`, introduces itself over a new link, its
+engine has stood still for `stuck_s` of its own time, or the gateway cannot reach it. A member that was lost must say
+`Hello` again; its beats alone do not bring it back, since its requests have moved on. One whose engine stands still is
+taken in again when it moves.
+
+Prefill and decode workers are paired only if their fingerprints are equal, and not for a while after KV has come out
+corrupt between them again and again.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from diptych.messages import Beat, Hello, Linked, Peer, Stats, Unpeer
@@ -14,6 +19,7 @@ from router.effects import Down, FleetChange, Send, Unfit, Up
 
 ROLES = ("prefill", "decode")
 RELINK_S = 30.0  # between attempts to make a link: what was in its way may have passed
+CORRUPT_TIMES, CORRUPT_WITHIN_S = 3, 60.0  # so often within so long, and a link is not used for `RELINK_S`
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +36,14 @@ class Tie:
 class Member:
     """One living worker. `ties` (decode only) are by prefill worker.
 
-    `troubles` say why a link is not there, `relink_s` when it is tried again.
+    `troubles` say why a link is not there, `relink_s` when it is tried again. `ended` is how its life before this one
+    ended, as far as it is known: "crashed", "killed", "alive" (the process is the same), or "".
     """
 
     hello: Hello
     seen_s: float
     stats: Stats = field(default_factory=Stats)
+    ended: str = ""
     draining: bool = False
     ties: dict[str, Tie] = field(default_factory=dict)
     troubles: dict[str, str] = field(default_factory=dict)
@@ -63,9 +71,14 @@ def compare(left: Hello, right: Hello) -> str:
 class Fleet:
     """All living workers by name."""
 
-    def __init__(self, lost_s: float = 2.0) -> None:
-        self.lost_s = lost_s
+    def __init__(self, lost_s: float = 2.0, stuck_s: float = 6.0) -> None:
+        self.lost_s, self.stuck_s = lost_s, stuck_s
         self.members: dict[str, Member] = {}
+        self.links_given_up = 0  # for corrupt KV
+        self._before: dict[str, Hello] = {}  # of lives that were lost, by name
+        self._stuck: dict[str, Hello | None] = {}  # lost for it; their latest Hello since
+        self._strangers: dict[str, str] = {}
+        self._corrupt_s: dict[tuple[str, str], deque[float]] = {}
         self._ticked_s: float | None = None
         self._overslept = False
 
@@ -73,16 +86,28 @@ class Fleet:
         """Take in what a worker says of itself; what it says of an earlier life is ignored."""
         if isinstance(message, Hello):
             return self._meet(message, now_s) if message.worker == worker else []
-        member = self.members.get(worker)
-        if member is None:
-            return []
         if isinstance(message, Beat):
-            if message.incarnation == member.hello.incarnation:
-                member.seen_s, member.stats = now_s, message.stats
-            return []
-        member.seen_s = now_s
-        self._tie(member, message, now_s)
+            return self._beat(worker, message, now_s)
+        if (member := self.members.get(worker)) is not None:
+            member.seen_s = now_s
+            self._tie(member, message, now_s)
         return []
+
+    def _beat(self, worker: str, beat: Beat, now_s: float) -> list[FleetChange]:
+        still_s, member = beat.stats.stuck_s, self.members.get(worker)
+        if member is None:
+            hello = self._stuck.get(worker)
+            if hello is None or hello.incarnation != beat.incarnation or still_s > 0:
+                return []
+            return self._enter(hello, now_s)
+        if beat.incarnation != member.hello.incarnation:
+            return []
+        member.seen_s, member.stats = now_s, beat.stats
+        member.draining = member.draining or beat.stats.draining
+        if still_s < self.stuck_s:
+            return []
+        self._stuck[worker] = None
+        return self.lose(worker, f"its engine has not moved for {still_s:.0f} s")
 
     def touch(self, worker: str, now_s: float) -> bool:
         """Any message is proof of life; False if the worker is not a member."""
@@ -93,7 +118,14 @@ class Fleet:
 
     def _meet(self, hello: Hello, now_s: float) -> list[FleetChange]:
         if hello.role not in ROLES:
-            return [Unfit(hello.worker, f"role {hello.role!r} is not one of {', '.join(ROLES)}")]
+            self._strangers[hello.worker] = f"role {hello.role!r} is not one of {', '.join(ROLES)}"
+            return [Unfit(hello.worker, self._strangers[hello.worker])]
+        if hello.worker in self._stuck and self._before[hello.worker].incarnation == hello.incarnation:
+            self._stuck[hello.worker] = hello  # it speaks, but does not work
+            return []
+        return self._enter(hello, now_s)
+
+    def _enter(self, hello: Hello, now_s: float) -> list[FleetChange]:
         known = self.members.get(hello.worker)
         changes: list[FleetChange] = []
         if known is not None:
@@ -102,19 +134,42 @@ class Fleet:
                 return []
             again = known.hello.incarnation == hello.incarnation
             changes += self.lose(hello.worker, "its link broke" if again else "it has restarted")
-        member = self.members[hello.worker] = Member(hello, now_s)
+        member = self.members[hello.worker] = Member(hello, now_s, ended=self._ended(hello))
+        self._stuck.pop(hello.worker, None)
+        self._strangers.pop(hello.worker, None)
         return [*changes, Up(hello.worker, hello.role, hello.incarnation), *self._introduce(member)]
 
+    def _ended(self, hello: Hello) -> str:
+        """How the life before this one ended: whoever comes back as the same process has not ended at all."""
+        before = self._before.get(hello.worker)
+        if before is None:
+            return hello.ended
+        turned = (before.host, before.pid) == (hello.host, hello.pid) and before.role != hello.role
+        return "alive" if turned or before.incarnation == hello.incarnation else hello.ended
+
     def _introduce(self, member: Member) -> list[FleetChange]:
-        """Tell decode workers of prefill workers with the same fingerprint; say where fingerprints differ."""
+        """Tell decode workers of prefill workers with the same fingerprint; say so if there are only others."""
         changes: list[FleetChange] = []
-        for other in self.role("decode" if member.role == "prefill" else "prefill"):
-            if other.hello.fingerprint != member.hello.fingerprint:
-                changes.append(Unfit(member.name, compare(other.hello, member.hello)))
-                continue
-            source, target = (member, other) if member.role == "prefill" else (other, member)
-            changes.append(_peer(source, target))
-        return changes
+        for other in self._others(member):
+            if other.hello.fingerprint == member.hello.fingerprint:
+                source, target = (member, other) if member.role == "prefill" else (other, member)
+                changes.append(_peer(source, target))
+        text = self._misfit(member)
+        return changes if text is None else [Unfit(member.name, text)]
+
+    def _others(self, member: Member) -> list[Member]:
+        return self.role("decode" if member.role == "prefill" else "prefill")
+
+    def _misfit(self, member: Member) -> str | None:
+        others = self._others(member)
+        if not others or any(other.hello.fingerprint == member.hello.fingerprint for other in others):
+            return None
+        return compare(others[0].hello, member.hello)
+
+    def misfits(self) -> dict[str, str]:
+        """Workers that can serve with nobody who is there, and why."""
+        told = {name: self._misfit(self.members[name]) for name in sorted(self.members)}
+        return self._strangers | {name: text for name, text in told.items() if text is not None}
 
     def _tie(self, decode: Member, linked: Linked, now_s: float) -> None:
         source = self.members.get(linked.peer)
@@ -134,6 +189,9 @@ class Fleet:
         if member is None or incarnation not in (None, member.hello.incarnation):
             return []
         del self.members[worker]
+        self._before[worker] = member.hello
+        for way in [way for way in self._corrupt_s if worker in way]:
+            del self._corrupt_s[way]
         changes: list[FleetChange] = [Down(worker, member.hello.incarnation, reason)]
         if member.role == "prefill":
             for decode in self.role("decode"):
@@ -141,6 +199,22 @@ class Fleet:
                 if decode.hello.fingerprint == member.hello.fingerprint:
                     changes.append(Send(decode.name, Unpeer(worker, member.hello.incarnation)))
         return changes
+
+    def corrupt(self, source: str, target: str, now_s: float) -> None:
+        """KV that `target` pulled from `source` was not what was offered; too often, and the link is not used."""
+        decode = self.members.get(target)
+        if decode is None or source not in decode.ties:
+            return
+        times_s = self._corrupt_s.setdefault((source, target), deque(maxlen=CORRUPT_TIMES))
+        times_s.append(now_s)
+        if len(times_s) == CORRUPT_TIMES and now_s - times_s[0] <= CORRUPT_WITHIN_S:
+            times_s.clear()
+            self.links_given_up += 1
+            _untie(decode, source)
+            decode.troubles[source] = (
+                f"KV came out corrupt {CORRUPT_TIMES} times; not used for {RELINK_S:g} s"
+            )
+            decode.relink_s[source] = now_s + RELINK_S
 
     def tick(self, now_s: float) -> list[FleetChange]:
         """Lose the workers that have been silent for `lost_s`; try again the links that could not be made.

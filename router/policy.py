@@ -14,15 +14,17 @@ than the least busy. Both bounds shrink with the part of the prompt that is shar
 All loads come from the relay's own books, which are exact at any moment; only speeds come from the workers' beats, and
 are trusted within a factor of the average of their role: what a worker was given makes it look fast or slow, and must
 not decide alone what it is given next. Ties are broken by name.
+
+Whether there is room for a request at all is not asked here (`router.credits`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from router.effects import Choice
-from router.fleet import Fleet, Member, Tie
+from router.fleet import Fleet, Member
 from router.prefix_index import CHUNK_TOKENS, Chunks, PrefixIndex
 
 TOKEN_S, STEP_S = (
@@ -34,6 +36,9 @@ TRUST = 2.0  # how far, as a factor, a worker's own speed may differ from the av
 AFFINITY, AFFINITY_PART = 2.0, 0.25
 FADE = 0.95  # weight of the past in the length of answers, per answer
 FIRST_ANSWER_TOKENS = 256.0  # assumed before there was one
+NO_PREFILL, NO_LINK = "no_prefill_worker", "no_link"  # why a decode worker reads a prompt
+
+Way = tuple[str | None, str]  # a prefill and a decode worker, or one that does both
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +55,15 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What was given to a worker: prompt tokens it has yet to read, requests, and tokens that need room there."""
+    """What was given to a worker: prompt tokens it has yet to read, requests, and tokens that need room there.
+
+    `turn_tokens` are those to be read as well, but no prompt counts for more than `router.credits.TURN_TOKENS`.
+    """
 
     queued_tokens: int = 0
     running: int = 0
     room_tokens: int = 0
+    turn_tokens: int = 0
 
     def plus(self, other: Load, sign: int = 1) -> Load:
         """Both loads together, or (`sign` -1) the rest when the other is taken away."""
@@ -62,6 +71,7 @@ class Load:
             self.queued_tokens + sign * other.queued_tokens,
             self.running + sign * other.running,
             self.room_tokens + sign * other.room_tokens,
+            self.turn_tokens + sign * other.turn_tokens,
         )
 
 
@@ -118,73 +128,97 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything a choice depends on. `split` says whether the deployment has prefill workers of its own."""
+    """Everything a choice depends on.
+
+    `split` says whether the deployment has prefill workers of its own; `local`, whether decode workers may read
+    prompts while no prefill worker can.
+    """
 
     fleet: Fleet
     ledger: Ledger
     split: bool
     index: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
+    local: bool = False
 
     def shared(self, worker: str, need: Need) -> int:
         """Tokens of the prompt whose KV the worker is thought to have; the last one is always computed."""
         known = CHUNK_TOKENS * self.index.shared(worker, need.chunks)
         return min(known, max(0, need.prompt_tokens - 1))
 
-    def prefill(self, need: Need, avoid: str | None = None) -> list[Member]:
-        """Prefill workers that may serve `need`."""
-        return [member for member in self.fleet.role("prefill") if _fits(member, need, avoid)]
-
-    def decode(self, need: Need, avoid: str | None = None) -> list[Member]:
-        """Decode workers that may serve `need`."""
-        return [member for member in self.fleet.role("decode") if _fits(member, need, avoid)]
+    def members(self, role: str, need: Need) -> list[Member]:
+        """Workers of a role that may serve `need`."""
+        return [member for member in self.fleet.role(role) if _fits(member, need)]
 
 
-def choose(need: Need, view: View, avoid: str | None = None) -> Choice | None:
-    """The (prefill, decode) pair with the least predicted wait, or None if no linked pair may serve.
-
-    In a colocated deployment the choice has no prefill worker. `avoid` is not considered.
+def ways(need: Need, view: View) -> list[Way]:
+    """All ways that `need` may go now: linked pairs, or decode workers alone in a colocated deployment or if they may
+    read prompts themselves since no prefill worker can.
     """
-    decode = view.decode(need, avoid)
-    write_s = _write_s(decode, need, view)
+    decode = view.members("decode", need)
     if not view.split:
-        read_s = _read_s(decode, need, view)
-        alone = [(read_s[name] + write_s[name], name) for name in write_s]
-        return Choice(None, min(alone)[1]) if alone else None
-    prefill = view.prefill(need, avoid)
-    read_s = _read_s(prefill, need, view)
-    pairs = [
+        return [(None, member.name) for member in decode]
+    prefill = view.members("prefill", need)
+    pairs: list[Way] = [
+        (source.name, target.name) for source in prefill for target in decode if source.name in target.ties
+    ]
+    if pairs or not view.local:
+        return pairs
+    return [
+        (None, target.name)
+        for target in decode
+        if all(source.name in target.troubles for source in prefill)  # others may be linked any moment
+    ]
+
+
+def choose(need: Need, view: View, among: Iterable[Way]) -> Choice | None:
+    """The way with the least predicted wait, or None if there is none. Those `among` which to choose must be there."""
+    members, found = view.fleet.members, list(among)
+    write_s = _write_s(_named(members, (target for _, target in found)), need, view)
+    read_s = _read_s(_named(members, (source or target for source, target in found)), need, view)
+    waits = [
         (
-            read_s[source.name]
-            + _move_s(source, tie, need, view.shared(target.name, need))
-            + write_s[target.name],
-            source.name,
-            target.name,
+            read_s[source or target]
+            + (move_s(source, target, need, view) if source else 0.0)
+            + write_s[target],
+            source or "",
+            target,
         )
-        for source in prefill
-        for target in decode
-        if (tie := target.ties.get(source.name)) is not None
+        for source, target in found
     ]
-    return Choice(*min(pairs)[1:]) if pairs else None
+    return Choice(min(waits)[1] or None, min(waits)[2]) if waits else None
 
 
-def rebind(prefill: str, need: Need, view: View) -> str | None:
-    """The decode worker, linked to `prefill`, with the least predicted wait; chosen when the KV is ready."""
-    source = view.fleet.members.get(prefill)
-    if source is None:
+def rebind(prefill: str, need: Need, view: View, barred: Container[str] = ()) -> str | None:
+    """The decode worker, linked to `prefill` and not `barred`, with the least predicted wait.
+
+    It is chosen when the KV is ready, or while it is being computed.
+    """
+    if prefill not in view.fleet.members:
         return None
-    decode = view.decode(need)
-    write_s = _write_s(decode, need, view)
-    targets = [
-        (_move_s(source, tie, need, view.shared(target.name, need)) + write_s[target.name], target.name)
-        for target in decode
-        if (tie := target.ties.get(prefill)) is not None
+    decode = [
+        member
+        for member in view.members("decode", need)
+        if prefill in member.ties and member.name not in barred
     ]
+    write_s = _write_s(decode, need, view)
+    targets = [(move_s(prefill, name, need, view) + write_s[name], name) for name in write_s]
     return min(targets)[1] if targets else None
 
 
-def _fits(member: Member, need: Need, avoid: str | None) -> bool:
-    same = need.fingerprint in (None, member.hello.fingerprint)
-    return same and not member.draining and member.name != avoid
+def move_s(source: str, target: str, need: Need, view: View) -> float:
+    """How long the KV that `target` is not thought to have takes from `source`, over their link."""
+    tie = view.fleet.members[target].ties[source]
+    chunks = -(-(need.prompt_tokens - view.shared(target, need)) // CHUNK_TOKENS)
+    num_bytes = chunks * view.fleet.members[source].hello.chunk_bytes
+    return tie.latency_us * 1e-6 + num_bytes / (max(tie.gb_per_s, 1e-3) * 1e9)
+
+
+def _fits(member: Member, need: Need) -> bool:
+    return need.fingerprint in (None, member.hello.fingerprint) and not member.draining
+
+
+def _named(members: Mapping[str, Member], names: Iterable[str]) -> list[Member]:
+    return [members[name] for name in sorted(set(names))]
 
 
 def _read_s(members: list[Member], need: Need, view: View) -> dict[str, float]:
@@ -194,11 +228,6 @@ def _read_s(members: list[Member], need: Need, view: View) -> dict[str, float]:
         name: (view.ledger.load(name).queued_tokens + 2 * new_tokens[name]) * token_s[name]
         for name in token_s
     }
-
-
-def _move_s(source: Member, tie: Tie, need: Need, shared_tokens: int) -> float:
-    chunks = -(-(need.prompt_tokens - shared_tokens) // CHUNK_TOKENS)
-    return tie.latency_us * 1e-6 + chunks * source.hello.chunk_bytes / (max(tie.gb_per_s, 1e-3) * 1e9)
 
 
 def _write_s(members: list[Member], need: Need, view: View) -> dict[str, float]:

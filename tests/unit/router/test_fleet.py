@@ -158,3 +158,95 @@ def test_a_loss_of_another_life_is_ignored() -> None:
     fleet = met("decode-0")
     assert fleet.lose("decode-0", "test", "decode-0/0") == [] and fleet.members
     assert [type(change) for change in fleet.lose("decode-0", "test", "decode-0/1")] == [Down]
+
+
+def beat(worker: str, life: int = 1, **stats: float | bool) -> Beat:
+    return Beat(worker, f"{worker}/{life}", Stats(**stats))  # type: ignore[arg-type]
+
+
+def test_a_worker_that_drains_says_so_itself() -> None:
+    fleet = met("prefill-0", "decode-0")
+    fleet.hear("decode-0", linked("prefill-0"), 0.0)
+    fleet.hear("decode-0", beat("decode-0", draining=True), 0.1)
+    assert fleet.members["decode-0"].draining and fleet.pairs() == []
+    fleet.hear("decode-0", beat("decode-0"), 0.2)
+    assert fleet.members["decode-0"].draining, "there is no way back in one life"
+
+
+def test_a_worker_whose_engine_stands_still_is_lost_until_it_moves() -> None:
+    fleet = met("decode-0")
+    assert fleet.hear("decode-0", beat("decode-0", stuck_s=5.9), 1.0) == []
+    (down,) = fleet.hear("decode-0", beat("decode-0", stuck_s=6.0), 1.1)
+    assert isinstance(down, Down) and "not moved" in down.reason
+    assert fleet.hear("decode-0", beat("decode-0", stuck_s=0.0), 1.2) == [], "it has not said who it is"
+    for _ in range(2):
+        assert fleet.hear("decode-0", hello("decode-0", link="2"), 1.3) == [], "it speaks, but does not work"
+    assert fleet.hear("decode-0", beat("decode-0", stuck_s=7.0), 1.4) == [] and not fleet.members
+    (up,) = fleet.hear("decode-0", beat("decode-0"), 1.5)
+    assert up == Up("decode-0", "decode", "decode-0/1") and fleet.members["decode-0"].hello.link == "2"
+    fleet.hear("decode-0", beat("decode-0", stuck_s=9.0), 2.0)
+    assert [type(one) for one in fleet.hear("decode-0", hello("decode-0", life=2), 2.1)] == [Up], "a new life"
+
+
+@pytest.mark.parametrize("ended", ["crashed", "killed", ""])
+def test_how_a_life_ended_is_what_the_next_one_says(ended: str) -> None:
+    fleet = met("decode-0")
+    fleet.lose("decode-0", "test")
+    fleet.hear("decode-0", msgspec.structs.replace(hello("decode-0", life=2), ended=ended, pid=2), 1.0)
+    assert fleet.members["decode-0"].ended == ended
+
+
+def test_who_comes_back_as_the_same_process_had_not_ended() -> None:
+    fleet, crashed = Fleet(), msgspec.structs.replace(hello("decode-0"), ended="crashed")
+    fleet.hear("decode-0", crashed, 0.0)
+    fleet.hear("decode-0", msgspec.structs.replace(crashed, link="2"), 1.0)
+    assert fleet.members["decode-0"].ended == "alive"
+    turned = msgspec.structs.replace(crashed, role="prefill", incarnation="decode-0/2")
+    fleet.hear("decode-0", turned, 2.0)
+    assert (fleet.members["decode-0"].ended, fleet.members["decode-0"].role) == ("alive", "prefill")
+
+
+def test_a_link_that_corrupts_again_and_again_is_not_used_for_a_while() -> None:
+    fleet = met("prefill-0", "decode-0", "decode-1")
+    for worker in ("decode-0", "decode-1"):
+        fleet.hear(worker, linked("prefill-0"), 0.0)
+    for now_s in (0.0, 30.0, 61.0):  # too far apart
+        fleet.corrupt("prefill-0", "decode-0", now_s)
+    assert len(fleet.pairs()) == 2 and fleet.links_given_up == 0
+    fleet.corrupt("prefill-0", "decode-0", 62.0)
+    assert fleet.pairs() == [("prefill-0", "decode-1")] and fleet.links_given_up == 1
+    assert "corrupt" in fleet.members["decode-0"].troubles["prefill-0"]
+    fleet.corrupt("prefill-0", "decode-0", 62.0)
+    fleet.corrupt("nobody", "decode-0", 62.0)
+    fleet.corrupt("prefill-0", "nobody", 62.0)
+    again = [change for now_s in (62.0 + RELINK_S - 1, 62.0 + RELINK_S) for change in ticked(fleet, now_s)]
+    assert again == [Send("decode-0", Peer("prefill-0", "prefill-0/1", {"shm": b"x"}))]
+    fleet.hear("decode-0", linked("prefill-0"), 93.0)
+    assert len(fleet.pairs()) == 2
+
+
+def ticked(fleet: Fleet, now_s: float) -> list[object]:
+    for name in fleet.members:
+        fleet.touch(name, now_s)
+    return [*fleet.tick(now_s), *fleet.tick(now_s)]  # the first may be that of one who slept
+
+
+def test_while_versions_are_mixed_nobody_is_unfit_who_has_a_partner() -> None:
+    fleet = met("prefill-0", "decode-0")
+    for worker in ("prefill-1", "decode-1"):
+        fleet.hear(worker, hello(worker, fingerprint="new"), 1.0)
+        alone = worker == "prefill-1"
+        assert list(fleet.misfits()) == (["prefill-1"] if alone else [])
+    for worker, peer in (("decode-0", "prefill-0"), ("decode-1", "prefill-1")):
+        fleet.hear(worker, linked(peer), 2.0)
+    assert fleet.pairs() == [("prefill-0", "decode-0"), ("prefill-1", "decode-1")]
+    fleet.lose("decode-1", "test")
+    assert list(fleet.misfits()) == ["prefill-1"]
+
+
+def test_a_stranger_is_unfit_until_it_has_a_role() -> None:
+    fleet, stranger = Fleet(), msgspec.structs.replace(hello("prefill-0"), role="both")
+    fleet.hear("prefill-0", stranger, 0.0)
+    assert list(fleet.misfits()) == ["prefill-0"]
+    fleet.hear("prefill-0", hello("prefill-0"), 1.0)
+    assert fleet.misfits() == {}

@@ -19,9 +19,10 @@ from router.policy import (
     Load,
     Need,
     View,
-    choose,
     rebind,
+    ways,
 )
+from router.policy import choose as best
 from router.prefix_index import CHUNK_TOKENS, PrefixIndex
 from tests.unit.router.world import hello
 
@@ -44,6 +45,11 @@ def view(fleet: Fleet, split: bool = True, **loads: Load) -> View:
     for name, load in loads.items():
         ledger.book(f"on {name}", {name.replace("_", "-"): load})
     return View(fleet, ledger, split)
+
+
+def choose(need: Need, view: View, avoid: str | None = None) -> Choice | None:
+    """The best of all ways."""
+    return best(need, view, [way for way in ways(need, view) if not avoid or avoid not in way])
 
 
 FOUR = ("prefill-0", "prefill-1", "decode-0", "decode-1")

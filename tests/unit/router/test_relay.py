@@ -17,7 +17,7 @@ from diptych.messages import (
     Step,
 )
 from diptych.request import Stage
-from router.admission import Admission, Limits
+from router.admission import Limits
 from router.effects import (
     Arrive,
     Cancelled,
@@ -25,6 +25,7 @@ from router.effects import (
     ClientGone,
     Deliver,
     Durations,
+    Entered,
     Fail,
     Finish,
     Moved,
@@ -62,7 +63,7 @@ def test_a_first_token_that_ends_the_answer_moves_nothing() -> None:
     world.arrive("r")
     world.first("prefill-0", ("r", 0), finish="stop")
     effects = world.flush("prefill-0")
-    assert [type(effect) for effect in effects] == [Durations, Deliver, Finish]
+    assert [type(effect) for effect in effects] == [Durations, Entered, Deliver, Finish]
     assert at_rest(world)
 
 
@@ -197,8 +198,7 @@ def test_tokens_before_the_kv_are_never_delivered() -> None:
 
 
 def test_a_canary_goes_through_its_pair_past_the_limits_and_unmeasured() -> None:
-    world = linked("prefill-0", "prefill-1", "decode-0")
-    world.relay.admission = Admission(Limits(max_requests=0))
+    world = linked("prefill-0", "prefill-1", "decode-0", limits=Limits(max_requests=0))
     effects = world.canary("c", "prefill-1", "decode-0")
     assert sent(effects, "prefill-1") and not sent(effects, "prefill-0")
     world.first("prefill-1", ("c", 0))
@@ -230,7 +230,7 @@ def test_the_waterfall_sums_to_the_whole() -> None:
     effects = world.say("prefill-0", Step([Output("r", 0, [0], seconds={"queue": 0.5, "prefill": 1.0})]))
     first = next(effect for effect in effects if isinstance(effect, Durations)).seconds
     assert first == {"admission": 0.5, "retry": 0.0, "prefill_queue": 0.5, "prefill": 1.0, "deliver": 0.5}
-    world.say("prefill-0", Offer("r", 0, b"", 1, 1))
+    world.say("prefill-0", Offer("r", 0, b"ticket", 1, 1))
     world.now_s = 13.0
     world.pull("decode-0", ("r", 0))
     world.flush("decode-0")
@@ -243,8 +243,7 @@ def test_the_waterfall_sums_to_the_whole() -> None:
 
 
 def test_too_many_requests_are_refused_with_a_time() -> None:
-    world = linked(*PAIR)
-    world.relay.admission = Admission(Limits(max_requests=1))
+    world = linked(*PAIR, limits=Limits(max_requests=1))
     world.arrive("a")
     world.arrive("b")
     end = world.terminal["b"]
@@ -263,12 +262,12 @@ def test_a_name_is_used_once() -> None:
 
 
 def test_the_memory_of_ended_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.relay.REMEMBERED", 3)
+    monkeypatch.setattr("router.attempts.REMEMBERED", 3)
     world = linked(*PAIR)
     for index in range(5):
         world.arrive(f"r{index}")
         world.do(ClientGone(f"r{index}"))
-    assert list(world.relay._ended) == ["r2", "r3", "r4"]
+    assert list(world.relay.attempts.ended) == ["r2", "r3", "r4"]
 
 
 def test_who_was_not_told_to_work_has_nothing_to_say() -> None:

@@ -6,27 +6,44 @@ import pytest
 
 from diptych.messages import (
     Abort,
+    Admit,
     Beat,
+    Drain,
     Failed,
     Offer,
     Output,
     Prefill,
     Stats,
     Step,
+    Turn,
 )
+from diptych.request import Stage
+from router.attempts import MAX_LOSSES
 from router.effects import (
     Choice,
+    ClientGone,
+    Command,
     Fail,
     Finish,
     Retried,
     Tick,
+    WorkerLost,
 )
-from router.relay import Relay
-from tests.unit.router.world import PAIR, World, at_decode, at_rest, at_transfer, hello, linked, sent
+from tests.unit.router.world import (
+    PAIR,
+    RECOVERY_S,
+    World,
+    at_decode,
+    at_rest,
+    at_transfer,
+    hello,
+    linked,
+    sent,
+)
 
 
 @pytest.mark.parametrize("code", ["transfer_failed", "kv_corrupt", "stale_ticket"])
-def test_a_failed_hand_off_is_read_again_once(code: str) -> None:
+def test_a_failed_hand_off_is_read_again_twice(code: str) -> None:
     world = linked(*PAIR)
     key = at_transfer(world)
     world.fail("decode-0", key, code)
@@ -34,14 +51,16 @@ def test_a_failed_hand_off_is_read_again_once(code: str) -> None:
     abort, again = sent(effects, "prefill-0")
     assert abort == Abort("r", 0)
     assert isinstance(again, Prefill) and (again.epoch, again.output) == (1, [0])
-    assert effects[-1] == Retried("r", "kv_transfer_failed", 1)
-    world.first("prefill-0", ("r", 1))
-    world.flush("prefill-0")
-    assert world.tokens["r"] == [0, 1]
-    world.fail("decode-0", ("r", 1), code)
-    world.flush("decode-0")
+    assert Retried("r", "kv_transfer_failed", 1, 1) in effects
+    for epoch in (1, 2):
+        assert "r" in world.relay.live
+        world.first("prefill-0", ("r", epoch))
+        world.flush("prefill-0")
+        assert world.tokens["r"] == list(range(epoch + 1))
+        world.fail("decode-0", ("r", epoch), code)
+        world.flush("decode-0")
     end = world.terminal["r"]
-    assert isinstance(end, Fail) and end.code == "kv_transfer_failed" and not end.retry and at_rest(world)
+    assert isinstance(end, Fail) and end.code == "kv_transfer_failed" and at_rest(world)
 
 
 def test_an_overloaded_worker_is_avoided() -> None:
@@ -50,9 +69,24 @@ def test_an_overloaded_worker_is_avoided() -> None:
     world.fail("prefill-0", ("r", 0), "overloaded")
     assert [type(m) for m in sent(world.flush("prefill-0"), "prefill-1")] == [Prefill]
     world.fail("prefill-1", ("r", 1), "overloaded")
-    world.flush("prefill-1")
+    assert [type(m) for m in sent(world.flush("prefill-1"), "prefill-0")] == [Prefill], (
+        "the other is free by now"
+    )
+    world.fail("prefill-0", ("r", 2), "overloaded")
+    world.flush("prefill-0")
     end = world.terminal["r"]
     assert isinstance(end, Fail) and (end.status, end.code, end.retry) == (503, "overloaded", True)
+
+
+def test_an_overloaded_worker_that_is_the_only_one_is_not_asked_again() -> None:
+    world = linked(*PAIR)
+    world.arrive("r")
+    world.fail("prefill-0", ("r", 0), "overloaded")
+    world.flush("prefill-0")
+    end = world.terminal["r"]
+    assert (
+        isinstance(end, Fail) and (end.status, end.code) == (503, "overloaded") and end.retry_after_s == 1.0
+    )
 
 
 def test_a_draining_worker_is_chosen_no_more() -> None:
@@ -73,6 +107,16 @@ def test_what_may_break_every_worker_is_not_tried_again(code: str, status: int) 
     world.flush("prefill-0")
     end = world.terminal["r"]
     assert isinstance(end, Fail) and (end.status, end.retry) == (status, False) and at_rest(world)
+
+
+def wait(world: World, seconds: float, silent: str = "") -> None:
+    """Time passes; whoever is alive and not `silent` beats."""
+    for _ in range(round(seconds / 0.25)):
+        world.now_s += 0.25
+        for name, worker in world.workers.items():
+            if worker.alive and name != silent and name in world.relay.fleet.members:
+                world.say(name, Beat(name, worker.hello.incarnation, Stats()))
+        world.do(Tick())
 
 
 def test_prefill_worker_lost_before_a_token_goes_to_another() -> None:
@@ -106,20 +150,22 @@ def test_prefill_worker_lost_after_the_transfer_is_not_noticed() -> None:
     assert world.terminal["r"] == Finish("r", "stop")
 
 
-def test_the_only_decode_worker_lost_fails_everything_at_once() -> None:
+def test_without_the_only_decode_worker_everything_waits_and_then_fails_with_a_time() -> None:
     world = linked(*PAIR)
     world.arrive("fresh")
     at_transfer(world, "begun")
     at_decode(world, "streaming")
     world.workers["decode-0"].alive = False
     world.lost("decode-0")
+    assert world.waiting == {"fresh", "begun", "streaming"} and not world.workers["prefill-0"].held
+    wait(world, RECOVERY_S - 0.5)
+    assert not world.terminal
+    wait(world, 1.0)
     ends = {name: end for name, end in world.terminal.items() if isinstance(end, Fail)}
-    assert {name: (end.code, end.retry) for name, end in ends.items()} == {
-        "fresh": ("worker_lost", True),
-        "begun": ("worker_lost", False),
-        "streaming": ("worker_lost", False),
-    }
-    assert at_rest(world)
+    assert {name: (end.status, end.code, end.retry) for name, end in ends.items()} == dict.fromkeys(
+        ("fresh", "begun", "streaming"), (503, "worker_lost", True)
+    )
+    assert all(end.retry_after_s for end in ends.values()) and at_rest(world)
 
 
 def test_a_planned_decode_worker_that_is_lost_is_replaced() -> None:
@@ -137,41 +183,41 @@ def test_a_hello_over_a_new_link_ends_what_the_old_one_carried(how: str) -> None
     world = linked(*PAIR)
     at_decode(world)
     world.join("decode-0") if how == "restarts" else world.relink("decode-0")
-    end = world.terminal["r"]
-    assert isinstance(end, Fail) and end.code == "worker_lost" and at_rest(world)
+    assert world.waiting == {"r"} and not world.workers["decode-0"].held
+    effects = world.flush("decode-0")  # it is linked again, and the request goes on
+    again = sent(effects, "prefill-0")[0]
+    assert isinstance(again, Prefill) and (again.epoch, again.output) == (1, [0])
+    world.first("prefill-0", ("r", 1))
+    world.flush("prefill-0")
+    world.pull("decode-0", ("r", 1))
+    world.decode("decode-0", ("r", 1), finish="stop")
     world.flush("decode-0")
-    world.arrive("next")
-    assert "next" in world.relay.live
+    assert world.tokens["r"] == [0, 1, 2] and world.terminal["r"] == Finish("r", "stop") and at_rest(world)
 
 
 def test_silence_is_loss() -> None:
     world = linked(*PAIR)
     at_decode(world)
-    for _ in range(11):
-        world.now_s += 0.25
-        world.say("prefill-0", Beat("prefill-0", "prefill-0/1", Stats()))
-        world.do(Tick())
-    assert set(world.relay.fleet.members) == {"prefill-0"}
-    end = world.terminal["r"]
-    assert isinstance(end, Fail) and end.code == "worker_lost"
+    wait(world, 2.5, silent="decode-0")
+    assert set(world.relay.fleet.members) == {"prefill-0"} and world.waiting == {"r"}
 
 
-def test_a_retry_stays_with_the_fingerprint_it_began_with() -> None:
-    relay = Relay()
-    world = World()
-    world.relay = relay
-    world.join("prefill-0")
-    world.join("decode-0")
-    world.flush("decode-0")
+def test_an_answer_stays_with_the_fingerprint_it_began_with() -> None:
+    world = linked(*PAIR)
     for name in ("prefill-1", "decode-1"):  # the other version of a rollout
         world.join(name)
-        relay.fleet.hear(name, hello(name, 9, fingerprint="g"), 0.0)
+        world.relay.fleet.lose(name, "")
+        world.relay.fleet.hear(name, hello(name, 9, fingerprint="g"), 0.0)
     world.link("decode-1", "prefill-1")
-    assert relay.fleet.pairs() == [("prefill-0", "decode-0"), ("prefill-1", "decode-1")]
-    world.arrive("r")
+    assert world.relay.fleet.pairs() == [("prefill-0", "decode-0"), ("prefill-1", "decode-1")]
+    at_transfer(world, "begun")
+    world.arrive("fresh")
     world.workers["prefill-0"].alive = False
     world.lost("prefill-0")
-    assert isinstance(world.terminal["r"], Fail)
+    assert world.waiting == {"begun"}
+    assert ("fresh", world.relay.live["fresh"].request.epoch) in world.workers["prefill-1"].held
+    wait(world, RECOVERY_S + 0.5)
+    assert isinstance(world.terminal["begun"], Fail) and "fresh" not in world.terminal
 
 
 def test_what_an_earlier_attempt_still_says_is_late() -> None:
@@ -188,10 +234,109 @@ def test_what_an_earlier_attempt_still_says_is_late() -> None:
     assert world.tokens["r"] == [0] and world.relay.live["r"].request.epoch == 1
 
 
-def test_a_stream_is_not_begun_again_even_where_it_could_be() -> None:
+# ---- an answer goes on elsewhere
+
+
+def test_a_stream_goes_on_at_another_decode_worker() -> None:
     world = linked("prefill-0", "decode-0", "decode-1")
-    at_decode(world)
-    assert ("r", 0) in world.workers["decode-0"].held
+    key = at_decode(world)
+    world.decode("decode-0", key, count=3)
+    world.flush("decode-0")
     world.workers["decode-0"].alive = False
-    world.lost("decode-0")
-    assert isinstance(world.terminal["r"], Fail) and at_rest(world)
+    effects = world.lost("decode-0")
+    assert Retried("r", "worker_lost", 1, 4) in effects
+    again = sent(effects, "prefill-0")[0]
+    assert isinstance(again, Prefill) and (again.epoch, again.output) == (1, [0, 1, 2, 3])
+    world.first("prefill-0", ("r", 1))
+    world.flush("prefill-0")
+    world.pull("decode-1", ("r", 1))
+    world.decode("decode-1", ("r", 1), finish="length")
+    world.flush("decode-1")
+    assert world.tokens["r"] == [0, 1, 2, 3, 4, 5] and world.terminal["r"] == Finish("r", "length")
+    assert at_rest(world)
+
+
+def test_a_request_outlives_eight_losses_and_no_more() -> None:
+    world = linked(*PAIR)
+    world.arrive("r")
+    for losses in range(MAX_LOSSES + 1):
+        assert "r" in world.relay.live, losses
+        world.join("prefill-0", ended="killed")
+        world.flush("decode-0")
+    end = world.terminal["r"]
+    assert isinstance(end, Fail) and end.code == "worker_lost" and at_rest(world)
+
+
+def test_a_ticket_outlives_the_decode_worker_that_was_to_use_it() -> None:
+    world = linked("prefill-0", "decode-0", "decode-1")
+    key = at_transfer(world)
+    world.workers["decode-0"].alive = False
+    effects = world.lost("decode-0")
+    admit = sent(effects, "decode-1")[0]
+    assert isinstance(admit, Admit) and (admit.epoch, admit.ticket) == (0, b"ticket")
+    assert sent(effects, "prefill-0") == [], "nothing is read again"
+    world.pull("decode-1", key)
+    world.flush("decode-1")
+    assert world.relay.live["r"].request.stage is Stage.DECODING and not world.workers["prefill-0"].held
+
+
+def test_a_worker_hears_of_an_attempt_once() -> None:
+    """It takes a second order of the same epoch for an old message."""
+    world = linked(*PAIR)
+    at_transfer(world)
+    world.relink("decode-0")
+    again = sent(world.flush("decode-0"), "prefill-0")
+    assert [type(message) for message in again] == [Prefill] and world.relay.live["r"].request.epoch == 1
+
+
+def test_a_decode_worker_that_has_to_end_hands_its_streams_on() -> None:
+    world = linked("prefill-0", "decode-0", "decode-1")
+    key = at_decode(world)
+    world.do(Command("decode-0", Drain()))
+    assert "r" in world.relay.live and world.relay.fleet.members["decode-0"].draining
+    world.fail("decode-0", key, "draining")
+    again = sent(world.flush("decode-0"), "prefill-0")[0]
+    assert isinstance(again, Prefill) and again.output == [0]
+    assert world.relay.live["r"].choice == Choice("prefill-0", "decode-1")
+
+
+def test_who_is_told_to_end_gets_nothing_new() -> None:
+    world = linked("prefill-0", "prefill-1", "decode-0")
+    assert sent(world.do(Command("prefill-0", Drain())), "prefill-0") == [Drain()]
+    assert sent(world.arrive("r"), "prefill-1")
+    assert world.do(Command("stranger", Drain())) == []
+
+
+def test_a_worker_changes_pools() -> None:
+    world = linked("prefill-0", "decode-0", "decode-1")
+    world.do(Command("decode-1", Turn("prefill")))
+    assert world.workers["decode-1"].turning == "prefill"
+    world.turn("decode-1", "prefill")
+    world.flush("decode-0")
+    assert world.relay.ways() == [("decode-1", "decode-0"), ("prefill-0", "decode-0")]
+    for name in ("a", "b"):
+        world.arrive(name)
+    assert {world.relay.live[name].source for name in ("a", "b")} == {"decode-1", "prefill-0"}
+
+
+def test_a_pair_whose_kv_comes_out_corrupt_is_told_to_the_fleet() -> None:
+    world = linked("prefill-0", "prefill-1", "decode-0")
+    for name in ("a", "b", "c"):
+        world.arrive(name)
+        source = world.relay.live[name].source
+        assert source is not None
+        world.first(source, (name, 0))
+        world.flush(source)
+        world.fail("decode-0", (name, 0), "kv_corrupt")
+        world.flush("decode-0")
+        assert world.relay.live[name].source != source, "the other reads it again"
+        world.do(ClientGone(name))
+    assert world.relay.fleet.members["decode-0"].ties.keys() == {"prefill-1"}
+
+
+def test_late_answers_of_a_stream_that_went_on_elsewhere_are_dropped() -> None:
+    world = linked("prefill-0", "decode-0", "decode-1")
+    key = at_decode(world)
+    world.do(WorkerLost("decode-0", "decode-0/1", "silent"))
+    world.say("decode-0", Step([Output(*key, [7])]))
+    assert world.tokens["r"] == [0] and world.relay.late["Step"] == 1

@@ -1,41 +1,101 @@
-"""Random stories: workers come, die, stall and return, messages are late, doubled and reordered, clients leave.
+"""Random stories: workers come, die, stall, crash, drain, change pools and return, KV is announced early, hand-offs
+fail, messages are late, doubled and reordered, pools are too small for all, clients leave.
 
 `Orderly` keeps what the channel promises (each link in order, nothing twice), so the tokens themselves are checked as
 well. `Wild` breaks every promise: no token order then, but still one end for each request, and nothing left behind.
+
+Hypothesis tells the stories, and remembers those that went wrong; a plain driver with fixed seeds tells very many more.
 """
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from diptych.messages import Beat, Pulled, Stats, Step, ToGateway
+from diptych.messages import (
+    Abort,
+    Admit,
+    Beat,
+    Drain,
+    Failed,
+    Fetch,
+    Offer,
+    Output,
+    Pulled,
+    Staged,
+    Staging,
+    Stats,
+    Step,
+    ToGateway,
+    Turn,
+)
 from diptych.request import Stage
-from router.admission import Admission, Limits
-from router.effects import ClientGone, Stop, Tick
-from router.relay import MAX_ATTEMPTS, WAITING
+from router.admission import Limits
+from router.attempts import MAX_FAILURES, MAX_LOSSES
+from router.effects import (
+    Began,
+    Cancelled,
+    ClientGone,
+    Command,
+    Fail,
+    Finish,
+    Moved,
+    Quarantined,
+    Queued,
+    Retried,
+    Stop,
+    Tick,
+)
+from router.effects import Local as Locally
+from router.prefix_index import CHUNK_TOKENS
+from router.relay import WAITING
 from tests.unit.router.world import LEASE_S, World
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
-MAX_TICK_S = 0.5
-CODES = st.sampled_from(
-    ["transfer_failed", "kv_corrupt", "overloaded", "stale_ticket", "internal_error", "draining"]
-)
-FINISH = st.sampled_from([None, None, None, None, "stop"])
-TROUBLES = ["dies", "cannot be reached", "restarts", "relinks"]
-ANYONE = st.sampled_from(PREFILL + DECODE)
+MAX_TICK_S, PATIENCE_S = 0.5, 1.0
+CODES = [
+    "transfer_failed",
+    "kv_corrupt",
+    "overloaded",
+    "stale_ticket",
+    "internal_error",
+    "draining",
+    "out_of_memory",
+]
+FINISH = [None, None, None, None, "stop"]
+TROUBLES = ["dies", "cannot be reached", "restarts", "relinks", *[""] * 6]
+ENDED = ["", "crashed", "killed"]
+SILENT = [*PREFILL, *DECODE, "", "", "", ""]
 pick = st.integers(0, 1 << 16)
+any_of = st.sampled_from
 
 
 class Orderly(RuleBasedStateMachine):
-    split = True
+    """2 + 2 workers with pools of eight slabs, over links so slow that whatever can be staged is."""
+
+    split, local_prefill = True, "never"
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(*(PREFILL if self.split else ()), *DECODE, split=self.split)
-        self.world.relay.admission = Admission(Limits(max_requests=12, max_queued_tokens=100))
+        self.world = World(
+            *(PREFILL if self.split else ()),
+            *DECODE,
+            split=self.split,
+            slabs=8,
+            limits=Limits(max_requests=12, max_queued_tokens=3000),
+            local_prefill=self.local_prefill,
+            recovery_s=PATIENCE_S,
+            gb_per_s=0.01,
+        )
         self.graves: list[tuple[str, ToGateway]] = []  # said by lives and links that are known to be over
+        self.way_s = 0.0  # when there was a way, as of the last step
         for name in self.world.workers:
             self.world.flush(name)
 
@@ -56,16 +116,15 @@ class Orderly(RuleBasedStateMachine):
             self.arrive(prompt, 1000.0, 0)
 
     @rule(
-        prompt=st.integers(1, 30),
-        limit_s=st.sampled_from([2.0, 1000.0, 1000.0]),
-        pinned=st.sampled_from([0, 0, 0, 1]),
+        prompt=st.integers(1, 600),
+        limit_s=any_of([2.0, 1000.0, 1000.0]),
+        pinned=any_of([0, 0, 0, 1]),
     )
     def arrive(self, prompt: int, limit_s: float, pinned: int) -> None:
         name = f"r{len(self.world.arrived)}"
         if pinned:
-            self.world.canary(
-                name, self.one([*PREFILL], prompt) if self.split else None, self.one([*DECODE], prompt)
-            )
+            source = self.one([*PREFILL], prompt) if self.split else None
+            self.world.canary(name, source, self.one([*DECODE], prompt))
         else:
             self.world.arrive(name, prompt, deadline_s=self.world.now_s + limit_s)
 
@@ -78,23 +137,32 @@ class Orderly(RuleBasedStateMachine):
     # ---- workers do what they were told
 
     @precondition(lambda self: self.holding())
-    @rule(index=pick, which=pick, finish=FINISH, count=st.integers(1, 3), heard=st.booleans())
+    @rule(index=pick, which=pick, finish=any_of(FINISH), count=st.integers(1, 3), heard=st.booleans())
     def work(self, index: int, which: int, finish: str | None, count: int, heard: bool) -> None:
         name = self.one(self.holding(), index)
         worker = self.world.workers[name]
         key = self.some(name, which)
-        if name in PREFILL:
-            if key not in worker.read:
-                self.world.first(name, key, finish)
-        elif self.split and key not in worker.pulled:
-            self.world.pull(name, key)
-        else:
+        if worker.reads:
+            self.read(name, key, finish, count)
+        elif key in worker.local or key in worker.pulled:
             self.world.decode(name, key, finish, count)
+        elif key not in worker.early:
+            self.world.pull(name, key)
         if heard:
             self.hear(index=0, count=9, name=name)
 
+    def read(self, name: str, key: tuple[str, int], finish: str | None, count: int) -> None:
+        """A step of a prefill worker: it announces, perhaps, and perhaps comes to the end."""
+        worker = self.world.workers[name]
+        if key in worker.read:
+            return
+        if key in worker.staged and count > 1:
+            self.world.stage(name, key)
+        if count < 3:
+            self.world.first(name, key, finish)
+
     @precondition(lambda self: self.holding())
-    @rule(index=pick, which=pick, code=CODES)
+    @rule(index=pick, which=pick, code=any_of(CODES))
     def fail(self, index: int, which: int, code: str) -> None:
         name = self.one(self.holding(), index)
         self.world.fail(name, self.some(name, which), code)
@@ -109,13 +177,12 @@ class Orderly(RuleBasedStateMachine):
         name = name or self.one(self.talking(), index)
         outbox = self.world.workers[name].outbox
         for _ in range(min(count, len(outbox))):
-            if outbox:  # what was heard may have ended the session
-                self.world.say(name, outbox.pop(0))
+            self.world.say(name, outbox.pop(0))
 
     # ---- workers come and go
 
-    @rule(name=ANYONE, what=st.sampled_from([*TROUBLES, *[""] * 6]))
-    def trouble(self, name: str, what: str) -> None:
+    @rule(name=any_of(PREFILL + DECODE), what=any_of(TROUBLES), ended=any_of(ENDED))
+    def trouble(self, name: str, what: str, ended: str) -> None:
         worker = self.world.workers.get(name)
         if worker is None or not what:
             return
@@ -124,19 +191,49 @@ class Orderly(RuleBasedStateMachine):
         elif what == "cannot be reached":
             self.world.lost(name)
             self.bury(name)
+        elif what == "restarts" or not worker.alive:
+            self.bury(name)
+            self.world.join(name, ended)
         else:
             self.bury(name)
-            self.world.join(name) if what == "restarts" or not worker.alive else self.world.relink(name)
+            self.world.relink(name)
 
-    @precondition(lambda self: len(self.world.relay.fleet.pairs()) < (4 if self.split else 9))
-    @rule()
-    def recover(self) -> None:
-        """Every worker that the gateway has lost is back and linked."""
+    @rule(name=any_of(PREFILL + DECODE), what=any_of(["drain", "turn", "", ""]))
+    def command(self, name: str, what: str) -> None:
+        if what and name in self.world.workers:
+            reads = self.world.workers[name].reads
+            self.world.do(
+                Command(name, Turn("decode" if reads else "prefill") if what == "turn" else Drain())
+            )
+
+    @precondition(lambda self: self.drained())
+    @rule(index=pick)
+    def end_of_drain(self, index: int) -> None:
+        """A worker that was told to end, or to turn, and holds nothing any more."""
+        name = self.one(self.drained(), index)
+        turning = self.world.workers[name].turning
+        self.hear(index=0, count=99, name=name)
+        if not self.world.workers[name].held:
+            self.bury(name)
+            self.world.turn(name, turning) if turning else self.world.join(name)
+
+    def drained(self) -> list[str]:
+        members, workers = self.world.relay.fleet.members, self.world.workers
+        return [
+            name
+            for name, member in members.items()
+            if member.draining and workers[name].alive and not workers[name].held
+        ]
+
+    @precondition(lambda self: len(self.world.relay.ways()) < (4 if self.split else 2))
+    @rule(ended=any_of(ENDED))
+    def recover(self, ended: str) -> None:
+        """Every worker that the gateway has lost is back, and all are linked."""
         for name, worker in self.world.workers.items():
             if not worker.alive or name not in self.world.relay.fleet.members:
                 self.bury(name)
-                self.world.relink(name) if worker.alive else self.world.join(name)
-        for name in DECODE:
+                self.world.relink(name) if worker.alive else self.world.join(name, ended)
+        for name in [name for name, worker in self.world.workers.items() if not worker.reads]:
             self.hear(index=0, count=99, name=name)
 
     def bury(self, name: str) -> None:
@@ -157,7 +254,7 @@ class Orderly(RuleBasedStateMachine):
 
     # ---- time
 
-    @rule(seconds=st.floats(0.05, MAX_TICK_S), silent=st.sampled_from([*PREFILL, *DECODE, "", "", "", ""]))
+    @rule(seconds=st.floats(0.05, MAX_TICK_S), silent=any_of(SILENT))
     def tick(self, seconds: float, silent: str) -> None:
         self.world.now_s += seconds
         for name, worker in self.world.workers.items():
@@ -171,6 +268,16 @@ class Orderly(RuleBasedStateMachine):
                 self.leases_are_fresh(name)
         for live in self.world.relay.live.values():
             assert live.request.deadline_s > self.world.now_s
+        self.nobody_waits_without_reason()
+
+    def nobody_waits_without_reason(self) -> None:
+        """With a way, and nobody under suspicion, the first in the queue goes if nobody else is on the way."""
+        relay = self.world.relay
+        if len(relay.queue) and relay.ways() and not len(relay.docket):
+            assert any(live.choice is not None for live in relay.live.values())
+        assert self.world.now_s - self.way_s <= PATIENCE_S + MAX_TICK_S or not len(relay.queue), (
+            "there is no hope"
+        )
 
     def leases_are_fresh(self, name: str) -> None:
         for live in self.world.relay.live.values():
@@ -195,29 +302,49 @@ class Orderly(RuleBasedStateMachine):
                 continue
             for request, epoch in worker.held:
                 live = self.world.relay.live.get(request)
-                assert live is not None and live.request.epoch == epoch and name in live.open, (
-                    name,
-                    request,
-                    epoch,
-                )
+                known = live is not None and live.request.epoch == epoch and name in live.open
+                assert known, (name, request, epoch)
+
+    @invariant()
+    def who_waits_holds_nothing(self) -> None:
+        relay = self.world.relay
+        if not len(relay.queue) or relay.ways():
+            self.way_s = self.world.now_s
+        for name, live in relay.live.items():
+            waits = live.request.stage is Stage.ADMITTED
+            assert waits == (name in relay.queue) == (live.choice is None) == (name in self.world.waiting), (
+                name
+            )
+            assert not (waits and live.open), name
 
     @invariant()
     def the_books_are_those_of_the_living(self) -> None:
         relay = self.world.relay
-        assert len(relay.ledger) == len(relay.live)
+        assert len(relay.ledger) + len(relay.queue) == len(relay.live)
+        burdens = {request: live.shares for request, live in relay.live.items()}
         for name in [*PREFILL, *DECODE]:
-            assert sorted(relay.ledger.requests(name)) == sorted(
-                request for request, live in relay.live.items() if name in live.shares
-            )
-            assert relay.ledger.load(name).running == len(relay.ledger.requests(name))
+            known = sorted(relay.ledger.requests(name))
+            assert known == sorted(request for request, shares in burdens.items() if name in shares)
+            assert relay.ledger.load(name).running == len(known)
         for request, live in relay.live.items():
-            assert live.attempts <= MAX_ATTEMPTS and live.open <= set(relay.fleet.members), request
+            assert live.losses <= MAX_LOSSES and live.failures <= MAX_FAILURES, request
+            assert live.open <= set(relay.fleet.members), request
+        unread = (Stage.ADMITTED, Stage.QUEUED)
         queued = sum(
             len(live.request.prompt)
             for live in relay.live.values()
-            if live.request.stage is Stage.QUEUED and not live.request.output and not live.pinned
+            if live.request.stage in unread and not live.request.output and not live.pinned
         )
         assert relay.admission.queued_tokens == queued
+
+    @invariant()
+    def what_was_sent_to_be_read_fits(self) -> None:
+        """The prompts at a prefill worker, leased ones included, never ask for more than its pool; or there is one."""
+        relay = self.world.relay
+        for name, worker in self.world.workers.items():
+            lives = [relay.live[request] for request in relay.ledger.requests(name)]
+            reading = [live.read_tokens for live in lives if live.source == name and not live.pinned]
+            assert len(reading) < 2 or sum(reading) <= worker.slabs * CHUNK_TOKENS, name
 
     @invariant()
     def tokens_are_in_order(self) -> None:
@@ -231,15 +358,28 @@ class Orderly(RuleBasedStateMachine):
         self.nobody_holds_what_the_relay_has_forgotten()
         self.every_request_lives_or_has_ended_once()
         relay = self.world.relay
-        assert not relay.live and not len(relay.ledger)
+        assert not relay.live and not len(relay.ledger) and not len(relay.queue) and not len(relay.docket)
         assert (relay.admission.in_flight, relay.admission.queued_tokens) == (0, 0)
+
+    def check(self) -> None:
+        """All invariants."""
+        self.every_request_lives_or_has_ended_once()
+        self.nobody_holds_what_the_relay_has_forgotten()
+        self.who_waits_holds_nothing()
+        self.the_books_are_those_of_the_living()
+        self.what_was_sent_to_be_read_fits()
+        self.tokens_are_in_order()
+
+
+class Local(Orderly):
+    local_prefill = "fallback"
 
 
 class Colocated(Orderly):
     split = False
 
 
-class Wild(Orderly):
+class Wild(Local):
     @precondition(lambda self: self.talking())
     @rule(index=pick, which=pick, keep=st.booleans())
     def hear_out_of_order(self, index: int, which: int, keep: bool) -> None:
@@ -249,18 +389,17 @@ class Wild(Orderly):
         self.world.say(name, outbox[at] if keep else outbox.pop(at))
 
     @precondition(lambda self: self.talking())
-    @rule(index=pick, speaker=st.sampled_from(PREFILL + DECODE))
+    @rule(index=pick, speaker=any_of(PREFILL + DECODE))
     def hear_from_another(self, index: int, speaker: str) -> None:
         """A worker speaks of what it was never told to do."""
         message = self.world.workers[self.one(self.talking(), index)].outbox[0]
-        held = (
-            {request for request, _ in self.world.workers[speaker].held}
-            if speaker in self.world.workers
-            else set()
-        )
-        if not held & {
-            part.request for part in getattr(message, "outputs", [message]) if hasattr(part, "request")
-        }:
+        worker = self.world.workers.get(speaker)
+        held = {request for request, _ in worker.held} if worker else set()
+        parts = message.outputs if isinstance(message, Step) else [message]
+        spoken = {
+            part.request for part in parts if isinstance(part, Output | Staged | Offer | Pulled | Failed)
+        }
+        if not held & spoken:
             self.world.say(speaker, message)
 
     def ghost(self, index: int) -> None:
@@ -275,7 +414,7 @@ class Wild(Orderly):
 
 
 NORMAL = settings(
-    max_examples=40,
+    max_examples=20,
     stateful_step_count=100,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking a hundred steps takes minutes
@@ -283,6 +422,88 @@ NORMAL = settings(
 )
 
 TestOrderly = Orderly.TestCase
+TestLocal = Local.TestCase
 TestColocated = Colocated.TestCase
 TestWild = Wild.TestCase
-TestOrderly.settings = TestColocated.settings = TestWild.settings = NORMAL
+TestOrderly.settings = TestLocal.settings = TestColocated.settings = TestWild.settings = NORMAL
+
+
+# ---- the same stories, told fast
+
+STEPS_PER_STORY = 250
+EVERYWHERE = (Queued, Began, Retried, Finish, Fail, Cancelled, Abort, Drain, Turn)
+Words = dict[str, Any]
+TOLD: list[
+    tuple[int, str, str, Callable[[random.Random], Words]]
+] = [  # weight, rule, what it needs, its arguments
+    (
+        3,
+        "arrive",
+        "",
+        lambda r: {"prompt": r.randint(1, 600), "limit_s": r.choice([2.0, 99.0, 999.0]), "pinned": 0},
+    ),
+    (1, "arrive", "", lambda r: {"prompt": r.randint(1, 9), "limit_s": 9.0, "pinned": 1}),
+    (1, "leave", "live", lambda r: {"index": r.getrandbits(16), "stops": r.random() < 0.5}),
+    (12, "work", "holding", lambda r: _work(r)),
+    (
+        1,
+        "fail",
+        "holding",
+        lambda r: {"index": r.getrandbits(16), "which": r.getrandbits(16), "code": r.choice(CODES)},
+    ),
+    (6, "hear", "talking", lambda r: {"index": r.getrandbits(16), "count": r.randint(1, 4)}),
+    (2, "trouble", "", lambda r: _trouble(r)),
+    (
+        1,
+        "command",
+        "",
+        lambda r: {"name": r.choice(PREFILL + DECODE), "what": r.choice(["drain", "turn", ""])},
+    ),
+    (1, "end_of_drain", "drained", lambda r: {"index": r.getrandbits(16)}),
+    (1, "recover", "wayless", lambda r: {"ended": r.choice(ENDED)}),
+    (1, "ghost", "graves", lambda r: {"index": r.getrandbits(16)}),
+    (3, "tick", "", lambda r: {"seconds": r.uniform(0.05, MAX_TICK_S), "silent": r.choice(SILENT)}),
+]
+
+
+def _work(r: random.Random) -> Words:
+    which = {"index": r.getrandbits(16), "which": r.getrandbits(16)}
+    return which | {"finish": r.choice(FINISH), "count": r.randint(1, 3), "heard": r.random() < 0.5}
+
+
+def _trouble(r: random.Random) -> Words:
+    return {"name": r.choice(PREFILL + DECODE), "what": r.choice(TROUBLES), "ended": r.choice(ENDED)}
+
+
+def tell(story: Orderly, r: random.Random) -> int:
+    """One story of so many steps; returns how many there were."""
+    needs: dict[str, Callable[[], object]] = {
+        "": lambda: True,
+        "live": lambda: story.world.relay.live,
+        "holding": story.holding,
+        "talking": story.talking,
+        "drained": story.drained,
+        "wayless": lambda: len(story.world.relay.ways()) < (4 if story.split else 2),
+        "graves": lambda: story.graves,
+    }
+    weights = [weight for weight, *_ in TOLD]
+    steps = 0
+    for _, name, need, words in r.choices(TOLD, weights, k=STEPS_PER_STORY):
+        if needs[need]():
+            getattr(story, name)(**words(r))
+            story.check()
+            steps += 1
+    story.teardown()
+    return steps
+
+
+@pytest.mark.parametrize("kind", [Orderly, Local, Colocated])
+def test_very_many_steps(kind: type[Orderly]) -> None:
+    steps, seed, seen = 0, 0, Counter[type]()
+    while steps < 33_400:
+        story = kind()
+        steps += tell(story, random.Random(f"{kind.__name__} {seed}"))
+        seed, seen = seed + 1, seen + story.world.seen
+    assert min(seen[known] for known in EVERYWHERE) > 100, seen
+    assert not kind.split or min(seen[known] for known in (Admit, Staging, Fetch, Moved)) > 100, seen
+    assert (kind is Local) == (seen[Locally] > 100) and seen[Quarantined], seen

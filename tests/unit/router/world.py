@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from diptych.messages import (
     Abort,
     Admit,
     Failed,
+    Fetch,
     Generate,
     Hello,
     Linked,
@@ -19,13 +20,18 @@ from diptych.messages import (
     Pulled,
     Release,
     Renew,
+    Staged,
+    Staging,
     Step,
     ToGateway,
     ToWorker,
+    Turn,
 )
 from diptych.request import Origin, Request, Sampling
+from router.admission import Admission, Limits
 from router.effects import (
     Arrive,
+    Began,
     Cancelled,
     Choice,
     Deliver,
@@ -35,23 +41,34 @@ from router.effects import (
     Fail,
     Finish,
     FromWorker,
+    Queued,
     Send,
     WorkerLost,
 )
 from router.prefix_index import PrefixIndex
 from router.relay import Relay
 
-LEASE_S = 3.0
+LEASE_S, RECOVERY_S = 3.0, 5.0
 PAIR = ("prefill-0", "decode-0")
 
 
-def hello(worker: str, life: int = 1, link: str = "", fingerprint: str = "f", **identity: str) -> Hello:
+def hello(
+    worker: str,
+    life: int = 1,
+    link: str = "",
+    fingerprint: str = "f",
+    *,
+    role: str = "",
+    pid: int = 1,
+    ended: str = "",
+    slabs: int = 64,
+    **identity: str,
+) -> Hello:
     """The introduction of "prefill-…" or "decode-…" in its `life`-th life."""
-    role = worker.partition("-")[0]
-    incarnation = f"{worker}/{life}"
-    return Hello(
-        worker, role, incarnation, fingerprint, identity, "host", 1, 64, 1 << 20, 2048, {"shm": b"x"}, link
-    )
+    role = role or worker.partition("-")[0]
+    name = f"{worker}/{life}"
+    where = "host", pid, slabs, 1 << 20, 2048
+    return Hello(worker, role, name, fingerprint, identity, *where, {"shm": b"x"}, link, ended)
 
 
 def request(name: str, prompt: int = 10, max_tokens: int = 8, deadline_s: float = 1e9) -> Request:
@@ -72,15 +89,29 @@ class SimWorker:
     life: int = 1
     links: int = 1
     alive: bool = True
+    role: str = ""
+    pid: int = 1
+    ended: str = ""
+    slabs: int = 64
+    turning: str = ""  # the role it is to have next
     held: dict[tuple[str, int], int] = field(default_factory=dict)
     pulled: set[tuple[str, int]] = field(default_factory=set)  # a decode worker's that may decode
+    early: set[tuple[str, int]] = field(default_factory=set)  # a decode worker's that have no ticket yet
+    staged: set[tuple[str, int]] = field(default_factory=set)  # a prefill worker's that it may announce
+    local: set[tuple[str, int]] = field(default_factory=set)  # a decode worker's that it reads itself
     read: set[tuple[str, int]] = field(default_factory=set)  # a prefill worker's that wait for release
     renewed_s: dict[tuple[str, int], float] = field(default_factory=dict)
     outbox: list[ToGateway] = field(default_factory=list)
 
     @property
     def hello(self) -> Hello:
-        return hello(self.name, self.life, f"{self.life}.{self.links}")
+        link, told = f"{self.life}.{self.links}", {"role": self.role, "ended": self.ended}
+        return hello(self.name, self.life, link, pid=self.pid, slabs=self.slabs, **told)
+
+    @property
+    def reads(self) -> bool:
+        """Whether it is a prefill worker at present."""
+        return (self.role or self.name).startswith("prefill")
 
     def free(self, request: str, epoch: int) -> None:
         for key in [key for key in self.held if key[0] == request and key[1] <= epoch]:
@@ -88,7 +119,8 @@ class SimWorker:
 
     def forget(self) -> None:
         """A new life or a new link: nothing of before is held, nothing said before arrives."""
-        for kept in (self.held, self.pulled, self.read, self.renewed_s, self.outbox):
+        known = self.held, self.pulled, self.read, self.early, self.staged, self.local
+        for kept in (*known, self.renewed_s, self.outbox):
             kept.clear()
 
 
@@ -96,16 +128,35 @@ class World:
     """A relay, its workers, and what every client has got."""
 
     def __init__(
-        self, *workers: str, split: bool = True, lease_s: float = LEASE_S, linked: bool = True
+        self,
+        *workers: str,
+        split: bool = True,
+        linked: bool = True,
+        slabs: int = 64,
+        limits: Limits | None = None,
+        local_prefill: str = "never",
+        recovery_s: float = RECOVERY_S,
+        gb_per_s: float = 1e6,
     ) -> None:
-        self.relay = Relay(split=split, lease_s=lease_s, index=PrefixIndex())
+        """`slabs` of each pool. At `gb_per_s` of links the default moves KV in no time: nothing is staged."""
+        self.relay = Relay(
+            admission=Admission(limits),
+            split=split,
+            lease_s=LEASE_S,
+            index=PrefixIndex(),
+            recovery_s=recovery_s,
+            local_prefill=local_prefill,
+        )
+        self.slabs, self.gb_per_s = slabs, gb_per_s
         self.now_s = 0.0
         self.workers: dict[str, SimWorker] = {}
         self.arrived: list[str] = []
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.terminal: dict[str, Finish | Fail | Cancelled] = {}
         self.auto_link = linked
-        self.orders: set[tuple[type, str, int]] = set()
+        self.seen: Counter[type] = Counter()  # effects, and messages sent
+        self.waiting: set[str] = set()  # that were told to be in the queue
+        self.orders: set[tuple[type, str, int, str]] = set()
         for name in workers:
             self.join(name)
 
@@ -131,11 +182,20 @@ class World:
     def say(self, worker: str, message: ToGateway) -> list[Effect]:
         return self.do(FromWorker(worker, message))
 
-    def join(self, name: str) -> list[Effect]:
-        """A worker starts, or starts again."""
+    def join(self, name: str, ended: str = "") -> list[Effect]:
+        """A worker starts, or starts again; then `ended` is how it ended before."""
         before = self.workers.get(name)
-        self.workers[name] = SimWorker(name, before.life + 1 if before else 1)
+        life = before.life + 1 if before else 1
+        role = before.role if before else ""
+        self.workers[name] = SimWorker(name, life, role=role, pid=life, ended=ended, slabs=self.slabs)
         return self.say(name, self.workers[name].hello)
+
+    def turn(self, name: str, role: str) -> list[Effect]:
+        """A worker that holds nothing more begins a new life in `role`, as the same process."""
+        worker = self.workers[name]
+        worker.forget()
+        worker.life, worker.role, worker.turning = worker.life + 1, role, ""
+        return self.say(name, worker.hello)
 
     def relink(self, name: str) -> list[Effect]:
         """A worker that lives on introduces itself over a new link, having aborted what it held."""
@@ -167,10 +227,17 @@ class World:
             worker.read.add(key)
             worker.outbox.append(Offer(*key, b"ticket", 10, 100))
 
+    def stage(self, name: str, key: tuple[str, int]) -> None:
+        """A prefill worker announces what it is about to compute."""
+        assert key in self.workers[name].staged
+        self.workers[name].outbox.append(Staged(*key, b"hint"))
+
     def pull(self, name: str, key: tuple[str, int]) -> None:
         """A decode worker has got the KV."""
+        assert key not in self.workers[name].early, "there is no ticket yet"
         self.workers[name].pulled.add(key)
-        self.workers[name].outbox.append(Pulled(*key, "shm", 100, {"transfer": 0.0}))
+        seconds = {"transfer": 0.0, "hidden": 0.25, "exposed": 0.5}
+        self.workers[name].outbox.append(Pulled(*key, "shm", 100, seconds))
 
     def decode(self, name: str, key: tuple[str, int], finish: str | None = None, count: int = 1) -> None:
         """A decode (or colocated) worker has made tokens."""
@@ -189,12 +256,18 @@ class World:
     # ---- what effects do
 
     def apply(self, effect: Effect) -> None:
+        self.seen[type(effect.message if isinstance(effect, Send) else effect)] += 1
         if isinstance(effect, Send):
             self._sent(effect.worker, effect.message)
         elif isinstance(effect, Deliver):
             assert effect.request not in self.terminal, f"{effect} after the end"
             self.tokens[effect.request] += effect.output.tokens
+        elif isinstance(effect, Queued):
+            self.waiting.add(effect.request)
+        elif isinstance(effect, Began):
+            self.waiting.discard(effect.request)
         elif isinstance(effect, Finish | Fail | Cancelled):
+            self.waiting.discard(effect.request)
             assert effect.request in self.arrived
             assert effect.request not in self.terminal, f"{effect} is a second end"
             self.terminal[effect.request] = effect
@@ -209,29 +282,59 @@ class World:
             assert message.request not in self.terminal, f"{message} after the end"
             assert message.remaining_s > 0
             assert message.origin == origin_of(message.request)
-            order = (type(message), message.request, message.epoch)
-            assert order not in self.orders, "an epoch begins once"
+            order = type(message), message.request, message.epoch, worker.hello.incarnation
+            assert order not in self.orders, "an attempt begins once at a worker"
             self.orders.add(order)
         if not worker.alive:
             return
         if isinstance(message, Prefill | Generate | Admit):
             assert not any(key[0] == message.request for key in worker.held), "two attempts at one worker"
-            worker.held[message.request, message.epoch] = len(message.output)
+            self._order(worker, message)
+        elif isinstance(message, Staging | Fetch):
+            key = message.request, message.epoch
+            assert key not in worker.held or key in worker.early, f"{message} without an early Admit"
+            if isinstance(message, Fetch) and key in worker.held:
+                assert len(message.output) == worker.held[key] + 1, "the ticket comes with one token more"
+                worker.early.discard(key)
+                worker.held[key] = len(message.output)
+        elif isinstance(message, Turn):
+            worker.turning = message.role
         elif isinstance(message, Release | Abort):
             worker.free(message.request, message.epoch)
         elif isinstance(message, Renew):
             worker.renewed_s.update(dict.fromkeys(message.leases, self.now_s))
         elif isinstance(message, Peer) and self.auto_link:
-            linked = Linked(message.worker, message.incarnation, "shm", 10.0, 5.0)
+            linked = Linked(message.worker, message.incarnation, "shm", self.gb_per_s, 5.0)
             worker.outbox.append(linked) if name in self.relay.fleet.members else None
+
+    def _order(self, worker: SimWorker, order: Prefill | Generate | Admit) -> None:
+        key = order.request, order.epoch
+        assert worker.reads == isinstance(order, Prefill), f"{order} for a {worker.role or worker.name}"
+        worker.held[key] = len(order.output)
+        if isinstance(order, Generate):
+            worker.local.add(key)
+        elif isinstance(order, Prefill) and order.stage:
+            worker.staged.add(key)
+        elif isinstance(order, Admit) and not order.ticket:
+            worker.early.add(key)
 
     def lost(self, name: str) -> list[Effect]:
         """The gateway finds that a worker cannot be reached."""
         return self.do(WorkerLost(name, self.workers[name].hello.incarnation))
 
 
-def linked(*workers: str, split: bool = True) -> World:
-    world = World(*workers, split=split)
+def linked(
+    *workers: str,
+    split: bool = True,
+    slabs: int = 64,
+    limits: Limits | None = None,
+    local_prefill: str = "never",
+    gb_per_s: float = 1e6,
+) -> World:
+    """A world in which all workers are up and linked."""
+    world = World(
+        *workers, split=split, slabs=slabs, limits=limits, local_prefill=local_prefill, gb_per_s=gb_per_s
+    )
     for worker in workers:
         world.flush(worker)
     return world
@@ -265,4 +368,5 @@ def at_decode(world: World, name: str = "r") -> tuple[str, int]:
 def at_rest(world: World) -> bool:
     relay = world.relay
     held = [worker.name for worker in world.workers.values() if worker.alive and worker.held]
-    return not relay.live and not len(relay.ledger) and not relay.admission.in_flight and not held
+    books = len(relay.ledger), relay.admission.in_flight, len(relay.queue), len(relay.docket)
+    return not relay.live and not any(books) and not held

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from prometheus_client import (
@@ -22,10 +22,8 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from diptych.messages import Stats
+from diptych.books import Books, FleetBooks, LinkSpeed
 
 # fmt: off
 TTFT_MS = (1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 250, 300, 400, 500, 750, 1e3, 2.5e3, 5e3, 7.5e3, 1e4, 2e4, 4e4,
@@ -40,6 +38,7 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 COUNTS = (1, 2, 3, 5, 8, 10, 20, 50, 100, 128)
 
 TTFT_STAGES = ("admission", "retry", "prefill_queue", "prefill", "deliver", "write")
+TRANSFER_PARTS = ("hidden", "exposed")
 HANDOFF_STAGES = ("decode_admission", "transfer", "first_decode")
 SLO_WINDOW = 1000  # requests over which attainment is told
 
@@ -50,26 +49,6 @@ class Objectives:
 
     ttft_s: float | None = None
     tpot_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Books:
-    """One worker's latest books, for the gauges."""
-
-    worker: str
-    role: str
-    stats: Stats
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSpeed:
-    """What a decode worker measured to a prefill worker."""
-
-    source: str
-    target: str
-    transport: str
-    gb_per_s: float
-    latency_us: float
 
 
 @dataclass(slots=True)
@@ -122,6 +101,7 @@ class Metrics:
         self._requests()
         self._stages()
         self._service()
+        self._survival()
         self._attained: dict[str, deque[bool]] = {
             name: deque(maxlen=SLO_WINDOW) for name in ("ttft", "tpot", "all")
         }
@@ -130,7 +110,7 @@ class Metrics:
         self, books: Callable[[], Iterable[Books]], links: Callable[[], Iterable[LinkSpeed]], model: str
     ) -> None:
         """Read workers' books and links whenever metrics are asked for."""
-        self.registry.register(_Fleet(books, links, model))
+        self.registry.register(FleetBooks(books, links, model))
 
     def text(self) -> bytes:
         """The exposition in Prometheus' text format."""
@@ -140,6 +120,12 @@ class Metrics:
         self, name: str, told: str, buckets: Iterable[float], label: str = "model_name"
     ) -> Histogram:
         return Histogram(name, told, [label], registry=self.registry, buckets=list(buckets))
+
+    def _plain_histogram(self, name: str, told: str, buckets_ms: Iterable[float]) -> Histogram:
+        return Histogram(name, told, registry=self.registry, buckets=seconds_of(buckets_ms))
+
+    def _gauge(self, name: str, told: str) -> Gauge:
+        return Gauge(name, told, registry=self.registry)
 
     def _counter(self, name: str, told: str, *labels: str) -> Counter:
         return Counter(name, told, labels, registry=self.registry)
@@ -198,6 +184,14 @@ class Metrics:
             "diptych:transfer_seconds", "Moving one request's KV", seconds_of(STAGE_MS), "transport"
         )
         self.transfer_bytes = self._counter("diptych:transfer_bytes", "KV moved", "transport")
+        self.transfer_parts = self._counter(
+            "diptych:transfer_part_seconds", "Moving KV, before and after it was complete", "part"
+        )
+        self.queue_wait = self._plain_histogram(
+            "diptych:queue_wait_seconds", "Waiting in the gateway, for room or for workers", STAGE_MS
+        )
+        for part in TRANSFER_PARTS:
+            self.transfer_parts.labels(part)
         for stage in TTFT_STAGES:
             self.ttft_stage.labels(stage)
         for stage in HANDOFF_STAGES:
@@ -210,10 +204,8 @@ class Metrics:
         self.cancelled = self._counter("diptych:requests_cancelled", "Sequences whose client left")
         self.cut = self._counter("diptych:slow_readers_cut", "Streams cut because nobody read them")
         self.lost = self._counter("diptych:workers_lost", "Lives of workers that ended")
-        self.open = Gauge("diptych:open_requests", "HTTP requests being generated", registry=self.registry)
-        self.ready = Gauge(
-            "diptych:ready", "1 when a canary went through every stage", registry=self.registry
-        )
+        self.open = self._gauge("diptych:open_requests", "HTTP requests being generated")
+        self.ready = self._gauge("diptych:ready", "1 when a canary went through every stage")
         self.attainment = Gauge(
             "diptych:slo_attainment",
             f"Share of the last {SLO_WINDOW} within the objective",
@@ -231,6 +223,21 @@ class Metrics:
         for name, bound in (("ttft", self.objectives.ttft_s), ("tpot", self.objectives.tpot_s)):
             if bound is not None:
                 self.objective.labels(name).set(bound)
+
+    def _survival(self) -> None:
+        """The gateway's queue, and what became of requests whose workers failed."""
+        self.queued = self._gauge("diptych:queued_requests", "Sequences waiting in the gateway")
+        self.unread_tokens = self._gauge("diptych:unread_prompt_tokens", "Prompt tokens not read yet")
+        self.foreseen = self._gauge("diptych:predicted_wait_seconds", "For a first token, of who comes now")
+        self.migrated = self._counter(
+            "diptych:migrated_streams", "Continued after tokens had gone out", "code"
+        )
+        self.local = self._counter("diptych:local_prefills", "Prompts read by decode workers", "reason")
+        self.quarantined = self._counter("diptych:quarantined_requests", "Taken for causes of crashes")
+        self.suspects = self._gauge("diptych:suspected_requests", "Open at a crash, and not cleared yet")
+        self.late = self._counter("diptych:gateway_late_messages", "Of attempts that had ended", "kind")
+        self.links_given_up = self._counter("diptych:links_given_up", "For KV that came out corrupt")
+        self.log_lines = self._counter("diptych:request_log_lines", "Lines of the request log", "outcome")
 
     def gap(self, model: str, seconds: float, num_tokens: int) -> None:
         """A step brought `num_tokens` tokens of one sequence, `seconds` after the one before: one gap per token."""
@@ -301,109 +308,3 @@ def waterfall(lived: Lived) -> dict[str, float]:
     """
     stages = {stage: lived.stages.get(stage, 0.0) for stage in TTFT_STAGES[:-1]}
     return {**stages, "write": (lived.ttft_s or 0.0) - sum(stages.values())}
-
-
-class _Fleet(Collector):
-    """Gauges and counters out of the workers' latest books; a worker that is gone has no series."""
-
-    def __init__(
-        self, books: Callable[[], Iterable[Books]], links: Callable[[], Iterable[LinkSpeed]], model: str
-    ) -> None:
-        self._books, self._links, self._model = books, links, model
-
-    GAUGES = (
-        ("diptych:kv_slabs", "Slabs of the KV pool", "slabs_total"),
-        ("diptych:kv_slabs_used", "Slabs that requests hold", "slabs_used"),
-        ("diptych:kv_slabs_cached", "Slabs of cached prefixes that nobody holds", "slabs_cached"),
-        ("diptych:leases", "Requests whose KV waits to be pulled", "leases"),
-        ("diptych:staging_bytes", "Bytes of KV on the way", "staging_bytes"),
-        ("diptych:waiting_tokens", "Prompt tokens waiting", "waiting_tokens"),
-    )
-    COUNTERS = (
-        ("diptych:late_messages", "Messages of attempts that had ended", "late_messages"),
-        ("diptych:integrity_failures", "Chunks that were not what was offered", "integrity_failures"),
-        ("diptych:leases_expired", "Leases that nobody renewed", "leases_expired"),
-        ("diptych:engine_steps", "Steps of the engine", "steps"),
-        ("diptych:engine_step_seconds", "Seconds in steps", "step_seconds"),
-        ("diptych:engine_step_tokens", "Tokens computed in steps", "step_tokens"),
-    )
-
-    VLLM_COUNTERS = (
-        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
-        ("vllm:prefix_cache_hits", "Of these, found there", "prefix_hits"),
-    )
-    # counted by name: (metric, what it tells, label of the name, attribute)
-    NAMED = (
-        ("diptych:preemptions", "Running requests put back for want of memory", "way", "preemptions"),
-        (
-            "diptych:step_seconds",
-            "Seconds in steps of the engine by what they went into",
-            "part",
-            "step_parts",
-        ),
-    )
-
-    def describe(self) -> Iterable[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        books = list(self._books())
-        yield from self._vllm(books)
-        up = GaugeMetricFamily("diptych:worker_up", "Workers present", labels=["worker", "role"])
-        for book in books:
-            up.add_metric([book.worker, book.role], 1)
-        yield up
-        for name, told, attribute in self.GAUGES:
-            gauge = GaugeMetricFamily(name, told, labels=["worker", "role"])
-            for book in books:
-                gauge.add_metric([book.worker, book.role], getattr(book.stats, attribute))
-            yield gauge
-        for name, told, attribute in self.COUNTERS:
-            counter = CounterMetricFamily(name, told, labels=["worker", "role"])
-            for book in books:
-                counter.add_metric([book.worker, book.role], getattr(book.stats, attribute))
-            yield counter
-        yield from self._named(books)
-        yield from self._speeds()
-
-    def _named(self, books: list[Books]) -> Iterator[Metric]:
-        for name, told, label, attribute in self.NAMED:
-            counter = CounterMetricFamily(name, told, labels=["worker", "role", label])
-            for book in books:
-                for key, value in sorted(getattr(book.stats, attribute).items()):
-                    counter.add_metric([book.worker, book.role, key], value)
-            yield counter
-
-    def _vllm(self, books: list[Books]) -> Iterator[Metric]:
-        labels = ["model_name", "engine"]
-        running = GaugeMetricFamily("vllm:num_requests_running", "Requests running per worker", labels=labels)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests waiting per worker", labels=labels)
-        usage = GaugeMetricFamily(
-            "vllm:kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1", labels=labels
-        )
-        for book in books:
-            row = [self._model, book.worker]
-            running.add_metric(row, book.stats.running)
-            waiting.add_metric(row, book.stats.waiting)
-            usage.add_metric(row, book.stats.slabs_used / max(1, book.stats.slabs_total))
-        yield from (running, waiting, usage)
-        preempted = CounterMetricFamily("vllm:num_preemptions", "Preempted requests", labels=labels)
-        for book in books:
-            preempted.add_metric([self._model, book.worker], sum(book.stats.preemptions.values()))
-        yield preempted
-        for name, told, attribute in self.VLLM_COUNTERS:
-            counter = CounterMetricFamily(name, told, labels=labels)
-            for book in books:
-                counter.add_metric([self._model, book.worker], getattr(book.stats, attribute))
-            yield counter
-
-    def _speeds(self) -> Iterator[Metric]:
-        labels = ["source", "target", "transport"]
-        speed = GaugeMetricFamily("diptych:link_gb_per_s", "Measured when the link was made", labels=labels)
-        latency = GaugeMetricFamily(
-            "diptych:link_latency_us", "Measured when the link was made", labels=labels
-        )
-        for link in self._links():
-            speed.add_metric([link.source, link.target, link.transport], link.gb_per_s)
-            latency.add_metric([link.source, link.target, link.transport], link.latency_us)
-        yield from (speed, latency)

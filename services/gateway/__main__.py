@@ -29,12 +29,14 @@ from router.admission import Admission
 from router.admission import Limits as Openings
 from router.prefix_index import PrefixIndex
 from router.relay import Relay
+from services.gateway.admin import Admin
 from services.gateway.app import Api, build
 from services.gateway.auth import Keys
 from services.gateway.backend import RelayBackend
 from services.gateway.grammars import Grammars
 from services.gateway.limits import Limits
 from services.gateway.ready import Prober
+from services.gateway.request_log import LogFile, RequestLog
 from services.gateway.server import Server, listen
 from services.gateway.service import Patience, Service
 from services.gateway.status import LiveProbes
@@ -86,7 +88,8 @@ def read_spec(line: bytes) -> GatewaySpec:
 
 async def serve(spec: GatewaySpec, tokens: Tokens, bound: socket.socket, voice: Voice) -> None:
     """Wire everything together and serve until told to stop."""
-    metrics = Metrics(objectives(spec))
+    metrics, relay = Metrics(objectives(spec)), relay_of(spec)
+    log_file = LogFile(spec.request_log) if spec.request_log else None
     hub = Hub(
         spec.channel,
         load_server_keys(spec.keys_dir),
@@ -94,10 +97,7 @@ async def serve(spec: GatewaySpec, tokens: Tokens, bound: socket.socket, voice: 
         beat_s=spec.beat_s,
         lease_s=spec.lease_s,
     )
-    admission = Admission(Openings(max_requests=spec.max_open_requests))
-    index = PrefixIndex() if spec.prefix_caching else None
-    relay = Relay(admission=admission, split=spec.num_prefill > 0, lease_s=spec.lease_s, index=index)
-    backend = RelayBackend(relay, hub, metrics)
+    backend = RelayBackend(relay, hub, metrics, request_log=RequestLog(log_file) if log_file else None)
     limits = Limits(max_body_bytes=spec.max_body_bytes)
     context_tokens = min(spec.max_model_len or tokens.context_tokens, tokens.context_tokens)
     service = Service(
@@ -112,10 +112,10 @@ async def serve(spec: GatewaySpec, tokens: Tokens, bound: socket.socket, voice: 
     prober = Prober(
         backend, metrics, [tokens.start_id] * CANARY_PROMPT_TOKENS, (spec.num_prefill, spec.num_decode)
     )
-    api = Api(service, LiveProbes(service, backend, prober), version(), int(time.time()))
-    server = Server(
-        build(api, Keys(spec.api_keys), spec.host), service, spec.drain_s, lambda: voice.tell("ready")
-    )
+    admin, admin_keys = (Admin(backend), Keys([spec.admin_key])) if spec.admin_key else (None, None)
+    api = Api(service, LiveProbes(service, backend, prober), version(), int(time.time()), admin)
+    app = build(api, Keys(spec.api_keys), spec.host, admin_keys)
+    server = Server(app, service, spec.drain_s, lambda: voice.tell("ready"))
     hub.open()
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -126,6 +126,21 @@ async def serve(spec: GatewaySpec, tokens: Tokens, bound: socket.socket, voice: 
     finally:
         service.close()
         hub.close()
+        if log_file is not None:
+            log_file.close()
+
+
+def relay_of(spec: GatewaySpec) -> Relay:
+    openings = Openings(max_requests=spec.max_open_requests, max_wait_s=spec.max_queue_wait_s)
+    return Relay(
+        admission=Admission(openings),
+        split=spec.num_prefill > 0,
+        lease_s=spec.lease_s,
+        index=PrefixIndex() if spec.prefix_caching else None,
+        pipelined=spec.pipelined,
+        recovery_s=spec.recovery_s,
+        local_prefill=spec.local_prefill,
+    )
 
 
 def objectives(spec: GatewaySpec) -> Objectives:

@@ -20,11 +20,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from diptych.errors import RequestError
+from services.gateway.admin import Admin
 from services.gateway.auth import Auth, Keys
 from services.gateway.envelope import Envelope
 from services.gateway.errors import JSON, error_response, internal_error, not_allowed, not_found
 from services.gateway.limits import BodyLimit
 from services.gateway.openapi import document, page
+from services.gateway.origin import Caller, timeout_of
 from services.gateway.parse import parse
 from services.gateway.replies import ModelCard, ModelList, Readiness, Version
 from services.gateway.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -54,19 +56,22 @@ class Probes:
 class Api:
     """One method per route."""
 
-    def __init__(self, service: Service, probes: Probes, version: str, created: int) -> None:
-        self.service, self.probes = service, probes
+    def __init__(
+        self, service: Service, probes: Probes, version: str, created: int, admin: Admin | None = None
+    ) -> None:
+        """Without `admin` there are no routes for orders to workers."""
+        self.service, self.probes, self.admin = service, probes, admin
         self._version, self._created = version, created
         told = document(version)
         self._document, self._page = msgspec.json.encode(told), page(told)
 
     async def chat(self, request: Request) -> Response:
-        body, state = await self._body(request, ChatRequest), request.state
-        return await self.service.chat(body, state.arrived_s, state.tenant)
+        self.service.admit()
+        return await self.service.chat(await self._body(request, ChatRequest), _caller(request))
 
     async def completion(self, request: Request) -> Response:
-        body, state = await self._body(request, CompletionRequest), request.state
-        return await self.service.completion(body, state.arrived_s, state.tenant)
+        self.service.admit()
+        return await self.service.completion(await self._body(request, CompletionRequest), _caller(request))
 
     async def tokenize(self, request: Request) -> Response:
         return reply(await self.service.tokenize(await self._body(request, TokenizeRequest)))
@@ -137,14 +142,17 @@ class Api:
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }
+        if self.admin is not None:
+            posts["/admin/workers/{name}/drain"] = self.admin.drain
+            posts["/admin/workers/{name}/turn"] = self.admin.turn
         return [
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
         ]
 
 
-def build(api: Api, keys: Keys, host: str) -> ASGIApp:
-    """The whole application. `host` is the address it will be bound to."""
+def build(api: Api, keys: Keys, host: str, admin: Keys | None = None) -> ASGIApp:
+    """The whole application. `host` is the address it will be bound to, `admin` the key for orders to workers."""
     routes = api.routes()
     # FastAPI's own schema is off: bodies are decoded and checked in one pass by the classes of `schema`, which
     # also make the OpenAPI document, so its 422 and its validation models never come into play.
@@ -156,7 +164,7 @@ def build(api: Api, keys: Keys, host: str) -> ASGIApp:
     app.router.redirect_slashes = False  # a redirected POST loses its body
     limits = api.service.rules.limits
     layered: ASGIApp = BodyLimit(app, limits.max_body_bytes, limits.body_s)
-    layered = Auth(layered, keys, host)
+    layered = Auth(layered, keys, host, admin)
     layered = CORSMiddleware(
         layered,
         allow_origins=["*"] if keys else [],  # without a key only pages of this machine may speak to it
@@ -166,6 +174,11 @@ def build(api: Api, keys: Keys, host: str) -> ASGIApp:
         expose_headers=["x-request-id", "retry-after"],
     )
     return Envelope(layered, api.service.metrics, frozenset(route.path for route in routes))
+
+
+def _caller(request: Request) -> Caller:
+    state = request.state
+    return Caller(state.arrived_s, state.tenant, timeout_of(request.scope["headers"]))
 
 
 def reply(body: Any, status: int = 200) -> Response:

@@ -22,6 +22,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 # Exact paths; they tell no more than a load balancer needs.
 PUBLIC = frozenset({"/health", "/ping", "/ready", "/version"})
+ADMIN = "/admin/"
 
 
 class Keys:
@@ -46,10 +47,13 @@ class Keys:
 
 
 class Auth:
-    """ASGI middleware. Without keys on a loopback address it answers only to loopback names (DNS rebinding)."""
+    """ASGI middleware. Without keys on a loopback address it answers only to loopback names (DNS rebinding).
 
-    def __init__(self, app: ASGIApp, keys: Keys, host: str) -> None:
-        self.app, self.keys = app, keys
+    Where there are `admin` keys, nothing else opens the routes under `ADMIN`, and they open nothing else.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, host: str, admin: Keys | None = None) -> None:
+        self.app, self.keys, self.admin = app, keys, admin or Keys(())
         self._loopback_only = not keys and is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,9 +77,9 @@ class Auth:
                 kind="permission_error",
                 code="host_not_allowed",
             )
-        if not self.keys or scope["path"] in PUBLIC:
-            return None
-        if self.keys.accept(presented(headers)):
+        ordered = bool(self.admin) and scope["path"].startswith(ADMIN)
+        keys = self.admin if ordered else self.keys
+        if not keys or scope["path"] in PUBLIC or keys.accept(presented(headers)):
             return None
         told = (
             "incorrect API key provided"

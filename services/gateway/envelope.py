@@ -14,6 +14,7 @@ from diptych.metrics import Metrics
 from services.gateway.errors import error_response, internal_error
 from services.gateway.wire import EXTENSION
 
+PREFIXES = {"/v1/models/": "/v1/models/{id}", "/admin/workers/": "/admin/workers/{name}"}
 CLIENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 log = logging.getLogger(__name__)
@@ -61,4 +62,7 @@ class Envelope:
         """A label with few values: the route, not what somebody wrote in the address bar."""
         if path in self.routes:
             return path
-        return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+        for prefix, route in PREFIXES.items():
+            if path.startswith(prefix):
+                return route
+        return "other"

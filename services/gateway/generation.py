@@ -43,6 +43,8 @@ class Backend(Protocol):
 
     def stop(self, request: str) -> None: ...
 
+    def refusal(self, num_requests: int) -> RequestError | None: ...
+
 
 class Generation:
     """Submitted together, and given up together when one sequence fails or the client leaves."""

@@ -2,7 +2,8 @@
 
 A way (prefill, decode) is good for `GOOD_S` after KV last went along it, by a canary or by a client's request. While
 nothing goes, a canary is sent every `EVERY_S`; who asks for `/ready` has one sent if the last is older than `FRESH_S`.
-A canary that has to wait too long behind clients' requests, while their tokens keep coming, has not failed.
+A canary that has to wait too long behind clients' requests, while their tokens keep coming, has not failed. While no
+prefill worker is left, a decode worker that may read prompts itself is a way, too; the reasons tell of it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Prober:
         self, backend: RelayBackend, metrics: Metrics, prompt: list[int], expected: tuple[int, int]
     ) -> None:
         self.backend, self._metrics, self._prompt, self._expected = backend, metrics, prompt, expected
-        self.draining = False
+        self._homes: dict[str, str] = {}  # worker -> the role it first came with
         self._numbers = itertools.count()
         self._name = secrets.token_hex(4)
         self._troubles: dict[Way, str] = {}
@@ -77,7 +78,7 @@ class Prober:
 
     async def fresh(self) -> Readiness:
         """Readiness no older than `FRESH_S`; waits for a canary if it must."""
-        if self.backend.ways() and not self.draining:
+        if self.backend.ways():
             await self.probe(FRESH_S)
         return self.state()
 
@@ -96,18 +97,15 @@ class Prober:
         now_s = self.backend.clock()
         ways = self.backend.ways()
         good = [way for way in ways if way not in self._troubles and self._age_s(way, now_s) < GOOD_S]
-        reasons = self._missing() + [
-            f"{_told(way)}: {self._troubles[way]}" for way in ways if way in self._troubles
-        ]
+        reasons = self._missing() + self._detours(ways)
+        reasons += [f"{_told(way)}: {self._troubles[way]}" for way in ways if way in self._troubles]
         reasons += [
             f"{_told(way)}: not tried yet" for way in ways if way not in good and way not in self._troubles
         ]
         if not ways and not reasons:
             reasons.append("no prefill worker is linked to a decode worker yet")
         reasons += [f"{worker} does not fit: {text}" for worker, text in sorted(self.backend.unfit.items())]
-        if self.draining:
-            reasons.append("shutting down")
-        return Readiness(ready=bool(good) and not self.draining, reasons=reasons)
+        return Readiness(ready=bool(good), reasons=reasons)
 
     def _busy(self, way: Way, canary: _Canary) -> bool:
         """Whether a canary that did not come through waits behind clients: only for who has not answered it yet."""
@@ -115,13 +113,27 @@ class Prober:
         heard_s = (self.backend.heard_s.get(worker, float("-inf")) for worker in asked if worker is not None)
         return self.backend.clock() - max(heard_s) < BUSY_S
 
+    def _wanted(self) -> dict[str, int]:
+        """How many workers of each role there should be: what was asked for, and whoever has changed pools since."""
+        wanted = dict(zip(("prefill", "decode"), self._expected, strict=True))
+        for name, member in self.backend.relay.fleet.members.items():
+            home = self._homes.setdefault(name, member.role)
+            wanted[member.role] += 1
+            wanted[home] -= 1
+        return wanted
+
+    def _detours(self, ways: list[Way]) -> list[str]:
+        local = self.backend.relay.split and any(source is None for source, _ in ways)
+        return ["prompts are read by decode workers: no prefill worker can"] if local else []
+
     def _missing(self) -> list[str]:
         fleet = self.backend.relay.fleet
         told = []
-        for role, expected in zip(("prefill", "decode"), self._expected, strict=True):
+        for role, wanted in self._wanted().items():
             there = len(fleet.role(role))
-            if there < expected:
-                told.append(f"{there} of {expected} {role} workers are up")
+            if there < wanted:
+                told.append(f"{there} of {wanted} {role} workers are up")
+        told += [f"{member.name} is draining" for member in fleet.members.values() if member.draining]
         for member in fleet.role("decode"):
             told += [f"{source} -> {member.name}: {text}" for source, text in sorted(member.troubles.items())]
         return told

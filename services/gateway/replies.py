@@ -167,7 +167,7 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """`reasons` says what is missing; empty when ready."""
+    """`reasons` says what is missing, or not as it should be; a service that is ready may lack something, too."""
 
     ready: bool
     reasons: list[str]

@@ -19,6 +19,7 @@ from services.gateway.completions import CompletionView
 from services.gateway.errors import shutting_down
 from services.gateway.generation import Backend, Generation
 from services.gateway.grammars import Grammars
+from services.gateway.origin import Caller
 from services.gateway.replies import Detokenized, Tokenized
 from services.gateway.respond import PING_S, Respond
 from services.gateway.schema import (
@@ -75,27 +76,39 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenise")
     )
 
-    async def chat(self, body: ChatRequest, arrived_s: float, tenant: str = "") -> Response:
-        """`POST /v1/chat/completions`, by the holder of a key (`tenant`; "" where none is asked for)."""
+    def admit(self) -> None:
+        """Asked before a body is even read, so that refusals stay cheap when there are many.
+
+        Raises:
+            RequestError: nothing can be taken in now.
+        """
+        if self.draining:
+            raise shutting_down()
+        if (refusal := self.backend.refusal(1)) is not None:
+            self.metrics.rejections.labels(refusal.code or "unknown").inc()
+            raise refusal
+
+    async def chat(self, body: ChatRequest, caller: Caller) -> Response:
+        """`POST /v1/chat/completions`."""
         check_chat(body, self.rules)
         await self.grammars.check(grammar_of(body.response_format, self.rules.limits))
         resume = bool(body.continue_final_message)
         generate = body.add_generation_prompt is not False and not resume
         prompt = await self._render(body.messages, generate, resume, bool(body.add_special_tokens))
-        ask = ask_chat(body, prompt, self.rules, tenant)
+        ask = ask_chat(body, prompt, self.rules, caller.tenant)
         head = self._head("chatcmpl", ask)
-        return self._respond(head, ask, ChatView(head, ask, self.rules.tokens), arrived_s)
+        return self._respond(head, ask, ChatView(head, ask, self.rules.tokens), caller)
 
-    async def completion(self, body: CompletionRequest, arrived_s: float, tenant: str = "") -> Response:
-        """`POST /v1/completions`, by the holder of a key."""
+    async def completion(self, body: CompletionRequest, caller: Caller) -> Response:
+        """`POST /v1/completions`."""
         prompts = split_prompts(body.prompt, self.rules)
         check_completion(body, len(prompts), self.rules)
         await self.grammars.check(grammar_of(body.response_format, self.rules.limits))
         special = body.add_special_tokens is not False
         told = [await self._prompt(prompt, special) for prompt in prompts]
-        ask = ask_completion(body, told, self.rules, tenant)
+        ask = ask_completion(body, told, self.rules, caller.tenant)
         head = self._head("cmpl", ask)
-        return self._respond(head, ask, CompletionView(head, ask, self.rules.tokens), arrived_s)
+        return self._respond(head, ask, CompletionView(head, ask, self.rules.tokens), caller)
 
     async def tokenize(self, body: TokenizeRequest) -> Tokenized:
         """`POST /tokenize`."""
@@ -154,17 +167,19 @@ class Service:
     def _head(self, prefix: str, ask: Ask) -> Head:
         return Head(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), ask.model, self.fingerprint())
 
-    def _respond(self, head: Head, ask: Ask, view: View, arrived_s: float) -> Response:
+    def _respond(self, head: Head, ask: Ask, view: View, caller: Caller) -> Response:
         if self.draining:
             raise shutting_down()
+        patience = self.patience
+        allowed_s = min(patience.request_s, caller.timeout_s or patience.request_s)
         max_bytes = self.rules.limits.max_stream_bytes
         generation = Generation(head.id, ask, self.rules.tokens, self.backend, self.metrics, max_bytes)
         return Respond(
             generation,
             view,
             self.open,
-            arrived_s=arrived_s,
-            deadline_s=arrived_s + self.patience.request_s,
-            stall_s=self.patience.stall_s,
-            ping_s=self.patience.ping_s,
+            arrived_s=caller.arrived_s,
+            deadline_s=caller.arrived_s + allowed_s,
+            stall_s=patience.stall_s,
+            ping_s=patience.ping_s,
         )

@@ -40,6 +40,8 @@ class LiveProbes(Probes):
         return self._backend.alive
 
     async def ready(self) -> Readiness:
+        if self._service.draining:
+            return Readiness(ready=False, reasons=["shutting down"])
         return await self._prober.fresh()
 
     def status(self) -> Mapping[str, Any]:
@@ -52,14 +54,43 @@ class LiveProbes(Probes):
             "split": relay.split,
             "open_requests": len(self._service.open),
             "sequences": len(relay.live),
+            "queue": self._queue(),
+            "stages": dict(relay.stages()),
             "queued_tokens": relay.admission.queued_tokens,
             "late_messages": dict(relay.late),
+            "suspects": len(relay.docket),
+            "quarantined": relay.docket.num_quarantined,
+            "local_prefill": relay.split and any(source is None for source, _ in self._backend.ways()),
             "channel_refused": dict(self._backend.hub.refused),
             "pools": {role: self._pool(role) for role in ("prefill", "decode")},
             "workers": [self._worker(name) for name in sorted(relay.fleet.members)],
             "links": [dataclasses.asdict(link) for link in self._backend.links()],
+            "links_out": self._links_out(),
             "objectives": self._objectives(),
         }
+
+    def _queue(self) -> dict[str, Any]:
+        """Sequences whose prompt has not been read, and how long a first token is predicted to take."""
+        admission = self._backend.relay.admission
+        return {
+            "sequences": admission.num_unread,
+            "predicted_wait_s": round(admission.wait_s(self._backend.clock()), 3),
+            "max_wait_s": admission.limits.max_wait_s,
+        }
+
+    def _links_out(self) -> list[dict[str, Any]]:
+        """Pairs of workers that are not linked, or not used, and why."""
+        now_s = self._backend.clock()
+        return [
+            {
+                "source": source,
+                "target": member.name,
+                "why": why,
+                "again_s": round(max(0.0, member.relink_s.get(source, now_s) - now_s), 3),
+            }
+            for member in self._backend.relay.fleet.role("decode")
+            for source, why in sorted(member.troubles.items())
+        ]
 
     def _pool(self, role: str) -> dict[str, Any]:
         """The books of all workers of a role, added up."""
@@ -69,7 +100,7 @@ class LiveProbes(Probes):
     def _worker(self, name: str) -> dict[str, Any]:
         member = self._backend.relay.fleet.members[name]
         hello = member.hello
-        state = "unfit" if name in self._backend.unfit else "draining" if member.draining else "up"
+        state = "draining" if member.draining else "unfit" if name in self._backend.unfit else "up"
         return {
             "worker": name,
             "role": member.role,

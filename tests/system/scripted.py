@@ -56,6 +56,10 @@ class Script:
         """The script looks at `open` before each token."""
         self.open.pop(request, None)
 
+    def refusal(self, num_requests: int) -> RequestError | None:
+        """A script has always time."""
+        return None
+
     async def _play(self, request: Request, reader: Reader) -> None:
         prompt = self.tokens.decode(list(request.prompt), skip_special=False)
         for word, status in (("FAIL-EARLY", 503), ("CRASH", 500)):

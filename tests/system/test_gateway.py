@@ -10,32 +10,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import httpx
-import msgspec
 import openai
 import pytest
 
 from diptych.config import GatewaySpec
-from diptych.keys import make_keys
 from diptych.messages import Admit
-from services.cli.ports import claim
-from tests.system.puppets import MUTE, TOKENS, Puppet
-from tests.unit.gateway.folder import make_folder
+from tests.system.gateways import ROOT, WAIT_S, Gateway, serving, specification, start, until
+from tests.system.puppets import HALF, MUTE, TOKENS, Puppet
 
-ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 90.0  # far beyond what anything takes
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+LOG = "requests.jsonl"
 
 
 def muted(decode: Puppet) -> bool:
@@ -43,84 +30,10 @@ def muted(decode: Puppet) -> bool:
     return any(isinstance(message, Admit) and message.prompt[0] == MUTE for message in list(decode.seen))
 
 
-class Gateway:
-    """A running `python -m services.gateway` and a client for it."""
-
-    def __init__(self, spec: GatewaySpec, process: subprocess.Popen[bytes]) -> None:
-        self.spec, self.process = spec, process
-        self.url = f"http://127.0.0.1:{spec.port}"
-        self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=WAIT_S)
-
-    def puppet(self, role: str, number: int = 0, **fields: str) -> Puppet:
-        return Puppet(role, number, self.spec.channel, Path(self.spec.keys_dir), **fields)
-
-    def ready(self) -> Any:
-        return self.http.get("/ready").json()
-
-    def status(self) -> Any:
-        return self.http.get("/status").json()
-
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
-
-
-def told(out: IO[bytes]) -> list[Any]:
-    return [json.loads(line) for line in out]
-
-
-def start(spec: GatewaySpec) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "services.gateway"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert process.stdin is not None
-    with process.stdin as pipe:
-        pipe.write(msgspec.json.encode(spec) + b"\n")
-    return process
-
-
-def specification(folder: Path, **changes: Any) -> GatewaySpec:
-    make_keys(folder / "keys")
-    fields: dict[str, Any] = {
-        "host": "127.0.0.1",
-        "port": claim("127.0.0.1", 0),
-        "channel": f"tcp://127.0.0.1:{claim('127.0.0.1', 0)}",
-        "keys_dir": str(folder / "keys"),
-        "model": str(make_folder(folder / "model")),
-        "served_names": ("toy",),
-        "num_prefill": 1,
-        "num_decode": 1,
-        "drain_s": 0.5,
-        "slo_ttft_ms": 60_000.0,
-    }
-    return GatewaySpec(**(fields | changes))
-
-
-@contextmanager
-def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
-    spec = specification(folder, **changes)
-    process = start(spec)
-    gateway = Gateway(spec, process)
-    try:
-        assert process.stdout is not None
-        while json.loads(process.stdout.readline()).get("phase") != "ready":
-            pass
-        yield gateway
-    finally:
-        gateway.http.close()
-        process.terminate()
-        process.wait(WAIT_S)
-        if process.stdout is not None:
-            process.stdout.close()
-        assert process.returncode == 0
-
-
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with serving(tmp_path_factory.mktemp("gateway")) as running:
+    folder = tmp_path_factory.mktemp("gateway")
+    with serving(folder, local_prefill="never", recovery_s=2.0, request_log=str(folder / LOG)) as running:
         yield running
 
 
@@ -219,6 +132,45 @@ def test_a_client_that_leaves_frees_both_sides(gateway: Gateway, puppets: tuple[
     until(lambda: gateway.status()["sequences"] == 0)
 
 
+def lines(gateway: Gateway) -> list[dict[str, Any]]:
+    """The request log so far."""
+    assert gateway.spec.request_log is not None
+    text = Path(gateway.spec.request_log).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def ended(gateway: Gateway, name: str) -> list[dict[str, Any]]:
+    """All that was logged of a request, once its end is."""
+    until(lambda: any(line["event"] == "end" and line["request"] == name for line in lines(gateway)))
+    return [line for line in lines(gateway) if line.get("request") == name]
+
+
+def test_a_stream_goes_on_at_another_worker(gateway: Gateway, puppets: tuple[Puppet, Puppet]) -> None:
+    old = puppets[1]
+    with gateway.openai() as client:
+        stream = client.completions.create(model="toy", prompt=[HALF], max_tokens=12, stream=True)
+        chunks = iter(stream)
+        name = next(chunks).id
+        until(lambda: any(line["event"] == "tokens" and line["total"] == 5 for line in lines(gateway)))
+        new = gateway.puppet("decode", 1)
+        until(lambda: len(gateway.status()["links"]) == 2)
+        old.kill()
+        rest = list(chunks)
+        assert rest[-1].choices[0].finish_reason == "length"
+    told = ended(gateway, name)
+    assert [line["event"] for line in told].count("end") == 1
+    assert told[-1] == told[-1] | {"outcome": "done", "status": 200, "output_tokens": 12}
+    (retried,) = [line for line in told if line["event"] == "retried"]
+    assert (retried["code"], retried["delivered"]) == ("worker_lost", 5)
+    begun = [line for line in told if line["event"] == "begin"]
+    assert [line["decode"] for line in begun] == ["decode-0", "decode-1"]
+    totals = [line["total"] for line in told if line["event"] == "tokens"]
+    assert totals == list(range(1, 13)), "each token once"
+    text = gateway.http.get("/metrics").text
+    assert 'diptych:migrated_streams_total{code="worker_lost"} 1.0' in text
+    new.kill()
+
+
 def test_a_lost_worker_ends_its_requests_with_an_error(gateway: Gateway) -> None:
     prefill, decode = gateway.puppet("prefill"), gateway.puppet("decode")
     until(lambda: gateway.ready()["ready"])
@@ -280,8 +232,8 @@ def test_pools_of_different_models_are_told_apart(gateway: Gateway) -> None:
     until(lambda: len(gateway.status()["workers"]) == 1)
     decode = gateway.puppet("decode", fingerprint="qwen")
     until(lambda: len(gateway.status()["workers"]) == 2)
-    (reason,) = [one for one in gateway.ready()["reasons"] if "does not fit" in one]
-    assert "llama" in reason and "qwen" in reason
+    reasons = [one for one in gateway.ready()["reasons"] if "does not fit" in one]
+    assert len(reasons) == 2 and all("llama" in one and "qwen" in one for one in reasons)
     prefill.kill()
     decode.kill()
     until(lambda: not gateway.status()["workers"])
@@ -295,8 +247,19 @@ def test_colocated_needs_no_prefill_pool(tmp_path: Path) -> None:
 
 def test_sigterm_ends_it_well(tmp_path: Path) -> None:
     with serving(tmp_path) as gateway:
-        gateway.process.send_signal(signal.SIGTERM)
+        workers = gateway.puppet("prefill"), gateway.puppet("decode")
+        until(lambda: gateway.ready()["ready"])
+        with gateway.openai() as client:
+            stream = client.completions.create(model="toy", prompt=[HALF], max_tokens=12, stream=True)
+            chunks = iter(stream)
+            next(chunks)
+            gateway.process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError) as caught:
+                list(chunks)
+        assert caught.value.code == "server_shutting_down", "told within the stream"
         assert gateway.process.wait(WAIT_S) == 0
+        for worker in workers:
+            worker.kill()
 
 
 def test_it_does_not_load_torch(tmp_path: Path) -> None:

@@ -134,3 +134,20 @@ def test_all_keys_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loopback_names() -> None:
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.1.2.3", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.com", "")))
+
+
+def test_an_admin_key_opens_orders_and_nothing_else() -> None:
+    auth = Auth(None, Keys(KEYS), "0.0.0.0", Keys(["chief"]))  # type: ignore[arg-type]
+
+    def opens(path: str, key: str) -> bool:
+        return auth.refusal({"path": path, "headers": [(b"authorization", f"Bearer {key}".encode())]}) is None
+
+    path = "/admin/workers/decode-0/drain"
+    assert opens(path, "chief") and not opens(path, KEYS[0]) and not opens(path, "")
+    assert opens("/v1/models", KEYS[0]) and not opens("/v1/models", "chief")
+
+
+def test_an_admin_key_alone_leaves_the_rest_open() -> None:
+    auth = Auth(None, Keys(()), "0.0.0.0", Keys(["chief"]))  # type: ignore[arg-type]
+    assert auth.refusal({"path": "/v1/models", "headers": []}) is None
+    assert auth.refusal({"path": "/admin/workers/decode-0/drain", "headers": []}) is not None

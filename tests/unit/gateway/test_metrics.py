@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from diptych.books import Books, LinkSpeed
 from diptych.messages import Stats
-from diptych.metrics import TTFT_STAGES, Books, LinkSpeed, Lived, Metrics, Objectives, seconds_of, waterfall
+from diptych.metrics import TTFT_STAGES, Lived, Metrics, Objectives, seconds_of, waterfall
 
 seconds = st.floats(0, 100, allow_nan=False)
 

@@ -9,7 +9,7 @@ import pytest
 
 from diptych.errors import RequestError
 from services.gateway.limits import Limits
-from services.gateway.origin import SCOPE_HEX, TENANT_HEX, origin_of, tenant_of
+from services.gateway.origin import SCOPE_HEX, TENANT_HEX, TIMEOUT_HEADER, origin_of, tenant_of, timeout_of
 from services.gateway.parse import parse
 from services.gateway.schema import ChatRequest, CompletionRequest
 
@@ -81,3 +81,20 @@ def test_what_is_in_range_arrives(kind: Any) -> None:
     assert origin_of(body(kind, priority=-10, cache_salt="x" * 256), "").priority == -10
     assert origin_of(body(kind, priority=10, cache_salt="日"), "").priority == 10
     assert origin_of(body(kind), "").priority == 0 == origin_of(body(kind, priority=None), "").priority
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(b"20", 20.0), (b" 0.5 ", 0.5), (b"1e3", 1000.0)])
+def test_a_client_may_say_how_long_it_waits(value: bytes, seconds: float) -> None:
+    assert timeout_of([(b"host", b"here"), (TIMEOUT_HEADER, value)]) == seconds
+    assert timeout_of([(b"host", b"here")]) is None
+
+
+@pytest.mark.parametrize("value", [b"", b"soon", b"0", b"-1", b"nan", b"inf", b"1e999", b"9" * 40, b"\xff"])
+def test_any_other_timeout_is_refused(value: bytes) -> None:
+    with pytest.raises(RequestError, match="positive number"):
+        timeout_of([(TIMEOUT_HEADER, value)])
+
+
+def test_two_timeouts_are_one_too_many() -> None:
+    with pytest.raises(RequestError):
+        timeout_of([(TIMEOUT_HEADER, b"1"), (TIMEOUT_HEADER, b"2")])

@@ -53,6 +53,9 @@ class Channel:
                 self.inbox.put_nowait((worker, Offer(message.request, message.epoch, b"ticket", 1, 4096)))
         return True
 
+    def gone(self) -> list[str]:
+        return []
+
     def forget(self, worker: str) -> None:
         raise AssertionError(f"{worker} was lost")
 

@@ -1,0 +1,124 @@
+"""What becomes of requests is written down, and a file that fails harms nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.errors import ConfigError
+from diptych.messages import Output
+from diptych.request import Request, Sampling, Stage
+from router.effects import (
+    Began,
+    Cancelled,
+    Choice,
+    Deliver,
+    Down,
+    Durations,
+    Effect,
+    Entered,
+    Fail,
+    Finish,
+    Local,
+    Moved,
+    Quarantined,
+    Queued,
+    Retried,
+    Up,
+)
+from services.gateway import request_log
+from services.gateway.request_log import LogFile, RequestLog
+
+STORY: list[Effect] = [
+    Up("p", "prefill", "p/1"),
+    Queued("a"),
+    Local("a", "no_link"),
+    Began("a", 0, Choice(None, "d"), False),
+    Entered("a", Stage.QUEUED),
+    Durations("a", {"prefill": 1.0}),
+    Deliver("a", Output("a", 0, [5, 6])),
+    Retried("a", "worker_lost", 0, 2),
+    Down("d", "d/1", "test"),
+    Began("a", 1, Choice("p", "e"), True),
+    Moved("a", "p", "e", "shm", 64, 0.5, 0.4, 0.1),
+    Deliver("a", Output("a", 1, [7])),
+    Quarantined("a"),
+    Fail("a", 500, "request_quarantined", "text that is not for this log"),
+    Finish("b", "stop"),
+    Cancelled("c"),
+]
+EXPECTED: list[dict[str, Any]] = [
+    {"event": "arrive", "request": "a", "prompt_tokens": 3, "max_tokens": 9, "priority": 0, "canary": False},
+    {"event": "up", "worker": "p", "role": "prefill", "incarnation": "p/1", "pid": 7},
+    {"event": "queued", "request": "a", "epoch": 0},
+    {"event": "local", "request": "a", "reason": "no_link"},
+    {"event": "begin", "request": "a", "epoch": 0, "prefill": None, "decode": "d", "stage": False},
+    {"event": "stage", "request": "a", "stage": "queued"},
+    {"event": "tokens", "request": "a", "epoch": 0, "count": 2, "total": 2, "worker": "d"},
+    {"event": "retried", "request": "a", "epoch": 0, "code": "worker_lost", "delivered": 2},
+    {"event": "down", "worker": "d", "incarnation": "d/1", "reason": "test"},
+    {"event": "begin", "request": "a", "epoch": 1, "prefill": "p", "decode": "e", "stage": True},
+    {"event": "moved", "request": "a", "epoch": 1, "source": "p", "target": "e", "num_bytes": 64}
+    | {"seconds": 0.5, "hidden_s": 0.4, "exposed_s": 0.1},
+    {"event": "tokens", "request": "a", "epoch": 1, "count": 1, "total": 3, "worker": "d"},
+    {"event": "quarantined", "request": "a"},
+    {"event": "end", "request": "a", "epoch": 1, "outcome": "failed", "code": "request_quarantined"}
+    | {"status": 500, "output_tokens": 3},
+    {"event": "end", "request": "b", "outcome": "done", "reason": "stop", "status": 200, "output_tokens": 0},
+    {"event": "end", "request": "c", "outcome": "cancelled", "output_tokens": 0},
+    {"event": "late", "kind": "Offer", "count": 2},
+]
+
+
+def request(name: str) -> Request:
+    return Request(name, [1, 2, 3], Sampling(max_tokens=9, seed=0), 10.0)
+
+
+def test_every_event_has_its_line_and_nothing_of_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    file = LogFile(str(path))
+    moments = iter(range(100))
+    told = RequestLog(file, lambda: float(next(moments)))
+    told.arrive(request("a"), canary=False)
+    for effect in STORY:
+        told.note(effect, "d", 7)
+    told.late("Offer", 2)
+    file.close()
+    file.close()
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["t"] for line in lines] == [float(i + 1) for i in range(len(lines))]
+    for line, expected in zip(lines, EXPECTED, strict=True):
+        assert line == line | expected
+    assert file.outcomes == {"written": len(EXPECTED), "dropped": 0, "failed": 0}
+    assert "not for this log" not in path.read_text(encoding="utf-8")
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_log_that_cannot_be_opened_is_told_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="request log"):
+        LogFile(str(tmp_path / "nowhere" / "log"))
+
+
+def test_after_an_error_nothing_more_is_written_and_nothing_is_raised(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    file = LogFile(str(tmp_path / "pipe"))
+    os.close(reader)  # from now on every write fails
+    file.write(b"one\n")
+    file.close()
+    assert file.outcomes["failed"] == 1
+    file.write(b"two\n")
+    assert file.outcomes["dropped"] == 1
+
+
+def test_what_a_slow_disk_does_not_take_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_log, "MAX_WAITING_BYTES", 10)
+    file = LogFile(str(tmp_path / "log"))
+    file.write(b"a line that is too long\n")
+    file.write(b"short\n")
+    file.close()
+    assert file.outcomes == {"written": 1, "dropped": 1, "failed": 0}

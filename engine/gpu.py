@@ -25,6 +25,7 @@ from engine.attention.triton import Pages, Tuning, power
 from engine.gpu_batch import Sizes, fill, measure, view
 from engine.gpu_decoder import Decoder, Source
 from engine.model.shape import Shape
+from engine.seams import LayersDone
 from engine.work import Bounds, Work
 from kvcache.layout import CHUNK_TOKENS, KVLayout
 
@@ -124,8 +125,10 @@ class Runner:
         data = torch.zeros(num_slabs, *layout.chunk_shape, dtype=kind, device=decoder.device)
         return cls(decoder, layout, data, max_model_len)
 
-    def run(self, batch: Sequence[Work]) -> list[torch.Tensor]:
+    def run(self, batch: Sequence[Work], done: LayersDone | None = None) -> list[torch.Tensor]:
         """Logits per work, float32 [rows, vocab] on the CPU, rows = 1, len(tokens) or 0; the caller's to change.
+
+        The host does not see how far the device is: `done` is told once, when all layers are through.
 
         Raises:
             ValueError: a work is empty, too long, or has too few slabs; nothing ran.
@@ -143,6 +146,8 @@ class Runner:
         self._guess = self._ahead(batch)  # while the device computes
         if self._cuda:
             torch.cuda.current_stream().synchronize()
+        if done is not None:
+            done(self.layout.layers)
         return list(torch.split(logits, counts))
 
     def warm(self, rows: Sequence[int] = (1,)) -> None:

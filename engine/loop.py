@@ -16,61 +16,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from diptych.errors import OutOfBlocks
 from diptych.messages import Failed, Logprob, Output, Stats
 from engine.faults import code_of, isolate
 from engine.growth import Rate, parks
 from engine.scheduler import Plan, Scheduler, Sequence
+from engine.seams import Follower, LayersDone, Logits, Picked, Row, StepRunner, StepSampler
 from engine.work import Work
 from kvcache.holdings import Holdings
 from kvcache.layout import CHUNK_TOKENS
 from kvcache.tiers.host import HostTier
 
-Logits = (
-    Any  # whatever the runner returns and the sampler takes; torch tensors [rows, vocab] in the real ones
-)
-
-
-class StepRunner(Protocol):
-    """Runs a batch of `Work` through the model, and returns each one's logits. Running a batch again does no harm.
-
-    One that has an attribute `prepare_seconds` says there what of its last run went before the model itself.
-    """
-
-    def run(self, batch: list[Any]) -> list[Any]: ...
-
+__all__ = ["Emission", "Engine", "Follower", "Picked", "StepRunner", "StepSampler"]
 
 TIME_UP = ("deadline_exceeded", "the request's time was up")
-
-
-@dataclass(frozen=True, slots=True)
-class Picked:
-    """One sampled token, with its log-probability when the request asked for that."""
-
-    token: int
-    logprob: Logprob | None = None
-
-
-class Row(Protocol):
-    """What sampling has to remember of one sequence; it is told of every token."""
-
-    @property
-    def done(self) -> bool:
-        """The grammar is complete: nothing can follow."""
-
-    def push(self, token: int) -> None: ...
-
-
-class StepSampler(Protocol):
-    """Chooses one token for each row of logits [1, vocab]. `open` and `push` raise GrammarError."""
-
-    def open(self, seq: Sequence) -> Any: ...
-
-    def sample(self, logits: list[Any], rows: list[Any]) -> list[Picked | Exception]: ...
-
-    def score(self, logits: Any, tokens: list[int], top: int) -> list[Logprob]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +78,10 @@ class _Books:
 
 
 class Engine:
-    """Sequences in, emissions out. `host` is where preempted sequences may be parked; None: nowhere."""
+    """Sequences in, emissions out. `host` is where preempted sequences may be parked; None: nowhere.
+
+    `follower` may be set at any time between steps.
+    """
 
     def __init__(
         self,
@@ -129,6 +93,7 @@ class Engine:
     ) -> None:
         self.runner, self.scheduler, self.holdings, self.sampler = runner, scheduler, holdings, sampler
         self.host = host
+        self.follower: Follower | None = None
         self.read_rate = Rate(2000.0)  # prompt tokens per second
         self.copy_rate = Rate(1e9)  # bytes per second, to and from the host tier
         self._live: dict[str, _Live] = {}
@@ -208,7 +173,7 @@ class Engine:
         if not jobs:
             return told
         ready_s = clock()
-        logits = isolate(self.runner.run, [job.work for job in jobs])
+        logits = self._run(jobs)
         ran_s = clock()
         told += self._account(jobs, logits, ran_s)
         prepared_s = min(getattr(self.runner, "prepare_seconds", 0.0), ran_s - ready_s)
@@ -219,6 +184,18 @@ class Engine:
         books.spent("sample", clock() - ran_s)
         self._note(jobs, len(plan.decode), ran_s - ready_s)
         return told
+
+    def _run(self, jobs: list[_Job]) -> list[Any]:
+        """Each job's logits, or what went wrong with it. Who follows held sequences hears of it meanwhile."""
+        works, done = [job.work for job in jobs], self._announce(jobs)
+        if done is None:
+            return isolate(self.runner.run, works)
+        # What failed is run again one by one: that does not say how far the others are.
+        return isolate(lambda batch: self.runner.run(batch, done if batch is works else None), works)
+
+    def _announce(self, jobs: list[_Job]) -> LayersDone | None:
+        held = [(job.live.seq, job.work.start + len(job.work.tokens)) for job in jobs if job.live.seq.hold]
+        return self.follower.begin(held) if self.follower is not None and held else None
 
     def _note(self, jobs: list[_Job], rows: int, seconds: float) -> None:
         """What can be learnt from a step."""
@@ -244,7 +221,7 @@ class Engine:
         if not parked and live is not None and live.scores is not None:
             live.scores = [None]  # they are computed again with their tokens
         self.scheduler.preempt(key, parked)
-        self.holdings.end(key)
+        self._let_go(key)
         self._books.preempted["park" if parked else "recompute"] += 1
 
     def _park(self, seq: Sequence, clock: Callable[[], float]) -> bool:
@@ -274,7 +251,7 @@ class Engine:
             if key in found or seq is None:
                 continue
             try:
-                seq.slabs += self.holdings.take(key, count)
+                seq.slabs += self._take(key, count)
             except OutOfBlocks:
                 continue  # somebody took them since the plan was made: it pauses for this step
         for key in plan.admitted:
@@ -284,11 +261,18 @@ class Engine:
                 failed.append(failure)
         return failed
 
+    def _take(self, key: str, count: int) -> list[int]:
+        """Slabs that are written to from now on. Raises OutOfBlocks."""
+        slabs = self.holdings.take(key, count)
+        if self.follower is not None and slabs:
+            self.follower.took(slabs)
+        return slabs
+
     def _enter(self, key: str, found: list[int], need: int, clock: Callable[[], float]) -> bool:
         """Give a waiting sequence its slabs; False, with nothing held, if they are not to be had after all."""
         seq = self.scheduler.waiting[key]
         try:
-            seq.slabs = found + self.holdings.take(key, need)
+            seq.slabs = found + self._take(key, need)
         except OutOfBlocks:
             self.holdings.end(key)
             return False
@@ -427,11 +411,17 @@ class Engine:
     def _drop(self, key: str, keep: bool = True) -> Sequence:
         seq = self.scheduler.remove(key)
         self._live.pop(key, None)
-        self.holdings.end(key, keep)
+        self._let_go(key, keep)
         if self.host is not None:
             self.host.drop(key)
         seq.slabs = []
         return seq
+
+    def _let_go(self, key: str, keep: bool = True) -> None:
+        """Give up all slabs of a sequence that may be followed."""
+        self.holdings.end(key, keep)
+        if self.follower is not None:
+            self.follower.dropped(key)
 
 
 def _wanted(live: _Live, count: int) -> str:

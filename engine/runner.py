@@ -14,6 +14,7 @@ from engine.attention.cpu import Pages
 from engine.model.decoder import Decoder
 from engine.model.weights import Weights
 from engine.parallel import Crew, encode
+from engine.seams import LayersDone
 from engine.work import Bounds, Work
 from kvcache.layout import CHUNK_TOKENS, KVLayout
 from kvcache.pool import Pool
@@ -55,8 +56,11 @@ class Runner:
             decoder = Decoder(model.shape, weights, max_model_len)
         return cls(decoder, pool, max_model_len)
 
-    def run(self, batch: Sequence[Work]) -> list[torch.Tensor]:
+    def run(self, batch: Sequence[Work], done: LayersDone | None = None) -> list[torch.Tensor]:
         """Logits per work, float32 [rows, vocab] with rows = 1, len(tokens) or 0; the caller's to change.
+
+        `done` is told after each layer how many have all their KV in the slabs, in order. Of several ranks none knows
+        how far the others are, so that it is told once, when all are through.
 
         Raises:
             ValueError: a work is empty, too long, or has too few slabs; nothing ran.
@@ -70,11 +74,13 @@ class Runner:
         packed = pack(batch)
         if self._crew is None:
             self.prepare_seconds = time.perf_counter() - began_s
-            logits = self._forward(packed)
+            logits = self._forward(packed, done)
         else:
             self._crew.tell(encode(batch))
             self.prepare_seconds = time.perf_counter() - began_s
             logits = self._together(packed, self._crew)
+            if done is not None:
+                done(self._decoder.shape.layers)
         assert logits is not None
         return list(torch.split(logits[: sum(counts)], counts))
 
@@ -92,11 +98,11 @@ class Runner:
             raise error
         return logits
 
-    def _forward(self, packed: Batch) -> torch.Tensor | None:
+    def _forward(self, packed: Batch, done: LayersDone | None = None) -> torch.Tensor | None:
         decoder = self._decoder
         with torch.no_grad():
             return decoder.wire.step(
-                lambda: decoder.forward(packed, self._pages), len(packed.tokens), len(packed.wanted)
+                lambda: decoder.forward(packed, self._pages, done), len(packed.tokens), len(packed.wanted)
             )
 
     def warm(self) -> None:

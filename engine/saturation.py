@@ -12,7 +12,8 @@ from engine.work import Work
 from kvcache.layout import CHUNK_TOKENS
 
 SHORTEST = 16
-SHARE = 0.9  # of the best rate: what counts as busy
+SHARE = 0.95  # of the best rate: what counts as busy
+STEP_S = 0.5e-3  # what a step takes besides the model: deciding, telling, hashing. It is not in the curve
 
 
 class Slabs(Protocol):
@@ -28,8 +29,9 @@ class Slabs(Protocol):
 
 def shortest(curve: Sequence[tuple[int, float]], share: float = SHARE) -> int:
     """The fewest tokens of (tokens, seconds) that reach `share` of the best tokens per second; 0 without a curve."""
-    best = max((tokens / seconds for tokens, seconds in curve), default=0.0)
-    return min((tokens for tokens, seconds in curve if tokens / seconds >= share * best), default=0)
+    rates = {tokens: tokens / (seconds + STEP_S) for tokens, seconds in curve}
+    best = max(rates.values(), default=0.0)
+    return min((tokens for tokens, rate in rates.items() if rate >= share * best), default=0)
 
 
 def measure(

@@ -29,8 +29,9 @@ class Sequence:
     """One attempt to continue one prompt, and how far it has come.
 
     `output` may come in non-empty: tokens that an earlier attempt delivered, which are part of what is read here.
-    `hold` means that the sequence leaves after one token, with its slabs, for another engine to continue. Tokens 0 to
-    `computed` - 1 have KV, token i in slab `slabs[i // 64]`; `target` of them is where reading ends and writing begins.
+    `hold` means that the sequence leaves after one token, with its slabs, for another engine to continue; `stage` that
+    its KV is announced while it is computed (`engine.seams.Follower`). Tokens 0 to `computed` - 1 have KV, token i in
+    slab `slabs[i // 64]`; `target` of them is where reading ends and writing begins.
 
     `root` is the address that its chunks hang from in the prefix tree, empty if they are never shared; `keys` are the
     addresses of its full chunks so far, of which the first `shared` are in the tree.
@@ -43,6 +44,7 @@ class Sequence:
     deadline_s: float  # on the clock that `now_s` is read from
     output: list[int] = field(default_factory=list)
     hold: bool = False
+    stage: bool = False
     slabs: list[int] = field(default_factory=list)
     computed: int = 0
     origin: Origin = Origin()

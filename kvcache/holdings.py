@@ -158,6 +158,14 @@ class Holdings:
         hold = self._holds.get(key)
         return len(hold.shared) + len(hold.private) if hold else 0
 
+    def path(self, key: str) -> list[Node]:
+        """The chunks of the tree that `key` holds, from the first; their bytes change no more. Not to be changed.
+
+        A `Node` lives as long as its chunk is known: what is remembered by it is forgotten with it.
+        """
+        hold = self._holds.get(key)
+        return hold.shared if hold else []
+
     def owners(self) -> dict[str, int]:
         """Slabs by holder, those of none left out. A shared one counts for each of its holders."""
         held = Counter({key: len(hold.shared) for key, hold in self._holds.items() if hold.shared})

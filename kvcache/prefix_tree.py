@@ -55,7 +55,7 @@ def chunk_keys(tokens: Sequence[int], root: bytes, known: list[bytes] | None = N
 class Node:
     """One full chunk: its address, its slab, the chunk before it, and how many hold it and follow it."""
 
-    __slots__ = ("children", "key", "parent", "refs", "slab")
+    __slots__ = ("__weakref__", "children", "key", "parent", "refs", "slab")
 
     def __init__(self, key: bytes, slab: int, parent: Node | None) -> None:
         self.key, self.slab, self.parent = key, slab, parent

@@ -25,6 +25,7 @@ from engine.model.rows import add_norm, gate
 from engine.model.shape import Shape
 from engine.model.weights import Weights
 from engine.parallel import WHOLE, Alone, Place, Wire
+from engine.seams import LayersDone
 from kvcache.layout import Shard
 
 Floats = NDArray[np.float32]
@@ -83,17 +84,22 @@ class Decoder:
         cos, sin = tables(shape.rope, shape.head_dim, max_model_len)
         self.cos, self.sin = cos.numpy(), sin.numpy()
 
-    def forward(self, batch: Batch, pages: Pages) -> torch.Tensor | None:
+    def forward(self, batch: Batch, pages: Pages, done: LayersDone | None = None) -> torch.Tensor | None:
         """Logits of the wanted rows, [wanted, vocab] float32, on rank 0; None elsewhere.
 
-        KV of all tokens is in the pages afterwards.
+        KV of all tokens is in the pages afterwards; `done` is told how many layers have come so far.
         """
         x = self._enter(batch)  # [rows, hidden]
         delta = torch.zeros_like(x)
         normed = torch.empty_like(x)
         for index, layer in enumerate(self.layers):
             add_norm(x.numpy(), delta.numpy(), layer.input_norm, self.shape.eps, normed.numpy())
-            mixed = self._attend(index, layer, normed, batch, pages)
+            qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]
+            turns, norms = (self.cos, self.sin), (layer.q_norm, layer.k_norm)
+            pages.write(index, qkv, batch, turns, norms, self.shape.eps)
+            if done is not None:
+                done(index + 1)
+            mixed = self._attend(index, layer, qkv, batch, pages)
             delta = self.wire.sum(layer.out(mixed))
             add_norm(x.numpy(), delta.numpy(), layer.mlp_norm, self.shape.eps, normed.numpy())
             wide = layer.gate_up(normed)
@@ -119,11 +125,9 @@ class Decoder:
         return self.wire.collect(logits, len(normed))
 
     def _attend(
-        self, index: int, layer: Layer, normed: torch.Tensor, batch: Batch, pages: Pages
+        self, index: int, layer: Layer, qkv: torch.Tensor, batch: Batch, pages: Pages
     ) -> torch.Tensor:
         """Attention output of all rows, [rows, heads * head_dim]; rows of padding are zero."""
-        qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]
-        pages.write(index, qkv, batch, (self.cos, self.sin), (layer.q_norm, layer.k_norm), self.shape.eps)
         mixed = qkv.new_zeros(qkv.shape[0], self.heads * self.shape.head_dim)
         pages.decode(index, qkv, batch, layer.window, mixed)
         for span in batch.spans:

@@ -54,6 +54,24 @@ def test_a_step_writes_its_own_rows_and_no_other(files: ModelFiles) -> None:
     assert (pool.data[1] == 7).all()
 
 
+def test_layers_are_told_of_when_their_kv_is_complete(files: ModelFiles) -> None:
+    pool = Pool(files.layout(), 4)
+    runner = Runner.load(files, pool, 256)
+    works = [Work(list(range(3, 103)), 0, [0, 1], "none"), Work([9] * 40, 0, [2], "last")]
+    seen: dict[int, torch.Tensor] = {}
+
+    def done(layers: int) -> None:
+        seen[layers] = pool.data.clone()
+
+    _, first = runner.run(works, done)
+    assert list(seen) == list(range(1, pool.layout.layers + 1))
+    for layers, then in seen.items():
+        assert torch.equal(then[:, :layers], pool.data[:, :layers])
+        assert not then[:, layers:].any()
+    _, second = runner.run(works)
+    assert torch.equal(first, second)
+
+
 def test_kv_moved_to_other_slabs_decodes_the_same(files: ModelFiles) -> None:
     here, there = Pool(files.layout(), 4), Pool(files.layout(), 4)
     first, second = Runner.load(files, here, 256), Runner.load(files, there, 256)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,21 @@ from diptych.messages import Failed, Offer, Output, Pulled, Stats, Step, ToGatew
 from diptych.request import Sampling
 from engine.loop import Engine, Picked
 from engine.scheduler import Limits, Scheduler
+from engine.seams import LayersDone
 from engine.work import Work
 from kvcache.holdings import Holdings
 from kvcache.layout import CHUNK_TOKENS, KVLayout
 from kvcache.pool import Pool
 from kvcache.prefix_tree import PrefixTree
-from kvtransfer.digests import HASHES
+from kvtransfer.board import ENTRY_BYTES, Board, Entries, entries
+from kvtransfer.digests import HASHERS, HASHES
+from kvtransfer.early import Copy
 from kvtransfer.handoff import Aborted
 from kvtransfer.leases import LeaseLedger
 from kvtransfer.links import Route
 from kvtransfer.parts import whole
 from kvtransfer.ticket import Ticket
+from kvtransfer.turns import AT_ONCE, Turns, finish
 from prefill_worker.worker import Issuer, Prefiller
 from worker.shell import Books, Role, Shell
 
@@ -66,8 +70,12 @@ class ByteRunner:
     def __init__(self, pool: Pool) -> None:
         self._rows = np.frombuffer(pool.memory, np.uint8).reshape(pool.num_slabs, CHUNK_TOKENS, -1)
 
-    def run(self, batch: list[Work]) -> list[list[bytes]]:
-        return [self._one(work) for work in batch]
+    def run(self, batch: list[Work], done: LayersDone | None = None) -> list[list[bytes]]:
+        logits = [self._one(work) for work in batch]
+        for layers in range(1, LAYOUT.layers + 1 if done is not None else 0):
+            assert done is not None
+            done(layers)
+        return logits
 
     def _one(self, work: Work) -> list[bytes]:
         before = self._at(work, work.start - 1).tobytes() if work.start else bytes(8)
@@ -120,19 +128,39 @@ class FakeLine:
         """Nobody sleeps here."""
 
 
-class FakeLinks:
-    """Copies between the two pools of a bench; `fault` is called before every slab and may raise or corrupt."""
+class FakeLane:
+    """The way from one pool of a bench to the other (`kvtransfer.early.Lane`)."""
 
-    def __init__(self, source: Pool, target: Pool) -> None:
-        self._source, self._target = source, target
+    layers = LAYOUT.layers
+
+    def __init__(self, links: FakeLinks) -> None:
+        self._links = links
+        self.num_slabs = links.source.num_slabs
+
+    def look(self, slabs: Sequence[int]) -> Turns[Entries | None]:
+        yield from ()
+        return entries(self._links.board)[list(slabs)]
+
+    def copy(self, copies: Sequence[Copy], stop: Callable[[], bool]) -> Turns[None]:
+        for one in copies:
+            self._links.early.append((one.far, one.own))
+            self._links.copy(one.far, one.own, stop)
+            one.payload.update(self._links.target.slab_bytes(one.own))
+            yield AT_ONCE
+
+
+class FakeLinks:
+    """Copies between the two pools of a bench; `fault` is called after every slab and may raise or corrupt."""
+
+    def __init__(self, source: Pool, target: Pool, board: memoryview) -> None:
+        self.source, self.target, self.board = source, target, board
         self.fault: Callable[[int, int], None] | None = None
         self.incarnation = "life"
+        self.hasher = HASHERS["xxh3"]
+        self.early: list[tuple[int, int]] = []  # what was copied before its ticket came
 
     def route(self, worker: str) -> Route | None:
         return Route("fake", self.incarnation, 1.0, 1.0)
-
-    def link(self, worker: str, incarnation: str, endpoints: Mapping[str, bytes]) -> Route:
-        return Route("fake", incarnation, 1.0, 1.0)
 
     def unlink(self, worker: str, incarnation: str | None = None) -> None:
         """Always linked."""
@@ -140,31 +168,58 @@ class FakeLinks:
     def close(self) -> None:
         """Nothing is open."""
 
-    def pull(
-        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], stop: Callable[[], bool] | None = None
-    ) -> list[bytes]:
+    def lane(self, worker: str, incarnation: str) -> FakeLane:
+        return FakeLane(self)
+
+    def pulling(
+        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], stop: Callable[[], bool]
+    ) -> Turns[list[bytes]]:
         for source, target in pairs:
-            if stop is not None and stop():
-                raise Aborted("the pull was stopped")
-            self._target.slab_bytes(target)[:] = self._source.slab_bytes(source)
-            if self.fault is not None:
-                self.fault(source, target)
-        return [HASHES["xxh3"](self._target.slab_bytes(target)) for _, target in pairs]
+            self.copy(source, target, stop)
+            yield AT_ONCE
+        return [HASHES["xxh3"](self.target.slab_bytes(target)) for _, target in pairs]
+
+    def copy(self, source: int, target: int, stop: Callable[[], bool]) -> None:
+        if stop():
+            raise Aborted("the pull was stopped")
+        self.target.slab_bytes(target)[:] = self.source.slab_bytes(source)
+        if self.fault is not None:
+            self.fault(source, target)
 
 
 class StillCourier(Courier):
     """Pulls only when told to: a pull takes as long as a test wants."""
 
-    def __init__(self, links: Any) -> None:
-        super().__init__(links, lambda message: None, lambda: None)
+    def __init__(self, links: Any, clock: Callable[[], float]) -> None:
+        super().__init__(links, lambda message: None, lambda: None, clock)
         self.under_way: list[Arrival] = []
+        self._hauls: dict[str, Turns[None]] = {}
 
     def fetch(self, arrival: Arrival) -> None:
         self.under_way.append(arrival)
+        self._hauls[arrival.seq.key] = self.haul(arrival)
+
+    def stir(self) -> None:
+        """Whoever waits here is moved by the test."""
+
+    def creep(self) -> None:
+        """Let every pull go as far as it can go now."""
+        for arrival in list(self.under_way):
+            while (pause_s := next(self._hauls[arrival.seq.key], None)) == AT_ONCE:
+                pass
+            if pause_s is None:
+                self._gone(arrival)
 
     def land(self) -> None:
         """Let the oldest pull run to its end."""
-        self.pull(self.under_way.pop(0))
+        arrival = self.under_way[0]
+        assert arrival.ticket is not None or arrival.stop.is_set(), "it would wait for its ticket for ever"
+        finish(self._hauls[arrival.seq.key])
+        self._gone(arrival)
+
+    def _gone(self, arrival: Arrival) -> None:
+        self.under_way.remove(arrival)
+        del self._hauls[arrival.seq.key]
 
 
 class Half:
@@ -240,6 +295,7 @@ class Bench:
 
     def __init__(self, prefill_slabs: int = 40, decode_slabs: int = 40, caching: bool = True) -> None:
         self.now_s = 100.0
+        self.board = memoryview(bytearray(prefill_slabs * ENTRY_BYTES))
         self.prefill = Half(self, prefill_slabs, self._prefiller, caching)
         self.decode = Half(self, decode_slabs, self._decoder, caching)
 
@@ -248,11 +304,12 @@ class Bench:
 
     def _prefiller(self, half: Half) -> Role:
         issuer, parts = Issuer(KEY, "prefill-0", "life", "model", "xxh3"), whole(LAYOUT, half.pool.memory)
-        return Prefiller(half.line, half.engine, half.holdings, parts, LeaseLedger(LEASE_S), issuer)
+        ledger, board = LeaseLedger(LEASE_S), Board(half.pool.num_slabs, self.board)
+        return Prefiller(half.line, half.engine, half.holdings, parts, ledger, issuer, board)
 
     def _decoder(self, half: Half) -> Role:
-        self.links = FakeLinks(self.prefill.pool, half.pool)
-        self.courier = StillCourier(self.links)
+        self.links = FakeLinks(self.prefill.pool, half.pool, self.board)
+        self.courier = StillCourier(self.links, self.clock)
         return Decoder(half.line, half.engine, half.holdings, LAYOUT, self.courier, KEY, "model")
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.handoff import digest_share, gap_ratios, total
 from benchmarks.interference import Seen, compare, gaps_within, percentile, summary
 from benchmarks.serving import Stream
 
@@ -107,3 +108,25 @@ async def test_a_stream_that_fails_is_never_measured(pieces: tuple[bytes, ...], 
     stream = await told(*pieces)
     with pytest.raises(RuntimeError, match=message):
         await stream.done()
+
+
+def test_gaps_of_a_hand_off_are_compared_length_by_length() -> None:
+    found = {
+        "split": {128: [0.03, 0.02, 0.9], 1900: [0.33, 0.33, 0.33]},
+        "whole": {128: [0.02, 0.02, 0.02], 1900: [0.30, 0.11, 0.33]},
+    }
+    assert gap_ratios(found) == {128: pytest.approx(1.5), 1900: pytest.approx(1.1)}
+
+
+def test_samples_of_a_metric_are_added_up_by_label() -> None:
+    text = "\n".join(
+        ['# HELP a_total x', 'a_total{part="hidden",w="1"} 2.0', 'a_total{part="hidden",w="2"} 0.5',
+         'a_total{part="exposed",w="1"} 8.0', 'a_total_more{part="hidden"} 100.0', "b_total 3.0"]
+    )  # fmt: skip
+    assert total(text, "a_total", part="hidden") == 2.5 and total(text, "a_total") == 10.5
+    assert total(text, "b_total") == 3.0 and total(text, "c_total") == 0.0
+
+
+def test_the_share_of_hashing_is_of_both_ends() -> None:
+    assert digest_share(1.0, 3.0, 2.0) == 0.5
+    assert digest_share(1.0, 2.0, 2.5) == pytest.approx(1 / 3)  # no less than nothing at the target

@@ -16,6 +16,7 @@ from diptych.request import Grammar, Sampling
 from engine.growth import Rate
 from engine.loop import Engine, Picked
 from engine.scheduler import Limits, Scheduler, Sequence
+from engine.seams import LayersDone
 from engine.work import Work
 from kvcache.holdings import Holdings
 from kvcache.layout import CHUNK_TOKENS
@@ -24,6 +25,7 @@ from kvcache.slabs import Slabs
 from kvcache.tiers.host import HostTier
 
 VOCAB = 50
+LAYERS = 2
 ROOT = b"the root of all fakes"
 
 
@@ -89,9 +91,13 @@ class FakeRunner:
         self.batches: list[list[Work]] = []
         self.poison: set[int] = set()  # running one of these tokens raises
 
-    def run(self, batch: list[Work]) -> list[list[list[int]]]:
+    def run(self, batch: list[Work], done: LayersDone | None = None) -> list[list[list[int]]]:
         self.batches.append(batch)
-        return [self.one(work) for work in batch]
+        logits = [self.one(work) for work in batch]
+        for layer in range(LAYERS if done is not None else 0):
+            assert done is not None
+            done(layer + 1)
+        return logits
 
     def one(self, work: Work) -> list[list[int]]:
         """Its "logits": for each wanted row, all tokens up to there."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Keys
+
 import pytest
 
 from diptych.messages import Failed, Output
 from diptych.request import Grammar
 from engine.loop import Emission
 from engine.scheduler import Refused, Sequence
+from engine.seams import LayersDone
 from kvcache.holdings import Holdings
 from kvcache.slabs import Slabs
 from tests.unit.engine.fakes import Bench, alone, following, sampling, sequence
@@ -229,6 +232,51 @@ def test_abort_frees_this_epoch_and_older_ones_only() -> None:
     told = finish(bench)
     assert {(e.message.request, e.message.epoch) for e in told} == {("a", 3), ("b", 1)}
     assert written(told, "a") == alone(sequence("a", 100)) and bench.holdings.used == 0
+
+
+class Follower:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.parts: list[tuple[str, int, int]] = []
+        self.layers: list[int] = []
+        self.gone: list[str] = []
+
+    def took(self, slabs: Keys[int]) -> None:
+        self.taken += slabs
+
+    def begin(self, parts: Keys[tuple[Sequence, int]]) -> LayersDone | None:
+        self.parts += [(seq.id, seq.computed, end) for seq, end in parts]
+        return self.layers.append
+
+    def dropped(self, key: str) -> None:
+        self.gone.append(key)
+
+
+def test_who_follows_held_sequences_hears_what_each_step_will_do() -> None:
+    bench, follower = Bench(max_num_batched_tokens=100), Follower()
+    bench.engine.follower = follower
+    bench.engine.add(sequence("a", 230, hold=True), 0.0)
+    told = finish(bench)
+    bench.engine.add(sequence("b", 30, sampling(3)), 0.0)
+    finish(bench)
+    assert follower.parts == [("a", 0, 100), ("a", 100, 200), ("a", 200, 230)]
+    assert follower.layers == [1, 2] * 3
+    (held,) = [emission.held for emission in told if emission.held]
+    assert follower.taken[:4] == held.slabs and len(follower.taken) == 5
+    assert follower.gone == ["b#1"]  # "a" was handed over
+
+
+def test_layers_of_a_step_that_failed_are_not_told_of_again() -> None:
+    bench, follower = Bench(), Follower()
+    bench.engine.follower = follower
+    for name, prompt in (("bad", [1, 99]), ("good", [1, 2])):
+        bench.engine.add(sequence(name, prompt, hold=True), 0.0)
+    bench.runner.poison = {99}
+    told = finish(bench)
+    assert failures(told) == {"bad": "out_of_memory"} and written(told, "good")
+    assert follower.layers == [] and follower.gone == ["bad#1"]
 
 
 def test_stages_meet_and_sum_to_the_whole() -> None:

@@ -89,7 +89,14 @@ class Conservation(RuleBasedStateMachine):
         output = whole[: min(earlier, max(0, len(whole) - 1))]
         deadline_s = self.first.now_s + patience
         seq = sequence(
-            name, prompt, asked, output=list(output), hold=hold, deadline_s=deadline_s, origin=origin
+            name,
+            prompt,
+            asked,
+            output=list(output),
+            hold=hold,
+            stage=hold,
+            deadline_s=deadline_s,
+            origin=origin,
         )
         try:
             self.first.engine.add(seq, self.first.now_s)
@@ -144,6 +151,7 @@ class Conservation(RuleBasedStateMachine):
             for emission in bench.engine.step(bench.clock):
                 self._note(emission.message)
                 if emission.held:
+                    self._taken(emission.held)
                     self.held.append(emission.held)
 
     @rule(parks=st.booleans(), second=st.booleans())
@@ -151,6 +159,9 @@ class Conservation(RuleBasedStateMachine):
         """From now on, copying is much cheaper than computing, or the reverse."""
         engine = (self.second if second else self.first).engine
         engine.copy_rate = Fixed(1e12 if parks else 1e-12)
+
+    def _taken(self, seq: Sequence) -> None:
+        """A held sequence has left the engine, with its slabs."""
 
     def _note(self, message: Output | Failed) -> None:
         name = message.request
@@ -217,6 +228,7 @@ class Conservation(RuleBasedStateMachine):
                 for emission in bench.engine.step(bench.clock):
                     self._note(emission.message)
                     if emission.held:
+                        self._taken(emission.held)
                         bench.holdings.end(emission.held.key)
                         self.ended[emission.held.id] = "dropped"
             assert not len(bench.scheduler) and bench.holdings.used == bench.host.used_bytes == 0

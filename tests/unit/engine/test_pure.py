@@ -123,7 +123,7 @@ def test_pace_without_variety_still_fits_what_it_sees() -> None:
 
 def test_the_shortest_that_is_busy_enough() -> None:
     curve = [(16, 0.010), (32, 0.011), (64, 0.013), (128, 0.0205), (256, 0.040), (512, 0.080)]
-    assert saturation.shortest(curve) == 128  # 6,244 tokens/s of 6,400
+    assert saturation.shortest(curve) == 128  # 6,095 tokens/s of 6,360, 0.5 ms per step included
     assert saturation.shortest(curve, share=0.5) == 64
     assert saturation.shortest([]) == 0
 

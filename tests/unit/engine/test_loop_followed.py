@@ -1,0 +1,132 @@
+"""Who follows held sequences: what is announced is what is in memory, and what is hashed is what is offered.
+
+The whole of the loop's machine runs (preemption in both ways, sharing, aborts, failures), and after every layer of
+every step the board is held against the memory: an entry that still has the mark of a hint, any hint ever, and says
+that layers are done, must have that chunk's KV in its slab.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from engine.loop import Emission
+from engine.scheduler import Sequence
+from engine.seams import LayersDone
+from engine.work import Work
+from kvcache.layout import CHUNK_TOKENS
+from kvtransfer.board import DONE, Board
+from prefill_worker.payloads import Payloads
+from prefill_worker.stager import Stager
+from tests.unit.engine.fakes import LAYERS, Bench, FakeRunner
+from tests.unit.engine.test_loop_machine import Conservation
+
+SEEN: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Told:
+    """One chunk of a hint, with the tokens that its sequence had by then."""
+
+    key: str
+    place: int
+    slab: int
+    mark: int
+    tokens: tuple[int, ...]
+
+
+class Watched(FakeRunner):
+    """Lets the memory be looked at before a step, and after each layer of one."""
+
+    look: Callable[[], None]
+
+    def run(self, batch: list[Work], done: LayersDone | None = None) -> list[list[list[int]]]:
+        self.look()
+
+        def watched(layers: int) -> None:
+            assert done is not None
+            done(layers)
+            self.look()
+
+        return super().run(batch, watched if done is not None else None)
+
+
+class Reader:
+    """A bench's first engine, followed; and the board, as one sees it who reads it from outside."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.memory = bench, memoryview(bytearray(8 * bench.pool.num_slabs))
+        self.told: list[Told] = []
+        self.payloads = Payloads(bench.holdings, self.content)
+        board = Board(bench.pool.num_slabs, self.memory)
+        self.stager = Stager(bench.holdings, self.payloads, LAYERS, board, self.hear)
+        bench.engine.follower = self.stager
+        watched = Watched(bench.pool.num_slabs)
+        watched.kv, watched.look = bench.runner.kv, self.check
+        bench.runner = bench.engine.runner = watched
+        self.step, bench.engine.step = bench.engine.step, self.turn  # type: ignore[method-assign]
+
+    def turn(self, clock: Callable[[], float]) -> list[Emission]:
+        """As a worker's loop has it: what is to be hashed is hashed between steps."""
+        self.stager.hash_full()
+        told = self.step(clock)
+        self.check()
+        return told
+
+    def content(self, slab: int) -> bytes:
+        return bytes(self.bench.runner.kv.slab_bytes(slab))
+
+    def hear(self, seq: Sequence, start: int, slabs: list[int], mark: int) -> None:
+        tokens = tuple(seq.prompt + seq.output)
+        for place, slab in enumerate(slabs, start):
+            self.told.append(Told(seq.key, place, slab, mark, tokens))
+            if mark == DONE:
+                self.right(self.told[-1])
+            SEEN["complete" if mark == DONE else "coming"] += 1
+
+    def check(self) -> None:
+        """No entry says of a chunk that it is there when something else is."""
+        entries = self.memory.cast("Q")
+        for told in self.told:
+            mark, layers = entries[told.slab] >> 16, entries[told.slab] & 0xFFFF
+            if told.mark != DONE and mark == told.mark and layers:
+                self.right(told)
+                SEEN["readable"] += 1
+            elif told.mark not in (DONE, mark):
+                SEEN["over"] += 1
+
+    def right(self, told: Told) -> None:
+        first = told.place * CHUNK_TOKENS
+        for row in range(min(CHUNK_TOKENS, len(told.tokens) - first)):
+            assert self.bench.runner.kv[told.slab, row] == list(told.tokens[: first + row + 1]), told
+
+    def offer(self, seq: Sequence) -> None:
+        """It leaves with its slabs: all of them were announced, and are hashed as they are."""
+        assert self.stager.finish(seq) == [self.content(slab) for slab in seq.slabs]
+        last = {told.place: told for told in self.told if told.key == seq.key}
+        assert sorted(last) == list(range(len(seq.slabs)))
+        for place, told in last.items():
+            SEEN["offered" if told.slab == seq.slabs[place] else "replaced"] += 1
+
+
+class Followed(Conservation):
+    """The machine, with its first engine followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = Reader(self.first)
+
+    def _taken(self, seq: Sequence) -> None:
+        self.reader.offer(seq)
+
+
+def test_no_mark_is_false_and_no_hash_is_old_whatever_happens() -> None:
+    """And all of it happens: chunks found complete, computed ones, ones that were replaced, marks that are over."""
+    slow = [HealthCheck.too_slow]  # how fast this machine is, is not the question
+    bounds = settings(max_examples=40, stateful_step_count=40, suppress_health_check=slow)
+    run_state_machine_as_test(Followed, settings=bounds)
+    assert all(SEEN[kind] for kind in ("complete", "coming", "readable", "over", "offered"))

@@ -39,7 +39,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as talk
 
-from diptych.channel import pack
+from diptych.frames import pack
 from diptych.messages import Output, Step
 from diptych.request import Sampling
 from engine.loop import Engine

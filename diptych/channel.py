@@ -3,11 +3,10 @@
     gateway  Hub   ROUTER, binds     allow-list of one worker key (ZAP), counts and drops whatever does not fit
     worker   Link  DEALER, connects  own I/O thread: beats go out while the engine is in a long step
 
-A frame is `[header, payload]`; the header is the link's session (8 random bytes) and a sequence number (8
-bytes). ZeroMQ loses messages silently when a connection breaks, and a lost `Step` would be a hole in somebody's
-answer. So a session is one unbroken run of frames: a gap, an overflow or a silence ends it on either side, and the
-worker introduces itself again with a new one. The first `Welcome` of a session reaches the worker through `poll`:
-whatever it still holds belonged to requests that the gateway has given up, and is to be aborted.
+Frames are those of `diptych.frames`. ZeroMQ loses messages silently when a connection breaks, and a lost `Step` would
+be a hole in somebody's answer. So a session is one unbroken run of frames: a gap, an overflow or a silence ends it on
+either side, and the worker introduces itself again with a new one. The first `Welcome` of a session reaches the worker
+through `poll`: whatever it still holds belonged to requests that were given up, and is to be aborted.
 
 Not covered: who may speak to the HTTP side, and the KV bytes (`kvtransfer`).
 """
@@ -22,53 +21,35 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
+from diptych import frames as wire
+from diptych.door import admit
 from diptych.errors import ChannelError
+from diptych.frames import HEADER, NOBODY, QUEUED_BYTES, QUEUED_FRAMES, UnderWay, pack
 from diptych.keys import ServerKeys, WorkerKeys
 from diptych.messages import Beat, Hello, Stats, ToGateway, ToWorker, Welcome
 
-MAX_BYTES = 16 << 20  # of one payload: the sender refuses more, the receiver cuts the connection
-QUEUED_FRAMES = 4096  # high-water mark of each direction of each connection
-HANDSHAKE_MS = 5_000  # a connection that has not proven its key by then is cut
 RETRY_S = 0.02  # between attempts to speak to a gateway that is not connected
+DOWN_S = 0.4  # after so long without a connection the gateway is gone; a moment is none
+REDIAL_S = 5.0  # after a frame that was altered on its way libzmq closes a connection and never makes another
 FRAMES_PER_TURN = 64  # taken before the event loop (or the beat) gets its turn again
-
-HEADER = struct.Struct(">8sQ")
-NOBODY = bytes(8)  # session of a Welcome to a worker that the gateway does not know
-
-_to_gateway = msgspec.msgpack.Decoder(ToGateway)
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
-
-
-def pack(message: ToWorker | ToGateway) -> bytes:
-    """The payload of a message; raises ChannelError if it is longer than MAX_BYTES."""
-    payload = msgspec.msgpack.encode(message)
-    if len(payload) > MAX_BYTES:
-        kind = type(message).__name__
-        raise ChannelError(f"a {kind} of {len(payload)} bytes is longer than the limit of {MAX_BYTES}")
-    return payload
-
-
-def _limit(socket: zmq.Socket[bytes], linger_ms: int) -> None:
-    """What both ends set: nothing is unbounded. Closing waits up to `linger_ms` for what was sent to leave."""
-    socket.set(zmq.LINGER, linger_ms)
-    socket.set(zmq.SNDHWM, QUEUED_FRAMES)
-    socket.set(zmq.RCVHWM, QUEUED_FRAMES)
-    socket.set(zmq.MAXMSGSIZE, MAX_BYTES)
-    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
 @dataclass(slots=True)
 class _Session:
-    """One unbroken run of frames from (`heard`) and to (`said`) a worker."""
+    """One unbroken run of frames from (`heard`) and to (`sent`) a worker."""
 
     name: bytes
     heard: int  # sequence number that comes next
-    said: int = 0
+    sent: UnderWay = field(default_factory=UnderWay)
+    looked: int = 0  # how many were sent when `Hub.gone` last looked
+
+    def header(self) -> bytes:
+        return HEADER.pack(self.name, self.sent.said, self.heard)
 
 
 class Hub:
@@ -88,17 +69,15 @@ class Hub:
         self._socket: zmq.Socket[bytes] | None = None
         self._guard: threading.Thread | None = None
         self._sessions: dict[bytes, _Session] = {}
+        self._gone: set[bytes] = set()
         self._wake: asyncio.Future[None] | None = None
         self._turn = 0
 
     def open(self) -> None:
         """Bind. `address` then names the real port. Raises ChannelError if the address cannot be bound."""
-        door = self._context.socket(zmq.REP)
-        door.bind("inproc://zeromq.zap.01")  # first: without a guard libzmq admits every key
-        self._guard = threading.Thread(target=self._admit, args=(door,), name="channel-guard", daemon=True)
-        self._guard.start()
+        self._guard = admit(self._context, self._keys.worker_raw, self.refused)
         socket = self._context.socket(zmq.ROUTER)
-        _limit(socket, linger_ms=0)
+        wire.limit(socket, linger_ms=0)
         socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to nobody fails here, not silently
         socket.set(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes over its name at once
         socket.set(zmq.CURVE_SERVER, 1)
@@ -110,25 +89,9 @@ class Hub:
         except zmq.ZMQError as error:
             socket.close()
             self.close()
-            what, fix = (
-                f"cannot listen for workers on {self.address}",
-                "choose another port or stop its holder",
-            )
-            raise ChannelError(what, str(error), fix) from error
+            what = f"cannot listen for workers on {self.address}"
+            raise ChannelError(what, str(error), "choose another port or stop its holder") from error
         self._socket, self.address = socket, socket.get_string(zmq.LAST_ENDPOINT)
-
-    def _admit(self, door: zmq.Socket[bytes]) -> None:
-        """ZAP (ZeroMQ RFC 27): only the worker key enters. Ends when the context does."""
-        with door:
-            while True:
-                try:
-                    version, request, _domain, _address, _identity, mechanism, *proof = door.recv_multipart()
-                except zmq.ContextTerminated:
-                    return
-                good = mechanism == b"CURVE" and proof == [self._keys.worker_raw]
-                self.refused["denied"] += not good
-                verdict = [b"200", b"OK", b"worker", b""] if good else [b"400", b"unknown key", b"", b""]
-                door.send_multipart([version, request, *verdict])
 
     async def recv(self) -> tuple[str, ToGateway]:
         """The next message and the worker that sent it. Safe to cancel. Hello and Beat have been answered already."""
@@ -176,8 +139,8 @@ class Hub:
         """The message in these frames, if its sender may say it now; answers Hello and Beat."""
         try:
             worker, header, payload = frames
-            session, number = HEADER.unpack(header)
-            message: ToGateway = _to_gateway.decode(payload)
+            session, number, taken = HEADER.unpack(header)
+            message = wire.for_gateway(payload)
         except (ValueError, struct.error, msgspec.MsgspecError):
             return self._refuse("malformed", frames[0])  # the run of a worker that sends garbage is broken
         if isinstance(message, Hello | Beat) and message.worker.encode() != worker:
@@ -187,14 +150,16 @@ class Hub:
             if message.link != session.hex():
                 return self._refuse("stranger", worker)
             known = self._sessions[worker] = _Session(session, number)
+            self._gone.discard(worker)
         if known is None or known.name != session:
             self.refused["stale"] += 1
             if isinstance(message, Beat):
-                self._speak(worker, HEADER.pack(NOBODY, 0), self._welcome)
+                self._speak(worker, HEADER.pack(NOBODY, 0, 0), self._welcome)
             return None
         if number != known.heard:
             return self._refuse("gap", worker)
         known.heard += 1
+        known.sent.taken(taken)
         if isinstance(message, Hello | Beat):
             self._say(worker, known, self._welcome)
         return message
@@ -208,14 +173,31 @@ class Hub:
         """Queue a message for a worker; False if it is not there or takes nothing: its session is then over."""
         name = worker.encode()
         known = self._sessions.get(name)
-        return known is not None and self._say(name, known, pack(message))
+        if known is not None and self._say(name, known, pack(message)):
+            return True
+        self._gone.discard(name)  # the caller knows it now
+        return False
+
+    def gone(self) -> list[str]:
+        """Workers whose connection was closed since they introduced themselves, each told once; their session is over.
+
+        A process that dies closes its connection, so it is known within one look, long before its silence tells. Those
+        to whom nothing was sent since the last look get a word that they ignore: only sending tells.
+        """
+        for worker, session in list(self._sessions.items()):
+            if session.sent.said == session.looked:
+                self._say(worker, session, self._welcome)
+            session.looked = session.sent.said
+        gone, self._gone = sorted(self._gone), set()
+        return [worker.decode() for worker in gone]
 
     def _say(self, worker: bytes, session: _Session, payload: bytes) -> bool:
-        if not self._speak(worker, HEADER.pack(session.name, session.said), payload):
-            self._sessions.pop(worker, None)
-            return False
-        session.said += 1
-        return True
+        if session.sent.fits(len(payload)) and self._speak(worker, session.header(), payload):
+            session.sent.sent(len(payload))
+            return True
+        if self._sessions.pop(worker, None) is not None:
+            self._gone.add(worker)
+        return False
 
     def _speak(self, worker: bytes, header: bytes, payload: bytes) -> bool:
         socket = self._open_socket
@@ -232,6 +214,7 @@ class Hub:
     def forget(self, worker: str) -> None:
         """End this worker's session (it was declared lost): on its next beat it is asked to introduce itself anew."""
         self._sessions.pop(worker.encode(), None)
+        self._gone.discard(worker.encode())
 
     def close(self) -> None:
         """Unbind; idempotent."""
@@ -246,8 +229,9 @@ class Hub:
 class Link:
     """A worker's end. `send` may be called from any thread, `poll` from one.
 
-    `stats` is called in the I/O thread for every beat. After `lost_s` without a word from the gateway the session is
-    over, and `gateway_lost` is true until the next `Welcome`; orphans have to be aborted within 2 s.
+    `stats` is called in the I/O thread for every beat. After `lost_s` without a word from the gateway, or `down_s`
+    without a connection to it, the session is over, and `gateway_lost` is true until the next `Welcome`; orphans have
+    to be aborted within 2 s.
     """
 
     def __init__(
@@ -259,19 +243,26 @@ class Link:
         *,
         beat_s: float = 0.25,
         lost_s: float = 1.5,
+        down_s: float = DOWN_S,
         max_messages: int = QUEUED_FRAMES,
     ) -> None:
         self._address, self._keys, self._hello, self._stats = address, keys, hello, stats
-        self._beat_s, self._lost_s, self._max_messages = beat_s, lost_s, max_messages
+        self._beat_s, self._lost_s, self._down_s = beat_s, lost_s, down_s
+        self._max_messages = max_messages
         self._lock = threading.Condition()  # guards everything below that both sides touch
         self._inbox: collections.deque[ToWorker] = collections.deque()
         self._outbox: collections.deque[bytes] = collections.deque()
+        self._in_bytes = self._out_bytes = 0
         self._welcomed = self._closing = self._overflow = self._news = False
         self._error: BaseException | None = None
         self.gateway_lost = False
         self.breaks = 0  # sessions that ended before the worker did
-        self._session, self._said, self._heard = os.urandom(8), 0, 0
+        self._session, self._sent, self._heard = os.urandom(8), UnderWay(), 0
         self._due_s = self._heard_s = 0.0
+        self._down_since_s: float | None = None
+        self._redial = (
+            False  # a new session, or a connection that does not come: begin again with a new socket
+        )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._guarded, name="channel-link", daemon=True)
 
@@ -288,10 +279,11 @@ class Link:
         with self._lock:
             if not self._welcomed or self._closing:
                 return
-            if len(self._outbox) >= self._max_messages:
+            if len(self._outbox) >= self._max_messages or self._out_bytes + len(payload) > QUEUED_BYTES:
                 self._overflow = True
             first = not self._outbox
             self._outbox.append(payload)
+            self._out_bytes += len(payload)
             if first or self._overflow:
                 os.eventfd_write(self._wake, 1)
 
@@ -306,7 +298,7 @@ class Link:
                 raise ChannelError("the worker's channel has failed", repr(self._error)) from self._error
             messages = list(self._inbox)
             self._inbox.clear()
-            self._news = False
+            self._in_bytes, self._news = 0, False
         return messages
 
     def wake(self) -> None:
@@ -331,20 +323,20 @@ class Link:
 
     def _guarded(self) -> None:
         try:
-            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-                self._connect(socket)
-                self._serve(socket)
+            with zmq.Context() as context:
+                while not self._closing:
+                    with context.socket(zmq.DEALER) as socket:
+                        self._connect(socket)
+                        self._serve(socket)
         except BaseException as error:  # told by the next poll: without its channel a worker is of no use
             with self._lock:
                 self._error = error
                 self._lock.notify_all()
 
     def _connect(self, socket: zmq.Socket[bytes]) -> None:
-        _limit(socket, linger_ms=500)  # a worker that ends says its last tokens
+        wire.limit(socket, linger_ms=500)  # a worker that ends says its last tokens
         socket.set(zmq.ROUTING_ID, self._hello.worker.encode())
-        socket.set(
-            zmq.IMMEDIATE, 1
-        )  # queue only to a completed connection, so that nothing piles up for a gateway
+        socket.set(zmq.IMMEDIATE, 1)  # queue only to a completed connection: nothing piles up for a gateway
         socket.set(zmq.RECONNECT_IVL, 50)
         socket.set(zmq.RECONNECT_IVL_MAX, 500)
         socket.set(zmq.CURVE_SERVERKEY, self._keys.server_public)
@@ -355,7 +347,8 @@ class Link:
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        while not self._closing:
+        self._redial = False
+        while not (self._closing or self._redial):
             now_s = time.monotonic()
             self._keep_up(socket, now_s)
             stuck = not self._flush(socket)
@@ -369,23 +362,35 @@ class Link:
         self._flush(socket)
 
     def _keep_up(self, socket: zmq.Socket[bytes], now_s: float) -> None:
-        """Notice silence; say Hello until welcomed, then beat."""
-        if self._overflow or (self._welcomed and now_s - self._heard_s > self._lost_s):
+        """Notice silence and a closed connection; say Hello until welcomed, then beat."""
+        down_s = 0.0 if self._down_since_s is None else now_s - self._down_since_s
+        if self._overflow or (
+            self._welcomed and (now_s - self._heard_s > self._lost_s or down_s > self._down_s)
+        ):
             self._break_off()
-        if now_s < self._due_s:
+        elif down_s > REDIAL_S:
+            self._redial, self._down_since_s = True, None
+        if now_s < self._due_s or self._redial:
             return
         if self._welcomed:
             payload = pack(Beat(self._hello.worker, self._hello.incarnation, self._stats()))
         else:
             payload = pack(msgspec.structs.replace(self._hello, link=self._session.hex()))
-        self._due_s = now_s + (self._beat_s if self._say(socket, payload) else min(self._beat_s, RETRY_S))
+        if self._say(socket, payload):
+            self._due_s, self._down_since_s = now_s + self._beat_s, None
+            return
+        self._due_s = now_s + min(self._beat_s, RETRY_S)
+        # The socket takes nothing: either it is full, or (IMMEDIATE) there is no connection.
+        if self._down_since_s is None and len(self._sent) < QUEUED_FRAMES // 2:
+            self._down_since_s = now_s
 
     def _say(self, socket: zmq.Socket[bytes], payload: bytes) -> bool:
+        header = HEADER.pack(self._session, self._sent.said, self._heard)
         try:
-            socket.send_multipart([HEADER.pack(self._session, self._said), payload], zmq.NOBLOCK)
+            socket.send_multipart([header, payload], zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._said += 1
+        self._sent.sent(len(payload))
         return True
 
     def _flush(self, socket: zmq.Socket[bytes]) -> bool:
@@ -395,10 +400,13 @@ class Link:
                 if not self._outbox:
                     return True
                 payload = self._outbox[0]
+            if not self._sent.fits(len(payload)):
+                return True  # the gateway's next word tells what it has taken, and wakes us
             if not self._say(socket, payload):
                 return False
             with self._lock:
                 self._outbox.popleft()
+                self._out_bytes -= len(payload)
 
     def _drain(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(FRAMES_PER_TURN):
@@ -412,8 +420,8 @@ class Link:
         self._heard_s = time.monotonic()
         try:
             header, payload = frames
-            session, number = HEADER.unpack(header)
-            message = _to_worker.decode(payload)
+            session, number, taken = HEADER.unpack(header)
+            message = wire.for_worker(payload)
         except (ValueError, struct.error, msgspec.MsgspecError):
             return self._break_off()
         if session != self._session:
@@ -422,14 +430,17 @@ class Link:
         if number != self._heard:
             return self._break_off()
         self._heard += 1
+        self._sent.taken(taken)
         pong = isinstance(message, Welcome) and self._welcomed
         with self._lock:
             if isinstance(message, Welcome):
                 self._welcomed, self.gateway_lost, self._beat_s = True, False, message.beat_s
             if not pong:
                 self._inbox.append(message)
+                self._in_bytes += len(payload)
                 self._lock.notify_all()
-        if len(self._inbox) > self._max_messages:
+            full = len(self._inbox) > self._max_messages or self._in_bytes > QUEUED_BYTES
+        if full:
             self._break_off()
 
     def _break_off(self) -> None:
@@ -440,7 +451,9 @@ class Link:
             self._welcomed = self._overflow = False
             self._inbox.clear()
             self._outbox.clear()
+            self._in_bytes = self._out_bytes = 0
             self._lock.notify_all()
         self.breaks += 1
-        self._session, self._said, self._heard = os.urandom(8), 0, 0
-        self._due_s = 0.0
+        self._redial = True
+        self._session, self._sent, self._heard = os.urandom(8), UnderWay(), 0
+        self._due_s, self._down_since_s = 0.0, None

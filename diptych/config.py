@@ -115,7 +115,7 @@ class Config:
         600.0, kind.seconds(), "Longest life of a request", LIMITS, GATEWAYS, rare=True
     )
     max_queue_wait_s: float = option(
-        30.0, kind.seconds(), "429 when a first token would wait longer", LIMITS, GATEWAYS, rare=True
+        30.0, kind.seconds(), "Refuse (429) what would wait longer", LIMITS, GATEWAYS, rare=True
     )
     recovery_s: float = option(
         15.0, kind.seconds(), "How long requests wait for lost workers", LIMITS, GATEWAYS, rare=True
@@ -131,9 +131,7 @@ class Config:
     reader_stall_s: float = option(
         30.0, kind.seconds(), "Cut readers that take nothing", LIMITS, GATEWAYS, rare=True
     )
-    drain_s: float = option(
-        10.0, kind.seconds(), "Grace for requests when stopping", LIMITS, GATEWAYS, rare=True
-    )
+    drain_s: float = option(10.0, kind.seconds(), "Grace for requests when stopping", LIMITS, ALL, rare=True)
 
     role: str | None = option(
         None, kind.one_of("prefill", "decode"), "What this worker does", PARTS, ("worker",)

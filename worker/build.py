@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from diptych.channel import Link
 from diptych.config import WorkerSpec
 from diptych.errors import ConfigError, GrammarError
-from diptych.keys import load_worker_keys
-from diptych.messages import Hello
 from engine import grammar, saturation
 from engine.loop import Engine
 from engine.model.files import ModelFiles
@@ -37,7 +32,6 @@ from kvcache.tiers.host import HostTier
 from kvtransfer.memory import SharedMemory
 from kvtransfer.parts import Parts
 from worker.ranks import Orders, Ranks, lead
-from worker.shell import Books
 from worker.start import Voice, give_up
 
 log = logging.getLogger(__name__)
@@ -116,16 +110,13 @@ def find(spec: WorkerSpec) -> Found:
 def make_engine(spec: WorkerSpec, found: Found, memories: Sequence[SharedMemory], voice: Voice) -> Body:
     """Load the weights, warm up, and put the engine together over `memories`, one per rank.
 
-    Without any, and with one rank only, the pool is private memory.
-
     Raises:
         ModelError: the checkpoint cannot be read.
         StartError: a rank could not start.
     """
-    views: Sequence[memoryview | None] = [memory.view for memory in memories] or [None]
     pools = [
-        Pool(found.layout.part(shard), found.plan.num_slabs, view)
-        for shard, view in zip(found.shards, views, strict=True)
+        Pool(found.layout.part(shard), found.plan.num_slabs, memory.view)
+        for shard, memory in zip(found.shards, memories, strict=True)
     ]
     holdings = Holdings(pools[0], PrefixTree() if spec.prefix_caching else None)
     ranks = Ranks(spec.worker, partial(give_up, voice)) if len(pools) > 1 else None
@@ -138,7 +129,7 @@ def make_engine(spec: WorkerSpec, found: Found, memories: Sequence[SharedMemory]
         voice.tell("load")
         voice.tell("warm", 0)
         runner.warm()
-        scheduler = Scheduler(_limits(spec, found, runner, holdings))
+        scheduler = Scheduler(_limits(spec, found))
         voice.tell("warm")
     except BaseException:
         if ranks is not None:
@@ -168,44 +159,38 @@ def _orders(spec: WorkerSpec, found: Found) -> Orders:
     )
 
 
-def _limits(spec: WorkerSpec, found: Found, runner: Runner, holdings: Holdings) -> Limits:
-    """What the engine takes on. A worker that only reads prompts is measured for how many tokens keep it busy."""
-    busy = 0
-    if spec.role == "prefill":
-        longest = min(spec.max_num_batched_tokens, found.plan.max_model_len)
-        busy = saturation.shortest(saturation.measure(runner.run, holdings, longest, time.monotonic))
+def _limits(spec: WorkerSpec, found: Found) -> Limits:
+    """What the engine takes on, in whatever role."""
     return Limits(
         num_slabs=found.plan.num_slabs,
         max_model_len=found.plan.max_model_len,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         chunked_prefill=spec.chunked_prefill,
-        saturation_tokens=busy,
         tpot_s=None if spec.tpot_ms is None else spec.tpot_ms / 1000,
     )
 
 
-def introduce(spec: WorkerSpec, found: Found, endpoints: dict[str, bytes]) -> Hello:
-    """What the gateway is told about this life of the worker; no other has had its `incarnation`."""
-    hex_digest, identity = found.files.fingerprint(found.dtype)
-    return Hello(
-        worker=spec.worker,
-        role=spec.role,
-        incarnation=uuid.uuid4().hex,
-        fingerprint=hex_digest,
-        identity=identity,
-        host=spec.host,
-        pid=os.getpid(),
-        num_slabs=found.plan.num_slabs,
-        chunk_bytes=found.layout.chunk_bytes,
-        max_model_len=found.plan.max_model_len,
-        endpoints=endpoints,
-    )
+class Tuning:
+    """What of an engine depends on the role: one that only reads prompts fills its steps no more than keeps it busy.
 
+    How many tokens that are is measured, once, before the first life in that role.
+    """
 
-def connect(spec: WorkerSpec, hello: Hello, books: Books) -> Link:
-    """The link to the gateway, not yet open. Raises ConfigError if a key file is missing or not private."""
-    return Link(spec.gateway, load_worker_keys(spec.keys_dir), hello, lambda: books.stats)
+    def __init__(self, engine: Engine, holdings: Holdings) -> None:
+        self.engine, self.holdings = engine, holdings
+        self._busy: int | None = None
+
+    def suit(self, role: str) -> None:
+        """Make the engine fit for `role`. Nothing may run in it, and the pool needs room for one step."""
+        limits, busy = self.engine.scheduler.limits, 0
+        if role == "prefill":
+            if self._busy is None:
+                longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+                curve = saturation.measure(self.engine.runner.run, self.holdings, longest, time.monotonic)
+                self._busy = saturation.shortest(curve)
+            busy = self._busy
+        self.engine.scheduler.limits = replace(limits, saturation_tokens=busy)
 
 
 def _grammar_tokens(folder: Path) -> Any:

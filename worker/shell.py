@@ -11,15 +11,12 @@ concerns one request stays with it.
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
-from diptych.channel import Link
-from diptych.config import WorkerSpec
 from diptych.messages import (
     Abort,
     Admit,
@@ -32,18 +29,21 @@ from diptych.messages import (
     Step,
     ToGateway,
     ToWorker,
+    Turn,
     Welcome,
 )
 from engine.loop import Emission, Engine
 from engine.scheduler import Refused, Sequence
 from kvcache.prefix_tree import root
 from worker.epochs import Epochs
-from worker.start import Voice, pin
+from worker.pulse import Pulse
 
 log = logging.getLogger(__name__)
 
 PROOF_SHARE = 100
 TICK_S = 0.5  # the longest wait: a signal that falls between a look and the wait is noticed by then
+
+ROLES = ("prefill", "decode")
 
 Order = Prefill | Generate | Admit
 
@@ -67,7 +67,7 @@ class Role(Protocol):
         """Start working on an attempt. Raises Refused, holding nothing for it."""
 
     def take(self, message: ToWorker, now_s: float) -> None:
-        """A message that is no order, abort, welcome or drain."""
+        """A message that is no order, abort, welcome, drain or turn."""
 
     def let_go(self, seq: Sequence, now_s: float) -> None:
         """The engine is done with a held sequence, whose slabs are now the role's."""
@@ -101,15 +101,46 @@ class Slabs(Protocol):
 
 
 class Books:
-    """The latest statistics, written by the main thread and read by the one that beats."""
+    """The latest statistics, written by the main thread and read by the one that beats.
 
-    def __init__(self) -> None:
+    With a `pulse` they tell when the main thread hangs.
+    """
+
+    def __init__(self, pulse: Pulse | None = None) -> None:
         self.stats = Stats()
+        self.pulse = pulse
+
+    def turn(self) -> None:
+        """The main thread comes round."""
+        if self.pulse is not None:
+            self.pulse.turn()
+
+    def read(self) -> Stats:
+        """For a beat."""
+        stuck_s = 0.0 if self.pulse is None else self.pulse.look()
+        return msgspec.structs.replace(self.stats, stuck_s=stuck_s) if stuck_s else self.stats
+
+
+def since(now: Stats, then: Stats) -> Stats:
+    """`now`, with an engine's counters counted from `then` on: an engine outlives the roles that it serves in."""
+    if not then.steps and not then.prefix_queries:
+        return now
+    return msgspec.structs.replace(
+        now,
+        steps=now.steps - then.steps,
+        step_seconds=now.step_seconds - then.step_seconds,
+        step_tokens=now.step_tokens - then.step_tokens,
+        prefix_queries=now.prefix_queries - then.prefix_queries,
+        prefix_hits=now.prefix_hits - then.prefix_hits,
+        preemptions={way: count - then.preemptions.get(way, 0) for way, count in now.preemptions.items()},
+        step_parts={part: spent - then.step_parts.get(part, 0.0) for part, spent in now.step_parts.items()},
+    )
 
 
 class Shell:
-    """The loop. `drain_s` bounds how long a worker that was told to end waits for what it holds.
+    """The loop, for the time of one role. `drain_s` bounds how long a worker that is to end waits for what it holds.
 
+    `turned` is the role that the gateway wants next, if any; it is to be looked at when `run` has returned.
     `fingerprint` is that of the model, if prefixes are kept and shared; without it they are not.
     """
 
@@ -127,7 +158,8 @@ class Shell:
     ) -> None:
         self.link, self.engine, self.role, self.holdings, self.books = link, engine, role, holdings, books
         self.epochs = Epochs()
-        self._fingerprint = fingerprint
+        self.turned = ""
+        self._fingerprint, self._before = fingerprint, engine.stats
         self.welcomed: Callable[[], None] | None = None  # called once, when the gateway first answers
         self._drain_s, self._clock = drain_s, clock
         self._ending_s: float | None = None  # the moment at which a drained worker waits no longer
@@ -137,18 +169,39 @@ class Shell:
 
     def drain(self) -> None:
         """Take no new work, end when nothing is held any more. Idempotent; a signal handler may call it."""
+        self.turned = ""
         if self._ending_s is None:
             self._ending_s = self._clock() + self._drain_s
 
+    def become(self, role: str) -> None:
+        """Drain, for a life in `role`. A worker that is drained for its end is not asked any more."""
+        if self._ending_s is None and role in ROLES:
+            self.drain()
+            self.turned = role
+
     def run(self) -> None:
-        """Serve until drained."""
+        """Serve until drained. What is left by then fails as "draining", and can go on elsewhere."""
         while not self.over:
             self.turn()
         for request, epoch in self._abandon():
             self.link.send(Failed(request, epoch, "draining", "the worker had to end"))
 
+    def settle(self) -> None:
+        """After `run`, when nothing writes to the pool any more: what was on its way is let go of, and all is free.
+
+        Raises:
+            RuntimeError: something is still held. It would be missing for ever, so a new process is better.
+            AssertionError: the books do not add up.
+        """
+        self.role.tend(self._clock())
+        if self.holds:
+            raise RuntimeError("a role that has ended still holds something")
+        self._idle, self._proof_s = False, float("-inf")
+        self._prove()
+
     def turn(self) -> None:
         """Take, tend, step, tell, and note it in the books."""
+        self.books.turn()
         for message in self.link.poll(self.patience):
             self._take(message)
         if self.link.gateway_lost:
@@ -215,6 +268,8 @@ class Shell:
                 self._announce()
             case Drain():
                 self.drain()
+            case Turn(role):
+                self.become(role)
             case _:
                 self.role.take(message, now_s)
 
@@ -283,22 +338,7 @@ class Shell:
         return ended + self.role.abandon()
 
     def _write_books(self) -> None:
-        stats = self.role.books(self.engine.stats)
+        stats = self.role.books(since(self.engine.stats, self._before))
         late = stats.late_messages + self.epochs.late
-        self.books.stats = msgspec.structs.replace(stats, late_messages=late)
-
-
-def live(shell: Shell, link: Link, spec: WorkerSpec, voice: Voice) -> None:
-    """From the first word to the last: connect, serve until drained, say what is left to say.
-
-    SIGTERM drains.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: shell.drain())
-    voice.tell("link", 0)
-    shell.welcomed = lambda: voice.tell("ready")
-    link.open()
-    pin(spec.core)
-    try:
-        shell.run()
-    finally:
-        link.close()
+        draining = self._ending_s is not None
+        self.books.stats = msgspec.structs.replace(stats, late_messages=late, draining=draining)

@@ -1,9 +1,10 @@
 """How a worker process begins, speaks to its supervisor and ends. No torch here, so it can be imported first.
 
     standard input    one line: the `WorkerSpec` as JSON
-    standard output   JSON lines only: {"phase", "done", "total"} while starting,
+    standard output   JSON lines only: {"phase", "done", "total"} while starting, {"role"} when it changes pool,
                       {"error": {"what", "why", "fix"}} when it ends in an error
-    exit status       0 drained and done; 1 the engine failed, restart it; 3 an expected error
+    exit status       0 drained after SIGTERM; 1 the engine failed, restart it; 3 an expected error;
+                      4 drained because the gateway asked for it: it is not wanted any more
 
 Whatever libraries print to file descriptor 1 goes to standard error instead, so that a program can read the
 lines.
@@ -26,7 +27,7 @@ import msgspec
 from diptych.config import WorkerSpec
 from diptych.errors import ConfigError, DiptychError, StartError
 
-EXPECTED, FATAL = 3, 1
+EXPECTED, FATAL, RETIRED = 3, 1, 4
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 _PR_SET_PDEATHSIG = 1
 
@@ -62,6 +63,10 @@ class Voice:
         """Report that `done` of `total` of `phase` ("load", "warm", "link", "ready") is behind us."""
         self._line({"phase": phase, "done": done, "total": total})
 
+    def become(self, role: str) -> None:
+        """Report that this worker is in the other pool from now on; it stays so when it is started again."""
+        self._line({"role": role})
+
     def fail(self, error: DiptychError) -> None:
         """Say why the process ends."""
         self._line({"error": {"what": error.what, "why": error.why, "fix": error.fix}})
@@ -70,14 +75,17 @@ class Voice:
         print(json.dumps(content), file=self._out, flush=True)
 
 
-def supervised(main: Callable[[WorkerSpec, Voice], None]) -> int:
-    """Run `main` with the specification from standard input; returns the exit status, shows no traceback."""
+def supervised(main: Callable[[WorkerSpec, Voice], int | None]) -> int:
+    """Run `main` with the specification from standard input; returns the exit status, shows no traceback.
+
+    What `main` returns is the exit status of an orderly end; None is 0.
+    """
     voice = Voice(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
     try:
         spec = read_spec(sys.stdin.buffer)
         logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s {spec.worker} %(message)s")
-        main(spec, voice)
+        return main(spec, voice) or 0
     except DiptychError as error:
         voice.fail(error)
         return EXPECTED
@@ -85,7 +93,6 @@ def supervised(main: Callable[[WorkerSpec, Voice], None]) -> int:
         log.debug("the worker failed", exc_info=error)
         voice.fail(_told(error))
         return FATAL
-    return 0
 
 
 def read_spec(stream: IO[bytes]) -> WorkerSpec:

@@ -47,7 +47,7 @@ def worker(loaded: Loaded) -> int:
     except DiptychError as error:
         return _told(error)
     spec = msgspec.structs.replace(spec, host=config.advertise_host or socket.gethostname())
-    return _keep(name, f"{config.role}_worker", msgspec.json.encode(spec), config.threads, GRACE_S)
+    return _keep(name, "services.worker", msgspec.json.encode(spec), config.threads, config.drain_s + GRACE_S)
 
 
 def gateway(loaded: Loaded) -> int:
@@ -91,6 +91,8 @@ async def _watch(supervisor: Supervisor, grace_s: float) -> int:
                 _line(status)
             if status.state == "failed":
                 return _told(raised(status))
+            if status.state == "retired":
+                return OK
             seen, up = status, up or status.state == "ready"
         return OK if up else INTERRUPTED
     finally:

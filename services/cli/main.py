@@ -107,6 +107,38 @@ def status(
     raise typer.Exit(_later("talk", "status")(url, api_key, as_json))
 
 
+Admin = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-key", envvar="DIPTYCH_ADMIN_KEY", help="The gateway's admin key", show_default=False
+    ),
+]
+Named = Annotated[str, typer.Argument(metavar="NAME", help="The worker, as `diptych status` names it")]
+Force = Annotated[bool, typer.Option("--force", help="Even if it is the last one of its role")]
+
+
+@app.command()
+def drain(name: Named, url: Url = DEFAULT_URL, admin_key: Admin = None, force: Force = False) -> None:
+    """Let a worker end once its requests are done; it is not started again."""
+    raise typer.Exit(_later("admin", "drain")(url, admin_key, name, force))
+
+
+@app.command()
+def turn(
+    name: Named,
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode")],
+    url: Url = DEFAULT_URL,
+    admin_key: Admin = None,
+    force: Force = False,
+) -> None:
+    """Let a worker change pool: it ends its requests, and goes on in the other role with the same weights."""
+    if role not in ("prefill", "decode"):
+        raise ConfigError(
+            f"there is no role {role!r}", "a worker reads prompts or writes answers", "prefill or decode"
+        )
+    raise typer.Exit(_later("admin", "turn")(url, admin_key, name, role, force))
+
+
 @app.command()
 def keys(folder: Annotated[Path, typer.Argument(help="Folder to write them to")]) -> None:
     """Make the channel keys that a gateway and its workers share when they are started apart."""

@@ -11,8 +11,6 @@ from diptych.load import Loaded
 from services.cli.model import Model
 from services.cluster.parts import Plan
 
-MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
-
 
 def worker_spec(
     config: Config, model: Model, role: str, name: str, channel: str, keys_dir: str, core: int | None
@@ -119,5 +117,4 @@ def plan(
         ),
         gateway=gateway_spec(config, model, channel, keys_dir, port, api_keys),
         logs=logs,
-        worker_modules=MODULES,
     )

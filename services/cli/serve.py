@@ -22,7 +22,7 @@ from services.cli.ports import claim
 from services.cli.stop import FAILED, INTERRUPTED, OK, USAGE, Stop
 from services.cli.versions import installed
 from services.cli.view import View
-from services.cluster.deployment import Deployment
+from services.cluster.deployment import RAY, Deployment
 from services.cluster.head import Head
 from services.cluster.parts import Plan
 from services.cluster.supervisor import Status, raised
@@ -30,6 +30,9 @@ from services.cluster.supervisor import Status, raised
 T = TypeVar("T")
 
 READY_EVERY_S = 0.1
+CONTROL_LOST = (
+    "the control plane is lost ({} has ended): serving goes on, and workers that die are started again"
+)
 
 
 def serve(loaded: Loaded, folder: Path) -> int:
@@ -136,6 +139,9 @@ class Start:
             await asyncio.gather(ready, return_exceptions=True)
 
     def _hear(self, status: Status) -> None:
+        if status.name == RAY:
+            self._view.line(CONTROL_LOST.format(status.phase))
+            return
         self._view.hear(status)
         if status.state == "failed" and not self._failed.done():
             self._failed.set_result(status)

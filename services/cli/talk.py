@@ -40,14 +40,15 @@ def client(url: str, key: str | None) -> httpx.Client:
     return httpx.Client(base_url=url, headers=bearer(key), timeout=timeout, trust_env=False)
 
 
-def _unreachable(url: str, error: httpx.HTTPError) -> StartError:
+def unreachable(url: str, error: httpx.HTTPError) -> StartError:
+    """Nobody is there."""
     why = str(error) or type(error).__name__
     return StartError(
         f"no gateway answers at {url}", why, "start one with `diptych serve`, or name another with --url"
     )
 
 
-def _refused(answer: httpx.Response) -> StartError:
+def refused(answer: httpx.Response) -> StartError:
     """What the gateway said, from OpenAI's error body when it is one."""
     try:
         why = str(answer.json()["error"]["message"])
@@ -84,7 +85,7 @@ def chat(
                 )
                 history.append({"role": "assistant", "content": said})
         except httpx.HTTPError as error:
-            raise _unreachable(url, error) from None
+            raise unreachable(url, error) from None
         except KeyboardInterrupt:
             print()
     return 0
@@ -93,7 +94,7 @@ def chat(
 def _first_model(gateway: httpx.Client) -> str:
     answer = gateway.get("/v1/models")
     if answer.status_code != 200:
-        raise _refused(answer)
+        raise refused(answer)
     return str(answer.json()["data"][0]["id"])
 
 
@@ -133,7 +134,7 @@ def _stream(gateway: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
     with gateway.stream("POST", "/v1/chat/completions", json=body) as answer:
         if answer.status_code != 200:
             answer.read()
-            raise _refused(answer)
+            raise refused(answer)
         for line in answer.iter_lines():
             content = line.removeprefix("data: ")
             if not line.startswith("data: ") or content == "[DONE]":
@@ -177,9 +178,9 @@ def status(url: str, key: str | None, as_json: bool) -> int:
         try:
             answer = gateway.get("/status", timeout=CONNECT_S)
         except httpx.HTTPError as error:
-            raise _unreachable(url, error) from None
+            raise unreachable(url, error) from None
     if answer.status_code != 200:
-        raise _refused(answer)
+        raise refused(answer)
     now = state(answer.json())
     if as_json:
         print(json.dumps(now.told, indent=2))

@@ -108,6 +108,8 @@ class View:
                 f"; {status.crashes} times in a row, trying on" if status.looping else ", starting it again"
             )
             self.line(f"{status.name} ended ({status.ended}{why}){loop}")
+        if status.state == "retired":
+            self.line(f"{status.name} was drained, and is not started again")
         if (
             status.state == "ready"
             and status.restarts

@@ -14,7 +14,7 @@ import msgspec
 
 from diptych.keys import make_keys
 from services.cluster.environment import child_environ
-from services.cluster.head import Head, Worker
+from services.cluster.head import GONE, Head, Worker
 from services.cluster.parts import Plan
 from services.cluster.supervisor import Status, Supervisor
 
@@ -22,6 +22,7 @@ Hear = Callable[[Status], None]
 GATEWAY_GRACE_S = 2.0
 WORKER_GRACE_S = 2.0  # after the gateway has drained nothing is left to wait for
 WAIT_S, PAUSE_S = 20.0, 0.2
+RAY = "ray"  # whose status is told when a part of it ends: "failed", with the part as its phase
 
 
 class Deployment:
@@ -38,6 +39,7 @@ class Deployment:
             child_environ(1, os.environ),
         )
         self._watching: list[asyncio.Task[None]] = []
+        self._blind = False
 
     def start(self) -> None:
         """Make this deployment's keys, start the gateway's process and the workers' actors."""
@@ -45,10 +47,24 @@ class Deployment:
         self._gateway.start()
         self._watching.append(asyncio.create_task(self._watch_gateway()))
         for index, spec in enumerate(self._plan.workers):
-            module = self._plan.worker_modules[spec.role]
-            worker = self._head.launch(index, spec, self._plan.log(spec.worker), module)
+            worker = self._head.launch(index, spec, self._plan.log(spec.worker), self._plan.worker_module)
             self.workers.append(worker)
             self._watching.append(asyncio.create_task(self._watch_worker(worker)))
+        for part, pid in self._head.parts().items():
+            self._watching.append(asyncio.create_task(self._watch_ray(part, pid)))
+
+    async def _watch_ray(self, part: str, pid: int) -> None:
+        """Say once that a part of Ray has ended. Requests do not go through it, and need not notice."""
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+        descriptor = os.pidfd_open(pid)
+        loop.add_reader(descriptor, over.set)
+        try:
+            await over.wait()
+            self._blind = True  # actors live on beside their workers, but Ray may call them dead from now on
+            self._hear(Status(RAY, "failed", phase=part))
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
 
     async def _watch_gateway(self) -> None:
         seen = -1
@@ -63,11 +79,11 @@ class Deployment:
     async def _watch_worker(self, worker: Worker) -> None:
         while True:
             status = await worker.next(WAIT_S)
-            if status is None:
+            if status is None or (self._blind and status.ended == GONE):
                 await asyncio.sleep(PAUSE_S)  # Ray answers at once, again and again, while an actor is away
                 continue
             self._hear(status)
-            if status.state == "stopped":
+            if status.state in ("stopped", "retired"):
                 return
 
     async def stop(self, drain_s: float) -> None:

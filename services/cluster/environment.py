@@ -20,6 +20,7 @@ QUIET = {
     "RAY_worker_niceness": "0",  # else actors, and workers under them, run at nice 15: any other program starves them
     "RAY_memory_monitor_refresh_ms": "0",  # else workers are killed when other programs use the memory
 }
+SECRETS = ("DIPTYCH_API_KEY", "DIPTYCH_ADMIN_KEY")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -37,7 +38,7 @@ def prepare_ray(environ: MutableMapping[str, str]) -> None:
 
 def child_environ(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a worker or gateway: packages found, threads set, and none of our secrets."""
-    kept = {k: v for k, v in environ.items() if not k.startswith("RAY_") and k != "DIPTYCH_API_KEY"}
+    kept = {k: v for k, v in environ.items() if not k.startswith("RAY_") and k not in SECRETS}
     # Set before the child's interpreter starts, since torch and numba read them when they are imported.
     return kept | dict.fromkeys(THREADS, str(threads)) | {"PYTHONPATH": _paths(kept), "PYTHONUNBUFFERED": "1"}
 

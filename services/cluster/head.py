@@ -3,6 +3,10 @@
 Ray is the control plane only: it places, starts, watches and stops. No request, token or KV byte travels through it.
 Workers are children of their actors, not actors, so that none of Ray's threads runs where tokens are computed.
 
+When the head (`gcs_server`) dies, actors and the workers under them go on, and are watched as before; only an actor
+that dies itself does not come back. When the `raylet` dies they go on as well, but Ray calls the actors dead, so that
+nothing more is heard of their workers. `diptych serve` says either, and still ends them all when it stops.
+
 The head listens on the loopback interface alone and asks every caller for a token drawn at start. Its processes ask the
 kernel to die with the thread that started them; what they leave behind is ended by `services.cli.guard`.
 """
@@ -19,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import psutil
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -29,6 +34,7 @@ from services.cluster.environment import child_environ, loopback_only
 from services.cluster.supervisor import Status, Supervisor
 
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours is stored there; Ray asks for 75 MiB at least
+PARTS = ("gcs_server", "raylet")
 LOST = -2  # a version that no status has
 GONE = "its supervisor died"
 
@@ -38,6 +44,9 @@ class WorkerActor:
 
     def __init__(self, spec: bytes, module: str, log: str) -> None:
         worker = msgspec.json.decode(spec, type=WorkerSpec)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            # The one before was killed, by whatever ended its supervisor; the kernel saw to that.
+            spec = msgspec.json.encode(msgspec.structs.replace(worker, ended="killed"))
         self._supervisor = Supervisor(
             worker.worker,
             [sys.executable, "-m", module],
@@ -119,14 +128,18 @@ class Head:
         self.address = cast(Any, context).address_info["gcs_address"]
         self._group = placement_group([{"CPU": 1}] * self._num_workers, strategy="PACK", name="workers")
 
-    def launch(self, index: int, spec: WorkerSpec, log: Path, module: str = "") -> Worker:
+    def launch(self, index: int, spec: WorkerSpec, log: Path, module: str) -> Worker:
         """Place the actor of worker number `index` and let it start the worker's process."""
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         actor = ray.remote(WorkerActor).options(
             name=spec.worker, num_cpus=1, max_restarts=-1, max_concurrency=4, scheduling_strategy=place
         )
-        module = module or f"{spec.role}_worker"
         return Worker(spec.worker, actor.remote(msgspec.json.encode(spec), module, str(log)))
+
+    def parts(self) -> dict[str, int]:
+        """Process ids of the two parts of Ray that everything else hangs on, by name."""
+        found = {one.name(): one.pid for one in psutil.Process().children(recursive=True)}
+        return {name: found[name] for name in PARTS if name in found}
 
     def stop(self) -> None:
         """Stop Ray and everything it started. Idempotent."""

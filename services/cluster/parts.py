@@ -15,7 +15,7 @@ class Plan:
     workers: tuple[WorkerSpec, ...]
     gateway: GatewaySpec
     logs: Path
-    worker_modules: dict[str, str]  # role -> Python module
+    worker_module: str = "services.worker"
     gateway_module: str = "services.gateway"
 
     def log(self, name: str) -> Path:

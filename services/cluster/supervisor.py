@@ -1,13 +1,15 @@
 """One child process kept alive: started with its specification on standard input, heard, and started again.
 
-The child speaks in JSON lines on standard output: {"phase", "done", "total"}, and {"error": {"what", "why", "fix"}}
-before it gives up. It asks the kernel to die with the thread that started it, so that thread lives as long as it does.
+The child speaks in JSON lines on standard output: {"phase", "done", "total"}, {"role"} when it has changed its role,
+and {"error": {"what", "why", "fix"}} before it gives up. It asks the kernel to die with the thread that started it, so
+that thread lives as long as it does.
 No Ray here: an actor holds one of these for a worker, and `diptych serve` one for the gateway.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from diptych.errors import DiptychError, StartError
+from worker.start import RETIRED
 
 CRASH_LOOP = 5  # deaths in a row after which a child is said to be in a crash loop
 MAX_LINE_BYTES = 64 << 10
@@ -37,6 +40,7 @@ class Line(msgspec.Struct, frozen=True):
     """One line of a child's standard output."""
 
     phase: str = ""
+    role: str = ""
     done: float = 0
     total: float = 0
     error: Told | None = None
@@ -47,7 +51,7 @@ class Status:
     """Where a child is. `version` grows with every change, so that a reader can wait for the next one."""
 
     name: str
-    state: str = "starting"  # "starting" | "ready" | "waiting" (to be started again) | "failed" | "stopped"
+    state: str = "starting"  # "starting" | "ready" | "waiting" (to be started again) | "failed" | "retired" | "stopped"
     phase: str = ""
     done: float = 0
     total: float = 0
@@ -77,10 +81,22 @@ def ending(code: int) -> str:
     return f"killed by signal {-code}"
 
 
+def cause(code: int) -> str:
+    """How a process ended, for the one that follows it (`WorkerSpec.ended`): "killed" from outside, "crashed", or "".
+
+    Outside are `kill` and whoever else may send SIGKILL or SIGTERM; what a program does to itself ends otherwise.
+    """
+    if code in (-signal.SIGKILL, -signal.SIGTERM):
+        return "killed"
+    return "crashed" if code else ""
+
+
 class Supervisor:
     """Starts `command`, writes `spec` to its standard input, and starts it again whenever it ends, until `stop`.
 
-    Its standard error is appended to `log`, or is that of this process.
+    Its standard error is appended to `log`, or is that of this process. A child that is started again is told in its
+    specification how the one before it ended (`ended`), and its latest role, if its specification has such fields. One
+    that ends with `RETIRED` is not started again: the state is then "retired".
 
     Before the child was ready once, an error that it tells ends the attempts: the state is then "failed". A child that
     dies silently is tried again; afterwards there is no limit, only the delay. Safe to call from any thread.
@@ -104,6 +120,7 @@ class Supervisor:
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
+        self._known: dict[str, str] = {}  # what a child's specification says otherwise than the first one's
         self._was_ready = False
         self._thread = threading.Thread(target=self._run, name=f"supervise {name}", daemon=True)
 
@@ -165,10 +182,17 @@ class Supervisor:
         hearing.start()
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
-            pipe.write(self._spec + b"\n")
+            pipe.write(self._told() + b"\n")
         code = child.wait()
         hearing.join(1.0)  # longer only if a grandchild holds the pipe; then what it says does not matter
         return code
+
+    def _told(self) -> bytes:
+        """The specification, with what has become known since the first start."""
+        if not self._known:
+            return self._spec
+        spec: dict[str, object] = json.loads(self._spec)
+        return json.dumps(spec | {k: v for k, v in self._known.items() if k in spec}).encode()
 
     def _hear(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stdout is not None
@@ -180,7 +204,9 @@ class Supervisor:
                     continue  # not for us: a library printed something
                 if child is not self._child:
                     return
-                if line.error is not None:
+                if line.role:
+                    self._known["role"] = line.role
+                elif line.error is not None:
                     self._set(error=line.error)
                 elif line.phase == "ready":
                     self._was_ready = True
@@ -191,6 +217,10 @@ class Supervisor:
     def _again(self, code: int, lived_s: float) -> bool:
         """Account for a death; wait as long as is due. False when the child shall not be started again."""
         now = self.status()
+        if code == RETIRED:
+            self._set(state="retired", pid=0, ended="drained")
+            return False
+        self._known["ended"] = cause(code)
         steady = now.state == "ready" and lived_s >= self._steady_s
         crashes = 1 if steady else now.crashes + 1
         if not self._was_ready and (now.error is not None or crashes >= self._start_attempts):

@@ -170,7 +170,7 @@ class Driver:
         """Start a worker process; `changes` are fields of its specification."""
         spec = self.spec(worker, **changes)
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{spec.role}_worker"],
+            [sys.executable, "-m", "services.worker"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -11,12 +13,14 @@ import msgspec
 import pytest
 import zmq
 
-from diptych import channel
-from diptych.channel import HEADER, NOBODY, Hub, Link
+from diptych import channel, frames
+from diptych.channel import Hub, Link
 from diptych.errors import ChannelError
+from diptych.frames import HEADER, NOBODY, UnderWay
 from diptych.keys import WorkerKeys, load_server_keys, load_worker_keys, make_keys
 from diptych.messages import Abort, Beat, Failed, Hello, Release, Stats, ToGateway, ToWorker, Welcome
 
+ROOT = Path(__file__).parents[2]
 WAIT_S = 90.0  # until something that must happen; never waited for in full unless the test fails
 QUIET_S = 0.4  # for something that must not happen
 
@@ -175,7 +179,7 @@ class Raw:
         self.socket.connect(hub.address)
 
     def say(self, number: int, message: ToGateway, session: bytes = b"session1") -> None:
-        self.socket.send_multipart([HEADER.pack(session, number), channel.pack(message)])
+        self.socket.send_multipart([HEADER.pack(session, number, 0), frames.pack(message)])
 
     def greet(self, name: str = "raw", session: bytes = b"session1") -> None:
         self.say(0, msgspec.structs.replace(hello(name), link=session.hex()), session)
@@ -207,10 +211,10 @@ async def refused(hub: Hub, reason: str) -> None:
     [
         [b""],
         [b"only one"],
-        [HEADER.pack(b"session1", 0), b"noise"],
-        [b"short", channel.pack(hello("raw"))],
-        [HEADER.pack(b"session1", 0), channel.pack(Abort("r", 0))],
-        [HEADER.pack(b"session1", 0), channel.pack(hello("raw")), b"third"],
+        [HEADER.pack(b"session1", 0, 0), b"noise"],
+        [b"short", frames.pack(hello("raw"))],
+        [HEADER.pack(b"session1", 0, 0), frames.pack(Abort("r", 0))],
+        [HEADER.pack(b"session1", 0, 0), frames.pack(hello("raw")), b"third"],
     ],
     ids=["empty", "one", "noise", "header", "not for the gateway", "three"],
 )
@@ -270,7 +274,7 @@ async def test_what_is_too_long_is_refused_by_its_sender(
 ) -> None:
     link = dial(hub)
     await met(hub, link)
-    monkeypatch.setattr(channel, "MAX_BYTES", 1000)
+    monkeypatch.setattr(frames, "MAX_BYTES", 1000)
     with pytest.raises(ChannelError, match="longer than the limit"):
         link.send(Failed("r", 0, "a", "b" * 1000))
     with pytest.raises(ChannelError, match="longer than the limit"):
@@ -280,7 +284,7 @@ async def test_what_is_too_long_is_refused_by_its_sender(
 async def test_what_is_too_long_cuts_the_connection(hub: Hub, raw: Raw, dial: Dial) -> None:
     raw.greet()
     await hear(hub, Hello)
-    raw.socket.send_multipart([HEADER.pack(b"session1", 1), bytes(channel.MAX_BYTES + 1)])
+    raw.socket.send_multipart([HEADER.pack(b"session1", 1, 0), bytes(frames.MAX_BYTES + 1)])
     raw.say(2, Failed("r", 0, "a", "b"))
     await refused(hub, "gap")
     await met(hub, dial(hub))
@@ -343,7 +347,7 @@ async def test_a_worker_that_does_not_read_is_given_up_not_buffered_for_ever(hub
     sent = 0
     while hub.send("raw", big):
         sent += 1
-        assert sent <= 4 * channel.QUEUED_FRAMES
+        assert sent <= 4 * frames.QUEUED_FRAMES
     assert not hub.send("raw", Abort("r", 0))
 
 
@@ -439,7 +443,139 @@ def test_an_address_in_use_is_told(folder: Path) -> None:
 async def test_a_worker_that_missed_an_order_begins_anew(hub: Hub, dial: Dial) -> None:
     link = dial(hub)
     await met(hub, link)
-    hub._sessions[b"decode-0"].said += 1  # as if a frame had been lost on its way
+    hub._sessions[b"decode-0"].sent.said += 1  # as if a frame had been lost on its way
     hub.send("decode-0", Abort("r", 0))
     await met(hub, link)
     assert link.breaks == 1
+
+
+# ---- what is under way is bounded in bytes, on both sides
+
+
+def test_what_is_under_way_is_counted_until_it_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "QUEUED_BYTES", 100)
+    way = UnderWay()
+    assert way.fits(1000)  # alone: `MAX_BYTES` is its bound
+    for size in (60, 40):
+        assert way.fits(size)
+        way.sent(size)
+    assert not way.fits(1) and (len(way), way.num_bytes, way.said) == (2, 100, 2)
+    way.taken(1)
+    way.taken(0)  # an older word
+    assert way.fits(60) and not way.fits(61) and (len(way), way.num_bytes) == (1, 40)
+    way.taken(99)  # more than was sent: whoever says so harms nobody
+    assert (len(way), way.num_bytes, way.said) == (0, 0, 2)
+
+
+async def test_a_worker_that_takes_no_bytes_is_given_up(
+    hub: Hub, raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "QUEUED_BYTES", 100_000)
+    raw.greet()
+    await hear(hub, Hello)
+    sent = 0
+    while hub.send("raw", Abort("r" * 10_000, 0)):
+        sent += 1
+    assert sent == 9  # and the Welcome
+    raw.greet(session=b"session2")
+    await hear(hub, Hello)
+    for number in range(1, 50):  # one that says what it takes is sent as much as there is
+        assert hub.send("raw", Abort("r" * 10_000, 0))
+        header = HEADER.pack(b"session2", number, number + 1)
+        raw.socket.send_multipart([header, frames.pack(Failed("r", number, "a", "b"))])
+        await hear(hub, Failed)
+
+
+async def test_a_worker_waits_until_the_gateway_has_taken_what_it_said(
+    hub: Hub, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "QUEUED_BYTES", 50_000)
+    link = dial(hub)
+    await met(hub, link)
+    for number in range(100):
+        link.send(Failed("r", number, "a", "b" * 10_000))
+    heard = [await hear(hub, Failed) for _ in range(100)]
+    assert [message.epoch for message in heard if isinstance(message, Failed)] == list(range(100))
+    assert link.breaks == 0
+
+
+@pytest.mark.parametrize("side", ["outbox", "inbox"])
+async def test_queues_of_a_worker_that_overflow_in_bytes_end_the_session(
+    hub: Hub, dial: Dial, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    link = dial(hub)
+    await met(hub, link)
+    monkeypatch.setattr(channel, "QUEUED_BYTES", 50_000)
+    if side == "outbox":
+        with link._lock:  # the I/O thread cannot empty it meanwhile
+            link._outbox.append(b"x" * 50_000)
+            link._out_bytes = 50_000
+        link.send(Failed("r", 0, "a", "b"))
+    else:
+        hub.send("decode-0", Abort("r" * 60_000, 0))
+    assert isinstance(await hear(hub, Hello), Hello)
+    assert link.breaks == 1
+
+
+# ---- closed connections are known at once
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from diptych.channel import Link
+from diptych.keys import load_worker_keys
+from diptych.messages import Hello, Stats
+hello = Hello("decode-0", "decode", "decode-0/1", "f", {}, "host", 1, 10, 100, 2048, {})
+link = Link(sys.argv[1], load_worker_keys(Path(sys.argv[2])), hello, Stats, beat_s=0.05)
+link.open()
+while True:
+    link.poll(60.0)
+"""
+
+
+async def test_a_killed_process_is_known_by_its_connection(hub: Hub, dial: Dial, folder: Path) -> None:
+    other = dial(hub, "decode-1")
+    await met(hub, other)
+    process = subprocess.Popen([sys.executable, "-c", KILLED, hub.address, str(folder)], cwd=ROOT)
+    await hear(hub, Hello)
+    assert hub.gone() == []
+    process.kill()
+    process.wait()
+    async with asyncio.timeout(WAIT_S):
+        while not (gone := hub.gone()):
+            await asyncio.sleep(0.01)
+    assert gone == ["decode-0"] and hub.gone() == []
+    assert not hub.send("decode-0", Abort("r", 0)) and hub.gone() == []
+    assert hub.send("decode-1", Abort("r", 0)) and await listen(other, Abort)
+
+
+async def test_who_came_back_is_not_gone(hub: Hub, raw: Raw, dial: Dial) -> None:
+    first = dial(hub)
+    await met(hub, first)
+    first.close()
+    second = dial(hub)
+    await met(hub, second)
+    assert hub.gone() == []
+    second.close()
+    hub.forget("decode-0")  # it is known to be lost already
+    assert hub.gone() == []
+
+
+async def test_a_look_costs_a_worker_nothing(hub: Hub, dial: Dial) -> None:
+    link = dial(hub)
+    await met(hub, link)
+    for _ in range(20):
+        assert hub.gone() == []
+    assert hub.send("decode-0", Abort("r", 0))
+    assert await listen(link, Abort)
+    assert link.breaks == 0 and not link.gateway_lost
+
+
+async def test_a_gateway_that_is_gone_is_known_by_its_connection(dial: Dial, folder: Path) -> None:
+    first = hub_at(folder)
+    link = dial(first, lost_s=10 * WAIT_S)  # its silence tells nothing
+    await met(first, link)
+    waiting = asyncio.create_task(asyncio.to_thread(link.poll, 5 * WAIT_S))
+    first.close()
+    assert await asyncio.wait_for(waiting, WAIT_S) == [] and link.gateway_lost

@@ -8,7 +8,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from diptych.config import Config
 from diptych.errors import ModelError, StartError
 from diptych.load import load
 from diptych.settings import settings
-from services.cli import talk
+from services.cli import admin, talk
 from services.cli.model import Model
 from services.cli.plan import cores, plan
 from services.cli.ports import claim
@@ -98,6 +100,8 @@ def test_version_names_the_parts_that_matter() -> None:
         (["serve", "--host", "0.0.0.0"], "no API key is set"),
         (["worker", "prefill"], "`diptych worker` needs --channel"),
         (["serve", "--prot", "1"], "No such option: --prot"),
+        (["turn", "decode-0", "juggler", "--admin-key", "k"], "there is no role 'juggler'"),
+        (["drain", "decode-0"], "diptych drain needs a key"),
     ],
 )
 def test_wrong_usage_is_told_briefly_and_ends_with_2(arguments: list[str], said: str) -> None:
@@ -125,11 +129,67 @@ def test_status_and_chat_say_when_nobody_answers() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        for command in (["status"], ["chat", "hello"]):
+        for command in (["status"], ["chat", "hello"], ["drain", "decode-0", "--admin-key", "k"]):
             shown = diptych(*command, "--url", url)
             assert shown.returncode == 1
             assert f"no gateway answers at {url}" in shown.stderr
             assert len(shown.stderr.strip().splitlines()) <= 6
+
+
+# ---- orders for one worker
+
+
+class Orders(BaseHTTPRequestHandler):
+    """A gateway that notes what it is ordered to do, and refuses as `refuses` says."""
+
+    noted: list[tuple[str, str | None, object]] = []
+    refuses = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.noted.append((self.path, self.headers["Authorization"], body))
+        said = json.dumps({"error": {"message": "it is the last one"}} if self.refuses else {}).encode()
+        self.send_response(self.refuses or 202)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def orders(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Orders, "noted", [])
+    with HTTPServer(("127.0.0.1", 0), Orders) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_draining_and_turning_a_worker_are_asked_of_the_gateway(
+    orders: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert admin.drain(orders, "k1", "decode-0", False) == 0
+    assert admin.turn(f"{orders}/v1/", "k2", "odd/na me", "prefill", True) == 0
+    assert Orders.noted == [
+        ("/admin/workers/decode-0/drain", "Bearer k1", {"force": False}),
+        ("/admin/workers/odd%2Fna%20me/turn", "Bearer k2", {"role": "prefill", "force": True}),
+    ]
+    assert "decode-0 drains" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("status", "fix"), [(401, "--admin-key"), (404, "diptych status"), (409, "--force")])
+def test_a_refused_order_says_what_would_help(
+    orders: str, status: int, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Orders, "refuses", status)
+    with pytest.raises(StartError) as caught:
+        admin.drain(orders, "k", "decode-0", False)
+    assert (str(status) in caught.value.what, caught.value.why) == (True, "it is the last one")
+    assert fix in caught.value.fix and len(caught.value.lines()) <= 6
 
 
 # ---- ports

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from diptych.config import WorkerSpec
 from services.cluster.environment import child_environ, prepare_ray
-from services.cluster.supervisor import Status, Supervisor, Told, delay_s, ending, raised, tail
+from services.cluster.supervisor import Status, Supervisor, Told, cause, delay_s, ending, raised, tail
 from tests.system import stub
 
 ROOT = Path(__file__).parents[2]
@@ -168,3 +172,60 @@ def test_ray_gets_a_new_token_and_nothing_of_another_cluster(monkeypatch: pytest
         prepare_ray(environ)
         assert "RAY_ADDRESS" not in environ and environ["RAY_AUTH_MODE"] == "token"
     assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"] and len(first["RAY_AUTH_TOKEN"]) == 64
+
+
+# ---- what a child is told about the ones before it
+
+LIVES = """
+import json, os, pathlib, signal, sys, time
+spec = json.loads(sys.stdin.buffer.readline())
+book = pathlib.Path(spec["model"])
+with book.open("a") as lines:
+    print(json.dumps([spec["ended"], spec["role"]]), file=lines)
+lives = len(book.read_text().splitlines())
+print(json.dumps({"phase": "ready", "done": 1, "total": 1}), flush=True)
+if lives == 1: os.kill(os.getpid(), signal.SIGKILL)
+if lives == 2: print(json.dumps({"role": "prefill"}), flush=True); os.abort()
+if lives == 3: sys.exit(1)
+if lives == 4: os.kill(os.getpid(), signal.SIGTERM)
+if lives == 5: sys.exit(0)
+sys.exit(4)
+"""
+
+
+def test_a_child_is_told_how_the_one_before_it_ended_and_keeps_its_role(tmp_path: Path) -> None:
+    book = tmp_path / "book"
+    spec = msgspec.json.encode(
+        WorkerSpec(worker="w-0", role="decode", gateway="g", keys_dir="k", model=str(book))
+    )
+    one = Supervisor("w-0", [sys.executable, "-c", LIVES], spec, environ=child_environ(1, os.environ))
+    one.start()
+    last = until(one, lambda now: now.state == "retired")
+    one.stop()
+    assert (last.ended, last.restarts, last.error) == ("drained", 5, None)
+    assert [json.loads(line) for line in book.read_text().splitlines()] == [
+        ["", "decode"],
+        ["killed", "decode"],
+        ["crashed", "prefill"],
+        ["crashed", "prefill"],
+        ["killed", "prefill"],
+        ["", "prefill"],
+    ]
+
+
+def test_a_child_whose_specification_has_no_such_fields_is_told_nothing_new(tmp_path: Path) -> None:
+    book = tmp_path / "book"
+    code = "import sys, pathlib; line = sys.stdin.readline()\n"
+    code += f"with pathlib.Path({str(book)!r}).open('a') as out: out.write(line)\n"
+    code += 'print(\'{"phase": "ready"}\', flush=True); sys.exit(4 if len(pathlib.Path('
+    code += f"{str(book)!r}).read_text()) > 4 else 1)"
+    one = Supervisor("gateway", [sys.executable, "-c", code], b"{ }", environ=child_environ(1, os.environ))
+    one.start()
+    until(one, lambda now: now.state == "retired")
+    one.stop()
+    assert [json.loads(line) for line in book.read_text().splitlines()] == [{}, {}]
+
+
+def test_who_ends_a_process_from_outside_is_not_its_own_doing() -> None:
+    told = {code: cause(code) for code in (0, 1, 3, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV)}
+    assert list(told.values()) == ["", "crashed", "crashed", "killed", "killed", "crashed"]

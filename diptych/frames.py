@@ -1,0 +1,86 @@
+"""What both ends of the channel share: the frame, its limits, and the count of what is under way.
+
+A frame is `[header, payload]`; the header is the session (8 random bytes), the frame's number in it, and how many of
+the other side's frames were taken so far. So each end knows what it has sent that nobody has taken yet, wherever it
+waits (here, in the kernel, there), and bounds that in bytes: ZeroMQ itself counts frames only.
+"""
+
+from __future__ import annotations
+
+import collections
+import struct
+
+import msgspec
+import zmq
+
+from diptych.errors import ChannelError
+from diptych.messages import ToGateway, ToWorker
+
+MAX_BYTES = 16 << 20  # of one payload: the sender refuses more, the receiver cuts the connection
+QUEUED_FRAMES = 4096  # high-water mark of each direction of each connection
+QUEUED_BYTES = (
+    64 << 20
+)  # under way in each direction of each session; the same again in a worker's own queues
+HANDSHAKE_MS = 5_000  # a connection that has not proven its key by then is cut
+
+HEADER = struct.Struct(">8sQQ")
+NOBODY = bytes(8)  # session of a Welcome to a worker that the gateway does not know
+
+_to_gateway = msgspec.msgpack.Decoder(ToGateway)
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+
+
+def pack(message: ToWorker | ToGateway) -> bytes:
+    """The payload of a message; raises ChannelError if it is longer than MAX_BYTES."""
+    payload = msgspec.msgpack.encode(message)
+    if len(payload) > MAX_BYTES:
+        kind = type(message).__name__
+        raise ChannelError(f"a {kind} of {len(payload)} bytes is longer than the limit of {MAX_BYTES}")
+    return payload
+
+
+def for_gateway(payload: bytes) -> ToGateway:
+    """The message in a payload from a worker. Raises msgspec.MsgspecError."""
+    message: ToGateway = _to_gateway.decode(payload)
+    return message
+
+
+def for_worker(payload: bytes) -> ToWorker:
+    """The message in a payload from the gateway. Raises msgspec.MsgspecError."""
+    message: ToWorker = _to_worker.decode(payload)
+    return message
+
+
+def limit(socket: zmq.Socket[bytes], linger_ms: int) -> None:
+    """What both ends set: nothing is unbounded. Closing waits up to `linger_ms` for what was sent to leave."""
+    socket.set(zmq.LINGER, linger_ms)
+    socket.set(zmq.SNDHWM, QUEUED_FRAMES)
+    socket.set(zmq.RCVHWM, QUEUED_FRAMES)
+    socket.set(zmq.MAXMSGSIZE, MAX_BYTES)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+
+
+class UnderWay:
+    """Frames of one session that were sent, and not taken by the other side yet. `said` is the next one's number."""
+
+    def __init__(self) -> None:
+        self.said, self.num_bytes = 0, 0
+        self._sizes: collections.deque[int] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def fits(self, size: int) -> bool:
+        """May a payload of `size` bytes go now?"""
+        return not self._sizes or self.num_bytes + size <= QUEUED_BYTES
+
+    def sent(self, size: int) -> None:
+        """A frame has left."""
+        self.said += 1
+        self.num_bytes += size
+        self._sizes.append(size)
+
+    def taken(self, count: int) -> None:
+        """The other side says that it has taken `count` frames in all."""
+        while self._sizes and self.said - len(self._sizes) < count:
+            self.num_bytes -= self._sizes.popleft()

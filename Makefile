@@ -15,7 +15,7 @@ TESTS ?= tests
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test check lint types contracts tests soak gpu install docs clean
+.PHONY: help serve test check lint types contracts tests soak faults gpu install docs clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ tests: $(STAMP) ## All tests but the soaks; TESTS=tests/unit for some
 
 soak: $(STAMP) ## The long ones; property tests look for new examples
 	@HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest $(TESTS) -m slow $(ARGS)
+
+faults: $(STAMP) ## Faults in every phase, migration, chaos: .run/faults/report.md; ARGS='kill chaos' for some
+	@$(BIN)/python -m tests.faults.run --out .run/faults $(ARGS)
 
 gpu: $(STAMP) ## Those that need a CUDA device
 	@$(BIN)/python -m pytest $(TESTS) -m gpu $(ARGS)

@@ -1,0 +1,251 @@
+"""Hosts of their own for parts of a deployment: network namespaces on one bridge. A cut there is silent.
+
+    with running() as net:
+        house = net.house()                                  # has an address of its own
+        process = subprocess.Popen(house.command([...]))     # lives there; /proc and shared memory are as outside
+        cut = house.cut(); ...; cut.verify(); cut.heal()
+
+Nobody is told of a cut: no FIN, no RST, no ICMP, no carrier lost. Needs root and the tools `ip`, `bridge` and `tc`;
+`missing()` says what this machine lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+PREFIX = "dpt"
+SLOW_LATENCY = (
+    "600ms"  # how much of it waits in the queue of a slow link; the rest is dropped, and sent again
+)
+BURST_BYTES = 4096
+_numbers = itertools.count()
+
+
+def run(*command: str) -> str:
+    """Standard output of a command. Raises CalledProcessError."""
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@cache
+def missing() -> str:
+    """Why there can be no namespaces here; empty if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not all(map(shutil.which, ("ip", "bridge", "tc"))):
+        return "network namespaces need the commands ip, bridge and tc"
+    try:
+        with running() as net:
+            house = net.house()
+            house.slow(64_000).heal()
+            house.cut().heal()
+    except (subprocess.CalledProcessError, OSError) as error:
+        told = getattr(error, "stderr", "") or str(error)
+        return f"network namespaces are not possible here: {' '.join(told.split())}"
+    return ""
+
+
+class Cut:
+    """A silent partition of one house from all others."""
+
+    def __init__(self, house: House) -> None:
+        self.house, self._healed = house, False
+        run("bridge", "link", "set", "dev", house.port, "state", "0")
+        time.sleep(0.05)  # what was on its way over the bridge has arrived
+        self._cut = house.counters()
+
+    def verify(self) -> dict[str, int]:
+        """Packets since the cut that the house has sent and got, and that were to go from out here to some house.
+
+        Raises:
+            AssertionError: it has got one, or none was sent at either end (then nobody would have missed any).
+        """
+        now = self._over if self._healed else self.house.counters()
+        told = {name: now[name] - self._cut[name] for name in now}
+        assert told["sent"] + told["tried"] > 0 and told["got"] == 0, f"no partition: {told}"
+        return told
+
+    def heal(self) -> None:
+        if not self._healed:
+            self._over = self.house.counters()
+            run("bridge", "link", "set", "dev", self.house.port, "state", "3")
+            self._healed = True
+
+
+class Slow:
+    """A link of so many bits a second, both ways."""
+
+    def __init__(self, house: House, bits_per_s: int) -> None:
+        self.house, self.bits_per_s, self._began_s = house, bits_per_s, time.monotonic()
+        shape = [
+            "root",
+            "tbf",
+            "rate",
+            f"{bits_per_s}bit",
+            "burst",
+            str(BURST_BYTES),
+            "latency",
+            SLOW_LATENCY,
+        ]
+        run("tc", "qdisc", "add", "dev", house.port, *shape)
+        run(*house.command(["tc", "qdisc", "add", "dev", "eth0", *shape]))
+        self._healed: dict[str, float] | None = None
+
+    def verify(self) -> dict[str, float]:
+        """Bytes sent each way, how often a packet had to wait, and the seconds it lasted.
+
+        Raises:
+            AssertionError: nothing had to wait, or more got through than should.
+        """
+        told = self._healed or self._told()
+        most = self.bits_per_s / 8 * told["lasted_s"] + 2 * BURST_BYTES
+        assert told["waited"] > 0 and max(told["out"], told["back"]) <= most, f"no slow link: {told}"
+        return told
+
+    def _told(self) -> dict[str, float]:
+        here = run("tc", "-s", "qdisc", "show", "dev", self.house.port)
+        there = run(*self.house.command(["tc", "-s", "qdisc", "show", "dev", "eth0"]))
+        lasted_s = time.monotonic() - self._began_s
+        (out, waited), (back, held) = _shaped(here), _shaped(there)
+        return {"out": out, "back": back, "waited": waited + held, "lasted_s": lasted_s}
+
+    def heal(self) -> None:
+        if self._healed is None:
+            self._healed = self._told()
+            run("tc", "qdisc", "del", "dev", self.house.port, "root")
+            run(*self.house.command(["tc", "qdisc", "del", "dev", "eth0", "root"]))
+
+
+def _shaped(told: str) -> tuple[int, int]:
+    """Bytes sent and packets that had to wait, in what tc tells of a token bucket."""
+    found = re.search(r"Sent (\d+) bytes .*overlimits (\d+)", told)
+    assert found is not None, told
+    return int(found[1]), int(found[2])
+
+
+class House:
+    """One namespace; `port` is its plug in the bridge."""
+
+    def __init__(self, net: Net, number: int) -> None:
+        self.net, self.address = net, f"{net.subnet}.{number + 2}"
+        self.name, self.port = f"{net.name}-{number}", f"{net.name}p{number}"
+        far = f"{net.name}e{number}"
+        run("ip", "netns", "add", self.name)
+        run("ip", "link", "add", self.port, "type", "veth", "peer", "name", far)
+        run("ip", "link", "set", far, "netns", self.name, "name", "eth0")
+        # Without IPv6: nothing but what the parts say is to be counted.
+        run("ip", "link", "set", self.port, "master", net.bridge, "addrgenmode", "none", "up")
+        inside = [["addr", "add", f"{self.address}/24", "dev", "eth0"]]
+        inside += [["link", "set", "eth0", "up"], ["link", "set", "lo", "up"]]
+        run(*self.command(["sh", "-c", "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"]))
+        for words in inside:
+            run("ip", "-n", self.name, *words)
+        self._mac = run(*self.command(["cat", "/sys/class/net/eth0/address"])).strip()
+        # Neighbours are known for good: else a cut would be told to the sender as an unanswered ARP.
+        run(
+            "ip", "neigh", "replace", self.address, "lladdr", self._mac, "dev", net.bridge, "nud", "permanent"
+        )
+        run(
+            "ip",
+            "-n",
+            self.name,
+            "neigh",
+            "replace",
+            net.address,
+            "lladdr",
+            net.mac,
+            "dev",
+            "eth0",
+            "nud",
+            "permanent",
+        )
+        for other in net.houses:
+            for one, two in ((self, other), (other, self)):
+                known = ["lladdr", two._mac, "dev", "eth0", "nud", "permanent"]
+                run("ip", "-n", one.name, "neigh", "replace", two.address, *known)
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """A command that runs in this house."""
+        return ["ip", "netns", "exec", self.name, *words]
+
+    def counters(self) -> dict[str, int]:
+        """Packets that have left the house, that have come to it, and that the outer end has sent to any house."""
+        seen = {"sent": (self.port, "rx"), "got": (self.port, "tx"), "tried": (self.net.bridge, "tx")}
+        files = {
+            name: f"/sys/class/net/{device}/statistics/{way}_packets" for name, (device, way) in seen.items()
+        }
+        return {name: int(Path(file).read_text()) for name, file in files.items()}
+
+    def cut(self) -> Cut:
+        """From now on no packet comes in or goes out, and nobody is told."""
+        return Cut(self)
+
+    def slow(self, bits_per_s: int) -> Slow:
+        """From now on the link has this rate, each way."""
+        return Slow(self, bits_per_s)
+
+    def close(self) -> None:
+        run("ip", "link", "del", self.port)
+        run("ip", "netns", "del", self.name)
+
+
+class Net:
+    """A bridge with an address in the outer namespace, and the houses on it."""
+
+    def __init__(self) -> None:
+        # With "p12" behind it a name has 15 characters, as many as there may be.
+        self.name = f"{PREFIX}{os.getpid()}x{next(_numbers)}"
+        self.bridge = f"{self.name}b"
+        self.houses: list[House] = []
+        taken = set(re.findall(r"inet (\d+\.\d+\.\d+)\.", run("ip", "-4", "addr")))
+        self.subnet = next(net for n in range(256) if (net := f"10.{213 + n // 16}.{n % 16}") not in taken)
+        self.address = f"{self.subnet}.1"
+        run("ip", "link", "add", self.bridge, "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
+        try:
+            run("ip", "addr", "add", f"{self.address}/24", "dev", self.bridge)
+            run("ip", "link", "set", self.bridge, "addrgenmode", "none", "up")
+            self.mac = (Path("/sys/class/net") / self.bridge / "address").read_text().strip()
+            run("ip", "link", "set", self.bridge, "address", self.mac)  # else it changes with its ports
+        except BaseException:
+            run("ip", "link", "del", self.bridge)
+            raise
+
+    def house(self) -> House:
+        """Another host on the bridge."""
+        house = House(self, len(self.houses))
+        self.houses.append(house)
+        return house
+
+    def close(self) -> None:
+        for house in self.houses:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                house.close()
+        run("ip", "link", "del", self.bridge)
+
+
+def sweep() -> None:
+    """Remove what test processes have left behind that were killed."""
+    for kind, told in (("netns", run("ip", "netns", "list")), ("link", run("ip", "link"))):
+        for name, pid in set(re.findall(rf"\b({PREFIX}(\d+)x\d+(?:b|-\d+))\b", told)):
+            if not Path(f"/proc/{pid}").exists():
+                run("ip", kind, "del", name)
+
+
+@contextmanager
+def running() -> Iterator[Net]:
+    """A bridge without houses; at the end nothing of it is left."""
+    sweep()
+    net = Net()
+    try:
+        yield net
+    finally:
+        net.close()

@@ -1,0 +1,67 @@
+"""What a run came to, for people: a table of cells, and the figures, evidence and troubles of each scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tests.faults.rounds import ORDER
+
+if TYPE_CHECKING:
+    from tests.faults.run import Result
+
+
+def line(result: Result) -> str:
+    """A scenario in one line."""
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in result.figures.items())
+    state = "ok" if not result.broken else f"BROKEN {len(result.broken)}"
+    return f"  {state} in {result.seconds:.0f} s: {figures}"
+
+
+def page(results: Iterable[Result]) -> str:
+    """The report, as Markdown."""
+    results = list(results)
+    parts = ["# Faults", *_cells(results)]
+    for result in results:
+        parts += _scenario(result)
+    return "\n".join(parts) + "\n"
+
+
+def _cells(results: list[Result]) -> list[str]:
+    """Faults by phase: requests, of them at the worker that was hit, client-visible failures, invariants broken."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    counts = {"cells": 0, "requests": 0, "hit": 0, "failures": 0, "broken": 0}
+    for cell in (cell for result in results for cell in result.cells):
+        text = f"{cell.requests}/{cell.hit}"
+        text += f" **{cell.failures} failed**" if cell.failures else ""
+        text += f" **{cell.broken} BROKEN**" if cell.broken else ""
+        rows.setdefault((cell.fault, cell.target), {})[cell.phase] = text
+        counts["cells"] += 1
+        for name in ("requests", "hit", "failures", "broken"):
+            counts[name] += getattr(cell, name)
+    if not rows:
+        return []
+    lines = ["", "Requests held in each phase / of them at the very worker that was hit.", ""]
+    lines += ["| fault | target | " + " | ".join(ORDER) + " |", "|---" * (2 + len(ORDER)) + "|"]
+    lines += [
+        f"| {kind} | {target} | " + " | ".join(row.get(phase, "–") for phase in ORDER) + " |"
+        for (kind, target), row in sorted(rows.items())
+    ]
+    return [*lines, "", "Together: " + ", ".join(f"{count} {name}" for name, count in counts.items()) + "."]
+
+
+def _scenario(result: Result) -> list[str]:
+    scenario, verdict = result.scenario, result.verdict
+    lines = ["", f"## {scenario.name}", "", scenario.about, "", f"Seed {scenario.seed}."]
+    lines += [f"- {name}: {value:.4g}" for name, value in result.figures.items()]
+    if verdict.failed:
+        lines.append("- client-visible failures by code: " + _told(verdict.failed))
+    if result.missed:
+        lines.append(f"- phases not reached: {'; '.join(sorted(set(result.missed)))}")
+    lines += [f"- BROKEN: {what}" for what in result.broken[:40]]
+    lines += ["", f"Faults proven: {len(result.evidence)}.", ""]
+    return [*lines, *(f"    {what}" for what in result.evidence[:12])]
+
+
+def _told(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

@@ -1,0 +1,195 @@
+"""One fault shared by requests that are held in all phases: bring each to its door, strike, let all go, and see.
+
+ask, phase after phase ──▶ all at their doors ──▶ strike ──▶ go ──▶ heal ──▶ answers, verify, rest, check
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tests.faults.check import Tail, Verdict, check_run
+from tests.faults.client import Answer, Ask, Client
+from tests.faults.fleet import Fleet
+from tests.faults.inject import Fault
+from tests.faults.load import Book
+
+# Later phases first: who waits at an early door may keep others from coming past it.
+ORDER = (
+    "last", "decoding", "pulled", "staged", "pulling", "offered", "reading", "queued", "read", "waiting",
+)  # fmt: skip
+REACH_S, LINGER_S = 8.0, 0.5
+MANY = (
+    30  # requests that fill a prefill worker's share of the queue, so that more have to wait in the gateway's
+)
+
+
+@dataclass(slots=True)
+class Cell:
+    """One fault at one target while requests were in one phase."""
+
+    fault: str
+    target: str
+    phase: str
+    requests: int = 0
+    hit: int = 0  # of them at the very worker
+    failures: int = 0
+    broken: int = 0
+
+
+@dataclass(slots=True)
+class Round:
+    """What one shared fault came to."""
+
+    fault: str
+    target: str
+    evidence: str = ""
+    cells: list[Cell] = field(default_factory=list)
+    verdict: Verdict = field(default_factory=Verdict)
+    recovery_s: float = 0.0  # until the last of those that were held had its answer
+    rest_s: float = 0.0  # until nothing was held any more
+    missed: list[str] = field(default_factory=list)  # phases that could not be reached
+
+
+class Holding:
+    """Requests brought to their doors in one deployment."""
+
+    def __init__(self, fleet: Fleet, book: Book) -> None:
+        self.fleet, self.book, self.client = fleet, book, Client(fleet.port)
+        self.tail = Tail(fleet.log)
+        self.tasks: dict[int, asyncio.Task[Answer]] = {}
+        self.asks: list[Ask] = []
+
+    def prepare(self, phase: str) -> Ask:
+        """A request that comes through `phase`."""
+        step = self.fleet.shape.step_tokens
+        long = phase in ("reading", "staged")
+        prompt = (step + 20, step + 60) if long else (1000, 1100) if phase == "waiting" else (70, 200)
+        plain = phase in ("last", "waiting", "decoding")  # those have to be as long as they may
+        return self.book.ask(phase, prompt, answer=24, kind="seeded" if plain else "")
+
+    def ask(self, phase: str) -> Ask:
+        ask = self.prepare(phase)
+        self.asks.append(ask)
+        self.tasks[ask.nonce] = asyncio.create_task(self.client.ask(ask))
+        return ask
+
+    async def bring(self, phases: Mapping[str, int]) -> list[str]:
+        """So many requests to each phase; returns the phases that were not reached by all of theirs."""
+        missed = []
+        for phase in (phase for phase in ORDER if phases.get(phase)):
+            if phase == "waiting":
+                reached = await self._crowd(phases[phase])
+            else:
+                reached = await self._reach([self.ask(phase).nonce for _ in range(phases[phase])])
+            if not reached:
+                missed.append(phase)
+        return missed
+
+    async def _reach(self, nonces: list[int]) -> bool:
+        """Until all are at their doors, or one is and the others make no haste: they may stand behind it."""
+        control, known = self.fleet.control, set(nonces)
+        for patience_s in (REACH_S, *[LINGER_S] * len(nonces)):
+            with control.changed:
+                before = len(known & control.said.held.keys())
+            more = lambda said, seen=before: len(known & said.held.keys()) > seen  # noqa: E731
+            if before == len(known) or not await asyncio.to_thread(control.wait, more, patience_s):
+                return before > 0
+        return True
+
+    async def _crowd(self, count: int) -> bool:
+        """Ask for so much that some have to wait in the gateway's queue; those that do not are simply going on."""
+        before = self.tail.waiting()
+        for _ in range(MANY):
+            self.ask("waiting")
+            await asyncio.sleep(0.02)
+            if len(self.tail.waiting()) - len(before) >= count:
+                return True
+        return False
+
+    async def plug(self) -> None:
+        """Fill the prefill workers' share of the queue with requests that are held there: more wait at the gateway."""
+        before = len(self.tail.waiting())
+        for _ in range(MANY):
+            nonce = self.ask("queued").nonce
+            held = lambda said, nonce=nonce: nonce in said.held  # noqa: E731
+            if (
+                not await asyncio.to_thread(self.fleet.control.wait, held, 1.0)
+                and len(self.tail.waiting()) > before
+            ):
+                return
+
+    def places(self) -> dict[int, tuple[str, str]]:
+        """Of each request that is held: its phase, and the worker that holds it."""
+        waiting = self.tail.waiting()
+        with self.fleet.control.changed:
+            held = {ask.nonce: self.fleet.control.said.held.get(ask.nonce) for ask in self.asks}
+        places = {nonce: place for nonce, place in held.items() if place is not None}
+        for ask in self.asks:
+            if ask.phase == "waiting" and len(ask.prompt) in waiting:
+                places[ask.nonce] = ("waiting", "gateway")
+        return places
+
+    async def finish(self) -> list[Answer]:
+        return list(await asyncio.gather(*self.tasks.values()))
+
+
+async def play(
+    fleet: Fleet, book: Book, fault: Fault, name: str, phases: Mapping[str, int], lasts_s: float
+) -> Round:
+    """Hold, strike, let go, heal, check. Raises Unproven if the fault cannot be seen to have happened."""
+    holding = Holding(fleet, book)
+    result = Round(name, fault.target)
+    result.missed = await holding.bring(phases)
+    places = holding.places()
+    await asyncio.to_thread(fault.strike)
+    struck_s = time.monotonic()
+    fleet.control.go(*(ask.nonce for ask in holding.asks))
+    healing = asyncio.create_task(_heal(fault, lasts_s))
+    answers = await holding.finish()
+    result.recovery_s = max(answer.ended_s for answer in answers) - struck_s
+    await healing
+    result.evidence = fault.verify()
+    result.rest_s = await asyncio.to_thread(fleet.until, lambda: not fleet.held())
+    result.verdict = check_run(book, answers, fleet.log, cut=fleet.parts["gateway"].status().restarts > 0)
+    result.cells = _cells(result, places, answers, book)
+    return result
+
+
+async def _heal(fault: Fault, lasts_s: float) -> None:
+    await asyncio.sleep(lasts_s)
+    await asyncio.to_thread(fault.heal)
+
+
+def _cells(
+    result: Round, places: Mapping[int, tuple[str, str]], answers: list[Answer], book: Book
+) -> list[Cell]:
+    by_phase: dict[str, Cell] = {}
+    for answer in answers:
+        place = places.get(answer.ask.nonce)
+        if place is None:
+            continue
+        phase, worker = place
+        role = result.target.split("-")[0]
+        cell = by_phase.setdefault(phase, Cell(result.fault, role, phase))
+        cell.requests += 1
+        cell.hit += worker == result.target or result.target in ("gateway", "link")
+        cell.failures += not answer.whole
+        cell.broken += bool(book.wrong(answer))
+    return [by_phase[phase] for phase in ORDER if phase in by_phase]
+
+
+def summed(rounds: list[Round]) -> list[Cell]:
+    """The cells of all rounds, those of the same fault, target and phase added up."""
+    total: dict[tuple[str, str, str], Cell] = {}
+    for cell in (cell for one in rounds for cell in one.cells):
+        whole = total.setdefault(
+            (cell.fault, cell.target, cell.phase), Cell(cell.fault, cell.target, cell.phase)
+        )
+        whole.requests += cell.requests
+        whole.hit += cell.hit
+        whole.failures += cell.failures
+        whole.broken += cell.broken
+    return list(total.values())

@@ -1,0 +1,81 @@
+"""Scenario files: what is deployed, what is asked, what happens to it, and what must hold. All is data (YAML).
+
+name: kill                       seed: 1
+deployment: {prefill: 2, decode: 2, …}             # tests.faults.fleet.Shape
+kind: phases | migrate | leave | chaos             # what is played, see tests.faults.run
+phases: {queued: 3, reading: 3, …}                 # requests to be held in each
+events: [{fault: kill, target: prefill-0, lasts_s: 0.5}, …]
+load: {streams: 20, seconds: 180, answer: 60}
+checks: {client_failures: 0, …}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from tests.faults.fleet import Shape
+
+FOLDER = Path(__file__).parent / "scenarios"
+KINDS = ("phases", "migrate", "leave", "chaos")
+
+
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One fault, healed after `lasts_s`. `spares`: clients may see failures of it (a killed gateway)."""
+
+    fault: str
+    target: str
+    lasts_s: float = 0.5
+    spares: bool = True
+
+
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Streams at once; how long they are kept up; the longest answer; what has to be reached."""
+
+    streams: int = 20
+    seconds: float = 60.0
+    answer: int = 60
+    prompt: tuple[int, int] = (8, 300)
+    migrated: int = 0
+    each: int = 0
+    pause_s: float = 5.0  # between faults, on average
+
+
+class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds; None: reported only. Invariants are always checked."""
+
+    client_failures: int | None = None
+    success: float | None = None
+    recovery_p95_s: float | None = None
+    free_median_s: float | None = None
+    free_most_s: float | None = None
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A scenario file."""
+
+    name: str
+    about: str
+    kind: str
+    seed: int
+    deployment: Shape = Shape()
+    rounds: int = 1
+    phases: dict[str, int] = {}
+    events: tuple[Event, ...] = ()
+    load: Load = Load()
+    checks: Checks = Checks()
+
+
+def read(path: Path) -> Scenario:
+    """One file. Raises ValueError if it is not a scenario."""
+    scenario = msgspec.convert(yaml.safe_load(path.read_text("utf-8")), Scenario)
+    if scenario.kind not in KINDS or scenario.name != path.stem:
+        raise ValueError(f"{path.name}: no scenario {scenario.name!r} of kind {scenario.kind!r}")
+    return scenario
+
+
+def all_of(folder: Path = FOLDER) -> list[Scenario]:
+    """Every scenario there is, by name of its file."""
+    return [read(path) for path in sorted(folder.glob("*.yaml"))]

@@ -7,6 +7,9 @@
 `split_ratio`     the same between workers that are split into ranks, differently; the smallest over all cases.
 `nixl_ratio`      hand-off GB/s over NIXL / GB/s of a bare NIXL read of as many bytes (one request, the caller spins,
                   nothing is verified), both with UCX over the loopback device; the smallest over all cases.
+`digest_share`    of the time of a hand-off over shared memory, the part that goes into hashing: one minus the time of
+                  the same hand-off with a hash that reads nothing / its time; the largest over all cases. At the
+                  source every byte is hashed once more, while it is computed.
 `transfer_share`  seconds of KV transfer / seconds end to end, summed over requests of 512 prompt and 64 output tokens
                   to a deployment that this starts; null, with the reason, when it does not start.
 
@@ -38,11 +41,14 @@ from benchmarks.serving import serving
 from kvcache.layout import KVLayout, Shard, shards
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import Seal, Terms
+from kvtransfer.early import Copy
 from kvtransfer.handoff import Commit, Free, Outcome, Pull, Reserve, hand_off, perform
 from kvtransfer.links import Links, open_sources
-from kvtransfer.memory import Address, SharedMemory, attach
+from kvtransfer.memory import SharedMemory, attach
 from kvtransfer.parts import Parts
+from kvtransfer.transports import shm
 from kvtransfer.transports.nixl import Agent, Endpoint, address
+from kvtransfer.turns import finish
 
 KEY = b"benchmark key, not a secret"
 POOL_BYTES = 256 << 20  # several times the last-level cache, so that targets are as cold as in a busy pool
@@ -124,6 +130,16 @@ class Origin:
             print(self.offer(number), flush=True)
 
 
+class Unread:
+    """A hash that reads nothing."""
+
+    def update(self, data: object, /) -> None:
+        """Takes no time."""
+
+    def digest(self) -> bytes:
+        return b""
+
+
 class Pair:
     """The puller's end: the source process, an own pool, links, and places that rotate through both pools."""
 
@@ -145,9 +161,11 @@ class Pair:
         self.process.stdin.flush()
         return tickets.decode(bytes.fromhex(self._line()), KEY)
 
-    def fetch(self) -> float:
-        """Seconds of one hand-off."""
+    def fetch(self, *, hashed: bool = True) -> float:
+        """Seconds of one hand-off; without `hashed` no byte is read for a digest, and none is compared."""
         ticket, place = self.offer(), next(self.places)
+        if not hashed:
+            return self._copy(ticket, place)
         committed: list[int] = []
         table: dict[type[Any], Callable[[Any], Any]] = {
             Reserve: lambda effect: place,
@@ -160,6 +178,16 @@ class Pair:
         taken = time.perf_counter() - began
         assert isinstance(outcome, Outcome) and outcome.error is None and committed == place
         return taken
+
+    def _copy(self, ticket: tickets.Ticket, place: list[int]) -> float:
+        lane = self.links.lane("source", "life")
+        copies = [
+            Copy(chunk.slab, own, 0, self.case.layout.layers, Unread())
+            for chunk, own in zip(ticket.chunks, place, strict=True)
+        ]
+        began = time.perf_counter()
+        finish(lane.copy(copies, lambda: False))
+        return time.perf_counter() - began
 
     def close(self) -> None:
         self.links.close()
@@ -178,7 +206,7 @@ class Pair:
 
 def memcpy(pair: Pair) -> Callable[[], float]:
     """One contiguous copy of fresh bytes per rank of the source, out of its memory: what C's memcpy makes of it."""
-    known = msgspec.msgpack.decode(pair.endpoint, type=list[tuple[Shard, Address]])
+    known = msgspec.msgpack.decode(pair.endpoint, type=shm.Endpoint).parts
     case, theirs = pair.case, [np.frombuffer(attach(address), np.uint8) for _, address in known]
     sizes = [case.layout.part(shard).chunk_bytes for shard, _ in known]
     if case.here == case.there:
@@ -243,6 +271,21 @@ def compare(case: Case, transport: str, rounds: int) -> dict[str, Any]:
                 "latency_us": round(pair.route.latency_us, 1),
             },
         }
+    finally:
+        pair.close()
+
+
+def digest_share(case: Case, rounds: int) -> float:
+    """How much of a hand-off over shared memory is hashing; rounds with and without it are interleaved."""
+    pair = Pair(case, "shm")
+    try:
+        whole, bare = [], []
+        for number in range(rounds + 3):
+            hashed, copied = pair.fetch(), pair.fetch(hashed=False)
+            if number >= 3:
+                whole.append(hashed)
+                bare.append(copied)
+        return round(1 - statistics.median(bare) / statistics.median(whole), 3)
     finally:
         pair.close()
 
@@ -318,16 +361,17 @@ def main() -> None:
     if args.source:
         Origin((CASES + SPLITS)[int(args.source[1])], args.source[0]).serve()
         return
-    shm = [compare(case, "shm", args.rounds) for case in CASES]
+    memory = [compare(case, "shm", args.rounds) for case in CASES]
     split = [compare(case, "shm", args.rounds) for case in SPLITS]
-    nixl = [compare(case, "nixl", args.rounds) for case in CASES]
+    wire = [compare(case, "nixl", args.rounds) for case in CASES]
     told: dict[str, Any] = {
-        "shm_ratio": min(case["ratio"] for case in shm),
+        "shm_ratio": min(case["ratio"] for case in memory),
         "split_ratio": min(case["ratio"] for case in split),
-        "nixl_ratio": min(case["ratio"] for case in nixl),
-        "shm": shm,
+        "nixl_ratio": min(case["ratio"] for case in wire),
+        "digest_share": max(digest_share(case, args.rounds) for case in CASES),
+        "shm": memory,
         "split": split,
-        "nixl": nixl,
+        "nixl": wire,
     }
     if not args.no_system:
         told |= transfer_share()

@@ -1,8 +1,12 @@
 """The hand-off of one request's KV, as a conversation: it asks for effects, a driver performs them.
 
-    Reserve ─▶ Pull ─▶ (every digest verified) ─▶ Commit        the slabs belong to the sequence, decoding may begin
-       │         │                │                 │
-       └─ refused└────────────────┴─────────────────┴─▶ Free    exactly what was reserved, exactly once
+    Reserve ─▶ [Ahead ─▶] Pull ─▶ (every digest verified) ─▶ Commit    the slabs belong to the sequence, it may decode
+       │          │         │               │                  │
+       └─ refused └─────────┴───────────────┴──────────────────┴─▶ Free    exactly what was reserved, exactly once
+
+With a ticket, all chunks that are missing are pulled. Without one the KV is still being computed: `Ahead` pulls what
+hints tell of and answers when the ticket is there; what came early is held against its digests like everything else,
+and what does not match (the source has changed it since) is pulled again, once.
 
 Pure: no clock, no memory, no socket. The decode worker drives it with its pool and its transports; the simulator drives
 the same code in virtual time. Whatever is thrown in while an effect is under way (a refusal, a transport's error, an
@@ -50,6 +54,24 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """Pull what hints tell of into `slabs` (own slab by index of the chunk) until the ticket is there: an `Arrived`.
+
+    When the answer or the error comes, nothing writes to the slabs.
+    """
+
+    slabs: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The answer to `Ahead`: the ticket, and the payload hash of every chunk that was copied already, of the copy."""
+
+    ticket: Ticket
+    payloads: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class Pull:
     """Copy (source slab, own slab) pairs from `ticket.worker`; answer with the payload hash of each copied slab.
 
@@ -74,7 +96,7 @@ class Free:
     slabs: tuple[int, ...]
 
 
-Effect = Reserve | Pull | Commit | Free
+Effect = Reserve | Ahead | Pull | Commit | Free
 
 # The first match names the reason, in the codes of `diptych.messages.Failed`.
 CODES: tuple[tuple[type[BaseException], str], ...] = (
@@ -92,6 +114,7 @@ class Outcome:
 
     slabs: tuple[int, ...] = ()
     pulled: int = 0  # chunks that were copied and verified
+    wasted: int = 0  # copies that were made ahead and did not match
     error: Exception | None = None
 
     @property
@@ -106,34 +129,35 @@ Steps = Generator[Effect, Any, Outcome]
 
 
 def hand_off(
-    ticket: Ticket,
+    ticket: Ticket | None,
     num_slabs: int,
     matches: Callable[[int, bytes, bytes], bool],
     held: Mapping[int, int] | None = None,
 ) -> Steps:
     """Fetch what `ticket` offers into `num_slabs` slabs (its chunks first, then room to grow), or leave nothing behind.
 
-    `matches(index, payload, promised)` is `Seal.matches`. `held` maps chunk indexes to slabs that already have verified
-    content here: they are neither reserved, pulled nor freed.
+    `matches(index, payload, promised)` is `Seal.matches`, of the ticket that `Ahead` brings if `ticket` is None. `held`
+    maps chunk indexes to slabs that already have verified content here: they are neither reserved, pulled nor freed.
     """
     have = dict(held or {})
-    if num_slabs < max(len(ticket.chunks), len(have)):
-        return Outcome(error=ValueError(f"{num_slabs} slabs cannot hold {len(ticket.chunks)} chunks"))
-    missing = [index for index in range(len(ticket.chunks)) if index not in have]
+    if (room := _room(num_slabs, have, ticket)) is not None:
+        return Outcome(error=room)
     try:
         reserved: tuple[int, ...] = tuple((yield Reserve(num_slabs - len(have))))
     except Exception as error:
         return Outcome(error=error)
     try:
-        slabs = _place(num_slabs, have, reserved)
-        pairs = tuple((ticket.chunks[index].slab, slabs[index]) for index in missing)
-        payloads: Sequence[bytes] = (yield Pull(ticket, pairs)) if pairs else ()
-        for index, payload in zip(missing, payloads, strict=True):
-            if not matches(index, payload, ticket.chunks[index].digest):
-                raise CorruptChunk(
-                    f"KV of request {ticket.terms.request} is not what was offered",
-                    f"chunk {index} of {len(ticket.chunks)}, from {ticket.worker} slab {ticket.chunks[index].slab}",
-                )
+        slabs, early = _place(num_slabs, have, reserved), Arrived(ticket, {}) if ticket else None
+        if early is None:
+            early = yield Ahead({index: slab for index, slab in enumerate(slabs) if index not in have})
+            if (room := _room(num_slabs, have, early.ticket)) is not None:
+                raise room
+        chunks = early.ticket.chunks
+        good = {i for i, payload in early.payloads.items() if matches(i, payload, chunks[i].digest)}
+        missing = [index for index in range(len(chunks)) if index not in have and index not in good]
+        pairs = tuple((chunks[index].slab, slabs[index]) for index in missing)
+        payloads: Sequence[bytes] = (yield Pull(early.ticket, pairs)) if pairs else ()
+        _verify(early.ticket, missing, payloads, matches)
         yield Commit(slabs)
     except GeneratorExit:
         raise  # the driver dropped the conversation, and nobody is left to ask
@@ -142,7 +166,29 @@ def hand_off(
         if not isinstance(error, Exception):
             raise
         return Outcome(error=error)
-    return Outcome(slabs, len(missing))
+    return Outcome(slabs, len(missing) + len(good), len(early.payloads) - len(good))
+
+
+def _room(num_slabs: int, have: Mapping[int, int], ticket: Ticket | None) -> ValueError | None:
+    """What is wrong with that number of slabs, if anything is."""
+    chunks = len(ticket.chunks) if ticket else 0
+    if num_slabs < max(chunks, len(have)):
+        return ValueError(f"{num_slabs} slabs cannot hold {chunks} chunks, or the {len(have)} held")
+    return None
+
+
+def _verify(
+    ticket: Ticket,
+    indexes: Sequence[int],
+    payloads: Sequence[bytes],
+    matches: Callable[[int, bytes, bytes], bool],
+) -> None:
+    for index, payload in zip(indexes, payloads, strict=True):
+        if not matches(index, payload, ticket.chunks[index].digest):
+            raise CorruptChunk(
+                f"KV of request {ticket.terms.request} is not what was offered",
+                f"chunk {index} of {len(ticket.chunks)}, from {ticket.worker} slab {ticket.chunks[index].slab}",
+            )
 
 
 def perform(

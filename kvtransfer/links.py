@@ -10,10 +10,13 @@ from typing import Protocol
 
 from diptych.errors import ConfigError, StaleTicket, TransferError
 from kvcache.layout import Shard
+from kvtransfer.digests import HASHERS
+from kvtransfer.early import Lane
 from kvtransfer.memory import SharedMemory
 from kvtransfer.parts import Parts
 from kvtransfer.ticket import Ticket
 from kvtransfer.transports import nixl, shm
+from kvtransfer.turns import Turns, finish
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +29,18 @@ class Source(Protocol):
 
 
 class Puller(Protocol):
-    """The decode side of a transport. See `transports.shm.Puller` for what each method promises."""
+    """The decode side of a transport, in turns. See `transports.shm.Puller` for what each method promises."""
 
-    def link(self, worker: str, incarnation: str, endpoint: bytes) -> None: ...
-    def pull(
+    def linking(self, worker: str, incarnation: str, endpoint: bytes) -> Turns[None]: ...
+    def pulling(
         self,
         worker: str,
         incarnation: str,
         pairs: Sequence[tuple[int, int]],
         stop: Callable[[], bool] | None = None,
-    ) -> list[bytes]: ...
-    def measure(self, worker: str) -> tuple[float, float]: ...
+    ) -> Turns[list[bytes]]: ...
+    def measuring(self, worker: str) -> Turns[tuple[float, float]]: ...
+    def lane(self, worker: str, incarnation: str) -> Lane: ...
     def unlink(self, worker: str) -> None: ...
     def close(self) -> None: ...
 
@@ -52,11 +56,15 @@ class Route:
 
 
 def open_sources(
-    transports: Sequence[str], parts: Sequence[tuple[Shard, SharedMemory]], name: str
+    transports: Sequence[str],
+    parts: Sequence[tuple[Shard, SharedMemory]],
+    name: str,
+    board: SharedMemory | None = None,
 ) -> dict[str, Source]:
     """Offer a worker's pool over each of `transports`; one that does not start here is logged and left out.
 
-    `parts` is the memory of every rank, in order, with what it holds of the model.
+    `parts` is the memory of every rank, in order, with what it holds of the model; `board` that of its
+    `kvtransfer.board.Board`, if KV is to be pulled while it is computed.
 
     Raises:
         ConfigError: there is no transport of that name.
@@ -66,7 +74,7 @@ def open_sources(
     why = []
     for transport in _known(transports):
         try:
-            opened[transport] = SOURCES[transport](parts, name)
+            opened[transport] = SOURCES[transport](parts, name, board)
         except TransferError as error:
             log.warning("transport %s is not offered: %s (%s)", transport, error.what, error.why)
             why.append(f"{transport}: {error.what} ({error.why})")
@@ -85,8 +93,9 @@ class Links:
         self._pullers = {name: PULLERS[name](own, algorithm) for name in _known(transports)}
         self._routes: dict[str, Route] = {}
         self._lock = threading.Lock()
+        self.hasher = HASHERS[algorithm]
 
-    def link(self, worker: str, incarnation: str, endpoints: Mapping[str, bytes]) -> Route:
+    def linking(self, worker: str, incarnation: str, endpoints: Mapping[str, bytes]) -> Turns[Route]:
         """Take the first transport that both sides have and that works, and measure it.
 
         Raises:
@@ -99,8 +108,8 @@ class Links:
                 why.append(f"{name}: {worker} does not offer it")
                 continue
             try:
-                puller.link(worker, incarnation, endpoints[name])
-                route = Route(name, incarnation, *puller.measure(worker))
+                yield from puller.linking(worker, incarnation, endpoints[name])
+                route = Route(name, incarnation, *(yield from puller.measuring(worker)))
             except TransferError as error:
                 why.append(f"{name}: {error.what} ({error.why})")
                 continue
@@ -109,23 +118,41 @@ class Links:
             return route
         raise TransferError(f"no transport reaches {worker}", "\n".join(why))
 
+    def link(self, worker: str, incarnation: str, endpoints: Mapping[str, bytes]) -> Route:
+        """The same, on the calling thread."""
+        return finish(self.linking(worker, incarnation, endpoints))
+
     def route(self, worker: str) -> Route | None:
         with self._lock:
             return self._routes.get(worker)
 
-    def pull(
+    def lane(self, worker: str, incarnation: str) -> Lane:
+        """The way to that life of a worker, to pull from it ahead. Raises StaleTicket if it is not linked."""
+        return self._puller(worker, incarnation).lane(worker, incarnation)
+
+    def pulling(
         self, ticket: Ticket, pairs: Sequence[tuple[int, int]], stop: Callable[[], bool] | None = None
-    ) -> list[bytes]:
-        """Fetch slabs that `ticket` offers; see `transports.shm.Puller.pull`.
+    ) -> Turns[list[bytes]]:
+        """Fetch slabs that `ticket` offers; see `transports.shm.Puller.pulling`.
 
         Raises:
             StaleTicket: this life of the worker is not linked.
             TransferError: KV did not arrive.
         """
-        route = self.route(ticket.worker)
+        puller = self._puller(ticket.worker, ticket.incarnation)
+        return (yield from puller.pulling(ticket.worker, ticket.incarnation, pairs, stop))
+
+    def pull(
+        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], stop: Callable[[], bool] | None = None
+    ) -> list[bytes]:
+        """The same, on the calling thread."""
+        return finish(self.pulling(ticket, pairs, stop))
+
+    def _puller(self, worker: str, incarnation: str) -> Puller:
+        route = self.route(worker)
         if route is None:
-            raise StaleTicket(f"no link to {ticket.worker}", f"offered: {ticket.incarnation}\nlinked:  none")
-        return self._pullers[route.transport].pull(ticket.worker, ticket.incarnation, pairs, stop)
+            raise StaleTicket(f"no link to {worker}", f"offered: {incarnation}\nlinked:  none")
+        return self._pullers[route.transport]
 
     def unlink(self, worker: str, incarnation: str | None = None) -> None:
         """Drop the link to a worker, or only to one life of it. Idempotent."""
@@ -150,7 +177,7 @@ def _known(transports: Sequence[str]) -> Sequence[str]:
     return transports
 
 
-SOURCES: dict[str, Callable[[Sequence[tuple[Shard, SharedMemory]], str], Source]] = {
+SOURCES: dict[str, Callable[[Sequence[tuple[Shard, SharedMemory]], str, SharedMemory | None], Source]] = {
     "shm": shm.Source,
     "nixl": nixl.Source,
 }

@@ -10,12 +10,12 @@ chunk has one payload hash, whoever holds it and in however many parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import product
 
 from kvcache.layout import KVLayout, Shard
-from kvtransfer.digests import HASHERS, HASHES
+from kvtransfer.digests import HASHERS, HASHES, Hasher
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,32 @@ def moves(
     Raises:
         ValueError: either side does not hold every page of `layout` exactly once.
     """
+    return _cut(layout, sources, targets, {shard.layers[0] for shard in targets})
+
+
+def layer_moves(
+    layout: KVLayout, sources: Sequence[Shard], targets: Sequence[Shard]
+) -> tuple[tuple[Move, ...], ...]:
+    """The same, for each layer. Raises ValueError as `moves`."""
+    return _cut(layout, sources, targets, set(range(layout.layers)))
+
+
+def _cut(
+    layout: KVLayout, sources: Sequence[Shard], targets: Sequence[Shard], layers: Set[int]
+) -> tuple[tuple[Move, ...], ...]:
+    """The moves of a chunk, in runs that begin at each of `layers`."""
     froms, tos = _places(layout, sources), _places(layout, targets)
-    starts = {shard.layers[0] * layout.kv_heads for shard in targets}
-    stages: list[list[Move]] = []
+    starts = {layer * layout.kv_heads for layer in layers}
+    runs: list[list[Move]] = []
     for page, ((source, far), (target, own)) in enumerate(zip(froms, tos, strict=True)):
         if page in starts:
-            stages.append([])
-        move, stage = Move(source, far, target, own, layout.page_bytes), stages[-1]
-        if stage and (stage[-1].source, stage[-1].target) == (source, target):  # neighbours on both sides
-            stage[-1] = replace(stage[-1], num_bytes=stage[-1].num_bytes + move.num_bytes)
+            runs.append([])
+        move, run = Move(source, far, target, own, layout.page_bytes), runs[-1]
+        if run and (run[-1].source, run[-1].target) == (source, target):  # neighbours on both sides
+            run[-1] = replace(run[-1], num_bytes=run[-1].num_bytes + move.num_bytes)
         else:
-            stage.append(move)
-    return tuple(tuple(stage) for stage in stages)
+            run.append(move)
+    return tuple(tuple(run) for run in runs)
 
 
 class Parts:
@@ -65,6 +79,7 @@ class Parts:
         self.shards = tuple(shard for shard, _ in parts)
         self.memories = tuple(memory.cast("B") for _, memory in parts)
         self._pages = tuple(move for stage in moves(layout, self.shards, self.shards) for move in stage)
+        self._layers = layer_moves(layout, self.shards, self.shards)
         self.slab_bytes = slab_sizes(layout, self.shards)
         self.num_slabs = count_slabs(layout, [(shard, memory.nbytes) for shard, memory in parts])
 
@@ -78,6 +93,12 @@ class Parts:
         for page in self._pages:
             payload.update(self._bytes(slab, page))
         return payload.digest()
+
+    def feed(self, payload: Hasher, slab: int, first: int, end: int) -> None:
+        """Go on with the payload hash of the chunk in `slab`: its layers `first` to `end` - 1."""
+        for layer in self._layers[first:end]:
+            for page in layer:
+                payload.update(self._bytes(slab, page))
 
     def _bytes(self, slab: int, page: Move) -> memoryview:
         at = slab * self.slab_bytes[page.target] + page.own

@@ -1,7 +1,7 @@
-"""The ticket: what a prefill worker offers, and all that a decode worker needs to fetch it.
+"""The ticket: what a prefill worker offers, and all that a decode worker needs to fetch it; and hints of tickets.
 
-On the wire: msgpack of the `Ticket`, then 32 bytes of HMAC-SHA256 over it under the deployment's key. A ticket carries
-no address: where a worker is comes from the registry (`Peer`), never from a request.
+On the wire: msgpack of the `Ticket` or `Hint`, then 32 bytes of HMAC-SHA256 over it under the deployment's key. Neither
+carries an address: where a worker is comes from the registry (`Peer`), never from a request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -51,6 +51,23 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return self.chunk_bytes * len(self.chunks)
 
 
+class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Chunks `start`, `start` + 1, ... of an attempt are being computed into `slabs` of `worker`, under `mark`.
+
+    `mark` is that of the worker's board (`kvtransfer.board`), or `board.DONE` for chunks that are complete already. A
+    later hint for the same chunk replaces an earlier one. It promises nothing: only the ticket does.
+    """
+
+    request: Text
+    epoch: Count
+    worker: Text
+    incarnation: Text
+    start: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
+    slabs: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    mark: Annotated[int, Meta(ge=0, lt=1 << 48)]
+    version: Annotated[int, Meta(ge=1, le=1)] = 1
+
+
 def write(
     key: bytes,
     terms: Terms,
@@ -76,8 +93,7 @@ def write(
 
 def encode(ticket: Ticket, key: bytes) -> bytes:
     """The ticket as it travels: msgpack and MAC."""
-    body = msgspec.msgpack.encode(ticket)
-    return body + _mac(body, key)
+    return _sign(msgspec.msgpack.encode(ticket), key, "ticket")
 
 
 def decode(raw: bytes, key: bytes) -> Ticket:
@@ -86,17 +102,26 @@ def decode(raw: bytes, key: bytes) -> Ticket:
     Raises:
         TransferError: it is too large, not signed with `key`, or malformed in any way; says which.
     """
-    if not MAC_BYTES < len(raw) <= MAX_BYTES:
-        raise TransferError("a ticket was refused", f"it has {len(raw)} bytes, of at most {MAX_BYTES}")
-    body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
-    if not hmac.compare_digest(_mac(body, key), mac):
-        raise TransferError("a ticket was refused", "its signature is not of this deployment's key")
-    try:
-        ticket = msgspec.msgpack.decode(body, type=Ticket)
-    except msgspec.MsgspecError as error:  # also what follows from a peer of another version
-        raise TransferError("a ticket was refused", f"malformed: {error}") from error
+    ticket = _read(raw, key, "ticket", Ticket)
     _check(ticket)
     return ticket
+
+
+def encode_hint(hint: Hint, key: bytes) -> bytes:
+    """The hint as it travels: msgpack and MAC. A ticket's MAC is never a hint's."""
+    return _sign(msgspec.msgpack.encode(hint), key, "hint")
+
+
+def decode_hint(raw: bytes, key: bytes) -> Hint:
+    """Read a hint from outside.
+
+    Raises:
+        TransferError: it is too large, not signed with `key`, or malformed in any way; says which.
+    """
+    hint = _read(raw, key, "hint", Hint)
+    if hint.start + len(hint.slabs) > MAX_CHUNKS or len(set(hint.slabs)) != len(hint.slabs):
+        raise TransferError("a hint was refused", "its fields contradict each other")
+    return hint
 
 
 def expect(
@@ -144,5 +169,24 @@ def _check(ticket: Ticket) -> None:
         raise TransferError("a ticket was refused", "its fields contradict each other")
 
 
-def _mac(body: bytes, key: bytes) -> bytes:
-    return hmac.new(key, b"diptych ticket 1\0" + body, hashlib.sha256).digest()
+T = TypeVar("T", Ticket, Hint)
+
+
+def _read(raw: bytes, key: bytes, what: str, kind: type[T]) -> T:
+    if not MAC_BYTES < len(raw) <= MAX_BYTES:
+        raise TransferError(f"a {what} was refused", f"it has {len(raw)} bytes, of at most {MAX_BYTES}")
+    body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
+    if not hmac.compare_digest(_mac(body, key, what), mac):
+        raise TransferError(f"a {what} was refused", "its signature is not of this deployment's key")
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # also what follows from a peer of another version
+        raise TransferError(f"a {what} was refused", f"malformed: {error}") from error
+
+
+def _sign(body: bytes, key: bytes, what: str) -> bytes:
+    return body + _mac(body, key, what)
+
+
+def _mac(body: bytes, key: bytes, what: str) -> bytes:
+    return hmac.new(key, f"diptych {what} 1".encode() + b"\0" + body, hashlib.sha256).digest()

@@ -12,49 +12,115 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from diptych.errors import StaleTicket, TransferError
 from kvcache.layout import Shard
+from kvtransfer.board import Entries, entries
 from kvtransfer.copying import Bytes, copy, copy_at
 from kvtransfer.digests import HASHERS, Hasher
+from kvtransfer.early import Copy
 from kvtransfer.handoff import Aborted
 from kvtransfer.memory import Address, SharedMemory, attach
-from kvtransfer.parts import Move, Parts, count_slabs, moves, slab_sizes
+from kvtransfer.parts import Move, Parts, count_slabs, layer_moves, moves, slab_sizes
+from kvtransfer.transports.blocking import Blocking
+from kvtransfer.turns import AT_ONCE, Turns
 
 PROBE_BYTES = 16 << 20
 PIECE_BYTES = 512 << 10  # copied, then hashed while the caches still have some of it
 
 
-class Source:
-    """Prefill side: says where the pool's parts are. The kernel does the rest."""
+class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A source as its pullers need it: where each part of its pool lies, and its board, if it has one."""
 
-    def __init__(self, parts: Sequence[tuple[Shard, SharedMemory]], name: str) -> None:
-        self._parts = parts
+    parts: Annotated[list[tuple[Shard, Address]], Meta(min_length=1)]
+    board: Address | None
+    version: Annotated[int, Meta(ge=2, le=2)] = 2
+
+
+class Source:
+    """Prefill side: says where the pool's parts are, and its board. The kernel does the rest."""
+
+    def __init__(
+        self, parts: Sequence[tuple[Shard, SharedMemory]], name: str, board: SharedMemory | None = None
+    ) -> None:
+        self._parts, self._board = parts, board
 
     def endpoint(self) -> bytes:
-        return msgspec.msgpack.encode([(shard, memory.address()) for shard, memory in self._parts])
+        board = self._board.address() if self._board is not None else None
+        return msgspec.msgpack.encode(
+            Endpoint([(shard, part.address()) for shard, part in self._parts], board)
+        )
 
     def close(self) -> None:
         """Nothing is held besides the memory, which is its creator's."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    """A linked worker: the mapped parts of its pool, the size of a slab in each, and how its chunks come here."""
+class Lane:
+    """The mapped parts of one life's pool, and how its chunks come here: by stage of the own pool, and by layer."""
 
-    incarnation: str
-    memories: tuple[Bytes, ...]
-    bases: tuple[int, ...]  # their addresses
-    sizes: tuple[int, ...]
-    num_slabs: int
-    stages: tuple[tuple[Move, ...], ...]
+    def __init__(self, own: Parts, endpoint: Endpoint) -> None:
+        shards = [shard for shard, _ in endpoint.parts]
+        self._stages = moves(own.layout, shards, own.shards)
+        self._layers = layer_moves(own.layout, shards, own.shards)
+        self.layers = own.layout.layers
+        self.num_slabs = count_slabs(own.layout, [(shard, at.num_bytes) for shard, at in endpoint.parts])
+        self._sizes = slab_sizes(own.layout, shards)
+        self.memories = tuple(as_array(attach(address)) for _, address in endpoint.parts)
+        self._bases = tuple(memory.ctypes.data for memory in self.memories)
+        self._board = entries(attach(endpoint.board)) if endpoint.board is not None else None
+        if self._board is not None and len(self._board) != self.num_slabs:
+            raise ValueError(f"a board of {len(self._board)} entries for {self.num_slabs} slabs")
+        self._own, self._targets = own, [as_array(memory).ctypes.data for memory in own.memories]
+
+    def pull(
+        self, pairs: Sequence[tuple[int, int]], payloads: Sequence[Hasher], stop: Callable[[], bool] | None
+    ) -> Turns[None]:
+        """Copy whole chunks, stage by stage of the own pool; see `Puller.pulling`."""
+        for source, target in pairs:
+            _exists(source, self.num_slabs)
+            _exists(target, self._own.num_slabs)
+        for stage in self._stages:
+            for (source, target), payload in zip(pairs, payloads, strict=True):
+                if stop is not None and stop():
+                    raise Aborted("the pull was stopped")
+                self._copy(source, target, stage, payload)
+                yield AT_ONCE
+
+    def look(self, slabs: Sequence[int]) -> Turns[Entries | None]:
+        """What the board says now; see `kvtransfer.early.Lane`."""
+        yield from ()
+        return None if self._board is None else self._board[list(slabs)]
+
+    def copy(self, copies: Sequence[Copy], stop: Callable[[], bool]) -> Turns[None]:
+        """See `kvtransfer.early.Lane`; `stop` is asked between chunks."""
+        for one in copies:
+            _exists(one.far, self.num_slabs)
+            _exists(one.own, self._own.num_slabs)
+            if stop():
+                raise Aborted("the pull was stopped")
+            runs = self._stages if one.end - one.first == self.layers else self._layers[one.first : one.end]
+            for run in runs:
+                self._copy(one.far, one.own, run, one.payload)
+            yield AT_ONCE
+
+    def _copy(self, source: int, target: int, run: Sequence[Move], payload: Hasher) -> None:
+        """Part of one slab: every piece is copied, and hashed where it now lies."""
+        memories, bases, sizes = self._own.memories, self._targets, self._own.slab_bytes
+        for move in run:
+            far, own = source * self._sizes[move.source] + move.far, target * sizes[move.target] + move.own
+            there, here, memory = self._bases[move.source], bases[move.target], memories[move.target]
+            for at in range(0, move.num_bytes, PIECE_BYTES):
+                size = min(PIECE_BYTES, move.num_bytes - at)
+                copy_at(here + own + at, there + far + at, size)
+                payload.update(memory[own + at : own + at + size])
 
 
-class Puller:
+class Puller(Blocking):
     """Decode side: copies slabs of linked workers into the `own` pool and hashes the copies.
 
     `algorithm` is a key of `HASHERS`. One lock guards the table of links only, so a link can be dropped while a pull
@@ -65,78 +131,53 @@ class Puller:
 
     def __init__(self, own: Parts, algorithm: str = "xxh3") -> None:
         self._own, self._hash = own, HASHERS[algorithm]
-        self._bases = [as_array(memory).ctypes.data for memory in own.memories]
         self._lock = threading.Lock()
-        self._links: dict[str, _Peer] = {}
+        self._links: dict[str, tuple[str, Lane]] = {}
 
-    def link(self, worker: str, incarnation: str, endpoint: bytes) -> None:
+    def linking(self, worker: str, incarnation: str, endpoint: bytes) -> Turns[None]:
         """Map the pool that `endpoint` tells of; replaces a link to an earlier life.
 
         Raises:
             TransferError: it is on another host, not ours to read, not what the endpoint says, or not of our layout.
         """
         try:
-            peer = self._map(incarnation, msgspec.msgpack.decode(endpoint, type=list[tuple[Shard, Address]]))
+            lane = Lane(self._own, msgspec.msgpack.decode(endpoint, type=Endpoint))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise TransferError(f"no shared memory with {worker}", str(error)) from error
         with self._lock:
-            self._links[worker] = peer
+            self._links[worker] = (incarnation, lane)
+        yield from ()
 
-    def _map(self, incarnation: str, parts: list[tuple[Shard, Address]]) -> _Peer:
-        layout, shards = self._own.layout, [shard for shard, _ in parts]
-        stages = moves(layout, shards, self._own.shards)
-        num_slabs = count_slabs(layout, [(shard, address.num_bytes) for shard, address in parts])
-        memories = tuple(as_array(attach(address)) for _, address in parts)
-        bases = tuple(memory.ctypes.data for memory in memories)
-        return _Peer(incarnation, memories, bases, slab_sizes(layout, shards), num_slabs, stages)
-
-    def pull(
+    def pulling(
         self,
         worker: str,
         incarnation: str,
         pairs: Sequence[tuple[int, int]],
         stop: Callable[[], bool] | None = None,
-    ) -> list[bytes]:
-        """Copy (source slab, own slab) pairs, stage by stage of the own pool; returns the payload hash of every copy.
+    ) -> Turns[list[bytes]]:
+        """Copy (source slab, own slab) pairs; returns the payload hash of every copy.
 
-        `stop` is asked between slabs.
+        When it returns or raises, nothing writes to the slabs. `stop` is asked between slabs.
 
         Raises:
             StaleTicket: there is no link to this life of the worker.
             TransferError: a slab is outside the source's or the own pool.
             Aborted: `stop` said so.
         """
-        peer, payloads = self._peer(worker, incarnation), [self._hash() for _ in pairs]
-        for source, target in pairs:
-            _exists(source, peer.num_slabs)
-            _exists(target, self._own.num_slabs)
-        for stage in peer.stages:
-            for (source, target), payload in zip(pairs, payloads, strict=True):
-                if stop is not None and stop():
-                    raise Aborted("the pull was stopped")
-                self._copy(peer, source, target, stage, payload)
+        payloads = [self._hash() for _ in pairs]
+        yield from self.lane(worker, incarnation).pull(pairs, payloads, stop)
         return [payload.digest() for payload in payloads]
 
-    def _copy(self, peer: _Peer, source: int, target: int, stage: Sequence[Move], payload: Hasher) -> None:
-        """One stage of one slab: every piece is copied, and hashed where it now lies."""
-        memories, bases, sizes = self._own.memories, self._bases, self._own.slab_bytes
-        for move in stage:
-            far, own = source * peer.sizes[move.source] + move.far, target * sizes[move.target] + move.own
-            there, here, memory = peer.bases[move.source], bases[move.target], memories[move.target]
-            for at in range(0, move.num_bytes, PIECE_BYTES):
-                size = min(PIECE_BYTES, move.num_bytes - at)
-                copy_at(here + own + at, there + far + at, size)
-                payload.update(memory[own + at : own + at + size])
-
-    def measure(self, worker: str) -> tuple[float, float]:
+    def measuring(self, worker: str) -> Turns[tuple[float, float]]:
         """(GB/s, µs for one page) of copies from this worker, into scratch memory; about 20 ms."""
         with self._lock:
-            theirs = self._links[worker].memories[0]
+            theirs = self._links[worker][1].memories[0]
         theirs = theirs[: min(PROBE_BYTES, theirs.nbytes) // 64 * 64]
         scratch = np.zeros(theirs.nbytes + 64, np.uint8)
         scratch = scratch[-scratch.ctypes.data % 64 :][: theirs.nbytes]
         page = min(4096, theirs.nbytes)
         large = min(_seconds(lambda: copy(scratch, theirs)) for _ in range(3))
+        yield AT_ONCE
         small = sorted(_seconds(lambda: copy(scratch[:page], theirs[:page])) for _ in range(9))[4]
         return theirs.nbytes / large / 1e9, small * 1e6
 
@@ -149,13 +190,14 @@ class Puller:
         with self._lock:
             self._links.clear()
 
-    def _peer(self, worker: str, incarnation: str) -> _Peer:
+    def lane(self, worker: str, incarnation: str) -> Lane:
+        """The way to that life of the worker. Raises StaleTicket if it is not linked."""
         with self._lock:
-            peer = self._links.get(worker)
-        if peer is None or peer.incarnation != incarnation:
-            told = f"offered: {incarnation}\nlinked:  {peer.incarnation if peer else 'none'}"
+            linked, lane = self._links.get(worker, ("none", None))
+        if lane is None or linked != incarnation:
+            told = f"offered: {incarnation}\nlinked:  {linked}"
             raise StaleTicket(f"no link to this life of {worker}", told)
-        return peer
+        return lane
 
 
 def as_array(memory: memoryview) -> Bytes:

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvcache.layout import KVLayout, Shard, shards
 from kvtransfer import ticket as tickets
+from kvtransfer.board import ENTRY_BYTES, Board
 from kvtransfer.digests import Terms
 from kvtransfer.links import open_sources
 from kvtransfer.memory import SharedMemory
@@ -72,7 +73,9 @@ class Origin:
         views = [(shard, memory.view) for shard, memory in memories]
         self.pool, self.spread = Parts(LAYOUT, views), Spread(LAYOUT, views)
         self.incarnation = os.urandom(8).hex()
-        self.sources = open_sources([transport], memories, WORKER)
+        shown = SharedMemory(num_slabs * ENTRY_BYTES)
+        self.board = Board(num_slabs, shown.view)
+        self.sources = open_sources([transport], memories, WORKER, shown)
         self.rng = random.Random(0)
 
     def hello(self) -> dict[str, Any]:
@@ -82,6 +85,24 @@ class Origin:
     def offer(self, request: str, epoch: int, tokens: int, slabs: list[int], seed: int) -> dict[str, Any]:
         for slab in slabs:
             self.spread.write(slab, content(seed, slab))
+        return self.promise(request, epoch, tokens, slabs)
+
+    def stage(self, slabs: list[int]) -> dict[str, Any]:
+        """Announce slabs that are about to be computed."""
+        mark = self.board.mark()
+        self.board.stage(slabs, mark)
+        return {"mark": mark}
+
+    def compute(self, slabs: list[int], seed: int, first: int, end: int) -> dict[str, Any]:
+        """Write layers `first` to `end` - 1, as a step does, and say so."""
+        size = LAYOUT.layer_bytes
+        for slab in slabs:
+            self._write(slab, first * size, content(seed, slab)[first * size : end * size])
+        self.board.advance(slabs, end)
+        return {}
+
+    def promise(self, request: str, epoch: int, tokens: int, slabs: list[int]) -> dict[str, Any]:
+        """The ticket for what lies in these slabs now."""
         terms = Terms(request, epoch, tokens, (0, SHAPE[0]), "float32", SHAPE, "f" * 64)
         ticket = tickets.write(KEY, terms, WORKER, self.incarnation, slabs, self.pool.payload)
         return {"ticket": tickets.encode(ticket, KEY).hex()}

@@ -21,8 +21,7 @@ STUBBED = """
 import functools, sys
 import services.cli.main as main
 import services.cli.plan as plan
-plan.MODULES.update(prefill="tests.system.stub", decode="tests.system.stub")
-plan.Plan = functools.partial(plan.Plan, gateway_module="tests.system.stub")
+plan.Plan = functools.partial(plan.Plan, worker_module="tests.system.stub", gateway_module="tests.system.stub")
 import services.cli.model as model
 async def find(config, num_workers):
     return model.Model("/" + config.model, "a stub", True, 64, 1 << 20)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from diptych.errors import StaleTicket, TransferError
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import DIGEST_BYTES, HASHERS, HASHES, Seal, Terms
+from kvtransfer.ticket import Hint
 
 KEY = b"k" * 32
 SHAPE = (2, 2, 2, 64, 4)
@@ -62,7 +63,7 @@ def test_no_changed_byte_is_accepted(data: st.DataObject) -> None:
 def test_signed_rubbish_is_refused(body: bytes) -> None:
     """Even the holder of the key cannot make `decode` fail in any other way."""
     with pytest.raises(TransferError):
-        tickets.decode(body + tickets._mac(body, KEY), KEY)
+        tickets.decode(body + tickets._mac(body, KEY, "ticket"), KEY)
 
 
 @pytest.mark.parametrize("cut", [1, 31, 32, 33, 100])
@@ -186,3 +187,63 @@ def test_a_request_name_cannot_slide_into_the_next_field() -> None:
 def test_a_short_key_is_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
         Seal(b"short", terms())
+
+
+def hinted(**changes: object) -> Hint:
+    fields: dict[str, object] = {
+        "request": "r",
+        "epoch": 2,
+        "worker": "prefill-0",
+        "incarnation": "life",
+        "start": 3,
+        "slabs": (7, 9),
+        "mark": 41,
+    }
+    return Hint(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_hints_travel() -> None:
+    assert tickets.decode_hint(tickets.encode_hint(hinted(), KEY), KEY) == hinted()
+
+
+@given(st.data())
+def test_no_changed_byte_of_a_hint_is_accepted(data: st.DataObject) -> None:
+    raw = bytearray(tickets.encode_hint(hinted(), KEY))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(TransferError, match="hint"):
+        tickets.decode_hint(bytes(raw), KEY)
+
+
+@given(st.binary(max_size=300))
+def test_a_signed_hint_of_rubbish_is_refused(body: bytes) -> None:
+    with pytest.raises(TransferError):
+        tickets.decode_hint(body + tickets._mac(body, KEY, "hint"), KEY)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slabs": ()},
+        {"slabs": (7, 7)},
+        {"slabs": (-1,)},
+        {"start": -1},
+        {"start": tickets.MAX_CHUNKS},
+        {"mark": -1},
+        {"mark": 1 << 48},
+        {"version": 2},
+        {"request": ""},
+    ],
+)
+def test_hints_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(TransferError):
+        tickets.decode_hint(tickets.encode_hint(hinted(**changes), KEY), KEY)
+
+
+def test_a_ticket_is_no_hint_and_a_hint_no_ticket() -> None:
+    """Not even with the bytes of one: their signatures differ."""
+    ticket, hint = tickets.encode(written(), KEY), tickets.encode_hint(hinted(), KEY)
+    for decode, raw in ((tickets.decode, hint), (tickets.decode_hint, ticket)):
+        with pytest.raises(TransferError) as caught:
+            decode(raw, KEY)
+        assert "signature" in caught.value.why

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import Counter, Gauge, Histogram
 
+from diptych.books import Books, LinkSpeed
 from diptych.messages import Stats
-from diptych.metrics import Books, LinkSpeed, Metrics, Objectives
+from diptych.metrics import Metrics, Objectives
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,6 +20,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 ROW = re.compile(r"^\| `([\w:]+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
 SPAN = re.compile(r"`([^`\s]+)`")
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|sh|md)")
+HELD = re.compile(r"`(tests/[\w/]+\.py:\w+)`")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 Entry = tuple[str, frozenset[str]]  # type and labels
@@ -88,14 +90,30 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
     assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
 
 
-@pytest.mark.parametrize("page", ["docs/lifecycle.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/lifecycle.md", "docs/failures.md", "CONTRIBUTING.md"])
 def test_every_file_and_every_name_is_there(page: str) -> None:
     assert missing((ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def unheld(text: str) -> list[str]:
+    """The rows of tables of promises that name no test, by what fails."""
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| ") and line.count("|") >= 6]
+    return [row[1].strip() for row in rows if row[1].strip() != "What fails" and not HELD.search(row[5])]
+
+
+def test_every_promise_is_held_by_a_test() -> None:
+    text = (ROOT / "docs/failures.md").read_text(encoding="utf-8")
+    assert unheld(text) == []
+    assert len(HELD.findall(text)) > 60, "the tables are still read"
 
 
 def test_the_checks_can_fail() -> None:
     told = "`router/relay.py:Relay.handle` `router/none.py` `router/relay.py:Relay.none` `nowhere/` `/health`"
     assert missing(told) == ["router/none.py", "router/relay.py:Relay.none", "nowhere/"]
+    row = "| a fuse | it blows | nothing | at once | {} |"
+    rows = [row.format(held) for held in ("-", "`tests/unit/test_docs.py:test_none`")]
+    assert unheld("\n".join(rows)) == ["a fuse"]
+    assert missing(rows[1]) == ["tests/unit/test_docs.py:test_none"]
     assert documented("| `a:b_total` | counter | `x`, `y` | text |") == {
         "a:b_total": ("counter", frozenset({"x", "y"}))
     }

@@ -11,6 +11,7 @@ on the caller's thread, so that a fault falls exactly where it is to fall. `verd
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from kvtransfer.links import Links
 from kvtransfer.parts import Parts
 from kvtransfer.ticket import Hint, Ticket
 from kvtransfer.transports import nixl
-from kvtransfer.turns import Turns
+from kvtransfer.turns import LONGEST_S, Turns
 from tests.engine.transport_source import KEY, LAYOUT, SLAB_BYTES, WHOLE, WORKER, Remote, Spread, content
 
 NUM_SLABS = 16
@@ -72,7 +73,9 @@ class Target:
                 puller._stall_s = 60.0  # a machine that is busy with other things does not stall a read
         self.links.link(WORKER, source.incarnation, source.endpoints)
         self.seal: Seal | None = None
-        self.turns = 0  # of the last hand-off's pulls
+        self._posts = transport == "nixl"  # a step is a read that is posted; else it is a turn
+        self._between: Between = nothing
+        self._steps = 0
 
     def matches(self, index: int, payload: bytes, promised: bytes) -> bool:
         assert self.seal is not None, "there is no ticket yet"
@@ -107,16 +110,26 @@ class Target:
         )
 
     def drive(self, turns: Turns[T], between: Between) -> T:
-        """Do all of it here, with something in between."""
-        number = 0
+        """Do all of it here, with something between any two steps: what is copied after it is not copied yet."""
+        self._between, self._steps = between, 0
         try:
             while True:
-                next(turns)
-                between(number)
-                number += 1
+                pause_s = next(turns)
+                if not self._posts:
+                    self.step()
+                elif pause_s:
+                    time.sleep(min(pause_s, LONGEST_S))
         except StopIteration as end:
             result: T = end.value
             return result
+        finally:
+            self._between = nothing
+
+    def step(self) -> None:
+        """A step has ended, or (NIXL) the next one is about to begin."""
+        number, self._steps = self._steps - self._posts, self._steps + 1
+        if number >= 0:
+            self._between(number)
 
     def _converse(
         self, ticket: Ticket | None, num_slabs: int, ahead: Callable[[Ahead], Any], between: Between
@@ -157,6 +170,13 @@ def opened(transport: str, kind: type[Target] | None = None) -> Iterator[Target]
         patch.setattr(nixl, "BATCH_BYTES", SLAB_BYTES // 2)
         patch.setattr(nixl, "IN_FLIGHT", 1)
         with closing(Remote(transport)) as source, closing((kind or Target)(transport, source)) as target:
+            post = nixl.Agent.post
+
+            def after_the_first(agent: nixl.Agent, *what: Any) -> int:
+                target.step()
+                return post(agent, *what)
+
+            patch.setattr(nixl.Agent, "post", after_the_first)
             yield target
 
 

@@ -24,9 +24,7 @@ from functools import cache
 from pathlib import Path
 
 PREFIX = "dpt"
-SLOW_LATENCY = (
-    "600ms"  # how much of it waits in the queue of a slow link; the rest is dropped, and sent again
-)
+SLOW_LATENCY = "600ms"  # for how long a packet waits in front of a slow link before it is dropped
 BURST_BYTES = 4096
 _numbers = itertools.count()
 
@@ -84,7 +82,7 @@ class Cut:
 class Slow:
     """A link of so many bits a second, both ways."""
 
-    def __init__(self, house: House, bits_per_s: int) -> None:
+    def __init__(self, house: House, bits_per_s: int, queue: str) -> None:
         self.house, self.bits_per_s, self._began_s = house, bits_per_s, time.monotonic()
         shape = [
             "root",
@@ -94,7 +92,7 @@ class Slow:
             "burst",
             str(BURST_BYTES),
             "latency",
-            SLOW_LATENCY,
+            queue,
         ]
         run("tc", "qdisc", "add", "dev", house.port, *shape)
         run(*house.command(["tc", "qdisc", "add", "dev", "eth0", *shape]))
@@ -189,9 +187,9 @@ class House:
         """From now on no packet comes in or goes out, and nobody is told."""
         return Cut(self)
 
-    def slow(self, bits_per_s: int) -> Slow:
-        """From now on the link has this rate, each way."""
-        return Slow(self, bits_per_s)
+    def slow(self, bits_per_s: int, queue: str = SLOW_LATENCY) -> Slow:
+        """From now on the link has this rate, each way; packets wait for so long before they are dropped."""
+        return Slow(self, bits_per_s, queue)
 
     def close(self) -> None:
         run("ip", "link", "del", self.port)

@@ -1,7 +1,8 @@
-"""A source slab that is given to another request while it is pulled: forced, at a turn of the pull that is chosen.
+"""A source slab that is given to another request while it is pulled: forced, at a step of the pull that is chosen.
 
-A pull is work in turns (`kvtransfer.turns`). Between two of them the source, another process, ends the lease and writes
-another request's KV into the same slabs; it has answered before the pull goes on. So the race is not waited for.
+A pull is work in turns (`kvtransfer.turns`), or reads that are posted one after the other. Between two of them the
+source, another process, ends the lease and writes another request's KV into the same slabs; it has answered before the
+pull goes on. So the race is not waited for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ WAYS = ("late", "early", "staging")
 
 
 class Reassigned:
-    """Gives the slabs to another request at turn `at` of a pull; `happened` says that the pull was not over then."""
+    """Gives the slabs to another request after step `at` of a pull, which is not its last."""
 
     def __init__(self, source: Remote, number: int, at: int) -> None:
         self._source, self._number, self._at = source, number, at
@@ -41,7 +42,7 @@ def race(target: Target, way: str, number: int, rng: random.Random) -> tuple[str
     source, other = target.source, 100_000 + number
     if way == "late":
         offered = offer(source, number)
-        fault = Reassigned(source, other, rng.randrange(len(SLABS)))
+        fault = Reassigned(source, other, rng.randrange(len(SLABS) - 1))
         return target.late(offered, fault), fault.happened
     fault = Reassigned(source, other, 0)
 

@@ -260,9 +260,7 @@ class Link:
         self._session, self._sent, self._heard = os.urandom(8), UnderWay(), 0
         self._due_s = self._heard_s = 0.0
         self._down_since_s: float | None = None
-        self._redial = (
-            False  # a new session, or a connection that does not come: begin again with a new socket
-        )
+        self._redial = False  # begin again with a new socket: a new session, or no connection comes
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._guarded, name="channel-link", daemon=True)
 
@@ -326,23 +324,13 @@ class Link:
             with zmq.Context() as context:
                 while not self._closing:
                     with context.socket(zmq.DEALER) as socket:
-                        self._connect(socket)
+                        wire.dial(socket, self._hello.worker, self._keys)
+                        socket.connect(self._address)
                         self._serve(socket)
         except BaseException as error:  # told by the next poll: without its channel a worker is of no use
             with self._lock:
                 self._error = error
                 self._lock.notify_all()
-
-    def _connect(self, socket: zmq.Socket[bytes]) -> None:
-        wire.limit(socket, linger_ms=500)  # a worker that ends says its last tokens
-        socket.set(zmq.ROUTING_ID, self._hello.worker.encode())
-        socket.set(zmq.IMMEDIATE, 1)  # queue only to a completed connection: nothing piles up for a gateway
-        socket.set(zmq.RECONNECT_IVL, 50)
-        socket.set(zmq.RECONNECT_IVL_MAX, 500)
-        socket.set(zmq.CURVE_SERVERKEY, self._keys.server_public)
-        socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
-        socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
-        socket.connect(self._address)
 
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()

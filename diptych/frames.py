@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from diptych.errors import ChannelError
+from diptych.keys import WorkerKeys
 from diptych.messages import ToGateway, ToWorker
 
 MAX_BYTES = 16 << 20  # of one payload: the sender refuses more, the receiver cuts the connection
@@ -58,6 +59,18 @@ def limit(socket: zmq.Socket[bytes], linger_ms: int) -> None:
     socket.set(zmq.RCVHWM, QUEUED_FRAMES)
     socket.set(zmq.MAXMSGSIZE, MAX_BYTES)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+
+
+def dial(socket: zmq.Socket[bytes], name: str, keys: WorkerKeys) -> None:
+    """Make a new socket that of the worker `name`; it connects to whoever proves to be the gateway of these keys."""
+    limit(socket, linger_ms=500)  # a worker that ends says its last tokens
+    socket.set(zmq.ROUTING_ID, name.encode())
+    socket.set(zmq.IMMEDIATE, 1)  # queue only to a completed connection: nothing piles up for a gateway
+    socket.set(zmq.RECONNECT_IVL, 50)
+    socket.set(zmq.RECONNECT_IVL_MAX, 500)
+    socket.set(zmq.CURVE_SERVERKEY, keys.server_public)
+    socket.set(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.set(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 class UnderWay:

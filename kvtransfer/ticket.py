@@ -180,7 +180,7 @@ def _read(raw: bytes, key: bytes, what: str, kind: type[T]) -> T:
         raise TransferError(f"a {what} was refused", "its signature is not of this deployment's key")
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # also what follows from a peer of another version
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # also from a peer of another version
         raise TransferError(f"a {what} was refused", f"malformed: {error}") from error
 
 

@@ -155,15 +155,20 @@ class Attempts:
         live.open.clear()
 
     def give_up(
-        self, live: Live, verdict: Verdict, message: str, now_s: float, worker: str | None = None
+        self,
+        live: Live,
+        verdict: Verdict,
+        message: str,
+        now_s: float,
+        avoid: frozenset[str] = frozenset(),
     ) -> None:
-        """This attempt is over: into the queue for another one, if it may have a successor. Not by `worker`."""
+        """This attempt is over: into the queue for another one, if it may have a successor; rather not by `avoid`."""
         if self.expire(live, now_s) or not self._pardons(live, verdict, message, now_s):
             return
         found = self.places.ways(live.need)
-        if verdict.elsewhere and found and all(worker in way for way in found):
+        if verdict.elsewhere and found and all(avoid & named(way) for way in found):
             return self.fail(live, verdict, message, now_s)
-        self._again(live, verdict, now_s, worker)
+        self._again(live, verdict, now_s, avoid)
 
     def _pardons(self, live: Live, verdict: Verdict, message: str, now_s: float) -> bool:
         """Count it; fails the request that may not go on."""
@@ -175,7 +180,7 @@ class Attempts:
         self.fail(live, verdict, message, now_s)
         return False
 
-    def _again(self, live: Live, verdict: Verdict, now_s: float, avoid: str | None = None) -> None:
+    def _again(self, live: Live, verdict: Verdict, now_s: float, avoid: frozenset[str] = frozenset()) -> None:
         request = live.request
         self.let_go(live)
         live.wait()

@@ -52,7 +52,8 @@ class Places:
         If there is a way but no room, nobody behind it may take that away: its workers are `closed` from now on.
         """
         name, need, view = live.request.id, live.need, self.view
-        rather = [way for way in found if live.avoid is None or live.avoid not in way] or found
+        least = min((len(live.avoid & named(way)) for way in found), default=0)
+        rather = [way for way in found if len(live.avoid & named(way)) == least]
         lanes = [way for way in rather if all(docket.may_run(name, worker) for worker in named(way))]
         open_ = [way for way in lanes if not closed & named(way) and granted(way, need, view)]
         best = choose(need, view, open_)

@@ -293,8 +293,11 @@ class Relay:
         held = live.request.stage is Stage.TRANSFERRING and (verdict.loss or verdict.elsewhere)
         if source is not None and worker != source and (reading or held) and verdict.again:
             return self.attempts.retarget(live, verdict, failed.message, now_s)
-        avoid = source if verdict is TRANSFER else worker
-        self.attempts.give_up(live, verdict, failed.message, now_s, avoid)
+        # A transfer has two ends, and either may be what fails.
+        ends = {name for name in (source, worker) if name is not None}
+        self.attempts.give_up(
+            live, verdict, failed.message, now_s, frozenset(ends if verdict is TRANSFER else {worker})
+        )
 
     # ---- workers come and go
 

@@ -61,6 +61,7 @@ class Deployment:
         try:
             await over.wait()
             self._blind = True  # actors live on beside their workers, but Ray may call them dead from now on
+            self._head.hush()
             self._hear(Status(RAY, "failed", phase=part))
         finally:
             loop.remove_reader(descriptor)

@@ -141,6 +141,12 @@ class Head:
         found = {one.name(): one.pid for one in psutil.Process().children(recursive=True)}
         return {name: found[name] for name in PARTS if name in found}
 
+    def hush(self) -> None:
+        """End Ray's thread that listens for errors: once the head's store is gone it would ask again without a pause,
+        and take a core for it.
+        """
+        ray._private.worker.global_worker.threads_stopped.set()
+
     def stop(self) -> None:
         """Stop Ray and everything it started. Idempotent."""
         ray.shutdown()

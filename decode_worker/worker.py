@@ -2,7 +2,7 @@
 
     begin ──▶ waiting ──room──▶ moving ──verified──▶ the engine's
                  ▲                │ └─ the courier's threads, beside decoding
-                 └── recalled ────┘ one without a ticket, when another with one needs the room
+                 └── recalled ────┘ one without a ticket, when another needs the room
 
 A request that departs first takes hold of the chunks that are known here (so none of them is evicted any more), then
 reserves slabs for the others, and only those are pulled. One that waits holds nothing, so waiting ones cannot block
@@ -13,8 +13,8 @@ small ones.
 
 One that comes without a ticket (its KV is still being computed) departs likewise, and pulls what hints tell of until
 `Fetch` brings the ticket. Nobody waits for such a one: it may itself be waiting for memory at its prefill worker, which
-somebody's offered KV takes up. So its room goes to whoever has a ticket and would have to wait, and its chunks are
-waited for by none.
+somebody's offered KV takes up. So its room goes to whoever has a ticket and would have to wait, or writes and needs
+slabs, and its chunks are waited for by none.
 """
 
 from __future__ import annotations
@@ -237,8 +237,9 @@ class Decoder:
         One whose next chunk is on its way already, for another request, waits until it can share that, and keeps its
         place: what it needs stays set aside.
         """
-        if self.engine.scheduler.waiting and not self.engine.has_work:
-            self._recall()  # what runs here waits for slabs itself
+        writing = len(self.engine.scheduler.running)
+        if self.holdings.free < writing or (len(self.engine.scheduler) and not self.engine.has_work):
+            self._recall()  # what is here already needs slabs itself, or may with its next tokens
         moving = [arrival for arrival in self._moving.values() if not arrival.stop.is_set()]
         coming = {key for arrival in moving if arrival.ticket is not None for key in arrival.coming}
         ahead = [arrival.seq for arrival in moving]
@@ -247,14 +248,14 @@ class Decoder:
             seq, keys = arrival.seq, self._full(arrival)
             if stock.passed > PASSED:
                 return
-            if not self.engine.scheduler.admits(seq, stock, ahead):
+            known = self.holdings.look(keys)
+            need = self._layout.num_chunks(arrival.num_tokens + 1) - known + self.holdings.look_free(keys)
+            if need > stock.free or not self.engine.scheduler.admits(seq, stock, ahead):
                 if any(waiting.ticket is not None for waiting in self._waiting.values()):
                     self._recall()
                 return
             ahead.append(seq)
-            known = self.holdings.look(keys)
             if known < len(keys) and keys[known] in coming:
-                need = self._layout.num_chunks(seq.total) - known + self.holdings.look_free(keys)
                 stock.pass_by(need)
                 continue
             self._set_out(arrival, now_s)
@@ -333,7 +334,7 @@ class Decoder:
         self._service.leave(seq.origin.tenant)  # as an arrival; the engine counts those that it has got
         if outcome.error is None:
             self._tell(arrival, outcome)
-        elif not stopped:
+        elif not stopped or arrival.recalled:  # one that was recalled is still wanted
             self._corrupt += outcome.code == "kv_corrupt"
             self._fail(seq, outcome.code, _told(outcome.error))
         elif arrival.blame is not None:

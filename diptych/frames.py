@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import struct
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -27,8 +28,10 @@ HANDSHAKE_MS = 5_000  # a connection that has not proven its key by then is cut
 HEADER = struct.Struct(">8sQQ")
 NOBODY = bytes(8)  # session of a Welcome to a worker that the gateway does not know
 
-_to_gateway = msgspec.msgpack.Decoder(ToGateway)
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
+T = TypeVar("T")
+
+_to_gateway: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
 
 def pack(message: ToWorker | ToGateway) -> bytes:
@@ -42,14 +45,19 @@ def pack(message: ToWorker | ToGateway) -> bytes:
 
 def for_gateway(payload: bytes) -> ToGateway:
     """The message in a payload from a worker. Raises msgspec.MsgspecError."""
-    message: ToGateway = _to_gateway.decode(payload)
-    return message
+    return _read(_to_gateway, payload)
 
 
 def for_worker(payload: bytes) -> ToWorker:
     """The message in a payload from the gateway. Raises msgspec.MsgspecError."""
-    message: ToWorker = _to_worker.decode(payload)
-    return message
+    return _read(_to_worker, payload)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    try:
+        return decoder.decode(payload)
+    except RecursionError as error:  # fields that nobody knows are passed over, whatever is in them
+        raise msgspec.DecodeError("nested too deeply") from error
 
 
 def limit(socket: zmq.Socket[bytes], linger_ms: int) -> None:

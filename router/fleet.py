@@ -243,11 +243,6 @@ class Fleet:
         """Living members of a role, by name."""
         return [self.members[name] for name in sorted(self.members) if self.members[name].role == role]
 
-    def alive(self, now_s: float) -> list[Member]:
-        """Members heard within `lost_s`, by name."""
-        members = (self.members[name] for name in sorted(self.members))
-        return [member for member in members if now_s - member.seen_s <= self.lost_s]
-
     def pairs(self) -> list[tuple[str, str]]:
         """Linked (prefill, decode) pairs of equal fingerprints, drained ones left out, by name."""
         open_prefill = {member.name for member in self.role("prefill") if not member.draining}

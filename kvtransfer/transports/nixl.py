@@ -42,7 +42,7 @@ from kvtransfer.handoff import Aborted
 from kvtransfer.memory import SharedMemory
 from kvtransfer.parts import Move, Parts, count_slabs, layer_moves, moves, slab_sizes
 from kvtransfer.transports.blocking import Blocking
-from kvtransfer.transports.watch import Tripwire, Watch
+from kvtransfer.transports.watch import Pulse, Tripwire, Watch
 from kvtransfer.turns import AT_ONCE, Turns
 
 IDLE_US = 100_000  # longest sleep of a source's progress thread; events wake it earlier
@@ -158,6 +158,7 @@ class Lane:
         )
         self._notes = memoryview(bytearray(self.num_slabs * ENTRY_BYTES))  # what was last seen of the board
         self._looking = False
+        self._pulse = Pulse()
         self._agent: Agent | None = None
         self._peer: Any = None
 
@@ -239,21 +240,29 @@ class Lane:
             yield far, own, move.num_bytes
 
     def _read(self, segments: Iterable[Segment], stop: Callable[[], bool] | None) -> Turns[None]:
-        """Run a read to its end, or end the agent: after this returns or raises, nothing writes to our memory."""
+        """Run a read to its end, or end the agent: after this returns or raises, nothing writes to our memory.
+
+        Reads beside it fail with their agent, but not those that have begun with its successor since.
+        """
+        agent: Agent | None = None
         try:
             agent = self._started()
             yield from self._drive(agent, batches(segments), stop)
         except Aborted:
             raise  # nothing is under way
         except TransferError:
-            self.close()
+            self._end(agent)
             raise
         except GeneratorExit:
-            self.close()
+            self._end(agent)
             raise
         except Exception as error:  # nixlRemoteDisconnectError and its kin
-            self.close()
+            self._end(agent)
             raise TransferError("KV did not arrive", repr(error)) from error
+
+    def _end(self, agent: Agent | None) -> None:
+        if self._agent is agent:
+            self.close()
 
     def _drive(
         self, agent: Agent, batches: Iterator[list[Segment]], stop: Callable[[], bool] | None
@@ -264,7 +273,7 @@ class Lane:
         does not. Spinning would take the core from the decode step.
         """
         flying: dict[int, Tripwire] = {}
-        watch, pause_s, stopped = Watch(self._stall_s, time.monotonic()), SHORTEST_S, False
+        watch, pause_s, stopped = Watch(self._stall_s, time.monotonic(), self._pulse), SHORTEST_S, False
         while True:
             stopped = stopped or (stop is not None and stop())
             while not stopped and len(flying) < IN_FLIGHT and (batch := next(batches, None)) is not None:
@@ -322,7 +331,7 @@ class Puller(Blocking):
         try:
             known = msgspec.msgpack.decode(endpoint, type=Endpoint)
             lane = Lane(self._own, self._scratch, known, lambda: self._stall_s)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, MemoryError, msgspec.MsgspecError) as error:  # also of a board beyond all memory
             raise TransferError(f"no NIXL link to {worker}", f"malformed endpoint: {error}") from error
         yield from lane.probe()
         with self._table:

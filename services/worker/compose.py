@@ -95,14 +95,13 @@ def run(spec: WorkerSpec, voice: Voice, built: Built) -> int:
         key, keys = load_transfer_key(spec.keys_dir), load_worker_keys(spec.keys_dir)
         signal.signal(signal.SIGTERM, lambda *_: will.end())
         pulse = Pulse(partial(give_up, voice), spec.worker)
-        role, shell = spec.role, None
-        while not will.ending and (shell is None or shell.turned):
-            if shell is not None:
-                spec = msgspec.structs.replace(spec, ended="")
-                role = shell.turned
-                voice.become(role)
+        role = spec.role
+        while role and not will.ending:
             built.suit(role)
             shell = _live(_Life(spec, role, key, keys, built, pulse, board, shown), will, voice)
+            role, spec = shell.turned, msgspec.structs.replace(spec, ended="")
+            if role and not will.ending:
+                voice.become(role)
     return 0 if will.ending else RETIRED
 
 

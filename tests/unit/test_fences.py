@@ -327,6 +327,18 @@ def test_mutated_messages_are_read_or_refused(raw: bytes) -> None:
             assert isinstance(message, msgspec.Struct)
 
 
+@pytest.mark.parametrize(
+    ("read", "raw"), [(frames.for_worker, MESSAGES[0]), (frames.for_gateway, frames.pack(HELLO))]
+)
+def test_unknown_fields_may_not_be_nested_without_end(read: Callable[[bytes], object], raw: bytes) -> None:
+    """They are for messages of later versions. A parser that recurses into them must not take its process along."""
+    fields = msgspec.msgpack.decode(raw)
+    longer, depth = msgspec.msgpack.encode([*fields, None]), 100_000
+    assert read(longer) == read(raw)
+    with pytest.raises(NOISE):
+        read(longer[:-1] + b"\x91" * depth + b"\xc0")
+
+
 @given(st.binary(max_size=400))
 def test_noise_is_refused_everywhere(noise: bytes) -> None:
     for read in (frames.for_gateway, frames.for_worker):

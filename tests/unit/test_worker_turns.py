@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from diptych.config import WorkerSpec
+from diptych.keys import make_keys
 from diptych.messages import Drain, Failed, Generate, Stats, ToGateway, ToWorker, Turn, Welcome
 from diptych.request import Sampling
 from engine.loop import Engine
 from engine.scheduler import Limits, Scheduler, Sequence
 from kvcache.holdings import Holdings
+from kvcache.layout import KVLayout
 from kvcache.prefix_tree import PrefixTree
 from kvcache.slabs import Slabs
+from kvtransfer.parts import whole
+from services.worker import compose
 from tests.unit.engine.fakes import FakeRunner, FakeSampler
 from worker.shell import Books, Order, Shell, since
+from worker.start import Voice
 
 
 class Line:
@@ -184,3 +196,34 @@ def test_an_unknown_role_changes_nothing(line: Line, shell: Shell) -> None:
     line.orders = [[Welcome("g", 0.5, 10.0), Turn("juggler")]]
     shell.turn()
     assert not shell.over and not shell.books.stats.draining
+
+
+def test_a_signal_while_a_worker_changes_pools_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two roles nobody is there to be drained: no other role begins, and none without a name."""
+
+    class Turned:
+        """Asked to become a prefill worker; then the signal comes, which takes that back."""
+
+        role = "prefill"
+
+        @property
+        def turned(self) -> str:
+            told, self.role = self.role, ""
+            signal.raise_signal(signal.SIGTERM)
+            return told
+
+    make_keys(tmp_path)
+    roles: list[str] = []
+    said = io.StringIO()
+    monkeypatch.setattr(compose, "_live", lambda life, will, voice: Turned())
+    parts = whole(KVLayout(layers=1, kv_heads=1, head_dim=2, dtype="float32"), memoryview(bytearray(2048)))
+    built: Any = SimpleNamespace(parts=parts, memories=[], close=lambda: None, suit=roles.append)
+    spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir=str(tmp_path), model="")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        status = compose.run(spec, Voice(said), built)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (status, roles, said.getvalue()) == (0, ["decode"], "")

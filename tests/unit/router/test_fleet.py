@@ -134,7 +134,7 @@ def test_signs_of_life_keep_a_worker(sign: str) -> None:
     beat = Beat("decode-0", "decode-0/1", Stats(steps=7))
     assert fleet.hear("decode-0", beat, 1.0) == [] if sign == "beat" else fleet.touch("decode-0", 1.0)
     fleet.tick(1.8)
-    assert fleet.tick(2.5) == [] and fleet.alive(2.5)
+    assert fleet.tick(2.5) == [] and fleet.members
     assert fleet.members["decode-0"].stats.steps == (7 if sign == "beat" else 0)
 
 

@@ -88,12 +88,10 @@ class Config:
     port: int = option(
         8000, kind.whole(0, 65535, "PORT"), "Port to listen on (0: a free one)", HTTP, GATEWAYS
     )
-    api_key: tuple[str, ...] = option(
-        (), kind.texts("KEY"), "Ask for this bearer key (repeatable)", HTTP, GATEWAYS
-    )
+    api_key: tuple[str, ...] = option((), kind.keys(), "Ask for this bearer key (repeatable)", HTTP, GATEWAYS)
     api_key_file: Path | None = option(None, kind.path(), "Keys from a file, one per line", HTTP, GATEWAYS)
     admin_key: str | None = option(
-        None, kind.text("KEY"), "Key for draining and turning workers", HTTP, GATEWAYS, "none", rare=True
+        None, kind.key(), "Key for draining and turning workers", HTTP, GATEWAYS, "none", rare=True
     )
     insecure: bool = option(
         False, kind.switch(), "Serve other hosts without a key", HTTP, GATEWAYS, rare=True

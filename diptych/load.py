@@ -103,7 +103,7 @@ def _parse(setting: Setting, value: Any, origin: str) -> Any:
     try:
         return setting.kind.parse(value)
     except ValueError as error:
-        shown = "this value" if setting.name == "api_key" else repr(value)
+        shown = "this value" if setting.kind.metavar == "KEY" else repr(value)
         raise ConfigError(
             f"{origin}: {shown} {error}", f"{setting.name}: {setting.help}", _form(setting)
         ) from None

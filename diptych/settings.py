@@ -184,6 +184,22 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def key() -> Kind:
+    """A secret that a client shows in a header; never repeated in a message. Space around it is not part of it."""
+    return Kind("KEY", _key)
+
+
+def keys() -> Kind:
+    return Kind("KEY", lambda value: tuple(_key(one) for one in _texts(value)), many=True)
+
+
+def _key(value: Any) -> str:
+    found = _text(value).strip()
+    if not found.isprintable():
+        raise ValueError("has a line break or another control character, which no client can send")
+    return found
+
+
 def path(metavar: str = "FILE") -> Kind:
     return Kind(metavar, lambda value: Path(_text(value)).expanduser())
 

@@ -15,8 +15,8 @@ FIXES = {
     401: NO_KEY,
     403: NO_KEY,
     404: "see the workers with `diptych status`; a gateway takes orders only when it was started with --admin-key",
-    409: "repeat it with --force if that is what you want",
 }
+LAST = "repeat it with --force if that is what you want"  # no other conflict is helped by it
 
 
 def drain(url: str, key: str | None, worker: str, force: bool) -> int:
@@ -48,4 +48,13 @@ def _order(url: str, key: str | None, worker: str, verb: str, body: dict[str, An
         raise talk.unreachable(url, error) from None
     if not answer.is_success:
         refused = talk.refused(answer)
-        raise StartError(refused.what, refused.why, FIXES.get(answer.status_code, refused.fix))
+        fix = LAST if _code(answer) == "last_worker" else FIXES.get(answer.status_code, refused.fix)
+        raise StartError(refused.what, refused.why, fix)
+
+
+def _code(answer: httpx.Response) -> str:
+    """The code in OpenAI's error body; "" if it is none."""
+    try:
+        return str(answer.json()["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -12,7 +12,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from diptych.errors import StartError
+from diptych.errors import ConfigError, StartError
 
 CONNECT_S, ANSWER_S = 5.0, 600.0
 LEAVE = ("/quit", "/exit", "/bye")
@@ -29,8 +29,19 @@ COLUMNS = {  # of the table of workers: title, and its key in /status
 }
 
 
-def bearer(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
+def bearer(key: str | None) -> dict[bytes, bytes]:
+    """The header that shows a key.
+
+    Raises:
+        ConfigError: no header can hold it.
+    """
+    if not key:
+        return {}
+    if not key.isprintable():
+        raise ConfigError(
+            "the key cannot be sent", "it has a line break or another control character", "one line, no tabs"
+        )
+    return {b"Authorization": f"Bearer {key}".encode()}
 
 
 def client(url: str, key: str | None) -> httpx.Client:

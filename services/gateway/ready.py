@@ -17,6 +17,7 @@ from diptych.errors import RequestError
 from diptych.messages import Output
 from diptych.metrics import Metrics
 from diptych.request import Request, Sampling
+from router.fleet import Member
 from services.gateway.backend import RelayBackend
 from services.gateway.replies import Readiness
 
@@ -136,7 +137,23 @@ class Prober:
         told += [f"{member.name} is draining" for member in fleet.members.values() if member.draining]
         for member in fleet.role("decode"):
             told += [f"{source} -> {member.name}: {text}" for source, text in sorted(member.troubles.items())]
+            told += [f"{_told((source, member.name))}: not linked yet" for source in self._unlinked(member)]
         return told
+
+    def _unlinked(self, decode: Member) -> list[str]:
+        """Prefill workers whose KV it could read, neither linked to it nor known to be in trouble with it.
+
+        None while nobody is linked to anybody, which is told in one line.
+        """
+        known = decode.ties.keys() | decode.troubles.keys()
+        return [
+            source.name
+            for source in self.backend.relay.fleet.role("prefill")
+            if self.backend.ways()
+            and source.name not in known
+            and source.hello.fingerprint == decode.hello.fingerprint
+            and not (source.draining or decode.draining)
+        ]
 
     def _age_s(self, way: Way, now_s: float) -> float:
         return now_s - self.backend.proven_s.get(way, float("-inf"))

@@ -102,6 +102,8 @@ def test_version_names_the_parts_that_matter() -> None:
         (["serve", "--prot", "1"], "No such option: --prot"),
         (["turn", "decode-0", "juggler", "--admin-key", "k"], "there is no role 'juggler'"),
         (["drain", "decode-0"], "diptych drain needs a key"),
+        (["drain", "decode-0", "--admin-key", "a\nb"], "the key cannot be sent"),
+        (["status", "--api-key", "a\nb"], "the key cannot be sent"),
     ],
 )
 def test_wrong_usage_is_told_briefly_and_ends_with_2(arguments: list[str], said: str) -> None:
@@ -144,11 +146,13 @@ class Orders(BaseHTTPRequestHandler):
 
     noted: list[tuple[str, str | None, object]] = []
     refuses = 0
+    code = "last_worker"
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.noted.append((self.path, self.headers["Authorization"], body))
-        said = json.dumps({"error": {"message": "it is the last one"}} if self.refuses else {}).encode()
+        error = {"message": "it is the last one", "code": self.code if self.refuses == 409 else ""}
+        said = json.dumps({"error": error} if self.refuses else {}).encode()
         self.send_response(self.refuses or 202)
         self.send_header("Content-Length", str(len(said)))
         self.end_headers()
@@ -190,6 +194,22 @@ def test_a_refused_order_says_what_would_help(
         admin.drain(orders, "k", "decode-0", False)
     assert (str(status) in caught.value.what, caught.value.why) == (True, "it is the last one")
     assert fix in caught.value.fix and len(caught.value.lines()) <= 6
+
+
+@pytest.mark.parametrize("code", ["same_role", "worker_draining", "not_split"])
+def test_force_is_not_advised_where_it_does_not_help(
+    orders: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Orders, "refuses", 409)
+    monkeypatch.setattr(Orders, "code", code)
+    with pytest.raises(StartError) as caught:
+        admin.turn(orders, "k", "decode-0", "decode", False)
+    assert "--force" not in "".join(caught.value.lines())
+
+
+def test_keys_of_any_language_can_be_sent(orders: str) -> None:
+    assert admin.drain(orders, "clé", "decode-0", False) == 0
+    assert Orders.noted[0][1] == "Bearer clé".encode().decode("latin-1")
 
 
 # ---- ports

@@ -138,6 +138,15 @@ def test_a_wrong_value_names_its_source_and_the_form(name: str, value: str, said
 
 def test_a_secret_is_not_repeated_in_a_message() -> None:
     assert "hush" not in refused({"api_key": ["hush,hush"]})
+    assert "hush" not in refused({"admin_key": ["hush"]})
+    assert "hush" not in refused({"admin_key": "hu\nhush"})
+
+
+def test_a_key_that_no_header_can_hold_is_refused_and_a_line_end_is_not_part_of_one() -> None:
+    assert "control character" in refused({"admin_key": "a\nb"})
+    assert "control character" in refused({"api_key": ["a\tb"]})
+    found = loaded({"admin_key": "clé \n", "api_key": [" k\n"]}).config
+    assert (found.admin_key, found.api_key) == ("clé", ("k",))
 
 
 def test_pools_and_colocated_exclude_each_other() -> None:

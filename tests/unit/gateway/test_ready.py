@@ -122,3 +122,25 @@ def test_a_canary_fails_only_where_nothing_moves(
         ready, "BUSY_S", 60.0
     )  # whoever was heard at all counts as busy, however slow this machine is
     assert asyncio.run(verdict(kind, clients)) == good
+
+
+async def reasons() -> list[list[str]]:
+    """What is missing while one of two prefill workers is linked, and after both are."""
+    channel, metrics = Channel(kind=True), Metrics()
+    channel.inbox.put_nowait(
+        ("prefill-1", Hello("prefill-1", "prefill", "l", "same", {}, "", 1, 64, 4096, 256, {}))
+    )
+    backend = RelayBackend(Relay(), cast(Hub, channel), metrics)
+    prober = Prober(backend, metrics, [1], (2, 1))
+    running, told = asyncio.create_task(backend.run()), []
+    for linked in (1, 2):
+        while len(backend.ways()) < linked or not channel.inbox.empty():
+            await asyncio.sleep(0)
+        told.append([reason for reason in prober.state().reasons if "not tried yet" not in reason])
+        channel.inbox.put_nowait(("decode-0", Linked("prefill-1", "l", "shm", 9.0, 12.0)))
+    running.cancel()
+    return told
+
+
+def test_a_pair_that_is_not_linked_yet_is_a_reason_also_when_another_is() -> None:
+    assert asyncio.run(reasons()) == [["prefill-1 -> decode-0: not linked yet"], []]

@@ -34,7 +34,7 @@ from services.gateway.app import Api, build
 from services.gateway.auth import Keys
 from services.gateway.backend import RelayBackend
 from services.gateway.grammars import Grammars
-from services.gateway.limits import Limits
+from services.gateway.limits import MAX_SEQUENCES, Limits
 from services.gateway.ready import Prober
 from services.gateway.request_log import LogFile, RequestLog
 from services.gateway.server import Server, listen
@@ -98,7 +98,11 @@ async def serve(spec: GatewaySpec, tokens: Tokens, bound: socket.socket, voice: 
         lease_s=spec.lease_s,
     )
     backend = RelayBackend(relay, hub, metrics, request_log=RequestLog(log_file) if log_file else None)
-    limits = Limits(max_body_bytes=spec.max_body_bytes)
+    limits = Limits(
+        max_body_bytes=spec.max_body_bytes,
+        # Who asks for more than will ever be taken in at once is told that (400), not to come back later.
+        max_sequences=min(MAX_SEQUENCES, spec.max_open_requests),
+    )
     context_tokens = min(spec.max_model_len or tokens.context_tokens, tokens.context_tokens)
     service = Service(
         Rules(tokens, spec.served_names, context_tokens, limits),

@@ -10,6 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diptych.errors import RequestError
 from services.gateway.errors import error_response
 
+MAX_SEQUENCES = 64
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds that hold before any work is done; ranges of single numbers are in `schema`."""
@@ -19,7 +21,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_depth: int = 64  # of a JSON body
     max_n: int = 8
     max_prompts: int = 32
-    max_sequences: int = 64  # prompts times best_of
+    max_sequences: int = MAX_SEQUENCES  # prompts times best_of
     max_stop_chars: int = 256
     max_schema_bytes: int = 64 << 10
     max_schema_depth: int = 32

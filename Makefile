@@ -10,6 +10,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 TESTS ?= tests
+JOBS ?= 2
 
 # In every environment, that of build back-ends included: no other torch than the one this was tested with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -39,8 +40,8 @@ contracts: $(STAMP) ## Who may import whom
 	@$(BIN)/lint-imports > .run/contracts.log 2>&1 || { cat .run/contracts.log; exit 1; }
 	@tail -n 2 .run/contracts.log
 
-tests: $(STAMP) ## All tests but the soaks; TESTS=tests/unit for some
-	@$(BIN)/python -m pytest $(TESTS) $(ARGS)
+tests: $(STAMP) ## All tests but the soaks; TESTS=tests/unit for some, JOBS=1 one by one
+	@$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile $(ARGS)
 
 soak: $(STAMP) ## The long ones; property tests look for new examples
 	@HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest $(TESTS) -m slow $(ARGS)

@@ -42,6 +42,7 @@ from kvtransfer.handoff import Aborted
 from kvtransfer.memory import SharedMemory
 from kvtransfer.parts import Move, Parts, count_slabs, layer_moves, moves, slab_sizes
 from kvtransfer.transports.blocking import Blocking
+from kvtransfer.transports.joining import Joining
 from kvtransfer.transports.watch import Pulse, Tripwire, Watch
 from kvtransfer.turns import AT_ONCE, Turns
 
@@ -160,6 +161,7 @@ class Lane:
         self._looking = False
         self._pulse = Pulse()
         self._agent: Agent | None = None
+        self._joining: Joining[Agent] | None = None
         self._peer: Any = None
 
     def probe(self) -> Turns[None]:
@@ -246,7 +248,7 @@ class Lane:
         """
         agent: Agent | None = None
         try:
-            agent = self._started()
+            agent = yield from self._started()
             yield from self._drive(agent, batches(segments), stop)
         except Aborted:
             raise  # nothing is under way
@@ -295,12 +297,27 @@ class Lane:
         if stopped:
             raise Aborted("the pull was stopped")
 
-    def _started(self) -> Agent:
-        if self._agent is None:
+    def _started(self) -> Turns[Agent]:
+        """The agent, with its peer. While one cannot find its peer there is no other."""
+        if self._agent is not None:
+            return self._agent
+        if self._joining is None:
             regions = [*self._own.memories, self._scratch, self._notes]
-            agent = Agent(f"pull-{uuid.uuid4().hex}", regions, serve=False)
-            self._peer = agent.add(self._endpoint.metadata)
-            self._agent = agent
+            name, metadata = f"pull-{uuid.uuid4().hex}", self._endpoint.metadata
+            self._joining = Joining(
+                lambda: Agent(name, regions, serve=False), lambda agent: agent.add(metadata)
+            )
+        joining = self._joining
+        try:
+            agent = yield from joining.wait(self._stall_s())
+        finally:
+            mine = self._joining is joining
+            if mine and joining.done:
+                self._joining = None
+        if mine:
+            self._agent, self._peer = agent, joining.peer
+        if self._agent is None:
+            raise TransferError("a NIXL read failed", "its connection was ended")
         return self._agent
 
 

@@ -46,10 +46,21 @@ def _words(here: int, size: int) -> NDArray[np.uint64]:
     return np.ndarray((count,), np.uint64, memoryview(memory), strides=(APART_BYTES,))
 
 
-class Watch:
-    """Gives a read up when it stands still for `stall_s()`, or for several times as long as it usually does."""
+class Pulse:
+    """When something last came over a connection, for whichever of its reads."""
 
-    def __init__(self, stall_s: Callable[[], float], now_s: float) -> None:
+    def __init__(self) -> None:
+        self.beat_s = float("-inf")
+
+
+class Watch:
+    """Gives a read up when it stands still for `stall_s()`, or for several times as long as it usually does.
+
+    Reads over one connection come one after the other: while any of them gets on, the others only wait for their turn.
+    """
+
+    def __init__(self, stall_s: Callable[[], float], now_s: float, pulse: Pulse | None = None) -> None:
+        self._pulse = pulse or Pulse()
         self._stall_s, self._moved_s, self._looked_s = stall_s, now_s, now_s
         self._gap_s = 0.0  # between two signs of life, fading mean
         self._reached = 0
@@ -58,6 +69,7 @@ class Watch:
         """Something is complete."""
         self._gap_s += (now_s - self._moved_s - self._gap_s) / 4
         self._moved_s, self._reached = now_s, 0
+        self._pulse.beat_s = now_s
 
     def due(self, now_s: float) -> bool:
         """Is it time to look at the memory?"""
@@ -69,5 +81,7 @@ class Watch:
         if reached > self._reached:
             self.moved(now_s)
             self._reached = reached
-        elif (still_s := now_s - self._moved_s) > max(self._stall_s(), PATIENCE * self._gap_s):
+            return
+        still_s = now_s - max(self._moved_s, self._pulse.beat_s)
+        if still_s > max(self._stall_s(), PATIENCE * self._gap_s):
             raise TransferError("a KV transfer stalled", f"nothing arrived for {still_s:.1f} s")

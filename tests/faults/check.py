@@ -1,9 +1,11 @@
 """Reads what a run has left behind (the gateway's request log, the answers that clients got) and tests the invariants.
 
-I1 nothing is held at rest           I6 no work after the deadline          I10 attempts are bounded
-I2 every token is the oracle's       I7 who is not hit is not touched       I11 readiness tells the truth
+I2 every token is the oracle's       I7 who is not hit is not touched (I2)  I10 attempts are bounded
 I3 exactly one ending each           I8 no KV of another (via I2)           I12 nothing hangs
 I4 usage counted once                I9 late words change nothing
+
+I1, that nothing is held at rest, is asked of the workers by `run.py`; I6, that nothing lives beyond its deadline, is a
+law of `tests/simulation`; I11, that readiness tells the truth, is for `tests/system`.
 """
 
 from __future__ import annotations
@@ -39,6 +41,11 @@ class Life:
     def migrated(self) -> bool:
         """Another attempt went on after tokens had been delivered."""
         return any(event.get("delivered", 0) > 0 for event in self.of("retried"))
+
+    @property
+    def done(self) -> bool:
+        """It ended well."""
+        return any(event.get("outcome") == "done" for event in self.of("end"))
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -216,4 +223,8 @@ def check_run(book: Book, answers: list[Answer], log: Path, *, cut: bool = False
         verdict.retried += any(life.of("retried") for life in mine)
         if answer.whole and not book.wrong(answer):
             verdict.migrated += any(life.migrated for life in mine)
+        if answer.whole and not cut and not any(life.done for life in mine):
+            verdict.broken.append(
+                f"I3 request {answer.ask.nonce} ({answer.id}): the log does not have its end"
+            )
     return verdict

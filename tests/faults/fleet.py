@@ -51,6 +51,7 @@ class Shape:
     recovery_s: float = 15.0
     transports: tuple[str, ...] = ("shm",)
     pipelined: bool = True
+    houses: bool = False  # each worker in a network namespace of its own (`tests.faults.village`)
     settings: Mapping[str, Any] = field(default_factory=dict)  # more of the gateway's specification
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 def line(result: Result) -> str:
     """A scenario in one line."""
     figures = ", ".join(f"{name} {value:.4g}" for name, value in result.figures.items())
+    if result.skipped:
+        return f"  SKIPPED: {result.skipped}"
     state = "ok" if not result.broken else f"BROKEN {len(result.broken)}"
     return f"  {state} in {result.seconds:.0f} s: {figures}"
 
@@ -41,7 +43,7 @@ def _cells(results: list[Result]) -> list[str]:
             counts[name] += getattr(cell, name)
     if not rows:
         return []
-    lines = ["", "Requests held in each phase / of them at the very worker that was hit.", ""]
+    lines = ["", "Requests held in each phase / of them at the very worker or link that was hit.", ""]
     lines += ["| fault | target | " + " | ".join(ORDER) + " |", "|---" * (2 + len(ORDER)) + "|"]
     lines += [
         f"| {kind} | {target} | " + " | ".join(row.get(phase, "–") for phase in ORDER) + " |"
@@ -53,6 +55,8 @@ def _cells(results: list[Result]) -> list[str]:
 def _scenario(result: Result) -> list[str]:
     scenario, verdict = result.scenario, result.verdict
     lines = ["", f"## {scenario.name}", "", scenario.about, "", f"Seed {scenario.seed}."]
+    if result.skipped:
+        lines.append(f"- SKIPPED: {result.skipped}")
     lines += [f"- {name}: {value:.4g}" for name, value in result.figures.items()]
     if verdict.failed:
         lines.append("- client-visible failures by code: " + _told(verdict.failed))

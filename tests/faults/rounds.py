@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tests.faults.check import Tail, Verdict, check_run
@@ -20,10 +20,14 @@ from tests.faults.load import Book
 ORDER = (
     "last", "decoding", "pulled", "staged", "pulling", "offered", "reading", "queued", "read", "waiting",
 )  # fmt: skip
+BOTH = ("staged", "offered", "pulling")  # the phases in which a request hangs on both of its workers
 REACH_S, LINGER_S = 8.0, 0.5
 MANY = (
     30  # requests that fill a prefill worker's share of the queue, so that more have to wait in the gateway's
 )
+
+Places = Mapping[int, tuple[str, str]]  # by nonce: the phase, and the worker that holds it there
+Ways = Mapping[str, str]  # by id of a request: the pair of its workers
 
 
 @dataclass(slots=True)
@@ -34,7 +38,7 @@ class Cell:
     target: str
     phase: str
     requests: int = 0
-    hit: int = 0  # of them at the very worker
+    hit: int = 0  # of them at the very worker or link
     failures: int = 0
     broken: int = 0
 
@@ -132,18 +136,37 @@ class Holding:
                 places[ask.nonce] = ("waiting", "gateway")
         return places
 
+    def ways(self) -> dict[str, str]:
+        """Of each request that was sent to a pair of workers: which, as "prefill-0~decode-1"."""
+        found = {}
+        for life in self.tail.read().values():
+            began = life.of("begin")
+            if began and not life.of("end") and not life.events[0].get("canary") and began[-1]["prefill"]:
+                way = f"{began[-1]['prefill']}~{began[-1]['decode']}"
+                found[life.request.rsplit(".", 1)[0]] = way
+        return found
+
     async def finish(self) -> list[Answer]:
         return list(await asyncio.gather(*self.tasks.values()))
 
 
 async def play(
-    fleet: Fleet, book: Book, fault: Fault, name: str, phases: Mapping[str, int], lasts_s: float
+    fleet: Fleet,
+    book: Book,
+    make: Callable[[Places, Ways], Fault],
+    name: str,
+    phases: Mapping[str, int],
+    lasts_s: float,
 ) -> Round:
-    """Hold, strike, let go, heal, check. Raises Unproven if the fault cannot be seen to have happened."""
+    """Hold, strike, let go, heal, check. Raises Unproven if the fault cannot be seen to have happened.
+
+    `make` is told where everybody is, so that the fault can go where there is most to hit.
+    """
     holding = Holding(fleet, book)
-    result = Round(name, fault.target)
-    result.missed = await holding.bring(phases)
-    places = holding.places()
+    missed = await holding.bring(phases)
+    places, ways = holding.places(), holding.ways()
+    fault = make(places, ways)
+    result = Round(name, fault.target, missed=missed)
     await asyncio.to_thread(fault.strike)
     struck_s = time.monotonic()
     fleet.control.go(*(ask.nonce for ask in holding.asks))
@@ -154,7 +177,7 @@ async def play(
     result.evidence = fault.verify()
     result.rest_s = await asyncio.to_thread(fleet.until, lambda: not fleet.held())
     result.verdict = check_run(book, answers, fleet.log, cut=fleet.parts["gateway"].status().restarts > 0)
-    result.cells = _cells(result, places, answers, book)
+    result.cells = _cells(result, places, ways, answers, book)
     return result
 
 
@@ -163,19 +186,20 @@ async def _heal(fault: Fault, lasts_s: float) -> None:
     await asyncio.to_thread(fault.heal)
 
 
-def _cells(
-    result: Round, places: Mapping[int, tuple[str, str]], answers: list[Answer], book: Book
-) -> list[Cell]:
+def _cells(result: Round, places: Places, ways: Ways, answers: list[Answer], book: Book) -> list[Cell]:
     by_phase: dict[str, Cell] = {}
     for answer in answers:
         place = places.get(answer.ask.nonce)
         if place is None:
             continue
         phase, worker = place
-        role = result.target.split("-")[0]
+        link = "~" in result.target
+        role = "link" if link else result.target.split("-")[0]
         cell = by_phase.setdefault(phase, Cell(result.fault, role, phase))
         cell.requests += 1
-        cell.hit += worker == result.target or result.target in ("gateway", "link")
+        way = ways.get(answer.id, "")
+        both = way.split("~") if phase in BOTH else []
+        cell.hit += result.target in ("gateway", worker, way, *both)
         cell.failures += not answer.whole
         cell.broken += bool(book.wrong(answer))
     return [by_phase[phase] for phase in ORDER if phase in by_phase]

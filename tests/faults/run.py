@@ -14,22 +14,24 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from tests.faults import proxy, report
-from tests.faults.check import Verdict, check_answers, check_run
+from tests.faults import netns, proxy, report, village
+from tests.faults.check import Verdict, check_answers, check_run, lives, read_log
 from tests.faults.client import Answer, Client
 from tests.faults.fleet import Fleet, Said, running
 from tests.faults.inject import Fault, Kill, Unproven, fault, until
 from tests.faults.load import Book, stream
 from tests.faults.proxy import Line
-from tests.faults.rounds import REACH_S, Cell, Holding, Round, play, summed
+from tests.faults.recovery import Strike, recoveries, waits
+from tests.faults.rounds import REACH_S, Cell, Holding, Places, Round, Ways, play, summed
 from tests.faults.scenario import Event, Scenario, all_of
-
-HIT_S = 0.25  # a stream that a fault does not touch is not silent for longer
+from tests.faults.village import link_fault
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class Result:
     missed: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)  # bounds and invariants
     seconds: float = 0.0
+    skipped: str = ""  # why nothing was played
 
 
 @dataclass(slots=True)
@@ -61,6 +64,10 @@ def deployed(scenario: Scenario) -> Iterator[Field]:
     folder = Path(tempfile.mkdtemp(prefix="dpt"))
     lines: dict[str, Line] = {}
     try:
+        if scenario.deployment.houses:
+            with village.running(folder, scenario.deployment) as housed:
+                yield Field(housed, lines, folder)
+            return
         with proxy.running(folder) as wires:
 
             def through(worker: str, real: str) -> str:
@@ -77,6 +84,9 @@ def deployed(scenario: Scenario) -> Iterator[Field]:
 def run(scenario: Scenario, keep: Path | None = None) -> Result:
     """Play one scenario; `keep` is where its logs are copied to."""
     began_s, result = time.monotonic(), Result(scenario)
+    if scenario.deployment.houses and (why := netns.missing()):
+        result.skipped = why
+        return result
     with deployed(scenario) as ground:
         try:
             asyncio.run(PLAYS[scenario.kind](ground, scenario, result))
@@ -126,11 +136,15 @@ async def phases(ground: Field, scenario: Scenario, result: Result) -> None:
     unexpected = 0
     for _ in range(scenario.rounds):
         for event in scenario.events:
-            struck = fault(ground.fleet, ground.lines, event.fault, event.target)
-            one = await play(ground.fleet, book, struck, event.fault, scenario.phases, event.lasts_s)
+            make = partial(_aimed, ground, event, summed(rounds))
+            one = await play(ground.fleet, book, make, event.fault, scenario.phases, event.lasts_s)
             rounds.append(one)
             result.verdict.add(one.verdict)
-            result.evidence.append(f"{event.fault} {event.target}: {one.evidence}")
+            result.evidence.append(f"{event.fault} {one.target}: {one.evidence}")
+            moved = one.verdict.retried
+            result.figures[f"{event.fault}_moved"] = result.figures.get(f"{event.fault}_moved", 0) + moved
+            if event.moves is not None and event.moves != bool(moved):
+                result.broken.append(f"{event.fault} {one.target}: {moved} requests went another way")
             result.missed += [f"{event.fault} {event.target}: {phase}" for phase in one.missed]
             unexpected += one.verdict.failures if event.spares else 0
             await asyncio.to_thread(_mended, ground)
@@ -138,6 +152,25 @@ async def phases(ground: Field, scenario: Scenario, result: Result) -> None:
     result.figures["client_failures"] = unexpected
     result.figures["recovery_most_s"] = max(one.recovery_s for one in rounds)
     result.figures["rest_most_s"] = max(one.rest_s for one in rounds)
+
+
+def _aimed(ground: Field, event: Event, before: list[Cell], places: Places, ways: Ways) -> Fault:
+    """The event's fault, at the target where there is most to hit."""
+    target, fleet = event.target, ground.fleet
+    if target == "link":
+        pairs = Counter(ways.values()).most_common(1)
+        return link_fault(fleet, event.fault, pairs[0][0] if pairs else "prefill-0~decode-0")
+    if target in ("prefill", "decode"):
+        hit = {
+            cell.phase for cell in before if cell.target == target and cell.fault == event.fault and cell.hit
+        }
+
+        def worth(name: str) -> tuple[int, int]:
+            there = [phase for phase, worker in places.values() if worker == name]
+            return len({*there} - hit), len(there)
+
+        target = max((name for name in fleet.names if name.startswith(target)), key=worth)
+    return fault(fleet, ground.lines, event.fault, target)
 
 
 def _mended(ground: Field) -> None:
@@ -227,11 +260,11 @@ async def leave(ground: Field, scenario: Scenario, result: Result) -> None:
             times.setdefault(phase, []).append(taken)
         ground.fleet.control.go(*(ask.nonce for ask in holding.asks))
         result.verdict.add(check_answers(book, await holding.finish()))
-    for phase, waits in times.items():
-        result.figures[f"{phase}_median_s"] = statistics.median(waits)
-        result.figures[f"{phase}_most_s"] = max(waits)
-        result.cells.append(Cell("leave", "client", phase, requests=len(waits), hit=len(waits)))
-    every = [one for waits in times.values() for one in waits]
+    for phase, taken_s in times.items():
+        result.figures[f"{phase}_median_s"] = statistics.median(taken_s)
+        result.figures[f"{phase}_most_s"] = max(taken_s)
+        result.cells.append(Cell("leave", "client", phase, requests=len(taken_s), hit=len(taken_s)))
+    every = [one for each in times.values() for one in each]
     result.figures["free_median_s"] = statistics.median(every)
     result.figures["free_most_s"] = max(every)
 
@@ -276,7 +309,7 @@ async def _leave_queue(holding: Holding, phase: str, result: Result) -> float | 
 async def chaos(ground: Field, scenario: Scenario, result: Result) -> None:
     """Streams, and faults at random moments, one after the other."""
     book, client, load = Book(scenario.seed), Client(ground.fleet.port), scenario.load
-    dice, answers, struck = random.Random(scenario.seed), list[Answer](), list[float]()
+    dice, answers, struck = random.Random(scenario.seed), list[Answer](), list[Strike]()
     ending = asyncio.Event()
     trouble = asyncio.create_task(_trouble(ground, scenario, dice, struck, result, ending))
     make = lambda: book.ask(prompt=load.prompt, answer=load.answer)  # noqa: E731
@@ -286,19 +319,22 @@ async def chaos(ground: Field, scenario: Scenario, result: Result) -> None:
     await asyncio.to_thread(_mended, ground)
     result.verdict = check_run(book, answers, ground.fleet.log)
     result.figures |= _counted(result.verdict)
-    pauses = sorted(_recoveries(answers, struck))
+    pauses = sorted(recoveries(answers, struck, lives(read_log(ground.fleet.log))))
+    silent = sorted(wait_s for _, _, wait_s in waits(answers, struck))
     result.figures["faults"] = len(struck)
     if pauses:
         result.figures["streams_hit"] = len(pauses)
         result.figures["recovery_median_s"] = statistics.median(pauses)
-        result.figures["recovery_p95_s"] = pauses[min(len(pauses) - 1, int(0.95 * len(pauses)))]
+        result.figures["recovery_p95_s"] = pauses[int(0.95 * (len(pauses) - 1))]
+        result.figures["silent"] = len(silent)  # whoever waited when a fault began, for whatever reason
+        result.figures["silent_p95_s"] = silent[int(0.95 * (len(silent) - 1))]
 
 
 async def _trouble(
     ground: Field,
     scenario: Scenario,
     dice: random.Random,
-    struck: list[float],
+    struck: list[Strike],
     result: Result,
     ending: asyncio.Event,
 ) -> None:
@@ -316,7 +352,7 @@ async def _trouble(
             if {event.target.split("-")[0]} & {name.split("-")[0] for name in busy}:
                 continue  # one worker of each role is always left
             busy.add(event.target)
-            struck.append(time.monotonic())
+            struck.append(Strike(time.monotonic(), event.target))
             healing.add(asyncio.create_task(_one(ground, event, result, busy)))
         await asyncio.gather(*healing)
     finally:
@@ -331,16 +367,6 @@ async def _one(ground: Field, event: Event, result: Result, busy: set[str]) -> N
     result.evidence.append(f"{event.fault} {event.target}: {bad.verify()}")
     await asyncio.to_thread(_all_there, ground)
     busy.discard(event.target)
-
-
-def _recoveries(answers: list[Answer], struck: list[float]) -> Iterator[float]:
-    """Of every stream that a fault made wait: from the fault to its next token, or its end."""
-    for answer in answers:
-        moments = [answer.began_s, *answer.heard_s, answer.ended_s]
-        for before_s, after_s in zip(moments, moments[1:], strict=False):
-            hits = [at for at in struck if before_s <= at < after_s]
-            if hits and after_s - hits[0] > HIT_S:
-                yield after_s - hits[0]
 
 
 PLAYS = {"phases": phases, "migrate": migrate, "leave": leave, "chaos": chaos}

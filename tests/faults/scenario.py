@@ -23,12 +23,17 @@ KINDS = ("phases", "migrate", "leave", "chaos")
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One fault, healed after `lasts_s`. `spares`: clients may see failures of it (a killed gateway)."""
+    """One fault, healed after `lasts_s`. `spares` is false if clients may see failures of it (a killed gateway).
+
+    `target` "prefill" or "decode" is the worker of that pool where there is most to hit that was not hit before, "link"
+    the way of KV between the two workers that have most requests in common. `moves`: must somebody go another way?
+    """
 
     fault: str
     target: str
     lasts_s: float = 0.5
     spares: bool = True
+    moves: bool | None = None
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ import pytest
 
 from engine.work import Work
 from tests.faults import proxy
-from tests.faults.check import check_answers, check_log
+from tests.faults.check import check_answers, check_log, check_run
 from tests.faults.client import Answer
 from tests.faults.fleet import Fleet, Shape
 from tests.faults.inject import Kill, Stop, Unproven, Wire
@@ -48,6 +48,7 @@ def test_all_scenario_files_can_be_read() -> None:
         "stop",
         "partition",
         "slow",
+        "link",
         "migrate",
         "leave",
         "chaos",
@@ -135,6 +136,17 @@ def test_logs_that_must_not_be_are_seen(events: list[dict[str, object]], word: s
     log = [ARRIVED, *({"t": 1.0, "request": "r", **event} for event in events), ENDED]
     told = [line.split()[1] for line in check_log(log)]
     assert (word in told) if word else not told
+
+
+def test_a_run_without_its_log_proves_nothing(tmp_path: Path) -> None:
+    book, log = Book(3), tmp_path / "requests.jsonl"
+    answer = answered(book, "right", ["finish", "done"])
+    answer.id = "cmpl-1"
+    assert [line.split()[0] for line in check_run(book, [answer], log).broken] == ["I3"]
+    events = [{**ARRIVED, "request": "cmpl-1.0"}, {**ENDED, "request": "cmpl-1.0", "output_tokens": 0}]
+    log.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    assert not check_run(book, [answer], log).broken
+    assert check_run(book, [answer], tmp_path / "none", cut=True).broken == []
 
 
 def test_a_fault_that_did_not_happen_is_not_believed(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from tests.faults.toy_model import CONTEXT, LAYOUT, Memory, ToyRunner, ToySample
 from worker.shell import Shell
 
 LOOK_S = 0.01  # between two looks at a door, beside decoding
+FAR_US = 1e6  # latency that a slow link owns up to: more than a hand-off seems to cost right after faults
 SOME = 4  # tokens of an answer after which "decoding" begins
 
 
@@ -176,7 +177,8 @@ def hang_doors(doors: Doors, settings: Settings) -> None:
             route = super().route(worker)
             if route is None or settings.gb_per_s is None:
                 return route
-            return replace(route, gb_per_s=min(settings.gb_per_s, route.gb_per_s))
+            slow = min(settings.gb_per_s, route.gb_per_s)
+            return replace(route, gb_per_s=slow, latency_us=max(FAR_US, route.latency_us))
 
     class WokenLink(Link):
         """Its worker looks again when somebody was let go."""

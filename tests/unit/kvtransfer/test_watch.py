@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from diptych.errors import TransferError
 from kvtransfer.transports.nixl import address
-from kvtransfer.transports.watch import APART_BYTES, LOOKS, PATIENCE, WORD_BYTES, Tripwire, Watch
+from kvtransfer.transports.watch import APART_BYTES, LOOKS, PATIENCE, WORD_BYTES, Pulse, Tripwire, Watch
 
 STALL_S = 2.0
 
@@ -84,3 +84,16 @@ def test_memory_is_only_looked_at_now_and_then() -> None:
     assert not one.due(STALL_S / LOOKS / 2) and one.due(STALL_S / LOOKS)
     one.look(0, 1.0)
     assert not one.due(1.0 + STALL_S / LOOKS / 2) and one.due(1.0 + STALL_S / LOOKS)
+
+
+def test_reads_over_one_connection_wait_for_their_turn_and_stand_still_together() -> None:
+    pulse = Pulse()
+    busy, waiting = (Watch(lambda: STALL_S, 0.0, pulse) for _ in range(2))
+    for beat in range(1, 5 * LOOKS):
+        now_s = beat * STALL_S / 2
+        busy.look(beat, now_s)
+        waiting.look(0, now_s)
+    later_s = now_s + (PATIENCE + 1) * STALL_S
+    for each in (busy, waiting):
+        with pytest.raises(TransferError, match="stalled"):
+            each.look(0, later_s)

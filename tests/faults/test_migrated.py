@@ -12,7 +12,7 @@ from tests.faults.scenario import FOLDER, Load, read
 @pytest.mark.timeout(600)
 def test_streams_of_every_kind_survive_the_death_of_their_writer() -> None:
     scenario = read(FOLDER / "migrate.yaml")
-    load = Load(streams=40, seconds=240.0, answer=60, prompt=(8, 200), migrated=30, pause_s=1.0)
+    load = Load(streams=40, seconds=240.0, answer=60, prompt=(8, 200), migrated=10, pause_s=1.0)
     result = run(msgspec.structs.replace(scenario, load=load))
     assert not result.broken, "\n".join(result.broken)
-    assert result.verdict.failures == 0 and result.verdict.migrated >= 30
+    assert result.verdict.failures == 0 and result.verdict.migrated >= 10

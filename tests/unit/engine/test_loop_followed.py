@@ -124,9 +124,16 @@ class Followed(Conservation):
         self.reader.offer(seq)
 
 
+KINDS = ("complete", "coming", "readable", "over", "offered")
+
+
 def test_no_mark_is_false_and_no_hash_is_old_whatever_happens() -> None:
     """And all of it happens: chunks found complete, computed ones, ones that were replaced, marks that are over."""
     slow = [HealthCheck.too_slow]  # how fast this machine is, is not the question
     bounds = settings(max_examples=40, stateful_step_count=40, suppress_health_check=slow)
     run_state_machine_as_test(Followed, settings=bounds)
-    assert all(SEEN[kind] for kind in ("complete", "coming", "readable", "over", "offered"))
+    for _ in range(20):  # the examples hang on the order of sets, and may lack one kind
+        if all(SEEN[kind] for kind in KINDS):
+            break
+        run_state_machine_as_test(Followed, settings=settings(bounds, derandomize=False, database=None))
+    assert all(SEEN[kind] for kind in KINDS), SEEN

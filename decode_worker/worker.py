@@ -400,6 +400,7 @@ class Decoder:
             staging_bytes=on_the_way,
             late_messages=stats.late_messages + self._late,
             integrity_failures=self._corrupt,
+            wasted_bytes=self.wasted_bytes,
         )
 
 

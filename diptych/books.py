@@ -55,6 +55,7 @@ class FleetBooks(Collector):
     COUNTERS = (
         ("diptych:late_messages", "Messages of attempts that had ended", "late_messages"),
         ("diptych:integrity_failures", "Chunks that were not what was offered", "integrity_failures"),
+        ("diptych:wasted_bytes", "Bytes of KV pulled ahead in vain", "wasted_bytes"),
         ("diptych:leases_expired", "Leases that nobody renewed", "leases_expired"),
         ("diptych:engine_steps", "Steps of the engine", "steps"),
         ("diptych:engine_step_seconds", "Seconds in steps", "step_seconds"),

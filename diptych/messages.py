@@ -192,6 +192,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     ] = {}  # seconds of `step_seconds` by part: schedule, prepare, run, sample, send
     draining: bool = False  # takes no new work
     stuck_s: float = 0.0  # since the engine's thread last came round, if that is unusually long
+    wasted_bytes: int = 0  # of KV, pulled ahead of the ticket and changed by its source afterwards
 
 
 class Beat(Message, frozen=True):

@@ -16,7 +16,7 @@ from kvtransfer.memory import SharedMemory
 from kvtransfer.parts import Parts
 from kvtransfer.ticket import Ticket
 from kvtransfer.transports import nixl, shm
-from kvtransfer.turns import Turns, finish
+from kvtransfer.turns import Pulling, Turns, finish
 
 log = logging.getLogger(__name__)
 
@@ -28,18 +28,9 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Puller(Protocol):
-    """The decode side of a transport, in turns. See `transports.shm.Puller` for what each method promises."""
+class Puller(Pulling, Protocol):
+    """The decode side of a transport."""
 
-    def linking(self, worker: str, incarnation: str, endpoint: bytes) -> Turns[None]: ...
-    def pulling(
-        self,
-        worker: str,
-        incarnation: str,
-        pairs: Sequence[tuple[int, int]],
-        stop: Callable[[], bool] | None = None,
-    ) -> Turns[list[bytes]]: ...
-    def measuring(self, worker: str) -> Turns[tuple[float, float]]: ...
     def lane(self, worker: str, incarnation: str) -> Lane: ...
     def unlink(self, worker: str) -> None: ...
     def close(self) -> None: ...

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
-from typing import TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 Turns = Generator[float, None, T]
@@ -17,6 +17,20 @@ Turns = Generator[float, None, T]
 AT_ONCE = 0.0
 UNTIL_STIRRED = math.inf
 LONGEST_S = 1e-3  # between two looks of a caller that nobody can stir
+
+
+class Pulling(Protocol):
+    """What a transport's decode side does in turns. See `transports.shm.Puller` for what each method promises."""
+
+    def linking(self, worker: str, incarnation: str, endpoint: bytes) -> Turns[None]: ...
+    def pulling(
+        self,
+        worker: str,
+        incarnation: str,
+        pairs: Sequence[tuple[int, int]],
+        stop: Callable[[], bool] | None = None,
+    ) -> Turns[list[bytes]]: ...
+    def measuring(self, worker: str) -> Turns[tuple[float, float]]: ...
 
 
 def finish(turns: Turns[T], rest: Callable[[float], object] = time.sleep) -> T:

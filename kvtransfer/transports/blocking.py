@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from kvtransfer.turns import Turns, finish
-
-
-class _InTurns(Protocol):
-    def linking(self, worker: str, incarnation: str, endpoint: bytes) -> Turns[None]: ...
-    def pulling(
-        self,
-        worker: str,
-        incarnation: str,
-        pairs: Sequence[tuple[int, int]],
-        stop: Callable[[], bool] | None = None,
-    ) -> Turns[list[bytes]]: ...
-    def measuring(self, worker: str) -> Turns[tuple[float, float]]: ...
+from kvtransfer.turns import Pulling, finish
 
 
 class Blocking:
     """The same three, done on the calling thread."""
 
-    def link(self: _InTurns, worker: str, incarnation: str, endpoint: bytes) -> None:
+    def link(self: Pulling, worker: str, incarnation: str, endpoint: bytes) -> None:
         """See `linking`."""
         finish(self.linking(worker, incarnation, endpoint))
 
     def pull(
-        self: _InTurns,
+        self: Pulling,
         worker: str,
         incarnation: str,
         pairs: Sequence[tuple[int, int]],
@@ -37,6 +24,6 @@ class Blocking:
         """See `pulling`."""
         return finish(self.pulling(worker, incarnation, pairs, stop))
 
-    def measure(self: _InTurns, worker: str) -> tuple[float, float]:
+    def measure(self: Pulling, worker: str) -> tuple[float, float]:
         """See `measuring`."""
         return finish(self.measuring(worker))

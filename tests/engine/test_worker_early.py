@@ -149,6 +149,7 @@ def test_an_early_copy_that_does_not_match_costs_bytes_and_nothing_else(again: b
         return
     finish(bench, way)
     assert bench.decode.role.wasted_bytes == 2 * CHUNK_BYTES  # type: ignore[attr-defined]
+    assert bench.decode.role.books(Stats()).wasted_bytes == 2 * CHUNK_BYTES
     assert bench.decode.pulled("a")[0].num_bytes == 9 * CHUNK_BYTES
     assert bench.decode.stats.integrity_failures == 0
 

@@ -28,6 +28,7 @@ from diptych.keys import make_keys
 from services.cli.ports import claim
 from services.cluster.supervisor import Supervisor
 from tests.faults.toy_model import CONTEXT, LAYOUT, make_folder
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0
@@ -221,11 +222,7 @@ class Fleet:
 
     def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> float:
         """Seconds until `condition` held. Raises AssertionError with the status if it did not in time."""
-        began_s = time.monotonic()
-        while not condition():
-            assert time.monotonic() - began_s < timeout_s, f"not within {timeout_s} s: {self.told()}"
-            time.sleep(0.05)
-        return time.monotonic() - began_s
+        return wait_for(condition, timeout_s, told=self.told)
 
     def stop(self) -> None:
         """End everything, gateway first; nothing is left."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +15,7 @@ from typing import Protocol
 from tests.faults import proxy
 from tests.faults.fleet import PATIENCE_S, Fleet
 from tests.faults.proxy import Line
+from tests.waiting import comes_true
 
 
 class Unproven(AssertionError):
@@ -44,12 +44,7 @@ def state_of(pid: int) -> str:
 
 def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
     """Whether `condition` came true in time."""
-    ends_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > ends_s:
-            return False
-        time.sleep(0.01)
-    return True
+    return comes_true(condition, timeout_s, 0.01) is not None
 
 
 class Kill:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,16 +19,14 @@ from diptych.keys import make_keys
 from services.cli.ports import claim
 from tests.system.puppets import Puppet
 from tests.unit.gateway.folder import make_folder
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 90.0  # far beyond what anything takes
 
 
 def until(true: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_for(true, WAIT_S)
 
 
 class Gateway:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import openai
 import psutil
 
 from services.cli.ports import claim
+from tests import waiting
 from tests.system.terminal import PATIENCE_S, Terminal
 
 BOOKS = ("slabs_used", "leases", "staging_bytes", "running", "waiting")  # 0 in every worker at rest
@@ -79,8 +79,4 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = PATIENCE_S, pause
     Raises:
         AssertionError: it did not hold in time.
     """
-    began_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began_s < timeout_s, f"not within {timeout_s} s"
-        time.sleep(pause_s)
-    return time.monotonic() - began_s
+    return waiting.wait_for(condition, timeout_s, pause_s)

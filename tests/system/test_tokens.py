@@ -216,11 +216,15 @@ def long_answers(oracle: Oracle, crowd: list[list[int]]) -> list[list[str]]:
 def test_a_pool_too_small_for_the_load_changes_no_token(
     name: str, crowd: list[list[int]], long_answers: list[list[str]]
 ) -> None:
-    """16 streams in the room of three: they wait for room in the gateway, prefixes are evicted, and nobody can tell."""
+    """16 streams in the room of three: prefixes are evicted and requests preempted, and nobody can tell."""
     with serve(*SMALL_LAYOUTS[name]) as served:
+        # The gateway sends on as many as there is room for, if answers are as long as they lately were: so let it
+        # believe that they are short.
+        complete(served, crowd * 5, 16, num_tokens=1, temperature=0)
         got = complete(served, crowd, 16, num_tokens=LONG_TOKENS, temperature=0)
         wrong = [place for place, tokens in enumerate(got) if tokens != long_answers[place]]
         assert not wrong, f"these went astray: {wrong}"
+        wait_for(lambda: served.metric("vllm:num_preemptions_total") > 0)  # told with the next beat
         assert served.metric("diptych:queue_wait_seconds_count") > 0
         wait_for(lambda: served.held() == {})
         ways = "diptych:preemptions_total"  # a beat may fall between two looks

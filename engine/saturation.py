@@ -13,7 +13,7 @@ from kvcache.layout import CHUNK_TOKENS
 
 SHORTEST = 16
 SHARE = 0.95  # of the best rate: what counts as busy
-STEP_S = 0.5e-3  # what a step takes besides the model: deciding, telling, hashing. It is not in the curve
+STEP_S = 0.5e-3  # what a step takes besides the model, which is all that `measure` runs: deciding, telling, hashing
 
 
 class Slabs(Protocol):
@@ -29,9 +29,8 @@ class Slabs(Protocol):
 
 def shortest(curve: Sequence[tuple[int, float]], share: float = SHARE) -> int:
     """The fewest tokens of (tokens, seconds) that reach `share` of the best tokens per second; 0 without a curve."""
-    rates = {tokens: tokens / (seconds + STEP_S) for tokens, seconds in curve}
-    best = max(rates.values(), default=0.0)
-    return min((tokens for tokens, rate in rates.items() if rate >= share * best), default=0)
+    best = max((tokens / seconds for tokens, seconds in curve), default=0.0)
+    return min((tokens for tokens, seconds in curve if tokens / seconds >= share * best), default=0)
 
 
 def measure(
@@ -41,7 +40,7 @@ def measure(
     clock: Callable[[], float],
     patience_s: float = 0.5,
 ) -> list[tuple[int, float]]:
-    """(tokens, seconds) of single prompts of 16, 32, 64 ... up to `longest` tokens, the better of two runs each.
+    """(tokens, seconds of a step) of single prompts of 16, 32, 64 ... up to `longest` tokens, the better of two runs.
 
     No length begins that would, at the rate seen so far, end after `patience_s`. Memory is taken from `slabs`, and
     given back.
@@ -54,7 +53,7 @@ def measure(
     try:
         while 0 < tokens <= longest and clock() - begun_s + 4 * last_s <= patience_s:
             last_s = min(_seconds(run, tokens, held, clock) for _ in range(2))
-            curve.append((tokens, last_s))
+            curve.append((tokens, last_s + STEP_S))
             tokens *= 2
     finally:
         slabs.end(owner)

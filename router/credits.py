@@ -12,6 +12,8 @@ A worker that has nothing at all takes anything: whether it really fits is its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from router.policy import Need, View, Way
 from router.prefix_index import CHUNK_TOKENS
 
@@ -19,14 +21,22 @@ TURN_TOKENS = 512  # about a step; a longer prompt counts as one, since workers 
 MAX_TURN_TOKENS = 4 * TURN_TOKENS  # that may wait at a worker to be read, so that it never runs dry
 
 
-def granted(way: Way, need: Need, view: View) -> bool:
-    """Whether both workers of a way have credit for `need` now."""
-    source, target = way
-    if not _has_room(target, need.room_tokens - view.shared(target, need), view):
-        return False
-    if source is None:
-        return _has_turn(target, view)
-    return _has_turn(source, view) and _has_room(source, whole_chunks(need.prompt_tokens), view)
+def open_ways(found: Sequence[Way], need: Need, view: View) -> list[Way]:
+    """Those of the ways `found` whose workers have credit for `need` now; each worker is looked at once."""
+    tokens = whole_chunks(need.prompt_tokens)
+    room = {
+        target: _has_room(target, need.room_tokens - view.shared(target, need), view)
+        for target in {target for _, target in found}
+    }
+    turn = {
+        source: _has_turn(source, view) and _has_room(source, tokens, view)
+        for source in {source for source, _ in found if source is not None}
+    }
+    return [
+        (source, target)
+        for source, target in found
+        if room[target] and (_has_turn(target, view) if source is None else turn[source])
+    ]
 
 
 def whole_chunks(tokens: int) -> int:

@@ -107,7 +107,7 @@ class Docket:
         if suspect is None:
             return True
         beside = (other for other in self._at(worker) if other != request)
-        return not suspect.held and not any(other in self._suspects for other in beside)
+        return not suspect.held and not any(self.suspected(other) for other in beside)
 
     def suspected(self, request: str) -> bool:
         """Whether it was open at a worker's death and has not been cleared."""
@@ -131,7 +131,7 @@ class Docket:
             return Verdicts()
         death = Death(worker, now_s, set(requests))
         self._open.append(death)
-        under = [name for name in requests if name in self._suspects]
+        under = [name for name in requests if self.suspected(name)]
         lonely = under if len(under) == 1 else list(requests) if len(requests) == 1 else []
         for name, delivered in requests.items():
             suspect = self._suspects.setdefault(name, Suspect(delivered))
@@ -195,6 +195,11 @@ class Docket:
         if len(self._refused_until_s) > MAX_QUARANTINED:
             del self._refused_until_s[next(iter(self._refused_until_s))]
 
+    @property
+    def bans(self) -> bool:
+        """Whether any question was caught lately; if not, none needs its fingerprint taken."""
+        return bool(self._refused_until_s)
+
     def refuses(self, fingerprint: bytes, now_s: float) -> bool:
         """Whether this question has been caught crashing workers lately."""
         until_s = self._refused_until_s.get(fingerprint)
@@ -208,7 +213,7 @@ class Docket:
     def _decide(self, touched: list[str], held: list[str], cleared: list[str]) -> Verdicts:
         """What follows for `touched`, of whom `held` were held, now that more is known of a death."""
         verdicts = self._convict([name for name in touched if self._is_guilty(name)])
-        free = [name for name in held if name in self._suspects and not self.held(name)]
+        free = [name for name in held if self.suspected(name) and not self.held(name)]
         return Verdicts(tuple(sorted({*cleared, *free, *verdicts.released})), verdicts.quarantined)
 
     def _is_guilty(self, request: str) -> bool:

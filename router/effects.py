@@ -65,7 +65,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """An operator wants a worker to end, or to change pools: it gets no new work from now on.
+    """An operator wants a worker to end, or to change pools: no request begins there from now on.
 
     Nothing happens if it is not there.
     """

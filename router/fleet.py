@@ -38,6 +38,9 @@ class Member:
 
     `troubles` say why a link is not there, `relink_s` when it is tried again. `ended` is how its life before this one
     ended, as far as it is known: "crashed", "killed", "alive" (the process is the same), or "".
+
+    No request begins at one that is `draining`. While it is `expecting`, it has not been told (`router.orders`): those
+    that are on their way there may still come.
     """
 
     hello: Hello
@@ -45,6 +48,7 @@ class Member:
     stats: Stats = field(default_factory=Stats)
     ended: str = ""
     draining: bool = False
+    expecting: bool = False
     ties: dict[str, Tie] = field(default_factory=dict)
     troubles: dict[str, str] = field(default_factory=dict)
     relink_s: dict[str, float] = field(default_factory=dict)
@@ -56,6 +60,10 @@ class Member:
     @property
     def role(self) -> str:
         return self.hello.role
+
+    def close(self) -> None:
+        """It says itself that it takes nothing new."""
+        self.draining, self.expecting = True, False
 
 
 def compare(left: Hello, right: Hello) -> str:
@@ -103,7 +111,8 @@ class Fleet:
         if beat.incarnation != member.hello.incarnation:
             return []
         member.seen_s, member.stats = now_s, beat.stats
-        member.draining = member.draining or beat.stats.draining
+        if beat.stats.draining:
+            member.close()
         if still_s < self.stuck_s:
             return []
         self._stuck[worker] = None

@@ -29,7 +29,6 @@ class Live:
     pin: Choice | None = None
     chunks: Chunks = ()
     expected_tokens: int = 0
-    identity: bytes = b""  # of prompt and sampling, to recognise what was caught crashing workers
 
     losses: int = 0  # attempts that were given up for a worker that was lost or had to end
     failures: int = 0  # and for any other reason

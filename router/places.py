@@ -9,12 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diptych.request import Stage
-from router.credits import granted
+from router.credits import open_ways
 from router.docket import Docket
 from router.effects import Choice
 from router.fleet import Fleet
 from router.live import Live
-from router.policy import NO_LINK, NO_PREFILL, Answers, Ledger, Need, View, Way, choose, move_s, rebind, ways
+from router.policy import (
+    NO_LINK,
+    NO_PREFILL,
+    SOONER,
+    Answers,
+    Ledger,
+    Need,
+    View,
+    Way,
+    choose,
+    move_s,
+    nearby,
+    rebind,
+    ways,
+)
 from router.prefix_index import Chunks, PrefixIndex
 from router.recovery import Recovery
 
@@ -23,19 +37,23 @@ ANYONE = Need(0, 0)
 
 @dataclass(slots=True)
 class Places:
-    """`split`: the deployment has prefill workers of its own; `local`: others may read while none of them can."""
+    """`split`: the deployment has prefill workers of its own; `local`: others may read while none of them can; `auto`:
+    and whenever it is predicted to be better, in steps within `tpot_s`.
+    """
 
     fleet: Fleet
     index: PrefixIndex
     recovery: Recovery
     split: bool
     local: bool
+    auto: bool = False
+    tpot_s: float | None = None
     ledger: Ledger = field(default_factory=Ledger)
     answers: Answers = field(default_factory=Answers)
 
     @property
     def view(self) -> View:
-        return View(self.fleet, self.ledger, self.split, self.index, self.local)
+        return View(self.fleet, self.ledger, self.split, self.index, self.local, self.auto, self.tpot_s)
 
     def ways(self, need: Need = ANYONE) -> list[Way]:
         """All ways that a request may go now, whatever there is room for."""
@@ -52,11 +70,14 @@ class Places:
         If there is a way but no room, nobody behind it may take that away: its workers are `closed` from now on.
         """
         name, need, view = live.request.id, live.need, self.view
-        least = min((len(live.avoid & named(way)) for way in found), default=0)
-        rather = [way for way in found if len(live.avoid & named(way)) == least]
-        lanes = [way for way in rather if all(docket.may_run(name, worker) for worker in named(way))]
-        open_ = [way for way in lanes if not closed & named(way) and granted(way, need, view)]
-        best = choose(need, view, open_)
+        lanes = found = found + nearby(found) if self.auto else found
+        if live.avoid:
+            least = min((len(live.avoid & named(way)) for way in found), default=0)
+            lanes = [way for way in found if len(live.avoid & named(way)) == least]
+        if len(docket):
+            lanes = [way for way in lanes if all(docket.may_run(name, worker) for worker in named(way))]
+        free = [way for way in lanes if not closed & named(way)] if closed else lanes
+        best = choose(need, view, open_ways(free, need, view))
         if best is None:
             closed.update(*map(named, lanes))
         return best
@@ -64,7 +85,9 @@ class Places:
     def pinned(self, pin: Choice) -> bool:
         """Whether a canary can go the way it is told."""
         if pin.prefill is None:
-            return any(member.name == pin.decode for member in self.fleet.role("decode"))
+            return any(
+                member.name == pin.decode and not member.draining for member in self.fleet.role("decode")
+            )
         return (pin.prefill, pin.decode) in self.fleet.pairs()
 
     def rebind(self, live: Live, docket: Docket) -> str | None:
@@ -80,8 +103,9 @@ class Places:
         barred = {name for name, member in members.items() if member.hello.incarnation in live.heard}
         if live.pin is not None:
             decode = members.get(live.pin.decode)
-            tied = decode is not None and live.source in decode.ties and decode.name not in barred
-            return live.pin.decode if tied else None
+            if decode is None or live.source not in decode.ties or decode.name in barred:
+                return None
+            return None if decode.draining and not decode.expecting else decode.name
         barred |= {name for name in members if not docket.may_run(live.request.id, name)} - {live.source}
         return rebind(live.source, live.need, self.view, barred)
 
@@ -127,6 +151,8 @@ class Places:
 
     def why_local(self) -> str:
         """Why a decode worker reads a prompt in a split deployment."""
+        if self.auto and self.fleet.pairs():
+            return SOONER
         up = [member for member in self.fleet.role("prefill") if not member.draining]
         return NO_LINK if up else NO_PREFILL
 

@@ -20,6 +20,7 @@ Whether there is room for a request at all is not asked here (`router.credits`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -36,7 +37,8 @@ TRUST = 2.0  # how far, as a factor, a worker's own speed may differ from the av
 AFFINITY, AFFINITY_PART = 2.0, 0.25
 FADE = 0.95  # weight of the past in the length of answers, per answer
 FIRST_ANSWER_TOKENS = 256.0  # assumed before there was one
-NO_PREFILL, NO_LINK = "no_prefill_worker", "no_link"  # why a decode worker reads a prompt
+# Why a decode worker reads a prompt: no other can, or it is predicted to be done sooner.
+NO_PREFILL, NO_LINK, SOONER = "no_prefill_worker", "no_link", "sooner"
 
 Way = tuple[str | None, str]  # a prefill and a decode worker, or one that does both
 
@@ -131,7 +133,8 @@ class View:
     """Everything a choice depends on.
 
     `split` says whether the deployment has prefill workers of its own; `local`, whether decode workers may read
-    prompts while no prefill worker can.
+    prompts while no prefill worker can; `auto`, whether they may whenever that is predicted to be better. Their steps
+    are to stay within `tpot_s`, if it is given.
     """
 
     fleet: Fleet
@@ -139,15 +142,19 @@ class View:
     split: bool
     index: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
     local: bool = False
+    auto: bool = False
+    tpot_s: float | None = None
 
     def shared(self, worker: str, need: Need) -> int:
         """Tokens of the prompt whose KV the worker is thought to have; the last one is always computed."""
+        if not need.chunks:
+            return 0
         known = CHUNK_TOKENS * self.index.shared(worker, need.chunks)
         return min(known, max(0, need.prompt_tokens - 1))
 
     def members(self, role: str, need: Need) -> list[Member]:
         """Workers of a role that may serve `need`."""
-        return [member for member in self.fleet.role(role) if _fits(member, need)]
+        return [member for member in self.fleet.role(role) if _suits(member, need) and not member.draining]
 
 
 def ways(need: Need, view: View) -> list[Way]:
@@ -174,10 +181,12 @@ def choose(need: Need, view: View, among: Iterable[Way]) -> Choice | None:
     """The way with the least predicted wait, or None if there is none. Those `among` which to choose must be there."""
     members, found = view.fleet.members, list(among)
     write_s = _write_s(_named(members, (target for _, target in found)), need, view)
-    read_s = _read_s(_named(members, (source or target for source, target in found)), need, view)
+    apart = _named(members, (source for source, _ in found if source))
+    beside = _named(members, (target for source, target in found if not source))
+    reads_s = _read_s(apart, need, view) | (_beside_s if view.auto else _mixed_s)(beside, need, view)
     waits = [
         (
-            read_s[source or target]
+            reads_s[source or target]
             + (move_s(source, target, need, view) if source else 0.0)
             + write_s[target],
             source or "",
@@ -185,21 +194,26 @@ def choose(need: Need, view: View, among: Iterable[Way]) -> Choice | None:
         )
         for source, target in found
     ]
-    return Choice(min(waits)[1] or None, min(waits)[2]) if waits else None
+    best = min(waits, default=(math.inf, "", ""))
+    return Choice(best[1] or None, best[2]) if best[0] < math.inf else None
+
+
+def nearby(found: Iterable[Way]) -> list[Way]:
+    """The decode workers of linked pairs, each by itself: where prompts may be read as well if that is better."""
+    return [(None, name) for name in sorted({target for source, target in found if source is not None})]
 
 
 def rebind(prefill: str, need: Need, view: View, barred: Container[str] = ()) -> str | None:
     """The decode worker, linked to `prefill` and not `barred`, with the least predicted wait.
 
-    It is chosen when the KV is ready, or while it is being computed.
+    It is chosen when the KV is ready, or while it is being computed. One that is to drain is taken if there are only
+    such, and if it has not been told: `prefill` is sent no prompts then, so those that may come grow fewer.
     """
     if prefill not in view.fleet.members:
         return None
-    decode = [
-        member
-        for member in view.members("decode", need)
-        if prefill in member.ties and member.name not in barred
-    ]
+    tied = [member for member in view.fleet.role("decode") if prefill in member.ties and _suits(member, need)]
+    open_ = [member for member in tied if not member.draining] or [one for one in tied if one.expecting]
+    decode = [member for member in open_ if member.name not in barred]
     write_s = _write_s(decode, need, view)
     targets = [(move_s(prefill, name, need, view) + write_s[name], name) for name in write_s]
     return min(targets)[1] if targets else None
@@ -213,8 +227,8 @@ def move_s(source: str, target: str, need: Need, view: View) -> float:
     return tie.latency_us * 1e-6 + num_bytes / (max(tie.gb_per_s, 1e-3) * 1e9)
 
 
-def _fits(member: Member, need: Need) -> bool:
-    return need.fingerprint in (None, member.hello.fingerprint) and not member.draining
+def _suits(member: Member, need: Need) -> bool:
+    return need.fingerprint in (None, member.hello.fingerprint)
 
 
 def _named(members: Mapping[str, Member], names: Iterable[str]) -> list[Member]:
@@ -228,6 +242,45 @@ def _read_s(members: list[Member], need: Need, view: View) -> dict[str, float]:
         name: (view.ledger.load(name).queued_tokens + 2 * new_tokens[name]) * token_s[name]
         for name in token_s
     }
+
+
+def _mixed_s(members: list[Member], need: Need, view: View) -> dict[str, float]:
+    """As `_read_s`, for workers that all read beside their answers.
+
+    There, seconds per token read tell how much else a worker did: who is given most to read would look fastest, and be
+    given yet more. So a token takes as long as on average, and on a worker with longer steps longer.
+    """
+    tokens = sum(member.stats.step_tokens for member in members)
+    token_s = sum(member.stats.step_seconds for member in members) / tokens if tokens else TOKEN_S
+    steps_s = _paces([(member, member.stats.steps) for member in members], STEP_S)
+    step_s = sum(steps_s.values()) / max(1, len(steps_s))
+    return {
+        name: (view.ledger.load(name).queued_tokens + 2 * (need.prompt_tokens - view.shared(name, need)))
+        * token_s
+        * steps_s[name]
+        / step_s
+        for name in steps_s
+    }
+
+
+def _beside_s(members: list[Member], need: Need, view: View) -> dict[str, float]:
+    """As `_read_s`, for decode workers that read beside their answers, which all wait for it meanwhile.
+
+    What a token takes is known from those that only read. Where steps are bounded, only what the answers leave of each
+    is for reading; if they leave nothing, nobody reads there.
+    """
+    readers = [member for member in view.fleet.role("prefill") if member.stats.step_tokens] or members
+    tokens = sum(member.stats.step_tokens for member in readers)
+    token_s = sum(member.stats.step_seconds for member in readers) / tokens if tokens else TOKEN_S
+    step_s = _paces([(member, member.stats.steps) for member in members], STEP_S)
+    waits_s: dict[str, float] = {}
+    for member in members:
+        load, new = view.ledger.load(member.name), need.prompt_tokens - view.shared(member.name, need)
+        waits_s[member.name] = (load.queued_tokens + (2 + load.running) * new) * token_s
+        if view.tpot_s is not None and load.running:
+            left_s = view.tpot_s - step_s[member.name]
+            waits_s[member.name] *= view.tpot_s / left_s if left_s > 0 else math.inf
+    return waits_s
 
 
 def _write_s(members: list[Member], need: Need, view: View) -> dict[str, float]:

@@ -66,6 +66,7 @@ from router.effects import (
 )
 from router.fleet import Fleet
 from router.live import Live
+from router.orders import Orders
 from router.places import Places
 from router.policy import Way
 from router.prefix_index import PrefixIndex
@@ -98,14 +99,19 @@ class Relay:
         pipelined: bool = True,
         recovery_s: float = 15.0,
         local_prefill: str = "fallback",
+        tpot_s: float | None = None,
     ) -> None:
-        """Without `index` no worker is thought to share prefixes. `local_prefill`: "never" or "fallback"."""
+        """Without `index` no worker is thought to share prefixes.
+
+        `local_prefill`: "never", "fallback", or "auto", where steps of decode workers stay within `tpot_s`.
+        """
         self.fleet, self.admission = fleet or Fleet(), admission or Admission()
         self.index = PrefixIndex(0) if index is None else index
         self.split, self.lease_s = split, lease_s
-        local = split and local_prefill == "fallback"
-        self.places = Places(self.fleet, self.index, Recovery(recovery_s), split, local)
+        local, auto = split and local_prefill != "never", split and local_prefill == "auto"
+        self.places = Places(self.fleet, self.index, Recovery(recovery_s), split, local, auto, tpot_s)
         self.ledger = self.places.ledger
+        self.orders = Orders(self.fleet, self.ledger)
         self.docket = Docket(self.ledger.requests, recovery_s=recovery_s)
         self.attempts = Attempts(self.places, self.docket, self.admission, pipelined)
         self.live, self.queue = self.attempts.live, self.attempts.queue
@@ -116,6 +122,8 @@ class Relay:
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Everything that `event` at `now_s` (a clock that never goes back) makes necessary, in order."""
         EVENTS[type(event)](self, event, now_s)
+        for worker, order in self.orders.due(self.live):
+            self.attempts.send(worker, order)
         return self.attempts.settle(now_s)
 
     def ways(self) -> list[Way]:
@@ -140,8 +148,7 @@ class Relay:
             if self.places.pinned(pin):
                 return self.attempts.begin(live, pin, now_s)
             return self.attempts.fail(live, NO_WORKERS, self.places.missing(), now_s)
-        live.identity = self.docket.fingerprint(request)
-        if self.docket.refuses(live.identity, now_s):
+        if self.docket.bans and self.docket.refuses(self.docket.fingerprint(request), now_s):
             return self._quarantine(live, now_s)
         if (refusal := self.admission.refusal(1, len(request.prompt), now_s)) is not None:
             return self.attempts.fail(live, refused(refusal), refusal.message, now_s)
@@ -286,7 +293,7 @@ class Relay:
         live.open.discard(worker)  # it has freed everything already
         verdict, source = VERDICTS.get(failed.code, INTERNAL), live.source
         if failed.code == "draining":
-            self.fleet.members[worker].draining = True
+            self.fleet.members[worker].close()
         if failed.code == "kv_corrupt" and source is not None:
             self.fleet.corrupt(source, worker, now_s)
         reading = live.request.stage in (Stage.QUEUED, Stage.PREFILLED)
@@ -304,10 +311,8 @@ class Relay:
     def _lost(self, event: WorkerLost, now_s: float) -> None:
         self._change(self.fleet.lose(event.worker, event.reason, event.incarnation), now_s)
 
-    def _command(self, event: Command, now_s: float) -> None:
-        if (member := self.fleet.members.get(event.worker)) is not None:
-            member.draining = True
-            self.attempts.send(event.worker, event.message)
+    def _command(self, event: Command, _now_s: float) -> None:
+        self.orders.give(event.worker, event.message)
 
     def _change(self, changes: list[FleetChange], now_s: float) -> None:
         self.attempts.effects += changes
@@ -317,6 +322,7 @@ class Relay:
                 self.index.forget(change.worker)
                 self._mourn(change, now_s)
             elif isinstance(change, Up):
+                self.orders.met(change.worker)
                 ended = self.fleet.members[change.worker].ended
                 self._judge(self.docket.cause(change.worker, ended), now_s)
 
@@ -342,7 +348,7 @@ class Relay:
         self.attempts.freed = self.attempts.freed or bool(verdicts.released)
         for name in verdicts.quarantined:
             if (live := self.live.get(name)) is not None:
-                self.docket.ban(live.identity, now_s)
+                self.docket.ban(self.docket.fingerprint(live.request), now_s)
                 self._quarantine(live, now_s)
 
     def _quarantine(self, live: Live, now_s: float) -> None:

@@ -36,11 +36,13 @@ from services.gateway.backend import RelayBackend
 from services.gateway.grammars import Grammars
 from services.gateway.limits import MAX_SEQUENCES, Limits
 from services.gateway.ready import Prober
+from services.gateway.replan import Replanning
 from services.gateway.request_log import LogFile, RequestLog
 from services.gateway.server import Server, listen
 from services.gateway.service import Patience, Service
 from services.gateway.status import LiveProbes
 from services.gateway.tokens import Tokens
+from services.gateway.traffic import Traffic
 from services.gateway.validate import Rules
 from worker.start import EXPECTED, FATAL, Voice, die_with_parent
 
@@ -116,7 +118,13 @@ async def serve(spec: GatewaySpec, tokens: Tokens, bound: socket.socket, voice: 
     prober = Prober(
         backend, metrics, [tokens.start_id] * CANARY_PROMPT_TOKENS, (spec.num_prefill, spec.num_decode)
     )
-    admin, admin_keys = (Admin(backend), Keys([spec.admin_key])) if spec.admin_key else (None, None)
+    replanning = None
+    if spec.replan:
+        metrics.listener = traffic = Traffic()
+        replanning = Replanning(traffic, prober, metrics)
+    admin, admin_keys = (
+        (Admin(backend, replanning), Keys([spec.admin_key])) if spec.admin_key else (None, None)
+    )
     api = Api(service, LiveProbes(service, backend, prober), version(), int(time.time()), admin)
     app = build(api, Keys(spec.api_keys), spec.host, admin_keys)
     server = Server(app, service, spec.drain_s, lambda: voice.tell("ready"))
@@ -144,6 +152,7 @@ def relay_of(spec: GatewaySpec) -> Relay:
         pipelined=spec.pipelined,
         recovery_s=spec.recovery_s,
         local_prefill=spec.local_prefill,
+        tpot_s=spec.slo_tpot_ms / 1e3 if spec.slo_tpot_ms else None,
     )
 
 

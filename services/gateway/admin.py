@@ -2,6 +2,7 @@
 
 POST /admin/workers/{name}/drain   {"force": false}
 POST /admin/workers/{name}/turn    {"role": "prefill" | "decode", "force": false}
+POST /admin/replan                 with `--replan`, for the replanner: services/gateway/replan.py
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from router.fleet import Member
 from services.gateway.backend import RelayBackend
 from services.gateway.errors import JSON
 from services.gateway.parse import parse
+from services.gateway.replan import Replanning
 
 MAX_DEPTH = 4
 
@@ -36,7 +38,7 @@ class TurnOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ordered(msgspec.Struct, frozen=True):
-    """What a worker was told. It does so when what it holds is done; `/status` shows how far it is."""
+    """What a worker is to do. It does so when what it holds is done; `/status` shows how far it is."""
 
     worker: str
     order: str
@@ -44,13 +46,14 @@ class Ordered(msgspec.Struct, frozen=True):
 
 
 class Admin:
-    """One method per route. Each answers 202, since the worker does what it is told in its own time.
+    """One method per route. Each answers 202, since the worker is told, and does so, in its own time.
 
     Raises RequestError: 404, no such worker; 409, it is the last of its role, or cannot do so.
     """
 
-    def __init__(self, backend: RelayBackend) -> None:
-        self._backend = backend
+    def __init__(self, backend: RelayBackend, replanning: Replanning | None = None) -> None:
+        """`replanning` is there if a replanner is."""
+        self._backend, self.replanning = backend, replanning
 
     async def drain(self, request: Request) -> Response:
         order = parse(await request.body() or b"{}", DrainOrder, MAX_DEPTH)

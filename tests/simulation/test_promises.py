@@ -58,6 +58,20 @@ def test_without_a_spare_requests_wait_for_the_worker_that_is_started_again(seed
     assert any(client.moved_on for client in world.clients), "streams were cut in the middle"
 
 
+def test_a_decode_worker_that_is_to_drain_waits_for_those_on_the_way_to_it() -> None:
+    """There is no other; nothing is read twice."""
+    for moment in range(20):
+        world = World(moment, 1, 1)
+        laws, rng = Laws(world), Random(moment)
+        assert world.run(lambda world=world: world.whole, 5.0)  # type: ignore[misc]
+        prompt = [rng.randrange(POISON) for _ in range(230)]
+        client = world.ask(prompt, Sampling(max_tokens=20, seed=1), Origin(), PATIENCE_S)
+        ordered_s = world.agenda.now_s + moment * 0.001
+        world.agenda.at(ordered_s, lambda world=world: world.command("decode-0"), "blow")  # type: ignore[misc]
+        settle(world, laws)
+        assert (client.end, client.retried, world.faults["command"]) == ("length", [], 1), moment
+
+
 @pytest.mark.parametrize("pools", [(2, 2), (0, 2), (1, 1)], ids=lambda pools: f"{pools[0]}P{pools[1]}D")
 @pytest.mark.parametrize("grammar", [None, Grammar("lark", "1009")])
 def test_an_answer_cut_anywhere_goes_on_exactly(pools: tuple[int, int], grammar: Grammar | None) -> None:

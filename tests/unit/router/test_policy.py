@@ -110,6 +110,15 @@ def test_colocated_has_no_prefill_worker() -> None:
     assert choose(NEED, view(fleet_of(), split=False)) is None
 
 
+def test_who_reads_most_beside_its_answers_is_not_taken_for_the_fastest() -> None:
+    """Of two that are equally fast, the one that read more has fewer seconds per token, and longer steps."""
+    fleet = fleet_of("decode-0", "decode-1")
+    fleet.members["decode-0"].stats = Stats(steps=9756, step_seconds=209.6, step_tokens=66_473)
+    fleet.members["decode-1"].stats = Stats(steps=6202, step_seconds=229.9, step_tokens=521_973)
+    loads = {"decode_0": Load(0, 5, 1000), "decode_1": Load(0, 5, 1000)}
+    assert choose(NEED, view(fleet, split=False, **loads)) == Choice(None, "decode-0")
+
+
 def test_rebinding_keeps_the_prefill_worker() -> None:
     fleet = fleet_of(*FOUR, links={("prefill-0", "decode-0"): 10.0, ("prefill-1", "decode-1"): 10.0})
     busy = view(fleet, decode_0=Load(running=9))

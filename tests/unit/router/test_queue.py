@@ -7,7 +7,7 @@ import pytest
 
 from diptych.messages import Generate, Output, Prefill, Step
 from diptych.request import Origin, Stage
-from router.credits import MAX_TURN_TOKENS, TURN_TOKENS, granted
+from router.credits import MAX_TURN_TOKENS, TURN_TOKENS, open_ways
 from router.effects import Arrive, Began, Cancelled, Choice, ClientGone, Entered, Fail, Queued, Tick
 from router.live import Live
 from router.policy import Load, Need, View
@@ -126,7 +126,7 @@ def test_credits_to_the_token(at: str, load: Load, yes: bool) -> None:
     fleet = fleet_of(*PAIR)
     view = View(fleet, World().relay.ledger, True, PrefixIndex(0))
     view.ledger.book("other", {at: load})
-    assert granted(PAIR, Need(prompt_tokens=100, room_tokens=200), view) is yes
+    assert bool(open_ways([PAIR], Need(prompt_tokens=100, room_tokens=200), view)) is yes
 
 
 def test_who_leaves_the_queue_was_never_sent_anywhere() -> None:

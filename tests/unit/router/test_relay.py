@@ -1,4 +1,4 @@
-"""The relay, one story at a time. The random stories are in test_relay_machine.py."""
+"""The relay, one story at a time. The random stories are in stories.py."""
 
 from __future__ import annotations
 

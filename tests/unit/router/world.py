@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from diptych.messages import (
     Abort,
     Admit,
+    Drain,
     Failed,
     Fetch,
     Generate,
@@ -93,6 +94,7 @@ class SimWorker:
     pid: int = 1
     ended: str = ""
     slabs: int = 64
+    told: bool = False  # to drain
     turning: str = ""  # the role it is to have next
     held: dict[tuple[str, int], int] = field(default_factory=dict)
     pulled: set[tuple[str, int]] = field(default_factory=set)  # a decode worker's that may decode
@@ -118,7 +120,8 @@ class SimWorker:
             del self.held[key]
 
     def forget(self) -> None:
-        """A new life or a new link: nothing of before is held, nothing said before arrives."""
+        """A new life or a new link: nothing of before is held, nothing said before arrives, in either direction."""
+        self.told, self.turning = False, ""
         known = self.held, self.pulled, self.read, self.early, self.staged, self.local
         for kept in (*known, self.renewed_s, self.outbox):
             kept.clear()
@@ -194,7 +197,7 @@ class World:
         """A worker that holds nothing more begins a new life in `role`, as the same process."""
         worker = self.workers[name]
         worker.forget()
-        worker.life, worker.role, worker.turning = worker.life + 1, role, ""
+        worker.life, worker.role = worker.life + 1, role
         return self.say(name, worker.hello)
 
     def relink(self, name: str) -> list[Effect]:
@@ -288,6 +291,7 @@ class World:
         if not worker.alive:
             return
         if isinstance(message, Prefill | Generate | Admit):
+            assert not worker.told, f"{message} for one that was told to drain"
             assert not any(key[0] == message.request for key in worker.held), "two attempts at one worker"
             self._order(worker, message)
         elif isinstance(message, Staging | Fetch):
@@ -297,8 +301,8 @@ class World:
                 assert len(message.output) == worker.held[key] + 1, "the ticket comes with one token more"
                 worker.early.discard(key)
                 worker.held[key] = len(message.output)
-        elif isinstance(message, Turn):
-            worker.turning = message.role
+        elif isinstance(message, Drain | Turn):
+            worker.told, worker.turning = True, message.role if isinstance(message, Turn) else ""
         elif isinstance(message, Release | Abort):
             worker.free(message.request, message.epoch)
         elif isinstance(message, Renew):

@@ -41,7 +41,7 @@ contracts: $(STAMP) ## Who may import whom
 	@tail -n 2 .run/contracts.log
 
 tests: $(STAMP) ## All tests but the soaks; TESTS=tests/unit for some, JOBS=1 one by one
-	@$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(STAMP) ## The long ones; property tests look for new examples
 	@HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest $(TESTS) -m slow $(ARGS)

@@ -114,6 +114,11 @@ def test_a_swap_space_that_the_memory_has_no_room_for(monkeypatch: pytest.Monkey
     assert ask("tiny", **pool, swap_bytes=int(most[1]) << 20).kv_bytes
 
 
+def test_more_ranks_than_anybody_has() -> None:
+    told = refused("tiny", splits={"decode": (4, 1024)})
+    assert "4096 ranks are too many" in told and told.endswith("(--decode-tp, --decode-pp)")
+
+
 # ---- the question from one process to the other
 
 
@@ -127,9 +132,6 @@ async def test_a_split_that_the_model_does_not_allow_is_told_before_anything_sta
         await model.find(Config(model="tiny", prefill_tp=3), 2)
     assert "cannot be split into 1 stages of 3 ranks" in caught.value.what
     assert caught.value.fix == "use a tp of 1, 2, 4, and a pp of at most 6 (--prefill-tp, --prefill-pp)"
-    with pytest.raises(ModelError, match="4096 ranks are too many") as caught:
-        await model.find(Config(model="tiny", decode_tp=4, decode_pp=1024), 2)
-    assert caught.value.fix.endswith("(--decode-tp, --decode-pp)")
 
 
 async def test_a_process_that_breaks_is_told_as_an_error(

@@ -15,7 +15,7 @@ from worker.start import RETIRED
 
 GREEDY = Sampling(max_tokens=12, seed=0, temperature=0.0)
 SEEDED = Sampling(max_tokens=12, seed=77, temperature=1.0, top_p=0.95, frequency_penalty=0.4)
-DRAIN_S = 3.0
+DRAIN_S = 1.0
 NAMES = iter(f"t{number}" for number in range(100_000))
 pytestmark = pytest.mark.timeout(600)
 

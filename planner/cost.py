@@ -1,0 +1,84 @@
+"""What a step costs: lines fitted to measurements, and how they change with the number of stages.
+
+Source: DistServe appendix A and its artefact's fits (prefill a + b·Σl + c·Σl², decode a + b·context + c·rows), made
+monotone: coefficients are not negative, and a decode step costs the larger of its lines, so that no batch size is a
+cliff which a search could exploit. Seconds; no numpy, since the simulator asks millions of times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner.terms import Batch, Link
+
+Line = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step, `planner.terms.Cost`.
+
+    `prefill` is (constant, per token, per square of tokens); `decode` lines are (constant, per token of context, per
+    row), of which the largest holds. A step with both pays its work twice but its constants once: `shared` of the
+    smaller constant is saved (1: weights are read once; 0: two passes). `cross` is per prompt token × row.
+    With `pp` stages the work is divided evenly, and each stage adds `hop_s`.
+
+    Raises:
+        ValueError: a coefficient is negative, `shared` is not within 0 to 1, or there is no decode line.
+    """
+
+    prefill: Line
+    decode: tuple[Line, ...]
+    pp: int = 1
+    hop_s: float = 0.0
+    shared: float = 1.0
+    cross: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = (*self.prefill, *(number for line in self.decode for number in line))
+        if min(*numbers, self.hop_s, self.cross) < 0 or not 0 <= self.shared <= 1:
+            raise ValueError(f"a cost that can fall with the batch is refused: {self}")
+        if not self.decode or self.pp < 1:
+            raise ValueError(f"a cost needs a decode line and a stage: {self}")
+
+    def work_s(self, batch: Batch) -> float:
+        """Seconds of all stages together, without hops; 0 for an empty batch."""
+        if not batch.rows:
+            if not batch.tokens:
+                return 0.0
+            constant, per_token, per_square = self.prefill
+            return constant + per_token * batch.tokens + per_square * batch.squares
+        rows, context, longest = batch.rows, batch.context, 0.0
+        if not batch.tokens:
+            for constant, per_context, per_row in self.decode:
+                seconds = constant + per_context * context + per_row * rows
+                if seconds > longest:
+                    longest = seconds
+            return longest
+        first, per_token, per_square = self.prefill
+        for constant, per_context, per_row in self.decode:
+            less = constant if constant < first else first
+            seconds = first + constant - self.shared * less + per_context * context + per_row * rows
+            if seconds > longest:
+                longest = seconds
+        work = per_token * batch.tokens + per_square * batch.squares + self.cross * batch.tokens * rows
+        return longest + work
+
+    def across(self, links: int, link: Link, state_bytes: float) -> StepCost:
+        """With `links` of the ways between stages slower: each hands every token's hidden state over `link`."""
+        handed = links * state_bytes / link.bytes_per_s
+        first, token, square = self.prefill
+        return replace(
+            self,
+            prefill=(first, token + handed, square),
+            decode=tuple((constant, context, row + handed) for constant, context, row in self.decode),
+            hop_s=self.hop_s + links * link.latency_s / self.pp,
+        )
+
+    def step_s(self, batch: Batch) -> float:
+        work = self.work_s(batch)
+        return work + self.pp * self.hop_s if self.pp > 1 and work else work
+
+    def stage_s(self, batch: Batch) -> float:
+        work = self.work_s(batch)
+        return work / self.pp + self.hop_s if self.pp > 1 and work else work

@@ -1,0 +1,30 @@
+"""Devices: names in any spelling, sane figures, and an unknown one."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych.errors import ConfigError
+from planner.hardware import DEVICES, Device, device
+
+
+@pytest.mark.parametrize("one", DEVICES.values(), ids=lambda one: one.name)
+def test_figures_are_of_a_real_device(one: Device) -> None:
+    assert one.flops > 1e10 and one.bytes_per_s > 1e9 and one.memory_bytes > 1e9 and one.price_per_hour > 0
+    gets = one.gets
+    assert min(gets.flops, gets.attention, gets.bytes, gets.link) > 0
+    assert max(gets.flops, gets.attention, gets.bytes, gets.link) <= 1
+    assert one.node.intra.bytes_per_s >= one.node.inter.bytes_per_s
+    assert one.rate(2) == one.flops <= one.rate(1)
+
+
+def test_names_in_any_spelling() -> None:
+    assert device("h100") is device("H100") is device("h100_sxm") is device("NVIDIA H100 80GB HBM3")
+    assert device("A100") is device("a100-80gb") is device("NVIDIA A100-SXM4-80GB")
+
+
+def test_an_unknown_device_names_those_known() -> None:
+    with pytest.raises(ConfigError) as error:
+        device("TPU-9")
+    assert all(one.name in error.value.why for one in DEVICES.values())
+    assert len(error.value.lines()) <= 6

@@ -1,0 +1,157 @@
+"""Profiles: written and read again, the artefact's format, splits that nobody measured, and files that are none."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diptych.errors import ConfigError
+from planner.artefact import artefact_decode_s
+from planner.cost import StepCost
+from planner.profile import Overheads, Profile, analytic, built_in, load, save
+from planner.roofline import Roofline
+from planner.terms import Batch, Link, Split
+from tests.unit.planner.data import distserve
+
+BATCHES = (
+    Batch(512, 512.0**2),
+    Batch(2048, 2048.0**2),
+    Batch(rows=1, context=800),
+    Batch(rows=64, context=51200),
+)
+
+
+def off(one: Profile, other: Profile, split: Split) -> float:
+    """The largest relative difference of two profiles' costs."""
+    return max(abs(one.cost(split).step_s(batch) / other.cost(split).step_s(batch) - 1) for batch in BATCHES)
+
+
+def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
+    overheads = Overheads(0.001, 0.0002, 0.0005, Link(2e9, 1e-4), 98304)
+    built = built_in("OPT-13B", "A100-80G")
+    profile = replace(built, rooms={Split(2): 1000}, overheads=overheads, fit_error={"prefill_mean": 0.01})
+    save(profile, tmp_path / "p.json")
+    again = load(tmp_path / "p.json")
+    assert again == profile and again.kv_tokens(Split(2)) == 1000
+    endless = replace(profile, overheads=Overheads())
+    save(endless, tmp_path / "q.json")
+    assert load(tmp_path / "q.json").overheads.link.bytes_per_s == math.inf
+
+
+def test_an_analytic_profile_stays_analytic(tmp_path: Path) -> None:
+    profile = analytic("Llama-3.1-8B", "H100")
+    save(profile, tmp_path / "p.json")
+    assert isinstance(load(tmp_path / "p.json").cost(Split(2)), Roofline)
+    assert "analytic" in profile.how(Split(2))
+
+
+@pytest.mark.parametrize("backend", ["distserve", "vllm"])
+@pytest.mark.parametrize("model", ["facebook/opt-13b", "facebook/opt-66b"])
+def test_the_artefact_is_read_and_its_error_told(backend: str, model: str) -> None:
+    file = distserve(f"profile_data/profiler-a100-80g.{backend}.json")
+    profile, raw = load(file, model), json.loads(file.read_text())[model]
+    assert {str(split.tp) for split in profile.costs} == set(raw)
+    for split, cost in profile.costs.items():
+        fits = raw[str(split.tp)]
+        a, b, c = fits["prefill"]
+        for tokens in (64, 512, 2020):
+            wanted = (a + b * tokens + c * tokens**2) / 1e3
+            assert cost.step_s(Batch(tokens, tokens**2)) == pytest.approx(wanted, rel=0.035)
+        for rows in (1, 16, 64):
+            wanted = artefact_decode_s(fits, 256 * rows, rows)
+            assert cost.step_s(Batch(rows=rows, context=256 * rows)) == pytest.approx(wanted, rel=0.15)
+    assert 0 < profile.fit_error["decode_mean"] < 0.03 < profile.fit_error["decode_max"] < 0.3
+
+
+def test_built_in_profiles_are_the_artefacts() -> None:
+    file = distserve("profile_data/profiler-a100-80g.distserve.json")
+    for name in ("OPT-13B", "OPT-66B"):
+        assert built_in(name, "A100-80G").costs == load(file, name).costs
+
+
+def test_more_stages_divide_what_was_measured() -> None:
+    profile = built_in("OPT-66B", "A100-80G")
+    one, two = profile.cost(Split(4)), profile.cost(Split(4, 2))
+    for batch in BATCHES:
+        assert two.stage_s(batch) == pytest.approx(one.step_s(batch) / 2, rel=0.01)
+        assert two.step_s(batch) == pytest.approx(one.step_s(batch), rel=0.01)
+    assert "divided" in profile.how(Split(4, 2))
+
+
+@pytest.mark.parametrize("profile", [built_in("OPT-66B", "A100-80G"), analytic("OPT-66B", "A100-80G")])
+def test_stages_on_other_nodes_hand_their_states_over_the_slow_link(profile: Profile) -> None:
+    within, across = profile.cost(Split(2, 2)), profile.cost(Split(2, 2), cross=2)
+    more_s = across.step_s(Batch(1000, 1e6)) - within.step_s(Batch(1000, 1e6))
+    inter = profile.device.node.inter
+    assert more_s == pytest.approx(1000 * 9216 * 2 / inter.bytes_per_s + inter.latency_s, rel=0.01)
+    assert across.step_s(Batch(rows=10, context=10)) > within.step_s(Batch(rows=10, context=10))
+
+
+def test_a_split_left_out_is_scaled_from_its_neighbour() -> None:
+    whole = built_in("OPT-66B", "A100-80G")
+    for left, limit in ((Split(3), 0.1), (Split(4), 0.15), (Split(8), 0.35)):
+        rest = replace(whole, costs={split: cost for split, cost in whole.costs.items() if split != left})
+        assert off(rest, whole, left) < limit
+        assert "scaled" in rest.how(left)
+        assert isinstance(rest.cost(left), StepCost)
+
+
+def test_a_model_left_out_is_scaled_from_the_other() -> None:
+    huge, large = built_in("OPT-175B", "A100-80G"), built_in("OPT-66B", "A100-80G")
+    assert "OPT-66B" in huge.source
+    ratio = huge.model.parameters / large.model.parameters
+    for batch in BATCHES:
+        grown = huge.cost(Split(8)).step_s(batch) / large.cost(Split(8)).step_s(batch)
+        assert 0.8 * ratio < grown < 1.1 * ratio
+    assert huge.kv_tokens(Split(3, 3)) == 76192
+
+
+def test_measured_steps_become_a_profile(tmp_path: Path) -> None:
+    wanted = analytic("Llama-3.1-8B", "H200").cost(Split())
+    raw = {
+        "device": "NVIDIA H200", "dtype": "bfloat16", "tp": 1, "pp": 1,
+        "decode": [
+            {"batch": n, "context": m, "seconds": wanted.step_s(Batch(rows=n, context=n * m))}
+            for n in (1, 8, 32, 64)
+            for m in (256, 1024, 4096)
+        ],
+        "prefill": [{"tokens": n, "seconds": wanted.step_s(Batch(n, n * n))} for n in (128, 512, 2048, 4096)],
+    }  # fmt: skip
+    (tmp_path / "p.json").write_text(json.dumps(raw))
+    profile = load(tmp_path / "p.json", "meta-llama/Llama-3.1-8B")
+    assert profile.device.name == "H200" and profile.fit_error["decode_held_out"] < 0.1
+    for batch in (Batch(rows=16, context=16 * 2048), Batch(1024, 1024**2)):
+        assert profile.cost(Split()).step_s(batch) == pytest.approx(wanted.step_s(batch), rel=0.15)
+    del raw["prefill"]
+    (tmp_path / "p.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError):
+        load(tmp_path / "p.json", "Llama-3.1-8B")
+
+
+def test_files_that_are_no_profiles_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    wrong = [
+        "{", "[]", json.dumps({"version": 2}), json.dumps({"version": 1, "splits": []}),
+        json.dumps({"facebook/opt-13b": {"1": {}}}), json.dumps({"a": {}, "b": {}}),
+    ]  # fmt: skip
+    for text in wrong:
+        file.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            load(file)
+        assert len(error.value.lines()) <= 6
+    with pytest.raises(ConfigError):
+        load(tmp_path / "missing.json")
+
+
+def test_a_profile_whose_cost_could_fall_is_refused(tmp_path: Path) -> None:
+    save(built_in("OPT-13B", "A100-80G"), tmp_path / "p.json")
+    raw = json.loads((tmp_path / "p.json").read_text())
+    raw["splits"][0]["prefill"][2] = -1
+    (tmp_path / "p.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path / "p.json")
+    assert "fall" in error.value.why

@@ -56,7 +56,9 @@ class Chronicle:
         self._count(effect, now_s)
         if self._request_log is not None:
             member = self._relay.fleet.members.get(effect.worker) if isinstance(effect, Up) else None
-            self._request_log.note(effect, self._speaker, member.hello.pid if member else None)
+            live = self._relay.live.get(effect.request) if isinstance(effect, Began) else None
+            pid = member.hello.pid if member else None
+            self._request_log.note(effect, self._speaker, pid, live.chunks if live else ())
 
     def look(self, now_s: float) -> None:
         """Bring what the relay counts itself up to date."""

@@ -3,19 +3,24 @@
     {"t": 12.345678, "event": "begin", "request": "cmpl-…", "epoch": 1, "prefill": "prefill-0", "decode": "decode-1", …}
 
 `t` is in seconds since the log was opened, on the monotonic clock. It holds ids, numbers and names of workers, never a
-text or a token. Lines are written by a thread of their own, so that a slow disk delays nothing; what it cannot keep up
-with is dropped and counted, and after an error nothing more is written. docs/metrics.md lists the events.
+text or a token: which prompts begin alike is told by numbers that stand for their chunks, made with a key that is drawn
+when the log is opened and kept nowhere, so that nobody can find out by them whether a text was among the prompts.
+
+Lines are written by a thread of their own, so that a slow disk delays nothing; what it cannot keep up with is dropped
+and counted, and after an error nothing more is written. docs/metrics.md lists the events.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -42,6 +47,7 @@ from router.effects import (
 
 MAX_WAITING_BYTES = 64 << 20
 CLOSE_S = 5.0
+NAME_BYTES = 6  # a chunk's number is exact in JSON's floats
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +120,7 @@ class _Told:
 
     epoch: int = 0
     tokens: int = 0
+    begun: bool = False
 
 
 class RequestLog:
@@ -121,6 +128,7 @@ class RequestLog:
 
     def __init__(self, file: LogFile, clock: Callable[[], float] = time.monotonic) -> None:
         self.file, self._clock, self._began_s = file, clock, clock()
+        self._key = secrets.token_bytes(32)
         self._open: dict[str, _Told] = {}
 
     def arrive(self, request: Request, canary: bool) -> None:
@@ -139,14 +147,18 @@ class RequestLog:
         """Messages of attempts that had ended came from workers."""
         self._line("late", kind=kind, count=count)
 
-    def note(self, effect: Effect, speaker: str | None, pid: int | None) -> None:
-        """`speaker` is the worker whose message led to `effect`, if one did; `pid` is that of a worker that came up."""
+    def note(
+        self, effect: Effect, speaker: str | None, pid: int | None, chunks: Sequence[bytes] = ()
+    ) -> None:
+        """`speaker` is the worker whose message led to `effect`, if one did; `pid` is that of a worker that came up.
+
+        `chunks` are the names of the prompt's chunks, when an attempt begins.
+        """
         match effect:
             case Queued(request):
                 self._request("queued", request)
-            case Began(request, epoch, choice, staged):
-                self._told(request).epoch = epoch
-                self._request("begin", request, prefill=choice.prefill, decode=choice.decode, stage=staged)
+            case Began():
+                self._begin(effect, chunks)
             case Entered(request, stage):
                 self._request("stage", request, stage=stage.value)
             case Deliver(request, output):
@@ -169,6 +181,17 @@ class RequestLog:
                 self._line("up", worker=worker, role=role, incarnation=incarnation, pid=pid)
             case Down(worker, incarnation, reason):
                 self._line("down", worker=worker, incarnation=incarnation, reason=reason)
+
+    def _begin(self, began: Began, chunks: Sequence[bytes]) -> None:
+        told, choice = self._told(began.request), began.choice
+        told.epoch = began.epoch
+        names = {} if told.begun or not chunks else {"chunks": [self._number(name) for name in chunks]}
+        told.begun = True
+        fields = {"prefill": choice.prefill, "decode": choice.decode, "stage": began.staged}
+        self._request("begin", began.request, **fields, **names)
+
+    def _number(self, chunk: bytes) -> int:
+        return int.from_bytes(blake2b(chunk, digest_size=NAME_BYTES, key=self._key).digest())
 
     def _tokens(self, request: str, output: Output, speaker: str | None) -> None:
         told, count = self._told(request), len(output.tokens)

@@ -98,6 +98,23 @@ def test_every_event_has_its_line_and_nothing_of_the_text(tmp_path: Path) -> Non
     assert path.stat().st_mode & 0o077 == 0
 
 
+def test_prompts_that_begin_alike_have_the_same_numbers_within_one_log_only(tmp_path: Path) -> None:
+    written = []
+    for name in ("one", "two"):
+        file = LogFile(str(tmp_path / name))
+        told = RequestLog(file)
+        for request_id, chunks in (("a", (b"x", b"y")), ("b", (b"x", b"z"))):
+            told.arrive(request(request_id), canary=False)
+            told.note(Began(request_id, 1, Choice("p", "d"), False), None, None, chunks)
+            told.note(Began(request_id, 2, Choice("p", "d"), False), None, None, chunks)
+        file.close()
+        lines = [json.loads(line) for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
+        written.append([line["chunks"] for line in lines if "chunks" in line])
+    (first, second), (other, _) = written
+    assert len(written[0]) == 2 and first[0] == second[0] and first[1] != second[1]
+    assert not set(first) & set(other)
+
+
 def test_a_log_that_cannot_be_opened_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="request log"):
         LogFile(str(tmp_path / "nowhere" / "log"))

@@ -1,0 +1,293 @@
+"""What is asked of a deployment: lengths, shared prefixes and arrivals, drawn again and again from what was seen.
+
+A `Workload` is the joint distribution of one kind of request: (input, output, reused prefix) of a trace resampled
+together, or correlated lognormals. Arrivals are Poisson, gamma with a given coefficient of variation, or the trace's
+own. The same seed gives the same lengths and the same gaps, scaled, at every rate, so that a search over rates compares
+like with like. Without numpy.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from diptych.errors import ConfigError
+from planner.prefixes import Reuse, Tree, reuses
+from planner.terms import Job, Slo
+from planner.traces import read_trace, write_trace
+
+__all__ = [
+    "SYNTHETIC", "Draw", "Empirical", "Lengths", "Lognormals", "Mix", "Slos", "Workload",
+    "fit", "load", "named", "read_trace", "scaled", "synthetic", "write_trace",
+]  # fmt: skip
+
+Slos = Mapping[str, Slo]  # by kind; "" is for kinds that have none of their own
+
+MEAN_DRAWS = 20_000
+
+
+class Draw(NamedTuple):
+    """A request without its arrival."""
+
+    prompt: int
+    output: int
+    reuse: Reuse = Reuse()
+
+
+class Lengths(Protocol):
+    """A distribution of requests."""
+
+    def draw(self, chance: random.Random) -> Draw: ...
+
+
+class Empirical:
+    """The jobs of a trace, with replacement."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.draws = [
+            Draw(job.prompt, job.output, reuse) for job, reuse in zip(jobs, reuses(jobs), strict=True)
+        ]
+
+    def draw(self, chance: random.Random) -> Draw:
+        return self.draws[chance.randrange(len(self.draws))]
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormals:
+    """Correlated lognormal lengths: means and deviations of the logarithm; redrawn while the sum is above `most`."""
+
+    prompt_mean: float
+    prompt_deviation: float
+    output_mean: float
+    output_deviation: float
+    correlation: float = 0.0
+    most: int = 1 << 20
+
+    def draw(self, chance: random.Random) -> Draw:
+        rest = math.sqrt(1.0 - self.correlation**2)
+        while True:
+            one = chance.gauss(0.0, 1.0)
+            other = self.correlation * one + rest * chance.gauss(0.0, 1.0)
+            prompt = max(1, round(math.exp(self.prompt_mean + self.prompt_deviation * one)))
+            output = max(1, round(math.exp(self.output_mean + self.output_deviation * other)))
+            if prompt + output <= self.most:
+                return Draw(prompt, output)
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """Another distribution with every length divided, at least 1, and their sum at most `most`."""
+
+    source: Lengths
+    by: float
+    most: int
+
+    def draw(self, chance: random.Random) -> Draw:
+        prompt, output, reuse = self.source.draw(chance)
+        output = min(max(1, round(output / self.by)), self.most - 1)
+        return Draw(min(max(1, round(prompt / self.by)), self.most - output), output, reuse)
+
+
+def fit(jobs: Sequence[Job]) -> Lognormals:
+    """The lognormals of a trace, by moments of the logarithms; never a longer request than the longest seen."""
+    prompts = [math.log(job.prompt) for job in jobs]
+    outputs = [math.log(job.output) for job in jobs]
+    one, other = statistics.pstdev(prompts), statistics.pstdev(outputs)
+    together = statistics.correlation(prompts, outputs) if one and other else 0.0
+    most = max(job.prompt + job.output for job in jobs)
+    return Lognormals(statistics.fmean(prompts), one, statistics.fmean(outputs), other, together, most)
+
+
+# Means of figure 7 of DistServe (input / output tokens: 755.5 / 200.3, 171.3 / 98.2, 1738.3 / 90.7), requests of at
+# most 2,048 tokens. The shapes are our own; means of the logarithms were solved so that the means fit after the cut.
+SYNTHETIC: Mapping[str, Lognormals] = {
+    "sharegpt": Lognormals(6.7429, 0.95, 4.9180, 0.95, -0.1, 2048),
+    "humaneval": Lognormals(5.0417, 0.45, 4.3022, 0.75, 0.0, 2048),
+    "longbench": Lognormals(7.6378, 0.18, 4.3675, 1.0, -0.1, 2048),
+}
+
+
+class Source(Protocol):
+    """Anything that jobs can be drawn from: a `Workload` or a `Mix`."""
+
+    def stream(self, rate: float, seed: int, cv: float = 1.0) -> Iterator[Job]: ...
+
+    def sample(self, n: int, rate: float, seed: int, cv: float = 1.0) -> list[Job]: ...
+
+    def mean(self) -> tuple[float, float]: ...
+
+
+class Workload:
+    """One kind of request. `jobs` are those of the trace, in order of arrival, if it is of one."""
+
+    def __init__(
+        self, lengths: Lengths, kind: str = "", jobs: Sequence[Job] = (), block_tokens: int = 64
+    ) -> None:
+        self.lengths, self.kind, self.jobs, self.block_tokens = lengths, kind, jobs, block_tokens
+
+    @classmethod
+    def of(cls, jobs: Iterable[Job], kind: str = "") -> Workload:
+        """The empirical distribution of a trace. Raises ConfigError if it is empty."""
+        ordered = sorted(jobs, key=lambda job: job.at_s)
+        if not ordered:
+            raise ConfigError(
+                "a workload has no request", "the trace or window is empty", "give a longer one"
+            )
+        return cls(Empirical(ordered), kind or ordered[0].kind, ordered, ordered[0].block_tokens)
+
+    def stream(self, rate: float, seed: int, cv: float = 1.0) -> Iterator[Job]:
+        """Jobs without end, at `rate` a second, from 0 s. `cv` is the gaps' deviation over their mean: 1 is Poisson."""
+        tree = Tree()
+        arrivals = gaps(rate, seed, cv)
+        chance = random.Random(f"lengths {seed}")
+        at_s = 0.0
+        for gap_s in arrivals:
+            at_s += gap_s
+            yield self.job(at_s, chance, tree)
+
+    def job(self, at_s: float, chance: random.Random, tree: Tree) -> Job:
+        prompt, output, reuse = self.lengths.draw(chance)
+        prefix = tree.grow(prompt // self.block_tokens, reuse) if self.shares else ()
+        return Job(at_s, prompt, output, self.kind, prefix, self.block_tokens)
+
+    def sample(self, n: int, rate: float, seed: int, cv: float = 1.0) -> list[Job]:
+        """The first `n` of `stream`."""
+        return list(islice(self.stream(rate, seed, cv), n))
+
+    def scaled(self, rate: float) -> list[Job]:
+        """The trace itself, with its own order and burstiness, at another mean rate."""
+        if not self.jobs:
+            raise ConfigError(
+                "a workload cannot be replayed", "it is a formula, not a trace", "sample it instead"
+            )
+        return scaled(self.jobs, rate)
+
+    def shrunk(self, by: float, most: int = 1 << 20) -> Workload:
+        """The same with lengths (and the tokens of a shared block) divided, for a smaller model."""
+        block_tokens = max(1, round(self.block_tokens / by))
+        jobs = [shrink(job, by, most, block_tokens) for job in self.jobs]
+        return Workload(Shrunk(self.lengths, by, most), self.kind, jobs, block_tokens)
+
+    @property
+    def shares(self) -> bool:
+        """Whether prompts name the blocks that they begin with."""
+        return any(job.prefix for job in self.jobs[:1000])
+
+    def mean(self) -> tuple[float, float]:
+        """Mean tokens of (prompt, answer): the trace's, or of so many draws of a formula."""
+        chance = random.Random("mean")
+        draws: Sequence[Job | Draw] = self.jobs or [self.lengths.draw(chance) for _ in range(MEAN_DRAWS)]
+        return statistics.fmean(one.prompt for one in draws), statistics.fmean(one.output for one in draws)
+
+
+class Mix:
+    """Several kinds of request at once, each with its share of arrivals and its promise."""
+
+    def __init__(self, parts: Sequence[tuple[str, float, Workload, Slo]]) -> None:
+        """Raises ConfigError: no parts, a share that is not positive, or two of one name."""
+        names = [name for name, _, _, _ in parts]
+        if not parts or len(set(names)) < len(names) or min(share for _, share, _, _ in parts) <= 0.0:
+            why = f"kinds: {', '.join(names) or 'none'}; each needs a name of its own and a share above 0"
+            raise ConfigError(
+                "the kinds of requests cannot be mixed", why, "name each kind once, with its share"
+            )
+        whole = sum(share for _, share, _, _ in parts)
+        self.shares = {name: share / whole for name, share, _, _ in parts}
+        self.workloads = {name: workload for name, _, workload, _ in parts}
+        self.slos: Slos = {name: slo for name, _, _, slo in parts}
+
+    def stream(self, rate: float, seed: int, cv: float = 1.0) -> Iterator[Job]:
+        """Jobs without end; kinds are drawn by their shares, and share no prefix with each other."""
+        names = list(self.workloads)
+        trees = {name: Tree(number, len(names)) for number, name in enumerate(names)}
+        kinds = random.Random(f"kinds {seed}")
+        chances = {name: random.Random(f"lengths {seed} {name}") for name in names}
+        weights = [self.shares[name] for name in names]
+        at_s = 0.0
+        for gap_s in gaps(rate, seed, cv):
+            at_s += gap_s
+            (name,) = kinds.choices(names, weights)
+            yield replace(self.workloads[name].job(at_s, chances[name], trees[name]), kind=name)
+
+    def sample(self, n: int, rate: float, seed: int, cv: float = 1.0) -> list[Job]:
+        """The first `n` of `stream`."""
+        return list(islice(self.stream(rate, seed, cv), n))
+
+    def mean(self) -> tuple[float, float]:
+        """Mean tokens of (prompt, answer) over all kinds."""
+        means = [(self.shares[name], *workload.mean()) for name, workload in self.workloads.items()]
+        return sum(share * prompt for share, prompt, _ in means), sum(share * out for share, _, out in means)
+
+
+# ---- arrivals
+
+
+def gaps(rate: float, seed: int, cv: float = 1.0) -> Iterator[float]:
+    """Seconds before each arrival, of mean 1 / rate: gamma of shape 1 / cv², so 1 is Poisson and 0 a clock's tick.
+
+    The first is 0: a run begins with a request.
+    """
+    if not rate > 0.0 or not math.isfinite(rate) or not 0.0 <= cv < math.inf:
+        raise ConfigError(
+            "arrivals cannot be drawn", f"rate {rate}, cv {cv}", "give a rate above 0, and a cv of 0 or more"
+        )
+    chance = random.Random(f"gaps {seed}")
+    yield 0.0
+    while True:
+        if cv == 1.0:
+            yield chance.expovariate(1.0) / rate
+        elif cv == 0.0:
+            yield 1.0 / rate
+        else:
+            yield chance.gammavariate(cv**-2, cv**2) / rate
+
+
+def rate_of(jobs: Sequence[Job]) -> float:
+    """Arrivals a second, first to last. Raises ConfigError if they all come at once."""
+    first, last = min(job.at_s for job in jobs), max(job.at_s for job in jobs)
+    if last <= first:
+        raise ConfigError(
+            "a trace has no arrival times", "all its requests come at once", "sample it at a rate"
+        )
+    return (len(jobs) - 1) / (last - first)
+
+
+def scaled(jobs: Sequence[Job], rate: float) -> list[Job]:
+    """The same jobs from 0 s on, faster or slower."""
+    slower, first = rate_of(jobs) / rate, min(job.at_s for job in jobs)
+    return [replace(job, at_s=(job.at_s - first) * slower) for job in jobs]
+
+
+def shrink(job: Job, by: float, most: int, block_tokens: int) -> Job:
+    """A job with its lengths divided, within `most` tokens; its prefix keeps the blocks that are still whole."""
+    output = min(max(1, round(job.output / by)), most - 1)
+    prompt = min(max(1, round(job.prompt / by)), most - output)
+    prefix = job.prefix[: prompt // block_tokens]
+    return replace(job, prompt=prompt, output=output, prefix=prefix, block_tokens=block_tokens)
+
+
+# ---- by name
+
+
+def synthetic(name: str) -> Workload:
+    """A workload with the mean lengths of one of the paper's data sets. Raises ConfigError for another name."""
+    if name not in SYNTHETIC:
+        raise ConfigError(
+            f"no workload is called {name!r}", f"known: {', '.join(SYNTHETIC)}", "or name a trace's file"
+        )
+    return Workload(SYNTHETIC[name], name)
+
+
+def load(path: str, kind: str = "") -> Workload:
+    """The workload of a trace's file. Raises ConfigError as `read_trace` does."""
+    return Workload.of(read_trace(path), kind)
+
+
+def named(name: str) -> Workload:
+    """`synthetic`, or a file's."""
+    return synthetic(name) if name in SYNTHETIC else load(name)

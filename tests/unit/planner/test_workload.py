@@ -1,0 +1,176 @@
+"""What is drawn again is like what was seen: lengths jointly, shared beginnings, arrivals."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from pathlib import Path
+
+import pytest
+
+from diptych.errors import ConfigError
+from planner.day import WORKDAY, day, windows
+from planner.prefixes import hit_rate, reuses
+from planner.terms import Job, Slo
+from planner.workload import SYNTHETIC, Lognormals, Mix, Workload, fit, named, rate_of, scaled, synthetic
+
+SHARED = Path(os.environ.get("DIPTYCH_SHARED", Path(__file__).resolve().parents[3] / ".." / "shared"))
+MEANS = {"sharegpt": (755.5, 200.3), "humaneval": (171.3, 98.2), "longbench": (1738.3, 90.7)}
+
+JOBS = [Job(float(i), 10 * (i % 5 + 1), i % 5 + 1, "chat") for i in range(50)]
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_synthetic_lengths_have_the_means_of_figure_7(name: str) -> None:
+    jobs = synthetic(name).sample(20_000, rate=1.0, seed=3)
+    assert statistics.fmean(job.prompt for job in jobs) == pytest.approx(MEANS[name][0], rel=0.02)
+    assert statistics.fmean(job.output for job in jobs) == pytest.approx(MEANS[name][1], rel=0.03)
+    assert max(job.prompt + job.output for job in jobs) <= 2048
+    assert synthetic(name).mean() == pytest.approx(MEANS[name], rel=0.02)
+
+
+def test_lengths_are_resampled_jointly_and_by_seed() -> None:
+    workload = Workload.of(JOBS)
+    jobs = workload.sample(500, rate=2.0, seed=1)
+    assert {(job.prompt, job.output) for job in jobs} == {(job.prompt, job.output) for job in JOBS}
+    assert {job.kind for job in jobs} == {"chat"}
+    assert workload.sample(500, 2.0, 1) == jobs != workload.sample(500, 2.0, 2)
+    assert jobs[:100] == workload.sample(100, 2.0, 1)
+
+
+def test_another_rate_has_the_same_requests_faster() -> None:
+    slow, fast = (synthetic("sharegpt").sample(200, rate, 5) for rate in (1.0, 4.0))
+    assert [(job.prompt, job.output) for job in slow] == [(job.prompt, job.output) for job in fast]
+    assert [job.at_s for job in slow] == pytest.approx([4.0 * job.at_s for job in fast])
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 4.0])
+def test_arrivals_have_the_rate_and_the_burstiness_asked_for(cv: float) -> None:
+    jobs = synthetic("humaneval").sample(20_000, rate=5.0, seed=2, cv=cv)
+    gaps = [after.at_s - before.at_s for before, after in zip(jobs, jobs[1:], strict=False)]
+    assert jobs[0].at_s == 0.0
+    assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.08)
+    assert statistics.pstdev(gaps) / statistics.fmean(gaps) == pytest.approx(cv, rel=0.05, abs=1e-9)
+
+
+def test_a_fit_finds_the_lognormals_that_jobs_were_drawn_from() -> None:
+    truth = Lognormals(5.0, 0.6, 4.0, 0.9, 0.5)
+    found = fit(Workload(truth).sample(20_000, 1.0, 1))
+    for name in ("prompt_mean", "prompt_deviation", "output_mean", "output_deviation", "correlation"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), abs=0.03)
+
+
+def test_a_replay_keeps_order_and_burstiness_at_another_rate() -> None:
+    burst = [Job(at_s, 5, 5) for at_s in (10.0, 10.1, 10.2, 30.0, 30.1)]
+    replayed = Workload.of(burst).scaled(10.0)
+    assert rate_of(replayed) == pytest.approx(10.0)
+    assert [job.at_s for job in replayed] == pytest.approx([(job.at_s - 10.0) * 0.4 / 20.1 for job in burst])
+    with pytest.raises(ConfigError, match="replayed"):
+        synthetic("sharegpt").scaled(1.0)
+    with pytest.raises(ConfigError, match="no arrival times"):
+        scaled([Job(0.0, 1, 1), Job(0.0, 1, 1)], 1.0)
+
+
+def talk(turns: int, clients: int) -> list[Job]:
+    """Clients that share a first block and take turns; each turn begins with the one before."""
+    jobs = list[Job]()
+    for turn in range(turns):
+        for client in range(clients):
+            path = (0, *(1000 * client + block for block in range(1, 3 * turn + 3)))
+            jobs.append(Job(len(jobs) * 0.1, 64 * len(path) + 7, 5, "", path))
+    return jobs
+
+
+def test_what_prompts_share_is_measured_against_all_before() -> None:
+    jobs = [
+        Job(0, 200, 1, "", (1, 2, 3)),
+        Job(1, 130, 1, "", (1, 2)),
+        Job(2, 200, 1, "", (1, 9, 3)),
+        Job(3, 5, 1),
+    ]
+    assert [tuple(reuse) for reuse in reuses(jobs)] == [(0, 0), (2, 1), (1, 1), (0, 0)]
+    assert hit_rate(jobs) == 3 / 8
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_resampled_prompts_share_as_much_as_those_seen(seed: int) -> None:
+    jobs = talk(turns=8, clients=100)
+    again = Workload.of(jobs).sample(len(jobs), rate=3.0, seed=seed)
+    assert hit_rate(again) == pytest.approx(hit_rate(jobs), abs=0.03)
+    assert all(len(job.prefix) == job.prompt // 64 for job in again)
+    lags = [sorted(reuse.lag for reuse in reuses(one) if reuse.blocks) for one in (jobs, again)]
+    assert lags[1][len(lags[1]) // 2] == pytest.approx(lags[0][len(lags[0]) // 2], rel=0.3)
+
+
+@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="needs shared/data, which is not here")
+def test_an_unbounded_cache_hits_as_often_as_on_the_mooncake_trace() -> None:
+    workload = named(str(SHARED / "data" / "mooncake" / "synthetic_trace.jsonl.gz"))
+    truth = hit_rate(workload.jobs)
+    for seed in (1, 2, 3):
+        again = workload.sample(len(workload.jobs), rate=4.0, seed=seed)
+        assert hit_rate(again) == pytest.approx(truth, abs=0.03)
+
+
+def test_a_mix_keeps_shares_promises_and_prefixes_apart() -> None:
+    parts = [
+        ("chat", 3.0, Workload.of(talk(4, 10)), Slo(0.5, 0.1)),
+        ("talk", 1.0, Workload.of(talk(4, 10)), Slo(2.0)),
+    ]
+    mix = Mix(parts)
+    jobs = mix.sample(4000, rate=2.0, seed=1)
+    chats = [job for job in jobs if job.kind == "chat"]
+    assert len(chats) / len(jobs) == pytest.approx(0.75, abs=0.03)
+    assert mix.slos["chat"] == Slo(0.5, 0.1)
+    names = [{name for job in jobs if job.kind == kind for name in job.prefix} for kind in ("chat", "talk")]
+    assert all(names) and not names[0] & names[1]
+    assert mix.mean() == pytest.approx(Workload.of(talk(4, 10)).mean())
+    for wrong in ([], parts[:1] * 2, [("x", 0.0, Workload.of(JOBS), Slo())]):
+        with pytest.raises(ConfigError, match="mixed"):
+            Mix(wrong)
+
+
+def test_a_smaller_model_gets_shorter_requests_that_share_as_many_blocks() -> None:
+    small = Workload.of(talk(8, 20)).shrunk(4.0, most=300)
+    assert small.block_tokens == 16
+    jobs = small.sample(500, 1.0, 1)
+    assert max(job.prompt + job.output for job in jobs) <= 300
+    assert all(len(job.prefix) == job.prompt // 16 for job in jobs)
+    assert hit_rate(jobs) > 0.3
+    assert all(len(job.prefix) <= job.prompt // 16 for job in small.jobs)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ConfigError, match="no workload"):
+        synthetic("poetry")
+    with pytest.raises(ConfigError, match="no request"):
+        Workload.of([])
+    for rate, cv in ((0.0, 1.0), (math.nan, 1.0), (1.0, -1.0)):
+        with pytest.raises(ConfigError, match="arrivals"):
+            synthetic("sharegpt").sample(1, rate, 1, cv)
+
+
+def test_windows_cover_time_without_gaps() -> None:
+    jobs = [Job(at_s, 1, 1) for at_s in (0.0, 0.5, 1.0, 3.5)]
+    cut = list(windows(jobs, 1.0))
+    assert [(start_s, len(held)) for start_s, held in cut] == [(0.0, 2), (1.0, 1), (2.0, 0), (3.0, 1)]
+
+
+def test_a_day_has_its_shape_and_the_traces_burstiness() -> None:
+    jobs = list(day(JOBS, rate=0.5, seed=1))
+    assert len(jobs) == pytest.approx(0.5 * 86_400, rel=0.001)
+    assert [job.at_s for job in jobs] == sorted(job.at_s for job in jobs)
+    hours = [len(held) / 1800 for _, held in windows(jobs, 3600.0)]
+    assert hours == pytest.approx(list(WORKDAY), abs=0.01)
+    assert statistics.fmean(WORKDAY) == pytest.approx(1.0, abs=0.003)
+    assert len(list(day(JOBS, 10.0, 1, shape=(0.0, 1.0), length_s=100.0))) == 1000
+    with pytest.raises(ConfigError, match="shape"):
+        list(day(JOBS, 1.0, 1, shape=()))
+
+
+def test_a_days_rounds_share_no_prefix() -> None:
+    jobs = list(day(talk(3, 5), 1.0, 1, shape=(1.0,), length_s=44.5))
+    assert len(jobs) == 45
+    assert not {name for job in jobs[:15] for name in job.prefix} & {
+        n for job in jobs[15:] for n in job.prefix
+    }

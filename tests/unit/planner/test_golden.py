@@ -1,0 +1,161 @@
+"""The paper's own simulator, request by request (S1): what it gave, and what ours refuses.
+
+Golden traces and coefficients are data of `../shared`; those tests skip without it. `simdistserve.json` beside this
+file holds further runs of the original: ties, more context than a step takes, many rows, stages.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.errors import ConfigError
+from planner import des, simdistserve
+from planner.terms import BOTH, DECODE, PREFILL, Job, Placement, Pool, Served, Split
+from tests.unit.planner.data import SHARED, distserve
+
+GOLDEN = SHARED / "data" / "distserve" / "golden"
+RUNS: dict[str, Any] = json.loads((Path(__file__).parent / "simdistserve.json").read_text())
+CASES = (
+    "d13_sharegpt_r3",
+    "d66_sharegpt_pp2_r4",
+    "d66_sharegpt_r4",
+    "v13_sharegpt_r1",
+    "v66_longbench_r1",
+)
+NEAR_MS = 0.01
+
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden traces at {GOLDEN}")
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def profile(backend: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        distserve(f"profile_data/profiler-a100-80g.{backend}.json").read_text()
+    )
+    return found
+
+
+def case(name: str) -> dict[str, str]:
+    return next(row for row in rows(GOLDEN / "cases.csv") if row["case"] == name)
+
+
+def splits(row: dict[str, str]) -> tuple[Split, Split]:
+    """Of reading and of decoding; the vLLM back-end has one, and says 0 for the other."""
+    read = Split(int(row["tp_prefill"]), int(row["pp_prefill"]))
+    return read, Split(max(1, int(row["tp_decode"])), max(1, int(row["pp_decode"])))
+
+
+def trace(name: str) -> list[Job]:
+    return [
+        Job(float(row["arrival_s"]), int(row["prompt_len"]), int(row["output_len"]))
+        for row in rows(GOLDEN / f"{name}.csv")
+    ]
+
+
+def far_ms(name: str, served: list[Served]) -> float:
+    """The largest difference from the golden file, of any time of any request."""
+    return max(
+        max(
+            abs(one.ttft_s * 1e3 - float(row["ttft_ms"])),
+            abs(one.tpot_s * 1e3 - float(row["tpot_ms"])),
+            abs((one.ended_s - one.job.at_s) * 1e3 - float(row["total_ms"])),
+        )
+        for one, row in zip(served, rows(GOLDEN / f"{name}.csv"), strict=True)
+    )
+
+
+@pytest.mark.parametrize("run", RUNS["cases"], ids=lambda run: str(run["name"]))
+def test_other_runs_of_the_original_come_out_the_same(run: dict[str, Any]) -> None:
+    tp_read, pp_read, tp_write, pp_write = run["splits"]
+    served = simdistserve.run(
+        [Job(at_s, prompt, output) for at_s, prompt, output, _, _ in run["rows"]],
+        RUNS["fits"][run["backend"]],
+        run["backend"],
+        run["model"],
+        Split(tp_read, pp_read),
+        Split(tp_write, pp_write),
+    )
+    for one, (_, _, _, ttft_ms, tpot_ms) in zip(served, run["rows"], strict=True):
+        assert one.ttft_s * 1e3 == pytest.approx(ttft_ms, abs=1e-4)
+        assert one.tpot_s * 1e3 == pytest.approx(tpot_ms, abs=1e-4)
+
+
+@needs_golden
+def test_every_golden_trace_is_looked_at() -> None:
+    assert {row["case"] for row in rows(GOLDEN / "cases.csv")} == set(CASES)
+
+
+@needs_golden
+@pytest.mark.parametrize("name", CASES)
+def test_each_request_is_as_in_the_original(name: str) -> None:
+    row = case(name)
+    served = simdistserve.run(
+        trace(name), profile(row["backend"]), row["backend"], row["model"], *splits(row)
+    )
+    assert far_ms(name, served) <= NEAR_MS
+    ttft, tpot = float(row["ttft_slo_ms"]) / 1e3, float(row["tpot_slo_ms"]) / 1e3
+    kept = sum(one.ttft_s <= ttft and one.tpot_s <= tpot for one in served) / len(served)
+    assert kept == pytest.approx(float(row["attain_both"]), abs=1e-4)
+
+
+@needs_golden
+@pytest.mark.parametrize("name", ["d13_sharegpt_r3", "v13_sharegpt_r1", "v66_longbench_r1"])
+def test_steps_taken_together_are_the_same_steps(name: str) -> None:
+    """The search's simulator, with the paper's costs, on placements without stages."""
+    row = case(name)
+    read, write = splits(row)
+    colocated = row["backend"] == "vllm"
+    pools = (Pool(BOTH, read),) if colocated else (Pool(PREFILL, read), Pool(DECODE, write))
+    served = des.run(
+        Placement(pools),
+        lambda pool: simdistserve.cost_of(profile(row["backend"]), row["model"], pool.split),
+        trace(name),
+        limits=des.Limits(first_again=True),
+    )
+    assert far_ms(name, served) <= NEAR_MS
+
+
+def test_the_budget_of_a_step_is_the_artefact_s_table() -> None:
+    for row in rows(distserve("profile_data/max_num_tokens.csv")):
+        split = Split(int(row["tp"]), int(row["pp"]))
+        assert simdistserve.tokens_of(row["model"], split) == int(row["max_num_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"backend": "orca"}, "no backend"),
+        ({"model": "facebook/opt-1b"}, "no model"),
+        ({"prefill": Split(8)}, "no TP 8"),
+        ({"prefill": Split(2, 3)}, "cannot be spread"),
+        ({"jobs": [Job(0.0, 60_000, 4)]}, "can never run"),
+        ({"profile": {"facebook/opt-13b": {"1": {}, "2": {"prefill": [1]}}}}, "cannot be used"),
+        ({"profile": []}, "no model"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(change: dict[str, Any], told: str) -> None:
+    asked: dict[str, Any] = {
+        "jobs": [Job(0.0, 100, 4)],
+        "profile": RUNS["fits"]["distserve"],
+        "backend": "distserve",
+        "model": "facebook/opt-13b",
+        "prefill": Split(2),
+        "decode": Split(1),
+    } | change
+    with pytest.raises(ConfigError, match=told) as caught:
+        simdistserve.run(**asked)
+    assert len(caught.value.lines()) <= 6
+
+
+def test_weights_without_room_for_kv_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no room"):
+        simdistserve.tokens_of("facebook/opt-175b", Split(2))

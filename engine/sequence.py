@@ -80,7 +80,7 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Everything it came with has been read, and its first token here has been written."""
-        return self.computed >= self.target and self.total > self.target
+        return self.computed >= self.target < len(self.prompt) + len(self.output)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -146,7 +146,8 @@ class Limits:
 
     def grown(self, seq: Sequence, ratio: float) -> int:
         """Tokens that `seq` ends with if it writes the share `ratio` of what it still may."""
+        total = seq.total
         if seq.hold:
-            return seq.total
+            return total
         rest = max(0, seq.sampling.max_tokens - len(seq.output))
-        return max(seq.total, min(seq.total + ceil(ratio * rest), self.max_model_len))
+        return max(total, min(total + ceil(ratio * rest), self.max_model_len))

@@ -17,6 +17,8 @@ PURE = {
     "engine.scheduler": HEAVY,
     "kvcache.holdings": (*HEAVY, "asyncio", "zmq"),
     "kvtransfer.handoff": HEAVY,
+    "planner.replan": HEAVY,
+    "planner.elastic": HEAVY,
     "planner.simulator": HEAVY,  # when it exists
 }
 

@@ -1,0 +1,167 @@
+"""`diptych simulate` as it is typed: the paper's simulator by files, deployments in figures, and refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli.main import main
+from tests.unit.planner.data import distserve
+
+FITS = {
+    "toy/opt": {},
+    "facebook/opt-13b": {
+        "1": {
+            "prefill": [20.0, 0.1, 1e-6],
+            "decoding_smallbs": [20.0, 6e-4, 0.04],
+            "decoding_largebs": [8.0, 6e-4, 0.16],
+            "decoding_large_small_bs_threshold": 95,
+        }
+    },
+}
+CASES = ("d66_sharegpt_pp2_r4", "v66_longbench_r1")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with a profile and a trace."""
+    (tmp_path / "fits.json").write_text(json.dumps(FITS))
+    (tmp_path / "in.csv").write_text("arrival_s,prompt_len,output_len\n0.0,100,3\n0.5,200,1\n")
+    return tmp_path
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """Runs the command in this process; its exit status."""
+    monkeypatch.setattr(sys, "argv", ["diptych", "simulate", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def compat(folder: Path, *more: object) -> list[object]:
+    return [
+        "--compat", "simdistserve", "--profile", folder / "fits.json", "--model", "facebook/opt-13b",
+        "--trace", folder / "in.csv", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_traces_come_out_as_files(name: str, tmp_path: Path) -> None:
+    golden = distserve(f"golden/{name}.csv")
+    with distserve("golden/cases.csv").open(newline="") as file:
+        case = next(row for row in csv.DictReader(file) if row["case"] == name)
+    out = tmp_path / "out.csv"
+    words = [
+        "--compat", "simdistserve", "--backend", case["backend"], "--model", case["model"],
+        "--profile", str(distserve(f"profile_data/profiler-a100-80g.{case['backend']}.json")),
+        "--tp-prefill", case["tp_prefill"], "--pp-prefill", case["pp_prefill"],
+        "--tp-decode", case["tp_decode"], "--pp-decode", case["pp_decode"],
+        "--trace", str(golden), "--out", str(out),
+    ]  # fmt: skip
+    subprocess.run([sys.executable, "-m", "services.cli.main", "simulate", *words], check=True, timeout=60)
+    with out.open(newline="") as made, golden.open(newline="") as file:
+        found, wanted = list(csv.DictReader(made)), list(csv.DictReader(file))
+    assert found[0].keys() == wanted[0].keys()
+    for one, other in zip(found, wanted, strict=True):
+        assert all(abs(float(one[key]) - float(other[key])) <= 0.01 for key in other)
+
+
+def test_without_out_the_rows_are_printed(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(monkeypatch, *compat(files)) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    read_ms = 20.0 + 0.1 * 100 + 1e-6 * 100**2 + 1.0 + 2.0 + 1e-4 * 100
+    assert float(rows[0]["ttft_ms"]) == pytest.approx(read_ms, abs=1e-4)
+    assert [row["output_len"] for row in rows] == ["3", "1"]
+
+
+@pytest.mark.parametrize(
+    ("trace", "told"),
+    [
+        ("arrival_s,prompt_len,output_len\n0.0,100,3\n0.5,many,1\n", "row 3"),
+        ("arrival_s,prompt_len,output_len\n0.0,100\n", "row 2"),
+        ("arrival_s,prompt_len,output_len\n-1.0,100,3\n", "row 2"),
+        ("arrival_s,prompt_len,output_len\n0.0,100,0\n", "row 2"),
+        ("arrival_s,prompt_len\n0.0,100\n", "layout"),
+        ("arrival_s,prompt_len,output_len\n0.0,60000,3\n", "can never run"),
+        ("", "empty"),
+    ],
+)
+def test_a_broken_trace_is_told_in_six_lines(
+    trace: str, told: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "in.csv").write_text(trace)
+    assert typed(monkeypatch, *compat(files)) == 2
+    shown = capsys.readouterr()
+    assert told in shown.err
+    assert len(shown.err.splitlines()) <= 6
+    assert not shown.out
+
+
+REAL = ["--model", "facebook/opt-13b"]
+CHAT = ["--placement", "1P + 1D", "--workload", "sharegpt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--compat", "vllm", *REAL], "is not known"),
+        ([*REAL, "--tp-decode", "2"], "--tp-decode has no effect"),
+        (["--compat", "simdistserve", *REAL, "--rate", "2"], "--rate has no effect"),
+        (["--compat", "simdistserve", *REAL], "--trace is missing"),
+        (["--compat", "simdistserve", *REAL, "--tp-decode", "0"], "at least 1"),
+        ([*REAL, "--workload", "sharegpt", "--rate", "1"], "--placement is missing"),
+        ([*REAL, *CHAT], "--rate is missing"),
+        ([*REAL, *CHAT, "--rate", "0"], "a rate of"),
+        ([*REAL, "--placement", "1P"], "--trace or --workload"),
+        ([*REAL, "--placement", "2 servers", "--rate", "1"], "not understood"),
+        ([*REAL, "--placement", "1P TP0 + 1D"], "a size of 0"),
+        ([*REAL, "--placement", "1P TP7 + 1D"], "cannot be spread"),
+        ([*REAL, "--placement", "1P", "--workload", "sharegpt", "--rate", "1"], "serves nothing"),
+        ([*REAL, *CHAT, "--rate", "1", "--device", "Abacus"], "Abacus"),
+        ([*REAL, *CHAT, "--rate", "1", "--slo-ttft-ms", "-3"], "cannot be kept"),
+        (["--model", "opt-175b", *CHAT, "--rate", "1"], "does not fit"),
+        (["--model", "no-such-model", *CHAT, "--rate", "1"], "not known"),
+        ([*REAL, *CHAT, "--rate", "4", "--requests", "5", "--warmup", "5"], "no request is left"),
+    ],
+)
+def test_flags_that_cannot_be_used_are_told_in_six_lines(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(monkeypatch, *words) == 2
+    shown = capsys.readouterr().err
+    assert told in shown
+    assert len(shown.splitlines()) <= 6
+
+
+def test_a_deployment_is_told_in_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        *REAL, "--placement", "1P TP2 + 1D tp1", "--workload", "humaneval", "--rate", "3", "--requests", "150",
+        "--seeds", "2", "--slo-ttft-ms", "250", "--slo-tpot-ms", "100", "--out", tmp_path / "out.csv",
+    ]  # fmt: skip
+    assert typed(monkeypatch, *words, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["devices"], told["requests"], told["failed"]) == (3, 300, {})
+    assert told["attainment"] > 0.95
+    assert told["good_rps_per_device"] == pytest.approx(1.0, rel=0.2)
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 151
+    assert typed(monkeypatch, *words) == 0
+    assert "joint attainment" in capsys.readouterr().out
+
+
+def test_a_trace_is_replayed_at_its_own_rate_or_another(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*REAL, "--placement", "1C", "--trace", files / "in.csv", "--json"]
+    assert typed(monkeypatch, *words, "--unchunked") == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == 2
+    assert typed(monkeypatch, *words, "--seeds", "4") == 2
+    assert "--seeds has no effect" in capsys.readouterr().err

@@ -1,0 +1,383 @@
+"""The simulator: nothing is lost or left behind, what limits a deployment limits it, and bad ones are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from math import inf
+from random import Random
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from diptych.errors import ConfigError
+from engine.scheduler import Plan
+from planner.cost import StepCost
+from planner.profile import analytic, built_in
+from planner.sim_agenda import Agenda
+from planner.sim_engine import Engine, Run
+from planner.sim_text import Text, names
+from planner.sim_wires import Wires
+from planner.simulator import Deployment, Machine, Simulation, deployment, saturation, simulate
+from planner.tally import Tally
+from planner.terms import BOTH, DECODE, PREFILL, Batch, Job, Link, Placement, Pool, Served, Slo, Split
+from planner.workload import Workload, synthetic
+from router.admission import Limits as Bounds
+
+COST = StepCost((5e-3, 5e-5, 2e-9), ((4e-3, 1e-7, 5e-5),))
+MACHINE = Machine(COST, 64 * 400, max_num_batched_tokens=512, max_num_seqs=64)
+
+
+def placed(*pools: tuple[str, int], split: Split = Split(), affinity: str = "high") -> Placement:  # noqa: B008
+    return Placement(tuple(Pool(role, split, count) for role, count in pools), affinity)
+
+
+def of(placement: Placement, machine: Machine = MACHINE, **rest: Any) -> Deployment:
+    settings: dict[str, Any] = {"hop_s": 2e-4, "gateway_s": 1e-3, "max_model_len": 4096} | rest
+    return Deployment(placement, tuple(machine for _ in placement.pools), **settings)
+
+
+def poisson(count: int, per_s: float, seed: int = 1, prompt: float = 5.0, output: float = 3.5) -> list[Job]:
+    draw, at_s, jobs = Random(seed), 0.0, []
+    for _ in range(count):
+        at_s += draw.expovariate(per_s)
+        lengths = int(draw.lognormvariate(prompt, 0.8)) + 1, int(draw.lognormvariate(output, 0.8)) + 1
+        jobs.append(Job(at_s, min(2000, lengths[0]), min(500, lengths[1])))
+    return jobs
+
+
+def run(deployment: Deployment, jobs: list[Job]) -> tuple[list[Served], Simulation]:
+    served: list[Served] = []
+    simulation = Simulation(deployment, served.append)
+    simulation.run(jobs)
+    return served, simulation
+
+
+PAIR = placed((PREFILL, 1), (DECODE, 1))
+
+
+@pytest.mark.parametrize(
+    "deployment",
+    [
+        of(placed((PREFILL, 2), (DECODE, 2)), link=Link(1e9, 1e-4), token_bytes=1e5),
+        of(PAIR, replace(MACHINE, kv_tokens=64 * 60)),
+        of(placed((BOTH, 2)), replace(MACHINE, kv_tokens=64 * 60)),
+        of(placed((PREFILL, 1), (DECODE, 1), split=Split(1, 2))),
+        of(placed((BOTH, 1), split=Split(2, 4))),
+        of(placed((PREFILL, 1), (DECODE, 1), (BOTH, 1)), cells=2),
+        of(PAIR, prefix_caching=True),
+    ],
+)
+def test_every_request_ends_once_and_nothing_is_held_afterwards(deployment: Deployment) -> None:
+    jobs = poisson(150, 40.0)
+    served, simulation = run(deployment, jobs)
+    assert sorted(one.job.at_s for one in served) == [job.at_s for job in jobs]
+    assert not any(one.failed for one in served)
+    assert all(0 < one.ttft_s < inf and one.ended_s >= one.job.at_s + one.ttft_s for one in served)
+    for gate in simulation.gates:
+        assert not gate.open and not gate.relay.live and not len(gate.relay.ledger)
+        for worker in gate.workers.values():
+            assert not worker.leases
+            for engine in worker.engines:
+                engine.holdings.check()
+                assert engine.holdings.used == 0 and not len(engine.scheduler)
+
+
+def test_the_same_jobs_fare_alike() -> None:
+    jobs = poisson(80, 40.0)
+    assert simulate(of(PAIR), jobs) == simulate(of(PAIR), jobs)
+
+
+def test_a_tally_gets_what_a_list_would_have() -> None:
+    jobs = poisson(80, 40.0)
+    slos = {"": Slo(0.2, 0.02)}
+    tally = simulate(of(PAIR), iter(jobs), Tally(slos))
+    served = simulate(of(PAIR), jobs)
+    assert tally.attainment() == mean(one.attains(slos[""]) for one in served)
+
+
+def test_one_request_alone_takes_what_its_steps_and_messages_take() -> None:
+    job = Job(0.0, 300, 11)
+    link = Link(1e9, 5e-4)
+    (served,) = simulate(of(PAIR, link=link, token_bytes=1e5, pipelined=False), [job])
+    read_s = COST.step_s(Batch(300, 300.0**2))
+    assert served.ttft_s == pytest.approx(
+        1e-3 + 2e-4 + read_s + 2e-4
+    )  # the gateway, there, the step, and back
+    writes_s = sum(COST.step_s(Batch(rows=1, context=300 + step)) for step in range(10))
+    moved_s = 5 * 64 * 1e5 / 1e9 + link.latency_s
+    # The offer goes up with the token, the order down; the last token up.
+    assert served.tpot_s * 10 == pytest.approx(2e-4 + moved_s + writes_s + 2e-4)
+
+
+def test_parts_of_a_requests_time_sum_to_it() -> None:
+    for served in simulate(of(PAIR), poisson(60, 30.0)):
+        first = sum(
+            served.parts[name] for name in ("admission", "retry", "prefill_queue", "prefill", "deliver")
+        )
+        assert first == pytest.approx(served.ttft_s)
+
+
+def test_decode_instances_read_prompts_themselves_where_that_is_sooner() -> None:
+    """Prompts are long, answers short, and one instance reads: the others help, and first tokens come sooner."""
+    placement, jobs = placed((PREFILL, 1), (DECODE, 2)), poisson(150, 30.0, prompt=6.3, output=1.5)
+    ttft_s = {}
+    for local in "never", "auto":
+        served = simulate(of(placement, local_prefill=local), jobs)
+        ttft_s[local] = mean(one.ttft_s for one in served)
+        read_there = sum("decode_admission" not in one.parts and one.job.output > 1 for one in served)
+        assert bool(read_there) == (local == "auto")
+    assert ttft_s["auto"] < ttft_s["never"]
+
+
+# ---- pipelines
+
+
+def test_a_pipeline_of_two_takes_nearly_twice_the_rate() -> None:
+    """Prompts of equal length, more than can be read: stages of half the time each."""
+    jobs = [Job(0.0, 512, 1) for _ in range(200)]
+    one = max(served.ended_s for served in simulate(of(placed((BOTH, 1))), jobs))
+    staged = replace(MACHINE, cost=replace(COST, pp=2, hop_s=1e-4))
+    two = max(served.ended_s for served in simulate(of(placed((BOTH, 1), split=Split(1, 2)), staged), jobs))
+    assert 1.8 < one / two < 2.0
+
+
+# ---- the link (DistServe acceptance S15)
+
+
+def test_a_link_caps_what_is_handed_over() -> None:
+    """S15: more is asked for than the link moves; what ends per second is its rate over the mean bytes of a prompt."""
+    jobs = poisson(300, 200.0, output=1.0)
+    token_bytes, speed = 1e6, 2e9
+    served, simulation = run(
+        of(PAIR, replace(MACHINE, kv_tokens=1 << 20), link=Link(speed), token_bytes=token_bytes), jobs
+    )
+    moving = [one for one in served if one.job.output > 1]
+    chunk_bytes = mean(-(-one.job.prompt // 64) * 64 * token_bytes for one in moving)
+    began_s = min(one.job.at_s for one in moving)
+    rate = len(moving) / (max(one.ended_s for one in moving) - began_s)
+    assert rate == pytest.approx(speed / chunk_bytes, rel=0.05)
+    assert simulation.wires[0].busy_s / simulation.agenda.now_s > 0.95
+
+
+def test_a_slow_link_between_nodes_is_no_way_to_serve_a_large_model() -> None:
+    """S15: OPT-66B on A100s over 25 Gbit/s, two requests a second, long enough for the queue to build."""
+    profile = built_in("OPT-66B", "A100-80G")
+    pools = Pool(PREFILL, Split(4)), Pool(DECODE, Split(4))
+    kept = {}
+    for name, link, count in ("cross", Link(25e9 / 8), 500), ("inner", Link(300e9), 150):
+        jobs = islice(synthetic("sharegpt").stream(2.0, 1), count)
+        served = simulate(deployment(Placement(pools), profile, link=link), jobs)
+        kept[name] = mean(one.attains(Slo(2.5, 0.15)) for one in served)
+    assert kept["cross"] < 0.3 < 0.9 < kept["inner"]
+
+
+def test_low_affinity_hands_over_within_a_unit_only() -> None:
+    placement = placed((PREFILL, 2), (DECODE, 4), affinity="low")
+    _, simulation = run(of(placement), poisson(40, 20.0))
+    ties = {name: set(member.ties) for name, member in simulation.gates[0].relay.fleet.members.items()}
+    assert [ties[f"decode-{i}"] for i in range(4)] == [{f"prefill-{i % 2}"} for i in range(4)]
+
+
+def test_transfers_share_a_port() -> None:
+    agenda, there = Agenda(), dict[str, float]()
+    agenda.now_s = 0.0
+    wires = Wires(agenda, Link(100.0, 1.0))
+
+    def start(name: str, source: str, target: str, num_bytes: float) -> None:
+        wires.start(source, target, num_bytes, lambda: there.update({name: agenda.now_s}))
+
+    start("a", "p0", "d0", 100.0)
+    start("b", "p0", "d1", 50.0)  # they share p0's port: 50 each, until b is through at 1 s
+    start("c", "p1", "d2", 100.0)  # in nobody's way
+    agenda.run()
+    assert there == pytest.approx({"b": 2.0, "c": 2.0, "a": 2.5})
+    assert wires.moved == 250.0
+
+
+def test_kv_moves_while_it_is_read() -> None:
+    """What is left to send after the last token was read is the last step's, where the link is fast enough."""
+    jobs = [Job(0.5 * i, 1900, 20) for i in range(20)]
+    machine, answered_s = replace(MACHINE, max_num_batched_tokens=256), {}
+    for pipelined in False, True:
+        deployment = of(PAIR, machine, link=Link(2e9, 1e-4), token_bytes=1e5, pipelined=pipelined)
+        served, simulation = run(deployment, jobs)
+        answered_s[pipelined] = mean(one.parts["decode_admission"] + one.parts["transfer"] for one in served)
+        (wires,) = simulation.wires
+        assert wires.moved == len(jobs) * 30 * 64 * 1e5  # every chunk once
+    assert answered_s[False] > 30 * 64 * 1e5 / 2e9 > 3 * answered_s[True]
+
+
+def test_who_has_room_ahead_gives_it_back_to_whoever_needs_it() -> None:
+    """Hardly any room and slow links: requests are recalled, and all are answered."""
+    machine = replace(MACHINE, kv_tokens=64 * 36, max_num_batched_tokens=128)
+    placement = placed((PREFILL, 2), (DECODE, 1))
+    served, simulation = run(of(placement, machine, link=Link(3e8), token_bytes=1e5), poisson(150, 30.0))
+    assert not any(one.failed for one in served)
+    for worker in simulation.gates[0].workers.values():
+        assert not worker.leases and all(not (one.waiting or one.moving) for one in worker.fetchers)
+        assert all(not engine.holdings.used for engine in worker.engines)
+
+
+# ---- bursts (S17)
+
+
+def test_bursts_wait_on_the_prefill_side_and_overflow_nothing() -> None:
+    """S17: gamma arrivals, cv 4: pulled KV never overfills a decode pool; pushed at once it would have."""
+    machine = replace(MACHINE, kv_tokens=64 * 80)
+    jobs = list(islice(synthetic("humaneval").stream(25.0, 3, cv=4.0), 250))
+    served, simulation = run(of(PAIR, machine), jobs)
+    assert len(served) == 250 and not any(one.failed for one in served)
+    (gate,) = simulation.gates
+    for worker in gate.workers.values():
+        (engine,) = worker.engines
+        assert 0 < engine.most_used <= 80
+    held = sorted(
+        (moment, tokens)
+        for one in served
+        for moment, tokens in (
+            (one.job.at_s + one.ttft_s, one.job.prompt + one.job.output),
+            (one.ended_s, -one.job.prompt - one.job.output),
+        )
+    )
+    most = level = 0
+    for _, tokens in held:
+        level += tokens
+        most = max(most, level)
+    assert most > machine.kv_tokens  # all that was read and had not ended, wherever it was
+
+
+# ---- batches of prompts (S19)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_steps_of_l_m_leave_fewer_bubbles(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S19: L_m is where 90 % of the best rate is reached. No step reads more, so that stages wait less for each other,
+    and first tokens come sooner. Order is not kept by us: short prompts may pass a long one (docs/scheduling.md).
+    """
+    cost = replace(COST, pp=2, hop_s=1e-4)
+    most = saturation(cost, 2048)
+    wide = replace(MACHINE, cost=cost, kv_tokens=64 * 20000, max_num_batched_tokens=16384, max_num_seqs=1024)
+    ttft_s, bubbles, longest = [], [], []
+    for tokens in 0, most:
+        steps: list[int] = []
+        monkeypatch.setattr(Engine, "_read", noting(steps))
+        placement = placed((PREFILL, 1), (DECODE, 1), split=Split(1, 2))
+        served, simulation = run(
+            of(placement, replace(wide, saturation_tokens=tokens)), poisson(300, 1e4, seed, output=-5.0)
+        )
+        (stages,) = {engine.stages for engine in simulation.gates[0].workers["prefill-0"].engines}
+        bubbles.append(1 - stages.busy_s / max(one.ended_s for one in served))
+        ttft_s.append(mean(one.ttft_s for one in served))
+        longest.append(max(steps))
+    assert longest[1] <= most < longest[0]
+    assert bubbles[1] < bubbles[0] and ttft_s[1] < ttft_s[0]
+
+
+REAL_READ = Engine._read
+
+
+def noting(steps: list[int]) -> Callable[[Engine, Run, Plan], None]:
+    """`Engine._read` that notes how many tokens each step reads."""
+
+    def read(self: Engine, one: Run, plan: Plan) -> None:
+        REAL_READ(self, one, plan)
+        steps.append(sum(count for _, count in one.parts))
+
+    return read
+
+
+# ---- prefixes
+
+
+def test_equal_prefixes_have_equal_names_and_nothing_else() -> None:
+    first, second = (
+        Job(0.0, 400, 1, prefix=(7, 8), block_tokens=128),
+        Job(1.0, 300, 1, prefix=(7, 9), block_tokens=128),
+    )
+    one, other = names(first, 0), names(second, 1)
+    assert len(one) == 6 and len(other) == 4
+    assert [a == b for a, b in zip(one, other, strict=False)] == [True, True, False, False]
+    uneven = names(Job(0.0, 400, 1, prefix=(7, 8), block_tokens=100), 0)
+    assert [b":" in name for name in uneven] == [False] * 3 + [
+        True
+    ] * 3  # 200 tokens are shared: three chunks
+
+
+def test_shared_prefixes_are_read_once() -> None:
+    jobs = [Job(0.1 * i, 640, 4, prefix=tuple(range(9)), block_tokens=64) for i in range(40)]
+    plain = simulate(of(PAIR), jobs)
+    caching = simulate(of(PAIR, prefix_caching=True), jobs)
+    assert mean(one.ttft_s for one in caching) < 0.5 * mean(one.ttft_s for one in plain)
+
+
+def test_a_text_is_as_long_as_it_says() -> None:
+    text = Text(5, (b"a",)) + Text(3)
+    assert len(text) == 8 and list(text) == [0] * 8 and text.names == (b"a",)
+    assert len(text[:-1]) == 7 and not Text(0)
+
+
+# ---- what goes wrong
+
+
+def test_what_cannot_be_served_fails_and_harms_nobody() -> None:
+    jobs = [Job(0.0, 100, 10), Job(0.1, 5000, 10), Job(0.2, 3000, 1000), Job(0.3, 100, 10)]
+    served = simulate(of(PAIR, replace(MACHINE, kv_tokens=64 * 50)), jobs)
+    assert {one.job.at_s: one.failed for one in served} == {
+        0.0: "",
+        0.1: "context_length_exceeded",
+        0.2: "out_of_memory",
+        0.3: "",
+    }
+
+
+def test_admission_refuses_as_at_the_gateway() -> None:
+    jobs = [Job(0.0, 500, 50) for _ in range(20)]
+    served = simulate(of(PAIR, bounds=Bounds(max_requests=8)), jobs)
+    assert [one.failed for one in served].count("too_many_requests") == 12
+
+
+@pytest.mark.parametrize("placement", [PAIR, placed((BOTH, 1), split=Split(1, 3))])
+def test_time_runs_out(placement: Placement) -> None:
+    """Also that of what a batch of a pipeline is just computing, while another batch hears of it."""
+    jobs = [Job(0.01 * i, 1500, 100) for i in range(40)]
+    served, simulation = run(of(placement, timeout_s=1.0), jobs)
+    failed = [one for one in served if one.failed]
+    assert failed and {one.failed for one in failed} == {"deadline_exceeded"}
+    assert all(one.ended_s - one.job.at_s == pytest.approx(1.0, abs=0.11) for one in failed)
+    for worker in simulation.gates[0].workers.values():
+        assert all(not engine.holdings.used and not len(engine.scheduler) for engine in worker.engines)
+
+
+def test_jobs_come_in_order() -> None:
+    with pytest.raises(ValueError, match="it is"):
+        simulate(of(PAIR), [Job(1.0, 10, 1), Job(0.5, 10, 1)])
+
+
+@pytest.mark.parametrize(
+    "deployment",
+    [
+        of(placed((PREFILL, 1))),
+        of(placed()),
+        Deployment(PAIR, (MACHINE,)),
+        of(PAIR, cells=0),
+    ],
+)
+def test_deployments_that_serve_nothing_are_refused(deployment: Deployment) -> None:
+    with pytest.raises(ConfigError) as caught:
+        simulate(deployment, [Job(0.0, 1, 1)])
+    assert len(caught.value.lines()) <= 6
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="OPT-66B does not fit on TP1 of A100-80G"):
+        deployment(placed((BOTH, 1)), analytic("OPT-66B", "A100-80G"))
+
+
+def test_a_workload_that_shares_fits_the_interface() -> None:
+    jobs = [Job(float(i), 200, 5, prefix=(1, 2), block_tokens=64) for i in range(20)]
+    drawn = Workload.of(jobs).sample(40, 20.0, 1)
+    served = simulate(of(placed((BOTH, 1)), prefix_caching=True), drawn)
+    assert len(served) == 40

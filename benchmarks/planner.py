@@ -1,0 +1,212 @@
+"""How long the placement search takes, what it finds, and how that compares with the paper.
+
+    python -m benchmarks.planner [--json] [--only search,paper,equal,horizon] [--large]
+
+The models are OPT on A100-80G with the costs of the paper's artefact (OPT-175B: scaled from OPT-66B), lengths synthetic
+with the means of figure 7, joint attainment 90 %.
+
+    opt66b_1x8_s, opt66b_4x8_s   seconds of the whole search, all families: the first with runs of 300 requests as the
+                                 paper's, single process; the second with --large, and runs of 30 s at least
+    requests_per_s               requests simulated per second of processor time of it (`cpu_s`, one process)
+    paper                        for each row of table 3: our best pair within nodes by goodput per device, the paper's
+                                 placement and how far it is from the best; goodput beside the crossing of figures 8, 9
+    horizon                      goodput per device of two placements of the paper, by the length of the run
+    equal                        colocated against disaggregated with equal costs, as the search and as the product's
+                                 own scheduler and router have it
+
+Seconds are this machine's; goodputs are simulated and the same everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from planner.candidates import family, pair
+from planner.hardware import device
+from planner.placement import Option, place
+from planner.profile import built_in
+from planner.request import Request, Stock
+from planner.search import LOWEST, RATIO, Result, climb, rung_of, search
+from planner.terms import Placement, Slo, Split
+from planner.verify import limits
+from planner.workload import synthetic
+
+DEVICE = "A100-80G"
+# Table 1's objectives, table 3's placements (tp, pp of prefill; tp, pp of decode; segments across nodes), and requests
+# per second and device where figures 8 and 9 cross 90 % (DistServe, and vLLM as it was then).
+PAPER: dict[str, tuple[str, str, Slo, tuple[int, int, int, int, int], float, float]] = {
+    "13b_sharegpt": ("OPT-13B", "sharegpt", Slo(0.25, 0.1), (2, 1, 1, 1, 1), 2.3, 0.5),
+    "66b_sharegpt": ("OPT-66B", "sharegpt", Slo(2.5, 0.15), (4, 1, 2, 2, 1), 0.955, 0.347),
+    "66b_humaneval": ("OPT-66B", "humaneval", Slo(0.125, 0.2), (4, 1, 2, 2, 1), 1.144, 0.2),
+    "66b_longbench": ("OPT-66B", "longbench", Slo(15.0, 0.15), (4, 1, 2, 2, 1), 0.53, 0.125),
+    "175b_sharegpt": ("OPT-175B", "sharegpt", Slo(4.0, 0.2), (3, 3, 4, 3, 3), 0.2015, 0.1013),
+}
+NODES = {"OPT-13B": (1, 4), "OPT-66B": (1, 8), "OPT-175B": (3, 8)}
+TIGHT = Slo(0.4, 0.1)
+
+
+def asked(model: str, workload: str, slo: Slo, nodes: int, per_node: int, **more: Any) -> Request:
+    """A question about the paper's hardware. By default runs are as short as the paper's."""
+    a100 = device(DEVICE)
+    profile = built_in(model, a100)
+    given: dict[str, Any] = {"seeds": 1, "requests": 300, "span_s": 0.0, "name": workload} | more
+    stock = Stock(a100, nodes, per_node)
+    return Request(profile.model, (stock,), {a100.name: profile}, synthetic(workload), {"": slo}, **given)
+
+
+def timed(nodes: int) -> dict[str, Any]:
+    """The whole search for OPT-66B and ShareGPT on `nodes` of eight."""
+    span_s = 0.0 if nodes == 1 else 30.0  # 300 requests say nothing of 32 devices: they last seconds
+    request = asked("OPT-66B", "sharegpt", Slo(2.5, 0.15), nodes, 8, profiled_only=True, span_s=span_s)
+    begun_s, worked_s = time.perf_counter(), time.process_time()
+    answer = place(request)
+    took_s, worked_s = time.perf_counter() - begun_s, time.process_time() - worked_s
+    units = sum(1 for family in ("low", "colocated") for _ in request.units(family))
+    return {
+        "seconds": round(took_s, 2), "cpu_s": round(worked_s, 2), "units": units, "runs": request.effort.runs,
+        "requests_per_s": round(request.effort.requests / worked_s), "best": told(answer.best),
+        "others": [told(one) for one in answer.others],
+    }  # fmt: skip
+
+
+def told(option: Option) -> dict[str, Any]:
+    """An option in a row."""
+    return {
+        "placement": str(option.placement), "family": option.family, "affinity": option.placement.affinity,
+        "goodput_per_device": round(option.per_device_rps, 3), "searched": round(option.searched_rps, 3),
+        "attainment": round(option.attainment, 4), "requests": option.requests,
+    }  # fmt: skip
+
+
+def best_pair(request: Request, family: str = "low") -> Result:
+    """The best unit of a family, by goodput per device."""
+    return search(request.units(family), request.trial, request.bound, request.weight)
+
+
+def reached(request: Request, unit: Placement, guess: float) -> float:
+    """Goodput per device of one placement."""
+    top = rung_of(float("inf"))
+    rung = climb(request.trial(unit), unit, float(unit.devices), LOWEST, top, rung_of(guess))
+    return 0.0 if rung is None else RATIO**rung
+
+
+def papers(placement: tuple[int, int, int, int, int]) -> Placement:
+    """A row of table 3."""
+    tp_p, pp_p, tp_d, pp_d, cross = placement
+    return pair(Split(tp_p, pp_p), Split(tp_d, pp_d), "low", cross, DEVICE, DEVICE)
+
+
+def paper() -> dict[str, Any]:
+    """Tables 1 and 3 and the crossings of figures 8 and 9, for both horizons."""
+    rows = {}
+    for name, (model, workload, slo, placement, crossing, vllm) in PAPER.items():
+        row: dict[str, Any] = {
+            "paper_goodput_per_device": crossing,
+            "paper_vllm": vllm,
+            "paper": str(papers(placement)),
+        }
+        for length, requests in (("short", 300), ("long", 2000)):
+            request = asked(model, workload, slo, *NODES[model], requests=requests)
+            found = best_pair(request)
+            theirs = reached(request, papers(placement), found.best.per_weight if found.best else 1.0)
+            best = found.best
+            row[length] = {
+                "requests": requests,
+                "best": str(best.unit) if best else None,
+                "goodput_per_device": round(best.per_weight, 3) if best else 0.0,
+                "papers_placement": round(theirs, 3),
+                "papers_of_best": round(theirs / best.per_weight, 3) if best else None,
+                "ties": [str(one.unit) for one in found.ties],
+            }
+        rows[name] = row
+    return rows
+
+
+def horizon() -> dict[str, Any]:
+    """What short runs promise and long ones keep."""
+    rows: dict[str, Any] = {}
+    for name, lengths in (("13b_sharegpt", (300, 3000)), ("66b_sharegpt", (200, 2000))):
+        model, workload, slo, placement, crossing, _ = PAPER[name]
+        rows[name] = {"paper": crossing}
+        for requests in lengths:
+            values = []
+            for seed in range(3):
+                request = asked(model, workload, slo, *NODES[model], requests=requests, seeds=1 + seed)
+                trial = request.trial(papers(placement))
+                request_of_one = replace(trial, samples=trial.samples[-1:])
+                top = rung_of(float("inf"))
+                unit = papers(placement)
+                rung = climb(request_of_one, unit, float(unit.devices), LOWEST, top, rung_of(crossing))
+                values.append(0.0 if rung is None else RATIO**rung)
+            rows[name][str(requests)] = [round(value, 3) for value in values]
+    return rows
+
+
+def equal(requests: int = 600) -> dict[str, Any]:
+    """S21: both modes with the same costs on eight devices, whole prompts first, and cut beside decoding."""
+    rows = {}
+    cases = {name: PAPER[name] for name in ("66b_sharegpt", "66b_humaneval", "66b_longbench")}
+    cases["66b_sharegpt_tight"] = ("OPT-66B", "sharegpt", TIGHT, (4, 1, 2, 2, 1), 0.0, 0.0)
+    for name, (model, workload, slo, *_) in cases.items():
+        row: dict[str, Any] = {}
+        for mode, chunk_tokens in (("whole", 0), ("chunked", 2048)):
+            request = asked(
+                model, workload, slo, 1, 8, requests=requests, span_s=60.0, profiled_only=True, verified=True,
+                limits=limits([slo], chunk_tokens),
+            )  # fmt: skip
+            answer = place(request)
+            best: dict[str, float] = {}
+            for one in (answer.best, *answer.others):
+                best[one.family] = max(best.get(one.family, 0.0), one.goodput_rps)
+            row[mode] = {
+                "goodput_rps": {key: round(value, 3) for key, value in best.items()},
+                "disaggregated_over_colocated": round(best.get("disaggregated", 0.0) / best["colocated"], 3),
+                "chosen": family(answer.best.placement),
+                "best": str(answer.best.placement),
+                "product_goodput_rps": round(answer.verdict.goodput_rps, 3) if answer.verdict else None,
+            }
+        rows[name] = row
+    return rows
+
+
+def measure(only: set[str], large: bool) -> dict[str, Any]:
+    """The parts asked for."""
+    figures: dict[str, Any] = {}
+    if "search" in only:
+        small = timed(1)
+        figures |= {
+            "opt66b_1x8_s": small["seconds"],
+            "requests_per_s": small["requests_per_s"],
+            "opt66b_1x8": small,
+        }
+        if large:
+            four = timed(4)
+            figures |= {"opt66b_4x8_s": four["seconds"], "opt66b_4x8": four}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"paper": paper, "horizon": horizon, "equal": equal}
+    for name, part in parts.items():
+        if name in only:
+            figures[name] = part()
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--large", action="store_true", help="4 × 8 devices too")
+    parser.add_argument("--only", default="search,paper,horizon,equal", help="parts, with commas between")
+    given = parser.parse_args()
+    figures = measure(set(given.only.split(",")), given.large)
+    if given.json:
+        print(json.dumps(figures, indent=2))
+    else:
+        for name, value in figures.items():
+            print(f"{name}: {json.dumps(value, indent=2)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Why this placement: what it does, what limits it, where the time goes, and what it costs to be elsewhere."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from planner.placement import Answer, Option
+from planner.plan_file import VERSION, PlanFile, Predicted, Traffic, pools_of, slo_of
+from planner.request import Request
+
+STAGES = ("queue", "prefill", "wait", "transfer", "decode")
+SAID = {
+    "queue": "waiting to be read",
+    "prefill": "being read (TTFT ends here)",
+    "wait": "waiting for room to decode",
+    "transfer": "moving KV",
+    "decode": "being decoded",
+}
+
+
+def headline(answer: Answer) -> list[str]:
+    """The answer in three lines."""
+    request, best = answer.request, answer.best
+    low, high = best.interval_rps
+    where = {"low": ", KV within nodes", "high": ", KV between any two", "none": ""}[best.placement.affinity]
+    return [
+        f"{best.placement}{where}: {best.placement.devices} of {request.hardware}",
+        f"goodput {_rate(best.goodput_rps)} ({_rate(low)} to {_rate(high)} over {best.seeds} seeds of {best.requests}"
+        f" requests), {best.per_device_rps:.3g} per device; {best.attainment:.1%} keep both objectives at"
+        f" {_rate(best.rate_rps)}",
+        f"limited by {answer.binding.resource}; {best.cost_per_million:.3g} per million good tokens"
+        f" ({best.price_per_hour:.3g} per hour)",
+    ]
+
+
+def explain(answer: Answer) -> list[str]:
+    """What binds, where the time goes, and what others would give, in lines."""
+    lines = ["", "what limits it (a quarter more of each, one by one):"]
+    for use in sorted(answer.uses, key=lambda one: -one.gain):
+        busy = f"{use.utilisation:4.0%} busy" if use.utilisation is not None else "         "
+        lines.append(f"  {use.resource:<8} {busy}  goodput {use.gain:+.0%}")
+    lines += ["", "where the time goes, mean and 90 % of requests (ms):"]
+    for stage, (mean_s, most_s) in stages(answer.request, answer.best).items():
+        lines.append(f"  {SAID[stage]:<28} {mean_s * 1e3:9.1f} {most_s * 1e3:9.1f}")
+    lines += ["", *elsewhere(answer), "", disaggregate(answer)]
+    lines += [f"as good, as far as the search can tell: {', '.join(answer.ties)}"] if answer.ties else []
+    if answer.dropped:
+        told = ", ".join(f"{count} by {why}" for why, count in sorted(answer.dropped.items()))
+        lines.append(f"dropped without a full measurement: {told}")
+    return lines + [f"note: {note}" for note in answer.notes]
+
+
+def elsewhere(answer: Answer) -> list[str]:
+    """What the runners-up cost, in goodput or in devices."""
+    best = answer.best
+    lines = ["elsewhere:"]
+    for one in answer.others:
+        if answer.request.rate is None:
+            change = f"goodput {one.goodput_rps / best.goodput_rps - 1:+.0%}"
+        else:
+            change = f"{one.weight - best.weight:+g} {'per hour' if answer.request.mixed else 'devices'}"
+        cost = f"{one.cost_per_million / best.cost_per_million - 1:+.0%} per million good tokens"
+        lines.append(f"  {_named(one)}: {change}, {cost}")
+    return lines if answer.others else ["elsewhere: nothing else is possible"]
+
+
+def disaggregate(answer: Answer) -> str:
+    """Whether to disaggregate, in a sentence."""
+    ratio = advantage(answer)
+    if ratio is None:
+        return f"only {answer.best.family} is possible or asked for"
+    word = "disaggregate" if ratio > 1 else "do not disaggregate"
+    return f"{word}: the best disaggregated placement gives {ratio:.2f} times the goodput per device of colocation"
+
+
+def advantage(answer: Answer) -> float | None:
+    """Goodput per weight of the best disaggregated (or hybrid) option over that of the best colocated one."""
+    options = (answer.best, *answer.others)
+
+    def best(*families: str) -> float:
+        return max(
+            (one.goodput_rps / one.weight for one in options if one.family in families), default=math.nan
+        )
+
+    apart, together = best("disaggregated", "hybrid"), best("colocated")
+    return None if math.isnan(apart) or math.isnan(together) or not together else apart / together
+
+
+def stages(request: Request, option: Option) -> dict[str, tuple[float, float]]:
+    """Seconds by stage at the option's rate: mean, and what 90 % of requests do not exceed."""
+    trial = request.trial(option.placement)
+    served = [one for one in trial.serve(option.placement, option.rate_rps, 0) if not one.failed]
+    found = {}
+    for stage in STAGES:
+        values = sorted(one.parts.get(stage, 0.0) for one in served)
+        if values and values[-1] > 0.0:
+            found[stage] = statistics.fmean(values), values[math.ceil(0.9 * len(values)) - 1]
+    return found
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    """The whole answer as plain data."""
+    return {
+        "best": plain(answer.best),
+        "others": [plain(one) for one in answer.others],
+        "binding": answer.binding.resource,
+        "resources": [
+            {
+                "resource": one.resource,
+                "utilisation": one.utilisation,
+                "goodput_gain_of_quarter_more": one.gain,
+            }
+            for one in answer.uses
+        ],
+        "stages_s": {
+            stage: {"mean": mean_s, "p90": most_s}
+            for stage, (mean_s, most_s) in stages(answer.request, answer.best).items()
+        },
+        "disaggregated_over_colocated": advantage(answer),
+        "verified": None if answer.verdict is None else asdict(answer.verdict),
+        "ties": list(answer.ties),
+        "notes": list(answer.notes),
+        "dropped": dict(answer.dropped),
+        "simulated": {"runs": answer.request.effort.runs, "requests": answer.request.effort.requests},
+    }
+
+
+def plain(option: Option) -> dict[str, Any]:
+    """An option as plain data."""
+    return {
+        "placement": str(option.placement),
+        "family": option.family,
+        "affinity": option.placement.affinity,
+        "cross": option.placement.cross,
+        "devices": option.placement.devices,
+        "goodput_rps": option.goodput_rps,
+        "goodput_per_device_rps": option.per_device_rps,
+        "interval_rps": list(option.interval_rps),
+        "searched_rps": option.searched_rps,
+        "rate_rps": option.rate_rps,
+        "attainment": option.attainment,
+        "attainment_by_kind": dict(option.shares),
+        "price_per_hour": option.price_per_hour,
+        "cost_per_million_good_tokens": _finite(option.cost_per_million),
+        "requests": option.requests,
+        "seeds": option.seeds,
+    }
+
+
+def plan_file(answer: Answer, model: str) -> PlanFile:
+    """The answer as `diptych serve --plan` reads it. `model` as the user named it."""
+    request, best = answer.request, answer.best
+    prompt, output = request.workload.mean()
+    predicted = Predicted(
+        best.goodput_rps, best.per_device_rps, best.interval_rps, best.attainment, best.requests, best.seeds,
+        answer.binding.resource, _finite(best.cost_per_million),
+    )  # fmt: skip
+    slos: Mapping[str, Any] = {kind: slo_of(slo) for kind, slo in request.slos.items()}
+    return PlanFile(
+        VERSION, model, request.model.layers, max(stock.devices_per_node for stock in request.stocks),
+        pools_of(best.placement), best.placement.affinity, best.placement.cross, dict(slos),
+        Traffic(request.name, prompt, output, request.rate, request.cv), predicted,
+    )  # fmt: skip
+
+
+def _named(option: Option) -> str:
+    affinity = option.placement.affinity
+    return f"{option.placement}{'' if affinity == 'none' else f' ({affinity} affinity)'}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3g} requests/s"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

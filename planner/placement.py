@@ -1,0 +1,425 @@
+"""The planner's answer: which deployment keeps the promises best, whether to disaggregate at all, and what it rests on.
+
+Three families are searched with the same costs and the same samples: colocated instances, disaggregated ones (KV within
+nodes as in DistServe's algorithm 2, and anywhere as in its algorithm 1), and hybrids of both. The best few of each are
+measured again on seeds that nobody searched with, over a longer horizon, and that is what is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from diptych.errors import ConfigError
+from planner import candidates
+from planner.bounds import ceiling, saturation
+from planner.possible import impossible, nearest
+from planner.request import Request, enlarged
+from planner.search import LOWEST, Result, Scored, climb, rung_of, search
+from planner.sizing import apart, carries, lightest, ratios, shortlist, sized, together
+from planner.terms import Placement
+from planner.trial import Trial, joint
+from planner.verify import Verdict, verify
+
+FINALISTS = 2  # of each family
+HYBRIDS = 6
+SLACK = 0.02  # of attainment: what a plan may lack on fresh seeds, and still be called right
+NEEDS = {"colocated": ("colocated",), "low": ("disaggregated", "hybrid")}
+RESOURCES = ("prefill", "decode", "link", "memory")
+MORE = 1.25  # of a resource, to see whether goodput follows it
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A deployment and what it was measured to do, on fresh seeds and a long horizon.
+
+    `goodput_rps` is of all its devices, `interval_rps` from the worst to the best seed, `shares` the joint attainment
+    of each kind at `rate_rps`: the wanted rate, or the goodput. `searched_rps` is what the search found, with other
+    seeds. `weight` is devices, or their price per hour where there are several kinds.
+    """
+
+    family: str
+    placement: Placement
+    goodput_rps: float
+    interval_rps: tuple[float, float]
+    searched_rps: float
+    rate_rps: float
+    shares: dict[str, float]
+    attainment: float
+    weight: float
+    price_per_hour: float
+    cost_per_million: float
+    requests: int
+    seeds: int
+
+    @property
+    def per_device_rps(self) -> float:
+        return self.goodput_rps / self.placement.devices
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A resource of a deployment: how busy it is at the rate (an estimate by means), and by how much goodput grows if
+    there is a quarter more of it.
+    """
+
+    resource: str
+    utilisation: float | None
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`best`, the runners-up (best first, at least one of each family that is possible), and the best one's resources.
+
+    `ties` are others as good as the search can tell. `notes` say in sentences what a reader should know. `verdict` is
+    what the product's own decisions make of `best`; none where it was not asked for.
+    """
+
+    request: Request
+    best: Option
+    others: tuple[Option, ...]
+    uses: tuple[Use, ...]
+    ties: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    dropped: dict[str, int] = field(default_factory=dict)
+    verdict: Verdict | None = None
+
+    @property
+    def binding(self) -> Use:
+        """The resource that limits goodput: the one whose growth helps most."""
+        return max(self.uses, key=lambda use: use.gain)
+
+
+def place(request: Request) -> Answer:
+    """The best placement for a request.
+
+    Raises ConfigError: the model does not fit, no placement keeps the promises (with the resource that forbids it and
+    the nearest ones that are possible), or the hardware does not carry the rate (with the rate that it does carry).
+    """
+    impossible(request)
+    found = _Found(request)
+    options = sorted(
+        (_measured(request, one) for one in found.finalists()),
+        key=lambda option: (not _good(request, option), *_rank(request, option)),
+    )
+    if request.rate is not None and (not options or not _good(request, options[0])):
+        raise _too_much(request, found)
+    if not options or not options[0].goodput_rps:
+        raise _too_tight(request)
+    verdict, options = _judged(request, options)
+    best = replace(options[0], interval_rps=_interval(request, options[0]))
+    return Answer(
+        request, best, tuple(options[1:]), uses(request, best), found.ties(best), _notes(request, best, verdict),
+        found.dropped, verdict,
+    )  # fmt: skip
+
+
+def _judged(request: Request, options: list[Option]) -> tuple[Verdict | None, list[Option]]:
+    """The options, first the one that the product's own decisions make the best: of the best of each family."""
+    if not request.verified:
+        return None, options
+    first: dict[str, Option] = {}
+    for option in options:
+        if _good(request, option):
+            first.setdefault(option.family, option)
+    judged = []
+    for option in first.values():
+        verdict = verify(request, option.placement, option.rate_rps, request.rate is None)
+        judged.append((option, verdict))
+        if request.rate is not None and verdict.goodput_rps:
+            break  # the lightest that carries the rate
+    best, verdict = max(judged, key=lambda one: (one[1].goodput_rps, -one[0].weight))
+    return verdict, [best, *(option for option in options if option is not best)]
+
+
+@dataclass(frozen=True, slots=True)
+class Finalist:
+    """A whole deployment that the search proposes, with the goodput that it expects."""
+
+    placement: Placement
+    expected_rps: float
+
+
+class _Found:
+    """The search itself: families one after the other."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.dropped: dict[str, int] = {}
+        self.units: dict[str, Result] = {}
+
+    def finalists(self) -> Iterable[Finalist]:
+        """Whole deployments, at least one of each family that is asked for and possible."""
+        chosen = self._lightest() if self.request.rate is not None else self._fullest()
+        return {str(one.placement) + one.placement.affinity: one for one in chosen}.values()
+
+    def ties(self, best: Option) -> tuple[str, ...]:
+        """Other units that the search cannot tell from the best one's."""
+        result = self.units.get("low" if best.placement.affinity == "low" else best.family)
+        return tuple(str(one.unit) for one in result.ties[:5]) if result else ()
+
+    def asked(self, *families: str) -> bool:
+        """Whether one of `families` is; disaggregation needs two devices."""
+        if families != ("colocated",) and self.request.devices < 2:
+            return False
+        return bool(set(families) & set(self.request.families))
+
+    # ---- the highest goodput of all the hardware
+
+    def _fullest(self) -> list[Finalist]:
+        request, chosen = self.request, []
+        if self.asked("colocated"):
+            chosen += self._multiplied("colocated")
+        if self.asked("disaggregated"):
+            if request.affinity != "high":
+                chosen += self._multiplied("low")
+            if request.affinity != "low":
+                chosen += self._apart()
+        if self.asked("hybrid") and request.affinity != "high":
+            chosen += self._hybrids()
+        return chosen
+
+    def whole(self, family: str) -> Result:
+        """The units of a family, by what all the hardware would carry."""
+        if family not in self.units:
+            request = self.request
+            units = (unit for unit in request.units(family) if request.packs(unit))
+            found = search(units, request.trial, request.bound, request.share)
+            for why, count in found.dropped.items():
+                self.dropped[why] = self.dropped.get(why, 0) + count
+            self.units[family] = found
+        return self.units[family]
+
+    def _multiplied(self, family: str) -> list[Finalist]:
+        chosen = []
+        for one in self.whole(family).scored[:FINALISTS]:
+            count = self.request.most(one.unit)
+            chosen.append(Finalist(candidates.times(one.unit, count), one.rate * count))
+        return chosen
+
+    def _apart(self) -> list[Finalist]:
+        """n prefill and m decode instances, each of its own kind, and what is best within nodes, set free."""
+        request, phases = self.request, apart(self.request)
+        every = ratios(request, phases)
+        low = self.units.get("low")
+        if low and low.best:
+            pools = candidates.times(low.best.unit, request.most(low.best.unit)).pools
+            every.append(Placement(pools, "high"))
+        found = search(every, request.trial, request.bound, lambda whole: 1.0)
+        return [Finalist(one.unit, one.rate) for one in found.scored[:FINALISTS]]
+
+    def _hybrids(self) -> list[Finalist]:
+        """Pairs, and colocated instances on what they leave: those that promise most by means, measured together."""
+        request, rated = self.request, []
+        pairs, alone = self._by_size("low"), self._by_size("colocated")
+        for pair, carried in pairs:
+            for one, beside in alone:
+                for count in range(1, request.devices // pair.devices + 1):
+                    rest = (request.devices - count * pair.devices) // one.devices
+                    if rest:
+                        parts = (candidates.times(pair, count), candidates.times(one, rest))
+                        rated.append((-count * carried - rest * beside, str(parts), candidates.both(parts)))
+        packed = (
+            placement for *_, placement in sorted(rated, key=lambda one: one[:2]) if request.packs(placement)
+        )
+        found = search(list(islice(packed, HYBRIDS)), request.trial, request.bound, lambda placement: 1.0)
+        return [Finalist(one.unit, one.rate) for one in found.scored[:1]]
+
+    def _by_size(self, family: str) -> list[tuple[Placement, float]]:
+        """The unit of each size that carries most by means, with that rate."""
+        request, best = self.request, dict[int, tuple[Placement, float]]()
+        jobs = [job for sample in request.samples(request.requests) for job in sample]
+        for unit in request.units(family):
+            if ceiling(request.bound(unit)) <= 0.0:
+                continue
+            rate = min(saturation(request.site, jobs, request.slos, unit).values())
+            if unit.devices not in best or rate > best[unit.devices][1]:
+                best[unit.devices] = unit, rate
+        return list(best.values())
+
+    def _beside(self, pairs: Placement, alone: Placement, below: float = math.inf) -> Placement | None:
+        """`pairs` and as many of `alone` as fit beside them and are lighter than `below` together."""
+        request = self.request
+        rest = (request.devices - pairs.devices) // alone.devices
+        while rest > 0:
+            placement = candidates.both((pairs, candidates.times(alone, rest)))
+            if request.weight(placement) < below and request.packs(placement):
+                return placement
+            rest -= 1
+        return None
+
+    # ---- the lightest deployment for a rate
+
+    def _lightest(self) -> list[Finalist]:
+        request, rate = self.request, self.request.rate or 0.0
+        chosen: list[Placement] = []
+        if self.asked("colocated"):
+            chosen += lightest(request, request.units("colocated"), rate, FINALISTS)
+        if self.asked("disaggregated", "hybrid") and request.affinity != "high":
+            pairs = lightest(request, request.units("low"), rate, FINALISTS)
+            chosen += pairs if self.asked("disaggregated") else []
+            if self.asked("hybrid") and pairs:
+                chosen += self._leaner(pairs[0], rate)
+        if self.asked("disaggregated") and request.affinity != "low":
+            chosen += self._ceilings(rate)
+        fresh = (self._sized(one, rate) for one in chosen)
+        return [Finalist(one, rate) for one in fresh if one]
+
+    def _ceilings(self, rate: float) -> list[Placement]:
+        """Prefill and decode instances of their own kinds, near the counts of algorithm 1."""
+        request, phases = self.request, apart(self.request)
+        starts = [
+            together(reads, writes, rate)
+            for reads in shortlist(phases.prefill)
+            for writes in shortlist(phases.decode)
+        ]
+        starts.sort(key=lambda one: (request.weight(one), str(one)))
+        return [start for start in starts[: 2 * FINALISTS] if request.packs(start)]
+
+    def _leaner(self, pairs: Placement, rate: float) -> list[Placement]:
+        """Fewer pairs with colocated instances beside them, where that is lighter than pairs alone."""
+        request, below = self.request, self.request.weight(pairs)
+        units = math.gcd(*(pool.count for pool in pairs.pools))
+        ones = candidates.counted(pairs, tuple(pool.count // units for pool in pairs.pools))
+        best: list[Placement] = []
+        for count in range(units - 1, 0, -1):
+            for alone in request.units("colocated"):
+                placement = self._beside(candidates.times(ones, count), alone, below)
+                if placement and carries(request, placement, rate):
+                    best, below = [placement], request.weight(placement)
+        return best
+
+    def _sized(self, start: Placement, rate: float) -> Placement | None:
+        """As many as the rate needs on fresh seeds."""
+        return sized(
+            self.request,
+            self.request.trial(start, fresh=True, least=rate * self.request.horizon_s),
+            start,
+            rate,
+        )
+
+
+def _measured(request: Request, one: Finalist) -> Option:
+    trial = request.trial(one.placement, fresh=True, least=(request.rate or 0.0) * request.horizon_s)
+    rung = climb(trial, one.placement, 1.0, LOWEST, rung_of(math.inf), rung_of(one.expected_rps))
+    goodput = 0.0 if rung is None else Scored(one.placement, rung, 1.0).rate
+    rate = goodput if request.rate is None else request.rate
+    shares = trial.shares(one.placement, rate) if rate else dict.fromkeys(trial.counted(), 0.0)
+    attained, price = joint(shares, trial.counted()), request.price(one.placement)
+    tokens = sum(job.output for sample in trial.samples for job in sample) / sum(map(len, trial.samples))
+    good_rps = min(rate, goodput) * attained * tokens
+    return Option(
+        candidates.family(one.placement), one.placement, goodput, (goodput, goodput), one.expected_rps, rate, shares,
+        attained, request.weight(one.placement), price, price / 3600.0 / good_rps * 1e6 if good_rps else math.inf,
+        len(trial.samples[0]), len(trial.samples),
+    )  # fmt: skip
+
+
+def _interval(request: Request, option: Option) -> tuple[float, float]:
+    """Goodput by each seed alone: the lowest and the highest."""
+    trial = request.trial(option.placement, fresh=True)
+    rates = []
+    for sample in trial.samples:
+        alone = replace(trial, samples=(sample,))
+        top = rung_of(math.inf)
+        rung = climb(alone, option.placement, 1.0, LOWEST, top, rung_of(option.goodput_rps))
+        rates.append(0.0 if rung is None else Scored(option.placement, rung, 1.0).rate)
+    return min(rates), max(rates)
+
+
+def _good(request: Request, option: Option) -> bool:
+    """Whether it keeps the promises at the wanted rate, within the slack that fresh seeds may take."""
+    if not option.goodput_rps:
+        return False
+    return all(share >= request.slo(kind).attainment - SLACK for kind, share in option.shares.items())
+
+
+def _rank(request: Request, option: Option) -> tuple[float, float, str]:
+    """For a rate: the lightest, then who has most to spare. Without: the highest goodput, then the lightest."""
+    name = str(option.placement) + option.placement.affinity
+    if request.rate is None:
+        return -option.goodput_rps, option.weight, name
+    return option.weight, -option.goodput_rps, name
+
+
+def uses(request: Request, option: Option) -> tuple[Use, ...]:
+    """The resources of a deployment, with what a quarter more of each would bring."""
+    trial, placement = request.trial(option.placement), option.placement
+    jobs = [job for sample in trial.samples for job in sample]
+    full = saturation(request.site, jobs, request.slos, placement)
+    base = _goodput(trial, placement, option.searched_rps)
+    found = []
+    for resource in RESOURCES:
+        if resource == "link" and placement.colocated:
+            continue
+        larger = request.again(trial, enlarged(request.site, resource, MORE))
+        gain = _goodput(larger, placement, base) / base - 1.0 if base else 0.0
+        carried = full.get(resource, full.get("compute") if resource in ("prefill", "decode") else None)
+        found.append(Use(resource, option.rate_rps / carried if carried else None, gain))
+    return tuple(found)
+
+
+def _goodput(trial: Trial, placement: Placement, guess: float) -> float:
+    rung = climb(trial, placement, 1.0, LOWEST, rung_of(math.inf), rung_of(guess))
+    return 0.0 if rung is None else Scored(placement, rung, 1.0).rate
+
+
+def _notes(request: Request, best: Option, verdict: Verdict | None) -> tuple[str, ...]:
+    notes = []
+    if verdict is not None:
+        kept = f"the product's scheduler and router keep {verdict.attainment:.1%} at {best.rate_rps:.3g} requests/s"
+        carried = f", and the objectives up to {verdict.goodput_rps:.3g}" if request.rate is None else ""
+        notes.append(f"{kept}{carried} (one run of {verdict.requests} requests on a seed of its own)")
+    for kind, share in sorted(best.shares.items()):
+        wanted = request.slo(kind).attainment
+        if share < wanted:
+            notes.append(
+                f"on fresh seeds {share:.1%} of {kind or 'all'} requests keep their promise, not {wanted:.1%}"
+            )
+    if best.searched_rps > 1.1 * best.goodput_rps:
+        notes.append(
+            f"a run of {request.requests} requests promised {best.searched_rps:.3g} requests/s; "
+            f"the long one keeps {best.goodput_rps:.3g}"
+        )
+    for pool in best.placement.pools:
+        told = request.profiles[request.stock(pool.device).device.name].how(pool.split)
+        if told not in notes:
+            notes.append(f"costs of {told}")
+    return tuple(notes)
+
+
+def _too_tight(request: Request) -> ConfigError:
+    """Possible for a request alone, and at no rate that the long runs tried."""
+    kinds = ", ".join(
+        f"{kind or 'all'}: TTFT {found.ttft_s * 1e3:.4g} ms on {found.ttft_by}, TPOT {found.tpot_s * 1e3:.4g} ms on"
+        f" {found.tpot_by}"
+        for kind, found in ((kind, nearest(request, kind)) for kind in request.kinds())
+    )
+    return ConfigError(
+        f"no placement of {request.model.name} on {request.hardware} keeps the objectives at any rate",
+        f"alone, without any queue, {kinds}",
+        "loosen the objective that is nearest to these, take more devices, or allow other families",
+    )
+
+
+def _too_much(request: Request, found: _Found) -> ConfigError:
+    """The wanted rate is above what the hardware carries."""
+    families = [family for family in ("colocated", "low") if found.asked(*NEEDS[family])]
+    carried = [
+        (one.rate * request.most(one.unit), candidates.times(one.unit, request.most(one.unit)))
+        for one in (found.whole(family).best for family in families)
+        if one is not None
+    ]
+    rate = request.rate or 0.0
+    what = f"{request.hardware} do not carry {rate:g} requests/s of this traffic within the objectives"
+    if not carried:
+        return ConfigError(what, "no placement that fits keeps them at any rate", "loosen the objectives")
+    most, placement = max(carried, key=lambda one: one[0])
+    return ConfigError(
+        what,
+        f"{placement} carries most: about {most:.3g} requests/s",
+        f"take about {math.ceil(request.devices * rate / most)} devices, or plan for --rate {most:.3g}",
+    )

@@ -1,0 +1,126 @@
+"""Plots of the planner and of `diptych bench`: each a PNG, and the same figures as JSON beside it.
+
+The only module that imports matplotlib; import it where something is plotted, not before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from planner.terms import Slo
+
+WIDTH_IN, HEIGHT_IN, DPI = 7.0, 4.4, 120
+MARKERS = "osD^vP*X"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A measured y at x, between `low` and `high` where that is known."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points in the order in which they are joined."""
+
+    name: str
+    points: tuple[Point, ...]
+
+
+def attainment(
+    path: Path, curves: Sequence[Curve], slo: Slo, unit: str = "requests/s", title: str = ""
+) -> list[Path]:
+    """Attainment (0 to 1) against rate, with the wanted attainment as a line. x of the points is in `unit`.
+
+    Returns the files written: the PNG and its JSON.
+    """
+    figure, axes = _canvas(title or _promise(slo))
+    _draw(axes, curves, scale=100.0)
+    axes.axhline(slo.attainment * 100, color="black", linestyle="--", linewidth=1)
+    axes.annotate(f"{slo.attainment:.0%} wanted", (0.01, slo.attainment * 100), (2, 3), textcoords="offset points",
+                  xycoords=("axes fraction", "data"), fontsize=8)  # fmt: skip
+    axes.set(xlabel=f"rate, {unit}", ylabel="requests within both objectives, %", ylim=(0, 104))
+    return _write(
+        figure, path, {"plot": "attainment", "unit": unit, "slo": _slo(slo), "curves": _plain(curves)}
+    )
+
+
+def goodput(
+    path: Path, curves: Sequence[Curve], rate_rps: float | None = None, title: str = ""
+) -> list[Path]:
+    """Goodput in requests per second against devices, a curve for each kind of answer; `rate_rps` is what is wanted."""
+    figure, axes = _canvas(title or "goodput by devices")
+    _draw(axes, curves)
+    if rate_rps is not None:
+        axes.axhline(
+            rate_rps, color="black", linestyle="--", linewidth=1, label=f"wanted: {rate_rps:g} requests/s"
+        )
+        axes.legend(fontsize=8)
+    axes.set(xlabel="devices", ylabel="goodput, requests/s")
+    axes.set_ylim(bottom=0)
+    return _write(figure, path, {"plot": "goodput", "rate_rps": rate_rps, "curves": _plain(curves)})
+
+
+def break_even(path: Path, curves: Sequence[Curve], knob: str, title: str = "") -> list[Path]:
+    """Goodput per device, disaggregated over colocated, while `knob` varies; above 1, disaggregation pays."""
+    figure, axes = _canvas(title or "what disaggregation gains")
+    _draw(axes, curves)
+    axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
+    axes.set(xlabel=knob, ylabel="goodput per device: disaggregated / colocated")
+    axes.set_ylim(bottom=0)
+    return _write(figure, path, {"plot": "break_even", "knob": knob, "curves": _plain(curves)})
+
+
+def _canvas(title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _draw(axes: Axes, curves: Sequence[Curve], scale: float = 1.0) -> None:
+    for index, curve in enumerate(curves):
+        points = [point for point in curve.points if math.isfinite(point.y)]
+        xs, ys = [point.x for point in points], [point.y * scale for point in points]
+        (line,) = axes.plot(xs, ys, marker=MARKERS[index % len(MARKERS)], markersize=4, label=curve.name)
+        if points and all(point.low is not None and point.high is not None for point in points):
+            low = [(point.low or 0.0) * scale for point in points]
+            high = [(point.high or 0.0) * scale for point in points]
+            axes.fill_between(xs, low, high, alpha=0.2, color=line.get_color())
+    if curves:
+        axes.legend(fontsize=8)
+
+
+def _promise(slo: Slo) -> str:
+    limits = [f"{name} ≤ {value * 1e3:g} ms" for name, value in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s))
+              if math.isfinite(value)]  # fmt: skip
+    return ", ".join(limits) or "no objective"
+
+
+def _slo(slo: Slo) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in asdict(slo).items()}
+
+
+def _plain(curves: Sequence[Curve]) -> list[dict[str, Any]]:
+    return [asdict(curve) for curve in curves]
+
+
+def _write(figure: Figure, path: Path, figures: Mapping[str, Any]) -> list[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    png, plain = path.with_suffix(".png"), path.with_suffix(".json")
+    figure.savefig(png)
+    plain.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
+    return [png, plain]

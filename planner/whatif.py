@@ -1,0 +1,177 @@
+"""What if: the same question with one thing changed, and how the answer changes.
+
+A change is NAME=VALUE. `ttft` and `tpot` in seconds; `gpus` and `nodes` as a number, or what to add (+8, -2); `link`
+between nodes in Gbps or GB/s; `rate` in requests/s; `attainment` as a share; `cv` of the arrivals; `device` by name.
+Numbers may be multiples: rate=x2, ttft=x0.5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from diptych.errors import ConfigError
+from planner.hardware import device as named_device
+from planner.placement import Answer, place
+from planner.profile import built_in
+from planner.request import Request, Stock
+from planner.terms import Link, Slo
+
+LINK = re.compile(r"([0-9.]+)\s*(gbps|gb/s|gbit/s|gbyte/s|gib/s)$", re.IGNORECASE)
+BYTES = {"gbps": 1e9 / 8, "gbit/s": 1e9 / 8, "gb/s": 1e9, "gbyte/s": 1e9, "gib/s": float(1 << 30)}
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """An answer to a changed question; `why_not` instead where there is none."""
+
+    change: str
+    answer: Answer | None
+    why_not: str = ""
+
+
+def ask(request: Request, change: str) -> Changed:
+    """The changed question, answered. Raises ConfigError where the change itself cannot be read."""
+    question = changed(request, change)
+    try:
+        return Changed(change, place(question))
+    except ConfigError as error:
+        return Changed(change, None, " ".join(part for part in (error.what, error.why, error.fix) if part))
+
+
+def changed(request: Request, change: str) -> Request:
+    """`request` with one thing changed."""
+    name, equals, value = (part.strip() for part in change.partition("="))
+    apply = CHANGES.get(name.lower())
+    if not equals or apply is None or not value:
+        raise ConfigError(
+            f"--what-if {change!r} is no change",
+            f"known: {', '.join(CHANGES)}",
+            'write for example "ttft=0.3", "gpus=-2"',
+        )
+    try:
+        return apply(request, value)
+    except ValueError as error:
+        raise ConfigError(
+            f"--what-if {change!r} cannot be read",
+            str(error),
+            'write for example "ttft=0.3", "link=25Gbps", "rate=x2"',
+        ) from error
+
+
+def compare(base: Answer, other: Changed) -> list[str]:
+    """What changes, in lines."""
+    if other.answer is None:
+        return [f"what if {other.change}: nothing is possible. {other.why_not}"]
+    was, now = base.best, other.answer.best
+    same = str(was.placement) == str(now.placement) and was.placement.affinity == now.placement.affinity
+    lines = [f"what if {other.change}: {'the same placement' if same else now.placement}"]
+    if other.answer.request.rate is None:
+        lines.append(
+            f"  goodput {now.goodput_rps:.3g} requests/s ({now.goodput_rps / was.goodput_rps - 1:+.0%}),"
+            f" per device {now.per_device_rps / was.per_device_rps - 1:+.0%}"
+        )
+    else:
+        lines.append(
+            f"  {now.placement.devices} devices ({now.placement.devices - was.placement.devices:+d})"
+        )
+    lines.append(
+        f"  {now.cost_per_million / was.cost_per_million - 1:+.0%} per million good tokens; limited by"
+        f" {other.answer.binding.resource}"
+    )
+    return lines
+
+
+def _number(text: str, now: float | None, above: float = 0.0) -> float:
+    """A number, or a multiple of what it is now. Raises ValueError."""
+    times = text.lower().startswith("x")
+    value = float(text[1:] if times else text)
+    if times:
+        if now is None:
+            raise ValueError("there is nothing to multiply: none was given")
+        value *= now
+    if not above < value < float("inf"):
+        raise ValueError(f"{text} gives {value:g}, which must be above {above:g}")
+    return value
+
+
+def _objective(request: Request, change: Callable[[Slo], Slo]) -> Request:
+    return replace(request, slos={kind: change(slo) for kind, slo in request.slos.items()})
+
+
+def _ttft(request: Request, text: str) -> Request:
+    return _objective(request, lambda slo: replace(slo, ttft_s=_number(text, slo.ttft_s)))
+
+
+def _tpot(request: Request, text: str) -> Request:
+    return _objective(request, lambda slo: replace(slo, tpot_s=_number(text, slo.tpot_s)))
+
+
+def _attainment(request: Request, text: str) -> Request:
+    if not 0.0 < float(text) <= 1.0:
+        raise ValueError("an attainment is above 0 and at most 1")
+    return _objective(request, lambda slo: replace(slo, attainment=float(text)))
+
+
+def _count(text: str, now: int) -> int:
+    count = now + int(text) if text[0] in "+-" else int(_number(text, now))
+    if count < 1:
+        raise ValueError(f"{text} leaves {count}")
+    return count
+
+
+def _gpus(request: Request, text: str) -> Request:
+    first, *rest = request.stocks
+    return replace(request, stocks=(spread(first, _count(text, first.devices)), *rest))
+
+
+def _nodes(request: Request, text: str) -> Request:
+    first, *rest = request.stocks
+    return replace(request, stocks=(replace(first, nodes=_count(text, first.nodes)), *rest))
+
+
+def _link(request: Request, text: str) -> Request:
+    return replace(request, between=link(text, request.stocks[0].device.node.inter.latency_s))
+
+
+def _rate(request: Request, text: str) -> Request:
+    return replace(request, rate=_number(text, request.rate))
+
+
+def _cv(request: Request, text: str) -> Request:
+    return replace(request, cv=_number(text, request.cv, -1e-9))
+
+
+def _device(request: Request, text: str) -> Request:
+    found = named_device(text)
+    stocks = (replace(request.stocks[0], device=found), *request.stocks[1:])
+    return replace(
+        request, stocks=stocks, profiles={**request.profiles, found.name: built_in(request.model, found)}
+    )
+
+
+CHANGES: dict[str, Callable[[Request, str], Request]] = {
+    "ttft": _ttft, "tpot": _tpot, "attainment": _attainment, "gpus": _gpus, "nodes": _nodes, "link": _link,
+    "rate": _rate, "cv": _cv, "device": _device,
+}  # fmt: skip
+
+
+def spread(stock: Stock, devices: int) -> Stock:
+    """So many devices on equal nodes, none larger than `stock`'s, and as few as may be.
+
+    Raises ValueError where that takes twice as many nodes as the devices would fill.
+    """
+    least = -(-devices // stock.devices_per_node)
+    for nodes in range(least, 2 * least + 1):
+        if devices % nodes == 0:
+            return replace(stock, nodes=nodes, devices_per_node=devices // nodes)
+    raise ValueError(f"{devices} devices do not make equal nodes of at most {stock.devices_per_node}")
+
+
+def link(text: str, latency_s: float) -> Link:
+    """A link from words: 25Gbps, 50GB/s. Raises ValueError."""
+    found = LINK.match(text.strip())
+    if found is None or not float(found[1]) > 0.0:
+        raise ValueError(f"a link is a number with Gbps or GB/s, and this is {text!r}")
+    return Link(float(found[1]) * BYTES[found[2].lower()], latency_s)

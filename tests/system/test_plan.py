@@ -1,0 +1,55 @@
+"""`diptych plan` as it is called: the answer in its forms, and what it says where there is none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.plan_file import load
+
+ASKED = (
+    "--model", "OPT-13B", "--device", "A100-80G", "--gpus", "2", "--workload", "sharegpt", "--slo-ttft-ms", "400",
+    "--slo-tpot-ms", "100", "--horizon", "40", "--seeds", "1", "--span-s", "3",
+)  # fmt: skip
+
+
+def plan(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.cli.main", "plan", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_an_answer_in_all_its_forms(tmp_path: Path) -> None:
+    done = plan(*ASKED, "--explain", "--what-if", "tpot=x2", "--json", "--out", str(tmp_path / "plan.json"))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["best"]["devices"] <= 2 and figures["best"]["goodput_rps"] > 0.0
+    assert figures["what_if"][0]["change"] == "tpot=x2" and figures["what_if"][0]["answer"]
+    assert figures["verified"]["requests"] >= 40
+    found = load(tmp_path / "plan.json")
+    assert found.model == "OPT-13B" and str(found.placement) == figures["best"]["placement"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--device", "abacus"), "not known"),
+        (("--slo-ttft-ms", "5"), "nearest that is possible"),
+        (("--slo-tpot-ms", "1"), "nearest that is possible"),
+        (("--model", "OPT-175B"), "does not fit"),
+        (("--rate", "1000"), "do not carry"),
+        (("--what-if", "moon=full"), "is no change"),
+        (("--workload", "no/such/trace.csv"), "no/such/trace.csv"),
+        (("--kind", "chat=sharegpt"), "cannot be read"),
+        (("--affinity", "odd"), "not possible"),
+        (("--profile", "no/such/profile.json"), "no/such/profile.json"),
+    ],
+)
+def test_no_answer_is_told_in_six_lines(words: tuple[str, ...], said: str) -> None:
+    done = plan(*ASKED, *words)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr and "Traceback" not in done.stderr
+    assert 2 <= len(done.stderr.strip().splitlines()) <= 6

@@ -1,0 +1,302 @@
+"""One simulated day of the Azure trace under three ways to size a fleet, and how a change of traffic is noticed.
+
+    python -m benchmarks.replan [--json] [--parts day,shift,quiet] [--rate 10] [--hours 24] [--quiet-days 3] [--jobs 2]
+
+`day`: the hour of the Azure conversation trace, repeated and stretched over a working day, is served by OPT-13B on
+A100s (the paper's measured costs), one device a worker, in the fast simulator with a fleet that changes: flips take
+`FLIP_S`, a new worker `START_S`, and devices are paid from the order until they are empty. The fleet is sized by our
+replanner, by Dynamo's rule (with two of its predictors; the reactive loop is not modelled), by a static plan for the
+busiest hour and by one for the day's mean. Our replanner's judge and Dynamo's rule know the true costs; none knows the
+day. Lengths are cut to the model's 2,048 tokens; KV moves at `LINK`.
+
+    attainment            share of requests that kept TTFT and TPOT
+    good_per_device_hour  those requests, per hour of a device held
+    worst_hour            attainment of the worst hour
+
+`shift`: lengths like HumanEval's turn to some like LongBench's, at one rate: how long until the alarm, and what is
+done. `quiet`: days of Poisson arrivals of one kind: alarms, and changes of the fleet, per day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from planner.day import DAY_S, WORKDAY, day
+from planner.decide import READY, Policy, Worker, fleet_of, least
+from planner.des_base import Limits
+from planner.elastic import Elastic, Hardware, Simulated
+from planner.journal import Journal, read
+from planner.known import Fleet, Known
+from planner.profile import built_in
+from planner.replan import Replanner, replay
+from planner.rivals import Constant, Controller, Dynamo, Kalman, Static
+from planner.terms import BOTH, DECODE, PREFILL, Job, Link, Served, Slo, Split
+from planner.traces import read_trace
+from planner.windows import Mix, Windows
+from planner.workload import Workload, synthetic
+
+SHARED = Path(os.environ.get("DIPTYCH_SHARED", Path(__file__).resolve().parents[1] / ".." / "shared"))
+MODEL, DEVICE, SPLIT = "OPT-13B", "A100-80G", Split(1, 1)
+SLO = Slo(ttft_s=0.5, tpot_s=0.1, attainment=0.9)
+LINK = Link(25e9, 1e-3)
+MAX_PROMPT, MAX_OUTPUT = 1748, 300  # of the model's 2,048
+FLIP_S, START_S, BUDGET = 5.0, 180.0, 16
+HOUR_S = 3600.0
+POLICY = Policy(budget=BUDGET, flip_s=FLIP_S, start_s=START_S)
+BATCH_TOKENS = 2048  # of a prefill batch
+
+
+def hardware() -> Hardware:
+    profile = built_in(MODEL, DEVICE)
+    roles = (PREFILL, DECODE, BOTH)
+    room = float(profile.kv_tokens(SPLIT))
+    return Hardware(
+        dict.fromkeys(roles, SPLIT),
+        dict.fromkeys(roles, profile.cost(SPLIT)),
+        dict.fromkeys(roles, room),
+        LINK,
+        profile.model.kv_token_bytes,
+        Limits(prefill_tokens=BATCH_TOKENS),
+    )
+
+
+def judge() -> Simulated:
+    return Simulated(hardware(), {"": SLO}, about=f"{MODEL} {SPLIT} on {DEVICE}")
+
+
+@dataclass(slots=True)
+class Book:
+    """What became of the requests of a run: by hour of arrival, [all, good]."""
+
+    hours: dict[int, list[int]] = field(default_factory=dict)
+    failed: int = 0
+
+    def add(self, served: Served) -> None:
+        count = self.hours.setdefault(int(served.job.at_s // HOUR_S), [0, 0])
+        count[0] += 1
+        count[1] += served.attains(SLO)
+        self.failed += bool(served.failed)
+
+    def figures(self, device_s: float) -> dict[str, float]:
+        came, good = (sum(count[at] for count in self.hours.values()) for at in (0, 1))
+        return {
+            "requests": came,
+            "failed": self.failed,
+            "attainment": round(good / came, 4),
+            "worst_hour": round(min(count[1] / count[0] for count in self.hours.values()), 4),
+            "device_hours": round(device_s / HOUR_S, 2),
+            "good_per_device_hour": round(good / (device_s / HOUR_S), 1),
+        }
+
+
+def live(
+    controller: Controller, jobs: Iterator[Job], fleet: Fleet, until_s: float
+) -> tuple[Book, Elastic, Counter[str]]:
+    """Jobs are served by a fleet that the controller changes; (how they fared, the fleet, actions by kind)."""
+    book, did = Book(), Counter[str]()
+
+    def served(one: Served) -> None:
+        book.add(one)
+        controller.ended(one.ended_s, one.job.prompt, one.job.output, one.job.kind, one.attains(SLO))
+
+    def arrived(job: Job) -> None:
+        controller.arrived(job.at_s, job.prompt, job.kind)
+
+    world = Elastic(hardware(), fleet, jobs, arrived=arrived, served=served, flip_s=FLIP_S, start_s=START_S)
+    now_s = 0.0
+    while now_s < until_s:
+        now_s += POLICY.bucket_s
+        world.advance(now_s)
+        decision = controller.tick(now_s, world.workers())
+        did.update(type(action).__name__.lower() for action in decision.actions)
+        world.act(decision.actions)
+    return book, world, did
+
+
+# --- a day of the Azure trace ---
+
+
+def azure() -> list[Job]:
+    jobs = read_trace(SHARED / "data" / "azure" / "AzureLLMInferenceTrace_conv.csv")
+    return [
+        replace(job, prompt=min(job.prompt, MAX_PROMPT), output=min(job.output, MAX_OUTPUT)) for job in jobs
+    ]
+
+
+def known(jobs: list[Job]) -> Mix:
+    """The lengths of jobs, as an operator would know them beforehand."""
+    windows = Windows(HOUR_S, 2 * HOUR_S)
+    for job in jobs:
+        windows.arrived(job.at_s, job.prompt, job.kind)
+        windows.ended(job.at_s, job.prompt, job.output, job.kind)
+    windows.close(2 * HOUR_S)
+    return windows.traffic(0.0, 2 * HOUR_S).mix()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to size the fleet, in one day."""
+
+    name: str
+    rate: float  # of the whole day's mean
+    begin: int  # hour of the day
+    hours: int
+    journal: str = ""
+
+    @property
+    def shape(self) -> Sequence[float]:
+        """Loads of the hours that are simulated, over the day's mean."""
+        return WORKDAY[self.begin : self.begin + self.hours]
+
+
+def one_day(case: Case) -> dict[str, Any]:
+    jobs = azure()
+    mix, peak = known(jobs), case.rate * max(case.shape)
+    ours = judge()
+    small = least(POLICY, Known(ours), mix, case.rate * (1 + POLICY.spare))
+    large = least(POLICY, Known(ours), mix, peak * (1 + POLICY.spare))
+    journal = Journal(case.journal) if case.journal else None
+    controller: Controller
+    match case.name:
+        case "replanner":
+            controller = Replanner(POLICY, ours, journal)
+        case "dynamo":
+            controller = Dynamo(hardware(), SLO, POLICY, Constant)
+        case "dynamo_kalman":
+            controller = Dynamo(hardware(), SLO, POLICY, Kalman)
+        case _:
+            controller = Static()
+    began_s, until_s = time.perf_counter(), len(case.shape) * HOUR_S
+    first = large if case.name == "static_peak" else small
+    mean = case.rate * sum(case.shape) / len(case.shape)
+    stream = day(jobs, mean, seed=1, shape=case.shape, length_s=until_s)
+    book, world, did = live(controller, stream, first, until_s)
+    seconds = time.perf_counter() - began_s
+    row = {"first_fleet": str(first), **book.figures(world.device_s()), "actions": dict(did)}
+    if isinstance(controller, Replanner):
+        row |= {"alarms": len(controller.alarms), "judged_runs": ours.runs}
+    if journal:
+        journal.close()
+        row["replay"] = replayed(case.journal)
+    return row | {"wall_s": round(seconds, 1)}
+
+
+def replayed(path: str) -> dict[str, int]:
+    """Decisions of a log, and how many come out again."""
+    found = [again.same for again in replay(read(path))]
+    return {"decisions": len(found), "same": sum(found)}
+
+
+def days(rate: float, hours: Sequence[int], processes: int, names: Sequence[str]) -> dict[str, Any]:
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        journals = {"replanner": str(Path(folder) / "decisions.jsonl")}
+        cases = [Case(name, rate, hours[0], hours[1], journals.get(name, "")) for name in names]
+        rows: dict[str, Any] = dict(zip(names, pool.map(one_day, cases), strict=True))
+    if "replanner" in rows:
+        ours = rows["replanner"]["good_per_device_hour"]
+        for name in names:
+            rows[name]["ours_over_this"] = round(ours / rows[name]["good_per_device_hour"], 3)
+    return rows
+
+
+# --- a change of lengths, and none ---
+
+
+def turning(rate: float, at_s: float, until_s: float, seed: int) -> Iterator[Job]:
+    """HumanEval-like requests until `at_s`, LongBench-like ones after."""
+    for job in synthetic("humaneval").stream(rate, seed):
+        if job.at_s >= at_s:
+            break
+        yield replace(job, kind="")
+    for job in synthetic("longbench").stream(rate, seed + 1):
+        if job.at_s >= until_s - at_s:
+            return
+        yield replace(job, at_s=job.at_s + at_s, kind="")
+
+
+def shift(rate: float = 6.0, at_s: float = 1800.0, until_s: float = 5400.0) -> dict[str, Any]:
+    """The alarm's delay after the change, and what follows, with flips and with a fleet that stays."""
+    rows: dict[str, Any] = {}
+    for name, controller in (("replanner", Replanner(POLICY, judge())), ("static", Static())):
+        jobs = (replace(job, prompt=min(job.prompt, MAX_PROMPT)) for job in turning(rate, at_s, until_s, 1))
+        start = least(POLICY, Known(judge()), known(synthetic("humaneval").sample(2000, rate, 1)), rate)
+        start = max(start, Fleet(2, 4))
+        book, world, did = live(controller, jobs, start, until_s)
+        rows[name] = {"first_fleet": str(start), **book.figures(world.device_s()), "actions": dict(did)}
+        if isinstance(controller, Replanner):
+            late = [alarm for alarm in controller.alarms if alarm.at_s > at_s]
+            rows[name] |= {
+                "false_alarms_before": len(controller.alarms) - len(late),
+                "detected_after_s": late[0].at_s - at_s if late else None,
+                "window_s": POLICY.window_s,
+                "alarm": str(late[0]) if late else "",
+                "last_fleet": str(fleet_of(world.workers(), READY)),
+            }
+    return rows
+
+
+class Sure:
+    """A judge that finds every fleet good enough: only alarms matter."""
+
+    def attainment(self, fleet: Fleet, mix: Mix, rate: float, cv: float) -> float:
+        return 1.0
+
+
+def quiet(days_: int, rate: float = 5.0) -> dict[str, Any]:
+    """Stationary Poisson traffic with Azure's lengths: alarms per day."""
+    lengths = Workload.of(azure())
+    alarms = 0
+    for seed in range(days_):
+        replanner, next_s = Replanner(POLICY, Sure()), POLICY.bucket_s
+        there = (Worker("p", PREFILL), Worker("d", DECODE))
+        for job in lengths.stream(rate, seed):
+            while job.at_s >= next_s:
+                replanner.tick(next_s, there)
+                next_s += POLICY.bucket_s
+            if job.at_s >= DAY_S:
+                break
+            replanner.arrived(job.at_s, job.prompt)
+            replanner.ended(job.at_s, job.prompt, job.output)
+        alarms += len(replanner.alarms)
+    return {"days": days_, "rate": rate, "alarms": alarms, "allowed_per_day": POLICY.false_alarms_per_day}
+
+
+NAMES = ("replanner", "dynamo", "dynamo_kalman", "static_mean", "static_peak")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--parts", default="day,shift,quiet", help="some of day, shift, quiet")
+    parser.add_argument("--names", default=",".join(NAMES), help="who serves the day")
+    parser.add_argument("--rate", type=float, default=10.0, help="mean requests per second of the day")
+    parser.add_argument("--begin", type=int, default=0, help="first hour of the day that is simulated")
+    parser.add_argument("--hours", type=int, default=24, help="how many hours of it")
+    parser.add_argument("--quiet-days", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    args = parser.parse_args()
+    parts, found = args.parts.split(","), dict[str, Any]()
+    if "shift" in parts:
+        found["shift"] = shift()
+    if "quiet" in parts:
+        found["quiet"] = quiet(args.quiet_days)
+    if "day" in parts:
+        found["day"] = days(args.rate, (args.begin, args.hours), args.jobs, args.names.split(","))
+    print(json.dumps(found) if args.json else json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

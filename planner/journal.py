@@ -1,0 +1,114 @@
+"""The replanner's log: every look at the traffic with its inputs, one JSON object per line, so that it can be replayed.
+
+    {"type": "head", "version": 1, "policy": {…}, "judge": {…}}
+    {"type": "look", "at_s": 310.0, "buckets": […], "workers": […]}
+    {"type": "look", …, "shift": {…}, "situation": {…}, "judged": […], "decision": {…}}
+
+A look has a decision only where something led to one. It holds counts of lengths and names of workers, never a text.
+`replay` feeds the inputs to a new replanner, which has the same policy and hears the judge's answers from the log (or
+asks another judge), and compares what it decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from diptych.errors import ConfigError
+from planner.decide import Decision, Policy, Situation, Worker
+from planner.detect import Shift
+from planner.known import Fleet, Judged
+from planner.windows import Bucket, Mix
+
+VERSION = 1
+
+
+class Head(msgspec.Struct, frozen=True, tag="head"):
+    """What stays the same: the policy, and a word about the judge (model, device, objectives)."""
+
+    policy: Policy
+    judge: dict[str, Any] = {}
+    start_s: float = 0.0
+    version: int = VERSION
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """An action could not be done to a worker."""
+
+    at_s: float
+    worker: str
+    why: str = ""
+
+
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """The buckets that had closed, the workers if they had changed, and what came of it."""
+
+    at_s: float
+    buckets: tuple[Bucket, ...] = ()
+    workers: tuple[Worker, ...] | None = None
+    shift: Shift | None = None
+    situation: Situation | None = None
+    judged: tuple[Judged, ...] = ()
+    decision: Decision | None = None
+
+
+Line = Head | Look | Failed
+
+
+class Journal:
+    """Writes lines to a file, or nowhere if there is no path."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        """Raises ConfigError if the file cannot be written."""
+        self._file: IO[bytes] | None = None
+        if path is None:
+            return
+        try:
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115  # closed by close()
+        except OSError as error:
+            fix = "name a file in a folder that can be written to"
+            raise ConfigError("the decision log cannot be opened", f"{path}: {error.strerror}", fix) from None
+
+    def write(self, line: Line) -> None:
+        """Raises OSError when the disk is full or gone."""
+        if self._file is not None:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read(path: str | Path) -> Iterator[Line]:
+    """The lines of a log. Raises ConfigError, with the number of the line, where one is not what it should be."""
+    decoder, number = msgspec.json.Decoder(Line), 0
+    try:
+        with open(path, "rb") as file:
+            for text in file:
+                number += 1
+                yield decoder.decode(text)
+    except OSError as error:
+        fix = "name a file that --replan-journal wrote"
+        raise ConfigError("there is no such decision log", f"{path}: {error.strerror}", fix) from None
+    except msgspec.DecodeError as error:
+        fix = "a line that was cut off by a crash may be deleted; others are as they were written"
+        raise ConfigError("the decision log cannot be read", f"{path}, line {number}: {error}", fix) from None
+
+
+class Heard:
+    """A judge that answers as it did in the log."""
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[Fleet, float], float] = {}
+
+    def hear(self, judged: tuple[Judged, ...]) -> None:
+        """What it will be asked next."""
+        self._answers = {(answer.fleet, answer.rate): answer.attainment for answer in judged}
+
+    def attainment(self, fleet: Fleet, mix: Mix, rate: float, cv: float) -> float:
+        """Raises KeyError where the log has no answer: the decision was made in another way."""
+        return self._answers[fleet, rate]

@@ -1,0 +1,75 @@
+"""`diptych replay`: decide again what a decision log says was decided, offline, and tell whether the same comes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from diptych.errors import ConfigError
+from planner.decide import Action
+from planner.journal import Head, Line, read
+from planner.replan import Replayed, replay
+
+SAME, DIFFERENT = 0, 1
+
+
+def run(path: Path, as_json: bool) -> int:
+    """Print every decision of the log at `path`, or one JSON object; 1 if any comes out differently now.
+
+    Raises ConfigError: no such file, no such line, no decision log.
+    """
+    head, lines = _head(path)
+    found = list(replay(lines))
+    different = [again for again in found if not again.same]
+    if as_json:
+        counts = {"decisions": len(found), "same": len(found) - len(different)}
+        print(
+            json.dumps(
+                {
+                    "log": str(path),
+                    "judge": head.judge,
+                    **counts,
+                    "different": [_row(one) for one in different],
+                }
+            )
+        )
+        return DIFFERENT if different else SAME
+    print(
+        f"{head.judge.get('about') or 'an unnamed model'}, budget {head.policy.budget}, target {head.policy.target}"
+    )
+    for again in found:
+        print("\n".join(_told(again, head.start_s)))
+    print(f"{len(found)} decisions, {len(found) - len(different)} come out as they are written")
+    return DIFFERENT if different else SAME
+
+
+def _head(path: Path) -> tuple[Head, Iterator[Line]]:
+    """The head, and all lines."""
+    first = next(read(path), None)
+    if not isinstance(first, Head):
+        why = "it is empty" if first is None else "its first line is not a head"
+        raise ConfigError(f"{path} is not a decision log", why, "name a file that --replan-journal wrote")
+    return first, read(path)
+
+
+def _told(again: Replayed, start_s: float) -> list[str]:
+    written = again.written
+    lines = [f"{written.at_s - start_s:9.0f} s  {written.trigger or 'nothing'}: {written.reason or 'held'}"]
+    lines += [f"             {action_text(action)}" for action in written.actions]
+    if not again.same:
+        now = ", ".join(map(action_text, again.now.actions)) or "nothing" if again.now else again.why
+        lines.append(f"             DIFFERENT now: {now}")
+    return lines
+
+
+def _row(again: Replayed) -> dict[str, object]:
+    now = [action_text(action) for action in again.now.actions] if again.now else None
+    written = [action_text(action) for action in again.written.actions]
+    return {"at_s": again.written.at_s, "written": written, "now": now, "why": again.why}
+
+
+def action_text(action: Action) -> str:
+    """An action in a few words."""
+    fields = {name: getattr(action, name) for name in action.__struct_fields__}
+    return " ".join([type(action).__name__.lower(), *map(str, fields.values())])

@@ -1,0 +1,235 @@
+"""A simulated fleet that changes: nobody is lost, devices are paid until they are empty; and a judge that simulates."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from planner.decide import (
+    DRAINING,
+    READY,
+    STARTING,
+    TURNING,
+    Flip,
+    Policy,
+    Start,
+    Stop,
+    Worker,
+    fleet_of,
+    least,
+)
+from planner.des import run
+from planner.des_base import Limits
+from planner.elastic import Elastic, Hardware, Simulated
+from planner.known import Fleet, Known
+from planner.profile import built_in
+from planner.rivals import INTERVAL_S, Constant, Dynamo, Kalman, Static
+from planner.tally import joint
+from planner.terms import BOTH, DECODE, PREFILL, Batch, Job, Link, Served, Slo, Split
+from planner.windows import Mix, bin_of
+from planner.workload import synthetic
+
+ROLES = (PREFILL, DECODE, BOTH)
+SPLIT = Split(1, 1)
+PROFILE = built_in("OPT-13B", "A100-80G")
+HARDWARE = Hardware(
+    dict.fromkeys(ROLES, SPLIT),
+    dict.fromkeys(ROLES, PROFILE.cost(SPLIT)),
+    dict.fromkeys(ROLES, 60_000.0),
+    Link(25e9, 1e-3),
+    PROFILE.model.kv_token_bytes,
+    Limits(prefill_tokens=2048),
+)
+SLO = Slo(0.5, 0.1)
+CHAT = Mix((("", bin_of(512), bin_of(128), 1.0),))
+
+
+class World:
+    """A fleet, and who was served."""
+
+    def __init__(self, jobs: list[Job], fleet: Fleet) -> None:
+        self.came: list[Job] = []
+        self.served: list[Served] = []
+        self.fleet = Elastic(
+            HARDWARE,
+            fleet,
+            jobs,
+            arrived=self.came.append,
+            served=self.served.append,
+            flip_s=5.0,
+            start_s=60.0,
+        )
+
+    def counts(self, *states: str) -> Fleet:
+        return fleet_of(self.fleet.workers(), *states)
+
+
+def test_a_fleet_that_stays_is_the_fast_simulator() -> None:
+    jobs = synthetic("sharegpt").sample(300, 5.0, seed=1)
+    world = World(jobs, Fleet(2, 2))
+    world.fleet.advance(1000.0)
+    assert world.fleet.idle
+    still = run(
+        HARDWARE.placement(Fleet(2, 2)),
+        HARDWARE.cost,
+        jobs,
+        limits=HARDWARE.limits,
+        kv_tokens=HARDWARE.room,
+        link=HARDWARE.link,
+        token_bytes=HARDWARE.token_bytes,
+    )
+    assert sorted(world.served, key=lambda one: one.job.at_s) == still
+    assert world.fleet.device_s() == pytest.approx(4000.0)
+
+
+def test_a_worker_that_turns_ends_its_requests_first() -> None:
+    world = World(synthetic("sharegpt").sample(400, 6.0, seed=1), Fleet(2, 2))
+    world.fleet.advance(20.0)
+    name = next(worker.name for worker in world.fleet.workers() if worker.role == DECODE)
+    world.fleet.act([Flip(name, PREFILL)])
+    assert world.counts(TURNING) == Fleet(1, 0)
+    assert world.counts(READY) == Fleet(2, 1)
+    world.fleet.advance(60.0)
+    assert world.counts(READY) == Fleet(3, 1)
+    world.fleet.advance(1000.0)
+    assert len(world.served) == 400
+    assert not any(one.failed for one in world.served)
+
+
+def test_devices_are_paid_from_the_order_until_they_are_empty() -> None:
+    world = World(synthetic("sharegpt").sample(400, 4.0, seed=1), Fleet(1, 1))
+    world.fleet.advance(10.0)
+    world.fleet.act([Start(DECODE, 1)])
+    assert world.counts(STARTING) == Fleet(0, 1)
+    world.fleet.advance(69.0)
+    assert world.counts(READY) == Fleet(1, 1)
+    world.fleet.advance(80.0)
+    assert world.counts(READY) == Fleet(1, 2)
+    assert world.fleet.device_s() == pytest.approx(10 * 2 + 70 * 3)
+    world.fleet.act([Stop("worker-003")])
+    world.fleet.advance(80.01)
+    assert world.counts(DRAINING) == Fleet(0, 1), "its requests are not done"
+    world.fleet.advance(1000.0)
+    assert world.counts(READY, DRAINING) == Fleet(1, 1)
+    assert 10 * 2 + 70 * 3 + 920 * 2 < world.fleet.device_s() < 10 * 2 + 70 * 3 + 920 * 2 + 60
+    assert len(world.served) == 400
+
+
+def test_one_that_is_stopped_before_it_has_started_never_serves() -> None:
+    world = World(synthetic("sharegpt").sample(100, 4.0, seed=1), Fleet(1, 1))
+    world.fleet.act([Start(PREFILL, 1)])
+    world.fleet.advance(5.0)
+    world.fleet.act([Stop("worker-003"), Stop("nobody"), Flip("worker-003", DECODE)])
+    world.fleet.advance(500.0)
+    assert world.counts(READY, STARTING, TURNING) == Fleet(1, 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_done_to_the_fleet_every_request_is_served_once(seed: int) -> None:
+    draw = random.Random(seed)
+    world = World(synthetic("sharegpt").sample(400, 8.0, seed), Fleet(3, 3))
+    for second in range(1, 60):
+        world.fleet.advance(float(second))
+        ready = [worker for worker in world.fleet.workers() if worker.state == READY]
+        worker = draw.choice(ready)
+        if sum(one.role == worker.role for one in ready) > 1:
+            other = DECODE if worker.role == PREFILL else PREFILL
+            world.fleet.act([draw.choice((Flip(worker.name, other), Stop(worker.name), Start(other, 1)))])
+    world.fleet.advance(2000.0)
+    assert world.fleet.idle
+    assert sorted(one.job.at_s for one in world.served) == [job.at_s for job in world.came]
+    assert len(world.served) == 400
+
+
+def test_a_colocated_fleet_changes_too() -> None:
+    world = World(synthetic("sharegpt").sample(200, 4.0, seed=3), Fleet(both=2))
+    world.fleet.advance(20.0)
+    world.fleet.act([Stop("worker-001"), Start(BOTH, 1)])
+    world.fleet.advance(1000.0)
+    assert len(world.served) == 200
+    assert world.counts(READY) == Fleet(both=2)
+
+
+def test_the_judge_finds_more_workers_better_and_more_traffic_worse() -> None:
+    judge = Simulated(HARDWARE, {"": SLO}, span_s=30.0)
+    assert judge.attainment(Fleet(1, 1), CHAT, 2.0, 1.0) > 0.95
+    assert judge.attainment(Fleet(1, 1), CHAT, 2.0, 1.0) == judge.attainment(Fleet(1, 1), CHAT, 2.0, 1.0)
+    busy = judge.attainment(Fleet(1, 1), CHAT, 14.0, 1.0)
+    assert busy < 0.7
+    assert judge.attainment(Fleet(2, 2), CHAT, 14.0, 1.0) > busy
+    assert judge.attainment(Fleet(1, 1), Mix(()), 14.0, 1.0) == 1.0
+    cached = Mix(CHAT.weights, 0.5)
+    assert judge.attainment(Fleet(1, 1), cached, 14.0, 1.0) > busy
+
+
+def test_a_hopeless_fleet_is_not_simulated_but_ranked() -> None:
+    judge = Simulated(HARDWARE, {"": SLO})
+    one, two = (judge.attainment(Fleet(n, 4), CHAT, 100.0, 1.0) for n in (1, 2))
+    assert judge.runs == 0
+    assert 0.0 < one < two <= 0.1
+    assert judge.overload(Fleet(0, 0, 4), CHAT, 10.0) < 1.0 < judge.overload(Fleet(0, 0, 4), CHAT, 100.0)
+
+
+def test_the_bound_on_load_is_below_what_a_long_run_serves() -> None:
+    """Where simulation of a long run keeps up, the bound is below 1."""
+    judge = Simulated(HARDWARE, {"": SLO})
+    for rate in (2.0, 6.0, 10.0):
+        served = run(
+            HARDWARE.placement(Fleet(1, 1)), HARDWARE.cost, CHAT.jobs(1500, rate, 1), kv_tokens=HARDWARE.room
+        )
+        if joint(served, {"": SLO}) > 0.8:
+            assert judge.overload(Fleet(1, 1), CHAT, rate) <= 1.0
+
+
+# --- others ---
+
+
+def test_dynamo_sizes_by_means_without_queues() -> None:
+    rule = Dynamo(HARDWARE, SLO, Policy(budget=16))
+    for second in range(180):
+        for _ in range(10):
+            rule.arrived(second, 512)
+            rule.ended(second, 512, 128)
+    assert rule.tick(179.0, ()).actions == ()
+    workers = (Worker("p", PREFILL), Worker("d", DECODE))
+    decision = rule.tick(INTERVAL_S, workers)
+    cost = HARDWARE.costs[PREFILL]
+    best = max(
+        batch / cost.step_s(Batch(512 * batch, 512.0 * 512 * batch))
+        for batch in range(1, 17)
+        if cost.step_s(Batch(512 * batch, 512.0 * 512 * batch)) <= SLO.ttft_s
+    )
+    assert rule.prefill_rate(512.0) == pytest.approx(best)
+    assert decision.target.prefill == -(-10 // best)
+    assert decision.target.decode == -(-10 // rule.decode_rate(512.0, 128.0))
+    assert rule.tick(INTERVAL_S + 1, workers).actions == ()
+
+
+def test_dynamo_stays_within_budget_and_steps() -> None:
+    rule = Dynamo(HARDWARE, SLO, Policy(budget=6))
+    for _ in range(180 * 100):
+        rule.arrived(0.0, 512)
+        rule.ended(0.0, 512, 128)
+    workers = (Worker("p", PREFILL), Worker("d", DECODE), Worker("e", DECODE))
+    decision = rule.tick(180.0, workers)
+    assert decision.target.prefill + decision.target.decode <= 6
+    started = sum(action.count for action in decision.actions if isinstance(action, Start))
+    assert len(workers) + started <= 6
+    assert rule.tick(360.0, workers).actions == (), "nothing came: it stays"
+
+
+def test_its_predictors_follow_a_trend_and_the_last_value() -> None:
+    kalman, constant = Kalman(), Constant()
+    for value in range(0, 200, 10):
+        kalman.observe(float(value))
+        constant.observe(float(value))
+    assert constant.predict() == 190.0
+    assert kalman.predict() == pytest.approx(200.0, abs=8.0)
+
+
+def test_a_static_plan_is_sized_once() -> None:
+    judge = Simulated(HARDWARE, {"": SLO}, span_s=30.0)
+    fleet = least(Policy(budget=8), Known(judge), CHAT, 12.0)
+    assert judge.attainment(fleet, CHAT, 12.0, 1.0) >= 0.9
+    assert Static().tick(5.0, (Worker("p", PREFILL),)).actions == ()

@@ -1,0 +1,266 @@
+"""Measures a deployment of this machine for the planner: it serves a workload at several depths, and keeps its books.
+
+The deployment is the product's own, started for this, with logs of its steps and of its requests. Requests are sent as
+others end (a fixed number of them open at a time), so that no rate has to be known before; from one at a time, where a
+request meets nobody, to as many as keep every worker busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import msgspec
+import uvloop
+
+from diptych.errors import StartError
+from planner import profiler
+from planner.cost import StepCost
+from planner.hardware import device
+from planner.profile import Profile
+from planner.profiler import Life, Move, Step
+from planner.shape import Shape, known
+from planner.terms import Job, Slo, Split
+from planner.workload import Source
+from services.bench.drive import Drive, Plan, Run
+from services.bench.target import Target, meet
+from services.cli.ports import claim
+
+DEPTHS = (1, 2, 4, 8, 16)  # requests open at a time
+FIRST = 12  # requests of a stage, at least
+FEWEST = 3  # requests of a stage for each that is open
+START_S, STOP_S = 300.0, 60.0
+FLUSH_S = 1.2  # after which a worker writes what it noted, at its next step
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """What is deployed: so many workers of each kind, or `colocated` ones that do both."""
+
+    prefill: int = 1
+    decode: int = 1
+    colocated: int = 0
+
+    @property
+    def flags(self) -> list[str]:
+        if self.colocated:
+            return ["--colocated", str(self.colocated)]
+        return ["--prefill", str(self.prefill), "--decode", str(self.decode)]
+
+    def __str__(self) -> str:
+        return f"colocated {self.colocated}" if self.colocated else f"{self.prefill}P{self.decode}D"
+
+
+@dataclass(slots=True)
+class Live:
+    """A deployment that is up. `model` is the folder of its model ("": the embedded one); `folder` has its logs."""
+
+    pools: Pools
+    model: str
+    url: str
+    folder: Path
+    target: Target
+    runner: asyncio.Runner
+
+    def status(self) -> dict[str, Any]:
+        told = httpx.get(f"{self.url}/status", timeout=START_S, trust_env=False).json()
+        assert isinstance(told, dict)
+        return told
+
+    def drive(self, jobs: Sequence[Job], plan: Plan) -> Run:
+        """Send them, and follow each to its end."""
+        run = Run(0.0, 0, len(jobs), plan.warmup_s)
+        return self.runner.run(Drive(self.target, jobs, plan, run).go())
+
+    def lives(self) -> list[Life]:
+        """What its workers noted so far."""
+        time.sleep(FLUSH_S)
+        for _ in range(2 * max(1, self.pools.colocated)):  # whoever steps again writes what it has gathered
+            self.runner.run(self.target.touch())
+        paths = sorted(self.folder.glob("*.steps"))
+        return [life for path in paths for life in profiler.parse(_whole(path.read_bytes()))]
+
+    def moves(self, names: set[str]) -> list[Move]:
+        """Hand-offs of these requests."""
+        lines = (msgspec.json.decode(line) for line in _whole((self.folder / "requests").read_bytes()))
+        return [
+            Move(line["num_bytes"], line["seconds"])
+            for line in lines
+            if line["event"] == "moved" and line["request"] in names
+        ]
+
+
+def _whole(content: bytes) -> list[bytes]:
+    """Lines that have ended."""
+    return content.split(b"\n")[:-1]
+
+
+@contextlib.contextmanager
+def deployed(pools: Pools, model: str = "", options: Sequence[str] = ()) -> Iterator[Live]:
+    """`diptych serve` on a free port, with logs in a folder that is removed afterwards.
+
+    Raises:
+        StartError: it does not come up.
+    """
+    with tempfile.TemporaryDirectory(prefix="diptych-measure-") as name, contextlib.ExitStack() as owned:
+        folder = Path(name)
+        port = claim("127.0.0.1", 0)
+        command = [sys.executable, "-m", "services.cli.main", "serve", *([model] if model else [])]
+        command += ["--port", str(port), *pools.flags, *options]
+        command += ["--step-log", str(folder), "--request-log", str(folder / "requests")]
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("DIPTYCH_")}
+        with (folder / "told").open("wb") as told:
+            process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=told, env=environ, start_new_session=True
+            )
+        owned.callback(_stop, process)
+        before = signal.signal(signal.SIGTERM, _leave)  # so that the deployment ends with us
+        owned.callback(signal.signal, signal.SIGTERM, before)
+        url = f"http://127.0.0.1:{port}"
+        _wait(process, url, folder / "told")
+        runner = owned.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        target = runner.run(meet(url, None, None, "completions"))
+        owned.callback(target.client.close)
+        yield Live(pools, model, url, folder, target, runner)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, told: Path) -> None:
+    until_s = time.monotonic() + START_S
+    while time.monotonic() < until_s:
+        if process.poll() is not None:
+            raise StartError(
+                "the deployment to be measured did not start", told.read_text(errors="replace").strip()[-400:]
+            )
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/ready", timeout=10, trust_env=False).status_code == 200:
+                return
+        time.sleep(0.3)
+    raise StartError("the deployment to be measured did not start", f"it was not ready after {START_S:.0f} s")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+# ---- one measurement
+
+
+@dataclass(slots=True)
+class Stage:
+    """A part of the measurement with so many requests open at a time. `ttfts_s` are as the client saw them."""
+
+    depth: int
+    begun_s: float
+    ended_s: float
+    ttfts_s: list[float] = field(default_factory=list)
+
+    @property
+    def pace(self) -> float:
+        """Requests a second."""
+        return len(self.ttfts_s) / (self.ended_s - self.begun_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A profile, L_m of the workers that only read (0: there are none), and what it was made from."""
+
+    profile: Profile
+    saturation_tokens: int
+    lives: list[Life]
+    stages: list[Stage]
+    counts: dict[str, int]
+
+    def at(self, rate: float) -> Profile:
+        """The profile with costs as they are at so many requests a second."""
+        (split, cost), *_ = self.profile.costs.items()
+        assert isinstance(cost, StepCost)
+        parts = [(stage.pace, self.steps(stage)) for stage in self.stages]
+        return replace(self.profile, costs={split: profiler.crowded(cost, parts, rate)})
+
+    def steps(self, stage: Stage) -> list[Step]:
+        """All workers' steps of that part."""
+        lives = [life.between(stage.begun_s, stage.ended_s) for life in self.lives]
+        return [step for life in lives for step in life.steps]
+
+
+def stages(
+    live: Live, workload: Source, seconds: float, depths: Sequence[int], seed: int, pace: float, say: Say
+) -> list[Stage]:
+    """Serve the workload at each depth, for about `seconds` in all; `pace` is expected of the first."""
+    done: list[Stage] = []
+    for number, depth in enumerate(depths):
+        each_s = seconds / len(depths)
+        count = round((done[-1].pace if done else pace) * each_s)
+        jobs = workload.sample(max(FIRST, FEWEST * depth, count), 1.0, seed + number)
+        begun_s = time.monotonic()
+        run = live.drive([replace(job, at_s=0.0) for job in jobs], Plan(Slo(), concurrency=depth))
+        stage = Stage(depth, begun_s, time.monotonic())
+        stage.ttfts_s = [one.served.ttft_s - one.late_s for one in run.seen if not one.served.failed]
+        if not stage.ttfts_s:
+            raise StartError(
+                "not one request was answered", run.seen[0].told if run.seen else "none was sent"
+            )
+        say(f"{live.pools}: {depth} at a time, {len(jobs)} requests, {stage.pace:.3g} a second")
+        done.append(stage)
+    return done
+
+
+def measure(
+    live: Live,
+    workload: Source,
+    seconds: float = 40.0,
+    depths: Sequence[int] = DEPTHS,
+    seed: int = 1,
+    say: Say = lambda told: None,
+) -> Measured:
+    """The profile of a deployment that is up.
+
+    Raises:
+        ConfigError: the workload has too few unlike requests to fit costs to.
+        StartError: no request was answered.
+    """
+    cold = stages(live, workload, 0.0, (depths[0],), seed + 1000, 0.0, lambda told: None)
+    done = stages(live, workload, seconds, depths, seed, cold[0].pace, say)
+    lives = [life.between(done[0].begun_s, done[-1].ended_s) for life in live.lives()]
+    alone = done[0]  # with one at a time nobody waits for a step to end, which the simulator knows by itself
+    calm = [life.between(alone.begun_s, alone.ended_s) for life in lives]
+    moves = live.moves({name for life in calm for name in life.come})
+    ttft_s = statistics.fmean(alone.ttfts_s)
+    shape, room = _shape(live)
+    costs = profiler.fit_costs([step for life in lives for step in life.steps])
+    beside = profiler.overheads(calm, lives, ttft_s, moves, round(64 * shape.kv_token_bytes))
+    source = f"measured on this machine: {live.pools}, {len(lives)} workers, {os.cpu_count()} cores"
+    made = profiler.profile(shape, device("cpu"), Split(), room, costs, beside, source)
+    busy = [life.saturation_tokens for life in lives if life.role == "prefill"]
+    return Measured(made, max(busy, default=0), lives, done, dict(costs.counts))
+
+
+def _shape(live: Live) -> tuple[Shape, int]:
+    """The model's dimensions as it is served (32-bit KV), and the tokens of KV of one worker."""
+    status = live.status()
+    shape = known(live.model or "embedded")
+    slabs = min(worker["stats"]["slabs_total"] for worker in status["workers"])
+    return replace(shape, kv_bytes=4.0, max_len=status["max_model_len"]), 64 * slabs

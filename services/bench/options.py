@@ -1,0 +1,165 @@
+"""The options of `diptych bench`, declared once: the command line is made from these fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diptych.errors import ConfigError
+from diptych.load import URL_ENV
+from planner.terms import Slo
+
+POISSON, GAMMA, REPLAY = "poisson", "gamma", "replay"
+ENDPOINTS = ("auto", "completions", "chat")
+SERVER, REQUESTS, RUNS, OBJECTIVES, OUTPUT = "Server", "Requests", "Runs", "Objectives", "Output"
+
+
+def _option(default: Any, flag: str, panel: str, help: str, **more: Any) -> Any:
+    """`more` is typer's."""
+    return field(default=default, metadata={"flag": flag, "rich_help_panel": panel, "help": help, **more})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How `diptych bench` was called. Raises ConfigError for what cannot be, or would have no effect."""
+
+    url: str = _option(
+        "http://127.0.0.1:8000", "--url", SERVER, "Any server with OpenAI's API", envvar=URL_ENV
+    )
+    api_key: str | None = _option(None, "--api-key", SERVER, "Bearer key", envvar="DIPTYCH_API_KEY")
+    model: str | None = _option(None, "--model", SERVER, "Default: the first one served")
+    endpoint: str = _option("auto", "--endpoint", SERVER, "completions, chat, or auto: what the server has")
+    workload: str = _option(
+        "sharegpt",
+        "--workload",
+        REQUESTS,
+        "sharegpt, humaneval, longbench, or a trace: Azure's CSV, Mooncake's or other JSON lines, a request log",
+        metavar="NAME|FILE",
+    )
+    shrink: float = _option(
+        1.0, "--shrink", REQUESTS, "Divide all lengths by this, for a small model", min=1e-3
+    )
+    context: int | None = _option(
+        None, "--context", REQUESTS, "Most tokens of prompt and answer; default: what the server takes", min=2
+    )
+    arrivals: str = _option(
+        POISSON,
+        "--arrivals",
+        REQUESTS,
+        "poisson; gamma, with --cv; replay: a trace's times, or its shape at --rate",
+    )
+    cv: float | None = _option(
+        None, "--cv", REQUESTS, "Gaps' deviation over their mean; above 1 is bursty", min=0.0
+    )
+    rate: float | None = _option(
+        None, "--rate", RUNS, "Requests per second (1); with --search, where it begins"
+    )
+    rates: str = _option("", "--rates", RUNS, "Several rates, for a curve", metavar="A,B,…")
+    search: bool = _option(False, "--search", RUNS, "Find the largest rate that keeps the objectives")
+    max_rate: float | None = _option(None, "--max-rate", RUNS, "Search no higher")
+    width: float | None = _option(None, "--width", RUNS, "Find it to so many requests per second (5 % of it)")
+    duration_s: float = _option(60.0, "--duration", RUNS, "Seconds of arrivals in a run", min=0.1)
+    num_requests: int | None = _option(
+        None, "--num-requests", RUNS, "Requests of a run, instead of --duration", min=1
+    )
+    warmup_s: float | None = _option(
+        None, "--warmup", RUNS, "Seconds at the begin of a run that do not count (a tenth of it)", min=0.0
+    )
+    seeds: int = _option(1, "--seeds", RUNS, "Repeat with other arrivals and lengths", min=1)
+    max_concurrency: int | None = _option(
+        None,
+        "--max-concurrency",
+        RUNS,
+        "Most requests open at a time; those that wait for it are late",
+        min=1,
+    )
+    timeout_s: float = _option(600.0, "--timeout", RUNS, "Seconds after which a request has failed", min=0.1)
+    slo_ttft_ms: float | None = _option(
+        None, "--slo-ttft-ms", OBJECTIVES, "Time to first token that is promised", min=0.0
+    )
+    slo_tpot_ms: float | None = _option(
+        None, "--slo-tpot-ms", OBJECTIVES, "Time per output token that is promised", min=0.0
+    )
+    attainment: float = _option(0.9, "--attainment", OBJECTIVES, "Share of requests that must keep both")
+    json: bool = _option(False, "--json", OUTPUT, "Print one JSON object")
+    save: Path | None = _option(None, "--save", OUTPUT, "Write every request's times, one JSON object a line")
+    plot: Path | None = _option(
+        None, "--plot", OUTPUT, "Draw attainment against rate: PNG, and JSON beside it"
+    )
+
+    def __post_init__(self) -> None:
+        for what, why, fix in (*self._unknown(), *self._useless()):
+            raise ConfigError(what, why, fix)
+
+    def _unknown(self) -> Iterator[tuple[str, str, str]]:
+        """Values that are none: what, why and what to do."""
+        if self.endpoint not in ENDPOINTS:
+            yield (
+                f"there is no endpoint {self.endpoint!r}",
+                "known: " + ", ".join(ENDPOINTS),
+                "--endpoint auto",
+            )
+        if self.arrivals not in (POISSON, GAMMA, REPLAY):
+            yield (
+                f"there are no {self.arrivals!r} arrivals",
+                "known: poisson, gamma, replay",
+                "--arrivals poisson",
+            )
+        given = (*self.many, self.rate, self.max_rate, self.width)
+        if any(one is not None and not 0 < one < math.inf for one in given):
+            told = ", ".join(f"{one:g}" for one in given if one is not None)
+            yield "a rate is a number above 0", f"given: {told}", "--rate 2"
+        for name, path in (("--save", self.save), ("--plot", self.plot)):
+            if path is not None and not path.absolute().parent.is_dir():
+                yield f"{name} cannot be written", f"there is no folder {path.parent}", "make it first"
+        if not 0 < self.attainment <= 1:
+            yield "--attainment is a share of 1", f"given: {self.attainment:g}", "--attainment 0.9"
+
+    def _useless(self) -> Iterator[tuple[str, str, str]]:
+        """Values that would have no effect, or contradict others."""
+        if self.rates and (self.search or self.rate is not None):
+            fix = "--rates 1,2,4, or --rate 2, or --search [--rate START]"
+            yield "rates are given in two ways", "--rates is a list of its own", fix
+        if self.search and self.slo_ttft_ms is None and self.slo_tpot_ms is None:
+            fix = "--slo-ttft-ms 500 --slo-tpot-ms 50, or one of them"
+            yield "there is nothing to search for", "without an objective every rate is good", fix
+        if not self.search and (self.max_rate is not None or self.width is not None):
+            yield "nothing is searched", "--max-rate and --width are of a search", "--search"
+        if (self.cv is not None) != (self.arrivals == GAMMA):
+            why = "the coefficient of variation is that of gamma arrivals"
+            yield "--cv and --arrivals gamma go together", why, "--arrivals gamma --cv 2"
+        if self.arrivals == REPLAY and self.seeds > 1:
+            why = "every run sends the same requests at the same times"
+            yield "a replay has no seeds", why, "--seeds 1, or --arrivals poisson"
+
+    @property
+    def many(self) -> tuple[float, ...]:
+        """`rates` as numbers. Raises ConfigError."""
+        try:
+            return tuple(float(part) for part in self.rates.split(",")) if self.rates else ()
+        except ValueError:
+            raise ConfigError(
+                "--rates is a list of numbers", f"given: {self.rates}", "--rates 1,2,4"
+            ) from None
+
+    @property
+    def slo(self) -> Slo:
+        """What is promised; infinite where nothing is."""
+        return Slo(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms), self.attainment)
+
+    def told(self) -> dict[str, Any]:
+        """How requests were made, for the report: not where to, and nothing secret."""
+        kept = [name for name, one in self.__dataclass_fields__.items() if _panel(one) in (REQUESTS, RUNS)]
+        every = asdict(self)
+        return {name: every[name] for name in kept}
+
+
+def _seconds(value_ms: float | None) -> float:
+    return math.inf if value_ms is None else value_ms / 1e3
+
+
+def _panel(one: Any) -> str:
+    return str(one.metadata["rich_help_panel"])

@@ -1,0 +1,162 @@
+"""What runs say in figures: percentiles, attainment, errors by kind, and how much of it the client may explain.
+
+TTFT is from when a request was due to its first token; TPOT what followed, over the tokens after the first; ITL the
+gaps between events with tokens; E2E until the last token. Percentiles are of requests that were answered; the others
+are counted by what went wrong, and attain nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from planner.goodput import Goodput
+from planner.terms import Slo
+from services.bench.drive import Run, Seen
+from services.bench.study import Point
+from services.bench.target import Target
+
+PERCENTS = (50, 90, 95, 99)
+TIMES = ("ttft", "tpot", "itl", "e2e")
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The smallest of the sorted values that at least `percent` of 100 do not exceed; nan of none."""
+    return ordered[max(0, math.ceil(percent * len(ordered) / 100) - 1)] if ordered else math.nan
+
+
+def spread_ms(values: Iterable[float]) -> dict[str, float | None]:
+    """Mean, percentiles and largest of seconds, in milliseconds; None of none."""
+    ordered = sorted(values)
+    told = {"mean": sum(ordered) / len(ordered) if ordered else math.nan}
+    told |= {f"p{percent}": percentile(ordered, percent) for percent in PERCENTS}
+    told["max"] = ordered[-1] if ordered else math.nan
+    return {name: None if math.isnan(value) else round(value * 1e3, 3) for name, value in told.items()}
+
+
+def times(seen: Iterable[Seen]) -> dict[str, list[float]]:
+    """Seconds of the requests that were answered; answers of one token have no TPOT."""
+    well = [one for one in seen if not one.served.failed]
+    return {
+        "ttft": [one.served.ttft_s for one in well],
+        "tpot": [one.served.tpot_s for one in well if one.tokens > 1],
+        "itl": list(chain.from_iterable(one.gaps_s for one in well)),
+        "e2e": [one.served.ended_s - one.served.job.at_s for one in well],
+    }
+
+
+def point(one: Point, slo: Slo) -> dict[str, Any]:
+    """All runs at one rate."""
+    seen = [request for run in one.runs for request in run.counted]
+    well = [request for request in seen if not request.served.failed]
+    wall_s = sum(run.wall_s for run in one.runs)
+    span_s = sum(max((r.served.job.at_s for r in run.seen), default=0.0) - run.warmup_s for run in one.runs)
+    goods = sum(request.served.attains(slo) for request in seen)
+    return {
+        "rate": round(one.rate, 6),
+        "attainment": _number(one.attainment),
+        "attainment_interval": [round(one.low, 5), round(one.high, 5)],
+        "given_up": one.hopeless,
+        "began_busy": sum(not run.rested for run in one.runs),
+        "requests": len(seen),
+        "warmup_requests": sum(len(run.seen) - len(run.counted) for run in one.runs),
+        "seeds": sorted({run.seed for run in one.runs}),
+        "seconds": round(wall_s, 3),
+        "answered": len(well),
+        "good_per_s": round(goods / span_s, 4) if span_s > 0 else None,
+        "output_tokens_per_s": round(
+            sum(r.tokens for run in one.runs for r in run.seen) / max(wall_s, 1e-9), 2
+        ),
+        "errors": dict(Counter(request.served.failed for request in seen if request.served.failed)),
+        "short_answers": sum(request.tokens < request.served.job.output for request in well),
+        **{f"{name}_ms": spread_ms(values) for name, values in times(seen).items()},
+        "client": client(one.runs, well),
+    }
+
+
+def client(runs: Sequence[Run], well: Sequence[Seen]) -> dict[str, Any]:
+    """What the client adds: its share of one core, how late it sent, how far its prompts are from what was wanted."""
+    late = spread_ms(one.late_s for run in runs for one in run.seen if math.isfinite(one.served.ended_s))
+    off = [abs(one.prompt - one.served.job.prompt) / one.served.job.prompt for one in well if one.prompt]
+    return {
+        "cpu_share": round(sum(run.cpu_s for run in runs) / max(1e-9, sum(run.wall_s for run in runs)), 4),
+        "cpu_ms_per_request": _number(
+            1e3 * sum(run.cpu_s for run in runs) / max(1, sum(run.sent for run in runs))
+        ),
+        "late_ms": {name: late[name] for name in ("p50", "p99", "max")},
+        "most_open": max((run.open_most for run in runs), default=0),
+        "prompt_length_error": round(sum(off) / len(off), 5) if off else None,
+    }
+
+
+def whole(
+    target: Target, asked: Mapping[str, Any], slo: Slo, points: Sequence[Point], found: Goodput | None
+) -> dict[str, Any]:
+    """The report, as `--json` prints it. `asked` is how it was called."""
+    way = target.way
+    told: dict[str, Any] = {
+        "server": target.client.origin.url,
+        "model": target.model,
+        "route": target.route,
+        "lengths_forced": way.ignore_eos,
+        "prompts_counted": target.vocabulary.checked,
+        **asked,
+        "slo": {
+            "ttft_ms": _milliseconds(slo.ttft_s),
+            "tpot_ms": _milliseconds(slo.tpot_s),
+            "attainment": slo.attainment,
+        },
+        "points": [point(one, slo) for one in points],
+    }
+    return told | ({"goodput": goodput(found)} if found is not None else {})
+
+
+def goodput(found: Goodput) -> dict[str, Any]:
+    """The largest rate that keeps the objectives: mean over seeds, its 95 % interval (None of one seed), brackets."""
+    bounded = all(math.isfinite(one) for one in found.interval)
+    return {
+        "rate": round(found.rate, 6),
+        "interval": [round(max(0.0, one), 6) for one in found.interval] if bounded else None,
+        "requests": found.n,
+        "warmup_requests": found.warmup,
+        "seeds": list(found.seeds),
+        "rates": [round(one, 6) for one in found.rates],
+        "brackets": [[round(one.low, 6), _number(one.high)] for one in found.found],
+    }
+
+
+def rows(runs: Iterable[Run]) -> Iterable[dict[str, Any]]:
+    """Each request of each run, so that every figure can be computed again."""
+    for run in runs:
+        for one in run.seen:
+            job, served = one.served.job, one.served
+            yield {
+                "rate": run.rate,
+                "seed": run.seed,
+                "at_s": job.at_s,
+                "prompt": job.prompt,
+                "output": job.output,
+                "counted": job.at_s >= run.warmup_s,
+                "prompt_tokens": one.prompt,
+                "output_tokens": one.tokens,
+                "ttft_s": _finite(served.ttft_s),
+                "tpot_s": _finite(served.tpot_s),
+                "ended_s": _finite(served.ended_s),
+                "late_s": one.late_s,
+                "failed": served.failed,
+            }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def _milliseconds(value_s: float) -> float | None:
+    return round(value_s * 1e3, 6) if math.isfinite(value_s) else None

@@ -1,0 +1,51 @@
+"""Options that cannot be, or would have no effect, are refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.errors import ConfigError
+from planner.terms import Slo
+from services.bench.options import Options
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"endpoint": "embeddings"}, "no endpoint"),
+        ({"arrivals": "uniform"}, "arrivals"),
+        ({"rate": 0.0}, "above 0"),
+        ({"rates": "1,-2"}, "above 0"),
+        ({"rates": "1,two"}, "list of numbers"),
+        ({"rates": "1,2", "rate": 3.0}, "two ways"),
+        ({"rates": "1,2", "search": True, "slo_ttft_ms": 1.0}, "two ways"),
+        ({"search": True}, "nothing to search for"),
+        ({"max_rate": 5.0}, "nothing is searched"),
+        ({"width": 5.0}, "nothing is searched"),
+        ({"arrivals": "gamma"}, "go together"),
+        ({"cv": 2.0}, "go together"),
+        ({"arrivals": "replay", "seeds": 2}, "no seeds"),
+        ({"attainment": 90.0}, "share"),
+        ({"save": Path("/no/where/rows")}, "--save cannot be written"),
+        ({"plot": Path("/no/where/plot.png")}, "--plot cannot be written"),
+    ],
+)
+def test_refusals_say_what_to_do(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what) as caught:
+        Options(**given)
+    assert caught.value.why and caught.value.fix and len(caught.value.lines()) <= 6
+
+
+def test_what_is_read() -> None:
+    options = Options(rates="1, 2.5", slo_ttft_ms=250.0, attainment=0.95)
+    assert options.many == (1.0, 2.5)
+    assert options.slo == Slo(0.25, math.inf, 0.95)
+
+
+def test_a_report_has_no_secrets() -> None:
+    told = Options(api_key="secret", url="http://h").told()
+    assert told["workload"] == "sharegpt" and "secret" not in str(told) and "url" not in told

@@ -1,0 +1,70 @@
+"""`diptych profile`: what this machine's workers cost, measured, as a file that the planner reads."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diptych.errors import ConfigError
+
+HELP = """Measure this machine's workers for the planner: step costs, room for KV, and what a request costs beside.
+
+\b
+  diptych profile --out P.json                    the embedded model
+  diptych profile ./my-model --out P.json --workload trace.jsonl --seconds 120
+"""
+
+MEASURE = "Measurement"
+
+
+def profile(
+    model: Annotated[
+        str, typer.Argument(help="A folder or a hub id; default: the embedded model", show_default=False)
+    ] = "",
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the profile here (JSON)")] = Path(
+        "profile.json"
+    ),
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Requests to measure with, as in `diptych bench`",
+            rich_help_panel=MEASURE,
+        ),
+    ] = "sharegpt",
+    shrink: Annotated[
+        float, typer.Option(min=0.001, help="Divide their lengths by this", rich_help_panel=MEASURE)
+    ] = 1.0,
+    colocated: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Measure so many workers that do both, not one of each kind", rich_help_panel=MEASURE
+        ),
+    ] = 0,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="Seconds of load, about", rich_help_panel=MEASURE)
+    ] = 40.0,
+    depths: Annotated[
+        str, typer.Option(metavar="N,…", help="Requests open at a time", rich_help_panel=MEASURE)
+    ] = "1,2,4,8,16",
+    seed: Annotated[int, typer.Option(help="Of the requests", rich_help_panel=MEASURE)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile's figures as JSON")] = False,
+) -> None:
+    """Bound in `services.cli.main`."""
+    run: Any = importlib.import_module("services.bench.profiling").run
+    raise typer.Exit(run(model, out, workload, shrink, colocated, seconds, _depths(depths), seed, as_json))
+
+
+def _depths(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1:
+        raise ConfigError(
+            f"--depths {text} cannot be used", "numbers of requests, at least 1", "--depths 1,4,16"
+        )
+    return found

@@ -1,0 +1,182 @@
+"""From logs of steps to costs: what is noted comes back, costs that made the steps are found, pauses are no steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from diptych.errors import ConfigError
+from planner import profiler
+from planner.cost import StepCost
+from planner.hardware import device
+from planner.profile import Overheads, load, save
+from planner.profiler import Life, Move, Step, fit_costs, kind_of, link_of, overheads, parse
+from planner.shape import known
+from planner.terms import Batch, Split
+from services.worker.steps import Recorded, StepLog
+from tests.unit.engine.fakes import Bench, sampling, sequence
+
+TRUTH = StepCost((2e-3, 1e-4, 2e-8), ((1e-3, 2e-7, 1.5e-4),), shared=0.6)
+
+
+def some_steps(count: int, noise: float = 0.02, seed: int = 1) -> list[Step]:
+    """Steps of all kinds, as `TRUTH` has them but for noise."""
+    chance, steps, now_s = random.Random(seed), list[Step](), 100.0
+    for number in range(count):
+        tokens = chance.choice((16, 40, 100, 256, 512)) if number % 3 != 1 else 0
+        rows = chance.choice((1, 2, 5, 12, 30)) if number % 3 != 0 else 0
+        start = chance.choice((0, 64, 512)) if tokens else 0
+        squares = float((start + tokens) ** 2 - start**2)
+        batch = Batch(tokens, squares, rows, rows * chance.choice((50, 200, 900)))
+        seconds = TRUTH.step_s(batch) * chance.uniform(1.0 - noise, 1.0 + noise)
+        steps.append(Step(now_s, now_s + seconds, batch))
+        now_s += seconds + 1e-4
+    return steps
+
+
+def test_the_cost_behind_the_steps_is_found() -> None:
+    found = fit_costs(some_steps(3000))
+    for step in some_steps(100, noise=0.0, seed=2):
+        assert found.cost.step_s(step.batch) == pytest.approx(TRUTH.step_s(step.batch), rel=0.03)
+    assert set(found.errors) == {"prefill", "decode", "mixed"}
+    assert all(error.held_out < 0.03 for error in found.errors.values())
+    assert found.counts == {"prefill": 1000, "decode": 1000, "mixed": 1000}
+    assert found.told["decode_held_out_mean"] == found.errors["decode"].held_out
+
+
+def test_lines_are_balanced_so_that_all_steps_together_take_as_long_as_they_did() -> None:
+    steps = [step for step in some_steps(2000, noise=0.4) if kind_of(step.batch) != "mixed"]
+    found = fit_costs(steps)
+    for kind in ("prefill", "decode"):
+        some = [step for step in steps if kind_of(step.batch) == kind]
+        assert profiler.balance(found.cost, some) == pytest.approx(1.0, abs=0.01)
+    assert (found.cost.shared, found.cost.cross) == (1.0, 0.0)
+
+
+def test_too_few_steps_are_a_mistake_that_is_named() -> None:
+    with pytest.raises(ConfigError, match="cannot be fitted"):
+        fit_costs(some_steps(6))
+
+
+def test_what_an_engine_notes_can_be_read_back(tmp_path: Path) -> None:
+    bench = Bench(num_slabs=20, max_num_batched_tokens=70)
+    log = StepLog(str(tmp_path / "new"), "w-0")
+    engine = Recorded.of(bench.engine, log)
+    engine.suit("w-0", "prefill")
+    for name, length in (("a", 100), ("b", 30)):
+        engine.add(sequence(name, length, sampling(3)), bench.clock())
+    while engine.has_work:
+        engine.step(bench.clock)
+    log.close()
+    (path,) = (tmp_path / "new").iterdir()
+    (life,) = parse(path.read_bytes().splitlines())
+    assert (life.worker, life.role, life.saturation_tokens) == ("w-0", "prefill", 0)
+    batches = [step.batch for step in life.steps]
+    assert sum(batch.tokens for batch in batches) == 130
+    assert sum(batch.squares for batch in batches) == 100**2 + 30**2
+    assert sum(batch.rows for batch in batches) == 4  # the first token of each is the prompt's
+    assert sum(batch.context for batch in batches) == 100 + 101 + 30 + 31
+    assert set(life.come) == set(life.first) == {"a", "b"}
+    assert all(step.seconds >= 0.0 for step in life.steps)
+    assert len(life.between(-1.0, math.inf).steps) == len(life.steps) and not life.between(-1.0, -0.5).come
+
+
+def test_a_log_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match="log of steps"):
+        StepLog(str(tmp_path / "file"), "w-0")
+
+
+def test_only_the_last_line_may_be_cut_short() -> None:
+    lines = [json.dumps(line).encode() for line in (["role", 0.0, "w", "decode", 0], ["come", 1.0, "a"])]
+    assert parse([*lines, b'["first", 2.0, "a'])[0].come == {"a": 1.0}
+    for wrong in (b"nothing", b'["step", 1.0]', b"{}"):
+        with pytest.raises(ConfigError, match="row 2"):
+            parse([lines[0], wrong, lines[1]])
+    assert parse([]) == []
+    assert parse([lines[0], b'["come", 1.0, "canary-1-0"]', b'["first", 2.0, "canary-1-0"]'])[0].come == {}
+
+
+@pytest.mark.parametrize(("latency_s", "speed"), [(1e-3, 2e9), (0.0, 5e8)])
+def test_a_links_latency_and_speed_are_found(latency_s: float, speed: float) -> None:
+    moves = [Move(size, latency_s + size / speed) for size in (400_000, 800_000, 4_000_000)]
+    found = link_of(moves)
+    assert found.latency_s == pytest.approx(latency_s, abs=1e-9)
+    assert found.bytes_per_s == pytest.approx(speed)
+
+
+def test_a_link_nobody_used_and_one_that_gets_faster_with_size_are_no_nonsense() -> None:
+    assert link_of([]).bytes_per_s == math.inf
+    assert link_of([Move(100, 0.5)]).latency_s == 0.5
+    assert link_of([Move(100, 0.5), Move(200, 0.4)]).latency_s == pytest.approx(0.45)
+    assert link_of([Move(100, 0.01), Move(200, 0.4)]).latency_s == 0.0
+
+
+def test_what_goes_by_beside_the_steps_is_divided() -> None:
+    reader, writer = Life("p", "prefill", 128), Life("d", "decode", 0)
+    for number in range(20):
+        name, at_s = str(number), 10.0 * number
+        reader.come[name], reader.first[name] = at_s + 0.010, at_s + 0.050
+        writer.come[name], writer.first[name] = at_s + 0.058, at_s + 0.064
+        begun_s = at_s + 1.0
+        for row in range(5):
+            writer.steps.append(Step(begun_s, begun_s + 0.004, Batch(0, 0.0, 3, 90 + 3 * row)))
+            begun_s += 0.0045
+    moves = [Move(1000 * n, 0.001 + n * 0.0005) for n in range(1, 4)]  # 2 ms on average
+    beside = overheads([reader, writer], [reader, writer], 0.060, moves, 4096)
+    assert beside.hop_s == pytest.approx(0.003)  # half of 8 ms, less those of the link
+    assert beside.gateway_s == pytest.approx(0.060 - 0.040 - 2 * 0.003)
+    assert beside.step_s == pytest.approx(0.0005)
+    assert (beside.link.latency_s, beside.link.bytes_per_s) == pytest.approx((0.001, 2e6))
+
+
+def test_without_hand_offs_a_message_takes_its_part_of_what_is_not_work() -> None:
+    life = Life("c", "decode", 0, come={"a": 1.0}, first={"a": 1.03})
+    beside = overheads([life], [life], 0.05, [], 4096)
+    assert beside.gateway_s == pytest.approx(0.01) and beside.hop_s == pytest.approx(0.005)
+    assert beside.step_s == 0.0
+
+
+def test_a_profile_is_written_and_read_back(tmp_path: Path) -> None:
+    costs = fit_costs(some_steps(900))
+    made = profiler.profile(
+        known("embedded"), device("cpu"), Split(), 43_648, costs, Overheads(1e-3, 2e-4, 3e-5), "measured"
+    )
+    save(made, tmp_path / "p.json")
+    again = load(tmp_path / "p.json")
+    assert again.cost(Split()) == costs.cost
+    assert again.kv_tokens(Split()) == 43_648
+    assert again.overheads == made.overheads
+    assert again.fit_error == made.fit_error
+
+
+def test_where_most_steps_do_both_all_are_fitted_together() -> None:
+    mixed = [step for step in some_steps(6000) if kind_of(step.batch) == "mixed"]
+    others = [step for step in some_steps(60, seed=3) if kind_of(step.batch) != "mixed"]
+    found = fit_costs([*mixed, *others])
+    assert set(found.errors) == {"all"} and found.errors["all"].held_out < 0.03
+    for step in some_steps(100, noise=0.0, seed=2):
+        assert found.cost.step_s(step.batch) == pytest.approx(TRUTH.step_s(step.batch), rel=0.05)
+    with pytest.raises(ConfigError, match="the cost cannot be fitted"):
+        fit_costs(mixed[:2])
+
+
+def test_steps_that_take_longer_when_more_comes_are_told_by_rate() -> None:
+    def part(pace: float, reading: float, writing: float) -> tuple[float, list[Step]]:
+        factors = {"prefill": reading, "decode": writing}
+        steps = [step for step in some_steps(60, noise=0.0) if kind_of(step.batch) != "mixed"]
+        took = [TRUTH.step_s(step.batch) * factors[kind_of(step.batch)] for step in steps]
+        return pace, [Step(0.0, s, step.batch) for s, step in zip(took, steps, strict=True)]
+
+    parts = [part(30.0, 1.2, 1.1), part(10.0, 1.0, 0.9)]
+    for rate, reading, writing in ((5.0, 1.0, 0.9), (20.0, 1.1, 1.0), (99.0, 1.2, 1.1)):
+        cost = profiler.crowded(TRUTH, parts, rate)
+        for batch, factor in ((Batch(100, 1e4), reading), (Batch(0, 0.0, 4, 400), writing)):
+            assert cost.step_s(batch) == pytest.approx(factor * TRUTH.step_s(batch))
+    assert profiler.crowded(TRUTH, [], 5.0) == TRUTH
+    mixed = [Step(0.0, 1.5 * TRUTH.step_s(b), b) for b in (Batch(64, 4096.0, 3, 300), Batch(0, 0.0, 3, 300))]
+    assert profiler.crowded(TRUTH, [(1.0, mixed)], 5.0).prefill[0] == pytest.approx(1.5 * TRUTH.prefill[0])

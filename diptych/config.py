@@ -20,6 +20,7 @@ from diptych.settings import option
 
 ALL = ("serve", "worker", "gateway")
 MODEL, POOLS, ENGINE, HTTP = "Model", "Pools", "Engine and KV cache", "HTTP"
+REPLAN = "Replanning"
 LIMITS, PARTS, PROCESS = "Objectives and limits", "One part alone", "Process"
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -61,6 +62,33 @@ class Config:
         ("shm", "nixl"), kind.some_of("shm", "nixl"), "How KV may move, preferred first", POOLS, WORKERS
     )
     pin_cores: bool = option(True, kind.switch(), "A core of its own for each CPU worker", POOLS, rare=True)
+    plan: Path | None = option(None, kind.path(), "Pools, model and objectives from `diptych plan`", POOLS)
+
+    replan: bool = option(False, kind.switch(), "Change the pools as traffic changes", REPLAN)
+    replan_mode: str = option(
+        "act", kind.one_of("act", "advise"), "Do what is decided, or only say it", REPLAN, rare=True
+    )
+    replan_budget: int | None = option(
+        None,
+        kind.whole(1),
+        "Most devices ever held, drains included",
+        REPLAN,
+        ("serve",),
+        "those of the start",
+        True,
+    )
+    replan_profile: Path | None = option(
+        None, kind.path(), "What workers cost, by `diptych profile`", REPLAN, ("serve",), "a data sheet", True
+    )
+    replan_journal: Path | None = option(
+        None, kind.path(), "Write each decision with its inputs here", REPLAN, rare=True
+    )
+    replan_window_s: float = option(
+        300.0, kind.seconds(), "Traffic that is looked at together", REPLAN, rare=True
+    )
+    replan_interval_s: float = option(
+        1.0, kind.seconds(), "How often the gateway is asked for traffic", REPLAN, rare=True
+    )
 
     max_num_seqs: int = option(64, kind.whole(1), "Requests running at once per worker", ENGINE, WORKERS)
     max_num_batched_tokens: int = option(512, kind.whole(1), "Token budget of one step", ENGINE, WORKERS)
@@ -120,8 +148,8 @@ class Config:
     )
     local_prefill: str = option(
         "fallback",
-        kind.one_of("never", "fallback"),
-        "Decode workers read prompts if no other can",
+        kind.one_of("never", "fallback", "auto"),
+        "Decode workers read prompts: if no other can, or if better",
         LIMITS,
         GATEWAYS,
         rare=True,
@@ -154,6 +182,9 @@ class Config:
     )
     request_log: Path | None = option(
         None, kind.path(), "Write what becomes of each request here (JSONL)", PROCESS, GATEWAYS, rare=True
+    )
+    step_log: Path | None = option(
+        None, kind.path("DIR"), "Workers write what each step cost here (JSONL)", PROCESS, WORKERS, rare=True
     )
     log_dir: Path | None = option(
         None, kind.path("DIR"), "Keep the logs of all parts here", PROCESS, rare=True
@@ -207,6 +238,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pipelined: bool = True  # KV is announced and pulled while later layers are computed
     drain_s: float = 10.0  # how long a worker that is told to end waits for what it holds
     ended: str = ""  # how this worker's process before ended, for `Hello`; filled in by its supervisor
+    step_log: str | None = None  # a folder for a file with a line for every engine step
     log_level: str = "warning"
 
 
@@ -243,4 +275,5 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     admin_key: str | None = None
     request_log: str | None = None  # a file that gets a line for everything that happens to a request
+    replan: bool = False  # traffic is kept for a replanner that asks for it with the admin key
     log_level: str = "warning"

@@ -12,6 +12,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -81,6 +82,18 @@ class Lived:
         return self.last_s - self.token_s if self.last_s is not None and self.token_s is not None else 0.0
 
 
+class Listener(Protocol):
+    """Whoever wants to hear of each sequence, besides the metrics."""
+
+    def arrived(self, prompt_tokens: int) -> None: ...
+
+    def ended(self, lived: Lived, good: bool) -> None: ...
+
+    def failed(self, lived: Lived) -> None: ...
+
+    def refused(self) -> None: ...
+
+
 def seconds_of(milliseconds: Iterable[float], *bounds_s: float | None) -> list[float]:
     """Bucket bounds in seconds, with each of `bounds_s` as an exact one."""
     merged = [bound / 1000 for bound in milliseconds]
@@ -95,6 +108,7 @@ class Metrics:
 
     def __init__(self, objectives: Objectives | None = None) -> None:
         self.objectives = objectives or Objectives()
+        self.listener: Listener | None = None
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -102,6 +116,7 @@ class Metrics:
         self._stages()
         self._service()
         self._survival()
+        self._replanning()
         self._attained: dict[str, deque[bool]] = {
             name: deque(maxlen=SLO_WINDOW) for name in ("ttft", "tpot", "all")
         }
@@ -239,6 +254,30 @@ class Metrics:
         self.links_given_up = self._counter("diptych:links_given_up", "For KV that came out corrupt")
         self.log_lines = self._counter("diptych:request_log_lines", "Lines of the request log", "outcome")
 
+    def _replanning(self) -> None:
+        """What the replanner of `diptych serve --replan` tells of itself."""
+        self.replan_decisions = self._counter("diptych:replan_decisions", "Looks at the plan", "trigger")
+        self.replan_alarms = self._counter("diptych:replan_alarms", "Changes of traffic noticed", "what")
+        self.replan_actions = self._counter(
+            "diptych:replan_actions", "Changes of the fleet", "action", "outcome"
+        )
+        self.replan_target = Gauge(
+            "diptych:replan_target_workers", "As last decided", ["role"], registry=self.registry
+        )
+        self.replan_expected = self._gauge("diptych:replan_expected_attainment", "Of the fleet last decided")
+        self.replan_unheard = self._counter("diptych:replan_unheard_events", "Of traffic, not heard in time")
+
+    def came(self, lived: Lived) -> None:
+        """A sequence is handed to the backend."""
+        if self.listener is not None:
+            self.listener.arrived(lived.prompt_tokens)
+
+    def refused(self, code: str) -> None:
+        """A request was turned away before it was read."""
+        self.rejections.labels(code).inc()
+        if self.listener is not None:
+            self.listener.refused()
+
     def gap(self, model: str, seconds: float, num_tokens: int) -> None:
         """A step brought `num_tokens` tokens of one sequence, `seconds` after the one before: one gap per token."""
         histogram = self.itl.labels(model)
@@ -272,9 +311,11 @@ class Metrics:
             self.tpot.labels(model).observe(lived.tpot_s)
         self._judge(lived)
 
-    def missed(self) -> None:
+    def missed(self, lived: Lived | None = None) -> None:
         """A sequence failed: it met no objective."""
         self._verdicts({"ttft": False, "tpot": False})
+        if self.listener is not None and lived is not None:
+            self.listener.failed(lived)
 
     def _judge(self, lived: Lived) -> None:
         met: dict[str, bool] = {}
@@ -288,6 +329,8 @@ class Metrics:
         if all(met.values()):
             self.good_requests.inc()
             self.good_tokens.inc(lived.tokens)
+        if self.listener is not None:
+            self.listener.ended(lived, all(met.values()))
 
     def _verdicts(self, met: dict[str, bool]) -> None:
         bounds = {"ttft": self.objectives.ttft_s, "tpot": self.objectives.tpot_s}

@@ -51,7 +51,8 @@ def look(question: Question) -> Model:
         f"context {memory.max_model_len:,}, KV {show(memory.kv_bytes)} of "
         f"{show(memory.total_bytes)} per worker"
     )
-    return Model(str(files.path), told, has_template(files.path), memory.max_model_len, memory.kv_bytes)
+    chats = has_template(files.path)
+    return Model(str(files.path), told, chats, memory.max_model_len, memory.kv_bytes, shape.layers)
 
 
 def _check_swap(question: Question, memory: Memory, available: int) -> None:

@@ -17,8 +17,15 @@ import typer
 
 from diptych.errors import ConfigError, DiptychError
 from diptych.load import URL_ENV, Loaded
+from services.cli.bench import bench
 from services.cli.guard import guarded
 from services.cli.options import Command, bind
+from services.cli.plan_options import HELP as PLAN
+from services.cli.plan_options import plan
+from services.cli.profile import HELP as PROFILE
+from services.cli.profile import profile
+from services.cli.simulate_options import HELP as SIMULATE
+from services.cli.simulate_options import simulate
 from services.cli.stop import FAILED, USAGE
 from services.cluster.environment import prepare_ray
 
@@ -49,9 +56,12 @@ def _later(module: str, name: str) -> Callable[..., Any]:
 
 
 def _serve(loaded: Loaded) -> int:
+    settled, answer = _later("planned", "planned")(loaded)
+    _later("replanning", "check")(settled)
+
     def run(folder: Path) -> int:
         prepare_ray(os.environ)
-        return int(_later("serve", "serve")(loaded, folder))
+        return int(_later("serve", "serve")(settled, answer, folder))
 
     return guarded(run)
 
@@ -139,10 +149,27 @@ def turn(
     raise typer.Exit(_later("admin", "turn")(url, admin_key, name, role, force))
 
 
+app.command()(bench)
+
+
 @app.command()
 def keys(folder: Annotated[Path, typer.Argument(help="Folder to write them to")]) -> None:
     """Make the channel keys that a gateway and its workers share when they are started apart."""
     _later("alone", "keys")(folder)
+
+
+@app.command()
+def replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="What --replan-journal wrote")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+) -> None:
+    """Decide again, offline, what a decision log says was decided. Exit status 1 if anything comes out differently."""
+    raise typer.Exit(_later("replay", "run")(log, as_json))
+
+
+app.command("simulate", help=SIMULATE)(simulate)
+app.command("plan", help=PLAN)(plan)
+app.command("profile", help=PROFILE)(profile)
 
 
 @app.command()

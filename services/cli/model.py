@@ -37,6 +37,7 @@ class Model(msgspec.Struct, frozen=True):
     chats: bool  # it has a chat template
     max_model_len: int
     kv_bytes: int  # of each worker's pool
+    layers: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from diptych.config import Config, GatewaySpec, WorkerSpec
 from diptych.load import Loaded
+from planner.plan_file import PlanFile
 from services.cli.model import Model
+from services.cli.planned import alone, together
 from services.cluster.parts import Plan
 
 
@@ -32,7 +34,7 @@ def worker_spec(
         chunked_prefill=config.enable_chunked_prefill,
         prefix_caching=config.enable_prefix_caching,
         swap_bytes=config.swap_space,
-        tpot_ms=config.slo_tpot_ms if config.colocated else None,
+        tpot_ms=config.slo_tpot_ms if config.colocated or _reads_beside(config, role) else None,
         tp=config.prefill_tp if role == "prefill" else config.decode_tp,
         pp=config.prefill_pp if role == "prefill" else config.decode_pp,
         core=core,
@@ -41,8 +43,14 @@ def worker_spec(
         lease_s=config.kv_lease_s,
         pipelined=config.pipelined_transfer,
         drain_s=config.drain_s,
+        step_log=str(config.step_log.absolute()) if config.step_log else None,
         log_level=config.log_level,
     )
+
+
+def _reads_beside(config: Config, role: str) -> bool:
+    """Whether a worker may read prompts while it writes answers."""
+    return role == "decode" and config.local_prefill == "auto"
 
 
 def gateway_spec(
@@ -78,8 +86,28 @@ def gateway_spec(
         local_prefill=config.local_prefill,
         admin_key=config.admin_key,
         request_log=str(config.request_log.absolute()) if config.request_log else None,
+        replan=config.replan,
         log_level=config.log_level,
     )
+
+
+def devices(config: Config) -> dict[str, int]:
+    """Devices of each worker, by its name."""
+    num_prefill, num_decode = config.pools
+    size = {"prefill": config.prefill_tp * config.prefill_pp, "decode": config.decode_tp * config.decode_pp}
+    counts = {"prefill": num_prefill, "decode": num_decode}
+    return {f"{role}-{index}": size[role] for role, count in counts.items() for index in range(count)}
+
+
+def budget(config: Config) -> int:
+    """The most devices that may ever be held."""
+    return config.replan_budget or sum(devices(config).values())
+
+
+def most_workers(config: Config) -> int:
+    """How many workers may ever share this machine's memory."""
+    sizes = devices(config).values()
+    return config.replan_budget // min(sizes) if config.replan_budget else len(sizes)
 
 
 def cores(config: Config, available: list[int], ranks: Sequence[int]) -> list[int | None]:
@@ -100,21 +128,22 @@ def plan(
     channel_port: int,
     port: int,
     api_keys: tuple[str, ...],
+    answer: PlanFile | None = None,
 ) -> Plan:
-    """A whole deployment on this machine. `folder` is private; keys lie in it."""
+    """A whole deployment on this machine. `folder` is private; keys lie in it. `answer` is what was planned, if that
+    was: it tells what must be together.
+    """
     config = loaded.config
     channel, keys_dir = f"tcp://127.0.0.1:{channel_port}", str(folder / "keys")
-    num_prefill, num_decode = config.pools
-    names = [("prefill", index) for index in range(num_prefill)] + [
-        ("decode", index) for index in range(num_decode)
-    ]
-    size = {"prefill": config.prefill_tp * config.prefill_pp, "decode": config.decode_tp * config.decode_pp}
-    pinned = cores(config, sorted(os.sched_getaffinity(0)), [size[role] for role, _ in names])
+    sizes = devices(config)
+    pinned = cores(config, sorted(os.sched_getaffinity(0)), list(sizes.values()))
     return Plan(
         workers=tuple(
-            worker_spec(config, model, role, f"{role}-{index}", channel, keys_dir, core)
-            for (role, index), core in zip(names, pinned, strict=True)
+            worker_spec(config, model, name.split("-")[0], name, channel, keys_dir, core)
+            for name, core in zip(sizes, pinned, strict=True)
         ),
         gateway=gateway_spec(config, model, channel, keys_dir, port, api_keys),
         logs=logs,
+        groups=alone(sizes) if answer is None else together(answer),
+        budget=budget(config),
     )

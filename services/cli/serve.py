@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import sys
+import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +18,13 @@ from rich.console import Console
 from diptych.config import Config, GatewaySpec
 from diptych.errors import ConfigError, DiptychError, StartError
 from diptych.load import Loaded, keys
+from planner.plan_file import PlanFile
 from services.cli import talk
 from services.cli.model import Model, find
-from services.cli.plan import plan
+from services.cli.plan import budget, most_workers, plan
+from services.cli.planned import check_model
 from services.cli.ports import claim
+from services.cli.replanning import Replan
 from services.cli.stop import FAILED, INTERRUPTED, OK, USAGE, Stop
 from services.cli.versions import installed
 from services.cli.view import View
@@ -35,8 +41,11 @@ CONTROL_LOST = (
 )
 
 
-def serve(loaded: Loaded, folder: Path) -> int:
-    """Bring up what the settings say, with `folder` for keys, sockets and logs. Returns the exit status."""
+def serve(loaded: Loaded, answer: PlanFile | None, folder: Path) -> int:
+    """Bring up what the settings say, with `folder` for keys, sockets and logs. Returns the exit status.
+
+    `answer` is the plan that they come from, if they do.
+    """
     config = loaded.config
     logs = config.log_dir.absolute() if config.log_dir else folder / "logs"
     view = View(Console(file=sys.stdout), sum(config.pools))
@@ -44,7 +53,7 @@ def serve(loaded: Loaded, folder: Path) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         # Ray prints to standard output what its own processes have to say; that belongs to the logs.
         with (logs / "ray.log").open("a", encoding="utf-8") as ray_log, contextlib.redirect_stdout(ray_log):
-            return asyncio.run(Start(loaded, folder, logs, view).run())
+            return asyncio.run(Start(loaded, answer, folder, logs, view).run())
     except DiptychError as error:
         view.fail(error)
         return USAGE if isinstance(error, ConfigError) else FAILED
@@ -55,10 +64,16 @@ def serve(loaded: Loaded, folder: Path) -> int:
 class Start:
     """One run of `diptych serve`, from the first check to the last process."""
 
-    def __init__(self, loaded: Loaded, folder: Path, logs: Path, view: View) -> None:
-        self._loaded, self._config = loaded, loaded.config
+    def __init__(self, loaded: Loaded, answer: PlanFile | None, folder: Path, logs: Path, view: View) -> None:
+        config = loaded.config
+        if config.replan and config.admin_key is None:
+            # The replanner gives orders by the routes that a person would use.
+            loaded = replace(loaded, config=replace(config, admin_key=secrets.token_hex(24)))
+        self._loaded, self._config, self._answer = loaded, loaded.config, answer
         self._folder, self._logs, self._view = folder, logs, view
         self._stop = Stop()
+        self._deployment: Deployment | None = None
+        self._replan: Replan | None = None
 
     async def run(self) -> int:
         """Stay until told to stop. Whatever happens, everything that was started is stopped again.
@@ -71,18 +86,12 @@ class Start:
         api_keys = keys(self._loaded)
         port = claim(config.host, config.port, self._loaded.origin("port"))
         view.line(f"diptych {installed('diptych')} · {config.model} · {pools(config)}")
-        head = Head(self._folder / "ray", sum(config.pools))
-        deployment: Deployment | None = None
+        if self._answer is not None:
+            view.line(promise(config.plan, self._answer))
+        head = Head(self._folder / "ray", budget(config))
         try:
             async with asyncio.timeout(config.start_timeout_s):
-                model = await self._unless_stopped(self._prepare(head))
-                if model is not None:
-                    channel_port = claim("127.0.0.1", 0)
-                    what = plan(self._loaded, model, self._folder, self._logs, channel_port, port, api_keys)
-                    deployment = Deployment(what, head, self._hear)
-                    if await self._unless_stopped(self._bring_up(deployment, what)):
-                        view.up = True
-                        view.box("ready", box(what.gateway, model))
+                await self._up(head, port, api_keys)
             await self._stop.asked.wait()
             view.line("stopping")
             return OK if view.up else INTERRUPTED
@@ -90,7 +99,27 @@ class Start:
             why = f"waited {config.start_timeout_s:.0f} s (start_timeout_s)"
             raise StartError("the deployment is not ready", why, self._look()) from None
         finally:
-            await self._down(head, deployment)
+            if self._replan is not None:
+                await self._replan.end()
+            await self._down(head, self._deployment)
+
+    async def _up(self, head: Head, port: int, api_keys: tuple[str, ...]) -> None:
+        """Bring everything up, or return early when asked to stop before."""
+        loaded, view = self._loaded, self._view
+        model = await self._unless_stopped(self._prepare(head))
+        if model is None:
+            return
+        check_model(self._answer, model)
+        self._replan = Replan.of(self._config, model, self._answer)
+        channel = claim("127.0.0.1", 0)
+        what = plan(loaded, model, self._folder, self._logs, channel, port, api_keys, self._answer)
+        self._deployment, began_s = Deployment(what, head, self._hear), time.monotonic()
+        if await self._unless_stopped(self._bring_up(self._deployment, what)):
+            view.up = True
+            view.box("ready", box(what.gateway, model))
+            if self._replan is not None:
+                took_s = time.monotonic() - began_s
+                self._replan.begin(self._deployment, what, address(what.gateway), took_s, view.line)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What `work` returns; None when asked to stop before, and then it is cancelled."""
@@ -108,7 +137,7 @@ class Start:
         view = self._view
         view.begin("model")
         view.begin("ray")
-        finding = asyncio.create_task(find(self._config, sum(self._config.pools)))
+        finding = asyncio.create_task(find(self._config, most_workers(self._config)))
         await asyncio.sleep(0)  # it is started before Ray blocks this thread
         try:
             head.start()
@@ -184,6 +213,16 @@ def pools(config: Config) -> str:
     """The pools in words."""
     prefill, decode = config.pools
     return f"{prefill} prefill + {decode} decode" if prefill else f"{decode} colocated"
+
+
+def promise(path: Path | None, answer: PlanFile) -> str:
+    """What a plan says of itself."""
+    told, traffic = answer.predicted, answer.traffic.name or "the traffic that it is for"
+    low, high = told.interval_rps
+    return (
+        f"plan {path}: {answer.placement}, predicted to carry {told.goodput_rps:.3g} requests/s "
+        f"({low:.3g} to {high:.3g}) of {traffic} at {told.attainment:.0%} attainment"
+    )
 
 
 def address(gateway: GatewaySpec) -> str:

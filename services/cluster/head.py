@@ -17,20 +17,21 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Awaitable
-from dataclasses import replace
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import psutil
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from diptych.config import WorkerSpec
 from diptych.errors import StartError
 from services.cluster.environment import child_environ, loopback_only
+from services.cluster.parts import Bundle
 from services.cluster.supervisor import Status, Supervisor
 
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours is stored there; Ray asks for 75 MiB at least
@@ -92,12 +93,66 @@ class Worker:
         ray.kill(self._actor)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A bundle of a placement group."""
+
+    group: PlacementGroup
+    index: int
+    devices: int
+
+
+class Places:
+    """Placement groups: who sits where. Each group is STRICT_PACK, so that all of it is on one node."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, _Place] = {}
+        self._free: list[_Place] = []  # left by workers that ended, in groups where others still are
+
+    def reserve(self, group: Sequence[Bundle]) -> None:
+        """Ask Ray for a group of bundles; does not wait for it. One bundle takes a free one of its size, if any is."""
+        if len(group) == 1 and (place := self._vacant(group[0].devices)) is not None:
+            self._taken[group[0].worker] = place
+            return
+        made = placement_group(
+            [{"CPU": bundle.devices} for bundle in group],
+            strategy="STRICT_PACK",
+            name=" ".join(bundle.worker for bundle in group),
+        )
+        for index, bundle in enumerate(group):
+            self._taken[bundle.worker] = _Place(made, index, bundle.devices)
+
+    def of(self, worker: str) -> tuple[PlacementGroup, int, int]:
+        """Its group, its bundle in it, and the devices of that."""
+        place = self._taken[worker]
+        return place.group, place.index, place.devices
+
+    def release(self, worker: str) -> None:
+        """The worker is gone; its group goes back to Ray once nobody is in it."""
+        place = self._taken.pop(worker, None)
+        if place is None:
+            return
+        self._free.append(place)
+        if not any(other.group.id == place.group.id for other in self._taken.values()):
+            self._free = [other for other in self._free if other.group.id != place.group.id]
+            remove_placement_group(place.group)
+
+    def _vacant(self, devices: int) -> _Place | None:
+        found = next((place for place in self._free if place.devices == devices), None)
+        if found is not None:
+            self._free.remove(found)
+        return found
+
+
 class Head:
     """A Ray head for one deployment on this machine."""
 
-    def __init__(self, folder: Path, num_workers: int) -> None:
-        """`folder`: for Ray's sockets and logs; keep it short, a socket's path has 107 characters at most."""
-        self._folder, self._num_workers = folder, num_workers
+    def __init__(self, folder: Path, devices: int) -> None:
+        """`folder`: for Ray's sockets and logs; keep it short, a socket's path has 107 characters at most. `devices`
+        are the most that workers may ever hold: Ray itself places no more.
+        """
+        self._folder, self._devices = folder, devices
+        self.places = Places()
         self.address = ""
 
     def start(self) -> None:
@@ -111,7 +166,7 @@ class Head:
         try:
             context = ray.init(
                 address="local",
-                num_cpus=self._num_workers,
+                num_cpus=self._devices,
                 num_gpus=0,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
@@ -126,19 +181,25 @@ class Head:
                 "Ray did not start", " ".join(str(error).split())[:300], f"see {self._folder}"
             ) from None
         self.address = cast(Any, context).address_info["gcs_address"]
-        self._group = placement_group([{"CPU": 1}] * self._num_workers, strategy="PACK", name="workers")
 
-    def launch(self, index: int, spec: WorkerSpec, log: Path, module: str) -> Worker:
-        """Place the actor of worker number `index` and let it start the worker's process."""
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+    def launch(self, spec: WorkerSpec, log: Path, module: str) -> Worker:
+        """Place the actor of a worker, for which there is a place, and let it start the worker's process."""
+        group, index, devices = self.places.of(spec.worker)
         actor = ray.remote(WorkerActor).options(
-            name=spec.worker, num_cpus=1, max_restarts=-1, max_concurrency=4, scheduling_strategy=place
+            name=spec.worker,
+            num_cpus=devices,
+            max_restarts=-1,
+            max_concurrency=4,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         )
         return Worker(spec.worker, actor.remote(msgspec.json.encode(spec), module, str(log)))
 
     def parts(self) -> dict[str, int]:
         """Process ids of the two parts of Ray that everything else hangs on, by name."""
-        found = {one.name(): one.pid for one in psutil.Process().children(recursive=True)}
+        found: dict[str, int] = {}
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+                found[one.name()] = one.pid
         return {name: found[name] for name in PARTS if name in found}
 
     def hush(self) -> None:

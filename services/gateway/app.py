@@ -145,6 +145,8 @@ class Api:
         if self.admin is not None:
             posts["/admin/workers/{name}/drain"] = self.admin.drain
             posts["/admin/workers/{name}/turn"] = self.admin.turn
+            if self.admin.replanning is not None:
+                posts["/admin/replan"] = self.admin.replanning.meet
         return [
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),

@@ -163,6 +163,7 @@ class Voice:
             origin=self._generation.ask.origin,
         )
         request.entered_s[request.stage] = arrived_s
+        self._metrics.came(self.lived)
         self._metrics.params_max.labels(self.lived.model).observe(self.sampling.max_tokens)
         self._open = True
         self._generation.backend.arrive(request, self)
@@ -217,7 +218,7 @@ class Voice:
             return self.finish(self.answer.finish, time.monotonic())
         self._open = False
         self._metrics.failures.labels(error.code or "unknown").inc()
-        self._metrics.missed()
+        self._metrics.missed(self.lived)
         if error.status in (429, 503):
             self._metrics.rejections.labels(error.code or "unknown").inc()
         self._generation.give_up(error)

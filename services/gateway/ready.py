@@ -70,6 +70,10 @@ class Prober:
         self._round: asyncio.Task[None] | None = None
         self._tried_s = float("-inf")
 
+    def expect(self, pools: tuple[int, int]) -> None:
+        """Other numbers of prefill and decode workers are started now."""
+        self._expected = pools
+
     async def run(self) -> None:
         """Try whatever has not proven itself lately, until cancelled."""
         while True:

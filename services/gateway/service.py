@@ -85,7 +85,7 @@ class Service:
         if self.draining:
             raise shutting_down()
         if (refusal := self.backend.refusal(1)) is not None:
-            self.metrics.rejections.labels(refusal.code or "unknown").inc()
+            self.metrics.refused(refusal.code or "unknown")
             raise refusal
 
     async def chat(self, body: ChatRequest, caller: Caller) -> Response:

@@ -24,7 +24,7 @@ import services.cli.plan as plan
 plan.Plan = functools.partial(plan.Plan, worker_module="tests.system.stub", gateway_module="tests.system.stub")
 import services.cli.model as model
 async def find(config, num_workers):
-    return model.Model("/" + config.model, "a stub", True, 64, 1 << 20)
+    return model.Model("/" + config.model, "a stub", True, 64, 1 << 20, 6)
 model.find = find
 main.main()
 """

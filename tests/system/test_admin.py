@@ -22,7 +22,7 @@ ADMIN = {"Authorization": f"Bearer {KEY}"}
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with serving(tmp_path_factory.mktemp("admin"), admin_key=KEY, recovery_s=WAIT_S) as running:
+    with serving(tmp_path_factory.mktemp("admin"), admin_key=KEY, recovery_s=WAIT_S, replan=True) as running:
         yield running
 
 
@@ -121,6 +121,48 @@ def test_a_worker_changes_pools(gateway: Gateway, puppets: list[Puppet]) -> None
 
     until(turned)
     assert gateway.ready() == {"ready": True, "reasons": []}, "the pools are as they were told to be"
+
+
+def test_a_replanner_hears_of_requests_and_what_it_does_becomes_metrics(
+    gateway: Gateway, puppets: list[Puppet]
+) -> None:
+    def meet(**told: Any) -> Any:
+        answer = gateway.http.post("/admin/replan", json=told, headers=ADMIN)
+        assert answer.status_code == 200
+        return answer.json()
+
+    assert code(gateway.http.post("/admin/replan", json={})) == (401, "invalid_api_key")
+    before = meet()
+    body = {"model": "toy", "prompt": [9, 8, 7], "max_tokens": 4}
+    assert gateway.http.post("/v1/completions", json=body).status_code == 200
+    known: dict[str, Any] = {"boot": before["boot"], "after": before["after"]}
+    until(lambda: len(meet(**known)["events"]) == 2)
+    heard = meet(**known)
+    assert [event[1:] for event in heard["events"]] == [["a", 3, 0, False, 0], ["e", 3, 4, True, 0]]
+    assert heard["lost"] == 0 and heard["after"] == before["after"] + 2
+    actions = {"flip": {"done": 2, "failed": 1}}
+    for _ in range(2):  # totals, however often they are told
+        meet(
+            decisions={"first": 1},
+            alarms={"rate": 3},
+            actions=actions,
+            target={"prefill": 2},
+            attainment=0.97,
+        )
+    text = gateway.http.get("/metrics").text
+    for line in (
+        'diptych:replan_actions_total{action="flip",outcome="done"} 2.0',
+        'diptych:replan_alarms_total{what="rate"} 3.0',
+        'diptych:replan_decisions_total{trigger="first"} 1.0',
+        'diptych:replan_target_workers{role="prefill"} 2.0',
+        "diptych:replan_expected_attainment 0.97",
+    ):
+        assert line in text
+    meet(pools=(3, 2))
+    assert "2 of 3 prefill workers are up" in gateway.ready()["reasons"]
+    meet(pools=(2, 2))
+    assert code(gateway.http.post("/admin/replan", json={"after": "now"}, headers=ADMIN))[0] == 400
+    meet(pools=(1, 1))
 
 
 def test_decode_workers_read_prompts_while_no_prefill_worker_can(

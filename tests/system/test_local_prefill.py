@@ -1,4 +1,4 @@
-"""No prefill worker is left: decode workers read prompts themselves if they may, and say so; else 503.
+"""Decode workers read prompts themselves, and say so: when no prefill worker is left, or when it is sooner; else 503.
 
 The only prefill worker is stopped, not killed: its supervisor starts no other, so it stays away for as long as the test
 wants, and is back at once.
@@ -6,9 +6,12 @@ wants, and is back at once.
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -59,4 +62,29 @@ def test_decode_workers_read_prompts_while_no_prefill_worker_is_there() -> None:
         body = {**BODY, "prompt": "class Reader:\n" + TEXT * 4}  # not known to the decode worker yet
         httpx.post(f"{served.url}/v1/completions", json=body, timeout=300).raise_for_status()
         assert served.metric("diptych:transfer_bytes_total") > moved, "the two pools work together again"
+        wait_for(lambda: served.held() == {})
+
+
+def test_prompts_are_read_by_decode_workers_when_that_is_sooner() -> None:
+    """Many long prompts at once: the only prefill worker has a queue, and the decode worker nothing to do."""
+    numbers = itertools.count()
+
+    def ask(number: int) -> Any:
+        prompt = [(41 * place + 103 * number) % 4000 + 16 for place in range(1000)]
+        answer = httpx.post(
+            f"{served.url}/v1/completions", json=BODY | {"prompt": prompt, "max_tokens": 4}, timeout=300
+        )
+        return answer.raise_for_status().json()["choices"]
+
+    def burst() -> list[int]:
+        asked = list(itertools.islice(numbers, 8))
+        answers.update(zip(asked, threads.map(ask, asked), strict=True))
+        return asked
+
+    answers: dict[int, Any] = {}
+    options = ("--prefill", "1", "--decode", "1", "--local-prefill", "auto")
+    with serve(*options) as served, ThreadPoolExecutor(8) as threads:
+        wait_for(lambda: bool(burst()) and served.metric(LOCAL, reason="sooner") >= 1)
+        assert served.metric("diptych:transfer_bytes_total") > 0, "others went the usual way"
+        assert ask(0) == answers[0] and ask(7) == answers[7], "one at a time, the answers are the same"
         wait_for(lambda: served.held() == {})

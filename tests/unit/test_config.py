@@ -76,7 +76,19 @@ def test_every_setting_is_read_from_all_three_sources(one: Any, yaml: Path) -> N
 
 def example(kind: Kind) -> str:
     """A text that this kind of setting accepts, and that is no default."""
-    for text in ("7", "cpu", "float16", "nixl", "decode", "debug", "true", "false", "never", "tcp://x:1"):
+    for text in (
+        "7",
+        "cpu",
+        "float16",
+        "nixl",
+        "decode",
+        "debug",
+        "true",
+        "false",
+        "never",
+        "advise",
+        "tcp://x:1",
+    ):
         try:
             kind.parse(text)
         except ValueError:

@@ -1,0 +1,147 @@
+"""`diptych serve --plan`: what a plan becomes, what it may not contradict, and what must be on one node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.errors import ConfigError
+from diptych.load import Loaded, load
+from planner.plan_file import VERSION, PlanFile, PoolOf, Predicted, SloOf, Traffic, save
+from services.cli.model import Model
+from services.cli.plan import plan as deployment
+from services.cli.planned import check_model, planned, together
+from services.cli.serve import promise
+
+PREDICTED = Predicted(2.0, 1.0, (1.8, 2.1), 0.93, 300, 3)
+MODEL = Model("/models/some", "a model", True, 512, 1 << 20, 6)
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight, whatever the machine has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+
+def made(*pools: PoolOf, **fields: Any) -> PlanFile:
+    slos = {"chat": SloOf(0.5, 0.05), "code": SloOf(0.2, None)}
+    return PlanFile(
+        VERSION,
+        fields.get("model", "tiny"),
+        fields.get("layers", 6),
+        fields.get("devices_per_node", 8),
+        pools,
+        fields.get("affinity", "high"),
+        1,
+        slos,
+        Traffic("sharegpt"),
+        PREDICTED,
+    )
+
+
+def settle(tmp_path: Path, plan: PlanFile, given: Mapping[str, Any] | None = None) -> Loaded:
+    file = tmp_path / "plan.json"
+    save(file, plan)
+    return planned(load("serve", {"plan": str(file)} | dict(given or {}), {}))[0]
+
+
+def refused(tmp_path: Path, plan: PlanFile, **given: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settle(tmp_path, plan, given)
+    assert len(caught.value.lines()) <= 6
+    return "\n".join(caught.value.lines())
+
+
+PAIR = (PoolOf("prefill", tp=2, count=2), PoolOf("decode", pp=2, count=1, device="cpu"))
+
+
+def test_a_plan_gives_model_pools_splits_and_objectives(tmp_path: Path) -> None:
+    loaded = settle(tmp_path, made(*PAIR))
+    config = loaded.config
+    assert config.model == "tiny" and config.pools == (2, 1)
+    assert (config.prefill_tp, config.prefill_pp, config.decode_tp, config.decode_pp) == (2, 1, 1, 2)
+    assert config.slo_ttft_ms == pytest.approx(200) and config.slo_tpot_ms == pytest.approx(50)
+    assert "plan.json" in loaded.origin("prefill") and config.local_prefill == "fallback"
+
+
+def test_colocated_and_hybrid_plans_are_deployed_too(tmp_path: Path) -> None:
+    assert settle(tmp_path, made(PoolOf("both", tp=2, count=3))).config.pools == (0, 3)
+    hybrid = made(PoolOf("prefill"), PoolOf("decode"), PoolOf("both", count=2))
+    config = settle(tmp_path, hybrid).config
+    assert config.pools == (1, 3) and config.local_prefill == "auto"
+    assert {bundle.worker for group in together(hybrid) for bundle in group} == {
+        "prefill-0", "decode-0", "decode-1", "decode-2"
+    }  # fmt: skip
+
+
+def test_what_is_set_otherwise_stays_where_it_does_not_contradict(tmp_path: Path) -> None:
+    given = {"slo_ttft_ms": "900", "model": "models/../models/tiny", "local_prefill": "never"}
+    plan = made(PoolOf("prefill"), PoolOf("decode"), PoolOf("both"))
+    config = settle(tmp_path, plan, given).config
+    assert (config.slo_ttft_ms, config.local_prefill) == (900, "never")
+    hub = made(*PAIR, model="Qwen2.5-0.5B")
+    assert settle(tmp_path, hub, {"model": "Qwen/Qwen2.5-0.5B-Instruct"}).config.model.startswith("Qwen/")
+
+
+@pytest.mark.parametrize(
+    ("plan", "given", "said"),
+    [
+        (made(*PAIR), {"decode": "2"}, "the pools are given twice"),
+        (made(*PAIR), {"model": "Qwen/Qwen2.5-0.5B"}, "the plan is for another model"),
+        (made(PoolOf("both", device="H100")), {}, "1 devices of the kind H100"),
+        (made(PoolOf("both", tp=2, count=5)), {}, "--colocated 5 --decode-tp 2"),
+        (made(PoolOf("prefill"), PoolOf("prefill", tp=2), PoolOf("decode")), {}, "different sizes"),
+    ],
+)
+def test_what_cannot_be_deployed_is_told(tmp_path: Path, plan: PlanFile, given: Any, said: str) -> None:
+    assert said in refused(tmp_path, plan, **given)
+
+
+def test_a_model_with_other_layers_is_another_model() -> None:
+    check_model(None, MODEL)
+    check_model(made(*PAIR), MODEL)
+    with pytest.raises(ConfigError, match="another model"):
+        check_model(made(*PAIR, layers=12), MODEL)
+
+
+def test_a_plan_tells_what_it_promises() -> None:
+    told = promise(Path("p.json"), made(*PAIR))
+    assert "2 × prefill TP2 + 1 × decode TP1PP2" in told and "2 requests/s" in told and "93%" in told
+
+
+def bundles(plan: PlanFile) -> list[dict[str, int]]:
+    return [{bundle.worker: bundle.devices for bundle in group} for group in together(plan)]
+
+
+def test_with_high_affinity_each_worker_is_by_itself() -> None:
+    assert bundles(made(*PAIR)) == [{"prefill-0": 2}, {"prefill-1": 2}, {"decode-0": 2}]
+
+
+def test_with_low_affinity_a_pair_is_on_one_node() -> None:
+    pools = PoolOf("prefill", tp=2, count=2), PoolOf("decode", count=4)
+    assert bundles(made(*pools, affinity="low")) == [
+        {"prefill-0": 2, "decode-0": 1, "decode-1": 1},
+        {"prefill-1": 2, "decode-2": 1, "decode-3": 1},
+    ]
+
+
+def test_stages_of_a_worker_stay_together_whatever_their_groups() -> None:
+    pools = PoolOf("prefill", pp=2), PoolOf("decode", pp=2)
+    plan = made(*pools, affinity="low", devices_per_node=2)  # two groups of two, of the same two workers
+    assert bundles(plan) == [{"prefill-0": 2, "decode-0": 2}]
+
+
+def test_the_whole_deployment_has_workers_groups_and_a_budget(tmp_path: Path) -> None:
+    plan = made(PoolOf("prefill"), PoolOf("decode", count=2), affinity="low")
+    loaded = settle(tmp_path, plan, {"replan": "true", "replan_budget": "5"})
+    what = deployment(loaded, MODEL, tmp_path, tmp_path, 1, 2, (), plan)
+    assert [spec.worker for spec in what.workers] == ["prefill-0", "decode-0", "decode-1"]
+    assert [len(group) for group in what.groups] == [3] and what.budget == 5
+    assert what.gateway.replan and (what.gateway.num_prefill, what.gateway.num_decode) == (1, 2)
+    plain = deployment(load("serve", {"prefill_tp": "2"}, {}), MODEL, tmp_path, tmp_path, 1, 2, ())
+    assert [[bundle.devices for bundle in group] for group in plain.groups] == [[2], [1]]
+    assert plain.budget == 3 and not plain.gateway.replan

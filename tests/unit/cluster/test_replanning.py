@@ -1,0 +1,106 @@
+"""`diptych serve --replan`: settings it cannot work with, what it may do, and what it reckons with."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from diptych.errors import ConfigError
+from diptych.load import Loaded, load
+from planner.cost import StepCost
+from planner.hardware import device
+from planner.known import Fleet
+from planner.profile import Profile, save
+from planner.shape import known
+from planner.terms import BOTH, DECODE, PREFILL, Batch, Split
+from planner.windows import Windows
+from services.cli.model import Model
+from services.cli.plan import most_workers
+from services.cli.replanning import Replan, check, hardware, policy, profile_of
+
+ROOT = Path(__file__).parents[3]
+MODEL = Model(str(ROOT / "models" / "tiny"), "a model", True, 2048, 64 << 20, 6)
+COST = StepCost((0.001, 0.0, 0.0), ((0.002, 0.0, 0.0),))
+OBJECTIVES = {"replan": "true", "slo_ttft_ms": "500", "slo_tpot_ms": "50"}
+
+
+def loaded(given: Mapping[str, Any]) -> Loaded:
+    return load("serve", OBJECTIVES | dict(given), {})
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    file = tmp_path / "profile.json"
+    save(Profile(known("embedded"), device("cpu"), {Split(): COST}, source="a test"), file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"replan": "false", "replan_budget": "4"}, "--replan-budget has no effect"),
+        ({"slo_ttft_ms": None, "slo_tpot_ms": None}, "there is nothing to plan for"),
+        ({"replan_budget": "2", "decode": "2"}, "its workers hold 3"),
+        ({"replan_window_s": "3"}, "a window of 3 s is too short"),
+        ({"replan_profile": "/absent/profile.json"}, "cannot be read"),
+    ],
+)
+def test_what_it_cannot_work_with_is_told(given: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(loaded(given))
+    lines = caught.value.lines()
+    assert said in "\n".join(lines) and len(lines) <= 6
+
+
+def test_without_a_budget_only_roles_change_and_with_one_workers_come_and_go() -> None:
+    check(loaded({}))
+    plain = policy(loaded({"decode": "2"}).config, 20.0)
+    assert (plain.budget, plain.floor) == (3, 3)
+    config = loaded({"replan_budget": "8", "prefill_tp": "2", "replan_window_s": "60"}).config
+    free = policy(config, 20.0, 0.95)
+    assert (free.budget, free.floor, free.target) == (8, 0, 0.95)
+    assert free.devices == {PREFILL: 2, DECODE: 1, BOTH: 1} and free.held(Fleet(2, 3)) == 7
+    assert (free.window_s, free.bucket_s, free.start_s, free.back_off_s) == (60, 2, 20, 60)
+    assert policy(config, 600.0).horizon_s == 2400, "a start can pay"
+    assert most_workers(config) == 8 and most_workers(loaded({"decode": "2"}).config) == 3
+
+
+def test_costs_are_measured_ones_or_those_of_a_data_sheet(profile: Path) -> None:
+    config = loaded({"replan_profile": str(profile)}).config
+    measured = hardware(config, MODEL, profile_of(config, MODEL))
+    assert measured.costs[PREFILL].step_s(Batch(100, 100.0)) == pytest.approx(0.001)
+    sheet = profile_of(loaded({}).config, MODEL)
+    assert sheet.source == "analytic" and sheet.model.kv_bytes == 4
+    machine = hardware(loaded({}).config, MODEL, sheet)
+    assert machine.kv_tokens[DECODE] == MODEL.kv_bytes / machine.token_bytes
+    assert (machine.limits.chunk_tokens, machine.limits.decode_rows) == (0, 64)
+    both = hardware(load("serve", {"colocated": "2", "slo_tpot_ms": "50"}, {}).config, MODEL, sheet).limits
+    assert both.chunk_tokens == 512 and both.step_s == pytest.approx(0.05)
+
+
+def test_a_profile_of_another_model_is_refused(profile: Path) -> None:
+    config = loaded({"replan_profile": str(profile)}).config
+    with pytest.raises(ConfigError, match="the profile is of another model"):
+        profile_of(config, msgspec.structs.replace(MODEL, layers=7))
+
+
+def test_the_judge_simulates_this_deployment_until_it_is_told_to_stop(profile: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "decisions.jsonl"
+    given = {"replan_profile": str(profile), "replan_journal": str(journal)}
+    assert Replan.of(load("serve", {}, {}).config, MODEL, None) is None
+    replan = Replan.of(loaded(given).config, MODEL, None)
+    assert replan is not None and journal.exists()
+    windows = Windows(1.0, 10.0)
+    windows.arrived(0.5, 100)
+    windows.ended(0.6, 100, 10)
+    windows.close(1.0)
+    share = replan._judge.attainment(Fleet(1, 1), windows.traffic(0.0, 1.0).mix(), 2.0, 1.0)
+    assert 0.9 < share <= 1.0 and not math.isnan(share)
+    asyncio.run(replan.end())
+    assert replan._judge.stop.is_set()

@@ -3,14 +3,16 @@
     python -m benchmarks.sim_accuracy [--json] [--only 1P1D] [--seconds 36] [--profile-seconds 40] [--diagnose]
 
 For one prefill and one decode worker, and for two colocated ones: the deployment is profiled, as `diptych profile` does
-it; the real mode of the simulator finds the knee and predicts joint attainment at rates around it; the same requests at
-the same moments are then sent to the same deployment. Nothing is fitted to what is compared. `--rates` are multiples of
-the predicted knee.
+it, and the real mode of the simulator finds the knee. At each rate around it other requests are sent for a while, which
+says how fast the machine is just then; the simulator predicts joint attainment with costs scaled to that, and the same
+requests at the same moments are then sent to the same deployment. Nothing is fitted to what is compared. `--rates` are
+multiples of the predicted knee.
 
 Figures: `mean_abs_points`, `max_abs_points` (predicted - measured attainment, in points, over all rows; the paper's
 table 2: below 2 on A100s), `rows`, and by deployment the held-out error of step times (C9). `--diagnose` runs one rate
 for each deployment and compares times and steps: `measured_over_cost` is of the steps that really ran, so a number
-beside 1 there is the cost model's fault, and the rest is the simulator's.
+beside 1 there is the cost model's fault, or the machine's, and the rest is the simulator's. `hindsight` is what the
+simulator says when costs are scaled to those very steps afterwards: no prediction, but its own part of the error.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.profile import Profile
-from planner.profiler import balance, kind_of
+from planner.profiler import Step, balance, kind_of
 from planner.simulator import Deployment, deployment, simulate
 from planner.tally import joint
 from planner.terms import BOTH, DECODE, PREFILL, Job, Placement, Pool, Served, Slo, Split
@@ -60,11 +62,14 @@ class Setting:
     seconds: float
     profile_seconds: float
     seed: int
-    quiet: bool = False
+    look_seconds: float = 12.0  # of other requests, before each rate
 
-    def jobs(self, rate: float, seconds: float | None = None) -> list[Job]:
-        n = max(20, round(rate * (self.seconds if seconds is None else seconds)))
-        return self.workload.sample(n, rate, self.seed)
+    def jobs(self, rate: float) -> list[Job]:
+        return self.workload.sample(max(20, round(rate * self.seconds)), rate, self.seed)
+
+    def others(self, rate: float) -> list[Job]:
+        """Requests at the same rate that are compared with nothing."""
+        return self.workload.sample(max(20, round(rate * self.look_seconds)), rate, self.seed + 3)
 
 
 def predicted(pools: Pools, profile: Profile, busy: int, slo: Slo | None) -> Deployment:
@@ -113,22 +118,31 @@ def knee(model: Callable[[float], Deployment], setting: Setting, slo: Slo, pace:
 
 def run_one(live: Live, found: Measured, setting: Setting, slo: Slo, rate: float) -> dict[str, Any]:
     """One rate: predicted and measured, with the same requests."""
-    jobs, profile = setting.jobs(rate), found.at(rate)
-    model = predicted(live.pools, profile, found.saturation_tokens, setting.slo)
+    jobs = setting.jobs(rate)
     warmup_s = WARMUP * jobs[-1].at_s
+
+    def simulated(profile: Profile) -> list[Served]:
+        model = predicted(live.pools, profile, found.saturation_tokens, setting.slo)
+        return [one for one in simulate(model, jobs) if one.job.at_s >= warmup_s]
+
+    looked_s = time.monotonic()
+    live.drive(setting.others(rate), Plan(slo))
+    profile = found.like(steps_since(live, looked_s))
     think_s = time.process_time()
-    foreseen = [one for one in simulate(model, jobs) if one.job.at_s >= warmup_s]
+    foreseen = simulated(profile)
     think_s = time.process_time() - think_s
     live.runner.run(rest(live.target, 0.05, REST_S))
     begun_s = time.monotonic()
     run = live.drive(jobs, Plan(slo, warmup_s=warmup_s))
     seen = [one.served for one in run.counted]
+    afterwards = simulated(found.like(steps_since(live, begun_s)))
     row = {
         "deployment": str(live.pools),
         "rate": round(rate, 4),
         "requests": len(seen),
         "predicted": round(joint(foreseen, {"": slo}), 4),
         "measured": round(joint(seen, {"": slo}), 4),
+        "hindsight": round(joint(afterwards, {"": slo}), 4),
         "failed": sum(bool(one.failed) for one in seen),
         "ttft_ms": times(foreseen, seen, "ttft_s"),
         "tpot_ms": times(foreseen, seen, "tpot_s"),
@@ -137,6 +151,12 @@ def run_one(live: Live, found: Measured, setting: Setting, slo: Slo, rate: float
     }
     row["points"] = round(100.0 * (row["predicted"] - row["measured"]), 2)  # type: ignore[operator]
     return row | steps(live, profile, run, begun_s)
+
+
+def steps_since(live: Live, begun_s: float) -> list[Step]:
+    """What all workers did from that moment on."""
+    now_s = time.monotonic()
+    return [step for life in live.lives() for step in life.between(begun_s, now_s).steps]
 
 
 def times(foreseen: Sequence[Served], seen: Sequence[Served], name: str) -> dict[str, list[float]]:
@@ -215,6 +235,7 @@ def main() -> None:
     parser.add_argument("--shrink", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=36.0, help="of arrivals, at each rate")
     parser.add_argument("--profile-seconds", type=float, default=40.0)
+    parser.add_argument("--look-seconds", type=float, default=12.0, help="of other requests before each rate")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument(
@@ -228,7 +249,9 @@ def main() -> None:
         slo = Slo(options.slo_ttft_ms / 1e3, options.slo_tpot_ms / 1e3)
     workload = synthetic(options.workload).shrunk(options.shrink, 2048)
     rates = (1.0,) if options.diagnose else tuple(options.rates)
-    setting = Setting(workload, slo, rates, options.seconds, options.profile_seconds, options.seed)
+    setting = Setting(
+        workload, slo, rates, options.seconds, options.profile_seconds, options.seed, options.look_seconds
+    )
     begun_s, rows, profiles = time.monotonic(), [], {}
     for name in options.only:
         some, profiles[name], slo = study(name, setting)
@@ -245,6 +268,7 @@ def main() -> None:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures, over all rows and by deployment."""
     off = [abs(row["points"]) for row in rows]
+    behind = [100.0 * abs(row["hindsight"] - row["measured"]) for row in rows]
     by = {
         name: round(statistics.fmean(abs(row["points"]) for row in rows if row["deployment"] == name), 2)
         for name in dict.fromkeys(row["deployment"] for row in rows)
@@ -253,6 +277,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "mean_abs_points": round(statistics.fmean(off), 2),
         "max_abs_points": max(off),
         "mean_abs_points_by_deployment": by,
+        "hindsight_mean_abs_points": round(statistics.fmean(behind), 2),
+        "hindsight_max_abs_points": round(max(behind), 2),
     }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from planner.terms import BOTH, DECODE, PREFILL, Batch, Cost, Job, Link, Placement, Pool, Slo
 from planner.trial import EPSILON, Trial
@@ -22,14 +23,29 @@ NO_LIMIT = math.inf
 MOST_ROWS = 4096.0  # in one step, where neither time nor memory ends it
 
 
+class CostOf(Protocol):
+    """What a step of a pool's instance costs."""
+
+    def __call__(self, pool: Pool, nodes: int = 1) -> Cost:
+        """With its stages on so many nodes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a placement runs on: cost and KV capacity of a pool's instance, the link of a pair, KV bytes of a token."""
+    """What a placement runs on: cost and KV capacity of a pool's instance, the link of a pair, KV bytes of a token.
 
-    cost: Callable[[Pool], Cost]
+    `nodes` is on how many nodes the stages of a pool's instance lie. Bounds leave that out: it only makes steps longer.
+    """
+
+    cost: CostOf
     kv_tokens: Callable[[Pool], float]
     link: Callable[[Placement], Link]
     token_bytes: float
+    nodes: Callable[[Placement, Pool], int] = lambda placement, pool: 1
+
+    def costs(self, placement: Placement) -> Callable[[Pool], Cost]:
+        """Of the pools of that placement."""
+        return lambda pool: self.cost(pool, self.nodes(placement, pool))
 
 
 @dataclass(frozen=True, slots=True)

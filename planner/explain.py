@@ -73,8 +73,29 @@ def disaggregate(answer: Answer) -> str:
     ratio = advantage(answer)
     if ratio is None:
         return f"only {answer.best.family} is possible or asked for"
-    word = "disaggregate" if ratio > 1 else "do not disaggregate"
-    return f"{word}: the best disaggregated placement gives {ratio:.2f} times the goodput per device of colocation"
+    apart = answer.best.family != "colocated"
+    word = "disaggregate" if apart else "do not disaggregate"
+    although = ", although" if apart != (ratio > 1) else ":"
+    per = "price" if answer.request.mixed else "device"
+    told = (
+        f"{word}{although} the best disaggregated placement gives {ratio:.2f} times the goodput per {per}"
+        " of colocation"
+    )
+    if although == ":":
+        return told
+    return f"{told}; {_why_not(answer, apart)}"
+
+
+def _why_not(answer: Answer, apart: bool) -> str:
+    """Why the kind that gives less per device is the answer."""
+    best = answer.best
+    others = [one for one in answer.others if (one.family != "colocated") != apart]
+    other = max(others, key=lambda one: one.goodput_rps / one.weight)
+    if answer.request.rate is not None and best.weight < other.weight:
+        return "for this rate it takes more"
+    if answer.request.rate is None and best.goodput_rps > other.goodput_rps:
+        return "of all that is on offer it carries less"
+    return "the product's scheduler and router keep more this way"
 
 
 def advantage(answer: Answer) -> float | None:

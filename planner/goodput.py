@@ -98,7 +98,7 @@ def margin(served: Iterable[Served], slos: Slos, n: int, after_s: float = 0.0) -
     """Attainment above (or below) its target, of the kind that is worst off; of requests that came after `after_s`.
 
     Stops reading once so many of `n` have missed that no kind's target can be met: then an upper bound, below 0.
-    nan-free: nothing served is 0.
+    nan-free: where nothing was served, nothing was kept, which is -1.
     """
     counts: Counter[str] = Counter()
     misses: Counter[str] = Counter()
@@ -113,7 +113,7 @@ def margin(served: Iterable[Served], slos: Slos, n: int, after_s: float = 0.0) -
             if misses[kind] > (1.0 - slo.attainment) * n + 1e-9:
                 return 1.0 - misses[kind] / n - slo.attainment
     return min(
-        (1.0 - misses[kind] / counts[kind] - slo_of(slos, kind).attainment for kind in counts), default=0.0
+        (1.0 - misses[kind] / counts[kind] - slo_of(slos, kind).attainment for kind in counts), default=-1.0
     )
 
 

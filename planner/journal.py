@@ -90,13 +90,26 @@ def read(path: str | Path) -> Iterator[Line]:
         with open(path, "rb") as file:
             for text in file:
                 number += 1
-                yield decoder.decode(text)
+                line = decoder.decode(text)
+                if isinstance(line, Head) and (fault := _fault(line)):
+                    raise msgspec.ValidationError(fault)
+                yield line
     except OSError as error:
         fix = "name a file that --replan-journal wrote"
         raise ConfigError("there is no such decision log", f"{path}: {error.strerror}", fix) from None
     except msgspec.DecodeError as error:
         fix = "a line that was cut off by a crash may be deleted; others are as they were written"
         raise ConfigError("the decision log cannot be read", f"{path}, line {number}: {error}", fix) from None
+
+
+def _fault(head: Head) -> str:
+    """What keeps a log from being replayed."""
+    if head.version != VERSION:
+        return f"it is of version {head.version}, and this program reads version {VERSION}"
+    policy = head.policy
+    if min(policy.bucket_s, policy.window_s, policy.horizon_s, policy.false_alarms_per_day) <= 0.0:
+        return "its policy has a time or a number of alarms that is not above 0"
+    return ""
 
 
 class Heard:

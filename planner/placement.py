@@ -17,7 +17,7 @@ from planner import candidates
 from planner.bounds import ceiling, saturation
 from planner.possible import impossible, nearest
 from planner.request import Request, enlarged
-from planner.search import LOWEST, Result, Scored, climb, rung_of, search
+from planner.search import LOWEST, RATIO, Result, Scored, climb, rung_of, search
 from planner.sizing import apart, carries, lightest, ratios, shortlist, sized, together
 from planner.terms import Placement
 from planner.trial import Trial, joint
@@ -100,6 +100,7 @@ def place(request: Request) -> Answer:
     the nearest ones that are possible), or the hardware does not carry the rate (with the rate that it does carry).
     """
     impossible(request)
+    _placeable(request)
     found = _Found(request)
     options = sorted(
         (_measured(request, one) for one in found.finalists()),
@@ -115,6 +116,27 @@ def place(request: Request) -> Answer:
         request, best, tuple(options[1:]), uses(request, best), found.ties(best), _notes(request, best, verdict),
         found.dropped, verdict,
     )  # fmt: skip
+
+
+def _placeable(request: Request) -> None:
+    """Raises ConfigError if none of the families that are asked for can be placed, whatever is promised."""
+    if "colocated" in request.families:
+        return
+    asked = " or ".join(request.families)
+    what = f"no {asked} placement of {request.model.name} fits {request.hardware}"
+    fix = "take more devices, or allow colocated instances: --family colocated"
+    if request.devices < 2:
+        raise ConfigError(what, "a prefill and a decode instance need a device each", fix)
+    if request.affinity == "high" and "disaggregated" not in request.families:
+        why = "hybrids are pairs whose KV stays within nodes, and --affinity high rules these out"
+        raise ConfigError(what, why, "--affinity auto")
+    kinds = [kind for kind in ("low", "high") if request.affinity in ("auto", kind)]
+    tried = kinds if "disaggregated" in request.families else ["low"]
+    if not any(request.packs(unit) for kind in tried for unit in request.units(kind)):
+        least = min(split.devices for stock in request.stocks for split in request.splits(stock))
+        raise ConfigError(
+            what, f"the smallest instance that has room takes {least} devices, and a pair two of them", fix
+        )
 
 
 def _judged(request: Request, options: list[Option]) -> tuple[Verdict | None, list[Option]]:
@@ -369,6 +391,8 @@ def _goodput(trial: Trial, placement: Placement, guess: float) -> float:
 
 def _notes(request: Request, best: Option, verdict: Verdict | None) -> tuple[str, ...]:
     notes = []
+    if request.between is not None and request.one_node:
+        notes.append("the link between nodes has no effect: there is one node")
     if verdict is not None:
         kept = f"the product's scheduler and router keep {verdict.attainment:.1%} at {best.rate_rps:.3g} requests/s"
         carried = f", and the objectives up to {verdict.goodput_rps:.3g}" if request.rate is None else ""
@@ -389,6 +413,12 @@ def _notes(request: Request, best: Option, verdict: Verdict | None) -> tuple[str
         if told not in notes:
             notes.append(f"costs of {told}")
     return tuple(notes)
+
+
+def _down(rate: float) -> float:
+    """Three digits, rounded down."""
+    digits = 10.0 ** (2 - math.floor(math.log10(rate))) if rate > 0.0 else 1.0
+    return math.floor(rate * digits) / digits
 
 
 def _too_tight(request: Request) -> ConfigError:
@@ -417,7 +447,11 @@ def _too_much(request: Request, found: _Found) -> ConfigError:
     what = f"{request.hardware} do not carry {rate:g} requests/s of this traffic within the objectives"
     if not carried:
         return ConfigError(what, "no placement that fits keeps them at any rate", "loosen the objectives")
-    most, placement = max(carried, key=lambda one: one[0])
+    fresh = [(_goodput(request.trial(whole, fresh=True), whole, told), whole) for told, whole in carried]
+    most, placement = max(fresh, key=lambda one: one[0])
+    most = _down(min(most, rate) / RATIO)  # what is told must be possible, also on other seeds
+    if most <= 0.0:
+        return _too_tight(request)
     return ConfigError(
         what,
         f"{placement} carries most: about {most:.3g} requests/s",

@@ -13,6 +13,7 @@ from diptych.errors import ConfigError
 from planner.terms import BOTH, DECODE, PREFILL, Placement, Pool, Slo, Split
 
 VERSION = 1
+LOCAL_PREFILL = ("never", "fallback", "auto")
 
 
 class PoolOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,6 +136,8 @@ def load(path: Path) -> PlanFile:
 def _fault(plan: PlanFile) -> str:
     if plan.version != VERSION:
         return f"it is of version {plan.version}, and this program reads version {VERSION}"
+    if not plan.model.strip():
+        return "it names no model"
     if not plan.pools:
         return "it has no pools"
     for pool in plan.pools:
@@ -147,4 +150,13 @@ def _fault(plan: PlanFile) -> str:
         return f"prefill and decode need each other, and it has {', '.join(sorted(roles))} only"
     if plan.affinity not in ("high", "low", "none"):
         return f"there is no affinity {plan.affinity!r}"
+    if min(plan.devices_per_node, plan.cross) < 1:
+        return f"a node has at least one device, and an instance is on at least one node, not {plan.cross}"
+    if plan.local_prefill not in LOCAL_PREFILL:
+        return f"local_prefill is one of {', '.join(LOCAL_PREFILL)}, not {plan.local_prefill!r}"
+    for slo in plan.slos.values():
+        if any(limit is not None and limit <= 0.0 for limit in (slo.ttft_s, slo.tpot_s)):
+            return "an objective is a time above 0"
+        if not 0.0 < slo.attainment <= 1.0:
+            return f"an attainment is a share above 0 and at most 1, not {slo.attainment:g}"
     return ""

@@ -36,41 +36,47 @@ def impossible(request: Request) -> None:
         raise _no_room(request)
     for kind in request.kinds():
         slo = request.slo(kind)
-        found = nearest(request, kind)
+        bare = nearest(request, kind, slo.attainment)
+        if bare.ttft_s <= slo.ttft_s and bare.tpot_s <= slo.tpot_s and bare.factor <= 1.0:
+            continue
+        found = nearest(request, kind)  # with something to spare for queues
         told = f" of {kind!r}" if kind else ""
-        for name, flag, limit_s, least_s, by, why in (
-            ("TTFT", "--slo-ttft-ms", slo.ttft_s, found.ttft_s, found.ttft_by, "prefill compute forbids it"),
-            ("TPOT", "--slo-tpot-ms", slo.tpot_s, found.tpot_s, found.tpot_by, "decode, bound by memory bandwidth,"
-             " forbids it"),
+        for name, flag, limit_s, bare_s, least_s, by, why in (
+            ("TTFT", "--slo-ttft-ms", slo.ttft_s, bare.ttft_s, found.ttft_s, found.ttft_by, "prefill compute forbids"
+             " it"),
+            ("TPOT", "--slo-tpot-ms", slo.tpot_s, bare.tpot_s, found.tpot_s, found.tpot_by, "decode, bound by memory"
+             " bandwidth, forbids it"),
         ):  # fmt: skip
-            if least_s > limit_s:
+            if bare_s > limit_s:
                 raise ConfigError(
                     f"no placement of {request.model.name} on {request.hardware} keeps {name} {limit_s * 1e3:.4g} ms"
                     f" for {slo.attainment:.0%}{told}",
                     f"{why}: alone on {by}, without any queue, it takes {least_s * 1e3:.4g} ms",
                     f"the nearest that is possible: {flag} {_up(least_s * 1e3)}; or faster devices",
                 )
-        if found.factor > 1.0:
-            raise _not_both(request, slo, found.factor, told)
+        raise _not_both(request, slo, found.factor, told)
 
 
-def nearest(request: Request, kind: str = "") -> Nearest:
-    """What is possible for a kind of request, with nobody else there."""
+def nearest(request: Request, kind: str = "", share: float | None = None) -> Nearest:
+    """What is possible for `share` of a kind's requests, with nobody else there; by default for so many that some are
+    to spare.
+    """
     slo = request.slo(kind)
     jobs = [job for sample in request.samples(request.requests) for job in sample if job.kind == kind]
     pools = [
         Pool(BOTH, split, 1, stock.device.name) for stock in request.stocks for split in request.splits(stock)
     ]
-    cost, share = request.site.cost, _share(slo)
-    ttft = {str(pool.split): _quantile((first_s(cost(pool), job) for job in jobs), share) for pool in pools}
-    tpot = {str(pool.split): _quantile((each_s(cost(pool), job) for job in jobs), share) for pool in pools}
-    first, each = min(ttft, key=lambda name: ttft[name]), min(tpot, key=lambda name: tpot[name])
-    return Nearest(ttft[first], first, tpot[each], each, _factor(request, slo, jobs, pools))
+    cost, share = request.site.cost, share or _share(slo)
+    ttft = {pool: _quantile((first_s(cost(pool), job) for job in jobs), share) for pool in pools}
+    tpot = {pool: _quantile((each_s(cost(pool), job) for job in jobs), share) for pool in pools}
+    first, each = min(ttft, key=lambda pool: ttft[pool]), min(tpot, key=lambda pool: tpot[pool])
+    names = [f"{one.split} of {one.device}" if request.mixed else str(one.split) for one in (first, each)]
+    return Nearest(ttft[first], names[0], tpot[each], names[1], _factor(request, slo, jobs, pools, share))
 
 
-def _factor(request: Request, slo: Slo, jobs: Sequence[Job], pools: Sequence[Pool]) -> float:
+def _factor(request: Request, slo: Slo, jobs: Sequence[Job], pools: Sequence[Pool], share: float) -> float:
     """The least by which both objectives must grow, over all instances and pairs that the hardware takes."""
-    cost, share = request.site.cost, _share(slo)
+    cost = request.site.cost
     firsts = {pool: [first_s(cost(pool), job) / slo.ttft_s for job in jobs] for pool in pools}
     eaches = {pool: [each_s(cost(pool), job) / slo.tpot_s for job in jobs] for pool in pools}
     best = math.inf

@@ -26,6 +26,8 @@ from planner.terms import Cost, Link, Split
 VERSION = 1
 FOLDER = Path(__file__).resolve().parent / "profiles"
 ARTEFACT_DEVICE = "A100-80G"
+# Of any number in a file, of seconds, of a share of a peak, and of an instance's room.
+MOST, MOST_S, MOST_SHARE, MOST_TOKENS = 1e18, 1e3, 10.0, 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +222,12 @@ def load(path: str | Path, model: str = "") -> Profile:
         if raw["version"] != VERSION:
             raise msgspec.ValidationError(f"its version is {raw['version']}, and {VERSION} is read")
         file = msgspec.convert(raw, _File)
+        _check(file)
         costs = {
             Split(row.tp, row.pp): StepCost(row.prefill, row.decode, row.pp, row.hop_s, row.shared, row.cross)
             for row in file.splits
         }
+        _usable(costs)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(
             f"the profile {path} is not valid", str(error), "write it again with `diptych profile`"
@@ -232,10 +236,61 @@ def load(path: str | Path, model: str = "") -> Profile:
     return Profile(file.model, file.device, costs, rooms, file.source, file.fit_error, file.overheads)
 
 
+def _check(file: _File) -> None:
+    """Raises ValueError for numbers that no machine and no model has."""
+    shape, device, beside = file.model, file.device, file.overheads
+    links = (beside.link, device.node.intra, device.node.inter)
+    above = {
+        "device.flops": device.flops,
+        "device.bytes_per_s": device.bytes_per_s,
+        "device.memory_bytes": device.memory_bytes,
+        "device.node.devices_per_node": device.node.devices_per_node,
+        "a link's bytes_per_s": min(link.bytes_per_s for link in links),
+        "a share in device.gets": min(
+            device.gets.flops, device.gets.attention, device.gets.bytes, device.gets.link
+        ),
+    } | {
+        f"model.{name}": getattr(shape, name)
+        for name in (
+            "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "ffn_matrices", "vocab", "max_len",
+            "weight_bytes", "kv_bytes",
+        )
+    }  # fmt: skip
+    for name, number in above.items():
+        if not number > 0:
+            raise ValueError(f"{name} is {number}, and is above 0")
+        if MOST < number < math.inf:
+            raise ValueError(f"{name} is {number}")
+    if max(device.gets.flops, device.gets.attention, device.gets.bytes, device.gets.link) > MOST_SHARE:
+        raise ValueError(f"a share in device.gets is above {MOST_SHARE:.0f}")
+    if max((row.kv_tokens or 0 for row in file.splits), default=0) > MOST_TOKENS:
+        raise ValueError(f"an instance has room for more than {MOST_TOKENS:,} tokens of KV")
+    if min((row.kv_tokens or 0 for row in file.splits), default=0) < 0:
+        raise ValueError("an instance has room for less than no KV")
+    gets = device.gets
+    waits = (
+        beside.gateway_s, beside.hop_s, beside.step_s, gets.layer_s, gets.step_s, gets.reduce_s,
+        *(link.latency_s for link in links),
+    )  # fmt: skip
+    if not 0 <= min(waits) <= max(waits) <= MOST_S:
+        raise ValueError(f"overheads and latencies are from 0 to {MOST_S:.0f} s")
+
+
+def _usable(costs: Mapping[Split, Cost]) -> None:
+    """Raises ValueError for splits that are none, and for steps without end."""
+    for split, cost in costs.items():
+        if min(split.tp, split.pp) < 1:
+            raise ValueError(f"a split has tp {split.tp}, pp {split.pp}")
+        if isinstance(cost, StepCost):
+            numbers = (*cost.prefill, *(number for line in cost.decode for number in line))
+            if not max(*numbers, cost.hop_s, cost.cross) <= MOST_S:
+                raise ValueError(f"a number of {split} is above {MOST_S:.0f} s")
+
+
 def _raw(path: Path) -> dict[str, Any]:
     try:
         read = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"the profile {path} cannot be read", str(error), "give a JSON file written by `diptych profile`"
         ) from None
@@ -271,10 +326,11 @@ def _foreign(raw: dict[str, Any], path: str, model: str) -> Profile:
 
     measured = isinstance(raw.get("decode"), list)
     name = model if measured else _single(raw, path, model)
-    shape, on = known(name), named_device(str(raw["device"]) if measured else ARTEFACT_DEVICE)
+    shape, on = known(name), named_device(str(raw.get("device")) if measured else ARTEFACT_DEVICE)
     try:
         costs, error = points.costs_of(raw) if measured else artefact.costs_of(raw[name])
-    except (KeyError, TypeError, ValueError) as wrong:
+        _usable(costs)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as wrong:
         raise ConfigError(
             f"the profile {path} is not valid",
             f"{name}: {wrong!r}",

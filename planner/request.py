@@ -26,11 +26,12 @@ FRESH = 1000  # seeds from here on were never searched with
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """Equal nodes with devices of one kind."""
+    """Equal nodes with devices of one kind; `slots` is how many a node could take, where that is more (0: no more)."""
 
     device: Device
     nodes: int
     devices_per_node: int
+    slots: int = 0
 
     @property
     def devices(self) -> int:
@@ -86,6 +87,11 @@ class Request:
         return " + ".join(f"{stock.devices} × {stock.device.name}" for stock in self.stocks)
 
     @property
+    def one_node(self) -> bool:
+        """Whether nothing can be between nodes."""
+        return sum(stock.nodes for stock in self.stocks) == 1
+
+    @property
     def mixed(self) -> bool:
         """Whether devices are of several kinds, so that they are compared by price."""
         return len(self.stocks) > 1
@@ -127,14 +133,13 @@ class Request:
     @cached_property
     def site(self) -> Site:
         """What placements run on."""
-        costs: dict[tuple[str, Split], Cost] = {}
+        costs: dict[tuple[str, Split, int], Cost] = {}
         rooms: dict[tuple[str, Split], float] = {}
 
-        def cost(pool: Pool) -> Cost:
-            key = (pool.device, pool.split)
+        def cost(pool: Pool, nodes: int = 1) -> Cost:
+            key = (pool.device, pool.split, nodes)
             if key not in costs:
-                profile = self._profile(pool.device)
-                found, extra_s = profile.cost(pool.split), profile.overheads.step_s
+                found, extra_s = self.bare(pool, nodes), self._profile(pool.device).overheads.step_s
                 costs[key] = Slower(found, extra_s) if extra_s else found
             return costs[key]
 
@@ -144,7 +149,20 @@ class Request:
                 rooms[key] = float(self._profile(pool.device).kv_tokens(pool.split))
             return rooms[key]
 
-        return Site(cost, kv_tokens, self.link, self.model.kv_token_bytes)
+        return Site(cost, kv_tokens, self.link, self.model.kv_token_bytes, self.nodes)
+
+    def bare(self, pool: Pool, nodes: int) -> Cost:
+        """What a step of the model alone costs, with the stages on so many nodes."""
+        profile, between = self._profile(pool.device), self.between
+        if between is not None and nodes > 1:
+            device = profile.device
+            profile = replace(profile, device=replace(device, node=replace(device.node, inter=between)))
+        return profile.cost(pool.split, nodes)
+
+    def nodes(self, placement: Placement, pool: Pool) -> int:
+        """On how many nodes the stages of an instance lie: on as few as it fits, or one for each segment of a pair."""
+        least = -(-pool.split.devices // self.stock(pool.device).devices_per_node)
+        return max(least, placement.cross) if placement.affinity == "low" and pool.role != BOTH else least
 
     def link(self, placement: Placement) -> Link:
         """The way between two instances. Within a node each device sends over its own link; between nodes an instance
@@ -154,14 +172,15 @@ class Request:
             return Link()
         moving = [pool for pool in placement.pools if pool.role != BOTH]
         measured = self._profile(moving[0].device).overheads.link
-        if self.between is None and math.isfinite(measured.bytes_per_s):
+        within = placement.affinity == "low" or self.one_node
+        if self.between is not None and not within:
+            return self.between
+        if math.isfinite(measured.bytes_per_s):
             return measured
         nodes = [self.stock(pool.device).device.node for pool in moving]
-        if placement.affinity == "low" or sum(stock.nodes for stock in self.stocks) == 1:
+        if within:
             lanes = min(pool.split.devices for pool in moving)
             return Link(nodes[0].intra.bytes_per_s * lanes, nodes[0].intra.latency_s)
-        if self.between is not None:
-            return self.between
         return Link(min(one.inter.bytes_per_s for one in nodes), max(one.inter.latency_s for one in nodes))
 
     @cached_property
@@ -284,7 +303,7 @@ class _Runner:
     def __call__(self, placement: Placement, jobs: Sequence[Job]) -> Sequence[Served]:
         site = self.site
         return des.run(
-            placement, site.cost, jobs, limits=self.limits, kv_tokens=site.kv_tokens,
+            placement, site.costs(placement), jobs, limits=self.limits, kv_tokens=site.kv_tokens,
             link=site.link(placement), token_bytes=site.token_bytes,
         )  # fmt: skip
 
@@ -337,12 +356,12 @@ def enlarged(site: Site, resource: str, by: float) -> Site:
     if resource == "memory":
         return replace(site, kv_tokens=lambda pool: math.floor(site.kv_tokens(pool) * by))
     prefill, decode = (by, 1.0) if resource == "prefill" else (1.0, by)
-    made: dict[tuple[str, Split], Cost] = {}
+    made: dict[tuple[str, Split, int], Cost] = {}
 
-    def cost(pool: Pool) -> Cost:
-        key = (pool.device, pool.split)
+    def cost(pool: Pool, nodes: int = 1) -> Cost:
+        key = (pool.device, pool.split, nodes)
         if key not in made:
-            made[key] = Quicker(site.cost(pool), prefill, decode)
+            made[key] = Quicker(site.cost(pool, nodes), prefill, decode)
         return made[key]
 
     return replace(site, cost=cost)

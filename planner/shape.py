@@ -133,14 +133,21 @@ def shape_of(config: Mapping[str, Any], name: str = "") -> Shape:
                 f"its config names {config[key]} experts ({key}); cost models are of dense decoders",
                 "plan for a dense model, or load a measured profile of this one with --profile",
             )
+    fix = "give the folder or config.json of a decoder from Hugging Face"
     try:
-        return _read(config, name)
+        shape = _read(config, name)
     except KeyError as missing:
         raise ConfigError(
-            f"{name} cannot be planned for",
-            f"its config has no {missing.args[0]}",
-            "give the folder or config.json of a decoder from Hugging Face",
+            f"{name} cannot be planned for", f"its config has no {missing.args[0]}", fix
         ) from None
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError, AttributeError) as error:
+        raise ConfigError(
+            f"{name} cannot be planned for", f"its config has a dimension that is none: {error}", fix
+        ) from None
+    counts = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab)
+    if min(*counts, shape.max_len) < 1:
+        raise ConfigError(f"{name} cannot be planned for", "its config has a dimension below 1", fix)
+    return shape
 
 
 def _read(config: Mapping[str, Any], name: str) -> Shape:
@@ -266,7 +273,7 @@ def known(name: str | Path) -> Shape:
 def _json(file: Path) -> Mapping[str, Any]:
     try:
         read = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file} cannot be read", str(error), "give a folder with a valid config.json"
         ) from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from diptych.errors import ConfigError
@@ -48,9 +49,19 @@ class PaperCost:
     def _stage_ms(self, batch: Batch) -> float:
         if not batch.rows:
             a, b, c = self.prefill
-            return (a + b * batch.tokens + c * batch.squares) / self.pp + HOP_MS * self.pp
-        a, b, c = self.small if batch.rows < self.threshold else self.large
-        return (a + b * (batch.context + batch.rows) + c * batch.rows) / self.pp
+            work_ms = a + b * batch.tokens + c * batch.squares
+            hop_ms = HOP_MS * self.pp
+        else:
+            a, b, c = self.small if batch.rows < self.threshold else self.large
+            work_ms = a + b * (batch.context + batch.rows) + c * batch.rows
+            hop_ms = 0.0
+        if not 0.0 <= work_ms < inf:
+            raise ConfigError(
+                f"the profile gives {work_ms:.6g} ms for a step",
+                f"{batch.tokens} tokens of prompts, {batch.rows} rows with {batch.context} of context",
+                "mend its fit: a step takes some time, not less than none",
+            )
+        return work_ms / self.pp + hop_ms
 
 
 def _ray_ms(batch: Batch) -> float:

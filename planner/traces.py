@@ -11,6 +11,7 @@ import csv
 import gzip
 import json
 import math
+import re
 import statistics
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,16 +26,20 @@ from planner.terms import Job
 LOG = "log"
 BLOCK_TOKENS = 64  # of the request log, and of rows that name prefixes and do not say
 MOST_TOKENS = 1 << 32
+MOST_S = 1e10  # of a time: beyond that, microseconds are lost in it
+
+DATE = re.compile(r"(?P<head>[^.Z+]+?)(?P<fraction>\.\d+)?(?P<zone>Z|[+-]\d\d:?\d\d)?", re.ASCII)
 
 Row = tuple[int, Mapping[str, Any]]  # its number in the file, from 1, and its fields
 
 
 def _date(value: Any) -> float:
-    text = str(value).strip()
-    head, dot, fraction = text.partition(".")
-    digits = fraction.rstrip("Z")
-    moment = datetime.fromisoformat(head.replace("Z", "")).timestamp()
-    return moment + (float(f"0.{digits}") if dot else 0.0)
+    """Seconds of a date with any number of digits after the second; without a zone it is taken as UTC."""
+    found = DATE.fullmatch(str(value).strip())
+    if found is None:
+        raise ValueError("no date")
+    moment = datetime.fromisoformat(found["head"] + (found["zone"] or "+00:00")).timestamp()
+    return moment + float(f"0{found['fraction'] or ''}")
 
 
 def _milliseconds(value: Any) -> float:
@@ -131,7 +136,7 @@ def _rows(path: Path) -> Iterator[Row]:
 def _list(text: str, path: Path) -> Iterator[Row]:
     try:
         rows = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the trace {path} is not JSON", str(error), "write a list of objects") from None
     for number, row in enumerate(rows, 1):
         yield number, _object(row, number, path)
@@ -142,7 +147,7 @@ def _lines(text: str, path: Path) -> Iterator[Row]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise _broken(path, number, f"it is not JSON: {error}") from None
             yield number, _object(row, number, path)
 
@@ -242,6 +247,10 @@ def _number(
         raise _broken(path, number, f"{name} is {str(row[name])[:40]!r}, which is no time") from None
     if not math.isfinite(value) or value < 0:
         raise _broken(path, number, f"{name} is {str(row[name])[:40]}, and a time is finite and not negative")
+    if value > MOST_S:
+        raise _broken(
+            path, number, f"{name} is {str(row[name])[:40]}: times are at most {MOST_S:.0e} seconds"
+        )
     return value
 
 
@@ -283,11 +292,13 @@ def _from_log(rows: Sequence[Row], path: str | Path) -> list[Job]:
     for number, row in rows:
         try:
             t = float(row["t"])
+            if not 0.0 <= t <= MOST_S:
+                raise ValueError(f"its time is {t}")
             if t + base_s < last_s - 1.0:  # the file goes on with the log of a later gateway
                 base_s = last_s
             last_s = max(last_s, base_s + t)
             _hear(told, row, base_s + t)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _broken(path, number, f"it is no line of a request log: {error}") from None
     if not told:
         raise ConfigError(f"the request log {path} has no request", "not one arrived", "record traffic first")
@@ -305,11 +316,19 @@ def _hear(told: dict[str, _Told], row: Mapping[str, Any], now_s: float) -> None:
             priority = row.get("priority") or 0
             kind = f"priority {priority}" if priority else ""
             told[row["request"]] = _Told(
-                now_s, max(1, int(row["prompt_tokens"])), int(row["max_tokens"]), kind
+                now_s, max(1, _count(row, "prompt_tokens")), _count(row, "max_tokens"), kind
             )
         case "begin" if row["request"] in told and row.get("chunks"):
             one = told[row["request"]]
             one.prefix = tuple(int(name) for name in row["chunks"])[: one.prompt // BLOCK_TOKENS]
         case "end" if row["request"] in told:
             one = told[row["request"]]
-            one.output, one.done = int(row["output_tokens"]), row["outcome"] == "done"
+            one.output, one.done = _count(row, "output_tokens"), row["outcome"] == "done"
+
+
+def _count(row: Mapping[str, Any], name: str) -> int:
+    """Tokens of a line of the log. Raises ValueError for a number that is none."""
+    tokens = int(row[name])
+    if not 0 <= tokens <= MOST_TOKENS:
+        raise ValueError(f"{name} is {tokens}")
+    return tokens

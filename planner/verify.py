@@ -86,15 +86,24 @@ class _Product:
             {name: _named(request, name) for name in {pool.device for pool in placement.pools}},
             link=request.link(placement),
             max_num_seqs=ROWS,
-            max_num_batched_tokens=max(BATCH_TOKENS, *(job.prompt for job in jobs))
-            if not chunked
-            else BATCH_TOKENS,
+            max_num_batched_tokens=self._step_tokens(placement, jobs),
             chunked_prefill=chunked or not placement.colocated,
             tpot_s=tpot_s if placement.colocated and chunked else None,
             prefix_caching=any(job.prefix for job in jobs),
             max_model_len=max(request.model.max_len, request.longest),
         )
-        return simulate(replace(found, local_prefill="never"), jobs)
+        machines = tuple(
+            replace(machine, cost=request.bare(pool, request.nodes(placement, pool)))
+            for machine, pool in zip(found.machines, placement.pools, strict=True)
+        )
+        return simulate(replace(found, machines=machines, local_prefill="never"), jobs)
+
+    def _step_tokens(self, placement: Placement, jobs: Sequence[Job]) -> int:
+        """Of one step: what is asked for where an instance does both, and else the product's own."""
+        chunk_tokens = self.request.limits.chunk_tokens
+        if chunk_tokens <= 0:
+            return max(BATCH_TOKENS, *(job.prompt for job in jobs))
+        return chunk_tokens if placement.colocated else BATCH_TOKENS
 
 
 def _named(request: Request, device: str) -> Profile:

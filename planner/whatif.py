@@ -18,8 +18,9 @@ from planner.profile import built_in
 from planner.request import Request, Stock
 from planner.terms import Link, Slo
 
-LINK = re.compile(r"([0-9.]+)\s*(gbps|gb/s|gbit/s|gbyte/s|gib/s)$", re.IGNORECASE)
-BYTES = {"gbps": 1e9 / 8, "gbit/s": 1e9 / 8, "gb/s": 1e9, "gbyte/s": 1e9, "gib/s": float(1 << 30)}
+LINK = re.compile(
+    r"([0-9.]+)\s*[Gg](i?)(b|B|[Bb]it|[Bb]yte)(?:ps|/s)$"
+)  # a small b is a bit, a large one a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ def compare(base: Answer, other: Changed) -> list[str]:
         f"  {now.cost_per_million / was.cost_per_million - 1:+.0%} per million good tokens; limited by"
         f" {other.answer.binding.resource}"
     )
+    if other.answer.request.between != base.request.between and other.answer.request.one_node:
+        lines.append("  there is one node, so that nothing goes over the link between nodes")
     return lines
 
 
@@ -145,6 +148,10 @@ def _cv(request: Request, text: str) -> Request:
 
 def _device(request: Request, text: str) -> Request:
     found = named_device(text)
+    if any(stock.device.name == found.name for stock in request.stocks[1:]):
+        raise ValueError(f"{found.name} is on offer already")
+    if found.name == request.stocks[0].device.name:
+        return request
     stocks = (replace(request.stocks[0], device=found), *request.stocks[1:])
     return replace(
         request, stocks=stocks, profiles={**request.profiles, found.name: built_in(request.model, found)}
@@ -162,11 +169,12 @@ def spread(stock: Stock, devices: int) -> Stock:
 
     Raises ValueError where that takes twice as many nodes as the devices would fill.
     """
-    least = -(-devices // stock.devices_per_node)
+    slots = max(stock.slots, stock.devices_per_node)
+    least = -(-devices // slots)
     for nodes in range(least, 2 * least + 1):
         if devices % nodes == 0:
-            return replace(stock, nodes=nodes, devices_per_node=devices // nodes)
-    raise ValueError(f"{devices} devices do not make equal nodes of at most {stock.devices_per_node}")
+            return replace(stock, nodes=nodes, devices_per_node=devices // nodes, slots=slots)
+    raise ValueError(f"{devices} devices do not make equal nodes of at most {slots}")
 
 
 def link(text: str, latency_s: float) -> Link:
@@ -174,4 +182,5 @@ def link(text: str, latency_s: float) -> Link:
     found = LINK.match(text.strip())
     if found is None or not float(found[1]) > 0.0:
         raise ValueError(f"a link is a number with Gbps or GB/s, and this is {text!r}")
-    return Link(float(found[1]) * BYTES[found[2].lower()], latency_s)
+    bits = found[3] == "b" or found[3].lower() == "bit"
+    return Link(float(found[1]) * (float(1 << 30) if found[2] else 1e9) / (8 if bits else 1), latency_s)

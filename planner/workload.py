@@ -29,6 +29,7 @@ __all__ = [
 Slos = Mapping[str, Slo]  # by kind; "" is for kinds that have none of their own
 
 MEAN_DRAWS = 20_000
+LEAST_CV, MOST_CV = 1e-3, 1e3  # of gaps that are drawn: beyond these a gamma's numbers fit no float
 
 
 class Draw(NamedTuple):
@@ -232,9 +233,11 @@ def gaps(rate: float, seed: int, cv: float = 1.0) -> Iterator[float]:
 
     The first is 0: a run begins with a request.
     """
-    if not rate > 0.0 or not math.isfinite(rate) or not 0.0 <= cv < math.inf:
+    if not rate > 0.0 or not math.isfinite(rate) or not (cv == 0.0 or LEAST_CV <= cv <= MOST_CV):
         raise ConfigError(
-            "arrivals cannot be drawn", f"rate {rate}, cv {cv}", "give a rate above 0, and a cv of 0 or more"
+            "arrivals cannot be drawn",
+            f"rate {rate}, cv {cv}",
+            f"give a rate above 0, and a cv of 0 or from {LEAST_CV} to {MOST_CV:.0f}",
         )
     chance = random.Random(f"gaps {seed}")
     yield 0.0

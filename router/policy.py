@@ -253,7 +253,7 @@ def _mixed_s(members: list[Member], need: Need, view: View) -> dict[str, float]:
     tokens = sum(member.stats.step_tokens for member in members)
     token_s = sum(member.stats.step_seconds for member in members) / tokens if tokens else TOKEN_S
     steps_s = _paces([(member, member.stats.steps) for member in members], STEP_S)
-    step_s = sum(steps_s.values()) / max(1, len(steps_s))
+    step_s = sum(steps_s.values()) / max(1, len(steps_s)) or STEP_S  # 0 if no step took any time
     return {
         name: (view.ledger.load(name).queued_tokens + 2 * (need.prompt_tokens - view.shared(name, need)))
         * token_s
@@ -279,7 +279,7 @@ def _beside_s(members: list[Member], need: Need, view: View) -> dict[str, float]
         waits_s[member.name] = (load.queued_tokens + (2 + load.running) * new) * token_s
         if view.tpot_s is not None and load.running:
             left_s = view.tpot_s - step_s[member.name]
-            waits_s[member.name] *= view.tpot_s / left_s if left_s > 0 else math.inf
+            waits_s[member.name] = waits_s[member.name] * view.tpot_s / left_s if left_s > 0 else math.inf
     return waits_s
 
 

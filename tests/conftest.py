@@ -26,7 +26,8 @@ LONG = (
     "faults/test_chaos.py", "system/test_vanish.py", "engine/test_transport.py", "engine/test_transport_split.py",
     "system/test_turn.py", "system/test_survival.py", "system/test_local_prefill.py", "faults/test_phases.py",
     "engine/test_corruption.py", "engine/test_triton.py", "engine/test_transport_early.py",
-    "engine/test_triton_runner.py",
+    "engine/test_triton_runner.py", "system/test_replan.py", "system/test_profile.py", "system/test_serve_plan.py",
+    "system/test_bench.py", "system/test_plan.py", "unit/planner/test_placement.py",
 )  # fmt: skip
 
 

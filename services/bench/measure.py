@@ -195,9 +195,15 @@ class Measured:
 
     def at(self, rate: float) -> Profile:
         """The profile with costs as they are at so many requests a second."""
+        return self._crowded([(stage.pace, self.steps(stage)) for stage in self.stages], rate)
+
+    def like(self, steps: Sequence[Step]) -> Profile:
+        """The profile with costs as they were when these steps ran: a machine is not always as fast."""
+        return self._crowded([(1.0, steps)], 1.0)
+
+    def _crowded(self, parts: Sequence[tuple[float, Sequence[Step]]], rate: float) -> Profile:
         (split, cost), *_ = self.profile.costs.items()
         assert isinstance(cost, StepCost)
-        parts = [(stage.pace, self.steps(stage)) for stage in self.stages]
         return replace(self.profile, costs={split: profiler.crowded(cost, parts, rate)})
 
     def steps(self, stage: Stage) -> list[Step]:

@@ -14,6 +14,10 @@ from planner.terms import Slo
 
 POISSON, GAMMA, REPLAY = "poisson", "gamma", "replay"
 ENDPOINTS = ("auto", "completions", "chat")
+EXAMPLES = {
+    "--duration": "60", "--warmup": "5", "--timeout": "600", "--slo-ttft-ms": "500", "--slo-tpot-ms": "50",
+    "--shrink": "4", "--cv": "2",
+}  # fmt: skip
 SERVER, REQUESTS, RUNS, OBJECTIVES, OUTPUT = "Server", "Requests", "Runs", "Objectives", "Output"
 
 
@@ -108,6 +112,13 @@ class Options:
                 "known: poisson, gamma, replay",
                 "--arrivals poisson",
             )
+        seconds = {"--duration": self.duration_s, "--warmup": self.warmup_s, "--timeout": self.timeout_s}
+        objectives = {"--slo-ttft-ms": self.slo_ttft_ms, "--slo-tpot-ms": self.slo_tpot_ms}
+        shapes = {"--shrink": self.shrink, "--cv": self.cv}
+        for name, number in (seconds | objectives | shapes).items():
+            least = 0.0 if name in ("--warmup", "--cv") else 1e-9
+            if number is not None and not least <= number < math.inf:
+                yield f"{name} is a number above 0", f"given: {number:g}", "such as " + EXAMPLES[name]
         given = (*self.many, self.rate, self.max_rate, self.width)
         if any(one is not None and not 0 < one < math.inf for one in given):
             told = ", ".join(f"{one:g}" for one in given if one is not None)
@@ -115,6 +126,14 @@ class Options:
         for name, path in (("--save", self.save), ("--plot", self.plot)):
             if path is not None and not path.absolute().parent.is_dir():
                 yield f"{name} cannot be written", f"there is no folder {path.parent}", "make it first"
+            elif path is not None and path.is_dir():
+                yield f"{name} cannot be written", f"{path} is a folder", "name a file in it"
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            yield (
+                "--api-key is no bearer key",
+                "it has characters that a header cannot carry",
+                "--api-key KEY",
+            )
         if not 0 < self.attainment <= 1:
             yield "--attainment is a share of 1", f"given: {self.attainment:g}", "--attainment 0.9"
 

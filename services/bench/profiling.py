@@ -115,7 +115,7 @@ def _show(console: Console, found: Measured, out: Path) -> None:
             mean, most = errors[f"{kind}_held_out_mean"], errors[f"{kind}_held_out_max"]
             count = figures["steps"].get(kind) or sum(figures["steps"].values())
             console.print(
-                f"{kind}: {count} steps, off by {mean:.1%} on unseen ones (at most {most:.0%})",
+                f"{kind}: {count} steps; means of like ones are off by {mean:.1%} unseen (at most {most:.0%})",
                 highlight=False,
             )
     console.print(

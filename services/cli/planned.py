@@ -143,13 +143,13 @@ def _check_devices(plan: PlanFile) -> None:
         raise ConfigError(
             f"the plan is for {wanted} devices of the kind {', '.join(other)}",
             here,
-            f"plan for what is here: diptych plan --device cpu --gpus {cores}",
+            f"plan for what is here: diptych plan --device cpu --nodes 1 --gpus-per-node {cores}",
         )
     if wanted > cores:
         raise ConfigError(
             f"the plan is for {wanted} cores",
             here,
-            f"plan with --gpus {cores}; or share cores, without a promise: {_flags(plan)}",
+            f"plan with --nodes 1 --gpus-per-node {cores}; or share cores, without a promise: {_flags(plan)}",
         )
 
 

@@ -27,6 +27,7 @@ from services.cli.stop import OK
 
 AFFINITIES = ("auto", "high", "low")
 FAMILIES = ("colocated", "disaggregated", "hybrid")
+DEFAULT_WORKLOAD = "sharegpt"
 
 
 def plan(options: Mapping[str, Any]) -> int:
@@ -35,6 +36,7 @@ def plan(options: Mapping[str, Any]) -> int:
     Raises:
         ConfigError: a flag or a file cannot be used, or there is no answer: it says what forbids one.
     """
+    _writable(options)
     request = question(options)
     for change in options["what_if"] or []:
         changed(request, change)  # a change that cannot be read is told before anything takes long
@@ -75,7 +77,7 @@ def question(options: Mapping[str, Any]) -> Request:
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    rate, share = options["rate"], options["attainment"]
+    rate, share, span_s = (options[name] for name in ("rate", "attainment", "span_s"))
     wrong = [one for one in options["family"] or () if one not in FAMILIES]
     faults = [
         (
@@ -86,6 +88,7 @@ def _check(options: Mapping[str, Any]) -> None:
         (bool(wrong), f"--family {' '.join(wrong)}", f"one of {', '.join(FAMILIES)}"),
         (rate is not None and not 0.0 < rate < math.inf, f"--rate {rate}", "requests per second, above 0"),
         (not 0.0 < share <= 1.0, f"--attainment {share}", "a share above 0 and at most 1, such as 0.9"),
+        (not 0.0 <= span_s < math.inf, f"--span-s {span_s}", "seconds, such as 60"),
     ]
     for wrongly, flag, fix in faults:
         if wrongly:
@@ -118,6 +121,12 @@ def _stocks(options: Mapping[str, Any], measured: Profile | None) -> tuple[Stock
     names = [one.device.name for one in (stock, *more)]
     if len(set(names)) < len(names):
         raise ConfigError("a device is named twice", ", ".join(names), "give each kind of device once")
+    if measured is not None and measured.device.name not in names:
+        raise ConfigError(
+            f"the profile is of {measured.device.name}, and the plan for {', '.join(names)}",
+            "it would have no effect",
+            f"--device {measured.device.name}, or leave out --profile",
+        )
     return (stock, *more)
 
 
@@ -151,6 +160,14 @@ def _profile(shape: Shape, device: Device, measured: Profile | None) -> Profile:
 def _traffic(options: Mapping[str, Any]) -> tuple[Source, Mapping[str, Slo]]:
     if options["kind"]:
         mix = Mix([_kind(text, options["attainment"]) for text in options["kind"]])
+        single = [name for name in ("slo_ttft_ms", "slo_tpot_ms") if options[name] is not None]
+        single += ["workload"] if options["workload"] != DEFAULT_WORKLOAD else []
+        if single:
+            raise ConfigError(
+                f"--{single[0].replace('_', '-')} has no effect",
+                "each --kind names its own",
+                "leave out one of them",
+            )
         return mix, mix.slos
     for flag in ("slo_ttft_ms", "slo_tpot_ms"):
         if options[flag] is not None and not 0.0 < options[flag] < math.inf:
@@ -174,7 +191,7 @@ def _kind(text: str, attainment: float) -> tuple[str, float, Any, Slo]:
     parts = rest.rsplit(":", 3)
     try:
         workload, share, ttft_ms, tpot_ms = parts[0], *map(float, parts[1:])
-        if not (name and equals and min(share, ttft_ms, tpot_ms) > 0.0):
+        if not (name and equals and all(0.0 < one < math.inf for one in (share, ttft_ms, tpot_ms))):
             raise ValueError
     except ValueError:
         raise ConfigError(
@@ -201,6 +218,21 @@ def _json(answer: Answer, others: list[Changed], drawn: list[Path]) -> str:
         for one in others
     ]
     return json.dumps({**told(answer), "what_if": changes, "plots": list(map(str, drawn))}, indent=2)
+
+
+def _writable(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the answer could not be written, before it is looked for."""
+    out, plot = options["out"], options["plot"]
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        why = "it is a folder" if out.is_dir() else f"there is no folder {out.parent}"
+        raise ConfigError(f"the plan cannot be written to {out}", why, "name another file")
+    if plot is not None:
+        try:
+            plot.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"plots cannot be written to {plot}", error.strerror or str(error), "name another folder"
+            ) from None
 
 
 def _write(path: Path, answer: Answer, model: str) -> None:

@@ -45,7 +45,7 @@ def profile(
         ),
     ] = 0,
     seconds: Annotated[
-        float, typer.Option(min=1.0, help="Seconds of load, about", rich_help_panel=MEASURE)
+        float, typer.Option(min=1.0, max=86_400.0, help="Seconds of load, about", rich_help_panel=MEASURE)
     ] = 40.0,
     depths: Annotated[
         str, typer.Option(metavar="N,…", help="Requests open at a time", rich_help_panel=MEASURE)

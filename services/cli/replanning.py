@@ -16,6 +16,7 @@ from planner.journal import Journal
 from planner.plan_file import PlanFile
 from planner.profile import Profile, analytic, load
 from planner.replan import Replanner
+from planner.request import Slower
 from planner.shape import known
 from planner.terms import BOTH, DECODE, PREFILL, Slo, Split
 from services.cli.model import Model
@@ -111,7 +112,7 @@ def hardware(config: Config, model: Model, profile: Profile) -> Hardware:
     )
     return Hardware(
         splits=splits,
-        costs={role: profile.cost(split) for role, split in splits.items()},
+        costs={role: Slower(profile.cost(split), profile.overheads.step_s) for role, split in splits.items()},
         kv_tokens=dict.fromkeys(splits, model.kv_bytes / token_bytes),
         link=profile.overheads.link,
         token_bytes=token_bytes,

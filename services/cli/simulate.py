@@ -23,6 +23,7 @@ from services.cli.stop import OK
 COLUMNS = ("req", "arrival_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms", "total_ms")
 SHARED = {"model", "profile", "trace", "out"}
 COMPAT = {"compat", "backend", "tp_prefill", "pp_prefill", "tp_decode", "pp_decode"}
+TYPED = {"as_json": "json", "chunked": "chunked/--unchunked"}  # where a flag is not called as its option
 
 
 def simulate(options: Mapping[str, Any], given: Collection[str]) -> int:
@@ -50,7 +51,8 @@ def simulate(options: Mapping[str, Any], given: Collection[str]) -> int:
 
 def _refuse(flags: set[str], why: str, fix: str) -> None:
     if flags:
-        raise ConfigError(f"--{min(flags).replace('_', '-')} has no effect here", why, fix)
+        name = min(flags)
+        raise ConfigError(f"--{TYPED.get(name, name).replace('_', '-')} has no effect here", why, fix)
 
 
 def _compat(options: Mapping[str, Any]) -> list[Served]:
@@ -89,7 +91,7 @@ def _needed(options: Mapping[str, Any], name: str) -> Path:
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(
             f"the profile {path} cannot be read", why[:200], "give a JSON file of fits"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,8 @@ ROLES = {"P": PREFILL, "D": DECODE, "C": BOTH}
 POOL = re.compile(r"(\d+)\s*([PDC])((?:\s*(?:TP|PP)\d+)*)\s*(?:@\s*(\S+))?", re.IGNORECASE)
 TIMES = ("ttft", "tpot", "e2e")
 SHARES = (0.5, 0.9, 0.99)
+MOST_DEVICES = 100_000  # of a placement
+LEAST_RATE, MOST_RATE = 1e-6, 1e6  # requests a second: with fewer, or more, times fit no float
 
 
 def run(options: Mapping[str, Any], given: Collection[str]) -> list[Served]:
@@ -36,7 +39,7 @@ def run(options: Mapping[str, Any], given: Collection[str]) -> list[Served]:
     """
     deployed = _deployment(options, given)
     slo = Slo(_seconds(options["slo_ttft_ms"]), _seconds(options["slo_tpot_ms"]))
-    whole, shares, first = Tally({"": slo}), [], list[Served]()
+    whole, shares, paces, first = Tally({"": slo}), [], list[float](), list[Served]()
     for jobs in _samples(options, given):
         served = sorted(simulate(deployed, jobs), key=lambda one: one.job.at_s)
         tally = Tally({"": slo}, warmup_n=options["warmup"])
@@ -46,9 +49,10 @@ def run(options: Mapping[str, Any], given: Collection[str]) -> list[Served]:
             why = f"{len(served)} came, and {options['warmup']} are warm-up"
             raise ConfigError("no request is left to count", why, "give more --requests, or less --warmup")
         shares.append(tally.attainment())
+        paces.append(tally.goodput_rps)
         whole.merge(tally)
         first = first or served
-    told = _figures(deployed, whole, shares, slo)
+    told = _figures(deployed, whole, shares, paces, slo)
     if options["as_json"]:
         print(json.dumps(told, indent=2))
     else:
@@ -88,9 +92,17 @@ def parse(text: str, device: str) -> Placement:
         }
         if not all(sizes.values()):
             raise ConfigError(f"{part.strip()!r} has a size of 0", "TP and PP are at least 1", "leave it out")
+        if len(re.findall("TP|PP", found[3], re.IGNORECASE)) > len(sizes):
+            raise ConfigError(
+                f"{part.strip()!r} has a size twice", "TP and PP are said once", "leave one out"
+            )
         split = Split(sizes.get("TP", 1), sizes.get("PP", 1))
         pools.append(Pool(ROLES[found[2].upper()], split, count, found[4] or device))
-    return Placement(tuple(pools))
+    placement = Placement(tuple(pools))
+    if placement.devices > MOST_DEVICES:
+        why = f"the placement has {placement.devices:,}"
+        raise ConfigError(f"at most {MOST_DEVICES:,} devices are simulated", why, "take fewer")
+    return placement
 
 
 def _deployment(options: Mapping[str, Any], given: Collection[str]) -> Deployment:
@@ -108,13 +120,21 @@ def _deployment(options: Mapping[str, Any], given: Collection[str]) -> Deploymen
     placement = parse(options["placement"], device)
     pools = tuple(replace(pool, device=hardware.device(pool.device).name) for pool in placement.pools)
     profiles: dict[str, Profile] = {pool.device: built_in(shape, pool.device) for pool in pools}
+    if profile is not None and profile.device.name not in profiles:
+        why = f"it is of {profile.device.name}, and the placement has {', '.join(sorted(profiles))}"
+        fix = "leave it out, or leave out --device"
+        raise ConfigError("--profile has no effect here", why, fix)
     if profile is not None:
         profiles[profile.device.name] = profile
     for pool in pools:
         if not shape.valid(pool.split):
             why = f"{shape.heads} heads are shared by TP devices, {shape.layers} layers by PP stages, evenly"
             raise ConfigError(f"{shape.name} cannot be spread as {pool.split}", why, "take others")
-    budget_s = _seconds(options["tpot_budget_ms"] or options["slo_tpot_ms"])
+    budget_ms = options["tpot_budget_ms"]
+    if budget_ms is not None and not options["chunked"]:
+        why = "whole prompts take the time that they take"
+        raise ConfigError("--tpot-budget-ms has no effect with --unchunked", why, "leave one out")
+    budget_s = _seconds(options["slo_tpot_ms"] if budget_ms is None else budget_ms)
     return deployment(
         replace(placement, pools=pools),
         profiles,
@@ -133,8 +153,9 @@ def _samples(options: Mapping[str, Any], given: Collection[str]) -> Iterator[lis
     if (trace is None) == (workload is None):
         why = "requests come from a trace as they were, or are drawn from a workload"
         raise ConfigError("give --trace or --workload", why, "--workload sharegpt --rate 4")
-    if rate is not None and not 0 < rate < math.inf:
-        raise ConfigError(f"a rate of {rate} requests a second", "it is positive and finite", "give another")
+    if rate is not None and not LEAST_RATE <= rate <= MOST_RATE:
+        why = f"rates are from {LEAST_RATE:.0e} to {MOST_RATE:.0e}"
+        raise ConfigError(f"a rate of {rate} requests a second", why, "give another")
     if trace is not None:
         if unused := sorted({"cv", "requests", "seeds"} & set(given)):
             why = "a trace is replayed once, as it was"
@@ -142,20 +163,32 @@ def _samples(options: Mapping[str, Any], given: Collection[str]) -> Iterator[lis
                 f"--{unused[0]} has no effect with --trace", why, "use --workload FILE to draw from it"
             )
         jobs = read_trace(trace)
+        _named(options, any(job.prefix for job in jobs))
         yield jobs if rate is None else scaled(jobs, rate)
         return
     if rate is None:
         raise ConfigError("--rate is missing", "a workload says what comes, not how often", "add --rate 4")
     source = named(workload)
+    _named(options, source.shares)
     for seed in range(options["seeds"]):
         yield source.sample(options["requests"], rate, seed, options["cv"])
+
+
+def _named(options: Mapping[str, Any], shares: bool) -> None:
+    if options["prefix_caching"] and not shares:
+        why = "no request says which text it begins with"
+        fix = "leave it out, or take a trace that names prefixes (Mooncake's, or a request log)"
+        raise ConfigError("--prefix-caching has no effect here", why, fix)
 
 
 # ---- what is told
 
 
-def _figures(deployed: Deployment, tally: Tally, shares: list[float], slo: Slo) -> dict[str, Any]:
+def _figures(
+    deployed: Deployment, tally: Tally, shares: list[float], paces: list[float], slo: Slo
+) -> dict[str, Any]:
     low, high = tally.interval()
+    good_rps = statistics.fmean(paces)  # nan if all came at one moment
     return {
         "placement": str(deployed.placement),
         "devices": deployed.placement.devices,
@@ -168,18 +201,12 @@ def _figures(deployed: Deployment, tally: Tally, shares: list[float], slo: Slo) 
         "attainment": tally.attainment(),
         "interval": [low, high],
         "attainment_by_seed": shares,
-        "good_rps_per_device": tally.attainment() * _rate(tally, len(shares)) / deployed.placement.devices,
+        "good_rps_per_device": good_rps / deployed.placement.devices if math.isfinite(good_rps) else None,
         "ms": {
             what: {f"p{100 * share:.0f}": _ms(tally.quantile(what, share)) for share in SHARES}
             for what in TIMES
         },
     }
-
-
-def _rate(tally: Tally, seeds: int) -> float:
-    """Requests a second that came, of one sample."""
-    span_s = tally.last_s - tally.first_s
-    return tally.count() / seeds / span_s if span_s > 0 else math.nan
 
 
 def _ms(seconds: float) -> float | None:
@@ -190,12 +217,13 @@ def _show(told: Mapping[str, Any], tally: Tally) -> None:
     console = Console()
     low, high = told["interval"]
     seeds = ", ".join(f"{share:.1%}" for share in told["attainment_by_seed"])
+    good = told["good_rps_per_device"]
+    pace = "" if good is None else f", {good:.3f} good requests/s per device"
     console.print(
         f"{told['placement']}: {told['devices']} devices, {told['requests']:,} requests", highlight=False
     )
     console.print(
-        f"joint attainment {told['attainment']:.1%} ({low:.1%} to {high:.1%}; by seed {seeds}), "
-        f"{told['good_rps_per_device']:.3f} good requests/s per device",
+        f"joint attainment {told['attainment']:.1%} ({low:.1%} to {high:.1%}; by seed {seeds}){pace}",
         highlight=False,
     )
     for why, count in told["failed"].items():

@@ -127,7 +127,15 @@ class Crew:
         yield Outcome(name, "", GONE)
 
     def _plain(self, name: str, hand: _Hand, one: Seen | None, now_s: float) -> Iterable[Outcome]:
-        if hand.order == STOP:
+        if (
+            hand.order == STOP
+            and one is not None
+            and one.state == "up"
+            and now_s - hand.since_s > self._flip_s
+        ):
+            hand.state, hand.order = READY, ""  # the order was lost, with the gateway that had taken it
+            yield Outcome(name, STOP, FAILED, f"it was still up after {self._flip_s:.0f} s")
+        elif hand.order == STOP:
             hand.state = DRAINING
         elif one is None or one.state == "unfit":
             hand.state = STARTING  # its supervisor is at work

@@ -9,13 +9,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from diptych.metrics import Lived
 
 KEPT = 100_000
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Event = tuple[float, str, int, int, bool, int]  # moment, what, prompt tokens, new tokens, good, cached tokens
 ARRIVED, ENDED, FAILED, REFUSED = "a", "e", "f", "r"
 
@@ -26,12 +27,12 @@ class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     boot: str = ""
-    after: int = 0
-    pools: tuple[int, int] | None = None
-    decisions: dict[str, int] = {}
-    alarms: dict[str, int] = {}
-    actions: dict[str, dict[str, int]] = {}
-    target: dict[str, int] = {}
+    after: Count = 0
+    pools: tuple[Count, Count] | None = None
+    decisions: dict[str, Count] = {}
+    alarms: dict[str, Count] = {}
+    actions: dict[str, dict[str, Count]] = {}
+    target: dict[str, Count] = {}
     attainment: float | None = None
 
 

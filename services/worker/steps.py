@@ -12,6 +12,7 @@ Numbers and ids only. A step costs some microseconds more; lines are written abo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -57,16 +58,22 @@ class StepLog:
 
     def flush(self) -> None:
         lines, self._lines = self._lines, []
+        if self._file.closed:
+            return
         try:
             self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
             self._file.flush()
-        except (OSError, ValueError) as error:
+        except OSError as error:
             log.error("the log of steps ends here: %s", error)
-            self._file.close()
+            self._shut()
 
     def close(self) -> None:
         self.flush()
-        self._file.close()
+        self._shut()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):  # what is buffered cannot be written either
+            self._file.close()
 
 
 class Recorded(Engine):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from planner.plan_file import load
+from planner.profile import built_in, save
 
 ASKED = (
     "--model", "OPT-13B", "--device", "A100-80G", "--gpus", "2", "--workload", "sharegpt", "--slo-ttft-ms", "400",
@@ -45,7 +46,15 @@ def test_an_answer_in_all_its_forms(tmp_path: Path) -> None:
         (("--workload", "no/such/trace.csv"), "no/such/trace.csv"),
         (("--kind", "chat=sharegpt"), "cannot be read"),
         (("--affinity", "odd"), "not possible"),
+        (("--kind", "chat=sharegpt:inf:250:100"), "cannot be read"),
+        (("--kind", "chat=sharegpt:1:250:100"), "--slo-ttft-ms has no effect"),
         (("--profile", "no/such/profile.json"), "no/such/profile.json"),
+        (("--cv", "inf"), "cannot be drawn"),
+        (("--span-s", "inf"), "not possible"),
+        (("--out", "no/such/plan.json"), "no folder"),
+        (("--plot", "/dev/null"), "plots cannot be written"),
+        (("--gpus", "1", "--family", "disaggregated"), "a device each"),
+        (("--family", "hybrid", "--affinity", "high"), "--affinity high"),
     ],
 )
 def test_no_answer_is_told_in_six_lines(words: tuple[str, ...], said: str) -> None:
@@ -53,3 +62,10 @@ def test_no_answer_is_told_in_six_lines(words: tuple[str, ...], said: str) -> No
     assert done.returncode == 2, done.stdout
     assert said in done.stderr and "Traceback" not in done.stderr
     assert 2 <= len(done.stderr.strip().splitlines()) <= 6
+
+
+def test_a_profile_of_other_devices_is_not_passed_over(tmp_path: Path) -> None:
+    save(built_in("OPT-13B", "A100-80G"), tmp_path / "profile.json")
+    asked = [word if word != "A100-80G" else "H100" for word in ASKED]
+    done = plan(*asked, "--profile", str(tmp_path / "profile.json"))
+    assert done.returncode == 2 and "the profile is of A100-80G" in done.stderr, done.stdout

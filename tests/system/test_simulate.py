@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.profile import FOLDER
 from services.cli.main import main
 from tests.unit.planner.data import distserve
 
@@ -106,6 +107,7 @@ def test_a_broken_trace_is_told_in_six_lines(
 
 REAL = ["--model", "facebook/opt-13b"]
 CHAT = ["--placement", "1P + 1D", "--workload", "sharegpt"]
+BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
 
 
 @pytest.mark.parametrize(
@@ -114,11 +116,24 @@ CHAT = ["--placement", "1P + 1D", "--workload", "sharegpt"]
         (["--compat", "vllm", *REAL], "is not known"),
         ([*REAL, "--tp-decode", "2"], "--tp-decode has no effect"),
         (["--compat", "simdistserve", *REAL, "--rate", "2"], "--rate has no effect"),
+        (["--compat", "simdistserve", *REAL, "--json"], "--json has no effect"),
+        (["--compat", "simdistserve", *REAL, "--unchunked"], "--unchunked has no effect"),
         (["--compat", "simdistserve", *REAL], "--trace is missing"),
         (["--compat", "simdistserve", *REAL, "--tp-decode", "0"], "at least 1"),
         ([*REAL, "--workload", "sharegpt", "--rate", "1"], "--placement is missing"),
         ([*REAL, *CHAT], "--rate is missing"),
         ([*REAL, *CHAT, "--rate", "0"], "a rate of"),
+        ([*REAL, *CHAT, "--rate", "1e-300"], "a rate of"),
+        ([*REAL, *CHAT, "--rate", "1", "--cv", "1e-200"], "cannot be drawn"),
+        ([*REAL, *CHAT, "--rate", "1", "--prefix-caching"], "--prefix-caching has no effect"),
+        ([*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "0"], "cannot be kept"),
+        (
+            [*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "9", "--unchunked"],
+            "--tpot-budget-ms has no effect",
+        ),
+        ([*REAL, *CHAT, "--rate", "1", "--device", "H100", "--profile", BUILT_IN], "--profile has no effect"),
+        ([*REAL, "--placement", "1C TP2TP4", "--rate", "1"], "a size twice"),
+        ([*REAL, "--placement", "999999999C", "--rate", "1"], "at most 100,000 devices"),
         ([*REAL, "--placement", "1P"], "--trace or --workload"),
         ([*REAL, "--placement", "2 servers", "--rate", "1"], "not understood"),
         ([*REAL, "--placement", "1P TP0 + 1D"], "a size of 0"),
@@ -163,5 +178,8 @@ def test_a_trace_is_replayed_at_its_own_rate_or_another(
     words = [*REAL, "--placement", "1C", "--trace", files / "in.csv", "--json"]
     assert typed(monkeypatch, *words, "--unchunked") == 0
     assert json.loads(capsys.readouterr().out)["requests"] == 2
+    (files / "one.csv").write_text("arrival_s,prompt_len,output_len\n0.0,100,3\n")
+    assert typed(monkeypatch, *REAL, "--placement", "1C", "--trace", files / "one.csv", "--json") == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["good_rps_per_device"] is None
     assert typed(monkeypatch, *words, "--seeds", "4") == 2
     assert "--seeds has no effect" in capsys.readouterr().err

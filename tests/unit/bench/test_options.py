@@ -32,6 +32,13 @@ from services.bench.options import Options
         ({"attainment": 90.0}, "share"),
         ({"save": Path("/no/where/rows")}, "--save cannot be written"),
         ({"plot": Path("/no/where/plot.png")}, "--plot cannot be written"),
+        ({"save": Path("/tmp")}, "--save cannot be written"),
+        ({"duration_s": math.inf}, "--duration is a number"),
+        ({"shrink": math.nan}, "--shrink is a number"),
+        ({"warmup_s": math.nan}, "--warmup is a number"),
+        ({"slo_ttft_ms": 0.0}, "--slo-ttft-ms is a number"),
+        ({"cv": math.inf, "arrivals": "gamma"}, "--cv is a number"),
+        ({"api_key": "ключ"}, "no bearer key"),
     ],
 )
 def test_refusals_say_what_to_do(given: dict[str, Any], what: str) -> None:

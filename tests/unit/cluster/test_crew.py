@@ -121,3 +121,15 @@ def test_somebody_elses_order_is_seen() -> None:
     one.look(seen("prefill", life="b"), {}, 3.0)
     assert state(one) == ("prefill", READY)
     assert [o.outcome for o in one.look([], {"w": "retired"}, 4.0)] == [GONE]
+
+
+def test_a_stop_that_nobody_remembers_has_failed() -> None:
+    """A gateway that is started anew knows of no drain."""
+    one = crew()
+    one.look(seen(), {}, 1.0)
+    one.stopped("w", 2.0)
+    assert one.look(seen(state="draining"), {}, 3.0) == [] and state(one) == ("decode", DRAINING)
+    assert one.look(seen(), {}, 2.0 + FLIP_S) == [] and state(one) == ("decode", DRAINING)
+    (failed,) = one.look(seen(), {}, 3.0 + FLIP_S)
+    assert (failed.action, failed.outcome) == (STOP, FAILED) and state(one) == ("decode", READY)
+    assert one.look(seen(), {}, 4.0 + FLIP_S) == []

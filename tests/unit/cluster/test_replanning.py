@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from diptych.load import Loaded, load
 from planner.cost import StepCost
 from planner.hardware import device
 from planner.known import Fleet
-from planner.profile import Profile, save
+from planner.profile import Overheads, Profile, save
+from planner.profile import load as load_profile
 from planner.shape import known
 from planner.terms import BOTH, DECODE, PREFILL, Batch, Split
 from planner.windows import Windows
@@ -75,6 +77,12 @@ def test_costs_are_measured_ones_or_those_of_a_data_sheet(profile: Path) -> None
     config = loaded({"replan_profile": str(profile)}).config
     measured = hardware(config, MODEL, profile_of(config, MODEL))
     assert measured.costs[PREFILL].step_s(Batch(100, 100.0)) == pytest.approx(0.001)
+    slow = load_profile(profile)
+    save(replace(slow, overheads=Overheads(step_s=0.004)), profile)
+    slower = hardware(config, MODEL, profile_of(config, MODEL))
+    assert slower.costs[PREFILL].step_s(Batch(100, 100.0)) == pytest.approx(0.005), (
+        "and what is beside the model"
+    )
     sheet = profile_of(loaded({}).config, MODEL)
     assert sheet.source == "analytic" and sheet.model.kv_bytes == 4
     machine = hardware(loaded({}).config, MODEL, sheet)

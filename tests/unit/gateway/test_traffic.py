@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from diptych.errors import RequestError
 from diptych.metrics import Lived, Metrics, Objectives
-from services.gateway.traffic import ARRIVED, ENDED, FAILED, REFUSED, Totals, Traffic
+from services.gateway.parse import parse
+from services.gateway.traffic import ARRIVED, ENDED, FAILED, REFUSED, Told, Totals, Traffic
 
 
 def lived(prompt: int, tokens: int, ttft_s: float, cached: int = 0) -> Lived:
@@ -50,3 +54,17 @@ def test_who_has_heard_another_process_begins_anew() -> None:
 def test_totals_become_steps() -> None:
     totals = Totals()
     assert [totals.news("a", total) for total in (2, 2, 5, 1)] == [2, 0, 3, 1], "the last began anew"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"after":-1}',
+        b'{"pools":[-1,1]}',
+        b'{"decisions":{"first":-1}}',
+        b'{"actions":{"flip":{"done":-2}}}',
+    ],
+)
+def test_totals_are_not_negative(body: bytes) -> None:
+    with pytest.raises(RequestError):
+        parse(body, Told, 4)

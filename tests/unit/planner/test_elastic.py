@@ -174,12 +174,15 @@ def test_a_hopeless_fleet_is_not_simulated_but_ranked() -> None:
 def test_the_bound_on_load_is_below_what_a_long_run_serves() -> None:
     """Where simulation of a long run keeps up, the bound is below 1."""
     judge = Simulated(HARDWARE, {"": SLO})
+    kept_up = 0
     for rate in (2.0, 6.0, 10.0):
         served = run(
             HARDWARE.placement(Fleet(1, 1)), HARDWARE.cost, CHAT.jobs(1500, rate, 1), kv_tokens=HARDWARE.room
         )
         if joint(served, {"": SLO}) > 0.8:
+            kept_up += 1
             assert judge.overload(Fleet(1, 1), CHAT, rate) <= 1.0
+    assert kept_up, "none of these rates was served"
 
 
 # --- others ---

@@ -12,7 +12,7 @@ import pytest
 
 from diptych.errors import ConfigError
 from planner.curves import by_devices, by_objective, by_rate
-from planner.explain import advantage, explain, headline, plan_file, stages, told
+from planner.explain import advantage, disaggregate, explain, headline, plan_file, stages, told
 from planner.placement import Answer, place
 from planner.plan_file import load, pools_of, save, slo_of
 from planner.plots import Curve, Point, attainment, break_even, goodput
@@ -38,6 +38,21 @@ def test_the_headline_and_the_reasons() -> None:
         word in text for word in ("what limits it", "where the time goes", "elsewhere", "disaggregate")
     )
     assert all(str(one.placement) in text for one in answer.others)
+
+
+def test_the_sentence_follows_the_answer() -> None:
+    """Whatever the ratio, nobody is told to disaggregate below an answer that does not."""
+    answer = answered()
+    found = [answer.best, *answer.others]
+    for best in found:
+        others = tuple(one for one in found if one is not best)
+        turned = replace(answer, best=best, others=others)
+        ratio, said = advantage(turned), disaggregate(turned)
+        assert ratio is not None
+        apart = best.family != "colocated"
+        assert said.startswith("disaggregate" if apart else "do not disaggregate")
+        assert ("although" in said) == (apart != (ratio > 1))
+    assert {one.family == "colocated" for one in found} == {True, False}
 
 
 def test_binding_is_what_helps_most() -> None:
@@ -87,8 +102,9 @@ def test_pools_are_written_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("version", 2), ("pools", []), ("layers", 7), ("affinity", "near"), ("more", 1), ("pools", [{"role": "cook"}]),
-     ("pools", [{"role": "prefill"}])],
+    [("version", 2), ("model", ""), ("pools", []), ("layers", 7), ("affinity", "near"), ("more", 1),
+     ("pools", [{"role": "cook"}]), ("pools", [{"role": "prefill"}]), ("devices_per_node", 0), ("cross", 0),
+     ("local_prefill", "sometimes"), ("slos", {"": {"ttft_s": -0.2}}), ("slos", {"": {"attainment": 1.5}})],
 )  # fmt: skip
 def test_what_is_no_plan_is_told(tmp_path: Path, name: str, value: object) -> None:
     plan = plan_file(answered(), "small")

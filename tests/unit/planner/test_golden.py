@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def profile(backend: str) -> dict[str, Any]:
         distserve(f"profile_data/profiler-a100-80g.{backend}.json").read_text()
     )
     return found
+
+
+def fits(**changed: list[float]) -> dict[str, Any]:
+    """Coefficients of which some are others, for both instances."""
+    model = "facebook/opt-13b"
+    return {model: {tp: one | changed for tp, one in RUNS["fits"]["distserve"][model].items()}}
 
 
 def case(name: str) -> dict[str, str]:
@@ -140,6 +147,9 @@ def test_the_budget_of_a_step_is_the_artefact_s_table() -> None:
         ({"jobs": [Job(0.0, 60_000, 4)]}, "can never run"),
         ({"profile": {"facebook/opt-13b": {"1": {}, "2": {"prefill": [1]}}}}, "cannot be used"),
         ({"profile": []}, "no model"),
+        ({"profile": fits(prefill=[math.nan, 0.1, 0.0])}, "gives nan ms"),
+        ({"profile": fits(prefill=[-100.0, 0.1, 0.0])}, "ms for a step"),
+        ({"profile": fits(decoding_smallbs=[1e308, 1e308, 1e308])}, "gives inf ms"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(change: dict[str, Any], told: str) -> None:

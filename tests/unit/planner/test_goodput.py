@@ -151,5 +151,5 @@ def test_a_hopeless_run_is_not_read_to_its_end() -> None:
 
     assert margin(run(), SLOS, 1000) < 0.0
     assert read == 101
-    assert margin([], SLOS, 10) == 0.0
-    assert margin(run(), SLOS, 1000, after_s=2000.0) == 0.0
+    assert margin([], SLOS, 10) < 0.0
+    assert margin(run(), SLOS, 1000, after_s=2000.0) < 0.0

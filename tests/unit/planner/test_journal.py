@@ -112,3 +112,17 @@ def test_replay_of_something_else_is_refused(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["replay", str(path)])
     assert isinstance(refused.exception, ConfigError)
     assert "it is empty" in str(refused.exception.lines())
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [(Head(Policy(budget=4), version=2), "version 2"), (Head(Policy(4, bucket_s=0.0)), "not above 0")],
+)
+def test_a_log_of_another_kind_is_not_replayed(head: Head, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    journal = Journal(path)
+    journal.write(head)
+    journal.close()
+    with pytest.raises(ConfigError) as told:
+        list(read(path))
+    assert said in told.value.why and "line 1" in told.value.why

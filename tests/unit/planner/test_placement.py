@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from planner.hardware import device
 from planner.placement import SLACK, place
 from planner.possible import nearest
 from planner.profile import Overheads, built_in
-from planner.request import Request, Stock
+from planner.request import Request, Stock, enlarged
 from planner.search import search
 from planner.sizing import algorithm_1, algorithm_2, apart, lightest, needed, sized, together
 from planner.terms import DECODE, PREFILL, Batch, Link, Placement, Pool, Slo, Split
@@ -146,18 +147,81 @@ def test_an_impossible_promise_names_the_nearest_that_is_possible(slo: Slo, flag
     assert place(replace(request, slos={"": possible})).best.goodput_rps > 0.0
 
 
+def test_a_promise_that_just_enough_requests_keep_is_not_called_impossible() -> None:
+    """91.5 % keep it alone, and 90 % are to: there is nearly nothing to spare for queues, but it is possible."""
+    request = question(requests=400, families=("colocated",))
+    limit_s = nearest(request, share=0.915).ttft_s
+    assert limit_s < nearest(request).ttft_s
+    best = place(replace(request, slos={"": Slo(limit_s, 1.0, 0.9)})).best
+    assert best.goodput_rps > 0.0 and best.attainment >= 0.9
+
+
 def test_two_promises_that_are_possible_only_apart() -> None:
-    """All devices to either phase would do, and there are not as many."""
-    request = question(slos={"": Slo(0.026, 0.0046, 0.9)}, families=("disaggregated", "colocated"))
-    measured = replace(
-        profile(decode=1.0), costs={**profile().costs, Split(4): profile(prefill=9.0).costs[Split(4)]}
+    """Two stages write fast enough and two ranks read fast enough, but there are not devices for both."""
+    made = {
+        Split(1): profile(prefill=9.0, decode=9.0).costs[Split(1)],
+        Split(2): profile(decode=9.0).costs[Split(2)],
+        Split(1, 2): profile(prefill=9.0).costs[Split(1, 2)],
+    }
+    measured = replace(profile(), costs=made, rooms=dict.fromkeys(made, 20_000))
+    request = question(per_node=2, measured=measured, families=("disaggregated", "colocated"))
+    found = nearest(replace(request, slos={"": Slo(1.0, 1.0, 0.9)}))
+    slo = Slo(found.ttft_s * 1.01, found.tpot_s * 1.01, 0.9)
+    few, enough = (
+        replace(request, slos={"": slo}),
+        replace(request, slos={"": slo}, stocks=(Stock(DEVICE, 1, 4),)),
     )
-    request = replace(request, profiles={"made": measured})
-    found = nearest(request)
-    if found.ttft_s <= 0.026 and found.tpot_s <= 0.0046:
-        assert found.factor > 1.0
-        with pytest.raises(ConfigError, match="together"):
-            place(request)
+    assert nearest(few).factor > 1.0 and nearest(enough).factor == 1.0
+    with pytest.raises(ConfigError, match="together") as told:
+        place(few)
+    assert "--slo-ttft-ms" in told.value.fix and "--slo-tpot-ms" in told.value.fix
+
+
+def test_what_is_possible_is_asked_of_each_kind_of_device() -> None:
+    """Instances of one split on two devices are not the same, whichever is named first."""
+    request = two_kinds(slos={"": Slo(0.2, 0.03, 0.9)})
+    turned = replace(request, stocks=request.stocks[::-1])
+    assert nearest(request).ttft_s == nearest(turned).ttft_s < nearest(request).tpot_s * 100
+    for one in (nearest(request), nearest(turned)):
+        assert one.ttft_by.endswith("of reader") and one.tpot_by.endswith("of writer")
+    each = [replace(request, stocks=(stock,)) for stock in request.stocks]
+    assert nearest(request).ttft_s == min(nearest(one).ttft_s for one in each)
+    assert nearest(request).tpot_s == min(nearest(one).tpot_s for one in each)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"per_node": 1, "families": ("disaggregated",)}, "a device each"),
+        ({"families": ("hybrid",), "affinity": "high"}, "--affinity high"),
+        (
+            {
+                "per_node": 2,
+                "families": ("disaggregated", "hybrid"),
+                "measured": profile(rooms=question().longest - 1),
+            },
+            "takes 2 devices",
+        ),
+    ],
+)
+def test_families_that_cannot_be_placed_are_told_as_such(more: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match="no .* placement of small fits") as told:
+        place(question(**more))
+    assert why in told.value.why and told.value.fix and len(told.value.lines()) <= 6
+
+
+def test_stages_on_several_nodes_pay_for_the_way_between_them() -> None:
+    request = question(nodes=2, per_node=2)
+    near, far = (candidates.pair(Split(1, 2), Split(1, 2), "low", cross, "made", "made") for cross in (1, 2))
+    whole = candidates.alone(Split(2, 2), "made")
+    assert [request.nodes(one, one.pools[0]) for one in (near, far, whole)] == [1, 2, 2]
+    batch = Batch(100, 1e4)
+    within, across = (request.site.costs(one)(one.pools[0]).step_s(batch) for one in (near, far))
+    state_bytes = 100 * SMALL.hidden * SMALL.table_bytes
+    assert across - within == pytest.approx(state_bytes / DEVICE.node.inter.bytes_per_s + 1e-4)
+    wider = replace(request, between=Link(1e9, 0.0)).site.costs(far)(far.pools[0]).step_s(batch)
+    assert wider - within == pytest.approx(state_bytes / 1e9)
+    assert enlarged(request.site, "prefill", 2.0).costs(far)(far.pools[0]).step_s(batch) == across / 2
 
 
 def test_what_does_not_fit_or_carry_is_told() -> None:
@@ -174,6 +238,15 @@ def test_what_does_not_fit_or_carry_is_told() -> None:
     with pytest.raises(ConfigError, match="OPT-175B does not fit on 4") as told:
         place(small)
     assert "memory" in told.value.why and len(told.value.lines()) <= 6
+
+
+def test_the_rate_that_is_said_to_be_carried_is_carried() -> None:
+    request = question(requests=300)
+    with pytest.raises(ConfigError, match="do not carry") as told:
+        place(replace(request, rate=10_000.0))
+    rate = float(told.value.fix.rpartition("--rate ")[2])
+    best = place(replace(request, rate=rate)).best
+    assert best.placement.devices <= request.devices and best.goodput_rps >= rate * 0.95
 
 
 def test_the_products_decisions_agree_with_the_search_below_the_knee() -> None:
@@ -221,8 +294,21 @@ def test_overheads_and_a_measured_link_count() -> None:
         slower.site.cost(unit.pools[1]).step_s(batch) == request.site.cost(unit.pools[1]).step_s(batch) + 0.01
     )
     assert slower.site.link(unit) == Link(5.0, 0.25) != request.site.link(unit)
-    assert replace(slower, between=Link(7.0)).site.link(replace_affinity(unit)) != Link(5.0, 0.25)
 
 
-def replace_affinity(unit: Placement) -> Placement:
-    return Placement(unit.pools, "high")
+def test_the_link_between_nodes_is_used_between_nodes() -> None:
+    one = replace(question(), between=Link(7.0))
+    two = replace(question(nodes=2), between=Link(7.0))
+    low = next(one.units("low"))
+    high = Placement(low.pools, "high")
+    within = Link(DEVICE.node.intra.bytes_per_s, DEVICE.node.intra.latency_s)
+    assert [each.site.link(unit) for each in (one, two) for unit in (low, high)] == [
+        within,
+        within,
+        within,
+        Link(7.0),
+    ]
+    slow = {"made": replace(profile(), overheads=Overheads(link=Link(5.0, 0.25)))}
+    measured = [replace(each, profiles=slow).site.link(unit) for each in (one, two) for unit in (low, high)]
+    assert measured == [Link(5.0, 0.25), Link(5.0, 0.25), Link(5.0, 0.25), Link(7.0)]
+    assert any("one node" in note for note in place(one).notes)

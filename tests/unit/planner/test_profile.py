@@ -136,7 +136,8 @@ def test_files_that_are_no_profiles_are_told(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     wrong = [
         "{", "[]", json.dumps({"version": 2}), json.dumps({"version": 1, "splits": []}),
-        json.dumps({"facebook/opt-13b": {"1": {}}}), json.dumps({"a": {}, "b": {}}),
+        json.dumps({"facebook/opt-13b": {"1": {}}}), json.dumps({"a": {}, "b": {}}), "[" * 100_000,
+        json.dumps({"facebook/opt-13b": [1]}), json.dumps({"decode": [], "prefill": []}),
     ]  # fmt: skip
     for text in wrong:
         file.write_text(text)
@@ -145,6 +146,34 @@ def test_files_that_are_no_profiles_are_told(tmp_path: Path) -> None:
         assert len(error.value.lines()) <= 6
     with pytest.raises(ConfigError):
         load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("model", "layers"), 0),
+        (("model", "kv_bytes"), 0.0),
+        (("device", "flops"), 0.0),
+        (("device", "memory_bytes"), 1e300),
+        (("device", "gets", "attention"), 1e300),
+        (("device", "node", "intra", "latency_s"), 1e300),
+        (("overheads", "hop_s"), -1.0),
+        (("splits", 0, "tp"), 0),
+        (("splits", 0, "kv_tokens"), -1),
+        (("splits", 0, "decode", 0, 0), 1e300),
+    ],
+)
+def test_numbers_that_no_machine_has_are_refused(
+    place: tuple[str | int, ...], value: float, tmp_path: Path
+) -> None:
+    save(replace(built_in("OPT-13B", "A100-80G"), overheads=Overheads(0.001, 0.0002)), tmp_path / "p.json")
+    raw = part = json.loads((tmp_path / "p.json").read_text())
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    (tmp_path / "p.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match="is not valid"):
+        load(tmp_path / "p.json")
 
 
 def test_a_profile_whose_cost_could_fall_is_refused(tmp_path: Path) -> None:

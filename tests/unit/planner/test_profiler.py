@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from pathlib import Path
 
@@ -89,6 +90,16 @@ def test_a_log_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match="log of steps"):
         StepLog(str(tmp_path / "file"), "w-0")
+
+
+def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / f"w-0.{os.getpid()}.steps").symlink_to("/dev/full")
+    log = StepLog(str(tmp_path), "w-0")
+    for _ in range(3):
+        log.write("role", 0.0, "w-0", "decode", 0)
+        log.flush()
+    log.close()
+    assert [record.message.split(":")[0] for record in caplog.records] == ["the log of steps ends here"]
 
 
 def test_only_the_last_line_may_be_cut_short() -> None:

@@ -105,7 +105,23 @@ def test_unknown_models_experts_and_broken_configs_are_refused_in_words(tmp_path
     with pytest.raises(ConfigError) as missing:
         shape_of({"hidden_size": 8, "num_attention_heads": 2}, "half")
     assert "num_hidden_layers" in missing.value.why
+    whole = {
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+        "vocab_size": 100, "max_position_embeddings": 128,
+    }  # fmt: skip
+    assert shape_of(whole).layers == 2
+    for wrong in (
+        {"hidden_size": "wide"},
+        {"vocab_size": None},
+        {"num_attention_heads": 0},
+        {"head_dim": -1},
+    ):
+        with pytest.raises(ConfigError, match="cannot be planned for"):
+            shape_of(whole | wrong)
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError):
+        known(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError):
         known(tmp_path)
     (tmp_path / "config.json").write_text("[]")

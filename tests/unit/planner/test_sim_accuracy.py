@@ -56,13 +56,14 @@ def test_objectives_leave_room_over_what_is_predicted_where_nobody_waits() -> No
 
 def test_points_are_summed_up_over_rows() -> None:
     rows = [
-        {"deployment": "a", "points": -3.0},
-        {"deployment": "a", "points": 1.0},
-        {"deployment": "b", "points": 5.0},
+        {"deployment": "a", "points": -3.0, "measured": 0.5, "hindsight": 0.52},
+        {"deployment": "a", "points": 1.0, "measured": 0.9, "hindsight": 0.86},
+        {"deployment": "b", "points": 5.0, "measured": 0.2, "hindsight": 0.2},
     ]
     told = summary(rows)
     assert (told["mean_abs_points"], told["max_abs_points"]) == (3.0, 5.0)
     assert told["mean_abs_points_by_deployment"] == {"a": 2.0, "b": 5.0}
+    assert (told["hindsight_mean_abs_points"], told["hindsight_max_abs_points"]) == (2.0, 4.0)
 
 
 def test_both_sides_are_told_in_milliseconds() -> None:

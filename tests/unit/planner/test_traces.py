@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from planner.terms import Job
 from planner.traces import read_trace, write_trace
 
 SHARED = Path(os.environ.get("DIPTYCH_SHARED", Path(__file__).resolve().parents[3] / ".." / "shared"))
+ARRIVE = (
+    '{"t": 0, "event": "arrive", "request": "a", "canary": false, "prompt_tokens": 5, "max_tokens": %s}\n'
+)
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 ALIKE = {
     "azure.csv": AZURE + "2023-11-16 18:15:46.6805900,30,4\n2023-11-16 18:15:47.1805900,5,6\n",
@@ -37,6 +41,27 @@ def write(folder: Path, name: str, text: str) -> Path:
 def test_every_layout_is_told_from_its_fields(name: str, tmp_path: Path) -> None:
     found = read_trace(write(tmp_path, name, ALIKE[name]))
     assert [(round(job.at_s, 6), job.prompt, job.output) for job in found] == [(0.0, 30, 4), (0.5, 5, 6)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "2024-05-12 01:59:59.5+00:00,30,4\n2024-05-12 02:00:00+00:00,5,6\n",
+        "2024-03-31T01:59:59.5000000Z,30,4\n2024-03-31T02:00:00Z,5,6\n",
+        "2024-03-31 01:59:59.5,30,4\n2024-03-31 04:00:00+02:00,5,6\n",
+    ],
+)
+def test_dates_may_name_their_zone_and_are_utc_if_not(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        found = read_trace(write(tmp_path, "azure.csv", AZURE + rows))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [round(job.at_s, 6) for job in found] == [0.0, 0.5]
 
 
 def test_lengths_alone_come_all_at_once(tmp_path: Path) -> None:
@@ -111,6 +136,9 @@ def test_the_request_log_gives_lengths_and_beginnings(tmp_path: Path) -> None:
         ("arrival_s,prompt_len,output_len\n0,30,0\n", r"row 2.*at least 1"),
         ("arrival_s,prompt_len,output_len\n-1,30,2\n", r"row 2.*not negative"),
         ("arrival_s,prompt_len,output_len\nnan,30,2\n", r"row 2.*finite"),
+        ("arrival_s,prompt_len,output_len\n1e300,30,2\n", r"row 2.*at most 1e\+10"),
+        ("[" * 100_000, r"not JSON"),
+        ('{"at_s": ' + "[" * 100_000, r"row 1.*not JSON"),
         ('{"at_s": 0, "prompt": 3, "output": 4}\n{"at_s": 1, "prompt": 3}\n', r"row 2.*no output"),
         ('{"at_s": 0, "prompt": 3, "output": 4}\n{"at_s": 1, "prom', r"row 2.*not JSON"),
         ('{"at_s": 0, "prompt": 3, "output": 4}\n[1]\n', r"row 2.*not an object"),
@@ -118,6 +146,9 @@ def test_the_request_log_gives_lengths_and_beginnings(tmp_path: Path) -> None:
         ('{"at_s": 0, "prompt": 3.5, "output": 4}\n', r"row 1.*whole number"),
         ('{"at_s": 0, "prompt": 99, "output": 4, "prefix": ["x"]}\n', r"row 1.*list of whole numbers"),
         ('{"t": 0, "event": "arrive", "request": "a", "canary": false}\n', r"row 1.*request log"),
+        ('{"t": NaN, "event": "up"}\n', r"row 1.*time is nan"),
+        (ARRIVE % "Infinity", r"row 1.*request log"),
+        (ARRIVE % "-3", r"row 1.*max_tokens is -3"),
         ('[{"start_time": 0, "prompt_len": 3, "output_len": 4}, 7]', r"row 2"),
         ("a,b\n1,2\n", r"layout"),
         ("", r"empty"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from diptych.errors import ConfigError
@@ -31,7 +33,38 @@ def test_devices_change_by_number_or_by_difference() -> None:
 def test_traffic_and_links_change() -> None:
     assert changed(BASE, "rate=x3").rate == 15.0 and changed(BASE, "cv=2").cv == 2.0
     assert changed(BASE, "link=25Gbps").between == Link(3.125e9, 1e-4)
-    assert link("2 GB/s", 0.0).bytes_per_s == 2e9
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [("2 GB/s", 2e9), ("2GBps", 2e9), ("25Gb/s", 3.125e9), ("25Gbps", 3.125e9), ("25gbps", 3.125e9),
+     ("8Gbit/s", 1e9), ("1 GByte/s", 1e9), ("1GiB/s", 1 << 30)],
+)  # fmt: skip
+def test_a_small_b_is_a_bit_and_a_large_one_a_byte(text: str, bytes_per_s: float) -> None:
+    assert link(text, 0.0).bytes_per_s == bytes_per_s
+
+
+def test_nodes_take_as_many_devices_as_before() -> None:
+    """Of a stock that half fills a node, twice as many are on that node."""
+    half = replace(question(), stocks=(spread(question(per_node=8).stocks[0], 4),))
+    more = changed(half, "gpus=+4").stocks[0]
+    assert (more.nodes, more.devices_per_node) == (1, 8)
+    assert changed(half, "gpus=+12").stocks[0].nodes == 2
+
+
+def test_another_device_is_another_device() -> None:
+    assert changed(BASE, "device=H100").profiles["H100"].device.name == "H100"
+    both = replace(BASE, stocks=(*BASE.stocks, *changed(BASE, "device=H100").stocks))
+    with pytest.raises(ConfigError) as told:
+        changed(both, "device=h100")
+    assert "on offer already" in told.value.why
+
+
+def test_a_link_between_nodes_that_are_not_there_is_told() -> None:
+    request = question()
+    base, other = place(request), ask(request, "link=25Gbps")
+    assert "there is one node" in compare(base, other)[-1]
+    assert "one node" not in "".join(compare(base, ask(request, "ttft=x2")))
 
 
 @pytest.mark.parametrize(

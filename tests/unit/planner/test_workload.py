@@ -145,7 +145,7 @@ def test_mistakes_are_named() -> None:
         synthetic("poetry")
     with pytest.raises(ConfigError, match="no request"):
         Workload.of([])
-    for rate, cv in ((0.0, 1.0), (math.nan, 1.0), (1.0, -1.0)):
+    for rate, cv in ((0.0, 1.0), (math.nan, 1.0), (1.0, -1.0), (1.0, 1e-200), (1.0, 1e200), (1.0, math.nan)):
         with pytest.raises(ConfigError, match="arrivals"):
             synthetic("sharegpt").sample(1, rate, 1, cv)
 

@@ -110,6 +110,13 @@ def test_colocated_has_no_prefill_worker() -> None:
     assert choose(NEED, view(fleet_of(), split=False)) is None
 
 
+def test_steps_that_took_no_time_are_no_ground_for_a_choice() -> None:
+    fleet = fleet_of("decode-0", "decode-1")
+    for name in ("decode-0", "decode-1"):
+        fleet.members[name].stats = Stats(steps=5, step_seconds=0.0, step_tokens=100)
+    assert choose(NEED, view(fleet, split=False)) == Choice(None, "decode-0")
+
+
 def test_who_reads_most_beside_its_answers_is_not_taken_for_the_fastest() -> None:
     """Of two that are equally fast, the one that read more has fewer seconds per token, and longer steps."""
     fleet = fleet_of("decode-0", "decode-1")

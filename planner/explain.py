@@ -11,6 +11,7 @@ from typing import Any
 from planner.placement import Answer, Option
 from planner.plan_file import VERSION, PlanFile, Predicted, Traffic, pools_of, slo_of
 from planner.request import Request
+from planner.verify import taken_on
 
 STAGES = ("queue", "prefill", "wait", "transfer", "decode")
 SAID = {
@@ -185,6 +186,7 @@ def plan_file(answer: Answer, model: str) -> PlanFile:
         VERSION, model, request.model.layers, max(stock.devices_per_node for stock in request.stocks),
         pools_of(best.placement), best.placement.affinity, best.placement.cross, dict(slos),
         Traffic(request.name, prompt, output, request.rate, request.cv), predicted,
+        steps=taken_on(request, best.placement),
     )  # fmt: skip
 
 

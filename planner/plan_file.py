@@ -60,8 +60,19 @@ class Predicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cost_per_million_good_tokens: float | None = None
 
 
+class StepsOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an instance takes on in a step: sequences, tokens, and whether long prompts are cut."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool = True
+
+
 class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole plan. `model` as the user named it; `layers` are checked when it is deployed."""
+    """A whole plan. `model` as the user named it; `layers` are checked when it is deployed.
+
+    `steps` are those that the prediction is for; None: nobody has said, so those of `diptych serve`.
+    """
 
     version: int
     model: str
@@ -74,6 +85,7 @@ class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traffic: Traffic
     predicted: Predicted
     local_prefill: str = "never"
+    steps: StepsOf | None = None
 
     @property
     def placement(self) -> Placement:
@@ -140,6 +152,9 @@ def _fault(plan: PlanFile) -> str:
         return "it names no model"
     if not plan.pools:
         return "it has no pools"
+    steps = plan.steps
+    if steps is not None and not 0 < steps.max_num_seqs <= steps.max_num_batched_tokens:
+        return f"steps of {steps.max_num_seqs} sequences in {steps.max_num_batched_tokens} tokens are not possible"
     for pool in plan.pools:
         if pool.role not in (PREFILL, DECODE, BOTH):
             return f"there is no role {pool.role!r}"

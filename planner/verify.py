@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.des import Limits
+from planner.plan_file import StepsOf
 from planner.profile import Profile
 from planner.request import FRESH, Request
 from planner.simulator import deployment, simulate
@@ -41,6 +42,13 @@ def limits(slos: Sequence[Slo], chunk_tokens: int = BATCH_TOKENS) -> Limits:
     return Limits(
         BATCH_TOKENS, decode_rows=ROWS, chunk_tokens=chunk_tokens, step_s=min(slo.tpot_s for slo in slos)
     )
+
+
+def taken_on(request: Request, placement: Placement) -> StepsOf:
+    """What each instance takes on in a step: of tokens, what was asked for where an instance does both."""
+    asked = request.limits.chunk_tokens
+    tokens = asked if placement.colocated and asked > 0 else BATCH_TOKENS
+    return StepsOf(min(ROWS, tokens), tokens, asked > 0 or not placement.colocated)
 
 
 def verify(request: Request, placement: Placement, rate: float, climb: bool) -> Verdict:
@@ -80,15 +88,15 @@ class _Product:
     def __call__(self, placement: Placement, jobs: Sequence[Job]) -> Sequence[Served]:
         request = self.request
         tpot_s = min(slo.tpot_s for slo in request.slos.values())
-        chunked = request.limits.chunk_tokens > 0
+        steps = taken_on(request, placement)
         found = deployment(
             placement,
             {name: _named(request, name) for name in {pool.device for pool in placement.pools}},
             link=request.link(placement),
-            max_num_seqs=ROWS,
-            max_num_batched_tokens=self._step_tokens(placement, jobs),
-            chunked_prefill=chunked or not placement.colocated,
-            tpot_s=tpot_s if placement.colocated and chunked else None,
+            max_num_seqs=steps.max_num_seqs,
+            max_num_batched_tokens=steps.max_num_batched_tokens,
+            chunked_prefill=steps.chunked_prefill,
+            tpot_s=tpot_s if placement.colocated and steps.chunked_prefill else None,
             prefix_caching=any(job.prefix for job in jobs),
             max_model_len=max(request.model.max_len, request.longest),
         )
@@ -97,13 +105,6 @@ class _Product:
             for machine, pool in zip(found.machines, placement.pools, strict=True)
         )
         return simulate(replace(found, machines=machines, local_prefill="never"), jobs)
-
-    def _step_tokens(self, placement: Placement, jobs: Sequence[Job]) -> int:
-        """Of one step: what is asked for where an instance does both, and else the product's own."""
-        chunk_tokens = self.request.limits.chunk_tokens
-        if chunk_tokens <= 0:
-            return max(BATCH_TOKENS, *(job.prompt for job in jobs))
-        return chunk_tokens if placement.colocated else BATCH_TOKENS
 
 
 def _named(request: Request, device: str) -> Profile:

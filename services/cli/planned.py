@@ -48,6 +48,7 @@ def planned(loaded: Loaded) -> tuple[Loaded, PlanFile | None]:
     given = _pools(plan) | {"model": _model(loaded, plan)} | _objectives(loaded, plan)
     if "local_prefill" not in loaded.origins and (plan.local_prefill == "auto" or _hybrid(plan)):
         given["local_prefill"] = "auto"
+    given |= _steps(loaded, plan)
     return Loaded(
         replace(loaded.config, **given), loaded.origins | dict.fromkeys(given, f"the plan {path}")
     ), plan
@@ -178,6 +179,18 @@ def _plain(model: str) -> str:
     except ConfigError:
         plain = model.rstrip("/").rsplit("/", 1)[-1].lower()
     return EMBEDDED if plain in PLANNED_EMBEDDED else plain
+
+
+def _steps(loaded: Loaded, plan: PlanFile) -> dict[str, Any]:
+    """What workers take on in a step, where it is not given by hand."""
+    if plan.steps is None:
+        return {}
+    found = {
+        "max_num_seqs": plan.steps.max_num_seqs,
+        "max_num_batched_tokens": plan.steps.max_num_batched_tokens,
+        "enable_chunked_prefill": plan.steps.chunked_prefill,
+    }
+    return {name: value for name, value in found.items() if name not in loaded.origins}
 
 
 def _objectives(loaded: Loaded, plan: PlanFile) -> dict[str, float]:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from diptych.errors import ConfigError
 from diptych.load import Loaded, load
-from planner.plan_file import VERSION, PlanFile, PoolOf, Predicted, SloOf, Traffic, save
+from planner.plan_file import VERSION, PlanFile, PoolOf, Predicted, SloOf, StepsOf, Traffic, save
 from services.cli.model import Model
 from services.cli.plan import plan as deployment
 from services.cli.planned import check_model, planned, together
@@ -66,6 +67,21 @@ def test_a_plan_gives_model_pools_splits_and_objectives(tmp_path: Path) -> None:
     assert (config.prefill_tp, config.prefill_pp, config.decode_tp, config.decode_pp) == (2, 1, 1, 2)
     assert config.slo_ttft_ms == pytest.approx(200) and config.slo_tpot_ms == pytest.approx(50)
     assert "plan.json" in loaded.origin("prefill") and config.local_prefill == "fallback"
+
+
+def test_workers_take_on_in_a_step_what_was_planned_with(tmp_path: Path) -> None:
+    steps = StepsOf(256, 2048, chunked_prefill=False)
+    plan = msgspec.structs.replace(made(*PAIR), steps=steps)
+    config = settle(tmp_path, plan).config
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill) == (
+        256,
+        2048,
+        False,
+    )
+    config = settle(tmp_path, plan, {"max_num_seqs": "8"}).config
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (8, 2048)
+    assert settle(tmp_path, made(*PAIR)).config.max_num_batched_tokens == 512  # nobody has said
+    assert "not possible" in refused(tmp_path, msgspec.structs.replace(plan, steps=StepsOf(64, 32)))
 
 
 def test_colocated_and_hybrid_plans_are_deployed_too(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from planner.placement import Answer, place
 from planner.plan_file import load, pools_of, save, slo_of
 from planner.plots import Curve, Point, attainment, break_even, goodput
 from planner.terms import Placement, Pool, Slo, Split
+from planner.verify import taken_on
 from tests.unit.planner.planned import question
 
 
@@ -108,6 +109,7 @@ def test_pools_are_written_as_they_are() -> None:
 )  # fmt: skip
 def test_what_is_no_plan_is_told(tmp_path: Path, name: str, value: object) -> None:
     plan = plan_file(answered(), "small")
+    assert plan.steps == taken_on(answered().request, plan.placement)
     pools = (msgspec.structs.replace(plan.pools[0], pp=2), *plan.pools[1:])
     raw = msgspec.to_builtins(msgspec.structs.replace(plan, pools=pools))
     (tmp_path / "plan.json").write_text(json.dumps({**raw, name: value}))

@@ -82,3 +82,29 @@ class StepCost:
     def stage_s(self, batch: Batch) -> float:
         work = self.work_s(batch)
         return work / self.pp + self.hop_s if self.pp > 1 and work else work
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """A cost with the spread of steps that were measured: on a shared machine a step may take several times its mean.
+
+    `reading` and `writing` are seconds of measured steps over their cost, for steps with prompts and without. Which of
+    them a step gets depends on what it computes alone, so that a simulation can be repeated. Not monotone: for
+    simulating what was measured, not for searching.
+    """
+
+    cost: StepCost
+    reading: tuple[float, ...] = (1.0,)
+    writing: tuple[float, ...] = (1.0,)
+
+    def step_s(self, batch: Batch) -> float:
+        return self.cost.step_s(batch) * self._ratio(batch)
+
+    def stage_s(self, batch: Batch) -> float:
+        return self.cost.stage_s(batch) * self._ratio(batch)
+
+    def _ratio(self, batch: Batch) -> float:
+        ratios = self.reading if batch.tokens else self.writing
+        return ratios[
+            hash((batch.context, batch.rows, batch.squares)) % len(ratios)
+        ]  # the same in every process

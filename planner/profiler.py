@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from diptych.errors import ConfigError
-from planner.cost import Line, StepCost
+from planner.cost import Line, StepCost, Uneven
 from planner.fit import Error, fit_decode, fit_mixed, fit_prefill
 from planner.hardware import Device
 from planner.joint import error_of, fit_joint
@@ -29,6 +29,7 @@ CANARY = "canary-"  # begins the names of such requests
 LEAST = 3  # steps that a bin needs to count, where there are bins enough
 ENOUGH = 12  # bins
 CUT = 0.01  # of the longest steps of a bin, if it has a hundred: the machine did something else
+ROUNDS = 40  # until the cost of reading beside rows has settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,31 @@ def crowded(cost: StepCost, parts: Sequence[tuple[float, Sequence[Step]]], rate:
 
     lines = tuple(_times(line, factor(False)) for line in cost.decode)
     return replace(cost, prefill=_times(cost.prefill, factor(True)), decode=lines)
+
+
+def like(cost: StepCost, steps: Sequence[Step]) -> StepCost:
+    """`cost` as it was while these steps ran: those that only write, and those that read, take as long in all.
+
+    A kind that is not among them stays as it is. Reading beside rows costs the work of both, so what reading takes is
+    found in a few rounds.
+    """
+    writing = [step for step in steps if not step.batch.tokens]
+    reading = [step for step in steps if step.batch.tokens]
+    factor = balance(cost, writing) if writing else 1.0
+    cost = replace(cost, decode=tuple(_times(line, factor) for line in cost.decode))
+    for _ in range(ROUNDS if reading else 0):
+        cost = replace(cost, prefill=_times(cost.prefill, balance(cost, reading)))
+    return cost
+
+
+def uneven(cost: StepCost, steps: Sequence[Step]) -> Uneven:
+    """`cost` with the spread of these steps, which it takes as long as in all (`like`)."""
+
+    def ratios(reads: bool) -> tuple[float, ...]:
+        some = [step for step in steps if bool(step.batch.tokens) == reads]
+        return tuple(step.seconds / cost.step_s(step.batch) for step in some) or (1.0,)
+
+    return Uneven(cost, ratios(True), ratios(False))
 
 
 def _between(curve: Sequence[tuple[float, float]], at: float) -> float:

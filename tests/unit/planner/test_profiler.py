@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,38 @@ def test_steps_that_take_longer_when_more_comes_are_told_by_rate() -> None:
     assert profiler.crowded(TRUTH, [], 5.0) == TRUTH
     mixed = [Step(0.0, 1.5 * TRUTH.step_s(b), b) for b in (Batch(64, 4096.0, 3, 300), Batch(0, 0.0, 3, 300))]
     assert profiler.crowded(TRUTH, [(1.0, mixed)], 5.0).prefill[0] == pytest.approx(1.5 * TRUTH.prefill[0])
+
+
+@pytest.mark.parametrize(("reads", "writes"), [(1.0, 1.0), (1.6, 0.8), (0.7, 1.5)])
+def test_costs_are_scaled_to_how_long_steps_of_either_kind_just_took(reads: float, writes: float) -> None:
+    """Prompts and rows slow down by unlike factors; steps with both tell of both."""
+    a, b, c = TRUTH.prefill
+    (d, e, f), *_ = TRUTH.decode
+    changed = replace(
+        TRUTH, prefill=(reads * a, reads * b, reads * c), decode=((writes * d, writes * e, writes * f),)
+    )
+    steps = [
+        Step(step.begun_s, step.begun_s + changed.step_s(step.batch), step.batch)
+        for step in some_steps(300, noise=0.0)
+    ]
+    found = profiler.like(TRUTH, steps)
+    for one, other in ((found.prefill, changed.prefill), *zip(found.decode, changed.decode, strict=True)):
+        assert one == pytest.approx(other, rel=1e-3)
+    assert profiler.like(TRUTH, []) == TRUTH
+
+
+def test_steps_of_a_simulation_spread_like_those_that_were_measured() -> None:
+    steps = some_steps(4000, noise=0.5)
+    cost = profiler.like(TRUTH, steps)
+    uneven = profiler.uneven(cost, steps)
+    for reads in (True, False):
+        batches = [step.batch for step in some_steps(4000, seed=5) if bool(step.batch.tokens) == reads]
+        batches = list(dict.fromkeys(batches))
+        drawn = sorted(uneven.step_s(batch) / cost.step_s(batch) for batch in batches)
+        seen = sorted(
+            step.seconds / cost.step_s(step.batch) for step in steps if bool(step.batch.tokens) == reads
+        )
+        assert drawn[len(drawn) // 10] == pytest.approx(seen[len(seen) // 10], rel=0.25)
+        assert drawn[9 * len(drawn) // 10] == pytest.approx(seen[9 * len(seen) // 10], rel=0.25)
+    assert [uneven.step_s(one.batch) for one in steps] == [uneven.step_s(one.batch) for one in steps]
+    assert profiler.uneven(TRUTH, []).step_s(steps[0].batch) == TRUTH.step_s(steps[0].batch)

@@ -5,8 +5,8 @@
 For one prefill and one decode worker, and for two colocated ones: the deployment is profiled, as `diptych profile` does
 it, and the real mode of the simulator finds the knee. At each rate around it other requests are sent for a while, which
 says how fast the machine is just then; the simulator predicts joint attainment with costs scaled to those steps and
-spread like them, and the same requests at the same moments are then sent to the same deployment. Nothing is fitted to what is compared. `--rates` are
-multiples of the predicted knee.
+spread like them, and the same requests at the same moments are then sent to the same deployment. Nothing is fitted to
+what is compared. `--rates` are multiples of the predicted knee.
 
 Figures: `mean_abs_points`, `max_abs_points` (predicted - measured attainment, in points, over all rows; the paper's
 table 2: below 2 on A100s), `rows`, and by deployment the held-out error of step times (C9). `--diagnose` runs one rate

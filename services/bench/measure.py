@@ -42,6 +42,7 @@ DEPTHS = (1, 2, 4, 8, 16)  # requests open at a time
 FIRST = 12  # requests of a stage, at least
 FEWEST = 3  # requests of a stage for each that is open
 START_S, STOP_S = 300.0, 60.0
+TOUCHES, TOUCH_TOKENS = 3, 4  # requests for each worker, and the length of their answers
 FLUSH_S = 1.2  # after which a worker writes what it noted, at its next step
 
 Say = Callable[[str], None]
@@ -89,10 +90,16 @@ class Live:
     def lives(self) -> list[Life]:
         """What its workers noted so far."""
         time.sleep(FLUSH_S)
-        for _ in range(2 * max(1, self.pools.colocated)):  # whoever steps again writes what it has gathered
-            self.runner.run(self.target.touch())
+        self.runner.run(self._stir())
         paths = sorted(self.folder.glob("*.steps"))
         return [life for path in paths for life in profiler.parse(_whole(path.read_bytes()))]
+
+    async def _stir(self) -> None:
+        """Let every worker step again: it writes what it has gathered. At one time, so that they are spread over all,
+        and for answers that the decode workers have a part in.
+        """
+        count = TOUCHES * max(1, self.pools.colocated, self.pools.decode)
+        await asyncio.gather(*(self.target.touch(TOUCH_TOKENS) for _ in range(count)))
 
     def moves(self, names: set[str]) -> list[Move]:
         """Hand-offs of these requests."""

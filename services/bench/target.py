@@ -73,10 +73,10 @@ class Target:
         """A request for an answer of `tokens`."""
         return _body(self.route, self.model, self.way, text, tokens)
 
-    async def touch(self) -> Answer:
-        """The smallest request there is."""
+    async def touch(self, tokens: int = 1) -> Answer:
+        """The smallest request there is, for an answer of so many tokens."""
         answer = Answer()
-        await self.client.ask(self.route, self.body(ANCHOR, 1), PATIENCE_S, answer)
+        await self.client.ask(self.route, self.body(ANCHOR, tokens), PATIENCE_S, answer)
         return answer
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_deployment_is_measured_and_can_be_simulated(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     shrunk = ("--workload", "sharegpt", "--shrink", "8")
-    told = run("profile", "--out", str(out), *shrunk, "--seconds", "1", "--depths", "1,6", "--json")
+    told = run("profile", "--out", str(out), *shrunk, "--seconds", "4", "--depths", "1,6", "--json")
     assert told.returncode == 0, told.stderr
     figures = json.loads(told.stdout)
     assert figures["steps"]["prefill"] > 10 and figures["steps"]["decode"] > 100

@@ -156,8 +156,9 @@ def _wait(process: subprocess.Popen[bytes], url: str, told: Path) -> None:
             raise StartError(
                 "the deployment to be measured did not start", told.read_text(errors="replace").strip()[-400:]
             )
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/ready", timeout=10, trust_env=False).status_code == 200:
+        # Not any 200: what is free when it is looked for may be taken by a server of Ray's before the gateway is there.
+        with contextlib.suppress(httpx.TransportError, ValueError, AttributeError):
+            if httpx.get(f"{url}/ready", timeout=10, trust_env=False).json().get("ready"):
                 return
         time.sleep(0.3)
     raise StartError("the deployment to be measured did not start", f"it was not ready after {START_S:.0f} s")

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Sequence as Keys
 from functools import partial
 
 import msgspec
@@ -40,6 +39,7 @@ from diptych.messages import (
     ToWorker,
     Unpeer,
 )
+from engine.desk import Aside
 from engine.loop import Engine
 from engine.scheduler import Refused, Sequence
 from kvcache.holdings import Holdings
@@ -243,7 +243,7 @@ class Decoder:
         moving = [arrival for arrival in self._moving.values() if not arrival.stop.is_set()]
         coming = {key for arrival in moving if arrival.ticket is not None for key in arrival.coming}
         ahead = [arrival.seq for arrival in moving]
-        stock = _Stock(self.holdings)
+        stock = Aside(self.holdings)
         for arrival in self._order():
             seq, keys = arrival.seq, self._full(arrival)
             if stock.passed > PASSED:
@@ -402,28 +402,6 @@ class Decoder:
             integrity_failures=self._corrupt,
             wasted_bytes=self.wasted_bytes,
         )
-
-
-class _Stock:
-    """The slabs to be had (`engine.desk.Stock`), less those that are set `aside` for requests ahead."""
-
-    def __init__(self, holdings: Holdings) -> None:
-        self.holdings, self.aside, self.passed = holdings, 0, 0
-
-    @property
-    def free(self) -> int:
-        return self.holdings.free - self.aside
-
-    def pass_by(self, need: int) -> None:
-        """Set `need` slabs aside for one that does not take them yet."""
-        self.aside += need
-        self.passed += 1
-
-    def look(self, keys: Keys[bytes]) -> int:
-        return self.holdings.look(keys)
-
-    def look_free(self, keys: Keys[bytes]) -> int:
-        return self.holdings.look_free(keys)
 
 
 def _told(error: DiptychError | Exception) -> str:

@@ -44,6 +44,28 @@ class Stock(Protocol):
     def look_free(self, keys: Keys[bytes]) -> int: ...
 
 
+class Aside:
+    """A stock, less the slabs that are set `aside` for sequences that do not take them yet; so many were `passed`."""
+
+    def __init__(self, stock: Stock) -> None:
+        self.stock, self.aside, self.passed = stock, 0, 0
+
+    @property
+    def free(self) -> int:
+        return self.stock.free - self.aside
+
+    def pass_by(self, need: int) -> None:
+        """Set `need` slabs aside for one that does not take them yet."""
+        self.aside += need
+        self.passed += 1
+
+    def look(self, keys: Keys[bytes]) -> int:
+        return self.stock.look(keys)
+
+    def look_free(self, keys: Keys[bytes]) -> int:
+        return self.stock.look_free(keys)
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Read `count` tokens of the sequence `key`, from position `start`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Keys
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import msgspec
 
 from diptych.messages import Admit, Failed, Fetch, Pulled
+from engine.desk import Aside
 from engine.scheduler import Refused
 from engine.sequence import chunks
-from kvcache.holdings import Holdings
 from kvcache.layout import CHUNK_TOKENS
 from kvtransfer.digests import Terms
 from kvtransfer.handoff import (
@@ -160,7 +159,7 @@ class Fetcher:
             return
         coming = {key for arrival in self.moving.values() if arrival.ticket for key in arrival.coming}
         ahead = [arrival.task for arrival in self.moving.values()]
-        stock = _Stock(holdings)
+        stock = Aside(holdings)
         for arrival in self._order():
             if stock.passed > PASSED:
                 return
@@ -337,25 +336,3 @@ class Fetcher:
 
 def _matches(_index: int, _payload: bytes, _promised: bytes) -> bool:
     return True
-
-
-class _Stock:
-    """The slabs to be had, less those that are set aside for requests ahead (as in `decode_worker.worker`)."""
-
-    def __init__(self, holdings: Holdings) -> None:
-        self.holdings, self.aside, self.passed = holdings, 0, 0
-
-    @property
-    def free(self) -> int:
-        return self.holdings.free - self.aside
-
-    def look(self, keys: Keys[bytes]) -> int:
-        return self.holdings.look(keys)
-
-    def look_free(self, keys: Keys[bytes]) -> int:
-        return self.holdings.look_free(keys)
-
-    def pass_by(self, need: int) -> None:
-        """Set `need` slabs aside for one that does not take them yet."""
-        self.aside += need
-        self.passed += 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.worker import _Stock
 from diptych.messages import Abort, Generate, Release
 from diptych.request import Origin
+from engine.desk import Aside
 from kvcache.layout import CHUNK_TOKENS
 from tests.engine.test_worker_roles import (
     ANYBODY,
@@ -208,7 +208,7 @@ def test_slabs_that_are_not_to_be_had_after_all_fail_one_request(monkeypatch: py
     bench = Bench(decode_slabs=6)
     ask(bench, "a", PROMPT)
     monkeypatch.setattr(bench.decode.engine.scheduler, "admits", lambda *args: True)
-    monkeypatch.setattr(_Stock, "free", 6)
+    monkeypatch.setattr(Aside, "free", 6)
     admit(bench, "b", offered(bench, "b", LONG), LONG)
     branch = PROMPT + OTHER[:50]  # two of its four slabs are here, and not enough for the others
     admit(bench, "c", offered(bench, "c", branch), branch)

@@ -147,7 +147,7 @@ def horizon() -> dict[str, Any]:
     return rows
 
 
-def equal(requests: int = 600) -> dict[str, Any]:
+def equal(requests: int = 300, span_s: float = 20.0) -> dict[str, Any]:
     """S21: both modes with the same costs on eight devices, whole prompts first, and cut beside decoding."""
     rows = {}
     cases = {name: PAPER[name] for name in ("66b_sharegpt", "66b_humaneval", "66b_longbench")}
@@ -156,8 +156,8 @@ def equal(requests: int = 600) -> dict[str, Any]:
         row: dict[str, Any] = {}
         for mode, chunk_tokens in (("whole", 0), ("chunked", 2048)):
             request = asked(
-                model, workload, slo, 1, 8, requests=requests, span_s=60.0, profiled_only=True, verified=True,
-                limits=limits([slo], chunk_tokens),
+                model, workload, slo, 1, 8, requests=requests, span_s=span_s, profiled_only=True, verified=True,
+                limits=limits([slo], chunk_tokens), families=("colocated", "disaggregated"),
             )  # fmt: skip
             answer = place(request)
             best: dict[str, float] = {}

@@ -1,20 +1,31 @@
-"""One simulated day of the Azure trace under three ways to size a fleet, and how a change of traffic is noticed.
+"""One simulated day of a trace under several ways to size a fleet, and how a change of traffic is noticed.
 
-    python -m benchmarks.replan [--json] [--parts day,shift,quiet] [--rate 10] [--hours 24] [--quiet-days 3] [--jobs 2]
+    python -m benchmarks.replan [--json] [--parts day,shift,quiet] [--names NAMES] [--rate 10] [--begin 0] [--hours 24]
+                                [--seed 1] [--trace FILE] [--shrink 1] [--quiet-days 3] [--jobs 2]
 
-`day`: the hour of the Azure conversation trace, repeated and stretched over a working day, is served by OPT-13B on
-A100s (the paper's measured costs), one device a worker, in the fast simulator with a fleet that changes: flips take
-`FLIP_S`, a new worker `START_S`, and devices are paid from the order until they are empty. The fleet is sized by our
-replanner, by Dynamo's rule (with two of its predictors; the reactive loop is not modelled), by a static plan for the
-busiest hour and by one for the day's mean. Our replanner's judge and Dynamo's rule know the true costs; none knows the
-day. Lengths are cut to the model's 2,048 tokens; KV moves at `LINK`.
+`day`: a trace (the hour of the Azure conversation trace, or `--trace`, with prompts divided by `--shrink`), repeated
+and stretched over a working day, is served by OPT-13B on A100s (the paper's measured costs), one device a worker, in
+the fast simulator with a fleet that changes: flips take `FLIP_S`, a new worker `START_S`, and devices are paid from the
+order until they are empty. Whoever has waited for `PATIENCE_S` goes away, and was not served well. `--seed` is where
+each round of the trace begins (and, below, what is drawn). The fleet is sized by
 
-    attainment            share of requests that kept TTFT and TPOT
+    replanner      ours
+    dynamo         Dynamo's rule, demand being the last interval's; also `dynamo_kalman`, with that predictor,
+                   `dynamo_load`, with its reactive loop, and `dynamo_spare0.4`, told of 1.4 times the demand: not in
+                   the rule, but what an operator might set
+    static_peak    a plan for the busiest hour, of our own search
+    static_mean    one for the day's mean; the others begin with this one
+
+All know the true costs and have the same budget, and none knows the day, nor that the trace is burstier than Poisson.
+Lengths are cut to the model's 2,048 tokens; KV moves at `LINK`. Every hour of it is told on stderr. Results:
+
+    attainment            share of all requests that came that kept TTFT and TPOT
     good_per_device_hour  those requests, per hour of a device held
-    worst_hour            attainment of the worst hour
+    worst_hour            attainment of the worst hour; hours_below_target: how many are
+    ours_over_this        good_per_device_hour of the replanner over this one's
 
 `shift`: lengths like HumanEval's turn to some like LongBench's, at one rate: how long until the alarm, and what is
-done. `quiet`: days of Poisson arrivals of one kind: alarms, and changes of the fleet, per day.
+done. `quiet`: days of Poisson arrivals of one kind: alarms per day.
 """
 
 from __future__ import annotations
@@ -22,6 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,7 +48,7 @@ from planner.day import DAY_S, WORKDAY, day
 from planner.decide import READY, Policy, Worker, fleet_of, least
 from planner.des_base import Limits
 from planner.elastic import Elastic, Hardware, Simulated
-from planner.journal import Journal, read
+from planner.journal import Journal, Look, read
 from planner.known import Fleet, Known
 from planner.profile import built_in
 from planner.replan import Replanner, replay
@@ -47,12 +59,15 @@ from planner.windows import Mix, Windows
 from planner.workload import Workload, synthetic
 
 SHARED = Path(os.environ.get("DIPTYCH_SHARED", Path(__file__).resolve().parents[1] / ".." / "shared"))
+AZURE = str(SHARED / "data" / "azure" / "AzureLLMInferenceTrace_conv.csv")
 MODEL, DEVICE, SPLIT = "OPT-13B", "A100-80G", Split(1, 1)
 SLO = Slo(ttft_s=0.5, tpot_s=0.1, attainment=0.9)
 LINK = Link(25e9, 1e-3)
 MAX_PROMPT, MAX_OUTPUT = 1748, 300  # of the model's 2,048
 FLIP_S, START_S, BUDGET = 5.0, 180.0, 16
 HOUR_S = 3600.0
+PATIENCE_S = 20 * SLO.ttft_s  # who has not been begun with by then goes; else a backlog might stay for a day
+LATE_S = 60.0  # no request that is answered later has kept its objectives
 POLICY = Policy(budget=BUDGET, flip_s=FLIP_S, start_s=START_S)
 BATCH_TOKENS = 2048  # of a prefill batch
 
@@ -77,16 +92,24 @@ def judge() -> Simulated:
 
 @dataclass(slots=True)
 class Book:
-    """What became of the requests of a run: by hour of arrival, [all, good]."""
+    """What became of the requests of a run: by hour of arrival, [all, good]. One never answered is not good."""
 
     hours: dict[int, list[int]] = field(default_factory=dict)
     failed: int = 0
 
-    def add(self, served: Served) -> None:
-        count = self.hours.setdefault(int(served.job.at_s // HOUR_S), [0, 0])
-        count[0] += 1
-        count[1] += served.attains(SLO)
+    def came(self, job: Job) -> None:
+        self._hour(job)[0] += 1
+
+    def ended(self, served: Served) -> None:
+        self._hour(served.job)[1] += served.attains(SLO)
         self.failed += bool(served.failed)
+
+    def _hour(self, job: Job) -> list[int]:
+        return self.hours.setdefault(int(job.at_s // HOUR_S), [0, 0])
+
+    def by_hour(self) -> list[float]:
+        """Attainment of each hour, in order."""
+        return [good / came for _, (came, good) in sorted(self.hours.items())]
 
     def figures(self, device_s: float) -> dict[str, float]:
         came, good = (sum(count[at] for count in self.hours.values()) for at in (0, 1))
@@ -94,26 +117,46 @@ class Book:
             "requests": came,
             "failed": self.failed,
             "attainment": round(good / came, 4),
-            "worst_hour": round(min(count[1] / count[0] for count in self.hours.values()), 4),
+            "worst_hour": round(min(self.by_hour()), 4),
+            "hours_below_target": sum(share < SLO.attainment for share in self.by_hour()),
             "device_hours": round(device_s / HOUR_S, 2),
             "good_per_device_hour": round(good / (device_s / HOUR_S), 1),
         }
 
 
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def live(
-    controller: Controller, jobs: Iterator[Job], fleet: Fleet, until_s: float
-) -> tuple[Book, Elastic, Counter[str]]:
-    """Jobs are served by a fleet that the controller changes; (how they fared, the fleet, actions by kind)."""
+    controller: Controller, jobs: Iterator[Job], fleet: Fleet, until_s: float, name: str = ""
+) -> tuple[dict[str, Any], Fleet]:
+    """Jobs are served by a fleet that the controller changes; (how they fared and what was done, the last fleet).
+
+    With a name, every hour says how it has gone so far.
+    """
     book, did = Book(), Counter[str]()
 
     def served(one: Served) -> None:
-        book.add(one)
+        book.ended(one)
         controller.ended(one.ended_s, one.job.prompt, one.job.output, one.job.kind, one.attains(SLO))
 
     def arrived(job: Job) -> None:
+        book.came(job)
         controller.arrived(job.at_s, job.prompt, job.kind)
 
-    world = Elastic(hardware(), fleet, jobs, arrived=arrived, served=served, flip_s=FLIP_S, start_s=START_S)
+    world = Elastic(
+        hardware(),
+        fleet,
+        jobs,
+        arrived=arrived,
+        served=served,
+        flip_s=FLIP_S,
+        start_s=START_S,
+        patience_s=PATIENCE_S,
+    )
+    if isinstance(controller, Dynamo):
+        controller.gauges = world.gauges
     now_s = 0.0
     while now_s < until_s:
         now_s += POLICY.bucket_s
@@ -121,16 +164,26 @@ def live(
         decision = controller.tick(now_s, world.workers())
         did.update(type(action).__name__.lower() for action in decision.actions)
         world.act(decision.actions)
-    return book, world, did
+        if name and now_s % HOUR_S == 0:
+            say(f"{name}: hour {now_s / HOUR_S:g}: {json.dumps(book.figures(world.device_s()))}")
+    device_s, last = world.device_s(), fleet_of(world.workers(), READY)
+    world.advance(until_s + LATE_S)  # what came at the end is answered, or has missed
+    return {"first_fleet": str(fleet), **book.figures(device_s), "actions": dict(did)}, last
 
 
 # --- a day of the Azure trace ---
 
 
-def azure() -> list[Job]:
-    jobs = read_trace(SHARED / "data" / "azure" / "AzureLLMInferenceTrace_conv.csv")
+def trace(path: str = AZURE, shrink: float = 1.0) -> list[Job]:
+    """The jobs of a trace, prompts divided by `shrink`, cut to the model's length; shared beginnings are ignored."""
     return [
-        replace(job, prompt=min(job.prompt, MAX_PROMPT), output=min(job.output, MAX_OUTPUT)) for job in jobs
+        replace(
+            job,
+            prompt=min(max(1, round(job.prompt / shrink)), MAX_PROMPT),
+            output=min(job.output, MAX_OUTPUT),
+            prefix=(),
+        )
+        for job in read_trace(path)
     ]
 
 
@@ -153,6 +206,9 @@ class Case:
     begin: int  # hour of the day
     hours: int
     journal: str = ""
+    seed: int = 1
+    trace: str = AZURE
+    shrink: float = 1.0
 
     @property
     def shape(self) -> Sequence[float]:
@@ -160,8 +216,16 @@ class Case:
         return WORKDAY[self.begin : self.begin + self.hours]
 
 
+def dynamo(name: str) -> Dynamo:
+    """Dynamo's rule: `dynamo`, and what is set otherwise: `_kalman`, `_load`, `_spare0.4` (demand × 1.4)."""
+    ways = name.split("_")[1:]
+    spare = sum(float(way.removeprefix("spare")) for way in ways if way.startswith("spare"))
+    predictor = Kalman if "kalman" in ways else Constant
+    return Dynamo(hardware(), SLO, POLICY, predictor, "load" in ways, spare)
+
+
 def one_day(case: Case) -> dict[str, Any]:
-    jobs = azure()
+    jobs = trace(case.trace, case.shrink)
     mix, peak = known(jobs), case.rate * max(case.shape)
     ours = judge()
     small = least(POLICY, Known(ours), mix, case.rate * (1 + POLICY.spare))
@@ -171,25 +235,29 @@ def one_day(case: Case) -> dict[str, Any]:
     match case.name:
         case "replanner":
             controller = Replanner(POLICY, ours, journal)
-        case "dynamo":
-            controller = Dynamo(hardware(), SLO, POLICY, Constant)
-        case "dynamo_kalman":
-            controller = Dynamo(hardware(), SLO, POLICY, Kalman)
-        case _:
+        case "static_mean" | "static_peak":
             controller = Static()
+        case _:
+            controller = dynamo(case.name)
     began_s, until_s = time.perf_counter(), len(case.shape) * HOUR_S
     first = large if case.name == "static_peak" else small
     mean = case.rate * sum(case.shape) / len(case.shape)
-    stream = day(jobs, mean, seed=1, shape=case.shape, length_s=until_s)
-    book, world, did = live(controller, stream, first, until_s)
+    stream = day(jobs, mean, seed=case.seed, shape=case.shape, length_s=until_s)
+    row, _ = live(controller, stream, first, until_s, case.name)
     seconds = time.perf_counter() - began_s
-    row = {"first_fleet": str(first), **book.figures(world.device_s()), "actions": dict(did)}
     if isinstance(controller, Replanner):
-        row |= {"alarms": len(controller.alarms), "judged_runs": ours.runs}
+        row |= {"judged_runs": ours.runs}
     if journal:
         journal.close()
-        row["replay"] = replayed(case.journal)
-    return row | {"wall_s": round(seconds, 1)}
+        row |= {"alarms": alarms(case.journal), "replay": replayed(case.journal)}
+    row |= {"wall_s": round(seconds, 1)}
+    say(f"{case.name}: {json.dumps(row)}")
+    return row
+
+
+def alarms(path: str) -> dict[str, int]:
+    """How often a log has traffic change, by what of it did. A day's traffic does change."""
+    return dict(Counter(line.shift.what for line in read(path) if isinstance(line, Look) and line.shift))
 
 
 def replayed(path: str) -> dict[str, int]:
@@ -198,10 +266,11 @@ def replayed(path: str) -> dict[str, int]:
     return {"decisions": len(found), "same": sum(found)}
 
 
-def days(rate: float, hours: Sequence[int], processes: int, names: Sequence[str]) -> dict[str, Any]:
+def days(case: Case, processes: int, names: Sequence[str]) -> dict[str, Any]:
+    """The day of `case` under each of `names`."""
     with TemporaryDirectory() as folder, ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         journals = {"replanner": str(Path(folder) / "decisions.jsonl")}
-        cases = [Case(name, rate, hours[0], hours[1], journals.get(name, "")) for name in names]
+        cases = [replace(case, name=name, journal=journals.get(name, "")) for name in names]
         rows: dict[str, Any] = dict(zip(names, pool.map(one_day, cases), strict=True))
     if "replanner" in rows:
         ours = rows["replanner"]["good_per_device_hour"]
@@ -225,15 +294,16 @@ def turning(rate: float, at_s: float, until_s: float, seed: int) -> Iterator[Job
         yield replace(job, at_s=job.at_s + at_s, kind="")
 
 
-def shift(rate: float = 6.0, at_s: float = 1800.0, until_s: float = 5400.0) -> dict[str, Any]:
+def shift(seed: int, rate: float = 6.0, at_s: float = 1800.0, until_s: float = 5400.0) -> dict[str, Any]:
     """The alarm's delay after the change, and what follows, with flips and with a fleet that stays."""
     rows: dict[str, Any] = {}
     for name, controller in (("replanner", Replanner(POLICY, judge())), ("static", Static())):
-        jobs = (replace(job, prompt=min(job.prompt, MAX_PROMPT)) for job in turning(rate, at_s, until_s, 1))
-        start = least(POLICY, Known(judge()), known(synthetic("humaneval").sample(2000, rate, 1)), rate)
+        jobs = (
+            replace(job, prompt=min(job.prompt, MAX_PROMPT)) for job in turning(rate, at_s, until_s, seed)
+        )
+        start = least(POLICY, Known(judge()), known(synthetic("humaneval").sample(2000, rate, seed)), rate)
         start = max(start, Fleet(2, 4))
-        book, world, did = live(controller, jobs, start, until_s)
-        rows[name] = {"first_fleet": str(start), **book.figures(world.device_s()), "actions": dict(did)}
+        rows[name], last = live(controller, jobs, start, until_s)
         if isinstance(controller, Replanner):
             late = [alarm for alarm in controller.alarms if alarm.at_s > at_s]
             rows[name] |= {
@@ -241,7 +311,7 @@ def shift(rate: float = 6.0, at_s: float = 1800.0, until_s: float = 5400.0) -> d
                 "detected_after_s": late[0].at_s - at_s if late else None,
                 "window_s": POLICY.window_s,
                 "alarm": str(late[0]) if late else "",
-                "last_fleet": str(fleet_of(world.workers(), READY)),
+                "last_fleet": str(last),
             }
     return rows
 
@@ -253,14 +323,14 @@ class Sure:
         return 1.0
 
 
-def quiet(days_: int, rate: float = 5.0) -> dict[str, Any]:
+def quiet(days_: int, seed: int, rate: float = 5.0) -> dict[str, Any]:
     """Stationary Poisson traffic with Azure's lengths: alarms per day."""
-    lengths = Workload.of(azure())
+    lengths = Workload.of(trace())
     alarms = 0
-    for seed in range(days_):
+    for number in range(days_):
         replanner, next_s = Replanner(POLICY, Sure()), POLICY.bucket_s
         there = (Worker("p", PREFILL), Worker("d", DECODE))
-        for job in lengths.stream(rate, seed):
+        for job in lengths.stream(rate, seed + number):
             while job.at_s >= next_s:
                 replanner.tick(next_s, there)
                 next_s += POLICY.bucket_s
@@ -272,7 +342,7 @@ def quiet(days_: int, rate: float = 5.0) -> dict[str, Any]:
     return {"days": days_, "rate": rate, "alarms": alarms, "allowed_per_day": POLICY.false_alarms_per_day}
 
 
-NAMES = ("replanner", "dynamo", "dynamo_kalman", "static_mean", "static_peak")
+NAMES = ("replanner", "dynamo", "dynamo_kalman", "dynamo_load", "static_mean", "static_peak")
 
 
 def main() -> None:
@@ -285,16 +355,20 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=10.0, help="mean requests per second of the day")
     parser.add_argument("--begin", type=int, default=0, help="first hour of the day that is simulated")
     parser.add_argument("--hours", type=int, default=24, help="how many hours of it")
+    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
+    parser.add_argument("--trace", default=AZURE, help="another trace, in any layout that the planner reads")
+    parser.add_argument("--shrink", type=float, default=1.0, help="divide the trace's prompt lengths by it")
     parser.add_argument("--quiet-days", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()
     parts, found = args.parts.split(","), dict[str, Any]()
     if "shift" in parts:
-        found["shift"] = shift()
+        found["shift"] = shift(args.seed)
     if "quiet" in parts:
-        found["quiet"] = quiet(args.quiet_days)
+        found["quiet"] = quiet(args.quiet_days, args.seed)
     if "day" in parts:
-        found["day"] = days(args.rate, (args.begin, args.hours), args.jobs, args.names.split(","))
+        case = Case("", args.rate, args.begin, args.hours, "", args.seed, args.trace, args.shrink)
+        found["day"] = days(case, args.jobs, args.names.split(","))
     print(json.dumps(found) if args.json else json.dumps(found, indent=2))
 
 

@@ -6,10 +6,11 @@ Each cell is a gateway of its own with 3 prefill and 5 decode instances of Llama
 devices, and a front gives each request to the cell that has least to do. Costs are analytic
 (`planner.profile.analytic`). Lengths are like ShareGPT's (`planner.workload.synthetic`), and requests come at
 `--load` of what the prefill instances can read. They are drawn as they come and counted as they end, so
-nothing grows with their number; each tenth of the way the resident memory is noted.
+nothing grows with their number; each tenth of the way the resident memory and the time are noted.
 
     seconds, requests_per_s     processor time of the whole run, and requests over it
     steps_per_plan              engine steps for which one plan stood
+    tenth_s                     processor time of each tenth of the requests
     rss_mb                      resident memory after each tenth of the requests
     rss_growth                  memory at the end over that after the first tenth
     attainment, ttft_p90_s …    how the requests fared, in simulated time
@@ -73,12 +74,14 @@ def resident() -> float:
 
 @dataclass(slots=True)
 class Meter:
-    """Counts requests as they end, and looks at memory each tenth of the way to `requests`."""
+    """Counts requests as they end, and looks at memory and time each tenth of the way to `requests`."""
 
     requests: int
     tally: Tally = field(default_factory=lambda: Tally({"": SLO}))
     ended: int = 0
     rss_mb: list[float] = field(default_factory=list)
+    tenth_s: list[float] = field(default_factory=list)
+    looked_s: float = field(default_factory=time.process_time)
 
     def add(self, served: Served) -> None:
         """One more has ended."""
@@ -86,6 +89,8 @@ class Meter:
         self.ended += 1
         if self.ended * 10 // self.requests > (self.ended - 1) * 10 // self.requests:
             self.rss_mb.append(round(resident(), 1))
+            before_s, self.looked_s = self.looked_s, time.process_time()
+            self.tenth_s.append(round(self.looked_s - before_s, 2))
 
 
 def measure(requests: int, cells: int, load: float, seed: int = 1) -> dict[str, Any]:
@@ -107,6 +112,7 @@ def measure(requests: int, cells: int, load: float, seed: int = 1) -> dict[str, 
         "requests_per_s": round(requests / seconds, 1),
         "steps": sum(engine.steps for engine in engines),
         "steps_per_plan": round(sum(e.steps for e in engines) / sum(e.plans for e in engines), 2),
+        "tenth_s": meter.tenth_s,
         "rss_mb": meter.rss_mb,
         "rss_growth": round(meter.rss_mb[-1] / meter.rss_mb[0], 3),
         "attainment": round(meter.tally.attainment(), 4),

@@ -1,18 +1,21 @@
 """Does the simulator say how this machine will fare?
 
-    python -m benchmarks.sim_accuracy [--json] [--only 1P1D] [--seconds 36] [--profile-seconds 40] [--diagnose]
+    python -m benchmarks.sim_accuracy [--json] [--only 1P1D] [--seconds 30] [--passes 2] [--profile-seconds 40]
 
 For one prefill and one decode worker, and for two colocated ones: the deployment is profiled, as `diptych profile` does
-it, and the real mode of the simulator finds the knee. At each rate around it other requests are sent for a while, which
-says how fast the machine is just then; the simulator predicts joint attainment with costs scaled to those steps and
-spread like them, and the same requests at the same moments are then sent to the same deployment. Nothing is fitted to
-what is compared. `--rates` are multiples of the predicted knee.
+it, and the real mode of the simulator finds the knee. Around it, at each rate, other requests are sent for a while,
+which says how fast each worker is just then and how unsteady; with that the simulator predicts attainment, and the
+same requests at the same moments are then sent to the same deployment. Nothing is fitted to what is compared. All rates
+are gone through `--passes` times, each time with other requests, and a row is the mean of its passes: the machine is
+shared and changes from minute to minute. `--rates` are multiples of the predicted knee.
+
+Colocated workers are profiled without a TPOT objective and measured with one: with it the engine reads fewer tokens in
+a step when the machine is slow, so that the size of a step would tell of the machine as well.
 
 Figures: `mean_abs_points`, `max_abs_points` (predicted - measured attainment, in points, over all rows; the paper's
-table 2: below 2 on A100s), `rows`, and by deployment the held-out error of step times (C9). `--diagnose` runs one rate
-for each deployment and compares times and steps: `measured_over_cost` is of the steps that really ran, so a number
-beside 1 there is the cost model's fault, or the machine's, and the rest is the simulator's. `hindsight` is what the
-simulator says with the costs of those very steps afterwards: no prediction, but its own part of the error.
+table 2: below 2 on A100s), `mean_points` with its sign, `rows`, and by deployment the held-out error of step times
+(C9). `hindsight` is what the simulator says with the rhythm of the very steps that ran, afterwards: no prediction, but
+its own part of the error. `measured_over_cost` is of those steps, by worker and kind.
 """
 
 from __future__ import annotations
@@ -24,26 +27,33 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.cost import StepCost
 from planner.profile import Profile
-from planner.profiler import Step, balance, kind_of
-from planner.simulator import Deployment, deployment, simulate
+from planner.profiler import Life, balance, kind_of
+from planner.simulator import Deployment, simulate
 from planner.tally import joint
-from planner.terms import BOTH, DECODE, PREFILL, Job, Placement, Pool, Served, Slo, Split
+from planner.terms import Job, Served, Slo
 from planner.workload import Workload, synthetic
-from services.bench.drive import Plan, Run
+from services.bench.drive import Plan
 from services.bench.measure import Live, Measured, Pools, deployed, measure
-from services.bench.profiling import told
+from services.bench.profiling import told as told_of
 from services.bench.target import rest
+from services.bench.twin import twin
 
 RATES = (0.6, 0.8, 0.95, 1.05, 1.2, 1.4)  # times the predicted knee
 WARMUP = 0.1  # of a run
-SEQS, STEP_TOKENS, BEAT_S = 64, 512, 0.5  # what `diptych serve` does if it is told nothing else
-KNEE_REQUESTS = 600
-WIDTH = 0.03  # of the knee, relative
+KNEE_REQUESTS = 400
+STARTS = (
+    0.0,
+    0.25,
+    0.5,
+    0.75,
+)  # of what was noted of the steps, from where it is repeated: nobody knows when slow moments come
+WIDTH = 0.04  # of the knee, relative
 MOST = 64.0  # times the pace of one request at a time, beyond which no knee is looked for
 QUIET = 0.2  # of the least measured pace: a rate at which nobody waits
 TTFT_ROOM, TPOT_ROOM = 2.0, 2.0  # objectives, over the 90 % quantile of the quiet
@@ -59,52 +69,54 @@ class Setting:
     workload: Workload
     slo: Slo | None
     rates: tuple[float, ...]
-    seconds: float
+    seconds: float  # of arrivals, at each rate in each pass
+    passes: int
     profile_seconds: float
+    look_seconds: float  # of other requests, before each rate
     seed: int
-    look_seconds: float = 12.0  # of other requests, before each rate
 
-    def jobs(self, rate: float) -> list[Job]:
-        return self.workload.sample(max(20, round(rate * self.seconds)), rate, self.seed)
+    def jobs(self, rate: float, turn: int) -> list[Job]:
+        return self.workload.sample(max(20, round(rate * self.seconds)), rate, self.seed + 10 * turn)
 
-    def others(self, rate: float) -> list[Job]:
+    def others(self, rate: float, turn: int) -> list[Job]:
         """Requests at the same rate that are compared with nothing."""
-        return self.workload.sample(max(20, round(rate * self.look_seconds)), rate, self.seed + 3)
+        return self.workload.sample(max(20, round(rate * self.look_seconds)), rate, self.seed + 10 * turn + 3)
 
 
-def predicted(pools: Pools, profile: Profile, busy: int, slo: Slo | None) -> Deployment:
-    """What is simulated: the profile in the place of the deployment, with the settings of `diptych serve`."""
-    if pools.colocated:
-        placement = Placement((Pool(BOTH, Split(), pools.colocated),), affinity="none")
-    else:
-        placement = Placement((Pool(PREFILL, Split(), pools.prefill), Pool(DECODE, Split(), pools.decode)))
-    tpot_s = slo.tpot_s if pools.colocated and slo is not None else None
-    return deployment(
-        placement,
-        profile,
-        max_num_seqs=SEQS,
-        max_num_batched_tokens=STEP_TOKENS,
-        saturation_tokens=busy,
-        tpot_s=tpot_s,
-        beat_s=BEAT_S,
-    )
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is simulated: a deployment that was profiled, kept within the objective if it is colocated."""
+
+    pools: Pools
+    found: Measured
+    slo: Slo | None = None
+
+    def at(self, lives: Sequence[Life], start: float) -> Deployment:
+        tpot_s = self.slo.tpot_s if self.pools.colocated and self.slo is not None else None
+        return twin(self.pools, self.found, lives, start, tpot_s=tpot_s)
+
+    def serve(
+        self, jobs: Sequence[Job], lives: Sequence[Life], starts: Sequence[float] = STARTS
+    ) -> list[Served]:
+        """How the requests would fare, once for each start."""
+        return [one for start in starts for one in simulate(self.at(lives, start), jobs)]
 
 
-def objectives(model: Deployment, setting: Setting, pace: float) -> Slo:
+def objectives(model: Model, setting: Setting, pace: float) -> Slo:
     """Some times what is predicted where nobody waits."""
-    calm = simulate(model, setting.workload.sample(300, QUIET * pace, setting.seed))
+    calm = model.serve(setting.workload.sample(300, QUIET * pace, setting.seed), model.found.lives)
     return Slo(
         TTFT_ROOM * quantile([one.ttft_s for one in calm], 0.9),
         TPOT_ROOM * quantile([one.tpot_s for one in calm], 0.9),
     )
 
 
-def knee(model: Callable[[float], Deployment], setting: Setting, slo: Slo, pace: float) -> float:
+def knee(model: Model, setting: Setting, slo: Slo, pace: float) -> float:
     """The predicted goodput, within a few per cent: it only says where to look."""
 
     def attains(rate: float) -> bool:
         jobs = setting.workload.sample(KNEE_REQUESTS, rate, setting.seed + 1)
-        return joint(simulate(model(rate), jobs), {"": slo}) >= slo.attainment
+        return joint(model.serve(jobs, model.found.lives, STARTS[:2]), {"": slo}) >= slo.attainment
 
     low = pace / 4.0
     while attains(2.0 * low) and low < MOST * pace:
@@ -116,47 +128,57 @@ def knee(model: Callable[[float], Deployment], setting: Setting, slo: Slo, pace:
     return low
 
 
-def run_one(live: Live, found: Measured, setting: Setting, slo: Slo, rate: float) -> dict[str, Any]:
-    """One rate: predicted and measured, with the same requests."""
-    jobs = setting.jobs(rate)
+def run_one(live: Live, model: Model, setting: Setting, slo: Slo, rate: float, turn: int) -> dict[str, Any]:
+    """One rate in one pass: predicted and measured, with the same requests."""
+    jobs = setting.jobs(rate, turn)
     warmup_s = WARMUP * jobs[-1].at_s
 
-    def simulated(profile: Profile) -> list[Served]:
-        model = predicted(live.pools, profile, found.saturation_tokens, setting.slo)
-        return [one for one in simulate(model, jobs) if one.job.at_s >= warmup_s]
+    def counted(served: Sequence[Served]) -> list[Served]:
+        return [one for one in served if one.job.at_s >= warmup_s]
 
     looked_s = time.monotonic()
-    live.drive(setting.others(rate), Plan(slo))
-    profile = found.like(steps_since(live, looked_s))
+    live.drive(setting.others(rate, turn), Plan(slo))
+    looked = lives_since(live, looked_s)
     think_s = time.process_time()
-    foreseen = simulated(profile)
+    foreseen = counted(model.serve(jobs, looked))
     think_s = time.process_time() - think_s
     live.runner.run(rest(live.target, 0.05, REST_S))
     begun_s = time.monotonic()
     run = live.drive(jobs, Plan(slo, warmup_s=warmup_s))
     seen = [one.served for one in run.counted]
-    afterwards = simulated(found.like(steps_since(live, begun_s)))
-    row = {
+    ran = lives_since(live, begun_s)
+    afterwards = counted(model.serve(jobs, ran))
+    return {
         "deployment": str(live.pools),
         "rate": round(rate, 4),
         "requests": len(seen),
-        "predicted": round(joint(foreseen, {"": slo}), 4),
-        "measured": round(joint(seen, {"": slo}), 4),
-        "hindsight": round(joint(afterwards, {"": slo}), 4),
+        "predicted": joint(foreseen, {"": slo}),
+        "measured": joint(seen, {"": slo}),
+        "hindsight": joint(afterwards, {"": slo}),
         "failed": sum(bool(one.failed) for one in seen),
         "ttft_ms": times(foreseen, seen, "ttft_s"),
         "tpot_ms": times(foreseen, seen, "tpot_s"),
         "client_cpu_share": round(run.cpu_s / run.wall_s, 3),
         "simulated_in_s": round(think_s, 3),
+        "steps": steps(model.found.profile, ran, run.wall_s),
     }
-    row["points"] = round(100.0 * (row["predicted"] - row["measured"]), 2)  # type: ignore[operator]
-    return row | steps(live, profile, run, begun_s)
 
 
-def steps_since(live: Live, begun_s: float) -> list[Step]:
-    """What all workers did from that moment on."""
+def merged(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row of one rate: means over its passes, which are told as well."""
+    row: dict[str, Any] = {name: passes[0][name] for name in ("deployment", "rate")}
+    for name in ("requests", "failed"):
+        row[name] = sum(one[name] for one in passes)
+    for name in ("predicted", "measured", "hindsight"):
+        row[name] = round(statistics.fmean(one[name] for one in passes), 4)
+    row["points"] = round(100.0 * (row["predicted"] - row["measured"]), 2)
+    return row | {"passes": list(passes)}
+
+
+def lives_since(live: Live, begun_s: float) -> list[Life]:
+    """What each worker did from that moment on."""
     now_s = time.monotonic()
-    return [step for life in live.lives() for step in life.between(begun_s, now_s).steps]
+    return [life.between(begun_s, now_s) for life in live.lives()]
 
 
 def times(foreseen: Sequence[Served], seen: Sequence[Served], name: str) -> dict[str, list[float]]:
@@ -169,50 +191,43 @@ def times(foreseen: Sequence[Served], seen: Sequence[Served], name: str) -> dict
     }
 
 
-def steps(live: Live, profile: Profile, run: Run, begun_s: float) -> dict[str, Any]:
+def steps(profile: Profile, lives: Sequence[Life], wall_s: float) -> dict[str, Any]:
     """How the steps that ran compare with the cost model, by worker and kind, and how busy each worker was."""
     (cost,) = profile.costs.values()
-    told: dict[str, Any] = {"steps": {}, "busy": {}}
-    for life in live.lives():
-        part = life.between(begun_s, begun_s + run.wall_s)
-        told["busy"][life.worker] = round(sum(step.seconds for step in part.steps) / run.wall_s, 3)
-        kinds: dict[str, Any] = {}
+    assert isinstance(cost, StepCost)
+    told: dict[str, Any] = {}
+    for life in lives:
+        told[life.worker] = {"busy": round(sum(step.seconds for step in life.steps) / wall_s, 3)}
         for kind in ("prefill", "decode", "mixed"):
-            some = [step for step in part.steps if kind_of(step.batch) == kind]
-            if some:
-                ratio = round(balance(cost, some), 3)  # type: ignore[arg-type]
+            if some := [step for step in life.steps if kind_of(step.batch) == kind]:
                 rows = round(statistics.fmean(step.batch.rows for step in some), 1)
-                kinds[kind] = {"measured_over_cost": ratio, "count": len(some), "rows": rows}
-        told["steps"][life.worker] = kinds
+                ratio = round(balance(cost, some), 3)
+                told[life.worker][kind] = {"measured_over_cost": ratio, "count": len(some), "rows": rows}
     return told
 
 
 def study(name: str, setting: Setting) -> tuple[list[dict[str, Any]], dict[str, Any], Slo]:
     """Profile, predict, measure one deployment."""
     pools = DEPLOYMENTS[name]
-    options = []
-    if pools.colocated and setting.slo is not None:
-        options = ["--slo-tpot-ms", f"{1e3 * setting.slo.tpot_s:.3f}"]
-    with deployed(pools, "", options) as live:
+    with deployed(pools) as live:
         found = measure(live, setting.workload, setting.profile_seconds, seed=setting.seed + 2, say=say)
-        pace = min(stage.pace for stage in found.stages)
-
-        def model(rate: float) -> Deployment:
-            return predicted(pools, found.at(rate), found.saturation_tokens, setting.slo)
-
-        slo = setting.slo or objectives(model(pace), setting, pace)
-        at = knee(model, setting, slo, pace)
-        say(
-            f"{name}: knee predicted at {at:.4g}/s, TTFT {slo.ttft_s * 1e3:.4g} ms, TPOT {slo.tpot_s * 1e3:.4g} ms"
-        )
-        rows = []
-        for factor in setting.rates:
-            rows.append(run_one(live, found, setting, slo, factor * at))
-            row = rows[-1]
-            say(
-                f"{name}: {row['rate']:.4g}/s foretold {row['predicted']:.1%}, measured {row['measured']:.1%}"
-            )
-    return rows, told(found) | {"knee": round(at, 4)}, slo
+    pace = min(stage.pace for stage in found.stages)
+    slo = setting.slo or objectives(Model(pools, found), setting, pace)
+    model = Model(pools, found, slo)
+    at = knee(model, setting, slo, pace)
+    say(
+        f"{name}: knee predicted at {at:.4g}/s, TTFT {slo.ttft_s * 1e3:.4g} ms, TPOT {slo.tpot_s * 1e3:.4g} ms"
+    )
+    options = ["--slo-tpot-ms", f"{1e3 * slo.tpot_s:.3f}"] if pools.colocated else []
+    seen: dict[float, list[dict[str, Any]]] = {factor: [] for factor in setting.rates}
+    with deployed(pools, "", options) as live:
+        for turn in range(setting.passes):
+            for factor in setting.rates:
+                row = run_one(live, model, setting, slo, factor * at, turn)
+                seen[factor].append(row)
+                told = f"foretold {row['predicted']:.1%}, measured {row['measured']:.1%}"
+                say(f"{name}: {row['rate']:.4g}/s {told}, in hindsight {row['hindsight']:.1%}")
+    return [merged(passes) for passes in seen.values()], told_of(found) | {"knee": round(at, 4)}, slo
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -233,7 +248,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(DEPLOYMENTS), default=list(DEPLOYMENTS))
     parser.add_argument("--workload", default="sharegpt")
     parser.add_argument("--shrink", type=float, default=4.0)
-    parser.add_argument("--seconds", type=float, default=36.0, help="of arrivals, at each rate")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals, at each rate in each pass")
+    parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--profile-seconds", type=float, default=40.0)
     parser.add_argument("--look-seconds", type=float, default=12.0, help="of other requests before each rate")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
@@ -242,15 +258,20 @@ def main() -> None:
         "--slo-ttft-ms", type=float, help="default: chosen from the first deployment's profile"
     )
     parser.add_argument("--slo-tpot-ms", type=float)
-    parser.add_argument("--diagnose", action="store_true", help="one rate only, the predicted knee")
     options = parser.parse_args()
     slo = None
     if options.slo_ttft_ms and options.slo_tpot_ms:
         slo = Slo(options.slo_ttft_ms / 1e3, options.slo_tpot_ms / 1e3)
     workload = synthetic(options.workload).shrunk(options.shrink, 2048)
-    rates = (1.0,) if options.diagnose else tuple(options.rates)
     setting = Setting(
-        workload, slo, rates, options.seconds, options.profile_seconds, options.seed, options.look_seconds
+        workload,
+        slo,
+        tuple(options.rates),
+        options.seconds,
+        options.passes,
+        options.profile_seconds,
+        options.look_seconds,
+        options.seed,
     )
     begun_s, rows, profiles = time.monotonic(), [], {}
     for name in options.only:
@@ -276,6 +297,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "mean_abs_points": round(statistics.fmean(off), 2),
         "max_abs_points": max(off),
+        "mean_points": round(statistics.fmean(row["points"] for row in rows), 2),
         "mean_abs_points_by_deployment": by,
         "hindsight_mean_abs_points": round(statistics.fmean(behind), 2),
         "hindsight_max_abs_points": round(max(behind), 2),
@@ -284,18 +306,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def show(told: dict[str, Any]) -> str:
     """For a reader."""
-    head = f"{'':14}{'rate':>8}{'predicted':>11}{'measured':>10}{'points':>8}"
-    lines = [f"{head}   TTFT p50, p90   TPOT p50, p90 (predicted/measured, ms)"]
+    lines = [f"{'':14}{'rate':>8}{'predicted':>11}{'measured':>10}{'points':>8}{'hindsight':>11}"]
     for row in told["rows"]:
-        shown = (
-            f"{a:.4g}/{b:.4g}"
-            for name in ("ttft_ms", "tpot_ms")
-            for a, b in (row[name]["p50"], row[name]["p90"])
-        )
-        kept = f"{row['predicted']:11.1%}{row['measured']:10.1%}{row['points']:8.2f}"
-        line = f"{row['deployment']:14}{row['rate']:8.4g}{kept}"
-        lines.append(f"{line}   {'  '.join(shown)}")
-        lines.append(f"{'':14}steps {json.dumps(row['steps'])} busy {json.dumps(row['busy'])}")
+        kept = f"{row['predicted']:11.1%}{row['measured']:10.1%}{row['points']:8.2f}{row['hindsight']:11.1%}"
+        lines.append(f"{row['deployment']:14}{row['rate']:8.4g}{kept}")
     lines += [f"{name}: {json.dumps(figures)}" for name, figures in told["profiles"].items()]
     lines.append(f"mean {told['mean_abs_points']} points, at most {told['max_abs_points']}")
     return "\n".join(lines)

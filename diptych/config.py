@@ -81,7 +81,7 @@ class Config:
         None, kind.path(), "What workers cost, by `diptych profile`", REPLAN, ("serve",), "a data sheet", True
     )
     replan_journal: Path | None = option(
-        None, kind.path(), "Write each decision with its inputs here", REPLAN, rare=True
+        None, kind.path(), "Append each decision with its inputs here", REPLAN, rare=True
     )
     replan_window_s: float = option(
         300.0, kind.seconds(), "Traffic that is looked at together", REPLAN, rare=True

@@ -158,7 +158,8 @@ class Scheduler:
         """Move a sequence that a plan admitted to the running ones."""
         seq = self.adopted.pop(key) if key in self.adopted else self._unqueue(key)
         seq.parked = False
-        if any(not other.decoding and other.pending > seq.pending for other in self.running.values()):
+        pending = seq.pending
+        if any(other.pending > pending and not other.decoding for other in self.running.values()):
             self._company = COMPANY_STEPS
         seq.started_s = now_s if seq.started_s is None else seq.started_s
         self.running[key] = seq
@@ -273,9 +274,9 @@ class Scheduler:
             decode, grow = [seq for seq in decode if (seq.key, 1) not in grow], []
         if len(decode) == len(self.running) + len(handed) and not self.waiting:
             return Plan(
-                admitted=tuple(seq.key for seq in handed),
+                admitted=tuple([seq.key for seq in handed]),
                 grow=tuple(grow),
-                decode=tuple(seq.key for seq in decode),
+                decode=tuple([seq.key for seq in decode]),
             )
         desk = self._desk(stock, len(decode), len(grow), len(handed))
         desk.serve(self._open_lines())
@@ -316,7 +317,8 @@ class Scheduler:
 
     def _promised(self) -> int:
         """Slabs that those who hold memory are expected to take yet."""
-        return sum(max(0, chunks(self._grown(seq)) - len(seq.slabs)) for seq in self._holders())
+        grown, ratio = self.limits.grown, self.ratio.value
+        return sum([max(0, chunks(grown(seq, ratio)) - len(seq.slabs)) for seq in self._holders()])
 
     def _desk(self, stock: Stock, rows: int, growing: int, handed: int) -> Desk:
         limits, free = self.limits, stock.free

@@ -149,5 +149,7 @@ class Limits:
         total = seq.total
         if seq.hold:
             return total
-        rest = max(0, seq.sampling.max_tokens - len(seq.output))
+        rest = seq.sampling.max_tokens - len(seq.output)
+        if rest <= 0:
+            return total
         return max(total, min(total + ceil(ratio * rest), self.max_model_len))

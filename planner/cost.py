@@ -85,26 +85,23 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Uneven:
-    """A cost with the spread of steps that were measured: on a shared machine a step may take several times its mean.
+class Rhythm:
+    """How the steps of one worker of a shared machine differ from their cost.
 
-    `reading` and `writing` are seconds of measured steps over their cost, for steps with prompts and without. Which of
-    them a step gets depends on what it computes alone, so that a simulation can be repeated. Not monotone: for
-    simulating what was measured, not for searching.
+    `alone` and `beside` are seconds over cost while no other worker of the machine is in a step, and while one is: of
+    steps that only write, and of steps that read. `tapes` are what is left of each step of either kind, in the order
+    in which they ran: a slow moment lasts for many steps, and what is drawn step by step would lose that in the mean.
     """
 
-    cost: StepCost
-    reading: tuple[float, ...] = (1.0,)
-    writing: tuple[float, ...] = (1.0,)
+    alone: tuple[float, float] = (1.0, 1.0)
+    beside: tuple[float, float] = (1.0, 1.0)
+    tapes: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
 
-    def step_s(self, batch: Batch) -> float:
-        return self.cost.step_s(batch) * self._ratio(batch)
+    def after(self, share: float) -> Rhythm:
+        """The same, but its tapes begin after that share of them, and their begins come at the end."""
 
-    def stage_s(self, batch: Batch) -> float:
-        return self.cost.stage_s(batch) * self._ratio(batch)
+        def turned(tape: tuple[float, ...]) -> tuple[float, ...]:
+            place = int(share * len(tape))
+            return tape[place:] + tape[:place]
 
-    def _ratio(self, batch: Batch) -> float:
-        ratios = self.reading if batch.tokens else self.writing
-        return ratios[
-            hash((batch.context, batch.rows, batch.squares)) % len(ratios)
-        ]  # the same in every process
+        return replace(self, tapes=(turned(self.tapes[0]), turned(self.tapes[1])))

@@ -130,6 +130,20 @@ class _Seat:
     then: str = ""  # the role that it will have once it has drained; none: it ends
 
 
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """What a worker that serves could be asked for, in tokens: prompts that wait, KV reserved, KV that has no room yet.
+
+    `rows` are the requests that decode there, those without room too.
+    """
+
+    role: str
+    waiting: int
+    rows: int
+    kv: float
+    queued_kv: float
+
+
 class Elastic(Cluster):
     """A fleet in virtual time that obeys a replanner's actions; jobs are taken as time passes, and told when served."""
 
@@ -143,8 +157,12 @@ class Elastic(Cluster):
         served: Callable[[Served], None],
         flip_s: float,
         start_s: float,
+        patience_s: float = inf,
     ) -> None:
-        """`flip_s` from the end of a worker's last request to its first in the other role; `start_s` for a new one."""
+        """`flip_s` from the end of a worker's last request to its first in the other role; `start_s` for a new one.
+
+        A prompt that has waited for longer than `patience_s`, when `advance` ends, is given up, and failed: `"late"`.
+        """
         super().__init__(
             Placement(()),
             hardware.cost,
@@ -155,7 +173,7 @@ class Elastic(Cluster):
             False,
         )
         self._hardware, self._tell, self._hear = hardware, served, arrived
-        self._flip_s, self._start_s = flip_s, start_s
+        self._flip_s, self._start_s, self._patience_s = flip_s, start_s, patience_s
         self._jobs = iter(jobs)
         self._next = next(self._jobs, None)
         self._seats: dict[str, _Seat] = {}
@@ -182,6 +200,16 @@ class Elastic(Cluster):
             else:
                 break
         self.clock.now_s = until_s
+        for reader in self._readers:
+            self._give_up(reader)
+
+    def _give_up(self, reader: Instance) -> None:
+        queue, since_s = reader.queue, self.clock.now_s - self._patience_s
+        while queue and queue[0].job.at_s < since_s and not queue[0].done:
+            run = queue.popleft()
+            reader.queued_tokens -= run.prompt
+            self._served[run.index] = Served(run.job, inf, inf, self.clock.now_s, "late")
+            self._said(run)
 
     @property
     def idle(self) -> bool:
@@ -219,6 +247,20 @@ class Elastic(Cluster):
             if seat.instance
             else Worker(seat.name, seat.role, seat.state)
             for seat in self._seats.values()
+        )
+
+    def gauges(self) -> tuple[Gauge, ...]:
+        """Of all workers that are ready."""
+        return tuple(
+            Gauge(
+                seat.role,
+                sum(run.prompt for run in one.queue),
+                one.seats,
+                one.capacity - one.free if one.capacity < inf else 0.0,
+                float(sum(run.hold for run in one.pulls)),
+            )
+            for seat in self._seats.values()
+            if seat.state == READY and (one := seat.instance) is not None
         )
 
     def device_s(self) -> float:

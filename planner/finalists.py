@@ -12,12 +12,13 @@ from itertools import islice
 from planner import candidates
 from planner.bounds import ceiling, saturation
 from planner.request import Request
-from planner.search import Result, search
+from planner.search import NEAR, Result, search
 from planner.sizing import apart, carries, lightest, ratios, shortlist, sized, together
 from planner.terms import Placement
 
 FINALISTS = 2  # of each family
 HYBRIDS = 6
+DOUBT = 0.5  # below the best colocated unit: where it has stages, the product's decisions may like another one better
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +73,17 @@ class Found:
         if family not in self.units:
             request = self.request
             units = (unit for unit in request.units(family) if request.packs(unit))
-            found = search(units, request.trial, request.bound, request.share)
+            near = DOUBT if family == "colocated" and request.verified else NEAR
+            found = search(units, request.trial, request.bound, request.share, near)
             for why, count in found.dropped.items():
                 self.dropped[why] = self.dropped.get(why, 0) + count
             self.units[family] = found
         return self.units[family]
 
     def _multiplied(self, family: str) -> list[Finalist]:
-        chosen = []
-        for one in self.whole(family).scored[:FINALISTS]:
+        chosen, scored = [], self.whole(family).scored
+        whole = (one for one in scored[FINALISTS:] if not staged(one.unit))
+        for one in (*scored[:FINALISTS], *islice(whole, family == "colocated")):
             count = self.request.most(one.unit)
             chosen.append(Finalist(candidates.times(one.unit, count), one.rate * count))
         return chosen
@@ -185,3 +188,8 @@ class Found:
             start,
             rate,
         )
+
+
+def staged(placement: Placement) -> bool:
+    """Whether an instance of it has several stages."""
+    return any(pool.split.pp > 1 for pool in placement.pools)

@@ -5,13 +5,17 @@
     {"type": "look", …, "shift": {…}, "situation": {…}, "judged": […], "decision": {…}}
 
 A look has a decision only where something led to one. It holds counts of lengths and names of workers, never a text.
+A head begins the life of a replanner: a deployment that is started again with the same file appends, and each life is
+replayed for itself (`lives`).
 `replay` feeds the inputs to a new replanner, which has the same policy and hears the judge's answers from the log (or
 asks another judge), and compares what it decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,10 +28,12 @@ from planner.known import Fleet, Judged
 from planner.windows import Bucket, Mix
 
 VERSION = 1
+MOST_HEAD = 1 << 20  # bytes of a first line
+PIECE = 1 << 16  # bytes that are read at once, from the end of a log
 
 
 class Head(msgspec.Struct, frozen=True, tag="head"):
-    """What stays the same: the policy, and a word about the judge (model, device, objectives)."""
+    """A replanner begins. What stays the same: the policy, and a word about the judge (model, device, objectives)."""
 
     policy: Policy
     judge: dict[str, Any] = {}
@@ -59,15 +65,21 @@ Line = Head | Look | Failed
 
 
 class Journal:
-    """Writes lines to a file, or nowhere if there is no path."""
+    """Appends lines to a file, or writes nowhere if there is no path."""
 
     def __init__(self, path: str | Path | None = None) -> None:
-        """Raises ConfigError if the file cannot be written."""
+        """A line that a crash had cut off is taken away, so that what follows can be read.
+
+        Raises ConfigError: the file cannot be written, or there is one that is no decision log of this version.
+        """
         self._file: IO[bytes] | None = None
         if path is None:
             return
         try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115  # closed by close()
+            whole = _whole(Path(path))
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by close()
+            if whole is not None and whole < self._file.tell():
+                self._file.truncate(whole)
         except OSError as error:
             fix = "name a file in a folder that can be written to"
             raise ConfigError("the decision log cannot be opened", f"{path}: {error.strerror}", fix) from None
@@ -81,6 +93,45 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _whole(path: Path) -> int | None:
+    """Bytes of whole lines in a log that is there; None where there is none yet, or it is no regular file.
+
+    Raises ConfigError: something else is there.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    with open(path, "rb") as file:
+        first = file.readline(MOST_HEAD)
+        try:
+            head = msgspec.json.decode(first, type=Head)
+        except msgspec.DecodeError:
+            head = None
+        if head is None or head.version != VERSION:
+            why = f"{path} is not a decision log of this version, and would be appended to"
+            raise ConfigError("the decision log cannot be opened", why, "name another file, or move this one")
+        end = size = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - PIECE)
+            file.seek(begin)
+            found = file.read(end - begin).rfind(b"\n")
+            if found >= 0:
+                return begin + found + 1
+            end = begin
+    return size
+
+
+def lives(lines: Iterable[Line]) -> Iterator[Iterator[Line]]:
+    """The lines of each replanner that wrote a log, one after the other; each begins with its head."""
+    number = 0
+
+    def life(line: Line) -> int:
+        nonlocal number
+        number += isinstance(line, Head)
+        return number
+
+    return (group for _, group in groupby(lines, life))
 
 
 def read(path: str | Path) -> Iterator[Line]:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from diptych.errors import ConfigError
 from planner import candidates
 from planner.bounds import saturation
-from planner.finalists import Finalist, Found
+from planner.finalists import Finalist, Found, staged
 from planner.possible import impossible, nearest
 from planner.request import Request, enlarged
 from planner.search import LOWEST, RATIO, Scored, climb, rung_of
 from planner.terms import Placement
 from planner.trial import Trial, joint
-from planner.verify import Verdict, verify
+from planner.verify import Verdict, carried, strengthened, verify
 
 SLACK = 0.02  # of attainment: what a plan may lack on fresh seeds, and still be called right
 NEEDS = {"colocated": ("colocated",), "low": ("disaggregated", "hybrid")}
@@ -106,11 +106,12 @@ def place(request: Request) -> Answer:
         raise _too_much(request, found)
     if not options or not options[0].goodput_rps:
         raise _too_tight(request)
-    verdict, options = _judged(request, options)
+    verdict, options, refuted = _judged(request, options, found)
     best = replace(options[0], interval_rps=_interval(request, options[0]))
     family = "low" if best.placement.affinity == "low" else best.family
     return Answer(
-        request, best, tuple(options[1:]), uses(request, best), found.ties(family), _notes(request, best, verdict),
+        request, best, tuple(options[1:]), uses(request, best), found.ties(family),
+        (*_notes(request, best, verdict), *refuted),
         found.dropped, verdict,
     )  # fmt: skip
 
@@ -136,22 +137,67 @@ def _placeable(request: Request) -> None:
         )
 
 
-def _judged(request: Request, options: list[Option]) -> tuple[Verdict | None, list[Option]]:
-    """The options, first the one that the product's own decisions make the best: of the best of each family."""
+def _judged(
+    request: Request, options: list[Option], found: Found
+) -> tuple[Verdict | None, list[Option], tuple[str, ...]]:
+    """The options, first the one that the product's own decisions make the best: of the best of each family. And what
+    is to be said of lighter ones that they refute.
+
+    Raises ConfigError: they refute all, and all that is larger.
+    """
     if not request.verified:
-        return None, options
-    first: dict[str, Option] = {}
+        return None, options, ()
+    first: dict[tuple[str, bool], Option] = {}
     for option in options:
-        if _good(request, option):
-            first.setdefault(option.family, option)
-    judged = []
-    for option in first.values():
-        verdict = verify(request, option.placement, option.rate_rps, request.rate is None)
-        judged.append((option, verdict))
-        if request.rate is not None and verdict.goodput_rps:
-            break  # the lightest that carries the rate
-    best, verdict = max(judged, key=lambda one: (one[1].goodput_rps, -one[0].weight))
-    return verdict, [best, *(option for option in options if option is not best)]
+        if _good(
+            request, option
+        ):  # of colocated ones those with stages and without: there the simulators differ most
+            apart = option.family == "colocated" and staged(option.placement)
+            first.setdefault((option.family, apart), option)
+    if request.rate is not None:
+        best, verdict, refuted = _upheld(request, list(first.values()), request.rate, found)
+    else:
+        judged = [(one, verify(request, one.placement, one.rate_rps, True)) for one in first.values()]
+        best, verdict = max(judged, key=lambda one: (one[1].goodput_rps, -one[0].weight))
+        refuted = ()
+    return verdict, [best, *(one for one in options if one.placement != best.placement)], refuted
+
+
+def _upheld(
+    request: Request, options: list[Option], rate: float, found: Found
+) -> tuple[Option, Verdict, tuple[str, ...]]:
+    """The lightest that carries the rate by the product's own decisions. `options` are the lightest first; those that
+    do not as they are get more instances, and if that does not help, all the hardware is tried.
+    """
+    refuted: list[tuple[Option, Verdict]] = []
+    best: tuple[Option, Verdict] | None = None
+    for option in options:
+        verdict = verify(request, option.placement, rate, False)
+        if verdict.goodput_rps:
+            best = option, verdict
+            break
+        refuted.append((option, verdict))
+    for option, _ in refuted:
+        below = best[0].weight if best else math.inf
+        if larger := strengthened(request, option.placement, rate, below):
+            best = _option(request, larger, rate)
+    if best is None:
+        carries = _whole(request, found, rate)
+        best = next((_option(request, one, rate) for most, one in carries if most >= rate), None)
+        if best is None:
+            raise _too_little(request, carries, rate)
+    chosen = best[0]
+    notes = [
+        f"the search would take {option.placement}, but the product's scheduler and router keep only"
+        f" {verdict.attainment:.1%} there"
+        for option, verdict in refuted
+        if option.weight <= chosen.weight
+    ]
+    return chosen, best[1], tuple(notes)
+
+
+def _option(request: Request, placement: Placement, rate: float) -> tuple[Option, Verdict]:
+    return _measured(request, Finalist(placement, rate)), verify(request, placement, rate, False)
 
 
 def _measured(request: Request, one: Finalist) -> Option:
@@ -220,7 +266,7 @@ def _goodput(trial: Trial, placement: Placement, guess: float) -> float:
 
 
 def _notes(request: Request, best: Option, verdict: Verdict | None) -> tuple[str, ...]:
-    notes = []
+    notes = list(request.notes)
     if request.between is not None and request.one_node:
         notes.append("the link between nodes has no effect: there is one node")
     if verdict is not None:
@@ -267,23 +313,39 @@ def _too_tight(request: Request) -> ConfigError:
 
 def _too_much(request: Request, found: Found) -> ConfigError:
     """The wanted rate is above what the hardware carries."""
-    families = [family for family in ("colocated", "low") if found.asked(*NEEDS[family])]
-    carried = [
+    rate = request.rate or 0.0
+    return _too_little(request, _whole(request, found, rate), rate)
+
+
+def _whole(request: Request, found: Found, rate: float) -> list[tuple[float, Placement]]:
+    """What all the hardware carries as the best of each family, up to `rate`, on fresh seeds: the most first."""
+    wholes = [
         (one.rate * request.most(one.unit), candidates.times(one.unit, request.most(one.unit)))
-        for one in (found.whole(family).best for family in families)
+        for one in (found.whole(family).best for family in NEEDS if found.asked(*NEEDS[family]))
         if one is not None
     ]
-    rate = request.rate or 0.0
+    carries = []
+    for told, whole in wholes:
+        most = min(rate, _goodput(request.trial(whole, fresh=True), whole, told))
+        if most > 0.0 and request.verified:
+            most = carried(request, whole, most)
+        carries.append((most, whole))
+    return sorted(carries, key=lambda one: -one[0])
+
+
+def _too_little(request: Request, carries: list[tuple[float, Placement]], rate: float) -> ConfigError:
+    """`carries`: what the best placements carry, the most first."""
     what = f"{request.hardware} do not carry {rate:g} requests/s of this traffic within the objectives"
-    if not carried:
+    if not carries:
         return ConfigError(what, "no placement that fits keeps them at any rate", "loosen the objectives")
-    fresh = [(_goodput(request.trial(whole, fresh=True), whole, told), whole) for told, whole in carried]
-    most, placement = max(fresh, key=lambda one: one[0])
-    most = _down(min(most, rate) / RATIO)  # what is told must be possible, also on other seeds
+    most, placement = carries[0]
+    most = _down(most / RATIO)  # what is told must be possible, also on other seeds
     if most <= 0.0:
         return _too_tight(request)
+    jobs = [job for sample in request.samples(request.requests) for job in sample]
+    full = saturation(request.site, jobs, request.slos, placement)
     return ConfigError(
         what,
-        f"{placement} carries most: about {most:.3g} requests/s",
+        f"{placement} carries most: about {most:.3g} requests/s; {min(full, key=lambda name: full[name])} limits it",
         f"take about {math.ceil(request.devices * rate / most)} devices, or plan for --rate {most:.3g}",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from diptych.errors import ConfigError
-from planner.cost import Line, StepCost, Uneven
+from planner.cost import Line, Rhythm, StepCost
 from planner.fit import Error, fit_decode, fit_mixed, fit_prefill
 from planner.hardware import Device
 from planner.joint import error_of, fit_joint
@@ -29,7 +30,7 @@ CANARY = "canary-"  # begins the names of such requests
 LEAST = 3  # steps that a bin needs to count, where there are bins enough
 ENOUGH = 12  # bins
 CUT = 0.01  # of the longest steps of a bin, if it has a hundred: the machine did something else
-ROUNDS = 40  # until the cost of reading beside rows has settled
+COMMON = 8  # steps in a state, from which on it is judged by them
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,59 +209,50 @@ def balance(cost: StepCost, steps: Sequence[Step]) -> float:
     return sum(step.seconds for step in steps) / expected if expected else 1.0
 
 
-def crowded(cost: StepCost, parts: Sequence[tuple[float, Sequence[Step]]], rate: float) -> StepCost:
-    """`cost` as it is at `rate` requests a second, by (pace, steps) of the parts of a measurement.
+def rhythm(cost: StepCost, life: Life, others: Sequence[Life]) -> Rhythm:
+    """How one worker's steps went while the others of its machine did theirs.
 
-    Gateway and client share the cores with the workers here, the more the more requests there are, so steps take a
-    little longer then. How much longer is a straight line between the paces that were measured, and level beyond.
-    Where steps do both kinds of work there is one such curve, else one for each kind.
+    A state that was rare is like the rest of its kind, and a kind that it had none of is as long as the others' were.
     """
-    both = any(step.batch.tokens and step.batch.rows for _, steps in parts for step in steps)
+    busy = _Busy(others)
+    found = [(bool(step.batch.tokens), busy.at(step.begun_s), step) for step in life.steps]
+    elsewhere = [step for other in others for step in other.steps]
 
-    def factor(reads: bool) -> float:
-        curve = []
-        for pace, steps in parts:
-            if some := [step for step in steps if both or bool(step.batch.tokens) == reads]:
-                curve.append((pace, balance(cost, some)))
-        return _between(sorted(curve), rate)
+    def factor(reads: bool, beside: bool) -> float:
+        kind = [step for one, _, step in found if one == reads]
+        kind = kind or [step for step in elsewhere if bool(step.batch.tokens) == reads]
+        some = [step for one, other, step in found if (one, other) == (reads, beside)]
+        return balance(cost, some if len(some) >= COMMON else kind)
 
-    lines = tuple(_times(line, factor(False)) for line in cost.decode)
-    return replace(cost, prefill=_times(cost.prefill, factor(True)), decode=lines)
+    alone = factor(False, False), factor(True, False)
+    beside = factor(False, True), factor(True, True)
 
+    def tape(reads: bool) -> tuple[float, ...]:
+        left = [
+            step.seconds / (cost.step_s(step.batch) * (beside if other else alone)[reads])
+            for one, other, step in found
+            if one == reads
+        ]
+        mean = (
+            statistics.fmean(left) if left else 1.0
+        )  # small steps vary most, and any may get what was theirs
+        return tuple(ratio / mean for ratio in left) or (1.0,)
 
-def like(cost: StepCost, steps: Sequence[Step]) -> StepCost:
-    """`cost` as it was while these steps ran: those that only write, and those that read, take as long in all.
-
-    A kind that is not among them stays as it is. Reading beside rows costs the work of both, so what reading takes is
-    found in a few rounds.
-    """
-    writing = [step for step in steps if not step.batch.tokens]
-    reading = [step for step in steps if step.batch.tokens]
-    factor = balance(cost, writing) if writing else 1.0
-    cost = replace(cost, decode=tuple(_times(line, factor) for line in cost.decode))
-    for _ in range(ROUNDS if reading else 0):
-        cost = replace(cost, prefill=_times(cost.prefill, balance(cost, reading)))
-    return cost
-
-
-def uneven(cost: StepCost, steps: Sequence[Step]) -> Uneven:
-    """`cost` with the spread of these steps, which it takes as long as in all (`like`)."""
-
-    def ratios(reads: bool) -> tuple[float, ...]:
-        some = [step for step in steps if bool(step.batch.tokens) == reads]
-        return tuple(step.seconds / cost.step_s(step.batch) for step in some) or (1.0,)
-
-    return Uneven(cost, ratios(True), ratios(False))
+    return Rhythm(alone, beside, (tape(False), tape(True)))
 
 
-def _between(curve: Sequence[tuple[float, float]], at: float) -> float:
-    """The curve's value: straight between its points, level beyond them; 1 of none."""
-    if not curve:
-        return 1.0
-    for (x, y), (later, higher) in zip(curve, curve[1:], strict=False):
-        if x <= at < later:
-            return y + (higher - y) * (at - x) / (later - x)
-    return curve[0][1] if at < curve[0][0] else curve[-1][1]
+class _Busy:
+    """Whether any of some workers is in a step."""
+
+    def __init__(self, lives: Sequence[Life]) -> None:
+        self._lives = [([step.begun_s for step in life.steps], life.steps) for life in lives]
+
+    def at(self, at_s: float) -> bool:
+        for begins, steps in self._lives:
+            place = bisect_right(begins, at_s) - 1
+            if place >= 0 and at_s < steps[place].ended_s:
+                return True
+        return False
 
 
 def _mean(group: Sequence[Step]) -> tuple[Batch, float]:

@@ -47,7 +47,8 @@ class Request:
     horizon of a run is `requests` a seed, and more where those would come within `span_s` seconds (or ten times the
     objective of TTFT). `between` replaces
     the link between nodes. `limits` is what instances take on at once; `planner.verify.limits` are
-    the product's. `verified` puts the best of each family to the product's own decisions (`planner.verify`).
+    the product's. `verified` puts the best of each family to the product's own decisions (`planner.verify`). `notes`
+    are what a reader of the answer should know of the question.
     """
 
     model: Shape
@@ -67,6 +68,7 @@ class Request:
     profiled_only: bool = False
     limits: des.Limits = field(default_factory=des.Limits)
     verified: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def devices(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import cycle
 from math import inf
 from typing import cast
 
@@ -19,6 +20,7 @@ from kvcache.holdings import Holdings
 from kvcache.layout import CHUNK_TOKENS
 from kvcache.prefix_tree import PrefixTree
 from kvcache.slabs import Slabs
+from planner.cost import Rhythm
 from planner.terms import Batch, Cost
 
 FIRST_BLOCK = 8  # steps of a run that are reckoned at once; twice as many each time it goes on
@@ -49,6 +51,14 @@ class Told:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+def word(task: Task, count: int, now_s: float) -> Told:
+    """What is said when `count` tokens of an answer are there; the first time, also where the time went."""
+    if not task.silent:
+        return Told(task, count)
+    started_s = now_s if task.started_s is None else task.started_s
+    return Told(task, count, seconds={"queue": started_s - task.arrived_s, "prefill": now_s - started_s})
+
+
 @dataclass(slots=True)
 class Run:
     """One step, or several equal ones: those that write, with `context` tokens in all, and (task, tokens) of readers.
@@ -71,26 +81,57 @@ class Run:
         return len(self.ends) >= self.most
 
 
-class Stages:
-    """The stages of a pipeline: a batch enters one when it has left the one before and the batch ahead is out."""
+@dataclass(slots=True)
+class Cores:
+    """What the workers of one machine have in common: so many of them are in a step."""
 
-    def __init__(self, cost: Cost, count: int, extra_s: float) -> None:
+    busy: int = 0
+
+
+class Stages:
+    """The stages of a pipeline: a batch enters one when it has left the one before and the batch ahead is out.
+
+    With a rhythm, steps on `cores` take as long as that worker's did, and its tapes begin again at their ends.
+    """
+
+    def __init__(
+        self, cost: Cost, count: int, extra_s: float, rhythm: Rhythm | None = None, cores: Cores | None = None
+    ) -> None:
         self.cost, self.extra_s = cost, extra_s  # seconds of a step beside the model
         self._free_s = [-inf] * count
+        self._rhythm, self._cores = rhythm, cores or Cores()
+        self._tapes = [cycle(tape) for tape in rhythm.tapes] if rhythm is not None else []
         self.busy_s = 0.0
+
+    def enter(self) -> None:
+        """A batch is on its way."""
+        self._cores.busy += 1
+
+    def leave(self) -> None:
+        """It is out."""
+        self._cores.busy -= 1
 
     def end_s(self, now_s: float, batch: Batch) -> float:
         """When a step that begins now ends."""
         if len(self._free_s) == 1:
-            took_s = self.cost.step_s(batch)
+            took_s = self.cost.step_s(batch) * self._ratio(batch)
             self.busy_s += took_s
             return now_s + self.extra_s + took_s
-        stage_s, whole_s = self.cost.stage_s(batch), self.cost.step_s(batch)
+        ratio = self._ratio(batch)
+        stage_s, whole_s = self.cost.stage_s(batch) * ratio, self.cost.step_s(batch) * ratio
         self.busy_s += stage_s
         at_s = now_s + self.extra_s
         for place, free_s in enumerate(self._free_s):
             at_s = self._free_s[place] = max(at_s, free_s) + stage_s
         return at_s + max(0.0, whole_s - stage_s * len(self._free_s))
+
+    def _ratio(self, batch: Batch) -> float:
+        """How much longer than its cost the step takes that begins now."""
+        if self._rhythm is None:
+            return 1.0
+        reads = batch.tokens > 0
+        factors = self._rhythm.beside if self._cores.busy else self._rhythm.alone
+        return factors[reads] * next(self._tapes[reads])
 
 
 class Engine:
@@ -132,6 +173,7 @@ class Engine:
             run.most = self._most(run, len(run.rows) if spare else 0)
         self.run = run
         self.reckon()
+        self.stages.enter()
         return run
 
     def _plan(self) -> Plan:
@@ -177,10 +219,10 @@ class Engine:
         """Those that write in this step."""
         running, rows, context = self.scheduler.running, run.rows, 0
         for key in plan.decode:
-            task = running.get(key)
-            if task is not None and task.computed < len(task.slabs) * CHUNK_TOKENS:
-                rows.append(cast(Task, task))
-                context += task.computed
+            task = cast(Task | None, running.get(key))
+            if task is not None and (computed := task.computed) < len(task.slabs) * CHUNK_TOKENS:
+                rows.append(task)
+                context += computed
         run.context = context
 
     def _read(self, run: Run, plan: Plan) -> None:
@@ -198,11 +240,7 @@ class Engine:
         scheduler, rows = self.scheduler, run.rows
         if run.parts or scheduler.waiting or scheduler.adopted or len(rows) < len(scheduler.running):
             return 1
-        most = rows[0].writes
-        for task in rows:
-            if task.silent:
-                return 1
-            most = min(most, task.writes - len(task.output))
+        most = min([task.writes - len(task.output) for task in rows])
         free = self.holdings.free - spare
         if (most // CHUNK_TOKENS + 1) * len(rows) <= free:
             return most
@@ -280,21 +318,18 @@ class Engine:
         run = self.run
         assert run is not None and run.over, "the run goes on"
         self.run = None
+        self.stages.leave()
         self._account(run)
         steps, told, all_ = run.most, list[Told](), not self.skips
         for task in run.rows:
-            count = len(task.output) + steps
             computed = task.computed = task.computed + steps
             if computed > CHUNK_TOKENS * len(task.slabs):
-                lacking = chunks(computed) - len(task.slabs)
-                task.slabs += self.holdings.take(task.key, lacking)
-            total = task.size + count
-            if (
-                all_
-                or task.silent
-                or count >= task.writes
-                or (total % CHUNK_TOKENS == 1 and total > task.quiet)
-            ):
+                task.slabs += self.holdings.take(task.key, chunks(computed) - len(task.slabs))
+            if steps > 1:
+                task.silent = False  # its first word was foretold
+            count = computed + 1 - task.size  # of who writes, the last token alone has no KV
+            begins = computed >= task.quiet and not computed % CHUNK_TOKENS
+            if begins or all_ or count >= task.writes or task.silent:
                 told.append(self._wrote(task, count, now_s))
             else:
                 task.output = cast(list[int], range(count))
@@ -326,13 +361,10 @@ class Engine:
     def _wrote(self, task: Task, count: int, now_s: float) -> Told:
         """There is something to say of one that has written `count` tokens of its answer by now."""
         task.output = cast(list[int], range(count))
-        told = Told(task, count)
+        told = word(task, count, now_s)
         if count >= task.writes:
             told.finish = "length" if count >= task.sampling.max_tokens else "stop"
-        if task.silent:
-            started_s = now_s if task.started_s is None else task.started_s
-            told.seconds = {"queue": started_s - task.arrived_s, "prefill": now_s - started_s}
-            task.silent = False
+        task.silent = False
         if told.finish:
             self.drop(task.key)
         elif task.hold:

@@ -16,7 +16,19 @@ from planner.sim_text import Text, names
 from planner.sim_worker import Given, Order, Worker
 from planner.terms import Job, Link, Served
 from router.credits import whole_chunks
-from router.effects import Arrive, Cancelled, Deliver, Durations, Event, Fail, Finish, FromWorker, Send, Tick
+from router.effects import (
+    Arrive,
+    Cancelled,
+    Deliver,
+    Durations,
+    Effect,
+    Event,
+    Fail,
+    Finish,
+    FromWorker,
+    Send,
+    Tick,
+)
 from router.prefix_index import Chunks
 from router.relay import Relay
 
@@ -199,22 +211,25 @@ class Gate:
     def _handle(self, event: Event) -> None:
         now_s = self.agenda.now_s
         for effect in self.relay.handle(event, now_s):
-            match effect:
-                case Send(worker, message):
-                    told = self._order(message) if isinstance(message, Order) else message
-                    self.agenda.at(now_s + self.terms.hop_s, self.workers[worker].receive, told)
-                case Deliver(request, output):
-                    entry = self._open[request]
-                    if entry.first_s is None and output.tokens:
-                        entry.first_s = now_s
-                case Durations(request, seconds):
-                    self._open[request].parts.update(seconds)
-                case Finish(request):
-                    self._close(request, now_s, "")
-                case Fail(request, _, code):
-                    self._close(request, now_s, code)
-                case Cancelled(request):
-                    self._close(request, now_s, "cancelled")
+            if (act := EFFECTS.get(type(effect))) is not None:
+                act(self, effect, now_s)
+
+    def _send(self, effect: Send, now_s: float) -> None:
+        message = effect.message
+        told = self._order(message) if isinstance(message, Order) else message
+        self.agenda.at(now_s + self.terms.hop_s, self.workers[effect.worker].receive, told)
+
+    def _deliver(self, effect: Deliver, now_s: float) -> None:
+        entry = self._open[effect.request]
+        if entry.first_s is None and effect.output.tokens:
+            entry.first_s = now_s
+
+    def _durations(self, effect: Durations, _now_s: float) -> None:
+        self._open[effect.request].parts.update(effect.seconds)
+
+    def _ends(self, effect: Finish | Fail | Cancelled, now_s: float) -> None:
+        code = effect.code if isinstance(effect, Fail) else ""
+        self._close(effect.request, now_s, "cancelled" if isinstance(effect, Cancelled) else code)
 
     def _close(self, request: str, now_s: float, failed: str) -> None:
         entry = self._open.pop(request)
@@ -225,3 +240,13 @@ class Gate:
         first_s = now_s if entry.first_s is None else entry.first_s
         tpot_s = (now_s - first_s) / (job.output - 1) if job.output > 1 else 0.0
         self._ended(Served(job, first_s - job.at_s, tpot_s, now_s, "", entry.parts))
+
+
+EFFECTS: dict[type[Effect], Callable[..., None]] = {  # nobody is told of the others
+    Send: Gate._send,
+    Deliver: Gate._deliver,
+    Durations: Gate._durations,
+    Finish: Gate._ends,
+    Fail: Gate._ends,
+    Cancelled: Gate._ends,
+}

@@ -29,7 +29,7 @@ from diptych.messages import (
 from engine.scheduler import Refused
 from kvcache.layout import CHUNK_TOKENS
 from planner.sim_agenda import TURN, Agenda
-from planner.sim_engine import Engine, Run, Task, Told
+from planner.sim_engine import Engine, Run, Task, Told, word
 from planner.sim_fetch import Arrival, Fetcher, Hint
 from planner.sim_wires import Wires
 
@@ -152,21 +152,26 @@ class Worker:
         self._turn()
 
     def _foretell(self, run: Run, first: int) -> None:
-        """What the relay is to hear of while the run goes on: chunks that it has booked no room for."""
+        """What the relay hears while the run goes on: first words, and chunks for which no room is booked."""
         if run.most == 1:
             return
         begun: dict[int, list[tuple[Task, int]]] = {}
         end = len(run.ends)
         for task in run.rows:
-            total = task.size + len(task.output)
+            known = len(task.output)
+            total = task.size + known
+            silent = task.silent and not first
+            if silent:
+                begun.setdefault(0, []).append((task, known + 1))
             if total + end <= task.quiet:
                 continue
             for step in range(first + (-total - first) % CHUNK_TOKENS, end, CHUNK_TOKENS):
-                if total + step + 1 > task.quiet:
-                    begun.setdefault(step, []).append((task, len(task.output) + step + 1))
+                if total + step + 1 > task.quiet and not (silent and not step):
+                    begun.setdefault(step, []).append((task, known + step + 1))
         for step, rows in begun.items():
-            told = [Told(task, count) for task, count in rows]
-            self._say(partial(_valid, run, step, told), run.ends[step])
+            end_s = run.ends[step]
+            told = [Told(task, count) if step else word(task, count, end_s) for task, count in rows]
+            self._say(partial(_valid, run, step, told), end_s)
 
     # ---- the gateway's words
 

@@ -14,18 +14,22 @@ is computed is sent at once and is there when its step ends at the earliest, not
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
+from operator import attrgetter
 from typing import Protocol, TypeVar, overload
 
 from diptych.errors import ConfigError
 from engine.saturation import shortest
 from engine.sequence import Limits
 from kvcache.layout import CHUNK_TOKENS
+from planner.cost import Rhythm
 from planner.profile import Profile
 from planner.sim_agenda import Agenda
-from planner.sim_engine import Engine, Stages
+from planner.sim_engine import Cores, Engine, Stages
 from planner.sim_gate import Gate, Terms
 from planner.sim_text import Names
 from planner.sim_wires import Wires
@@ -38,6 +42,7 @@ from router.relay import Relay
 
 NO_BOUNDS = Bounds(max_requests=1 << 40, max_queued_tokens=1 << 50, max_wait_s=inf)
 SHORTEST = 16  # tokens, where a curve for L_m begins (`engine.saturation`)
+YOUNG = 50_000  # objects that are made before garbage is looked for while a simulation runs
 
 
 class Counting(Protocol):
@@ -54,8 +59,9 @@ T = TypeVar("T", bound=Counting)
 class Machine:
     """One kind of instance: what its steps cost, its room for KV in tokens, and how much it takes on.
 
-    `step_s` are seconds of each step beside the model. For the rest see `engine.sequence.Limits`; a pipeline of several
-    stages divides room and seats among as many batches as it has stages.
+    `step_s` are seconds of each step beside the model. With a `rhythm` its steps differ from their cost as those of a
+    worker did that shares its machine with the others of its cell, and each is planned by itself. For the rest see
+    `engine.sequence.Limits`; a pipeline of several stages divides room and seats among as many batches as it has.
     """
 
     cost: Cost
@@ -66,6 +72,7 @@ class Machine:
     saturation_tokens: int = 0
     tpot_s: float | None = None
     step_s: float = 0.0
+    rhythm: Rhythm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +204,8 @@ class Simulation:
         for _ in range(self.deployment.cells):
             self._open()
         self._come(first, coming, 0)
-        self.agenda.run()
+        with _seldom_collecting():
+            self.agenda.run()
         if left := sum(gate.open for gate in self.gates):
             raise RuntimeError(f"{left} requests wait for something that never happens")
 
@@ -206,7 +214,7 @@ class Simulation:
         self.agenda.at(job.at_s, self._front, job, coming, number)
 
     def _front(self, job: Job, coming: Iterator[Job], number: int) -> None:
-        gate = min(self.gates, key=lambda gate: gate.load) if len(self.gates) > 1 else self.gates[0]
+        gate = min(self.gates, key=attrgetter("load"))
         gate.coming += 1
         self.agenda.at(self.agenda.now_s + self.deployment.gateway_s, gate.arrive, job, number)
         if (following := next(coming, None)) is not None:
@@ -244,20 +252,21 @@ class Simulation:
             deployment.prefix_caching,
         )
         gate = Gate(self.agenda, relay, terms, sum(pool.devices for pool, _ in part), self._ended)
-        wires = Wires(self.agenda, deployment.link)
+        wires, cores = Wires(self.agenda, deployment.link), Cores()
         for pool, machine in part:
-            for place in range(pool.count):
-                self._worker(gate, wires, pool, machine, place)
+            for _ in range(pool.count):
+                self._worker(gate, wires, cores, pool, machine)
         self._tie(gate)
         self.gates.append(gate)
         self.wires.append(wires)
 
-    def _worker(self, gate: Gate, wires: Wires, pool: Pool, machine: Machine, place: int) -> None:
+    def _worker(self, gate: Gate, wires: Wires, cores: Cores, pool: Pool, machine: Machine) -> None:
         role = PREFILL if pool.role == PREFILL else DECODE
         name = f"{role}-{sum(worker.role == role for worker in gate.workers.values())}"
-        deployment, stages = self.deployment, Stages(machine.cost, pool.split.pp, machine.step_s)
+        deployment, rhythm = self.deployment, machine.rhythm
+        stages = Stages(machine.cost, pool.split.pp, machine.step_s, rhythm, cores)
         limits = _limits(machine, pool.split.pp, deployment.max_model_len)
-        skips = self.skips and pool.split.pp == 1
+        skips = self.skips and pool.split.pp == 1 and rhythm is None
         engines = [Engine(limits, stages, deployment.prefix_caching, skips) for _ in range(pool.split.pp)]
         chunk_bytes = round(deployment.token_bytes * CHUNK_TOKENS)
         worker = Worker(name, role, engines, self.agenda, wires, chunk_bytes, gate.hear)
@@ -272,6 +281,17 @@ class Simulation:
             for j, target in enumerate(targets):
                 if i % units == j % units:
                     gate.tie(source, target, self.deployment.link)
+
+
+@contextmanager
+def _seldom_collecting() -> Iterator[None]:
+    """Nothing that ends here is part of a cycle: to look for cycles as often as usual takes a sixth of the time."""
+    usual = gc.get_threshold()
+    gc.set_threshold(max(YOUNG, usual[0]) if usual[0] else 0, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 def _limits(machine: Machine, stages: int, max_model_len: int) -> Limits:

@@ -186,21 +186,41 @@ def sized(request: Request, trial: Trial, start: Placement, rate: float) -> Plac
     Low affinity multiplies all pools at once: its units are whole. Else pools grow one by one, each time the one that
     helps most for its weight, and shrink again while the promises are kept.
     """
-    steps = _steps(start)
-    tried = 0
-    while not trial.passes(start, rate):
-        grown = [one for one in (_moved(start, step, 1) for step in steps) if one and request.packs(one)]
-        tried += 1
-        if not grown or tried > MOST_TRIED:
-            return None
-        start = max(grown, key=lambda one: _gain(request, trial, start, one, rate))
-    shrinking = True
+    found = grown(request, trial, start, rate)
+    if found is None:
+        return None
+    start, steps, shrinking = found, _steps(found), True
     while shrinking:
         less = [one for one in (_moved(start, step, -1) for step in steps) if one]
         less.sort(key=lambda one: (request.weight(one), str(one)))
         kept = next((one for one in less if trial.passes(one, rate)), None)
         start, shrinking = kept or start, kept is not None
     return start
+
+
+def grown(
+    request: Request,
+    trial: Trial,
+    start: Placement,
+    rate: float,
+    most: int = MOST_TRIED,
+    below: float = math.inf,
+) -> Placement | None:
+    """`start` with instances added until it carries `rate`, each time where one helps most for its weight.
+
+    None if so many as `most` do not do, if it would not be lighter than `below`, or if the hardware takes no more.
+    """
+    steps = _steps(start)
+    for added in range(most + 1):
+        if trial.passes(start, rate):
+            return start
+        larger = [one for one in (_moved(start, step, 1) for step in steps) if one and request.packs(one)]
+        larger = [one for one in larger if request.weight(one) < below]
+        if not larger or added == most:
+            return None
+        now = start
+        start = max(larger, key=lambda one: _gain(request, trial, now, one, rate))
+    return None
 
 
 def _gain(

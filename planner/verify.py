@@ -6,7 +6,7 @@ The search uses a simulator that is fast and knows only queues and batches (`pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.des import Limits
@@ -14,11 +14,13 @@ from planner.plan_file import StepsOf
 from planner.profile import Profile
 from planner.request import FRESH, Request
 from planner.simulator import deployment, simulate
+from planner.sizing import grown
 from planner.terms import Job, Placement, Served, Slo
 from planner.trial import Trial, joint
 
 STEP = 1.06  # of the rates tried: coarser than the search's, since a run takes longer
-UP, DOWN = 3, 8  # how many of them
+UP, DOWN = 3, 64  # how many of them: a fortieth of the rate is as good as nothing
+GROWN = 6  # instances that are added to a placement that carries too little
 MOST_REQUESTS = 2000
 ROWS, BATCH_TOKENS = 256, 2048  # that an instance of the product takes on at once, by default
 
@@ -66,9 +68,34 @@ def verify(request: Request, placement: Placement, rate: float, climb: bool) -> 
                 break
             good *= STEP
     elif climb:
-        tried = (rate * STEP**-step for step in range(1, DOWN + 1))
-        good = next((one for one in tried if keeps(one)), 0.0)
+        good = _below(keeps, rate)
     return Verdict(joint(shares, trial.counted()), shares, good, len(trial.samples[0]))
+
+
+def _below(keeps: Callable[[float], bool], rate: float) -> float:
+    """The highest of the rates below one that fails, in a few runs: ever longer strides down, then bisection."""
+    fails, passes = 0, 1
+    while not keeps(rate * STEP**-passes):
+        if passes == DOWN:
+            return 0.0
+        fails, passes = passes, 2 * passes
+    while passes - fails > 1:
+        middle = (fails + passes) // 2
+        fails, passes = (fails, middle) if keeps(rate * STEP**-middle) else (middle, passes)
+    return rate * STEP**-passes
+
+
+def strengthened(request: Request, placement: Placement, rate: float, below: float) -> Placement | None:
+    """`placement` with up to `GROWN` instances more, of what helps most, so that the product's decisions carry `rate`.
+
+    None if that is not enough, not lighter than `below`, or more than the hardware.
+    """
+    return grown(request, _trial(request, placement, rate), placement, rate, GROWN, below)
+
+
+def carried(request: Request, placement: Placement, rate: float) -> float:
+    """The highest rate tried, from `rate` down, that the product's decisions carry; 0 if they carry none."""
+    return min(rate, verify(request, placement, rate, True).goodput_rps)
 
 
 def _trial(request: Request, placement: Placement, rate: float) -> Trial:

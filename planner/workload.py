@@ -22,13 +22,14 @@ from planner.terms import Job, Slo
 from planner.traces import read_trace, write_trace
 
 __all__ = [
-    "SYNTHETIC", "Draw", "Empirical", "Lengths", "Lognormals", "Mix", "Slos", "Workload",
-    "fit", "load", "named", "read_trace", "scaled", "synthetic", "write_trace",
+    "SYNTHETIC", "Draw", "Empirical", "Lengths", "Lognormals", "Long", "Mix", "Slos", "Workload",
+    "fit", "load", "named", "read_trace", "scaled", "short_enough", "synthetic", "write_trace",
 ]  # fmt: skip
 
 Slos = Mapping[str, Slo]  # by kind; "" is for kinds that have none of their own
 
 MEAN_DRAWS = 20_000
+LEAST_SHARE = 0.001  # of a formula's requests that fit a context, or none does
 LEAST_CV, MOST_CV = 1e-3, 1e3  # of gaps that are drawn: beyond these a gamma's numbers fit no float
 
 
@@ -92,6 +93,52 @@ class Shrunk:
         prompt, output, reuse = self.source.draw(chance)
         output = min(max(1, round(output / self.by)), self.most - 1)
         return Draw(min(max(1, round(prompt / self.by)), self.most - output), output, reuse)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Another distribution, drawn again while a request is longer than `most` tokens."""
+
+    source: Lengths
+    most: int
+
+    def draw(self, chance: random.Random) -> Draw:
+        while True:
+            found = self.source.draw(chance)
+            if found.prompt + found.output <= self.most:
+                return found
+
+
+class Long(NamedTuple):
+    """How many of `out_of` requests are longer than a context; of a formula, of so many draws."""
+
+    longer: int
+    out_of: int
+    drawn: bool
+
+    def __str__(self) -> str:
+        if self.drawn:
+            return f"about {self.longer / self.out_of:.1%} of its requests"
+        return f"{self.longer:,} of its {self.out_of:,} requests"
+
+
+def short_enough(jobs: Sequence[Job], most: int) -> list[Job]:
+    """Those of at most `most` tokens, prompt and answer together: a server takes no others.
+
+    Raises ConfigError: there is none.
+    """
+    kept = [job for job in jobs if job.prompt + job.output <= most]
+    if not kept:
+        raise _none_fits(most)
+    return kept
+
+
+def _none_fits(most: int) -> ConfigError:
+    return ConfigError(
+        f"no request fits a context of {most:,} tokens",
+        "prompt and answer together are longer, of all that the trace or workload has",
+        "take a model with a longer context, or shorter requests",
+    )
 
 
 def fit(jobs: Sequence[Job]) -> Lognormals:
@@ -174,6 +221,26 @@ class Workload:
         jobs = [shrink(job, by, most, block_tokens) for job in self.jobs]
         return Workload(Shrunk(self.lengths, by, most), self.kind, jobs, block_tokens)
 
+    def longer(self, most: int, by: float = 1.0) -> Long:
+        """How many requests are of more than `most` tokens after their lengths were divided by `by`."""
+        draws = self._draws()
+        over = (max(1, round(one.prompt / by)) + max(1, round(one.output / by)) > most for one in draws)
+        return Long(sum(over), len(draws), not self.jobs)
+
+    def within(self, most: int) -> Workload:
+        """The same without the requests that are longer than `most` tokens, prompt and answer together.
+
+        Raises ConfigError: there is no other.
+        """
+        found = self.longer(most)
+        if not found.longer:
+            return self
+        if self.jobs:
+            return Workload.of(short_enough(self.jobs, most), self.kind)
+        if found.out_of - found.longer <= LEAST_SHARE * found.out_of:
+            raise _none_fits(most)
+        return Workload(Fitting(self.lengths, most), self.kind, (), self.block_tokens)
+
     @property
     def shares(self) -> bool:
         """Whether prompts name the blocks that they begin with."""
@@ -181,9 +248,12 @@ class Workload:
 
     def mean(self) -> tuple[float, float]:
         """Mean tokens of (prompt, answer): the trace's, or of so many draws of a formula."""
-        chance = random.Random("mean")
-        draws: Sequence[Job | Draw] = self.jobs or [self.lengths.draw(chance) for _ in range(MEAN_DRAWS)]
+        draws = self._draws()
         return statistics.fmean(one.prompt for one in draws), statistics.fmean(one.output for one in draws)
+
+    def _draws(self) -> Sequence[Job | Draw]:
+        chance = random.Random("mean")
+        return self.jobs or [self.lengths.draw(chance) for _ in range(MEAN_DRAWS)]
 
 
 class Mix:

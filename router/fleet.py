@@ -250,7 +250,8 @@ class Fleet:
 
     def role(self, role: str) -> list[Member]:
         """Living members of a role, by name."""
-        return [self.members[name] for name in sorted(self.members) if self.members[name].role == role]
+        members = self.members
+        return [member for name in sorted(members) if (member := members[name]).hello.role == role]
 
     def pairs(self) -> list[tuple[str, str]]:
         """Linked (prefill, decode) pairs of equal fingerprints, drained ones left out, by name."""

@@ -51,6 +51,8 @@ class Orders:
 
     def due(self, live: Mapping[str, Live]) -> list[tuple[str, Drain | Turn]]:
         """Who is to be told what now; from then on they refuse whatever comes."""
+        if not self._untold:
+            return []
         told = []
         for worker in sorted(self._untold & self._fleet.members.keys()):
             member = self._fleet.members[worker]

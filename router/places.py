@@ -50,10 +50,10 @@ class Places:
     tpot_s: float | None = None
     ledger: Ledger = field(default_factory=Ledger)
     answers: Answers = field(default_factory=Answers)
+    view: View = field(init=False)
 
-    @property
-    def view(self) -> View:
-        return View(self.fleet, self.ledger, self.split, self.index, self.local, self.auto, self.tpot_s)
+    def __post_init__(self) -> None:
+        self.view = View(self.fleet, self.ledger, self.split, self.index, self.local, self.auto, self.tpot_s)
 
     def ways(self, need: Need = ANYONE) -> list[Way]:
         """All ways that a request may go now, whatever there is room for."""

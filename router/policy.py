@@ -180,9 +180,9 @@ def ways(need: Need, view: View) -> list[Way]:
 def choose(need: Need, view: View, among: Iterable[Way]) -> Choice | None:
     """The way with the least predicted wait, or None if there is none. Those `among` which to choose must be there."""
     members, found = view.fleet.members, list(among)
-    write_s = _write_s(_named(members, (target for _, target in found)), need, view)
-    apart = _named(members, (source for source, _ in found if source))
-    beside = _named(members, (target for source, target in found if not source))
+    write_s = _write_s(_named(members, [target for _, target in found]), need, view)
+    apart = _named(members, [source for source, _ in found if source])
+    beside = _named(members, [target for source, target in found if not source])
     reads_s = _read_s(apart, need, view) | (_beside_s if view.auto else _mixed_s)(beside, need, view)
     waits = [
         (
@@ -286,24 +286,24 @@ def _beside_s(members: list[Member], need: Need, view: View) -> dict[str, float]
 def _write_s(members: list[Member], need: Need, view: View) -> dict[str, float]:
     step_s = _paces([(member, member.stats.steps) for member in members], STEP_S)
     loads = {member.name: view.ledger.load(member.name) for member in members}
-    most = AFFINITY + AFFINITY_PART * min((load.running for load in loads.values()), default=0)
+    most = AFFINITY + AFFINITY_PART * min([load.running for load in loads.values()], default=0)
     waits_s: dict[str, float] = {}
-    for member in members:
-        load, shared_tokens = loads[member.name], view.shared(member.name, need)
+    for member, (name, load) in zip(members, loads.items(), strict=True):
+        shared_tokens = view.shared(name, need)
         company = load.running - most * shared_tokens / max(1, need.prompt_tokens)
-        asked = load.room_tokens + need.room_tokens - shared_tokens
-        lacking = max(0, asked - member.hello.num_slabs * CHUNK_TOKENS)
-        waits_s[member.name] = (company + lacking / max(1, load.running)) * step_s[member.name]
+        lacking = load.room_tokens + need.room_tokens - shared_tokens - member.hello.num_slabs * CHUNK_TOKENS
+        if lacking > 0:
+            company += lacking / max(1, load.running)
+        waits_s[name] = company * step_s[name]
     return waits_s
 
 
 def _paces(counts: list[tuple[Member, int]], default_s: float) -> dict[str, float]:
     """Busy seconds per counted unit of each worker, within TRUST of the average of all."""
-    units = sum(count for _, count in counts)
-    mean_s = sum(member.stats.step_seconds for member, _ in counts) / units if units else default_s
+    units = sum([count for _, count in counts])
+    mean_s = sum([member.stats.step_seconds for member, _ in counts]) / units if units else default_s
+    least_s, most_s = mean_s / TRUST, mean_s * TRUST
     return {
-        member.name: min(max(member.stats.step_seconds / count, mean_s / TRUST), mean_s * TRUST)
-        if count
-        else mean_s
+        member.name: min(max(member.stats.step_seconds / count, least_s), most_s) if count else mean_s
         for member, count in counts
     }

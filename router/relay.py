@@ -82,6 +82,7 @@ from router.verdicts import (
 )
 
 WAITING = frozenset({Stage.PREFILLED, Stage.TRANSFERRING})  # a prefill worker holds KV under a lease
+OF_ITSELF = Hello | Beat | Linked  # what a worker says that is of no request
 POISON = "workers crashed whenever they worked on this request"
 
 
@@ -170,7 +171,7 @@ class Relay:
 
     def _hear(self, event: FromWorker, now_s: float) -> None:
         worker, message = event.worker, event.message
-        if isinstance(message, Hello | Beat | Linked):
+        if isinstance(message, OF_ITSELF):
             self._change(self.fleet.hear(worker, message, now_s), now_s)
             if not isinstance(message, Beat):
                 self.attempts.freed = True

@@ -25,6 +25,7 @@ from services.bench.options import REPLAY, Options
 from services.bench.report import TIMES
 from services.bench.study import Load, Search, Study
 from services.bench.target import Target, meet
+from services.cli.outputs import writable
 
 INTERRUPTED = 130
 DEFAULT_RATE, DEFAULT_HIGHEST = 1.0, 1e4
@@ -37,13 +38,15 @@ def bench(options: Options) -> int:
         ConfigError: the options, the workload or the address are wrong.
         StartError: nobody answers there, or no request of a run is answered; what was seen before is reported.
     """
+    _outputs(options)
     slo = options.slo
     ended: BaseException | None = None
     _allow_sockets()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, Live(slo) as live:
         target = runner.run(meet(options.url, options.api_key, options.model, options.endpoint))
         plan = Plan(slo, 0.0, options.timeout_s, options.max_concurrency)
-        study = Study(target, _load(options, target), plan, live.told, live.watch)
+        load, cut = _load(options, target)
+        study = Study(target, load, plan, live.told, live.watch)
         runner.run(study.prepare())
         found = None
         try:
@@ -55,10 +58,19 @@ def bench(options: Options) -> int:
             ended = error
         target.client.close()
     if study.runs:
-        _publish(options, target, study, found)
+        _publish(options, target, study, found, cut)
     if isinstance(ended, StartError):
         raise ended
     return INTERRUPTED if ended is not None else 0
+
+
+def _outputs(options: Options) -> None:
+    """Raises ConfigError where what is found could not be written, before it is looked for."""
+    if options.save is not None:
+        writable(options.save, "--save")
+    if options.plot is not None:
+        for suffix in (".png", ".json"):
+            writable(options.plot.with_suffix(suffix), "--plot")
 
 
 def _allow_sockets() -> None:
@@ -68,15 +80,19 @@ def _allow_sockets() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _load(options: Options, target: Target) -> Load:
-    """What is sent: the workload, cut to what the server takes."""
+def _load(options: Options, target: Target) -> tuple[Load, str]:
+    """What is sent: the workload, cut to what the server takes; and what is told of requests that are cut."""
     workload, most = named(options.workload), options.context or target.context_tokens
+    cut = ""
+    if most is not None and (found := workload.longer(most, options.shrink)).longer:
+        cut = f"{found} are longer than {most:,} tokens, and are cut to that"
     if options.shrink != 1.0 or most is not None:
         workload = workload.shrunk(options.shrink, most or 1 << 20)
     cv = options.cv if options.cv is not None else 1.0
-    return Load(
+    load = Load(
         workload, options.arrivals == REPLAY, cv, options.duration_s, options.num_requests, options.warmup_s
     )
+    return load, cut
 
 
 def _rates(options: Options) -> Sequence[float | None]:
@@ -91,9 +107,11 @@ def _search(options: Options, study: Study, attained: Callable[[float, int], flo
     return search.goodput(range(options.seeds), start, highest, study.size)
 
 
-def _publish(options: Options, target: Target, study: Study, found: Goodput | None) -> None:
+def _publish(options: Options, target: Target, study: Study, found: Goodput | None, cut: str) -> None:
     points = study.points()
     told = report.whole(target, {"asked": options.told()}, options.slo, points, found)
+    if cut:
+        told["cut"] = cut
     if options.save is not None:
         _write(options.save, b"".join(msgspec.json.encode(row) + b"\n" for row in report.rows(study.runs)))
     if options.plot is not None:
@@ -166,6 +184,8 @@ def _remarks(told: dict[str, Any]) -> list[str]:
     )
     if busy := sum(one["began_busy"] for one in told["points"]):
         lines.append(f"{busy} runs began although the server had not come to rest")
+    if "cut" in told:
+        lines.append(f"the workload {told['asked']['workload']}: {told['cut']}")
     if not told["lengths_forced"]:
         short = sum(one["short_answers"] for one in told["points"])
         lines.append(f"the server takes no ignore_eos: {short} answers are shorter than asked for")

@@ -27,12 +27,11 @@ import uvloop
 
 from diptych.errors import StartError
 from planner import profiler
-from planner.cost import StepCost
 from planner.hardware import device
 from planner.profile import Profile
 from planner.profiler import Life, Move, Step
 from planner.shape import Shape, known
-from planner.terms import Cost, Job, Slo, Split
+from planner.terms import Job, Slo, Split
 from planner.workload import Source
 from services.bench.drive import Drive, Plan, Run
 from services.bench.target import Target, meet
@@ -200,20 +199,6 @@ class Measured:
     lives: list[Life]
     stages: list[Stage]
     counts: dict[str, int]
-
-    def at(self, rate: float) -> Profile:
-        """The profile with costs as they are at so many requests a second."""
-        parts = [(stage.pace, self.steps(stage)) for stage in self.stages]
-        return self._with(lambda cost: profiler.crowded(cost, parts, rate))
-
-    def like(self, steps: Sequence[Step]) -> Profile:
-        """The profile with the costs and the spread of these steps: a machine is not always as fast."""
-        return self._with(lambda cost: profiler.uneven(profiler.like(cost, steps), steps))
-
-    def _with(self, change: Callable[[StepCost], Cost]) -> Profile:
-        (split, cost), *_ = self.profile.costs.items()
-        assert isinstance(cost, StepCost)
-        return replace(self.profile, costs={split: change(cost)})
 
     def steps(self, stage: Stage) -> list[Step]:
         """All workers' steps of that part."""

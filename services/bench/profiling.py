@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from diptych.config import Config
-from diptych.errors import ConfigError
 from planner import profiler
 from planner.cost import StepCost
 from planner.profile import save
@@ -21,6 +20,7 @@ from planner.terms import Batch, Cost
 from planner.workload import Workload, named
 from services.bench.measure import Measured, Pools, Stage, deployed, measure
 from services.cli.model import find
+from services.cli.outputs import writable
 
 SHOWN = (
     Batch(128, 128.0**2),
@@ -48,7 +48,7 @@ def run(
         ConfigError: the workload, the model or the file is wrong.
         StartError: the deployment does not come up.
     """
-    _writable(out)
+    writable(out, "--out")
     console = Console(stderr=True)
     pools = Pools(0, 0, colocated) if colocated else Pools()
     source = named(workload)
@@ -60,6 +60,8 @@ def run(
         def say(told: str) -> None:
             console.print(told, highlight=False, markup=False)
 
+        if most is not None and (long := source.longer(most, shrink)).longer:
+            say(f"{workload}: {long} are longer than the {most:,} tokens that the model takes, and are cut")
         found = measure(live, fitting, seconds, depths, seed, say)
     save(found.profile, out)
     if as_json:
@@ -133,10 +135,3 @@ def _words(batch: Batch) -> str:
 
 def _ms(cost: Cost, batch: Batch) -> str:
     return f"{cost.step_s(batch) * 1e3:.3g}"
-
-
-def _writable(out: Path) -> None:
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--out {out} cannot be written", "it is a folder, or in none that exists", "--out P.json"
-        )

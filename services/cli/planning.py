@@ -22,7 +22,8 @@ from planner.shape import Shape, known
 from planner.terms import Slo
 from planner.verify import limits
 from planner.whatif import Changed, ask, changed, compare, link, spread
-from planner.workload import Mix, Source, named
+from planner.workload import Mix, Source, Workload, named
+from services.cli import outputs
 from services.cli.stop import OK
 
 AFFINITIES = ("auto", "high", "low")
@@ -56,7 +57,7 @@ def question(options: Mapping[str, Any]) -> Request:
     measured = profiles.load(options["profile"], options["model"]) if options["profile"] else None
     shape = known(options["model"])
     stocks = _stocks(options, measured)
-    source, slos = _traffic(options)
+    source, slos, notes = _traffic(options, shape)
     _check(options)
     between = None
     if options["link"]:
@@ -72,7 +73,7 @@ def question(options: Mapping[str, Any]) -> Request:
         tuple(options["family"] or FAMILIES), options["cv"], options["seeds"], options["horizon"], options["span_s"],
         between,
         profiled_only=options["profiled_only"], limits=limits(list(slos.values()), options["chunk_tokens"]),
-        verified=options["verify"],
+        verified=options["verify"], notes=notes,
     )  # fmt: skip
 
 
@@ -157,9 +158,14 @@ def _profile(shape: Shape, device: Device, measured: Profile | None) -> Profile:
     return measured
 
 
-def _traffic(options: Mapping[str, Any]) -> tuple[Source, Mapping[str, Slo]]:
+def _traffic(options: Mapping[str, Any], shape: Shape) -> tuple[Source, Mapping[str, Slo], tuple[str, ...]]:
+    """What comes, what is promised, and a note for each workload with requests that the model's context cannot take."""
     if options["kind"]:
-        mix = Mix([_kind(text, options["attainment"]) for text in options["kind"]])
+        kinds = [_kind(text, options["attainment"]) for text in options["kind"]]
+        fitted = [_fitted(workload, name, shape) for name, _, workload, _ in kinds]
+        mix = Mix(
+            [(name, share, one, slo) for (name, share, _, slo), (one, _) in zip(kinds, fitted, strict=True)]
+        )
         single = [name for name in ("slo_ttft_ms", "slo_tpot_ms") if options[name] is not None]
         single += ["workload"] if options["workload"] != DEFAULT_WORKLOAD else []
         if single:
@@ -168,7 +174,7 @@ def _traffic(options: Mapping[str, Any]) -> tuple[Source, Mapping[str, Slo]]:
                 "each --kind names its own",
                 "leave out one of them",
             )
-        return mix, mix.slos
+        return mix, mix.slos, tuple(note for _, notes in fitted for note in notes)
     for flag in ("slo_ttft_ms", "slo_tpot_ms"):
         if options[flag] is not None and not 0.0 < options[flag] < math.inf:
             raise ConfigError(
@@ -183,7 +189,17 @@ def _traffic(options: Mapping[str, Any]) -> tuple[Source, Mapping[str, Slo]]:
     ttft_s, tpot_s = (
         math.inf if options[flag] is None else options[flag] / 1e3 for flag in ("slo_ttft_ms", "slo_tpot_ms")
     )
-    return named(options["workload"]), {"": Slo(ttft_s, tpot_s, options["attainment"])}
+    workload, notes = _fitted(named(options["workload"]), options["workload"], shape)
+    return workload, {"": Slo(ttft_s, tpot_s, options["attainment"])}, notes
+
+
+def _fitted(workload: Workload, name: str, shape: Shape) -> tuple[Workload, tuple[str, ...]]:
+    """The requests that the model's context takes, and what is told of others: a server refuses them."""
+    found = workload.longer(shape.max_len)
+    if not found.longer:
+        return workload, ()
+    told = f"{name}: {found} are longer than the context of {shape.name}, {shape.max_len:,} tokens, and are left out"
+    return workload.within(shape.max_len), (told,)
 
 
 def _kind(text: str, attainment: float) -> tuple[str, float, Any, Slo]:
@@ -222,17 +238,10 @@ def _json(answer: Answer, others: list[Changed], drawn: list[Path]) -> str:
 
 def _writable(options: Mapping[str, Any]) -> None:
     """Raises ConfigError where the answer could not be written, before it is looked for."""
-    out, plot = options["out"], options["plot"]
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        why = "it is a folder" if out.is_dir() else f"there is no folder {out.parent}"
-        raise ConfigError(f"the plan cannot be written to {out}", why, "name another file")
-    if plot is not None:
-        try:
-            plot.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"plots cannot be written to {plot}", error.strerror or str(error), "name another folder"
-            ) from None
+    if options["out"] is not None:
+        outputs.writable(options["out"], "--out")
+    if options["plot"] is not None:
+        outputs.folder(options["plot"], "--plot")
 
 
 def _write(path: Path, answer: Answer, model: str) -> None:

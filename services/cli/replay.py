@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from diptych.errors import ConfigError
 from planner.decide import Action
-from planner.journal import Head, Line, read
+from planner.journal import Head, lives, read
 from planner.replan import Replayed, replay
 
 SAME, DIFFERENT = 0, 1
@@ -17,40 +17,39 @@ SAME, DIFFERENT = 0, 1
 def run(path: Path, as_json: bool) -> int:
     """Print every decision of the log at `path`, or one JSON object; 1 if any comes out differently now.
 
+    A log has the decisions of every deployment that was started with it, each of which is replayed for itself.
+
     Raises ConfigError: no such file, no such line, no decision log.
     """
-    head, lines = _head(path)
-    found = list(replay(lines))
-    different = [again for again in found if not again.same]
+    _check(path)
+    found: list[tuple[Head, list[Replayed]]] = []
+    for life in lives(read(path)):
+        head = next(life)
+        assert isinstance(head, Head)
+        found.append((head, list(replay(chain([head], life)))))
+    every = [again for _, one in found for again in one]
+    different = [again for again in every if not again.same]
     if as_json:
-        counts = {"decisions": len(found), "same": len(found) - len(different)}
-        print(
-            json.dumps(
-                {
-                    "log": str(path),
-                    "judge": head.judge,
-                    **counts,
-                    "different": [_row(one) for one in different],
-                }
-            )
-        )
+        counts = {"decisions": len(every), "same": len(every) - len(different)}
+        judge = found[-1][0].judge
+        rows = {"lives": len(found), "judge": judge, **counts, "different": [_row(one) for one in different]}
+        print(json.dumps({"log": str(path), **rows}))
         return DIFFERENT if different else SAME
-    print(
-        f"{head.judge.get('about') or 'an unnamed model'}, budget {head.policy.budget}, target {head.policy.target}"
-    )
-    for again in found:
-        print("\n".join(_told(again, head.start_s)))
-    print(f"{len(found)} decisions, {len(found) - len(different)} come out as they are written")
+    for number, (head, one) in enumerate(found, 1):
+        about = head.judge.get("about") or "an unnamed model"
+        which = f", start {number} of {len(found)}" if len(found) > 1 else ""
+        print(f"{about}, budget {head.policy.budget}, target {head.policy.target}{which}")
+        for again in one:
+            print("\n".join(_told(again, head.start_s)))
+    print(f"{len(every)} decisions, {len(every) - len(different)} come out as they are written")
     return DIFFERENT if different else SAME
 
 
-def _head(path: Path) -> tuple[Head, Iterator[Line]]:
-    """The head, and all lines."""
+def _check(path: Path) -> None:
     first = next(read(path), None)
     if not isinstance(first, Head):
         why = "it is empty" if first is None else "its first line is not a head"
         raise ConfigError(f"{path} is not a decision log", why, "name a file that --replan-journal wrote")
-    return first, read(path)
 
 
 def _told(again: Replayed, start_s: float) -> list[str]:

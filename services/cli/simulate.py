@@ -17,7 +17,7 @@ from diptych.errors import ConfigError
 from planner import simdistserve
 from planner.terms import Served, Split
 from planner.traces import read_trace
-from services.cli import simulate_real
+from services.cli import outputs, simulate_real
 from services.cli.stop import OK
 
 COLUMNS = ("req", "arrival_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms", "total_ms")
@@ -32,6 +32,8 @@ def simulate(options: Mapping[str, Any], given: Collection[str]) -> int:
     Raises:
         ConfigError: a flag, a file or a row cannot be used.
     """
+    if options["out"] is not None:
+        outputs.writable(options["out"], "--out")
     if options["compat"] is None:
         _refuse(set(given) & COMPAT, "it is a flag of --compat simdistserve", "add that, or use --placement")
         served = simulate_real.run(options, given)

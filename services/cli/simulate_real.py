@@ -6,7 +6,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from planner.simulator import Deployment, deployment, simulate
 from planner.tally import Tally
 from planner.terms import BOTH, DECODE, PREFILL, Job, Placement, Pool, Served, Slo, Split
 from planner.traces import read_trace
-from planner.workload import named, scaled
+from planner.workload import Long, named, scaled, short_enough
 
 ROLES = {"P": PREFILL, "D": DECODE, "C": BOTH}
 POOL = re.compile(r"(\d+)\s*([PDC])((?:\s*(?:TP|PP)\d+)*)\s*(?:@\s*(\S+))?", re.IGNORECASE)
@@ -40,7 +40,8 @@ def run(options: Mapping[str, Any], given: Collection[str]) -> list[Served]:
     deployed = _deployment(options, given)
     slo = Slo(_seconds(options["slo_ttft_ms"]), _seconds(options["slo_tpot_ms"]))
     whole, shares, paces, first = Tally({"": slo}), [], list[float](), list[Served]()
-    for jobs in _samples(options, given):
+    samples, left_out = _samples(options, given, deployed.max_model_len)
+    for jobs in samples:
         served = sorted(simulate(deployed, jobs), key=lambda one: one.job.at_s)
         tally = Tally({"": slo}, warmup_n=options["warmup"])
         for one in served:
@@ -53,10 +54,12 @@ def run(options: Mapping[str, Any], given: Collection[str]) -> list[Served]:
         whole.merge(tally)
         first = first or served
     told = _figures(deployed, whole, shares, paces, slo)
+    if left_out.longer:
+        told["left_out"] = {**left_out._asdict(), "context_tokens": deployed.max_model_len}
     if options["as_json"]:
         print(json.dumps(told, indent=2))
     else:
-        _show(told, whole)
+        _show(told, whole, left_out, deployed.max_model_len)
     return first
 
 
@@ -148,7 +151,14 @@ def _deployment(options: Mapping[str, Any], given: Collection[str]) -> Deploymen
 # ---- what comes
 
 
-def _samples(options: Mapping[str, Any], given: Collection[str]) -> Iterator[list[Job]]:
+def _samples(
+    options: Mapping[str, Any], given: Collection[str], context: int
+) -> tuple[Iterable[list[Job]], Long]:
+    """What is served, without requests of more than `context` tokens (a server refuses them), and how many those are.
+
+    Raises:
+        ConfigError: flags contradict each other, a trace or a workload cannot be used, or nothing of it fits.
+    """
     trace, workload, rate = options["trace"], options["workload"], options["rate"]
     if (trace is None) == (workload is None):
         why = "requests come from a trace as they were, or are drawn from a workload"
@@ -162,16 +172,19 @@ def _samples(options: Mapping[str, Any], given: Collection[str]) -> Iterator[lis
             raise ConfigError(
                 f"--{unused[0]} has no effect with --trace", why, "use --workload FILE to draw from it"
             )
-        jobs = read_trace(trace)
+        every = read_trace(trace)
+        jobs = short_enough(every, context)
         _named(options, any(job.prefix for job in jobs))
-        yield jobs if rate is None else scaled(jobs, rate)
-        return
+        left = Long(len(every) - len(jobs), len(every), False)
+        return [jobs if rate is None else scaled(jobs, rate)], left
     if rate is None:
         raise ConfigError("--rate is missing", "a workload says what comes, not how often", "add --rate 4")
-    source = named(workload)
+    asked = named(workload)
+    source, pace = asked.within(context), float(rate)
     _named(options, source.shares)
-    for seed in range(options["seeds"]):
-        yield source.sample(options["requests"], rate, seed, options["cv"])
+    seeds = range(options["seeds"])
+    samples = (source.sample(options["requests"], pace, seed, options["cv"]) for seed in seeds)
+    return samples, asked.longer(context)
 
 
 def _named(options: Mapping[str, Any], shares: bool) -> None:
@@ -213,7 +226,7 @@ def _ms(seconds: float) -> float | None:
     return round(seconds * 1e3, 3) if math.isfinite(seconds) else None
 
 
-def _show(told: Mapping[str, Any], tally: Tally) -> None:
+def _show(told: Mapping[str, Any], tally: Tally, left_out: Long, context: int) -> None:
     console = Console()
     low, high = told["interval"]
     seeds = ", ".join(f"{share:.1%}" for share in told["attainment_by_seed"])
@@ -226,6 +239,10 @@ def _show(told: Mapping[str, Any], tally: Tally) -> None:
         f"joint attainment {told['attainment']:.1%} ({low:.1%} to {high:.1%}; by seed {seeds}){pace}",
         highlight=False,
     )
+    if left_out.longer:
+        console.print(
+            f"left out: {left_out} are longer than the context of {context:,} tokens", highlight=False
+        )
     for why, count in told["failed"].items():
         console.print(f"failed: {count:,} × {why}", highlight=False)
     table = Table("ms", *(f"p{100 * share:.0f}" for share in SHARES), "promised")

@@ -47,6 +47,7 @@ from router.effects import (
 
 MAX_WAITING_BYTES = 64 << 20
 CLOSE_S = 5.0
+GATHER_S = 0.05
 NAME_BYTES = 6  # a chunk's number is exact in JSON's floats
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class LogFile:
         self._lines: list[bytes] = []
         self._waiting_bytes = 0
         self._news = threading.Condition()
+        self._ended = threading.Event()
         self._closing = self._broken = False
         self._thread = threading.Thread(target=self._work, name="request-log", daemon=True)
         self._thread.start()
@@ -81,19 +83,23 @@ class LogFile:
                 return
             self._lines.append(line)
             self._waiting_bytes += len(line)
-            self._news.notify()
+            if len(self._lines) == 1:
+                self._news.notify()
 
     def close(self) -> None:
         """Write what is waiting, as far as that takes no longer than `CLOSE_S`; idempotent."""
         with self._news:
             self._closing = True
             self._news.notify()
+        self._ended.set()
         self._thread.join(CLOSE_S)
 
     def _work(self) -> None:
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._lines or self._closing)
+            self._ended.wait(GATHER_S)  # they come by the token, and each waking costs more than a line
+            with self._news:
                 lines, self._lines, self._waiting_bytes = self._lines, [], 0
             if lines and not self._broken:
                 self._append(lines)

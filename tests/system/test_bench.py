@@ -105,8 +105,17 @@ def test_a_trace_is_replayed_and_errors_are_counted_by_kind(gateway: Running, tm
     (point,) = told(bench(gateway.url, *flags))["points"]
     assert point["errors"] == {"400 context_length_exceeded": 1}
     assert (point["requests"], point["answered"]) == (4, 3)
-    whole = told(bench(gateway.url, *flags[:-3], "--json"))["points"][0]
+    report = told(bench(gateway.url, *flags[:-3], "--json"))
+    whole = report["points"][0]
     assert (whole["answered"], whole["errors"]) == (4, {}), "cut to what the server says it takes"
+    assert report["cut"] == "1 of its 4 requests are longer than 512 tokens, and are cut to that"
+
+
+def test_what_could_not_be_written_is_refused_at_once(gateway: Running) -> None:
+    for flag, path in (("--save", "/proc/rows.jsonl"), ("--plot", "/proc/curve.png")):
+        done = bench(gateway.url, *SHORT, "--rate", "5", flag, path)
+        assert done.returncode == 2 and "cannot be written" in done.stderr and "/s seed 0" not in done.stderr
+        assert 2 <= len(done.stderr.strip().splitlines()) <= 6
 
 
 def test_the_report_for_readers(gateway: Running) -> None:

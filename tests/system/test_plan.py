@@ -52,7 +52,9 @@ def test_an_answer_in_all_its_forms(tmp_path: Path) -> None:
         (("--cv", "inf"), "cannot be drawn"),
         (("--span-s", "inf"), "not possible"),
         (("--out", "no/such/plan.json"), "no folder"),
-        (("--plot", "/dev/null"), "plots cannot be written"),
+        (("--plot", "/dev/null"), "--plot /dev/null cannot be written"),
+        (("--out", "/proc/plan.json"), "--out /proc/plan.json cannot be written"),
+        (("--plot", "/proc"), "--plot /proc cannot be written"),
         (("--gpus", "1", "--family", "disaggregated"), "a device each"),
         (("--family", "hybrid", "--affinity", "high"), "--affinity high"),
     ],
@@ -69,3 +71,20 @@ def test_a_profile_of_other_devices_is_not_passed_over(tmp_path: Path) -> None:
     asked = [word if word != "A100-80G" else "H100" for word in ASKED]
     done = plan(*asked, "--profile", str(tmp_path / "profile.json"))
     assert done.returncode == 2 and "the profile is of A100-80G" in done.stderr, done.stdout
+
+
+def test_requests_that_the_model_cannot_take_are_left_out_and_told(tmp_path: Path) -> None:
+    trace = tmp_path / "long.csv"
+    rows = ["arrival_s,prompt_len,output_len", *(f"{at},{100 + at},20" for at in range(20)), "20,3000,20"]
+    trace.write_text("\n".join(rows) + "\n")
+    asked = [word if word != "sharegpt" else str(trace) for word in ASKED]
+    done = plan(*asked, "--no-verify", "--json")
+    assert done.returncode == 0, done.stderr
+    (note, *_) = json.loads(done.stdout)["notes"]
+    assert (
+        "1 of its 21 requests are longer than the context of OPT-13B, 2,048 tokens, and are left out" in note
+    )
+    trace.write_text("\n".join([rows[0], rows[-1]]) + "\n")
+    done = plan(*asked)
+    assert done.returncode == 2 and "no request fits a context of 2,048 tokens" in done.stderr
+    assert 2 <= len(done.stderr.strip().splitlines()) <= 6

@@ -39,6 +39,7 @@ def test_a_deployment_is_measured_and_can_be_simulated(tmp_path: Path) -> None:
     [
         (("--depths", "0,4"), "--depths"),
         (("--out", "/nowhere/p.json"), "--out"),
+        (("--out", "/proc/p.json"), "--out /proc/p.json cannot be written"),
         (("--workload", "/nowhere.csv"), "cannot be read"),
     ],
 )

@@ -183,3 +183,32 @@ def test_a_trace_is_replayed_at_its_own_rate_or_another(
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["good_rps_per_device"] is None
     assert typed(monkeypatch, *words, "--seeds", "4") == 2
     assert "--seeds has no effect" in capsys.readouterr().err
+
+
+def test_requests_that_the_model_cannot_take_are_left_out_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "long.csv"
+    trace.write_text("arrival_s,prompt_len,output_len\n0,100,20\n1,3000,20\n2,200,2000\n3,300,30\n")
+    words = ["--model", "OPT-13B", "--placement", "1C", "--slo-ttft-ms", "400", "--trace", trace]
+    assert typed(monkeypatch, *words, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["requests"] == 2
+    assert told["left_out"] == {"longer": 2, "out_of": 4, "drawn": False, "context_tokens": 2048}
+    assert typed(monkeypatch, *words) == 0
+    assert "left out: 2 of its 4 requests are longer" in capsys.readouterr().out
+    trace.write_text("arrival_s,prompt_len,output_len\n1,3000,20\n")
+    assert typed(monkeypatch, *words) == 2
+    assert "no request fits" in capsys.readouterr().err
+
+
+def test_a_result_that_could_not_be_written_is_refused_before_it_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "OPT-13B", "--placement", "1C", "--workload", "sharegpt", "--rate", "1"]
+    for out in ("/proc/out.csv", tmp_path, tmp_path / "none" / "out.csv"):
+        assert typed(monkeypatch, *words, "--out", out) == 2
+        told = capsys.readouterr()
+        assert "cannot be written" in told.err and not told.out
+        assert 2 <= len(told.err.strip().splitlines()) <= 6
+    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -21,7 +23,7 @@ from planner.decide import (
 )
 from planner.des import run
 from planner.des_base import Limits
-from planner.elastic import Elastic, Hardware, Simulated
+from planner.elastic import Elastic, Gauge, Hardware, Simulated
 from planner.known import Fleet, Known
 from planner.profile import built_in
 from planner.rivals import INTERVAL_S, Constant, Dynamo, Kalman, Static
@@ -48,7 +50,7 @@ CHAT = Mix((("", bin_of(512), bin_of(128), 1.0),))
 class World:
     """A fleet, and who was served."""
 
-    def __init__(self, jobs: list[Job], fleet: Fleet) -> None:
+    def __init__(self, jobs: list[Job], fleet: Fleet, patience_s: float = math.inf) -> None:
         self.came: list[Job] = []
         self.served: list[Served] = []
         self.fleet = Elastic(
@@ -59,6 +61,7 @@ class World:
             served=self.served.append,
             flip_s=5.0,
             start_s=60.0,
+            patience_s=patience_s,
         )
 
     def counts(self, *states: str) -> Fleet:
@@ -123,6 +126,25 @@ def test_one_that_is_stopped_before_it_has_started_never_serves() -> None:
     world.fleet.act([Stop("worker-003"), Stop("nobody"), Flip("worker-003", DECODE)])
     world.fleet.advance(500.0)
     assert world.counts(READY, STARTING, TURNING) == Fleet(1, 1)
+
+
+def test_who_has_waited_too_long_goes_and_a_backlog_does_not_stay() -> None:
+    burst = [replace(job, at_s=job.at_s / 50) for job in synthetic("longbench").sample(300, 5.0, seed=1)]
+    later = [replace(job, at_s=job.at_s + 40.0) for job in synthetic("longbench").sample(40, 1.0, seed=2)]
+    patient, hurried = World([*burst, *later], Fleet(1, 1)), World([*burst, *later], Fleet(1, 1), 10.0)
+    for second in range(0, 400, 5):
+        for world in (patient, hurried):
+            world.fleet.advance(float(second))
+    assert len(patient.served) == len(hurried.served) == 340
+    assert not any(one.failed for one in patient.served)
+    gone = [one for one in hurried.served if one.failed]
+    assert {one.failed for one in gone} == {"late"}
+    assert all(10.0 < one.ended_s - one.job.at_s <= 15.0 for one in gone)
+    stayed, cleared = (
+        sum(one.attains(SLO) for one in world.served if one.job.at_s >= 40.0) for world in (patient, hurried)
+    )
+    assert stayed < 10 < 30 < cleared
+    assert hurried.fleet.idle
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -197,16 +219,75 @@ def test_dynamo_sizes_by_means_without_queues() -> None:
     assert rule.tick(179.0, ()).actions == ()
     workers = (Worker("p", PREFILL), Worker("d", DECODE))
     decision = rule.tick(INTERVAL_S, workers)
-    cost = HARDWARE.costs[PREFILL]
-    best = max(
-        batch / cost.step_s(Batch(512 * batch, 512.0 * 512 * batch))
-        for batch in range(1, 17)
-        if cost.step_s(Batch(512 * batch, 512.0 * 512 * batch)) <= SLO.ttft_s
-    )
+    full_s = HARDWARE.costs[PREFILL].step_s(Batch(2048, 4 * 512.0 * 512))
+    best = 4 / full_s  # as many as the engine batches; more are several batches
+    assert full_s < SLO.ttft_s
     assert rule.prefill_rate(512.0) == pytest.approx(best)
+    rows = int(60_000 / (512 + 128))  # of as much KV as is reserved
+    step_s = HARDWARE.costs[DECODE].step_s(Batch(rows=rows, context=round(rows * (512 + 64))))
+    assert rule.decode_rate(512.0, 128.0) == pytest.approx(rows / (128 * step_s))
     assert decision.target.prefill == -(-10 // best)
     assert decision.target.decode == -(-10 // rule.decode_rate(512.0, 128.0))
     assert rule.tick(INTERVAL_S + 1, workers).actions == ()
+
+
+def seen_by(rule: Dynamo, rate: int) -> Dynamo:
+    """An interval of requests of 512 tokens in and 128 out has come."""
+    for second in range(180):
+        for _ in range(rate):
+            rule.arrived(second, 512)
+            rule.ended(second, 512, 128)
+    return rule
+
+
+def test_dynamo_may_be_told_of_more_demand_than_there_is() -> None:
+    workers = (Worker("p", PREFILL), Worker("d", DECODE))
+    plain, roomy = (
+        seen_by(Dynamo(HARDWARE, SLO, Policy(budget=16), spare=spare), 10).tick(INTERVAL_S, workers)
+        for spare in (0.0, 1.0)
+    )
+    assert roomy.target.prefill > plain.target.prefill
+    assert roomy.target.decode > plain.target.decode
+
+
+def test_its_reactive_loop_grows_where_all_miss_and_shrinks_to_what_the_interval_wants() -> None:
+    rule = seen_by(Dynamo(HARDWARE, SLO, Policy(budget=16), reactive=True), 5)
+    crew = (Worker("p", PREFILL), Worker("q", PREFILL), Worker("d", DECODE), Worker("e", DECODE))
+    assert rule.tick(INTERVAL_S - 10, crew).actions == (), "nothing is known yet"
+    late, idle = Gauge(PREFILL, 20_000, 0, 0.0, 0.0), Gauge(PREFILL, 0, 0, 0.0, 0.0)
+    full, light = Gauge(DECODE, 0, 400, 60_000.0, 120_000.0), Gauge(DECODE, 0, 10, 6_000.0, 0.0)
+
+    rule.gauges = lambda: (late, late, full, full)
+    decision = rule.tick(INTERVAL_S, crew)
+    assert decision.actions == (Start(PREFILL, 1), Start(DECODE, 1))
+    waits = (*crew, Worker("r", PREFILL, STARTING), Worker("f", DECODE, STARTING))
+    assert rule.tick(INTERVAL_S + 10, waits).actions == (), "one at a time"
+
+    rule.gauges = lambda: (late, idle, full, light)
+    assert rule.tick(INTERVAL_S + 20, crew).actions == (), "not all of them miss"
+
+    rule.gauges = lambda: (idle, idle, light, light)
+    decision = rule.tick(INTERVAL_S + 30, crew)
+    assert decision.target == Fleet(1, 1)
+    assert rule.tick(INTERVAL_S + 40, (crew[0], crew[2])).actions == ()
+    busy = seen_by(Dynamo(HARDWARE, SLO, Policy(budget=16), reactive=True), 25)
+    busy.gauges = rule.gauges
+    assert busy.tick(INTERVAL_S, crew).target >= Fleet(2, 2), "no less than the interval wants"
+
+
+def test_what_waits_is_told_of_ready_workers() -> None:
+    world = World(synthetic("sharegpt").sample(300, 20.0, seed=1), Fleet(1, 1))
+    world.fleet.advance(10.0)
+    world.fleet.act([Start(PREFILL, 1)])
+    reader, writer = world.fleet.gauges()
+    assert (reader.role, writer.role) == (PREFILL, DECODE)
+    assert reader.waiting > 1000
+    assert 0 < writer.kv <= 60_000
+    assert writer.rows > 10
+    world.fleet.advance(2000.0)
+    assert [(one.waiting, one.rows, one.kv, one.queued_kv) for one in world.fleet.gauges()] == [
+        (0, 0, 0.0, 0.0)
+    ] * 3
 
 
 def test_dynamo_stays_within_budget_and_steps() -> None:

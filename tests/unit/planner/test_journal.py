@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from diptych.errors import ConfigError
 from planner.decide import Decision, Flip, Policy, Situation, Start, Stop, Worker
 from planner.detect import Shift
-from planner.journal import Failed, Head, Heard, Journal, Line, Look, read
+from planner.journal import Failed, Head, Heard, Journal, Line, Look, lives, read
 from planner.known import Fleet, Judged
 from planner.replan import Replanner
 from planner.terms import DECODE, PREFILL
@@ -45,6 +45,33 @@ def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert list(read(path)) == lines
     journal.write(LOOK)  # after its end it goes nowhere
     Journal().write(LOOK)
+
+
+def test_a_log_that_is_there_is_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    lines: list[Line] = [Head(Policy(budget=4)), LOOK]
+    for _ in range(2):
+        journal = Journal(path)
+        for line in lines:
+            journal.write(line)
+        journal.close()
+        with path.open("ab") as file:
+            file.write(b'{"type":"look","at_s":' + b"1" * 70_000)  # a crash: the next one takes it away
+    Journal(path).close()
+    assert list(read(path)) == lines * 2
+    assert [list(life) for life in lives(read(path))] == [lines, lines]
+
+
+@pytest.mark.parametrize(
+    "content", [b"precious\n", b"\xff\x00" * 2_000_000, b'{"type":"head","version":2}\n']
+)
+def test_what_is_no_log_is_not_appended_to(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be opened") as told:
+        Journal(path)
+    assert "not a decision log" in told.value.why and len(told.value.lines()) <= 6
+    assert path.read_bytes() == content
 
 
 def test_what_cannot_be_written_or_read_is_told(tmp_path: Path) -> None:
@@ -94,6 +121,17 @@ def test_replay_says_that_the_same_comes_out(tmp_path: Path) -> None:
     row = json.loads(CliRunner().invoke(app, ["replay", str(path), "--json"]).output)
     assert row["decisions"] == row["same"] > 0
     assert row["different"] == []
+
+
+def test_each_start_of_a_log_is_replayed_for_itself(tmp_path: Path) -> None:
+    once = json.loads(
+        CliRunner().invoke(app, ["replay", str(written(tmp_path / "once.jsonl")), "--json"]).output
+    )
+    twice = written(written(tmp_path / "log.jsonl"))
+    told = CliRunner().invoke(app, ["replay", str(twice)])
+    assert told.exit_code == 0 and "start 1 of 2" in told.output and "start 2 of 2" in told.output
+    row = json.loads(CliRunner().invoke(app, ["replay", str(twice), "--json"]).output)
+    assert (row["lives"], row["same"]) == (2, 2 * once["same"]) and not row["different"]
 
 
 def test_replay_says_what_does_not(tmp_path: Path) -> None:

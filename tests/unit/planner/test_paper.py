@@ -1,4 +1,4 @@
-"""What the paper measured, in its own simulator's terms: distserve.md section 5.1, S5, S7, S8, S9, S16 and S20.
+"""What the paper measured, in its own simulator's terms: distserve.md section 5.1, S5, S7, S8, S9, S16, S20 and S21.
 
 Lengths are the synthetic samples with the means of figure 7, since the paper's own are not published. Where a sample
 decides, several seeds are averaged; where a figure is a goodput, attainment is asked for on both sides of it.
@@ -104,7 +104,7 @@ def test_the_motivating_example_has_the_paper_s_order_and_bottleneck() -> None:
         (SMALL, PAPER_SMALL, CHAT_SMALL, 300, 2.06, 0.25),
         (LARGE, PAPER_LARGE, CHAT_LARGE, 200, 0.98, 0.25),
         (LARGE, PAPER_LARGE, CHAT_LARGE, 2000, 0.58, 0.08),
-        pytest.param(SMALL, PAPER_SMALL, CHAT_SMALL, 3000, 1.44, 0.08, marks=pytest.mark.slow),
+        (SMALL, PAPER_SMALL, CHAT_SMALL, 3000, 1.44, 0.05 / 1.44),
     ],
 )
 def test_goodput_per_device_is_the_reference_s(
@@ -141,8 +141,8 @@ def test_colocation_attains_as_the_paper_s_baseline() -> None:
     long = fmean(attained(LARGE, VLLM_LARGE, LONG, 0.25, 300, SUMMARY, seed) for seed in SEEDS)
     assert 0.60 <= long <= 0.80
     golden = "golden/v13_sharegpt_r1.csv"
-    chat = fmean(attained(SMALL, (Split(),), golden, 1.0, 300, CHAT_SMALL, seed) for seed in SEEDS)
-    assert chat == pytest.approx(0.84, abs=0.05)
+    chat = fmean(attained(SMALL, (Split(),), golden, 1.0, 300, CHAT_SMALL, seed) for seed in range(12))
+    assert 0.80 <= chat <= 0.90  # 0.74 to 0.84 by seed
 
 
 def test_no_other_tp_saves_colocation() -> None:
@@ -160,3 +160,36 @@ def test_no_other_tp_saves_colocation() -> None:
 def test_attainment_falls_with_the_rate_as_in_table_2(rate: float, paper: float) -> None:
     found = [attained(LARGE, PAPER_LARGE, CHAT, rate / 8, 200, STRICT, seed) for seed in SEEDS]
     assert fmean(found) == pytest.approx(paper, abs=0.04)
+
+
+# ---- S21: both modes with the same coefficients, without chunks, links and memory, as in section 4.6
+
+
+def equally(splits: tuple[Split, ...], lengths_of: str, slo: Slo) -> float:
+    """Goodput of OPT-66B per device, by DistServe's coefficients whatever the mode; 600 requests of one seed."""
+    roles = (BOTH,) if len(splits) == 1 else (PREFILL, DECODE)
+    placement = Placement(tuple(Pool(role, split) for role, split in zip(roles, splits, strict=True)))
+
+    def attains(rate: float) -> float:
+        jobs = lengths(lengths_of).sample(600, rate * placement.devices, 1)
+        costs = fits("distserve")
+        return share(
+            list(des.run(placement, lambda pool: simdistserve.cost_of(costs, LARGE, pool.split), jobs)), slo
+        )
+
+    return find_rate(attains, 0.9, 0.02, 3.0).rate
+
+
+@pytest.mark.parametrize(
+    ("lengths_of", "slo", "apart", "together", "low", "high"),
+    [
+        (LONG, SUMMARY, (Split(3, 2), Split(2)), (Split(4),), 1.5, 2.0),  # the reference: 1.70
+        (CODING, CODE, (Split(4), Split(2)), (Split(4, 2),), 0.6, 0.85),  # 0.73
+        (CHAT, STRICT, (Split(4), Split(2)), (Split(4),), 0.55, 0.85),  # 0.70
+    ],
+)
+def test_who_should_disaggregate_with_equal_kernels(
+    lengths_of: str, slo: Slo, apart: tuple[Split, ...], together: tuple[Split, ...], low: float, high: float
+) -> None:
+    """S21: the reference's best of each mode, per device: LongBench-like gains, the two that TTFT binds lose."""
+    assert low <= equally(apart, lengths_of, slo) / equally(together, lengths_of, slo) <= high

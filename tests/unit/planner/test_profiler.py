@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,53 +176,44 @@ def test_where_most_steps_do_both_all_are_fitted_together() -> None:
         fit_costs(mixed[:2])
 
 
-def test_steps_that_take_longer_when_more_comes_are_told_by_rate() -> None:
-    def part(pace: float, reading: float, writing: float) -> tuple[float, list[Step]]:
-        factors = {"prefill": reading, "decode": writing}
-        steps = [step for step in some_steps(60, noise=0.0) if kind_of(step.batch) != "mixed"]
-        took = [TRUTH.step_s(step.batch) * factors[kind_of(step.batch)] for step in steps]
-        return pace, [Step(0.0, s, step.batch) for s, step in zip(took, steps, strict=True)]
-
-    parts = [part(30.0, 1.2, 1.1), part(10.0, 1.0, 0.9)]
-    for rate, reading, writing in ((5.0, 1.0, 0.9), (20.0, 1.1, 1.0), (99.0, 1.2, 1.1)):
-        cost = profiler.crowded(TRUTH, parts, rate)
-        for batch, factor in ((Batch(100, 1e4), reading), (Batch(0, 0.0, 4, 400), writing)):
-            assert cost.step_s(batch) == pytest.approx(factor * TRUTH.step_s(batch))
-    assert profiler.crowded(TRUTH, [], 5.0) == TRUTH
-    mixed = [Step(0.0, 1.5 * TRUTH.step_s(b), b) for b in (Batch(64, 4096.0, 3, 300), Batch(0, 0.0, 3, 300))]
-    assert profiler.crowded(TRUTH, [(1.0, mixed)], 5.0).prefill[0] == pytest.approx(1.5 * TRUTH.prefill[0])
+def paced(worker: str, begun_s: float, batches: list[tuple[Batch, float]], pause_s: float = 0.0) -> Life:
+    """One step after another, each so many times as long as `TRUTH` says."""
+    life = Life(worker, "decode", 0)
+    for batch, ratio in batches:
+        life.steps.append(Step(begun_s, begun_s + ratio * TRUTH.step_s(batch), batch))
+        begun_s = life.steps[-1].ended_s + pause_s
+    return life
 
 
-@pytest.mark.parametrize(("reads", "writes"), [(1.0, 1.0), (1.6, 0.8), (0.7, 1.5)])
-def test_costs_are_scaled_to_how_long_steps_of_either_kind_just_took(reads: float, writes: float) -> None:
-    """Prompts and rows slow down by unlike factors; steps with both tell of both."""
-    a, b, c = TRUTH.prefill
-    (d, e, f), *_ = TRUTH.decode
-    changed = replace(
-        TRUTH, prefill=(reads * a, reads * b, reads * c), decode=((writes * d, writes * e, writes * f),)
-    )
-    steps = [
-        Step(step.begun_s, step.begun_s + changed.step_s(step.batch), step.batch)
-        for step in some_steps(300, noise=0.0)
-    ]
-    found = profiler.like(TRUTH, steps)
-    for one, other in ((found.prefill, changed.prefill), *zip(found.decode, changed.decode, strict=True)):
-        assert one == pytest.approx(other, rel=1e-3)
-    assert profiler.like(TRUTH, []) == TRUTH
+READS, WRITES = Batch(64, 4096.0), Batch(0, 0.0, 3, 300)
 
 
-def test_steps_of_a_simulation_spread_like_those_that_were_measured() -> None:
-    steps = some_steps(4000, noise=0.5)
-    cost = profiler.like(TRUTH, steps)
-    uneven = profiler.uneven(cost, steps)
-    for reads in (True, False):
-        batches = [step.batch for step in some_steps(4000, seed=5) if bool(step.batch.tokens) == reads]
-        batches = list(dict.fromkeys(batches))
-        drawn = sorted(uneven.step_s(batch) / cost.step_s(batch) for batch in batches)
-        seen = sorted(
-            step.seconds / cost.step_s(step.batch) for step in steps if bool(step.batch.tokens) == reads
-        )
-        assert drawn[len(drawn) // 10] == pytest.approx(seen[len(seen) // 10], rel=0.25)
-        assert drawn[9 * len(drawn) // 10] == pytest.approx(seen[9 * len(seen) // 10], rel=0.25)
-    assert [uneven.step_s(one.batch) for one in steps] == [uneven.step_s(one.batch) for one in steps]
-    assert profiler.uneven(TRUTH, []).step_s(steps[0].batch) == TRUTH.step_s(steps[0].batch)
+def test_a_workers_rhythm_is_how_its_steps_went_alone_and_beside_others() -> None:
+    """First it is by itself; then another is always in a step, and takes some of the machine."""
+    own = paced("decode-0", 0.0, [(READS, 1.0), (WRITES, 0.9)] * 20 + [(READS, 1.5), (WRITES, 1.2)] * 20)
+    busy_s = own.steps[40].begun_s
+    other = Life("decode-1", "decode", 0, [Step(busy_s, own.steps[-1].ended_s, WRITES)])
+    found = profiler.rhythm(TRUTH, own, [other])
+    assert found.alone == pytest.approx((0.9, 1.0))
+    assert found.beside == pytest.approx((1.2, 1.5))
+    assert all(tape == pytest.approx((1.0,) * 40) for tape in found.tapes)
+
+
+def test_what_is_left_of_steps_keeps_its_order_and_does_not_change_the_mean() -> None:
+    ratios = [1.0] * 10 + [3.0] * 10
+    found = profiler.rhythm(TRUTH, paced("decode-0", 0.0, [(WRITES, ratio) for ratio in ratios]), [])
+    assert found.alone == pytest.approx((2.0, 1.0)), "nobody read, here or elsewhere"
+    assert found.tapes[0] == pytest.approx([ratio / 2.0 for ratio in ratios]) and found.tapes[1] == (1.0,)
+    assert found.after(0.5).tapes[0] == found.tapes[0][10:] + found.tapes[0][:10]
+    assert found.after(0.0) == found
+
+
+def test_a_rare_state_is_like_the_rest_and_a_kind_that_did_not_occur_is_as_elsewhere() -> None:
+    own = paced("decode-0", 0.0, [(WRITES, 2.0)] * 20)
+    other = Life("prefill-0", "prefill", 0)
+    for at in (3, 9):  # two of its steps begin while the other is in one
+        begun_s = own.steps[at].begun_s
+        other.steps.append(Step(begun_s, begun_s + 1.7 * TRUTH.step_s(READS), READS))
+    found = profiler.rhythm(TRUTH, own, [other])
+    assert found.alone == found.beside == pytest.approx((2.0, 1.7))
+    assert profiler.rhythm(TRUTH, Life("x", "decode", 0), []).alone == (1.0, 1.0)

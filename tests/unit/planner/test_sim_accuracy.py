@@ -9,10 +9,11 @@ import pytest
 from benchmarks import sim_accuracy
 from benchmarks.sim_accuracy import (
     DEPLOYMENTS,
+    Model,
     Setting,
     knee,
+    merged,
     objectives,
-    predicted,
     quantile,
     summary,
     times,
@@ -20,38 +21,60 @@ from benchmarks.sim_accuracy import (
 from planner.cost import StepCost
 from planner.hardware import device
 from planner.profile import Overheads, Profile
+from planner.profiler import Life
 from planner.shape import known
-from planner.simulator import Deployment, simulate
 from planner.tally import joint
 from planner.terms import Job, Served, Slo, Split
 from planner.workload import synthetic
+from services.bench.measure import Measured
 
 COST = StepCost((2e-3, 1e-4, 0.0), ((1e-3, 0.0, 2e-4),))
 PROFILE = Profile(
     known("embedded"), device("cpu"), {Split(): COST}, {Split(): 40_000}, "made up", {}, Overheads(1e-3, 2e-4)
 )
-SETTING = Setting(synthetic("sharegpt").shrunk(4, 2048), None, (1.0,), 5.0, 1.0, seed=3)
+SETTING = Setting(synthetic("sharegpt").shrunk(4, 2048), None, (1.0,), 5.0, 2, 1.0, 1.0, seed=3)
+LIVES = {
+    "1P1D": [Life("prefill-0", "prefill", 128), Life("decode-0", "decode", 0)],
+    "colocated": [Life("decode-0", "decode", 0), Life("decode-1", "decode", 0)],
+}
+
+
+def model(name: str) -> Model:
+    """A deployment whose steps take just what they cost."""
+    return Model(DEPLOYMENTS[name], Measured(PROFILE, 128, LIVES[name], [], {}))
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_the_knee_is_where_the_objective_is_just_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim_accuracy, "KNEE_REQUESTS", 120)
     slo = Slo(0.06, 0.004)
-
-    def model(rate: float) -> Deployment:
-        return predicted(DEPLOYMENTS[name], PROFILE, 128, None)
-
-    at = knee(model, SETTING, slo, 20.0)
+    at = knee(model(name), SETTING, slo, 20.0)
     below, above = (
-        joint(simulate(model(rate), SETTING.workload.sample(120, rate, SETTING.seed + 1)), {"": slo})
+        joint(
+            model(name).serve(SETTING.workload.sample(120, rate, SETTING.seed + 1), LIVES[name], (0.0,)),
+            {"": slo},
+        )
         for rate in (at, 1.1 * at)
     )
     assert below >= slo.attainment > above
 
 
 def test_objectives_leave_room_over_what_is_predicted_where_nobody_waits() -> None:
-    slo = objectives(predicted(DEPLOYMENTS["1P1D"], PROFILE, 128, None), SETTING, 5.0)
+    slo = objectives(model("1P1D"), SETTING, 5.0)
     assert 0.02 < slo.ttft_s < 0.2 and 0.002 < slo.tpot_s < 0.01
+
+
+def test_each_pass_has_its_own_requests_and_a_row_is_their_mean() -> None:
+    first, second, others = SETTING.jobs(8.0, 0), SETTING.jobs(8.0, 1), SETTING.others(8.0, 0)
+    assert first != second and first[: len(others)] != others
+    one = {"deployment": "1P1D", "rate": 8.0, "requests": 40, "failed": 0}
+    passes = [
+        one | {"predicted": 0.9, "measured": 0.8, "hindsight": 0.85},
+        one | {"predicted": 0.7, "measured": 0.74, "hindsight": 0.75},
+    ]
+    row = merged(passes)
+    assert (row["requests"], row["predicted"], row["measured"], row["points"]) == (80, 0.8, 0.77, 3.0)
+    assert row["hindsight"] == 0.8 and row["passes"] == passes
 
 
 def test_points_are_summed_up_over_rows() -> None:

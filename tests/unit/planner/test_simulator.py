@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -14,7 +15,7 @@ import pytest
 
 from diptych.errors import ConfigError
 from engine.scheduler import Plan
-from planner.cost import StepCost
+from planner.cost import Rhythm, StepCost
 from planner.profile import analytic, built_in
 from planner.sim_agenda import Agenda
 from planner.sim_engine import Engine, Run
@@ -56,6 +57,27 @@ def run(deployment: Deployment, jobs: list[Job]) -> tuple[list[Served], Simulati
 
 
 PAIR = placed((PREFILL, 1), (DECODE, 1))
+
+
+@pytest.mark.parametrize("placement", [PAIR, placed((BOTH, 2))])
+def test_a_rhythm_that_changes_nothing_changes_nothing(placement: Placement) -> None:
+    jobs = poisson(120, 40.0)
+    plain, paced = (
+        simulate(of(placement, machine), jobs) for machine in (MACHINE, replace(MACHINE, rhythm=Rhythm()))
+    )
+    assert plain == paced
+
+
+def test_steps_follow_their_workers_tapes_and_slow_down_beside_others() -> None:
+    """Alone, steps that write take 2 and then 4 times their cost; while the other worker steps, 10 times that."""
+    rhythm = Rhythm((2.0, 1.0), (20.0, 10.0), ((1.0, 2.0), (1.0,)))
+    machine = replace(MACHINE, rhythm=rhythm)
+    alone = simulate(of(placed((BOTH, 1)), machine), [Job(0.0, 100, 5)])[0]
+    steps = [COST.step_s(Batch(0, 0.0, 1, context)) for context in range(100, 104)]
+    lasting = sum(2.0 * (1 + number % 2) * seconds for number, seconds in enumerate(steps))
+    assert alone.tpot_s * 4 == pytest.approx(lasting, rel=1e-6)
+    pair = simulate(of(placed((BOTH, 2)), machine), [Job(0.0, 100, 200), Job(0.0, 100, 200)])
+    assert min(one.tpot_s for one in pair) > 5.0 * alone.tpot_s
 
 
 @pytest.mark.parametrize(
@@ -349,6 +371,14 @@ def test_time_runs_out(placement: Placement) -> None:
     assert all(one.ended_s - one.job.at_s == pytest.approx(1.0, abs=0.11) for one in failed)
     for worker in simulation.gates[0].workers.values():
         assert all(not engine.holdings.used and not len(engine.scheduler) for engine in worker.engines)
+
+
+def test_the_collector_is_left_as_it_was() -> None:
+    usual = gc.get_threshold()
+    simulate(of(PAIR), poisson(5, 10.0))
+    with pytest.raises(ValueError, match="already"):
+        simulate(of(PAIR), [Job(1.0, 10, 10), Job(0.0, 10, 10)])
+    assert gc.get_threshold() == usual
 
 
 def test_jobs_come_in_order() -> None:

@@ -174,3 +174,22 @@ def test_a_days_rounds_share_no_prefix() -> None:
     assert not {name for job in jobs[:15] for name in job.prefix} & {
         n for job in jobs[15:] for n in job.prefix
     }
+
+
+def test_requests_longer_than_a_context_are_counted_and_left_out() -> None:
+    jobs = [Job(float(at), prompt, 20) for at, prompt in enumerate((10, 90, 300, 40))]
+    trace = Workload.of(jobs)
+    assert str(trace.longer(100)) == "2 of its 4 requests" and trace.longer(320).longer == 0
+    assert trace.longer(100, by=10.0).longer == 0
+    assert [job.prompt for job in trace.within(100).jobs] == [10, 40]
+    assert max(job.prompt + job.output for job in trace.within(100).sample(50, 1.0, 0)) <= 100
+    assert trace.within(320) is trace
+    formula = synthetic("sharegpt")
+    assert formula.within(2048) is formula
+    assert 0 < formula.longer(1000).longer < formula.longer(1000).out_of
+    assert "about" in str(formula.longer(1000))
+    cut = formula.within(1000).sample(200, 1.0, 0)
+    assert max(job.prompt + job.output for job in cut) <= 1000
+    for workload in (trace, formula):
+        with pytest.raises(ConfigError, match="no request fits a context of 5 tokens"):
+            workload.within(5)

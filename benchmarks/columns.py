@@ -1,0 +1,126 @@
+"""What `benchmarks/goodput.py` compares: deployments by name, what is sent to them, and what the simulator expects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.knees import Walk, counted, knee_of
+from planner.simulator import Deployment as Simulated
+from planner.simulator import simulate
+from planner.terms import Job, Served, Slo
+from planner.workload import Workload
+from services.bench.measure import Measured, Pools
+from services.bench.twin import twin
+
+APART, TOGETHER = "apart", "together"
+POOLS = {APART: Pools(), TOGETHER: Pools(0, 0, 2)}
+COLOCATED = ("colocated", "unchunked")
+FEWEST = 24  # requests of a run
+SAME = 0.03  # of a predicted goodput: closer ones are a tie
+STARTS = (0.0, 0.5)  # of what was noted of the steps, from where simulated runs repeat it
+SIMULATED = 400  # requests at a simulated rate, at least
+OTHER = 1000  # the first seed of those: not the requests that are measured
+FAR_DOWN, FAR_UP = -14, 24  # powers of `STEP` around the pace of one request at a time that may be simulated
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A deployment: flags of `diptych serve`, its kind, and what the simulator has for the flags."""
+
+    flags: tuple[str, ...]
+    kind: str
+    options: dict[str, Any]
+
+
+def columns(slo: Slo) -> dict[str, Column]:
+    """What can be deployed for an objective; `local` is what `auto` may choose beside the others."""
+    tpot = ("--slo-tpot-ms", f"{slo.tpot_s * 1e3:.6g}")
+    apart = ("--prefill", "1", "--decode", "1")
+    within = {"tpot_s": slo.tpot_s}
+    whole = ("--colocated", "2", "--no-enable-chunked-prefill")
+    return {
+        "disaggregated": Column(apart, APART, {}),
+        "colocated": Column(("--colocated", "2", *tpot), TOGETHER, within),
+        "unchunked": Column(whole, TOGETHER, {"chunked_prefill": False}),
+        "local": Column(
+            (*apart, "--local-prefill", "auto", *tpot), APART, within | {"local_prefill": "auto"}
+        ),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A deployment, and the objectives by which its runs are judged, by regime."""
+
+    name: str
+    column: Column
+    slos: dict[str, Slo]
+
+
+Sites = dict[tuple[str, ...], Site]  # by flags
+
+
+def sites(slos: Mapping[str, Slo], wanted: Mapping[str, Iterable[str]]) -> Sites:
+    """Every deployment that is needed, once: one that no objective is told to serves all regimes."""
+    found: Sites = {}
+    for regime, names in wanted.items():
+        known = columns(slos[regime])
+        for name in names:
+            site = found.setdefault(known[name].flags, Site(name, known[name], {}))
+            site.slos[regime] = slos[regime]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is sent in a run."""
+
+    workload: Workload
+    seconds: float
+
+    def jobs(self, rate: float, seed: int) -> list[Job]:
+        return self.workload.sample(max(FEWEST, round(self.seconds * rate)), rate, seed)
+
+
+# ---- what the simulator expects
+
+Expected = dict[str, dict[str, float]]  # goodput, by regime and deployment
+
+
+def foretold(
+    known: Mapping[str, Measured], traffic: Traffic, slos: Mapping[str, Slo], pace: float
+) -> Expected:
+    """Goodput of each deployment in simulation, with runs as long as those that are measured but more of them.
+
+    `pace` is where it begins to look: requests a second of one at a time.
+    """
+    expected: Expected = {regime: {} for regime in slos}
+    for site in sites(slos, {regime: columns(slo) for regime, slo in slos.items()}).values():
+        found, pools = known[site.column.kind], POOLS[site.column.kind]
+        twins = [
+            twin(pools, found, found.lives, start, prefix_caching=True, **site.column.options)
+            for start in STARTS
+        ]
+        walk = Walk(site.slos, pace, 0, FAR_DOWN, FAR_UP)
+        while (power := walk.next()) is not None:
+            walk.runs[power] = _simulated(twins, traffic, walk.rate(power))
+        for regime in site.slos:
+            expected[regime][site.name] = knee_of(walk.fates(regime)).rate
+    return expected
+
+
+def _simulated(twins: Sequence[Simulated], traffic: Traffic, rate: float) -> list[Served]:
+    served: list[Served] = []
+    number = 0
+    while len(served) < SIMULATED or number < len(twins):
+        served += counted(simulate(twins[number % len(twins)], traffic.jobs(rate, OTHER + number)))
+        number += 1
+    return served
+
+
+def chosen(expected: Mapping[str, float]) -> str:
+    """What `auto` is: the deployment that is expected to do most; of those that tie, the one that is named first."""
+    least = (1.0 - SAME) * max(expected.values())
+    return next(name for name in columns(Slo()) if expected.get(name, -1.0) >= least)

@@ -1,0 +1,54 @@
+"""The simulated twin of a deployment that was measured on this machine.
+
+Every worker is an instance of its own, with the costs of the profile and the rhythm of its own steps: on a machine
+that workers, gateway and client share, two equal workers are not equally fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from planner.cost import StepCost
+from planner.profiler import Life, between_steps, rhythm
+from planner.simulator import Deployment, Machine, deployment
+from planner.terms import BOTH, Placement, Pool, Split
+from services.bench.measure import Measured, Pools
+
+SEQS, STEP_TOKENS, BEAT_S = 64, 512, 0.5  # what `diptych serve` does if it is told nothing else
+
+
+def twin(
+    pools: Pools, found: Measured, lives: Sequence[Life], start: float = 0.0, **options: Any
+) -> Deployment:
+    """A deployment like `pools`, in which each worker steps as it did in `lives`.
+
+    Args:
+        start: the part of what was noted (0 to 1) after which it begins; the rest comes first then.
+        options: as `planner.simulator.deployment` has them.
+    """
+    workers = sorted(lives, key=lambda life: (life.role != "prefill", life.worker))
+    roles = [BOTH if pools.colocated else life.role for life in workers]
+    placement = Placement(
+        tuple(Pool(role, Split()) for role in roles), affinity="none" if pools.colocated else "high"
+    )
+    usual: dict[str, Any] = {
+        "max_num_seqs": SEQS,
+        "max_num_batched_tokens": STEP_TOKENS,
+        # not the profile's: a worker measures it anew whenever it starts
+        "saturation_tokens": max(
+            (life.saturation_tokens for life in workers if life.role == "prefill"), default=0
+        ),
+        "beat_s": BEAT_S,
+    }
+    plain = deployment(placement, found.profile, **(usual | options))
+
+    def paced(machine: Machine, life: Life) -> Machine:
+        assert isinstance(machine.cost, StepCost)
+        others = [other for other in workers if other is not life]
+        own = rhythm(machine.cost, life, others).after(start)
+        return replace(machine, rhythm=own, step_s=between_steps([life]) or machine.step_s)
+
+    machines = tuple(paced(machine, life) for machine, life in zip(plain.machines, workers, strict=True))
+    return replace(plain, machines=machines)

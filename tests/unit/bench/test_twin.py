@@ -1,0 +1,66 @@
+"""The simulated twin: an instance for each worker, with what that one did."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from planner.cost import StepCost
+from planner.hardware import device
+from planner.profile import Overheads, Profile
+from planner.profiler import Life, Step
+from planner.shape import known
+from planner.simulator import simulate
+from planner.terms import BOTH, DECODE, PREFILL, Batch, Job, Link, Split
+from services.bench.measure import Measured, Pools
+from services.bench.twin import SEQS, STEP_TOKENS, twin
+
+COST = StepCost((2e-3, 1e-4, 0.0), ((1e-3, 0.0, 2e-4),))
+WRITES, READS = Batch(0, 0.0, 1, 100), Batch(64, 4096.0)
+
+
+def measured(*lives: Life) -> Measured:
+    beside = Overheads(1e-3, 5e-4, 3e-4, Link(math.inf, 0.0), 4096)
+    profile = Profile(
+        known("embedded"), device("cpu"), {Split(): COST}, {Split(): 40_000}, "test", {}, beside
+    )
+    return Measured(profile, 64, list(lives), [], {})
+
+
+def life(worker: str, role: str, batch: Batch, ratio: float, gap_s: float) -> Life:
+    found = Life(worker, role, 64 if role == "prefill" else 0)
+    at_s = 0.0
+    for number in range(20):
+        now = Batch(0, 0.0, 1, 100 + number) if batch is WRITES else batch
+        found.steps.append(Step(at_s, at_s + ratio * COST.step_s(now), now))
+        at_s = found.steps[-1].ended_s + gap_s
+    return found
+
+
+def test_prefill_and_decode_workers_are_in_pools_of_their_own_kind() -> None:
+    lives = [life("decode-0", "decode", WRITES, 2.0, 1e-4), life("prefill-0", "prefill", READS, 3.0, 5.0)]
+    made = twin(Pools(), measured(*lives), lives)
+    assert [(pool.role, pool.count) for pool in made.placement.pools] == [(PREFILL, 1), (DECODE, 1)]
+    reads, writes = made.machines
+    assert reads.rhythm is not None and reads.rhythm.alone[1] == pytest.approx(3.0)
+    assert writes.rhythm is not None and writes.rhythm.alone[0] == pytest.approx(2.0)
+    assert writes.rhythm.alone[1] == pytest.approx(3.0), "it read nothing: as the other did"
+    assert writes.step_s == pytest.approx(1e-4) and reads.step_s == pytest.approx(3e-4), (
+        "the profile's, if none"
+    )
+    assert reads.saturation_tokens == 64
+    assert (reads.max_num_seqs, reads.max_num_batched_tokens) == (SEQS, STEP_TOKENS)
+
+
+def test_of_two_colocated_workers_each_has_its_own_pace() -> None:
+    lives = [life("decode-1", "decode", WRITES, 4.0, 1e-4), life("decode-0", "decode", WRITES, 1.0, 1e-4)]
+    found = measured(*lives)
+    made = twin(Pools(0, 0, 2), found, lives, tpot_s=0.02)
+    assert [(pool.role, pool.count) for pool in made.placement.pools] == [(BOTH, 1), (BOTH, 1)]
+    assert [machine.tpot_s for machine in made.machines] == [0.02, 0.02]
+    first, second = (machine.rhythm for machine in made.machines)
+    assert first is not None and second is not None
+    assert second.alone[0] == pytest.approx(4.0 * first.alone[0])
+    served = simulate(made, [Job(0.0, 50, 40), Job(0.0, 50, 40)])
+    assert len(served) == 2 and max(one.tpot_s for one in served) > 2.0 * min(one.tpot_s for one in served)

@@ -1,6 +1,6 @@
 """Goodput of the same two cores, disaggregated and colocated, and of what the planner would choose.
 
-    python -m benchmarks.goodput [--json] [--workloads sharegpt humaneval longbench] [--seconds 10] [--seeds 2]
+    python -m benchmarks.goodput [--json] [--workloads sharegpt humaneval longbench] [--seconds 8] [--seeds 2]
                                  [--regimes tight_tpot tight_ttft balanced]
                                  [--columns disaggregated colocated unchunked auto]
                                  [--profile-seconds 30] [--shrink 4]
@@ -17,10 +17,10 @@ Deployments of the embedded model with the same kernels, one compute thread a wo
 Lengths are like ShareGPT, HumanEval and LongBench, divided by `--shrink`. Objectives follow from what the machine does
 when nothing else is asked: the 90th percentiles of TTFT and TPOT of single requests, times the factors in `REGIMES`.
 
-All deployments of a workload are up at one time and take turns. Each is sent `--seconds` of Poisson arrivals at rates
-of one grid, from somewhat below where it is expected to fail until it has failed, first in steps of 1.44, then
-between those that enclose its goodput; the same requests go to all. A run is judged by the objectives of every regime
-that the deployment serves. Goodput is where attainment, made to fall with the rate, crosses 90 %
+One deployment is up at a time, all of them once for each seed. Each is sent `--seconds` of Poisson arrivals at rates of
+one grid, from somewhat below where it is expected to fail until it has failed, first in steps of 1.44, then between
+those that enclose its goodput; the same requests go to all. A run is judged by the objectives of every regime that the
+deployment serves. Goodput is where attainment, made to fall with the rate, crosses 90 %
 (`benchmarks/knees.py`).
 
     cells.WORKLOAD.REGIME.goodput.COLUMN    mean over seeds, its 95 % interval (seeds and requests drawn anew), and
@@ -40,14 +40,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,7 +65,7 @@ from benchmarks.columns import (
     sites,
 )
 from benchmarks.knees import TARGET, Goodput, Walk, counted
-from benchmarks.serving import Deployment, serving
+from benchmarks.serving import serving
 from planner.terms import Job, Slo
 from planner.workload import SYNTHETIC, Mix, Workload, synthetic
 from services.bench import measure as profiling
@@ -89,7 +88,7 @@ DOWN, UP = -9, 12  # powers of STEP around the predicted goodputs that may be ru
 
 TOUCHES, LONGEST_REST_S = 3, 20.0
 RUNS, LONGER = 5.0, 1.15  # usual runs of a deployment with one seed, and their length over `--seconds`
-START_S, FORETELL_S = 25.0, 60.0  # of a deployment, and of a workload
+UP_S, START_S, FORETELL_S = 15.0, 25.0, 60.0  # of a deployment, of one to be profiled, and of a workload
 
 
 @dataclass(slots=True)
@@ -153,27 +152,24 @@ class Bench:
         self.client = 0.0
 
     def walks(
-        self,
-        up: Mapping[tuple[str, ...], Deployment],
-        traffic: Traffic,
-        plans: Mapping[tuple[str, ...], Walk],
+        self, plans: Mapping[tuple[str, ...], Walk], traffic: Traffic
     ) -> dict[tuple[str, ...], list[Walk]]:
-        """One walk of each deployment for each seed. They take turns, a run at a time, each time in another order."""
-        met = {flags: self._runner.run(_meet(one.url)) for flags, one in up.items()}
-        done: dict[tuple[str, ...], list[Walk]] = {flags: [] for flags in up}
+        """One walk of each deployment for each seed, each time in another order.
+
+        Only the deployment that is measured is up: idle ones take a part of the cores as well.
+        """
+        done: dict[tuple[str, ...], list[Walk]] = {flags: [] for flags in plans}
         for seed in range(self._seeds):
-            walks = {flags: done[flags][-1].again() if seed else plan for flags, plan in plans.items()}
-            turn, left = seed, list(walks)
-            while left:
-                first = turn % len(left)
-                for flags in left[first:] + left[:first]:
-                    self._step(met[flags], traffic, walks[flags], seed, " ".join(flags))
-                left = [flags for flags in left if walks[flags].next() is not None]
-                turn += 1
-            for flags, walk in walks.items():
+            first = seed % len(plans)
+            for flags in [*plans][first:] + [*plans][:first]:
+                walk = done[flags][-1].again() if seed else plans[flags]
+                with serving(*flags, *COMMON) as up:
+                    up.wait_ready()
+                    met = self._runner.run(_meet(up.url))
+                    while walk.next() is not None:
+                        self._step(met, traffic, walk, seed, " ".join(flags))
+                    met.target.client.close()
                 done[flags].append(walk)
-        for one in met.values():
-            one.target.client.close()
         return done
 
     def _step(self, met: Met, traffic: Traffic, walk: Walk, seed: int, name: str) -> None:
@@ -200,16 +196,6 @@ async def _run(met: Met, jobs: Sequence[Job], rate: float, seed: int) -> Run:
     rested = await rest(met.target, met.calm_s, LONGEST_REST_S)
     run = Run(rate, seed, len(jobs), 0.0, rested=rested)
     return await Drive(met.target, jobs, Plan(Slo()), run).go()
-
-
-@contextlib.contextmanager
-def deployed(names: Iterable[tuple[str, ...]]) -> Iterator[dict[tuple[str, ...], Deployment]]:
-    """All of them at once, ready; those that are not measured are idle."""
-    with contextlib.ExitStack() as stack:
-        up = {flags: stack.enter_context(serving(*flags, *COMMON)) for flags in names}
-        for one in up.values():
-            one.wait_ready()
-        yield up
 
 
 def play(options: argparse.Namespace) -> dict[str, dict[str, Cell]]:
@@ -277,10 +263,9 @@ def cells(
         say(f"{name}, {regime}: foretold " + ", ".join(f"{one} {rate:.4g}/s" for one, rate in rates.items()))
     wanted = {regime: wants(options.columns, rates) for regime, rates in expected.items()}
     needed = sites(slos, {regime: by.values() for regime, by in wanted.items()})
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, deployed(needed) as up:
-        say(f"{name}: {len(up)} deployments are up")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         bench = Bench(runner, options.seeds)
-        walks = bench.walks(up, traffic, plans(needed, expected))
+        walks = bench.walks(plans(needed, expected), traffic)
     found = {}
     for regime, slo in slos.items():
         cell = found[regime] = Cell(slo, expected[regime], client=bench.client)
@@ -343,7 +328,7 @@ def estimate_s(options: argparse.Namespace) -> float:
     own = [name for name in options.columns if name in ("disaggregated", "unchunked")]
     each = [0.5 if name == "auto" else 1.0 for name in options.columns if name not in own]
     deployments = len(own) + sum(each) * len(options.regimes)
-    each_s: float = options.seeds * RUNS * (LONGER * options.seconds + 1.5) + START_S / 2
+    each_s: float = options.seeds * (RUNS * (LONGER * options.seconds + 1.5) + UP_S)
     profiles_s: float = len(POOLS) * (options.profile_seconds + START_S)
     return profiles_s + len(options.workloads) * (FORETELL_S + deployments * each_s)
 
@@ -365,7 +350,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--profile-seconds", type=float, default=30.0, help="of load, for each of two profiles"
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals in a run")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of arrivals in a run")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--shrink", type=float, default=4.0, help="lengths are divided by this")
     return parser.parse_args(arguments)

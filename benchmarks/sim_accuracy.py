@@ -1,10 +1,10 @@
 """Does the simulator say how this machine will fare?
 
-    python -m benchmarks.sim_accuracy [--json] [--only 1P1D] [--seconds 30] [--passes 2] [--profile-seconds 40]
+    python -m benchmarks.sim_accuracy [--json] [--only 1P1D] [--seconds 20] [--passes 3] [--profile-seconds 40]
 
 For one prefill and one decode worker, and for two colocated ones: the deployment is profiled, as `diptych profile` does
-it, and the real mode of the simulator finds the knee. Around it, at each rate, other requests are sent for a while,
-which says how fast each worker is just then and how unsteady; with that the simulator predicts attainment, and the
+it, and the real mode of the simulator finds the knee. Around it, at each rate, other requests are sent for a moment; with
+what each worker did in the last minutes, how fast and how unsteadily, the simulator predicts joint attainment, and the
 same requests at the same moments are then sent to the same deployment. Nothing is fitted to what is compared. All rates
 are gone through `--passes` times, each time with other requests, and a row is the mean of its passes: the machine is
 shared and changes from minute to minute. `--rates` are multiples of the predicted knee.
@@ -59,6 +59,7 @@ QUIET = 0.2  # of the least measured pace: a rate at which nobody waits
 TTFT_ROOM, TPOT_ROOM = 2.0, 2.0  # objectives, over the 90 % quantile of the quiet
 SHARES = (0.5, 0.9, 0.99)
 REST_S = 60.0
+MEMORY_S = 150.0  # before a run, of which steps are remembered
 DEPLOYMENTS = {"1P1D": Pools(), "colocated": Pools(0, 0, 2)}
 
 
@@ -136,9 +137,8 @@ def run_one(live: Live, model: Model, setting: Setting, slo: Slo, rate: float, t
     def counted(served: Sequence[Served]) -> list[Served]:
         return [one for one in served if one.job.at_s >= warmup_s]
 
-    looked_s = time.monotonic()
     live.drive(setting.others(rate, turn), Plan(slo))
-    looked = lives_since(live, looked_s)
+    looked = lives_since(live, time.monotonic() - MEMORY_S)
     think_s = time.process_time()
     foreseen = counted(model.serve(jobs, looked))
     think_s = time.process_time() - think_s
@@ -248,10 +248,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(DEPLOYMENTS), default=list(DEPLOYMENTS))
     parser.add_argument("--workload", default="sharegpt")
     parser.add_argument("--shrink", type=float, default=4.0)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals, at each rate in each pass")
-    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, at each rate in each pass")
+    parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--profile-seconds", type=float, default=40.0)
-    parser.add_argument("--look-seconds", type=float, default=12.0, help="of other requests before each rate")
+    parser.add_argument("--look-seconds", type=float, default=4.0, help="of other requests before each rate")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument(

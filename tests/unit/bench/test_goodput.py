@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -233,12 +235,20 @@ def test_runs_begin_somewhat_below_what_is_expected_to_fail_first() -> None:
         assert 0.85 * least / STEP**STRIDE < begins <= 0.85 * least
 
 
-def test_deployments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a run before any has its next, and the order changes; one that is done is passed over."""
-    turns: list[tuple[int, str]] = []
+def test_one_deployment_is_up_at_a_time_and_each_seed_has_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[tuple[int, str]] = []
+    up: list[tuple[str, ...]] = []
+
+    @contextlib.contextmanager
+    def serving(*flags: str) -> Iterator[Up]:
+        assert not up, "another one takes a part of the cores"
+        up.append(flags)
+        yield Up()
+        up.remove(flags)
 
     def step(self: Bench, met: Met, traffic: Traffic, walk: Walk, seed: int, name: str) -> None:
-        turns.append((seed, name))
+        assert up[0][0] == name
+        steps.append((seed, name))
         power = walk.next()
         assert power is not None
         walk.runs[power] = [served(0.0, 0.5 if walk.rate(power) <= float(name) else 2.0)]
@@ -249,15 +259,10 @@ def test_deployments_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
             return Met(Quiet(), 0.1)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Bench, "_step", step)
-    names = {("1",): 1.0, ("2",): 2.0}
-    bench = Bench(Runner(), 2)  # type: ignore[arg-type]
-    found = bench.walks(
-        {flags: Up() for flags in names},  # type: ignore[misc]
-        Traffic(synthetic("sharegpt"), 1.0),
-        {flags: Walk({"": SLO}, 1.0, 0, -9, 12) for flags in names},
-    )
-    assert [name for seed, name in turns if seed == 0] == ["1", "2", "2", "1", "1", "2", "2"]
-    assert [name for seed, name in turns if seed == 1][:4] == ["2", "1", "1", "2"]
+    monkeypatch.setattr(goodput, "serving", serving)
+    plans_ = {(name,): Walk({"": SLO}, 1.0, 0, -9, 12) for name in ("1", "2")}
+    found = Bench(Runner(), 2).walks(plans_, Traffic(synthetic("sharegpt"), 1.0))  # type: ignore[arg-type]
+    assert list(dict.fromkeys(steps)) == [(0, "1"), (0, "2"), (1, "2"), (1, "1")]
     assert [sorted(walk.runs) for walk in found[("1",)]] == [[0, 1, 2], [-2, 0, 1, 2]]
 
 
@@ -274,6 +279,9 @@ class Quiet:
 
 class Up:
     url = "http://127.0.0.1:1"
+
+    def wait_ready(self) -> None:
+        pass
 
 
 # ---- the report

@@ -3,11 +3,11 @@
     python -m benchmarks.sim_accuracy [--json] [--only 1P1D] [--seconds 20] [--passes 3] [--profile-seconds 40]
 
 For one prefill and one decode worker, and for two colocated ones: the deployment is profiled, as `diptych profile` does
-it, and the real mode of the simulator finds the knee. Around it, at each rate, other requests are sent for a moment; with
-what each worker did in the last minutes, how fast and how unsteadily, the simulator predicts joint attainment, and the
-same requests at the same moments are then sent to the same deployment. Nothing is fitted to what is compared. All rates
-are gone through `--passes` times, each time with other requests, and a row is the mean of its passes: the machine is
-shared and changes from minute to minute. `--rates` are multiples of the predicted knee.
+it, and the real mode of the simulator finds the knee. Around it, at each rate, other requests are sent for a moment;
+with what each worker did in the last minutes, how fast and how unsteadily, the simulator predicts joint attainment, and
+the same requests at the same moments are then sent to the same deployment. Nothing is fitted to what is compared. All
+rates are gone through `--passes` times, each time with other requests, and a row is the mean of its passes: the machine
+is shared and changes from minute to minute. `--rates` are multiples of the predicted knee.
 
 Colocated workers are profiled without a TPOT objective and measured with one: with it the engine reads fewer tokens in
 a step when the machine is slow, so that the size of a step would tell of the machine as well.

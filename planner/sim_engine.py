@@ -83,9 +83,15 @@ class Run:
 
 @dataclass(slots=True)
 class Cores:
-    """What the workers of one machine have in common: so many of them are in a step."""
+    """What the workers of one machine have in common: from when to when each is in its step, without what is beside
+    the model.
+    """
 
-    busy: int = 0
+    spans: dict[Stages, tuple[float, float]] = field(default_factory=dict)
+
+    def busy(self, at_s: float, but: Stages) -> bool:
+        """Whether another one is in a step."""
+        return any(begin <= at_s < end for own, (begin, end) in self.spans.items() if own is not but)
 
 
 class Stages:
@@ -103,34 +109,28 @@ class Stages:
         self._tapes = [cycle(tape) for tape in rhythm.tapes] if rhythm is not None else []
         self.busy_s = 0.0
 
-    def enter(self) -> None:
-        """A batch is on its way."""
-        self._cores.busy += 1
-
-    def leave(self) -> None:
-        """It is out."""
-        self._cores.busy -= 1
-
     def end_s(self, now_s: float, batch: Batch) -> float:
         """When a step that begins now ends."""
+        at_s = now_s + self.extra_s
+        ratio = self._ratio(batch, at_s)
         if len(self._free_s) == 1:
-            took_s = self.cost.step_s(batch) * self._ratio(batch)
+            took_s = self.cost.step_s(batch) * ratio
             self.busy_s += took_s
-            return now_s + self.extra_s + took_s
-        ratio = self._ratio(batch)
+            if self._rhythm is not None:
+                self._cores.spans[self] = at_s, at_s + took_s
+            return at_s + took_s
         stage_s, whole_s = self.cost.stage_s(batch) * ratio, self.cost.step_s(batch) * ratio
         self.busy_s += stage_s
-        at_s = now_s + self.extra_s
         for place, free_s in enumerate(self._free_s):
             at_s = self._free_s[place] = max(at_s, free_s) + stage_s
         return at_s + max(0.0, whole_s - stage_s * len(self._free_s))
 
-    def _ratio(self, batch: Batch) -> float:
-        """How much longer than its cost the step takes that begins now."""
+    def _ratio(self, batch: Batch, at_s: float) -> float:
+        """How much longer than its cost the step takes that begins then."""
         if self._rhythm is None:
             return 1.0
         reads = batch.tokens > 0
-        factors = self._rhythm.beside if self._cores.busy else self._rhythm.alone
+        factors = self._rhythm.beside if self._cores.busy(at_s, self) else self._rhythm.alone
         return factors[reads] * next(self._tapes[reads])
 
 
@@ -173,7 +173,6 @@ class Engine:
             run.most = self._most(run, len(run.rows) if spare else 0)
         self.run = run
         self.reckon()
-        self.stages.enter()
         return run
 
     def _plan(self) -> Plan:
@@ -318,7 +317,6 @@ class Engine:
         run = self.run
         assert run is not None and run.over, "the run goes on"
         self.run = None
-        self.stages.leave()
         self._account(run)
         steps, told, all_ = run.most, list[Told](), not self.skips
         for task in run.rows:

@@ -19,7 +19,9 @@ POOLS = {APART: Pools(), TOGETHER: Pools(0, 0, 2)}
 COLOCATED = ("colocated", "unchunked")
 FEWEST = 24  # requests of a run
 SAME = 0.03  # of a predicted goodput: closer ones are a tie
-STARTS = (0.0, 0.5)  # of what was noted of the steps, from where simulated runs repeat it
+STARTS = tuple(
+    5 * number % 8 / 8 for number in range(8)
+)  # of the steps that were noted: where runs begin to repeat them
 SIMULATED = 400  # requests at a simulated rate, at least
 OTHER = 1000  # the first seed of those: not the requests that are measured
 FAR_DOWN, FAR_UP = -14, 24  # powers of `STEP` around the pace of one request at a time that may be simulated
@@ -114,7 +116,7 @@ def foretold(
 def _simulated(twins: Sequence[Simulated], traffic: Traffic, rate: float) -> list[Served]:
     served: list[Served] = []
     number = 0
-    while len(served) < SIMULATED or number < len(twins):
+    while len(served) < SIMULATED:
         served += counted(simulate(twins[number % len(twins)], traffic.jobs(rate, OTHER + number)))
         number += 1
     return served

@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -109,15 +110,15 @@ class Book:
 
     def by_hour(self) -> list[float]:
         """Attainment of each hour, in order."""
-        return [good / came for _, (came, good) in sorted(self.hours.items())]
+        return [good / came if came else 1.0 for _, (came, good) in sorted(self.hours.items())]
 
     def figures(self, device_s: float) -> dict[str, float]:
         came, good = (sum(count[at] for count in self.hours.values()) for at in (0, 1))
         return {
             "requests": came,
             "failed": self.failed,
-            "attainment": round(good / came, 4),
-            "worst_hour": round(min(self.by_hour()), 4),
+            "attainment": round(good / came, 4) if came else 1.0,
+            "worst_hour": round(min(self.by_hour(), default=1.0), 4),
             "hours_below_target": sum(share < SLO.attainment for share in self.by_hour()),
             "device_hours": round(device_s / HOUR_S, 2),
             "good_per_device_hour": round(good / (device_s / HOUR_S), 1),
@@ -275,7 +276,8 @@ def days(case: Case, processes: int, names: Sequence[str]) -> dict[str, Any]:
     if "replanner" in rows:
         ours = rows["replanner"]["good_per_device_hour"]
         for name in names:
-            rows[name]["ours_over_this"] = round(ours / rows[name]["good_per_device_hour"], 3)
+            theirs = rows[name]["good_per_device_hour"]
+            rows[name]["ours_over_this"] = round(ours / theirs, 3) if theirs else None
     return rows
 
 
@@ -343,6 +345,7 @@ def quiet(days_: int, seed: int, rate: float = 5.0) -> dict[str, Any]:
 
 
 NAMES = ("replanner", "dynamo", "dynamo_kalman", "dynamo_load", "static_mean", "static_peak")
+DYNAMO = re.compile(r"dynamo(_kalman|_load|_spare\d+(\.\d+)?)*")
 
 
 def main() -> None:
@@ -351,7 +354,9 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--parts", default="day,shift,quiet", help="some of day, shift, quiet")
-    parser.add_argument("--names", default=",".join(NAMES), help="who serves the day")
+    parser.add_argument(
+        "--names", default=",".join(NAMES), help="who serves the day; dynamo_load_spare0.4 plans for 1.4 x"
+    )
     parser.add_argument("--rate", type=float, default=10.0, help="mean requests per second of the day")
     parser.add_argument("--begin", type=int, default=0, help="first hour of the day that is simulated")
     parser.add_argument("--hours", type=int, default=24, help="how many hours of it")
@@ -362,6 +367,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()
     parts, found = args.parts.split(","), dict[str, Any]()
+    for name in args.names.split(","):
+        if name not in NAMES and not DYNAMO.fullmatch(name):
+            parser.error(
+                f"nobody is called {name!r}: {', '.join(NAMES)}, or dynamo with _kalman, _load, _spare0.4"
+            )
     if "shift" in parts:
         found["shift"] = shift(args.seed)
     if "quiet" in parts:

@@ -3,11 +3,11 @@
     python -m benchmarks.sim_accuracy [--json] [--only 1P1D] [--seconds 20] [--passes 3] [--profile-seconds 40]
 
 For one prefill and one decode worker, and for two colocated ones: the deployment is profiled, as `diptych profile` does
-it, and the real mode of the simulator finds the knee. Around it, at each rate, other requests are sent for a moment;
-with what each worker did in the last minutes, how fast and how unsteadily, the simulator predicts joint attainment, and
-the same requests at the same moments are then sent to the same deployment. Nothing is fitted to what is compared. All
-rates are gone through `--passes` times, each time with other requests, and a row is the mean of its passes: the machine
-is shared and changes from minute to minute. `--rates` are multiples of the predicted knee.
+it, and the real mode of the simulator finds the knee. At each rate around it the simulator predicts attainment from
+what each worker has done so far, how fast and how unsteadily, and the same requests at the same moments are then sent.
+Nothing is fitted to what is compared. All rates are gone through `--passes` times, each time with other requests, and a
+row is the mean of its passes: the machine is shared and changes from minute to minute. `--rates` are multiples of the
+predicted knee.
 
 Colocated workers are profiled without a TPOT objective and measured with one: with it the engine reads fewer tokens in
 a step when the machine is slow, so that the size of a step would tell of the machine as well.
@@ -47,19 +47,14 @@ from services.bench.twin import twin
 RATES = (0.6, 0.8, 0.95, 1.05, 1.2, 1.4)  # times the predicted knee
 WARMUP = 0.1  # of a run
 KNEE_REQUESTS = 400
-STARTS = (
-    0.0,
-    0.25,
-    0.5,
-    0.75,
-)  # of what was noted of the steps, from where it is repeated: nobody knows when slow moments come
+# Of what was noted of the steps, from where it is repeated: nobody knows when slow moments come.
+STARTS = (0.0, 0.25, 0.5, 0.75)
 WIDTH = 0.04  # of the knee, relative
 MOST = 64.0  # times the pace of one request at a time, beyond which no knee is looked for
 QUIET = 0.2  # of the least measured pace: a rate at which nobody waits
 TTFT_ROOM, TPOT_ROOM = 2.0, 2.0  # objectives, over the 90 % quantile of the quiet
 SHARES = (0.5, 0.9, 0.99)
 REST_S = 60.0
-MEMORY_S = 150.0  # before a run, of which steps are remembered
 DEPLOYMENTS = {"1P1D": Pools(), "colocated": Pools(0, 0, 2)}
 
 
@@ -73,15 +68,10 @@ class Setting:
     seconds: float  # of arrivals, at each rate in each pass
     passes: int
     profile_seconds: float
-    look_seconds: float  # of other requests, before each rate
     seed: int
 
     def jobs(self, rate: float, turn: int) -> list[Job]:
         return self.workload.sample(max(20, round(rate * self.seconds)), rate, self.seed + 10 * turn)
-
-    def others(self, rate: float, turn: int) -> list[Job]:
-        """Requests at the same rate that are compared with nothing."""
-        return self.workload.sample(max(20, round(rate * self.look_seconds)), rate, self.seed + 10 * turn + 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +127,9 @@ def run_one(live: Live, model: Model, setting: Setting, slo: Slo, rate: float, t
     def counted(served: Sequence[Served]) -> list[Served]:
         return [one for one in served if one.job.at_s >= warmup_s]
 
-    live.drive(setting.others(rate, turn), Plan(slo))
-    looked = lives_since(live, time.monotonic() - MEMORY_S)
+    known = remembered(model.found.lives, live.lives())
     think_s = time.process_time()
-    foreseen = counted(model.serve(jobs, looked))
+    foreseen = counted(model.serve(jobs, known))
     think_s = time.process_time() - think_s
     live.runner.run(rest(live.target, 0.05, REST_S))
     begun_s = time.monotonic()
@@ -173,6 +162,12 @@ def merged(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
         row[name] = round(statistics.fmean(one[name] for one in passes), 4)
     row["points"] = round(100.0 * (row["predicted"] - row["measured"]), 2)
     return row | {"passes": list(passes)}
+
+
+def remembered(before: Sequence[Life], since: Sequence[Life]) -> list[Life]:
+    """What each worker of a profile did, and what the one in its place has done since."""
+    later = {life.worker: life for life in since}
+    return [replace(later[life.worker], steps=life.steps + later[life.worker].steps) for life in before]
 
 
 def lives_since(live: Live, begun_s: float) -> list[Life]:
@@ -251,7 +246,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, at each rate in each pass")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--profile-seconds", type=float, default=40.0)
-    parser.add_argument("--look-seconds", type=float, default=4.0, help="of other requests before each rate")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument(
@@ -270,7 +264,6 @@ def main() -> None:
         options.seconds,
         options.passes,
         options.profile_seconds,
-        options.look_seconds,
         options.seed,
     )
     begun_s, rows, profiles = time.monotonic(), [], {}

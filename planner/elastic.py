@@ -204,12 +204,13 @@ class Elastic(Cluster):
             self._give_up(reader)
 
     def _give_up(self, reader: Instance) -> None:
-        queue, since_s = reader.queue, self.clock.now_s - self._patience_s
-        while queue and queue[0].job.at_s < since_s and not queue[0].done:
-            run = queue.popleft()
-            reader.queued_tokens -= run.prompt
-            self._served[run.index] = Served(run.job, inf, inf, self.clock.now_s, "late")
-            self._said(run)
+        since_s = self.clock.now_s - self._patience_s
+        late = [one for one in reader.queue if one.job.at_s < since_s and not one.done]
+        for one in late:  # not always in order: those of an instance that left came last
+            reader.queue.remove(one)
+            reader.queued_tokens -= one.prompt
+            self._served[one.index] = Served(one.job, inf, inf, self.clock.now_s, "late")
+            self._said(one)
 
     @property
     def idle(self) -> bool:

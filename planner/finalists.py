@@ -83,7 +83,8 @@ class Found:
     def _multiplied(self, family: str) -> list[Finalist]:
         chosen, scored = [], self.whole(family).scored
         whole = (one for one in scored[FINALISTS:] if not staged(one.unit))
-        for one in (*scored[:FINALISTS], *islice(whole, family == "colocated")):
+        beside = islice(whole, 1) if family == "colocated" else ()
+        for one in (*scored[:FINALISTS], *beside):
             count = self.request.most(one.unit)
             chosen.append(Finalist(candidates.times(one.unit, count), one.rate * count))
         return chosen

@@ -29,6 +29,7 @@ from planner.windows import Bucket, Mix
 
 VERSION = 1
 MOST_HEAD = 1 << 20  # bytes of a first line
+BEGUN = b'{"type":"head"'
 PIECE = 1 << 16  # bytes that are read at once, from the end of a log
 
 
@@ -108,6 +109,8 @@ def _whole(path: Path) -> int | None:
             head = msgspec.json.decode(first, type=Head)
         except msgspec.DecodeError:
             head = None
+        if head is None and not first.endswith(b"\n") and first.startswith(BEGUN[: len(first)]):
+            return 0  # cut off in its first line
         if head is None or head.version != VERSION:
             why = f"{path} is not a decision log of this version, and would be appended to"
             raise ConfigError("the decision log cannot be opened", why, "name another file, or move this one")

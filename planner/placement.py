@@ -21,6 +21,7 @@ from planner.terms import Placement
 from planner.trial import Trial, joint
 from planner.verify import Verdict, carried, strengthened, verify
 
+MOST_JUDGED = 8  # placements that are asked whether they carry a rate by the product's own decisions
 SLACK = 0.02  # of attainment: what a plan may lack on fresh seeds, and still be called right
 NEEDS = {"colocated": ("colocated",), "low": ("disaggregated", "hybrid")}
 RESOURCES = ("prefill", "decode", "link", "memory")
@@ -147,45 +148,46 @@ def _judged(
     """
     if not request.verified:
         return None, options, ()
+    kept = [option for option in options if _good(request, option)]
     first: dict[tuple[str, bool], Option] = {}
-    for option in options:
-        if _good(
-            request, option
-        ):  # of colocated ones those with stages and without: there the simulators differ most
-            apart = option.family == "colocated" and staged(option.placement)
-            first.setdefault((option.family, apart), option)
+    for option in kept:  # of colocated ones those with stages and without: there the simulators differ most
+        apart = option.family == "colocated" and staged(option.placement)
+        first.setdefault((option.family, apart), option)
     if request.rate is not None:
-        best, verdict, refuted = _upheld(request, list(first.values()), request.rate, found)
+        best, verdict, refuted = _upheld(request, kept, list(first.values()), request.rate, found)
     else:
         judged = [(one, verify(request, one.placement, one.rate_rps, True)) for one in first.values()]
         best, verdict = max(judged, key=lambda one: (one[1].goodput_rps, -one[0].weight))
         refuted = ()
+        if not verdict.goodput_rps:
+            raise _too_tight(request)
     return verdict, [best, *(one for one in options if one.placement != best.placement)], refuted
 
 
 def _upheld(
-    request: Request, options: list[Option], rate: float, found: Found
+    request: Request, options: list[Option], first: list[Option], rate: float, found: Found
 ) -> tuple[Option, Verdict, tuple[str, ...]]:
-    """The lightest that carries the rate by the product's own decisions. `options` are the lightest first; those that
-    do not as they are get more instances, and if that does not help, all the hardware is tried.
+    """The lightest that carries the rate by the product's own decisions. `options` are the lightest first; the `first`
+    of each family get more instances if they do not as they are, and if that does not help, all the hardware is tried.
     """
     refuted: list[tuple[Option, Verdict]] = []
     best: tuple[Option, Verdict] | None = None
-    for option in options:
+    for option in options[:MOST_JUDGED]:
         verdict = verify(request, option.placement, rate, False)
         if verdict.goodput_rps:
             best = option, verdict
             break
         refuted.append((option, verdict))
-    for option, _ in refuted:
+    for option in [one for one, _ in refuted if one in first]:
         below = best[0].weight if best else math.inf
         if larger := strengthened(request, option.placement, rate, below):
             best = _option(request, larger, rate)
     if best is None:
         carries = _whole(request, found, rate)
-        best = next((_option(request, one, rate) for most, one in carries if most >= rate), None)
-        if best is None:
+        able = [one for most, one in carries if most >= rate]
+        if not able:
             raise _too_little(request, carries, rate)
+        best = _option(request, min(able, key=request.weight), rate)
     chosen = best[0]
     notes = [
         f"the search would take {option.placement}, but the product's scheduler and router keep only"

@@ -146,9 +146,13 @@ class Dynamo:
     def tick(self, now_s: float, workers: tuple[Worker, ...]) -> Decision:
         now = target = fleet_of(workers, READY, STARTING)
         due = now_s >= self._due_s and self._observed(now)
+        starting = any(worker.state == STARTING for worker in workers)
         if due and self._bound and not self.reactive:
             target = self._fitted(self._bound)
-        elif self.reactive and self._bound and not any(worker.state == STARTING for worker in workers):
+        elif due and self._bound and starting:  # it does not react meanwhile, but keeps to its lower bound
+            at_least = Fleet(max(now.prefill, self._bound.prefill), max(now.decode, self._bound.decode))
+            target = self._fitted(at_least)
+        elif self.reactive and self._bound and not starting:
             target = self._fitted(self._reacted(now, tuple(self.gauges())))
         trigger = "interval" if due else "" if target == now else "load"
         return Decision(now_s, trigger, now, target, tuple(self._actions(workers, now, target)))

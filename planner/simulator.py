@@ -285,7 +285,10 @@ class Simulation:
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Nothing that ends here is part of a cycle: to look for cycles as often as usual takes a sixth of the time."""
+    """Nothing that ends here is part of a cycle: to look for cycles as often as usual takes a sixth of the time.
+
+    The threshold is the whole process's, so simulations are to run one after the other.
+    """
     usual = gc.get_threshold()
     gc.set_threshold(max(YOUNG, usual[0]) if usual[0] else 0, *usual[1:])
     try:

@@ -187,9 +187,12 @@ def sized(request: Request, trial: Trial, start: Placement, rate: float) -> Plac
     helps most for its weight, and shrink again while the promises are kept.
     """
     found = grown(request, trial, start, rate)
-    if found is None:
-        return None
-    start, steps, shrinking = found, _steps(found), True
+    return None if found is None else shrunk(request, trial, found, rate)
+
+
+def shrunk(request: Request, trial: Trial, start: Placement, rate: float) -> Placement:
+    """`start`, which carries `rate`, without the instances that it can do without, one by one: the heaviest last."""
+    steps, shrinking = _steps(start), True
     while shrinking:
         less = [one for one in (_moved(start, step, -1) for step in steps) if one]
         less.sort(key=lambda one: (request.weight(one), str(one)))

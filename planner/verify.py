@@ -14,7 +14,7 @@ from planner.plan_file import StepsOf
 from planner.profile import Profile
 from planner.request import FRESH, Request
 from planner.simulator import deployment, simulate
-from planner.sizing import grown
+from planner.sizing import grown, shrunk
 from planner.terms import Job, Placement, Served, Slo
 from planner.trial import Trial, joint
 
@@ -90,7 +90,9 @@ def strengthened(request: Request, placement: Placement, rate: float, below: flo
 
     None if that is not enough, not lighter than `below`, or more than the hardware.
     """
-    return grown(request, _trial(request, placement, rate), placement, rate, GROWN, below)
+    trial = _trial(request, placement, rate)
+    found = grown(request, trial, placement, rate, GROWN, below)
+    return None if found is None else shrunk(request, trial, found, rate)
 
 
 def carried(request: Request, placement: Placement, rate: float) -> float:

@@ -25,10 +25,13 @@ def twin(
     """A deployment like `pools`, in which each worker steps as it did in `lives`.
 
     Args:
+        lives: one of each worker of `pools`.
         start: the part of what was noted (0 to 1) after which it begins; the rest comes first then.
         options: as `planner.simulator.deployment` has them.
     """
     workers = sorted(lives, key=lambda life: (life.role != "prefill", life.worker))
+    if len(workers) != pools.prefill + pools.decode and len(workers) != pools.colocated:
+        raise ValueError(f"{len(workers)} workers' steps are no {pools}")
     roles = [BOTH if pools.colocated else life.role for life in workers]
     placement = Placement(
         tuple(Pool(role, Split()) for role in roles), affinity="none" if pools.colocated else "high"

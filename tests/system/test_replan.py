@@ -71,9 +71,10 @@ class Load:
         """A long answer, read until the block ends; it is given up and asked for again before its last token."""
         while not self._over.is_set():
             body = self._body(number, 256, MOST_TOKENS) | {"stream": True}
-            tokens = 0
+            tokens, status = 0, 0
             try:
                 async with client.stream("POST", f"{self.url}/v1/completions", json=body) as got:
+                    status = got.status_code
                     async for line in got.aiter_lines():
                         tokens += line.startswith("data: {")
                         if '"error"' in line:
@@ -83,7 +84,7 @@ class Load:
             except httpx.HTTPError as error:
                 self.wrong.append(repr(error))
             if not tokens:
-                self.wrong.append(f"a stream of no token: {got.status_code}")
+                self.wrong.append(f"a stream of no token: {status}")
             if self.released.is_set():
                 return
 
@@ -168,8 +169,14 @@ def test_a_flip_whose_worker_is_killed_fails_and_the_fleet_goes_on(tmp_path: Pat
     with serve("--prefill", "1", "--decode", "2", *options) as served:
         load = Load(served.url, LONGBENCH, held=4)
         with load.flowing():
-            wait_for(lambda: bool(draining(served)), pause_s=0.01)
-            (victim,) = draining(served)
+            victims: list[str] = []
+
+            def turning() -> bool:
+                victims.extend(draining(served))
+                return bool(victims)
+
+            wait_for(turning, pause_s=0.01)
+            victim = victims[0]
             served.worker(victim).kill()
             wait_for(lambda: served.metric(ACTIONS, action="flip", outcome="failed") == 1)
             load.released.set()

@@ -15,16 +15,17 @@ from benchmarks.sim_accuracy import (
     merged,
     objectives,
     quantile,
+    remembered,
     summary,
     times,
 )
 from planner.cost import StepCost
 from planner.hardware import device
 from planner.profile import Overheads, Profile
-from planner.profiler import Life
+from planner.profiler import Life, Step
 from planner.shape import known
 from planner.tally import joint
-from planner.terms import Job, Served, Slo, Split
+from planner.terms import Batch, Job, Served, Slo, Split
 from planner.workload import synthetic
 from services.bench.measure import Measured
 
@@ -32,7 +33,7 @@ COST = StepCost((2e-3, 1e-4, 0.0), ((1e-3, 0.0, 2e-4),))
 PROFILE = Profile(
     known("embedded"), device("cpu"), {Split(): COST}, {Split(): 40_000}, "made up", {}, Overheads(1e-3, 2e-4)
 )
-SETTING = Setting(synthetic("sharegpt").shrunk(4, 2048), None, (1.0,), 5.0, 2, 1.0, 1.0, seed=3)
+SETTING = Setting(synthetic("sharegpt").shrunk(4, 2048), None, (1.0,), 5.0, 2, 1.0, seed=3)
 LIVES = {
     "1P1D": [Life("prefill-0", "prefill", 128), Life("decode-0", "decode", 0)],
     "colocated": [Life("decode-0", "decode", 0), Life("decode-1", "decode", 0)],
@@ -65,8 +66,7 @@ def test_objectives_leave_room_over_what_is_predicted_where_nobody_waits() -> No
 
 
 def test_each_pass_has_its_own_requests_and_a_row_is_their_mean() -> None:
-    first, second, others = SETTING.jobs(8.0, 0), SETTING.jobs(8.0, 1), SETTING.others(8.0, 0)
-    assert first != second and first[: len(others)] != others
+    assert SETTING.jobs(8.0, 0) != SETTING.jobs(8.0, 1)
     one = {"deployment": "1P1D", "rate": 8.0, "requests": 40, "failed": 0}
     passes = [
         one | {"predicted": 0.9, "measured": 0.8, "hindsight": 0.85},
@@ -75,6 +75,15 @@ def test_each_pass_has_its_own_requests_and_a_row_is_their_mean() -> None:
     row = merged(passes)
     assert (row["requests"], row["predicted"], row["measured"], row["points"]) == (80, 0.8, 0.77, 3.0)
     assert row["hindsight"] == 0.8 and row["passes"] == passes
+
+
+def test_a_worker_is_known_by_its_profile_and_by_what_the_one_in_its_place_did_since() -> None:
+    steps = [Step(float(at), at + 0.5, Batch(0, 0.0, 1, 9)) for at in range(4)]
+    before = [Life("prefill-0", "prefill", 128, steps[:1]), Life("decode-0", "decode", 0, steps[1:2])]
+    since = [Life("decode-0", "decode", 0, steps[2:]), Life("prefill-0", "prefill", 64)]
+    known_ = {life.worker: life for life in remembered(before, since)}
+    assert known_["decode-0"].steps == steps[1:] and known_["prefill-0"].steps == steps[:1]
+    assert known_["prefill-0"].saturation_tokens == 64, "of the deployment that is up"
 
 
 def test_points_are_summed_up_over_rows() -> None:

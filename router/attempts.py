@@ -181,10 +181,13 @@ class Attempts:
         return False
 
     def _again(self, live: Live, verdict: Verdict, now_s: float, avoid: frozenset[str] = frozenset()) -> None:
-        request = live.request
+        request, failed = (
+            live.request,
+            live.avoid | avoid,
+        )  # whoever failed it before is no better a choice now
         self.let_go(live)
         live.wait()
-        live.verdict, live.avoid = verdict, avoid
+        live.verdict, live.avoid = verdict, failed
         self.effects.append(Retried(request.id, verdict.code, request.epoch, len(request.output)))
         self.enter(live, Stage.ADMITTED, now_s)
         self.book(live)

@@ -33,7 +33,7 @@ class Live:
     losses: int = 0  # attempts that were given up for a worker that was lost or had to end
     failures: int = 0  # and for any other reason
     verdict: Verdict = NO_WORKERS  # of the last one
-    avoid: frozenset[str] = frozenset()  # by the next attempt, if it can
+    avoid: frozenset[str] = frozenset()  # who failed its attempts: others are taken if there are any
     fingerprint: str | None = None  # of the models that began its answer
 
     choice: Choice | None = None
@@ -99,7 +99,7 @@ class Live:
     def begin(self, choice: Choice, fingerprint: str, staged: bool) -> None:
         """Another attempt, of which no worker has heard yet."""
         self.choice, self.fingerprint, self.staged = choice, fingerprint, staged
-        self.avoid, self.target, self.ticket, self.heard = frozenset(), None, b"", set()
+        self.target, self.ticket, self.heard = None, b"", set()
         self.read_tokens = whole_chunks(self.need.prompt_tokens)
 
     def wait(self) -> None:

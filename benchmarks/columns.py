@@ -19,9 +19,8 @@ POOLS = {APART: Pools(), TOGETHER: Pools(0, 0, 2)}
 COLOCATED = ("colocated", "unchunked")
 FEWEST = 24  # requests of a run
 SAME = 0.03  # of a predicted goodput: closer ones are a tie
-STARTS = tuple(
-    5 * number % 8 / 8 for number in range(8)
-)  # of the steps that were noted: where runs begin to repeat them
+# Of the steps that were noted, where simulated runs begin to repeat them, one after the other.
+STARTS = tuple(5 * number % 8 / 8 for number in range(8))
 SIMULATED = 400  # requests at a simulated rate, at least
 OTHER = 1000  # the first seed of those: not the requests that are measured
 FAR_DOWN, FAR_UP = -14, 24  # powers of `STEP` around the pace of one request at a time that may be simulated

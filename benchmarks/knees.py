@@ -27,9 +27,8 @@ DRAWS = 400  # of requests, for an interval
 BELOW, ABOVE = "below", "above"  # all rates were too high; all of them were kept
 
 Floats = NDArray[np.float64]
-Fates = Mapping[
-    float, Sequence[bool]
-]  # by rate: whether each request kept its objective, in the order of arrival
+# By rate: whether each request kept its objective, in the order of arrival.
+Fates = Mapping[float, Sequence[bool]]
 
 
 @dataclass(frozen=True, slots=True)

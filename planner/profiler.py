@@ -233,9 +233,8 @@ def rhythm(cost: StepCost, life: Life, others: Sequence[Life]) -> Rhythm:
             for one, other, step in found
             if one == reads
         ]
-        mean = (
-            statistics.fmean(left) if left else 1.0
-        )  # small steps vary most, and any may get what was theirs
+        # Small steps vary most, and in a simulation any step may get what was theirs: so the mean is 1.
+        mean = statistics.fmean(left) if left else 1.0
         return tuple(ratio / mean for ratio in left) or (1.0,)
 
     return Rhythm(alone, beside, (tape(False), tape(True)))

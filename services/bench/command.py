@@ -25,7 +25,6 @@ from services.bench.options import REPLAY, Options
 from services.bench.report import TIMES
 from services.bench.study import Load, Search, Study
 from services.bench.target import Target, meet
-from services.cli.outputs import writable
 
 INTERRUPTED = 130
 DEFAULT_RATE, DEFAULT_HIGHEST = 1.0, 1e4
@@ -38,7 +37,6 @@ def bench(options: Options) -> int:
         ConfigError: the options, the workload or the address are wrong.
         StartError: nobody answers there, or no request of a run is answered; what was seen before is reported.
     """
-    _outputs(options)
     slo = options.slo
     ended: BaseException | None = None
     _allow_sockets()
@@ -62,15 +60,6 @@ def bench(options: Options) -> int:
     if isinstance(ended, StartError):
         raise ended
     return INTERRUPTED if ended is not None else 0
-
-
-def _outputs(options: Options) -> None:
-    """Raises ConfigError where what is found could not be written, before it is looked for."""
-    if options.save is not None:
-        writable(options.save, "--save")
-    if options.plot is not None:
-        for suffix in (".png", ".json"):
-            writable(options.plot.with_suffix(suffix), "--plot")
 
 
 def _allow_sockets() -> None:

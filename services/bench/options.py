@@ -11,6 +11,7 @@ from typing import Any
 from diptych.errors import ConfigError
 from diptych.load import URL_ENV
 from planner.terms import Slo
+from services.cli.outputs import unwritable
 
 POISSON, GAMMA, REPLAY = "poisson", "gamma", "replay"
 ENDPOINTS = ("auto", "completions", "chat")
@@ -123,11 +124,11 @@ class Options:
         if any(one is not None and not 0 < one < math.inf for one in given):
             told = ", ".join(f"{one:g}" for one in given if one is not None)
             yield "a rate is a number above 0", f"given: {told}", "--rate 2"
-        for name, path in (("--save", self.save), ("--plot", self.plot)):
-            if path is not None and not path.absolute().parent.is_dir():
-                yield f"{name} cannot be written", f"there is no folder {path.parent}", "make it first"
-            elif path is not None and path.is_dir():
-                yield f"{name} cannot be written", f"{path} is a folder", "name a file in it"
+        saved = [("--save", self.save)] if self.save is not None else []
+        plotted = [("--plot", self.plot.with_suffix(end)) for end in (".png", ".json")] if self.plot else []
+        for name, path in (*saved, *plotted):
+            if why := unwritable(path):
+                yield f"{name} cannot be written", why, "name another file"
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             yield (
                 "--api-key is no bearer key",

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from diptych.config import Config
 from planner.cost import StepCost
 from planner.profiler import Life, between_steps, rhythm
 from planner.simulator import Deployment, Machine, deployment
 from planner.terms import BOTH, Placement, Pool, Split
 from services.bench.measure import Measured, Pools
 
-SEQS, STEP_TOKENS, BEAT_S = 64, 512, 0.5  # what `diptych serve` does if it is told nothing else
+USUAL = Config()  # what `diptych serve` does if it is told nothing else
+BEAT_S = 0.5  # `diptych.config.GatewaySpec.beat_s`
 
 
 def twin(
@@ -37,8 +39,8 @@ def twin(
         tuple(Pool(role, Split()) for role in roles), affinity="none" if pools.colocated else "high"
     )
     usual: dict[str, Any] = {
-        "max_num_seqs": SEQS,
-        "max_num_batched_tokens": STEP_TOKENS,
+        "max_num_seqs": USUAL.max_num_seqs,
+        "max_num_batched_tokens": USUAL.max_num_batched_tokens,
         # not the profile's: a worker measures it anew whenever it starts
         "saturation_tokens": max(
             (life.saturation_tokens for life in workers if life.role == "prefill"), default=0

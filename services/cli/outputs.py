@@ -10,8 +10,7 @@ from diptych.errors import ConfigError
 
 def writable(path: Path, flag: str) -> None:
     """Raises ConfigError where `path`, as `flag` names it, could not be written later. Leaves nothing behind."""
-    why = _why_not(path)
-    if why:
+    if why := unwritable(path):
         raise ConfigError(f"{flag} {path} cannot be written", why, "name another file")
 
 
@@ -27,7 +26,7 @@ def folder(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {path} cannot be written", why, "name another folder")
 
 
-def _why_not(path: Path) -> str:
+def unwritable(path: Path) -> str:
     """Why a file cannot be written; "" if it can."""
     parent = path.absolute().parent
     try:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from diptych.config import Config
 from planner.cost import StepCost
 from planner.hardware import device
 from planner.profile import Overheads, Profile
@@ -14,7 +15,7 @@ from planner.shape import known
 from planner.simulator import simulate
 from planner.terms import BOTH, DECODE, PREFILL, Batch, Job, Link, Split
 from services.bench.measure import Measured, Pools
-from services.bench.twin import SEQS, STEP_TOKENS, twin
+from services.bench.twin import twin
 
 COST = StepCost((2e-3, 1e-4, 0.0), ((1e-3, 0.0, 2e-4),))
 WRITES, READS = Batch(0, 0.0, 1, 100), Batch(64, 4096.0)
@@ -50,7 +51,10 @@ def test_prefill_and_decode_workers_are_in_pools_of_their_own_kind() -> None:
         "the profile's, if none"
     )
     assert reads.saturation_tokens == 64
-    assert (reads.max_num_seqs, reads.max_num_batched_tokens) == (SEQS, STEP_TOKENS)
+    assert (reads.max_num_seqs, reads.max_num_batched_tokens) == (
+        Config().max_num_seqs,
+        Config().max_num_batched_tokens,
+    )
 
 
 def test_of_two_colocated_workers_each_has_its_own_pace() -> None:

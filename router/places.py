@@ -93,6 +93,7 @@ class Places:
     def rebind(self, live: Live, docket: Docket) -> str | None:
         """The best decode worker for what `live.source` reads or holds: loads change while a prompt is read.
 
+        Rather not one that failed the request before: the nearest would fail it again each time.
         Not one that has heard of this attempt, since it would take that for an old message. The request is off the
         books after this.
         """
@@ -107,7 +108,8 @@ class Places:
                 return None
             return None if decode.draining and not decode.expecting else decode.name
         barred |= {name for name in members if not docket.may_run(live.request.id, name)} - {live.source}
-        return rebind(live.source, live.need, self.view, barred)
+        others = rebind(live.source, live.need, self.view, barred | live.avoid)
+        return others or rebind(live.source, live.need, self.view, barred)
 
     def move_s(self, choice: Choice, need: Need) -> float:
         """How long moving the KV to the decode worker is predicted to take; 0 where nothing is moved."""

@@ -63,6 +63,22 @@ def test_a_failed_hand_off_is_read_again_twice(code: str) -> None:
     assert isinstance(end, Fail) and end.code == "kv_transfer_failed" and at_rest(world)
 
 
+def test_a_third_attempt_meets_nobody_who_failed_an_earlier_one() -> None:
+    world = linked(*(f"{role}-{number}" for role in ("prefill", "decode") for number in range(3)))
+    world.arrive("r")
+    met: list[str] = []
+    for epoch in range(3):
+        key = ("r", epoch)
+        (reader,) = (name for name, worker in world.workers.items() if key in worker.held)
+        world.first(reader, key)
+        world.flush(reader)
+        (writer,) = (name for name, worker in world.workers.items() if key in worker.held and name != reader)
+        world.fail(writer, key, "transfer_failed")
+        world.flush(writer)
+        met += [reader, writer]
+    assert len(set(met)) == 6
+
+
 def test_an_overloaded_worker_is_avoided() -> None:
     world = linked("prefill-0", "prefill-1", "decode-0")
     world.arrive("r")

@@ -12,7 +12,7 @@ from planner.simulator import simulate
 from planner.terms import Job, Served, Slo
 from planner.workload import Workload
 from services.bench.measure import Measured, Pools
-from services.bench.twin import twin
+from services.bench.twin import after, twin
 
 APART, TOGETHER = "apart", "together"
 POOLS = {APART: Pools(), TOGETHER: Pools(0, 0, 2)}
@@ -100,10 +100,8 @@ def foretold(
     expected: Expected = {regime: {} for regime in slos}
     for site in sites(slos, {regime: columns(slo) for regime, slo in slos.items()}).values():
         found, pools = known[site.column.kind], POOLS[site.column.kind]
-        twins = [
-            twin(pools, found, found.lives, start, prefix_caching=True, **site.column.options)
-            for start in STARTS
-        ]
+        first = twin(pools, found, found.lives, prefix_caching=True, **site.column.options)
+        twins = [after(first, start) for start in STARTS]
         walk = Walk(site.slos, pace, 0, FAR_DOWN, FAR_UP)
         while (power := walk.next()) is not None:
             walk.runs[power] = _simulated(twins, traffic, walk.rate(power))

@@ -11,8 +11,8 @@ Deployments of the embedded model with the same kernels, one compute thread a wo
     colocated       `--colocated 2`, prompts cut so that steps stay within the TPOT objective
     unchunked       `--colocated 2 --no-enable-chunked-prefill`, the paper's baseline
     auto            what the simulator expects most of: one of these, or 1 + 1 whose decode worker may read prompts
-                    too (`--local-prefill auto`); the simulator knows the machine by profiles, which are measured first
-                    as `diptych profile` does it (`--profile-seconds`, for each of two)
+                    too (`--local-prefill auto`); the simulator knows the machine by profiles, which are measured before
+                    as `diptych profile` does it (`--profile-seconds`, for each of two, with the same workload)
 
 Lengths are like ShareGPT, HumanEval and LongBench, divided by `--shrink`. Objectives follow from what the machine does
 when nothing else is asked: the 90th percentiles of TTFT and TPOT of single requests, times the factors in `REGIMES`.
@@ -67,7 +67,7 @@ from benchmarks.columns import (
 from benchmarks.knees import TARGET, Goodput, Walk, counted
 from benchmarks.serving import serving
 from planner.terms import Job, Slo
-from planner.workload import SYNTHETIC, Mix, Workload, synthetic
+from planner.workload import SYNTHETIC, Workload, synthetic
 from services.bench import measure as profiling
 from services.bench.drive import Drive, Plan, Run
 from services.bench.measure import Measured
@@ -204,10 +204,10 @@ def play(options: argparse.Namespace) -> dict[str, dict[str, Cell]]:
         name: Traffic(synthetic(name).shrunk(options.shrink, CONTEXT), options.seconds)
         for name in options.workloads
     }
-    known, calm = learn(options, traffics)
     found = {}
     for name, traffic in traffics.items():
-        found[name] = cells(options, traffic, known, calm[name], name)
+        known, calm = learn(options, traffic)
+        found[name] = cells(options, traffic, known, calm, name)
         for regime, cell in found[name].items():
             say(json.dumps({name: {regime: cell.told()}}))  # of a long run nothing is lost
     return found
@@ -222,21 +222,20 @@ class Calm:
     pace: float
 
 
-def learn(
-    options: argparse.Namespace, traffics: Mapping[str, Traffic]
-) -> tuple[dict[str, Measured], dict[str, Calm]]:
-    """What the simulator needs to know of each kind, and the unloaded times of each workload on one of each role.
+def learn(options: argparse.Namespace, traffic: Traffic) -> tuple[dict[str, Measured], Calm]:
+    """What the simulator needs to know of each kind, and the unloaded times on one of each role.
 
-    Colocated workers are profiled without an objective: with one, the sizes of steps would tell of the machine's mood.
+    With the workload itself, and just before it is measured: what workers do to each other depends on what they do, and
+    the machine is shared. Colocated workers are profiled without an objective: with one, the sizes of steps would tell
+    of the machine's mood.
     """
-    known, calm = {}, {}
-    mix = Mix([(name, 1.0, one.workload, Slo()) for name, one in traffics.items()])
+    known = {}
     for kind, pools in POOLS.items():
         with profiling.deployed(pools, "", COMMON) as live:
-            known[kind] = profiling.measure(live, mix, options.profile_seconds)
+            known[kind] = profiling.measure(live, traffic.workload, options.profile_seconds)
             say(f"{pools}: profiled")
             if kind == APART:
-                calm = {name: alone(live, one.workload) for name, one in traffics.items()}
+                calm = alone(live, traffic.workload)
     return known, calm
 
 
@@ -330,7 +329,7 @@ def estimate_s(options: argparse.Namespace) -> float:
     deployments = len(own) + sum(each) * len(options.regimes)
     each_s: float = options.seeds * (RUNS * (LONGER * options.seconds + 1.5) + UP_S)
     profiles_s: float = len(POOLS) * (options.profile_seconds + START_S)
-    return profiles_s + len(options.workloads) * (FORETELL_S + deployments * each_s)
+    return len(options.workloads) * (profiles_s + FORETELL_S + deployments * each_s)
 
 
 def say(text: str) -> None:
@@ -347,9 +346,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=SYNTHETIC, default=list(SYNTHETIC))
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
-    parser.add_argument(
-        "--profile-seconds", type=float, default=30.0, help="of load, for each of two profiles"
-    )
+    parser.add_argument("--profile-seconds", type=float, default=30.0, help="of load, for each profile")
     parser.add_argument("--seconds", type=float, default=8.0, help="of arrivals in a run")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--shrink", type=float, default=4.0, help="lengths are divided by this")

@@ -1,13 +1,13 @@
 """Does the simulator say how this machine will fare?
 
-    python -m benchmarks.sim_accuracy [--json] [--only 1P1D] [--seconds 20] [--passes 3] [--profile-seconds 40]
+    python -m benchmarks.sim_accuracy [--json] [--only 1P1D] [--seconds 8] [--passes 12] [--profile-seconds 40]
 
 For one prefill and one decode worker, and for two colocated ones: the deployment is profiled, as `diptych profile` does
 it, and the real mode of the simulator finds the knee. At each rate around it the simulator predicts attainment from
 what each worker has done so far, how fast and how unsteadily, and the same requests at the same moments are then sent.
 Nothing is fitted to what is compared. All rates are gone through `--passes` times, each time with other requests, and a
-row is the mean of its passes: the machine is shared and changes from minute to minute. `--rates` are multiples of the
-predicted knee.
+row is the mean of its passes: the machine is shared and changes from second to second and from minute to minute, so
+that many short passes say more of it than few long ones. `--rates` are multiples of the predicted knee.
 
 Colocated workers are profiled without a TPOT objective and measured with one: with it the engine reads fewer tokens in
 a step when the machine is slow, so that the size of a step would tell of the machine as well.
@@ -15,7 +15,8 @@ a step when the machine is slow, so that the size of a step would tell of the ma
 Figures: `mean_abs_points`, `max_abs_points` (predicted - measured attainment, in points, over all rows; the paper's
 table 2: below 2 on A100s), `mean_points` with its sign, `rows`, and by deployment the held-out error of step times
 (C9). `hindsight` is what the simulator says with the rhythm of the very steps that ran, afterwards: no prediction, but
-its own part of the error. `measured_over_cost` is of those steps, by worker and kind.
+its own part of the error. `spread` of a row is the standard error of its points, from how its passes differ.
+`measured_over_cost` is of the steps that ran, by worker and kind.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 from planner.cost import StepCost
 from planner.profile import Profile
 from planner.profiler import Life, balance, kind_of
-from planner.simulator import Deployment, simulate
+from planner.simulator import simulate
 from planner.tally import joint
 from planner.terms import Job, Served, Slo
 from planner.workload import Workload, synthetic
@@ -42,7 +43,7 @@ from services.bench.drive import Plan
 from services.bench.measure import Live, Measured, Pools, deployed, measure
 from services.bench.profiling import told as told_of
 from services.bench.target import rest
-from services.bench.twin import twin
+from services.bench.twin import after, twin
 
 RATES = (0.6, 0.8, 0.95, 1.05, 1.2, 1.4)  # times the predicted knee
 WARMUP = 0.1  # of a run
@@ -82,15 +83,13 @@ class Model:
     found: Measured
     slo: Slo | None = None
 
-    def at(self, lives: Sequence[Life], start: float) -> Deployment:
-        tpot_s = self.slo.tpot_s if self.pools.colocated and self.slo is not None else None
-        return twin(self.pools, self.found, lives, start, tpot_s=tpot_s)
-
     def serve(
         self, jobs: Sequence[Job], lives: Sequence[Life], starts: Sequence[float] = STARTS
     ) -> list[Served]:
         """How the requests would fare, once for each start."""
-        return [one for start in starts for one in simulate(self.at(lives, start), jobs)]
+        tpot_s = self.slo.tpot_s if self.pools.colocated and self.slo is not None else None
+        like = twin(self.pools, self.found, lives, tpot_s=tpot_s)
+        return [one for start in starts for one in simulate(after(like, start), jobs)]
 
 
 def objectives(model: Model, setting: Setting, pace: float) -> Slo:
@@ -161,7 +160,15 @@ def merged(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in ("predicted", "measured", "hindsight"):
         row[name] = round(statistics.fmean(one[name] for one in passes), 4)
     row["points"] = round(100.0 * (row["predicted"] - row["measured"]), 2)
-    return row | {"passes": list(passes)}
+    return row | {"spread": spread(passes), "passes": list(passes)}
+
+
+def spread(passes: Sequence[dict[str, Any]]) -> float | None:
+    """Standard error of a row's points, from how its passes differ; None of a single one."""
+    if len(passes) < 2:
+        return None
+    off: list[float] = [100.0 * (one["predicted"] - one["measured"]) for one in passes]
+    return round(statistics.stdev(off) / math.sqrt(len(off)), 2)
 
 
 def remembered(before: Sequence[Life], since: Sequence[Life]) -> list[Life]:
@@ -243,8 +250,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(DEPLOYMENTS), default=list(DEPLOYMENTS))
     parser.add_argument("--workload", default="sharegpt")
     parser.add_argument("--shrink", type=float, default=4.0)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, at each rate in each pass")
-    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of arrivals, at each rate in each pass")
+    parser.add_argument("--passes", type=int, default=12)
     parser.add_argument("--profile-seconds", type=float, default=40.0)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--seed", type=int, default=7)

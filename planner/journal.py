@@ -13,6 +13,7 @@ asks another judge), and compares what it decides.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -71,16 +72,21 @@ class Journal:
     def __init__(self, path: str | Path | None = None) -> None:
         """A line that a crash had cut off is taken away, so that what follows can be read.
 
-        Raises ConfigError: the file cannot be written, or there is one that is no decision log of this version.
+        Raises ConfigError: the file cannot be written, another deployment writes it, or there is one that is no
+        decision log of this version.
         """
         self._file: IO[bytes] | None = None
         if path is None:
             return
         try:
-            whole = _whole(Path(path))
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by close()
+            _claim(self._file)
+            whole = _whole(Path(path))
             if whole is not None and whole < self._file.tell():
                 self._file.truncate(whole)
+        except ConfigError:
+            self.close()
+            raise
         except OSError as error:
             fix = "name a file in a folder that can be written to"
             raise ConfigError("the decision log cannot be opened", f"{path}: {error.strerror}", fix) from None
@@ -94,6 +100,19 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _claim(file: IO[bytes]) -> None:
+    """Lines of two deployments in one log could not be told apart. Raises ConfigError: another one has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        why = f"another deployment is writing {file.name}"
+        raise ConfigError(
+            "the decision log cannot be opened", why, "name another file for this one"
+        ) from None
+    except OSError:
+        return  # a file system without locks
 
 
 def _whole(path: Path) -> int | None:

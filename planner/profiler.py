@@ -31,6 +31,7 @@ LEAST = 3  # steps that a bin needs to count, where there are bins enough
 ENOUGH = 12  # bins
 CUT = 0.01  # of the longest steps of a bin, if it has a hundred: the machine did something else
 COMMON = 8  # steps in a state, from which on it is judged by them
+ROUNDS = 4  # of dividing steps by what their neighbours did to them, and fitting what is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,30 @@ def fit_costs(steps: Sequence[Step]) -> Costs:
     return Costs(cost, errors, counts)
 
 
+def fit_apart(lives: Sequence[Life], cost: StepCost) -> StepCost:
+    """The cost of a step without what goes on beside it, to be multiplied by a `rhythm`. `cost` is the one with it.
+
+    Many rows are written when all workers are busy. So a line through all steps takes for the rows what is the
+    neighbours', and a rhythm adds it once more. Here each worker's steps of each state are divided by how much longer
+    they took than the cost, and fitted again, until both agree.
+    """
+    found = [(_states(life, [other for other in lives if other is not life]), life) for life in lives]
+    for _ in range(ROUNDS):
+        even: list[Step] = []
+        for states, life in found:
+            alike: dict[tuple[bool, bool], list[Step]] = defaultdict(list)
+            for state, step in zip(states, life.steps, strict=True):
+                alike[state].append(step)
+            for some in alike.values():
+                longer = balance(cost, some) if len(some) >= COMMON else 1.0
+                even += [replace(step, ended_s=step.begun_s + step.seconds / longer) for step in some]
+        try:
+            cost = fit_costs(even).cost
+        except ConfigError:  # a part of it has too few sizes
+            return cost
+    return cost
+
+
 def _apart(kinds: Mapping[str, Sequence[Step]]) -> tuple[StepCost, dict[str, Error]]:
     reading, writing = means(kinds["prefill"], _reading), means(kinds["decode"], _writing)
     first = fit_prefill([(batch.tokens, batch.squares, seconds) for batch, seconds in reading])
@@ -214,8 +239,7 @@ def rhythm(cost: StepCost, life: Life, others: Sequence[Life]) -> Rhythm:
 
     A state that was rare is like the rest of its kind, and a kind that it had none of is as long as the others' were.
     """
-    busy = _Busy(others)
-    found = [(bool(step.batch.tokens), busy.at(step.begun_s), step) for step in life.steps]
+    found = [(*state, step) for state, step in zip(_states(life, others), life.steps, strict=True)]
     elsewhere = [step for other in others for step in other.steps]
 
     def factor(reads: bool, beside: bool) -> float:
@@ -238,6 +262,12 @@ def rhythm(cost: StepCost, life: Life, others: Sequence[Life]) -> Rhythm:
         return tuple(ratio / mean for ratio in left) or (1.0,)
 
     return Rhythm(alone, beside, (tape(False), tape(True)))
+
+
+def _states(life: Life, others: Sequence[Life]) -> list[tuple[bool, bool]]:
+    """Of each step: whether it reads, and whether another worker was in a step when it began."""
+    busy = _Busy(others)
+    return [(bool(step.batch.tokens), busy.at(step.begun_s)) for step in life.steps]
 
 
 class _Busy:

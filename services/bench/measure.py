@@ -27,6 +27,7 @@ import uvloop
 
 from diptych.errors import StartError
 from planner import profiler
+from planner.cost import StepCost
 from planner.hardware import device
 from planner.profile import Profile
 from planner.profiler import Life, Move, Step
@@ -38,6 +39,9 @@ from services.bench.target import Target, meet
 from services.cli.ports import claim
 
 DEPTHS = (1, 2, 4, 8, 16)  # requests open at a time
+# Of the most requests a second that were served: how many then come as they like. With a fixed number of them open,
+# many rows go with busy neighbours, and the two could not be told apart.
+SHARES = (0.4, 0.6, 0.8)
 FIRST = 12  # requests of a stage, at least
 FEWEST = 3  # requests of a stage for each that is open
 START_S, STOP_S = 300.0, 60.0
@@ -177,7 +181,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(slots=True)
 class Stage:
-    """A part of the measurement with so many requests open at a time. `ttfts_s` are as the client saw them."""
+    """A part of the measurement with so many requests open at a time; 0: they came as they liked. `ttfts_s` are as the
+    client saw them.
+    """
 
     depth: int
     begun_s: float
@@ -192,13 +198,17 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A profile, L_m of the workers that only read (0: there are none), and what it was made from."""
+    """A profile, L_m of the workers that only read (0: there are none), and what it was made from.
+
+    `own` is the cost without what workers did to each other; the profile's is a mean in which that is.
+    """
 
     profile: Profile
     saturation_tokens: int
     lives: list[Life]
     stages: list[Stage]
     counts: dict[str, int]
+    own: StepCost
 
     def steps(self, stage: Stage) -> list[Step]:
         """All workers' steps of that part."""
@@ -209,23 +219,34 @@ class Measured:
 def stages(
     live: Live, workload: Source, seconds: float, depths: Sequence[int], seed: int, pace: float, say: Say
 ) -> list[Stage]:
-    """Serve the workload at each depth, for about `seconds` in all; `pace` is expected of the first."""
+    """Serve the workload at each depth, then at `SHARES` of the best pace, for about `seconds` in all.
+
+    `pace` is expected of the first. Raises StartError: not one request was answered.
+    """
     done: list[Stage] = []
+    each_s = seconds / (len(depths) + len(SHARES))
     for number, depth in enumerate(depths):
-        each_s = seconds / len(depths)
-        count = round((done[-1].pace if done else pace) * each_s)
-        jobs = workload.sample(max(FIRST, FEWEST * depth, count), 1.0, seed + number)
-        begun_s = time.monotonic()
-        run = live.drive([replace(job, at_s=0.0) for job in jobs], Plan(Slo(), concurrency=depth))
-        stage = Stage(depth, begun_s, time.monotonic())
-        stage.ttfts_s = [one.served.ttft_s - one.late_s for one in run.seen if not one.served.failed]
-        if not stage.ttfts_s:
-            raise StartError(
-                "not one request was answered", run.seen[0].told if run.seen else "none was sent"
-            )
-        say(f"{live.pools}: {depth} at a time, {len(jobs)} requests, {stage.pace:.3g} a second")
-        done.append(stage)
+        count = max(FIRST, FEWEST * depth, round((done[-1].pace if done else pace) * each_s))
+        jobs = [replace(job, at_s=0.0) for job in workload.sample(count, 1.0, seed + number)]
+        done.append(_served(live, jobs, depth))
+        say(f"{live.pools}: {depth} at a time, {count} requests, {done[-1].pace:.3g} a second")
+    best = max(stage.pace for stage in done)
+    for number, share in enumerate(SHARES, len(depths)):
+        rate = share * best
+        jobs = workload.sample(max(FIRST, round(rate * each_s)), rate, seed + number)
+        done.append(_served(live, jobs, 0))
+        say(f"{live.pools}: {rate:.3g} a second come, {len(jobs)} requests")
     return done
+
+
+def _served(live: Live, jobs: Sequence[Job], depth: int) -> Stage:
+    begun_s = time.monotonic()
+    run = live.drive(jobs, Plan(Slo(), concurrency=depth or None))
+    stage = Stage(depth, begun_s, time.monotonic())
+    stage.ttfts_s = [one.served.ttft_s - one.late_s for one in run.seen if not one.served.failed]
+    if not stage.ttfts_s:
+        raise StartError("not one request was answered", run.seen[0].told if run.seen else "none was sent")
+    return stage
 
 
 def measure(
@@ -242,8 +263,9 @@ def measure(
         ConfigError: the workload has too few unlike requests to fit costs to.
         StartError: no request was answered.
     """
-    cold = stages(live, workload, 0.0, (depths[0],), seed + 1000, 0.0, lambda told: None)
-    done = stages(live, workload, seconds, depths, seed, cold[0].pace, say)
+    first = [replace(job, at_s=0.0) for job in workload.sample(FIRST, 1.0, seed + 1000)]
+    cold = _served(live, first, depths[0])
+    done = stages(live, workload, seconds, depths, seed, cold.pace, say)
     lives = [life.between(done[0].begun_s, done[-1].ended_s) for life in live.lives()]
     alone = done[0]  # with one at a time nobody waits for a step to end, which the simulator knows by itself
     calm = [life.between(alone.begun_s, alone.ended_s) for life in lives]
@@ -255,7 +277,8 @@ def measure(
     source = f"measured on this machine: {live.pools}, {len(lives)} workers, {os.cpu_count()} cores"
     made = profiler.profile(shape, device("cpu"), Split(), room, costs, beside, source)
     busy = [life.saturation_tokens for life in lives if life.role == "prefill"]
-    return Measured(made, max(busy, default=0), lives, done, dict(costs.counts))
+    own = profiler.fit_apart(lives, costs.cost)
+    return Measured(made, max(busy, default=0), lives, done, dict(costs.counts), own)
 
 
 def _shape(live: Live) -> tuple[Shape, int]:

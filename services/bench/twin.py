@@ -1,6 +1,6 @@
 """The simulated twin of a deployment that was measured on this machine.
 
-Every worker is an instance of its own, with the costs of the profile and the rhythm of its own steps: on a machine
+Every worker is an instance of its own, with the costs that were measured and the rhythm of its own steps: on a machine
 that workers, gateway and client share, two equal workers are not equally fast.
 """
 
@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from diptych.config import Config
-from planner.cost import StepCost
 from planner.profiler import Life, between_steps, rhythm
 from planner.simulator import Deployment, Machine, deployment
 from planner.terms import BOTH, Placement, Pool, Split
@@ -21,15 +20,10 @@ USUAL = Config()  # what `diptych serve` does if it is told nothing else
 BEAT_S = 0.5  # `diptych.config.GatewaySpec.beat_s`
 
 
-def twin(
-    pools: Pools, found: Measured, lives: Sequence[Life], start: float = 0.0, **options: Any
-) -> Deployment:
-    """A deployment like `pools`, in which each worker steps as it did in `lives`.
+def twin(pools: Pools, found: Measured, lives: Sequence[Life], **options: Any) -> Deployment:
+    """A deployment like `pools`, in which each worker steps as it did in `lives`: one of each worker of `pools`.
 
-    Args:
-        lives: one of each worker of `pools`.
-        start: the part of what was noted (0 to 1) after which it begins; the rest comes first then.
-        options: as `planner.simulator.deployment` has them.
+    `options` are as `planner.simulator.deployment` has them.
     """
     workers = sorted(lives, key=lambda life: (life.role != "prefill", life.worker))
     if len(workers) != pools.prefill + pools.decode and len(workers) != pools.colocated:
@@ -50,10 +44,19 @@ def twin(
     plain = deployment(placement, found.profile, **(usual | options))
 
     def paced(machine: Machine, life: Life) -> Machine:
-        assert isinstance(machine.cost, StepCost)
         others = [other for other in workers if other is not life]
-        own = rhythm(machine.cost, life, others).after(start)
-        return replace(machine, rhythm=own, step_s=between_steps([life]) or machine.step_s)
+        own = rhythm(found.own, life, others)
+        step_s = between_steps([life]) or machine.step_s
+        return replace(machine, cost=found.own, rhythm=own, step_s=step_s)
 
     machines = tuple(paced(machine, life) for machine, life in zip(plain.machines, workers, strict=True))
     return replace(plain, machines=machines)
+
+
+def after(twin: Deployment, start: float) -> Deployment:
+    """The same deployment, beginning after that part (0 to 1) of what was noted of the steps; the rest comes first."""
+
+    def moved(machine: Machine) -> Machine:
+        return machine if machine.rhythm is None else replace(machine, rhythm=machine.rhythm.after(start))
+
+    return replace(twin, machines=tuple(moved(machine) for machine in twin.machines))

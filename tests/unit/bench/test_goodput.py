@@ -335,7 +335,7 @@ def measured(roles: list[str]) -> Measured:
         )
         for number, role in enumerate(roles)
     ]
-    return Measured(profile, 0, lives, [], {})
+    return Measured(profile, 0, lives, [], {}, cost)
 
 
 def test_the_simulator_sees_what_objectives_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def measured(*lives: Life) -> Measured:
     profile = Profile(
         known("embedded"), device("cpu"), {Split(): COST}, {Split(): 40_000}, "test", {}, beside
     )
-    return Measured(profile, 64, list(lives), [], {})
+    return Measured(profile, 64, list(lives), [], {}, COST)
 
 
 def life(worker: str, role: str, batch: Batch, ratio: float, gap_s: float) -> Life:

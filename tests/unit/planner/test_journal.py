@@ -62,6 +62,19 @@ def test_a_log_that_is_there_is_appended_to(tmp_path: Path) -> None:
     assert [list(life) for life in lives(read(path))] == [lines, lines]
 
 
+def test_a_log_that_another_deployment_writes_is_not_shared(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    first = Journal(path)
+    first.write(Head(Policy(budget=4)))
+    with pytest.raises(ConfigError) as refused:
+        Journal(path)
+    assert "another deployment" in refused.value.why
+    first.write(LOOK)
+    first.close()
+    Journal(path).close()
+    assert len(path.read_bytes().splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     "content", [b"precious\n", b"\xff\x00" * 2_000_000, b'{"type":"head","version":2}\n']
 )

@@ -42,7 +42,7 @@ LIVES = {
 
 def model(name: str) -> Model:
     """A deployment whose steps take just what they cost."""
-    return Model(DEPLOYMENTS[name], Measured(PROFILE, 128, LIVES[name], [], {}))
+    return Model(DEPLOYMENTS[name], Measured(PROFILE, 128, LIVES[name], [], {}, COST))
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)

@@ -12,7 +12,7 @@ from planner.simulator import simulate
 from planner.terms import Job, Served, Slo
 from planner.workload import Workload
 from services.bench.measure import Measured, Pools
-from services.bench.twin import after, twin
+from services.bench.twin import after, own_costs, twin
 
 APART, TOGETHER = "apart", "together"
 POOLS = {APART: Pools(), TOGETHER: Pools(0, 0, 2)}
@@ -98,9 +98,12 @@ def foretold(
     `pace` is where it begins to look: requests a second of one at a time.
     """
     expected: Expected = {regime: {} for regime in slos}
+    own = {kind: own_costs(found).cost for kind, found in known.items()}
     for site in sites(slos, {regime: columns(slo) for regime, slo in slos.items()}).values():
         found, pools = known[site.column.kind], POOLS[site.column.kind]
-        first = twin(pools, found, found.lives, prefix_caching=True, **site.column.options)
+        first = twin(
+            pools, found, own[site.column.kind], found.lives, prefix_caching=True, **site.column.options
+        )
         twins = [after(first, start) for start in STARTS]
         walk = Walk(site.slos, pace, 0, FAR_DOWN, FAR_UP)
         while (power := walk.next()) is not None:

@@ -83,6 +83,7 @@ COLUMNS = ("disaggregated", *COLOCATED, "auto")
 COMMON = ("--kv-cache-memory-bytes", "256MiB")
 CONTEXT = 1900
 ALONE = 24  # requests that are measured one by one
+LEARN = 2000  # the first seed of a profile: not the requests that are measured
 
 DOWN, UP = -9, 12  # powers of STEP around the predicted goodputs that may be run
 
@@ -232,7 +233,7 @@ def learn(options: argparse.Namespace, traffic: Traffic) -> tuple[dict[str, Meas
     known = {}
     for kind, pools in POOLS.items():
         with profiling.deployed(pools, "", COMMON) as live:
-            known[kind] = profiling.measure(live, traffic.workload, options.profile_seconds)
+            known[kind] = profiling.measure(live, traffic.workload, options.profile_seconds, seed=LEARN)
             say(f"{pools}: profiled")
             if kind == APART:
                 calm = alone(live, traffic.workload)
@@ -242,7 +243,7 @@ def learn(options: argparse.Namespace, traffic: Traffic) -> tuple[dict[str, Meas
 def alone(live: profiling.Live, workload: Workload) -> Calm:
     """Raises RuntimeError if a request failed."""
     ttft_s, tpot_s, took_s = [], [], 0.0
-    for job in workload.sample(ALONE, 1.0, 0):
+    for job in workload.sample(ALONE, 1.0, LEARN - 1):
         served = live.drive([replace(job, at_s=0.0)], Plan(Slo())).seen[0].served
         if served.failed:
             raise RuntimeError(f"a request that was alone failed: {served.failed}")

@@ -80,7 +80,8 @@ class Journal:
             return
         try:
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by close()
-            _claim(self._file)
+            if Path(path).is_file():
+                _claim(self._file)
             whole = _whole(Path(path))
             if whole is not None and whole < self._file.tell():
                 self._file.truncate(whole)
@@ -88,6 +89,7 @@ class Journal:
             self.close()
             raise
         except OSError as error:
+            self.close()
             fix = "name a file in a folder that can be written to"
             raise ConfigError("the decision log cannot be opened", f"{path}: {error.strerror}", fix) from None
 
@@ -107,7 +109,7 @@ def _claim(file: IO[bytes]) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        why = f"another deployment is writing {file.name}"
+        why = f"{file.name} is being written already, by another deployment"
         raise ConfigError(
             "the decision log cannot be opened", why, "name another file for this one"
         ) from None

@@ -31,7 +31,9 @@ LEAST = 3  # steps that a bin needs to count, where there are bins enough
 ENOUGH = 12  # bins
 CUT = 0.01  # of the longest steps of a bin, if it has a hundred: the machine did something else
 COMMON = 8  # steps in a state, from which on it is judged by them
-ROUNDS = 4  # of dividing steps by what their neighbours did to them, and fitting what is left
+# Of dividing steps by what their neighbours did to them, and fitting what is left: so often at most, and how little the
+# mean of a state moves in the last round.
+ROUNDS, SETTLED = 40, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,28 +155,39 @@ def fit_costs(steps: Sequence[Step]) -> Costs:
     return Costs(cost, errors, counts)
 
 
-def fit_apart(lives: Sequence[Life], cost: StepCost) -> StepCost:
+def fit_apart(lives: Sequence[Life], cost: StepCost) -> Costs:
     """The cost of a step without what goes on beside it, to be multiplied by a `rhythm`. `cost` is the one with it.
 
     Many rows are written when all workers are busy. So a line through all steps takes for the rows what is the
     neighbours', and a rhythm adds it once more. Here each worker's steps of each state are divided by how much longer
     they took than the cost, and fitted again, until both agree.
+
+    Raises:
+        ConfigError: as `fit_costs`.
     """
-    found = [(_states(life, [other for other in lives if other is not life]), life) for life in lives]
+    groups = [group for life in lives for group in _alike(life, [one for one in lives if one is not life])]
+    before = [math.inf] * len(groups)
     for _ in range(ROUNDS):
-        even: list[Step] = []
-        for states, life in found:
-            alike: dict[tuple[bool, bool], list[Step]] = defaultdict(list)
-            for state, step in zip(states, life.steps, strict=True):
-                alike[state].append(step)
-            for some in alike.values():
-                longer = balance(cost, some) if len(some) >= COMMON else 1.0
-                even += [replace(step, ended_s=step.begun_s + step.seconds / longer) for step in some]
-        try:
-            cost = fit_costs(even).cost
-        except ConfigError:  # a part of it has too few sizes
-            return cost
-    return cost
+        longer = [balance(cost, group) if len(group) >= COMMON else 1.0 for group in groups]
+        even = [
+            replace(step, ended_s=step.begun_s + step.seconds / times)
+            for group, times in zip(groups, longer, strict=True)
+            for step in group
+        ]
+        costs = fit_costs(even)
+        cost = costs.cost
+        if max((abs(now - then) for now, then in zip(longer, before, strict=True)), default=0.0) < SETTLED:
+            break
+        before = longer
+    return costs
+
+
+def _alike(life: Life, others: Sequence[Life]) -> list[list[Step]]:
+    """A worker's steps by their state."""
+    found: dict[tuple[bool, bool], list[Step]] = defaultdict(list)
+    for state, step in zip(_states(life, others), life.steps, strict=True):
+        found[state].append(step)
+    return list(found.values())
 
 
 def _apart(kinds: Mapping[str, Sequence[Step]]) -> tuple[StepCost, dict[str, Error]]:

@@ -2,7 +2,7 @@
 
 The deployment is the product's own, started for this, with logs of its steps and of its requests. Requests are sent as
 others end (a fixed number of them open at a time), so that no rate has to be known before; from one at a time, where a
-request meets nobody, to as many as keep every worker busy.
+request meets nobody, to as many as keep every worker busy. Then they come as they like, at shares of the best pace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import uvloop
 
 from diptych.errors import StartError
 from planner import profiler
-from planner.cost import StepCost
 from planner.hardware import device
 from planner.profile import Profile
 from planner.profiler import Life, Move, Step
@@ -41,7 +40,7 @@ from services.cli.ports import claim
 DEPTHS = (1, 2, 4, 8, 16)  # requests open at a time
 # Of the most requests a second that were served: how many then come as they like. With a fixed number of them open,
 # many rows go with busy neighbours, and the two could not be told apart.
-SHARES = (0.4, 0.6, 0.8)
+OPEN = (0.4, 0.6, 0.8)
 FIRST = 12  # requests of a stage, at least
 FEWEST = 3  # requests of a stage for each that is open
 START_S, STOP_S = 300.0, 60.0
@@ -181,34 +180,31 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(slots=True)
 class Stage:
-    """A part of the measurement with so many requests open at a time; 0: they came as they liked. `ttfts_s` are as the
-    client saw them.
+    """A part of the measurement with so many requests open at a time, or (None) such that came at a rate a second.
+    `ttfts_s` are as the client saw them.
     """
 
-    depth: int
+    depth: int | None
     begun_s: float
     ended_s: float
     ttfts_s: list[float] = field(default_factory=list)
+    rate: float | None = None
 
     @property
     def pace(self) -> float:
-        """Requests a second."""
+        """Requests a second; of such that came as they liked, what was asked for at most."""
         return len(self.ttfts_s) / (self.ended_s - self.begun_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A profile, L_m of the workers that only read (0: there are none), and what it was made from.
-
-    `own` is the cost without what workers did to each other; the profile's is a mean in which that is.
-    """
+    """A profile, L_m of the workers that only read (0: there are none), and what it was made from."""
 
     profile: Profile
     saturation_tokens: int
     lives: list[Life]
     stages: list[Stage]
     counts: dict[str, int]
-    own: StepCost
 
     def steps(self, stage: Stage) -> list[Step]:
         """All workers' steps of that part."""
@@ -219,31 +215,34 @@ class Measured:
 def stages(
     live: Live, workload: Source, seconds: float, depths: Sequence[int], seed: int, pace: float, say: Say
 ) -> list[Stage]:
-    """Serve the workload at each depth, then at `SHARES` of the best pace, for about `seconds` in all.
+    """Serve the workload at each depth, then at `OPEN` of the best pace, for about `seconds` in all.
 
     `pace` is expected of the first. Raises StartError: not one request was answered.
     """
     done: list[Stage] = []
-    each_s = seconds / (len(depths) + len(SHARES))
+    each_s = seconds / (len(depths) + len(OPEN))
     for number, depth in enumerate(depths):
         count = max(FIRST, FEWEST * depth, round((done[-1].pace if done else pace) * each_s))
         jobs = [replace(job, at_s=0.0) for job in workload.sample(count, 1.0, seed + number)]
         done.append(_served(live, jobs, depth))
         say(f"{live.pools}: {depth} at a time, {count} requests, {done[-1].pace:.3g} a second")
     best = max(stage.pace for stage in done)
-    for number, share in enumerate(SHARES, len(depths)):
+    for number, share in enumerate(OPEN, len(depths)):
         rate = share * best
         jobs = workload.sample(max(FIRST, round(rate * each_s)), rate, seed + number)
-        done.append(_served(live, jobs, 0))
+        done.append(_served(live, jobs, None, rate))
         say(f"{live.pools}: {rate:.3g} a second come, {len(jobs)} requests")
     return done
 
 
-def _served(live: Live, jobs: Sequence[Job], depth: int) -> Stage:
+def _served(live: Live, jobs: Sequence[Job], depth: int | None, rate: float | None = None) -> Stage:
     begun_s = time.monotonic()
-    run = live.drive(jobs, Plan(Slo(), concurrency=depth or None))
-    stage = Stage(depth, begun_s, time.monotonic())
-    stage.ttfts_s = [one.served.ttft_s - one.late_s for one in run.seen if not one.served.failed]
+    run = live.drive(jobs, Plan(Slo(), concurrency=depth))
+    stage = Stage(depth, begun_s, time.monotonic(), rate=rate)
+    waited = (
+        0.0 if depth is None else 1.0
+    )  # for a place among those that are open, which is the client's doing
+    stage.ttfts_s = [one.served.ttft_s - waited * one.late_s for one in run.seen if not one.served.failed]
     if not stage.ttfts_s:
         raise StartError("not one request was answered", run.seen[0].told if run.seen else "none was sent")
     return stage
@@ -277,8 +276,7 @@ def measure(
     source = f"measured on this machine: {live.pools}, {len(lives)} workers, {os.cpu_count()} cores"
     made = profiler.profile(shape, device("cpu"), Split(), room, costs, beside, source)
     busy = [life.saturation_tokens for life in lives if life.role == "prefill"]
-    own = profiler.fit_apart(lives, costs.cost)
-    return Measured(made, max(busy, default=0), lives, done, dict(costs.counts), own)
+    return Measured(made, max(busy, default=0), lives, done, dict(costs.counts))
 
 
 def _shape(live: Live) -> tuple[Shape, int]:

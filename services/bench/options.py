@@ -125,7 +125,13 @@ class Options:
             told = ", ".join(f"{one:g}" for one in given if one is not None)
             yield "a rate is a number above 0", f"given: {told}", "--rate 2"
         saved = [("--save", self.save)] if self.save is not None else []
-        plotted = [("--plot", self.plot.with_suffix(end)) for end in (".png", ".json")] if self.plot else []
+        plot = self.plot
+        folder = plot is not None and (not plot.name or plot.is_dir())
+        if folder:
+            yield "--plot cannot be written", f"{plot} is a folder", "name another file"
+        plotted = (
+            [("--plot", plot.with_suffix(end)) for end in (".png", ".json")] if plot and not folder else []
+        )
         for name, path in (*saved, *plotted):
             if why := unwritable(path):
                 yield f"{name} cannot be written", why, "name another file"

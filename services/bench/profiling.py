@@ -101,7 +101,12 @@ def _stage(found: Measured, stage: Stage) -> dict[str, Any]:
     for kind in ("prefill", "decode", "mixed"):
         if some := [step for step in found.steps(stage) if profiler.kind_of(step.batch) == kind]:
             ratios[kind] = round(profiler.balance(cost, some), 3)
-    return {"depth": stage.depth, "per_s": round(stage.pace, 3), "measured_over_cost": ratios}
+    return {
+        "depth": stage.depth,
+        "rate": stage.rate,
+        "per_s": round(stage.pace, 3),
+        "measured_over_cost": ratios,
+    }
 
 
 def _show(console: Console, found: Measured, out: Path) -> None:

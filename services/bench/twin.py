@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from diptych.config import Config
-from planner.profiler import Life, between_steps, rhythm
-from planner.simulator import Deployment, Machine, deployment
+from planner.cost import StepCost
+from planner.profiler import Costs, Life, between_steps, fit_apart, rhythm
+from planner.simulator import Deployment, Machine
+from planner.simulator import deployment as simulated
 from planner.terms import BOTH, Placement, Pool, Split
 from services.bench.measure import Measured, Pools
 
@@ -20,10 +22,20 @@ USUAL = Config()  # what `diptych serve` does if it is told nothing else
 BEAT_S = 0.5  # `diptych.config.GatewaySpec.beat_s`
 
 
-def twin(pools: Pools, found: Measured, lives: Sequence[Life], **options: Any) -> Deployment:
-    """A deployment like `pools`, in which each worker steps as it did in `lives`: one of each worker of `pools`.
+def own_costs(found: Measured) -> Costs:
+    """What steps cost apart from what workers do to each other; the profile's cost is a mean in which that is."""
+    (cost,) = found.profile.costs.values()
+    assert isinstance(cost, StepCost)
+    return fit_apart(found.lives, cost)
 
-    `options` are as `planner.simulator.deployment` has them.
+
+def twin(pools: Pools, found: Measured, own: StepCost, lives: Sequence[Life], **options: Any) -> Deployment:
+    """A deployment like `pools`, in which each worker steps as it did in `lives`.
+
+    Args:
+        own: of `own_costs`.
+        lives: one of each worker of `pools`.
+        options: as `planner.simulator.deployment` has them.
     """
     workers = sorted(lives, key=lambda life: (life.role != "prefill", life.worker))
     if len(workers) != pools.prefill + pools.decode and len(workers) != pools.colocated:
@@ -41,22 +53,21 @@ def twin(pools: Pools, found: Measured, lives: Sequence[Life], **options: Any) -
         ),
         "beat_s": BEAT_S,
     }
-    plain = deployment(placement, found.profile, **(usual | options))
+    plain = simulated(placement, found.profile, **(usual | options))
 
     def paced(machine: Machine, life: Life) -> Machine:
         others = [other for other in workers if other is not life]
-        own = rhythm(found.own, life, others)
         step_s = between_steps([life]) or machine.step_s
-        return replace(machine, cost=found.own, rhythm=own, step_s=step_s)
+        return replace(machine, cost=own, rhythm=rhythm(own, life, others), step_s=step_s)
 
     machines = tuple(paced(machine, life) for machine, life in zip(plain.machines, workers, strict=True))
     return replace(plain, machines=machines)
 
 
-def after(twin: Deployment, start: float) -> Deployment:
-    """The same deployment, beginning after that part (0 to 1) of what was noted of the steps; the rest comes first."""
+def after(deployment: Deployment, start: float) -> Deployment:
+    """The same twin, beginning after that part (0 to 1) of what was noted of the steps; the rest comes first then."""
 
     def moved(machine: Machine) -> Machine:
         return machine if machine.rhythm is None else replace(machine, rhythm=machine.rhythm.after(start))
 
-    return replace(twin, machines=tuple(moved(machine) for machine in twin.machines))
+    return replace(deployment, machines=tuple(moved(machine) for machine in deployment.machines))

@@ -48,7 +48,12 @@ def profile(
         float, typer.Option(min=1.0, max=86_400.0, help="Seconds of load, about", rich_help_panel=MEASURE)
     ] = 40.0,
     depths: Annotated[
-        str, typer.Option(metavar="N,…", help="Requests open at a time", rich_help_panel=MEASURE)
+        str,
+        typer.Option(
+            metavar="N,…",
+            help="Requests open at a time; afterwards they come at 0.4, 0.6 and 0.8 of the best pace",
+            rich_help_panel=MEASURE,
+        ),
     ] = "1,2,4,8,16",
     seed: Annotated[int, typer.Option(help="Of the requests", rich_help_panel=MEASURE)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile's figures as JSON")] = False,

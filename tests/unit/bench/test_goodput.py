@@ -328,14 +328,15 @@ def measured(roles: list[str]) -> Measured:
     """A machine whose steps take what its cost says."""
     cost = StepCost((0.004, 16e-5, 0.0), ((0.0018, 0.0, 25e-5),))
     profile = Profile(shape("Llama-3.1-8B"), device("cpu"), {Split(): cost}, {Split(): 40_000})
-    batches = (Batch(16, 256.0), Batch(rows=4, context=100))
+    batches = [Batch(16 * size, (16.0 * size) ** 2) for size in range(1, 7)]
+    batches += [Batch(rows=rows, context=50 * rows * size) for rows in range(1, 5) for size in range(1, 4)]
     lives = [
         Life(
             f"{role}-{number}", role, 0, [Step(i, i + cost.step_s(one), one) for i, one in enumerate(batches)]
         )
         for number, role in enumerate(roles)
     ]
-    return Measured(profile, 0, lives, [], {}, cost)
+    return Measured(profile, 0, lives, [], {})
 
 
 def test_the_simulator_sees_what_objectives_do(monkeypatch: pytest.MonkeyPatch) -> None:

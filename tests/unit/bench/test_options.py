@@ -32,6 +32,8 @@ from services.bench.options import Options
         ({"attainment": 90.0}, "share"),
         ({"save": Path("/no/where/rows")}, "--save cannot be written"),
         ({"plot": Path("/no/where/plot.png")}, "--plot cannot be written"),
+        ({"plot": Path(".")}, "--plot cannot be written"),
+        ({"plot": Path("/tmp")}, "--plot cannot be written"),
         ({"save": Path("/tmp")}, "--save cannot be written"),
         ({"duration_s": math.inf}, "--duration is a number"),
         ({"shrink": math.nan}, "--shrink is a number"),

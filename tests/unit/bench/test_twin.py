@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from planner.shape import known
 from planner.simulator import simulate
 from planner.terms import BOTH, DECODE, PREFILL, Batch, Job, Link, Split
 from services.bench.measure import Measured, Pools
-from services.bench.twin import twin
+from services.bench.twin import after, own_costs, twin
 
 COST = StepCost((2e-3, 1e-4, 0.0), ((1e-3, 0.0, 2e-4),))
 WRITES, READS = Batch(0, 0.0, 1, 100), Batch(64, 4096.0)
@@ -26,7 +27,7 @@ def measured(*lives: Life) -> Measured:
     profile = Profile(
         known("embedded"), device("cpu"), {Split(): COST}, {Split(): 40_000}, "test", {}, beside
     )
-    return Measured(profile, 64, list(lives), [], {}, COST)
+    return Measured(profile, 64, list(lives), [], {})
 
 
 def life(worker: str, role: str, batch: Batch, ratio: float, gap_s: float) -> Life:
@@ -41,7 +42,7 @@ def life(worker: str, role: str, batch: Batch, ratio: float, gap_s: float) -> Li
 
 def test_prefill_and_decode_workers_are_in_pools_of_their_own_kind() -> None:
     lives = [life("decode-0", "decode", WRITES, 2.0, 1e-4), life("prefill-0", "prefill", READS, 3.0, 5.0)]
-    made = twin(Pools(), measured(*lives), lives)
+    made = twin(Pools(), measured(*lives), COST, lives)
     assert [(pool.role, pool.count) for pool in made.placement.pools] == [(PREFILL, 1), (DECODE, 1)]
     reads, writes = made.machines
     assert reads.rhythm is not None and reads.rhythm.alone[1] == pytest.approx(3.0)
@@ -60,7 +61,7 @@ def test_prefill_and_decode_workers_are_in_pools_of_their_own_kind() -> None:
 def test_of_two_colocated_workers_each_has_its_own_pace() -> None:
     lives = [life("decode-1", "decode", WRITES, 4.0, 1e-4), life("decode-0", "decode", WRITES, 1.0, 1e-4)]
     found = measured(*lives)
-    made = twin(Pools(0, 0, 2), found, lives, tpot_s=0.02)
+    made = twin(Pools(0, 0, 2), found, COST, lives, tpot_s=0.02)
     assert [(pool.role, pool.count) for pool in made.placement.pools] == [(BOTH, 1), (BOTH, 1)]
     assert [machine.tpot_s for machine in made.machines] == [0.02, 0.02]
     first, second = (machine.rhythm for machine in made.machines)
@@ -68,3 +69,37 @@ def test_of_two_colocated_workers_each_has_its_own_pace() -> None:
     assert second.alone[0] == pytest.approx(4.0 * first.alone[0])
     served = simulate(made, [Job(0.0, 50, 40), Job(0.0, 50, 40)])
     assert len(served) == 2 and max(one.tpot_s for one in served) > 2.0 * min(one.tpot_s for one in served)
+
+
+def test_a_twin_steps_at_the_cost_that_it_is_given_and_begins_where_it_is_told() -> None:
+    own = StepCost((4e-3, 2e-4, 0.0), ((2e-3, 0.0, 4e-4),))
+    lives = [life("decode-0", "decode", WRITES, 1.0, 1e-4)]
+    lives[0].steps[10:] = [replace(step, ended_s=step.ended_s + 1e-3) for step in lives[0].steps[10:]]
+    made = twin(Pools(0, 0, 1), measured(*lives), own, lives)
+    (machine,) = made.machines
+    assert machine.cost == own and machine.rhythm is not None
+    assert machine.rhythm.alone[0] * own.step_s(WRITES) == pytest.approx(COST.step_s(WRITES) + 5e-4)
+    (moved,) = after(made, 0.5).machines
+    assert moved.rhythm is not None
+    assert moved.rhythm.tapes[0] == machine.rhythm.tapes[0][10:] + machine.rhythm.tapes[0][:10]
+    plain = replace(made, machines=(replace(machine, rhythm=None),))
+    assert after(plain, 0.5) == plain
+
+
+def test_own_costs_are_fitted_to_the_steps_of_the_profile() -> None:
+    reads, writes = Life("prefill-0", "prefill", 64), Life("decode-0", "decode", 0)
+    for number in range(60):
+        tokens, rows = 16 * (1 + number % 6), 1 + number % 5
+        for found, batch in (
+            (reads, Batch(tokens, float(tokens) ** 2)),
+            (writes, Batch(0, 0.0, rows, 70 * rows * (1 + number % 3))),
+        ):
+            found.steps.append(Step(float(number), number + 2.0 * COST.step_s(batch), batch))
+    costs = own_costs(measured(reads, writes))
+    # What all steps have in common is the cost's or the rhythm's: together they say what was seen.
+    made = twin(Pools(), measured(reads, writes), costs.cost, [reads, writes])
+    for machine, batch, kind in ((made.machines[0], READS, 1), (made.machines[1], WRITES, 0)):
+        assert machine.rhythm is not None
+        factor = machine.rhythm.beside[kind]
+        assert factor * costs.cost.step_s(batch) == pytest.approx(2.0 * COST.step_s(batch), rel=0.05)
+    assert set(costs.errors) == {"prefill", "decode"}

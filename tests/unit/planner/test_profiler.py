@@ -185,14 +185,15 @@ def paced(worker: str, begun_s: float, batches: list[tuple[Batch, float]], pause
     return life
 
 
-def test_what_neighbours_do_is_not_taken_for_what_rows_cost() -> None:
+@pytest.mark.parametrize("most", [9, 8.2])  # rows of 8 are beside a busy worker in 89 %, 98 % of cases
+def test_what_neighbours_do_is_not_taken_for_what_rows_cost(most: float) -> None:
     """Many rows are mostly written beside a busy worker, which makes all steps 1.5 times as long."""
     chance, life, other = random.Random(3), Life("decode-0", "decode", 0), Life("prefill-0", "prefill", 128)
     now_s = 0.0
-    for _ in range(4000):
+    for _ in range(3000):
         rows = chance.choice((1, 2, 4, 8))
         batch = Batch(0, 0.0, rows, rows * chance.choice((50, 200, 900)))
-        beside = chance.random() < rows / 9
+        beside = chance.random() < rows / most
         seconds = TRUTH.step_s(batch) * (1.5 if beside else 1.0) * chance.uniform(0.9, 1.1)
         life.steps.append(Step(now_s, now_s + seconds, batch))
         if beside:
@@ -202,12 +203,13 @@ def test_what_neighbours_do_is_not_taken_for_what_rows_cost() -> None:
         now_s += 0.1
     mixed = fit_costs(life.steps + other.steps).cost
     found = profiler.fit_apart([life, other], mixed)
-    for cost, off in ((mixed, 0.1), (found, 0.02)):
-        eight, one = Batch(0, 0.0, 8, 1600), Batch(0, 0.0, 1, 200)
-        ratio = TRUTH.step_s(eight) / TRUTH.step_s(one)
-        assert (abs(cost.step_s(eight) / cost.step_s(one) / ratio - 1.0) > off) == (cost is mixed)
-    rhythm = profiler.rhythm(found, life, [other])
+    eight, one = Batch(0, 0.0, 8, 1600), Batch(0, 0.0, 1, 200)
+    truth = TRUTH.step_s(eight) / TRUTH.step_s(one)
+    assert mixed.step_s(eight) / mixed.step_s(one) > 1.1 * truth
+    assert found.cost.step_s(eight) / found.cost.step_s(one) == pytest.approx(truth, rel=0.03)
+    rhythm = profiler.rhythm(found.cost, life, [other])
     assert rhythm.beside[False] / rhythm.alone[False] == pytest.approx(1.5, rel=0.03)
+    assert found.errors["decode"].held_out < 0.05
 
 
 READS, WRITES = Batch(64, 4096.0), Batch(0, 0.0, 3, 300)

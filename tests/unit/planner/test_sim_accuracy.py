@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,14 @@ from benchmarks.sim_accuracy import (
     DEPLOYMENTS,
     Model,
     Setting,
+    foretold,
     knee,
     merged,
     objectives,
     quantile,
     remembered,
+    spread,
+    starts_of,
     summary,
     times,
 )
@@ -24,7 +28,6 @@ from planner.hardware import device
 from planner.profile import Overheads, Profile
 from planner.profiler import Life, Step
 from planner.shape import known
-from planner.tally import joint
 from planner.terms import Batch, Job, Served, Slo, Split
 from planner.workload import synthetic
 from services.bench.measure import Measured
@@ -42,7 +45,7 @@ LIVES = {
 
 def model(name: str) -> Model:
     """A deployment whose steps take just what they cost."""
-    return Model(DEPLOYMENTS[name], Measured(PROFILE, 128, LIVES[name], [], {}, COST))
+    return Model(DEPLOYMENTS[name], Measured(PROFILE, 128, LIVES[name], [], {}), COST)
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
@@ -50,13 +53,7 @@ def test_the_knee_is_where_the_objective_is_just_kept(name: str, monkeypatch: py
     monkeypatch.setattr(sim_accuracy, "KNEE_REQUESTS", 120)
     slo = Slo(0.06, 0.004)
     at = knee(model(name), SETTING, slo, 20.0)
-    below, above = (
-        joint(
-            model(name).serve(SETTING.workload.sample(120, rate, SETTING.seed + 1), LIVES[name], (0.0,)),
-            {"": slo},
-        )
-        for rate in (at, 1.1 * at)
-    )
+    below, above = (foretold(model(name), SETTING, slo, rate) for rate in (at, 1.15 * at))
     assert below >= slo.attainment > above
 
 
@@ -75,6 +72,16 @@ def test_each_pass_has_its_own_requests_and_a_row_is_their_mean() -> None:
     row = merged(passes)
     assert (row["requests"], row["predicted"], row["measured"], row["points"]) == (80, 0.8, 0.77, 3.0)
     assert row["hindsight"] == 0.8 and row["passes"] == passes
+    assert row["spread"] == 7.0, "10 and -4 points: 9.9 apart from their mean, over the root of two"
+    assert spread(passes[:1]) is None
+
+
+def test_runs_are_simulated_from_places_all_over_what_was_noted() -> None:
+    first, second = starts_of(1), starts_of(2)
+    assert first == starts_of(1) != second
+    for starts in (first, second):
+        gaps = [(after - one) % 1.0 for one, after in zip(starts, starts[1:], strict=False)]
+        assert gaps == pytest.approx([1.0 / len(starts)] * (len(starts) - 1))
 
 
 def test_a_worker_is_known_by_its_profile_and_by_what_the_one_in_its_place_did_since() -> None:
@@ -87,14 +94,16 @@ def test_a_worker_is_known_by_its_profile_and_by_what_the_one_in_its_place_did_s
 
 
 def test_points_are_summed_up_over_rows() -> None:
-    rows = [
-        {"deployment": "a", "points": -3.0, "measured": 0.5, "hindsight": 0.52},
-        {"deployment": "a", "points": 1.0, "measured": 0.9, "hindsight": 0.86},
-        {"deployment": "b", "points": 5.0, "measured": 0.2, "hindsight": 0.2},
+    first = {"passes": [{"predicted": 0.5, "measured": 0.58}]}
+    rows: list[dict[str, Any]] = [
+        first | {"deployment": "a", "points": -3.0, "measured": 0.5, "hindsight": 0.52},
+        first | {"deployment": "a", "points": 1.0, "measured": 0.9, "hindsight": 0.86},
+        first | {"deployment": "b", "points": 5.0, "measured": 0.2, "hindsight": 0.2},
     ]
     told = summary(rows)
     assert (told["mean_abs_points"], told["max_abs_points"]) == (3.0, 5.0)
     assert told["mean_abs_points_by_deployment"] == {"a": 2.0, "b": 5.0}
+    assert told["first_pass_mean_abs_points"] == 8.0
     assert (told["hindsight_mean_abs_points"], told["hindsight_max_abs_points"]) == (2.0, 4.0)
 
 

@@ -168,7 +168,7 @@ def fit_apart(lives: Sequence[Life], cost: StepCost) -> Costs:
     groups = [group for life in lives for group in _alike(life, [one for one in lives if one is not life])]
     before = [math.inf] * len(groups)
     for _ in range(ROUNDS):
-        longer = [balance(cost, group) if len(group) >= COMMON else 1.0 for group in groups]
+        longer = _longer(cost, groups)
         even = [
             replace(step, ended_s=step.begun_s + step.seconds / times)
             for group, times in zip(groups, longer, strict=True)
@@ -188,6 +188,22 @@ def _alike(life: Life, others: Sequence[Life]) -> list[list[Step]]:
     for state, step in zip(_states(life, others), life.steps, strict=True):
         found[state].append(step)
     return list(found.values())
+
+
+def _longer(cost: StepCost, groups: Sequence[Sequence[Step]]) -> list[float]:
+    """How many times longer than its cost each group's steps took.
+
+    Steps that read, divided by these, take as long in all as they did, and so do those that write: nothing else would
+    say what is the cost's and what is the state's, and both would drift from round to round.
+    """
+    found = [(balance(cost, group) or 1.0) if len(group) >= COMMON else 1.0 for group in groups]
+    for reads in (False, True):
+        own = [place for place, group in enumerate(groups) if bool(group[0].batch.tokens) == reads]
+        whole_s = sum(step.seconds for place in own for step in groups[place])
+        even_s = sum(step.seconds / found[place] for place in own for step in groups[place])
+        for place in own:
+            found[place] *= even_s / whole_s if whole_s else 1.0
+    return found
 
 
 def _apart(kinds: Mapping[str, Sequence[Step]]) -> tuple[StepCost, dict[str, Error]]:

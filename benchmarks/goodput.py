@@ -42,7 +42,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import statistics
 import sys
 import time
@@ -72,6 +71,7 @@ from services.bench import measure as profiling
 from services.bench.drive import Drive, Plan, Run
 from services.bench.measure import Measured
 from services.bench.report import percentile
+from services.bench.signals import interruptible
 from services.bench.target import Target, meet, rest
 
 REGIMES = {  # factors of the unloaded 90th percentiles of TTFT and TPOT
@@ -357,10 +357,10 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     options = options_of()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # deployments end with us
     before, begun_s = os.getloadavg()[0], time.monotonic()
     say(f"this takes about {estimate_s(options) / 60:.0f} minutes")
-    told = report(play(options), options)
+    with interruptible():
+        told = report(play(options), options)
     told |= {"took_s": round(time.monotonic() - begun_s), "load_before": round(before, 2)}
     print(json.dumps(told, indent=None if options.json else 2))
 

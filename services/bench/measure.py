@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 import msgspec
@@ -34,6 +34,7 @@ from planner.shape import Shape, known
 from planner.terms import Job, Slo, Split
 from planner.workload import Source
 from services.bench.drive import Drive, Plan, Run
+from services.bench.signals import interruptible
 from services.bench.target import Target, meet
 from services.cli.ports import claim
 
@@ -126,6 +127,7 @@ def deployed(pools: Pools, model: str = "", options: Sequence[str] = ()) -> Iter
         StartError: it does not come up.
     """
     with tempfile.TemporaryDirectory(prefix="diptych-measure-") as name, contextlib.ExitStack() as owned:
+        owned.enter_context(interruptible())  # first, so that it holds until the deployment has ended
         folder = Path(name)
         port = claim("127.0.0.1", 0)
         command = [sys.executable, "-m", "services.cli.main", "serve", *([model] if model else [])]
@@ -137,18 +139,12 @@ def deployed(pools: Pools, model: str = "", options: Sequence[str] = ()) -> Iter
                 command, stdout=subprocess.DEVNULL, stderr=told, env=environ, start_new_session=True
             )
         owned.callback(_stop, process)
-        before = signal.signal(signal.SIGTERM, _leave)  # so that the deployment ends with us
-        owned.callback(signal.signal, signal.SIGTERM, before)
         url = f"http://127.0.0.1:{port}"
         _wait(process, url, folder / "told")
         runner = owned.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         target = runner.run(meet(url, None, None, "completions"))
         owned.callback(target.client.close)
         yield Live(pools, model, url, folder, target, runner)
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, told: Path) -> None:

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.knees import WARMUP, counted
 from planner.cost import StepCost
 from planner.profiler import Life, balance, kind_of
 from planner.simulator import simulate
@@ -47,7 +48,6 @@ from services.bench.target import rest
 from services.bench.twin import after, own_costs, twin
 
 RATES = (0.6, 0.8, 0.95, 1.05, 1.2, 1.4)  # times the predicted knee
-WARMUP = 0.1  # of a run
 KNEE_REQUESTS = 400
 STARTS = (
     5  # places in what was noted of the steps, from where it is repeated: nobody knows when slow moments come
@@ -102,11 +102,6 @@ def starts_of(seed: int) -> list[float]:
     return [(first + number / STARTS) % 1.0 for number in range(STARTS)]
 
 
-def counted(served: Sequence[Served], jobs: Sequence[Job]) -> list[Served]:
-    """Those that came after the warm-up."""
-    return [one for one in served if one.job.at_s >= WARMUP * jobs[-1].at_s]
-
-
 def objectives(model: Model, setting: Setting, pace: float) -> Slo:
     """Some times what is predicted where nobody waits."""
     jobs = setting.workload.sample(300, QUIET * pace, setting.seed)
@@ -123,7 +118,7 @@ def foretold(model: Model, setting: Setting, slo: Slo, rate: float) -> float:
     turn = 0
     while len(served) < KNEE_REQUESTS:
         jobs = setting.jobs(rate, turn, other=True)
-        served += counted(model.serve(jobs, model.found.lives, starts_of(turn)[:1]), jobs)
+        served += counted(model.serve(jobs, model.found.lives, starts_of(turn)[:1]))
         turn += 1
     return joint(served, {"": slo})
 
@@ -148,14 +143,14 @@ def run_one(live: Live, model: Model, setting: Setting, slo: Slo, rate: float, t
     jobs = setting.jobs(rate, turn)
     known = remembered(model.found.lives, live.lives())
     think_s = time.process_time()
-    foreseen = counted(model.serve(jobs, known, starts_of(turn)), jobs)
+    foreseen = counted(model.serve(jobs, known, starts_of(turn)))
     think_s = time.process_time() - think_s
     live.runner.run(rest(live.target, 0.05, REST_S))
     begun_s = time.monotonic()
     run = live.drive(jobs, Plan(slo, warmup_s=WARMUP * jobs[-1].at_s))
     seen = [one.served for one in run.counted]
     ran = lives_since(live, begun_s)
-    afterwards = counted(model.serve(jobs, ran), jobs)
+    afterwards = counted(model.serve(jobs, ran))
     return {
         "deployment": str(live.pools),
         "rate": round(rate, 4),

@@ -202,7 +202,7 @@ def main() -> None:
     given = parser.parse_args()
     figures = measure(set(given.only.split(",")), given.large)
     if given.json:
-        print(json.dumps(figures, indent=2))
+        print(json.dumps(figures))
     else:
         for name, value in figures.items():
             print(f"{name}: {json.dumps(value, indent=2)}")

@@ -49,9 +49,8 @@ from services.bench.twin import after, own_costs, twin
 
 RATES = (0.6, 0.8, 0.95, 1.05, 1.2, 1.4)  # times the predicted knee
 KNEE_REQUESTS = 400
-STARTS = (
-    5  # places in what was noted of the steps, from where it is repeated: nobody knows when slow moments come
-)
+# Places in what was noted of the steps, from where it is repeated: nobody knows when slow moments come.
+STARTS = 5
 WIDTH = 0.04  # of the knee, relative
 MOST = 64.0  # times the pace of one request at a time, beyond which no knee is looked for
 QUIET = 0.2  # of the least measured pace: a rate at which nobody waits

@@ -235,10 +235,11 @@ def _served(live: Live, jobs: Sequence[Job], depth: int | None, rate: float | No
     begun_s = time.monotonic()
     run = live.drive(jobs, Plan(Slo(), concurrency=depth))
     stage = Stage(depth, begun_s, time.monotonic(), rate=rate)
-    waited = (
-        0.0 if depth is None else 1.0
-    )  # for a place among those that are open, which is the client's doing
-    stage.ttfts_s = [one.served.ttft_s - waited * one.late_s for one in run.seen if not one.served.failed]
+    # A bound on those that are open makes requests late: the client's doing. Without one times count from when they went.
+    ours = depth is not None
+    stage.ttfts_s = [
+        one.served.ttft_s - (one.late_s if ours else 0.0) for one in run.seen if not one.served.failed
+    ]
     if not stage.ttfts_s:
         raise StartError("not one request was answered", run.seen[0].told if run.seen else "none was sent")
     return stage

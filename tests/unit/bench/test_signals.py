@@ -12,7 +12,7 @@ import pytest
 from services.bench.signals import interruptible
 
 PROGRAM = """
-import asyncio, contextlib, time, uvloop
+import asyncio, contextlib, signal, uvloop
 from services.bench.signals import interruptible
 
 async def ask():
@@ -29,7 +29,7 @@ with contextlib.ExitStack() as owned:
     owned.enter_context(interruptible())
     if {waits}:
         print("ready", flush=True)
-        time.sleep(600)
+        signal.pause()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(drive())
     print("went on")
@@ -52,9 +52,13 @@ def test_it_ends_and_lets_go(waits: bool, number: int, background: bool) -> None
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         preexec_fn=_ignore if background else None,
     )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    told, error = process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        told, error = process.communicate(timeout=60)
+    finally:
+        process.kill()  # one that does not listen is not left behind
+        process.wait()
     assert told == "let go\n" and "KeyboardInterrupt" in error and process.returncode != 0
 
 

@@ -183,6 +183,7 @@ class Attempts:
     def _again(self, live: Live, verdict: Verdict, now_s: float, avoid: frozenset[str] = frozenset()) -> None:
         request = live.request
         failed = live.avoid | avoid  # whoever failed it before is no better a choice now
+        self.let_go(live)
         live.wait()
         live.verdict, live.avoid = verdict, failed
         self.effects.append(Retried(request.id, verdict.code, request.epoch, len(request.output)))

@@ -235,7 +235,7 @@ def _served(live: Live, jobs: Sequence[Job], depth: int | None, rate: float | No
     begun_s = time.monotonic()
     run = live.drive(jobs, Plan(Slo(), concurrency=depth))
     stage = Stage(depth, begun_s, time.monotonic(), rate=rate)
-    # A bound on those that are open makes requests late: the client's doing. Without one times count from when they went.
+    # A bound on those that are open makes requests late: the client's doing. Without one, times need no correction.
     ours = depth is not None
     stage.ttfts_s = [
         one.served.ttft_s - (one.late_s if ours else 0.0) for one in run.seen if not one.served.failed

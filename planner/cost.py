@@ -8,6 +8,7 @@ cliff which a search could exploit. Seconds; no numpy, since the simulator asks 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import log2
 
 from planner.terms import Batch, Link
 
@@ -84,18 +85,43 @@ class StepCost:
         return work / self.pp + self.hop_s if self.pp > 1 and work else work
 
 
+def size_of(batch: Batch) -> tuple[int, int]:
+    """Which steps are of one size, from 1 on: of those that only write (0) by rows, of those that only read (1) or do
+    both (2) by half powers of two of their tokens.
+    """
+    if not batch.tokens:
+        return 0, batch.rows
+    return 1 + (batch.rows > 0), 1 + round(2 * log2(batch.tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class Rhythm:
     """How the steps of one worker of a shared machine differ from their cost.
 
     `alone` and `beside` are seconds over cost while no other worker of the machine is in a step, and while one is: of
-    steps that only write, and of steps that read. `tapes` are what is left of each step of either kind, in the order
-    in which they ran: a slow moment lasts for many steps, and what is drawn step by step would lose that in the mean.
+    steps that only write, and of steps that read. `sizes` are what is left by `size_of` a step, where a line through
+    all sizes is off: a kernel that changes with the rows is a stair. `tapes` are what is left of each step of either
+    kind, in the order in which they ran: a slow moment lasts for many steps, and what is drawn step by step would lose
+    that in the mean. `gaps_s` are seconds before a step that writes, by its rows; empty: as the machine says of all.
     """
 
     alone: tuple[float, float] = (1.0, 1.0)
     beside: tuple[float, float] = (1.0, 1.0)
+    sizes: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,), (1.0,))
     tapes: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
+    gaps_s: tuple[float, ...] = ()
+
+    def gap_s(self, batch: Batch, usual_s: float) -> float:
+        """Seconds that go by before such a step."""
+        gaps_s = self.gaps_s
+        return gaps_s[min(batch.rows, len(gaps_s)) - 1] if batch.rows and gaps_s else usual_s
+
+    def factor(self, batch: Batch, beside: bool) -> float:
+        """Seconds over cost of such a step, without what a tape says."""
+        kind, size = size_of(batch)
+        sizes = self.sizes[kind]
+        factors = self.beside if beside else self.alone
+        return factors[batch.tokens > 0] * sizes[min(size, len(sizes)) - 1]
 
     def after(self, share: float) -> Rhythm:
         """The same, but its tapes begin after that share of them, and their begins come at the end."""

@@ -15,7 +15,7 @@ from scipy.optimize import nnls
 
 from diptych.errors import ConfigError
 from planner.cost import Line, StepCost
-from planner.terms import Batch
+from planner.terms import Batch, Handling
 
 FOLDS = 5
 EARNS = 0.9  # a second line or a cross term stays if it brings the held-out error below this share of that without
@@ -97,6 +97,24 @@ def fit_mixed(points: Sequence[tuple[Batch, float]], prefill: Line, decode: tupl
     return Mixed(plain, 0.0, error)
 
 
+def fit_handling(points: Sequence[tuple[float, float, float, float]]) -> Handling:
+    """What a gateway's processor does, from (messages, tokens, requests, seconds of the processor) of some parts.
+
+    Parts in which it took no time that could be measured say nothing; without any other it costs nothing.
+    """
+    data = np.asarray([point for point in points if point[3] > 0], dtype=np.float64).reshape(-1, 4)
+    return Handling(*_relative(data[:, :3], data[:, 3])) if len(data) else Handling()
+
+
+def _relative(columns: Array, seconds: Array) -> list[float]:
+    """Relative least squares with coefficients of at least 0."""
+    columns = columns / seconds[:, None]
+    scale = np.maximum(
+        np.abs(columns).max(axis=0), 1e-300
+    )  # squares and counts differ by orders of magnitude
+    return [float(number) for number in nnls(columns / scale, np.ones(len(seconds)))[0] / scale]
+
+
 def _checked(points: Sequence[Point], what: str) -> Array:
     data = np.asarray(points, dtype=np.float64).reshape(-1, 3)
     if len(data) < 4:
@@ -113,13 +131,10 @@ def _checked(points: Sequence[Point], what: str) -> Array:
 
 
 def _line(data: Array) -> Line:
-    """Relative least squares with coefficients of at least 0."""
-    columns = np.column_stack([np.ones(len(data)), data[:, 0], data[:, 1]]) / data[:, 2:3]
-    scale = np.maximum(
-        np.abs(columns).max(axis=0), 1e-300
-    )  # squares and counts differ by orders of magnitude
-    found = nnls(columns / scale, np.ones(len(data)))[0] / scale
-    return float(found[0]), float(found[1]), float(found[2])
+    constant, per_x, per_y = _relative(
+        np.column_stack([np.ones(len(data)), data[:, 0], data[:, 1]]), data[:, 2]
+    )
+    return constant, per_x, per_y
 
 
 def _two(data: Array) -> tuple[Line, ...]:

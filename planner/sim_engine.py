@@ -21,6 +21,7 @@ from kvcache.layout import CHUNK_TOKENS
 from kvcache.prefix_tree import PrefixTree
 from kvcache.slabs import Slabs
 from planner.cost import Rhythm
+from planner.sim_cores import Cores
 from planner.terms import Batch, Cost
 
 FIRST_BLOCK = 8  # steps of a run that are reckoned at once; twice as many each time it goes on
@@ -81,19 +82,6 @@ class Run:
         return len(self.ends) >= self.most
 
 
-@dataclass(slots=True)
-class Cores:
-    """What the workers of one machine have in common: from when to when each is in its step, without what is beside
-    the model.
-    """
-
-    spans: dict[Stages, tuple[float, float]] = field(default_factory=dict)
-
-    def busy(self, at_s: float, but: Stages) -> bool:
-        """Whether another one is in a step."""
-        return any(begin <= at_s < end for own, (begin, end) in self.spans.items() if own is not but)
-
-
 class Stages:
     """The stages of a pipeline: a batch enters one when it has left the one before and the batch ahead is out.
 
@@ -111,7 +99,8 @@ class Stages:
 
     def end_s(self, now_s: float, batch: Batch) -> float:
         """When a step that begins now ends."""
-        at_s = now_s + self.extra_s
+        rhythm = self._rhythm
+        at_s = now_s + (self.extra_s if rhythm is None else rhythm.gap_s(batch, self.extra_s))
         ratio = self._ratio(batch, at_s)
         if len(self._free_s) == 1:
             took_s = self.cost.step_s(batch) * ratio
@@ -129,9 +118,7 @@ class Stages:
         """How much longer than its cost the step takes that begins then."""
         if self._rhythm is None:
             return 1.0
-        reads = batch.tokens > 0
-        factors = self._rhythm.beside if self._cores.busy(at_s, self) else self._rhythm.alone
-        return factors[reads] * next(self._tapes[reads])
+        return self._rhythm.factor(batch, self._cores.busy(at_s, self)) * next(self._tapes[batch.tokens > 0])
 
 
 class Engine:

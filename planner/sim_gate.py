@@ -11,10 +11,11 @@ from typing import Any, cast
 from diptych.messages import Beat, Hello, Linked, Output, Prefill, Step
 from diptych.request import Request, Sampling, Stage
 from planner.sim_agenda import Agenda
+from planner.sim_cores import Cores, Processor
 from planner.sim_engine import Task, Told
 from planner.sim_text import Text, names
 from planner.sim_worker import Given, Order, Worker
-from planner.terms import Job, Link, Served
+from planner.terms import Handling, Job, Link, Served
 from router.credits import whole_chunks
 from router.effects import (
     Arrive,
@@ -56,6 +57,7 @@ class _Open:
 class Terms:
     """What a gateway is like: seconds that a request takes before it is there, and that a message to or from a worker
     takes; seconds that a request may take in all; and `max_tokens` that clients ask for (None: as many as they get).
+    `handling` is the work of its processor, of which there is no end if it is None.
     """
 
     gateway_s: float = 0.0
@@ -65,17 +67,26 @@ class Terms:
     max_model_len: int = 1 << 20
     beat_s: float = 0.25
     caching: bool = False
+    handling: Handling | None = None
 
 
 class Gate:
     """One relay with its workers. `ended` is told of every request once."""
 
     def __init__(
-        self, agenda: Agenda, relay: Relay, terms: Terms, devices: int, ended: Callable[[Served], None]
+        self,
+        agenda: Agenda,
+        relay: Relay,
+        terms: Terms,
+        devices: int,
+        ended: Callable[[Served], None],
+        cores: Cores | None = None,
     ) -> None:
         self.agenda, self.relay, self.terms, self.devices, self._ended = agenda, relay, terms, devices, ended
         self.workers: dict[str, Worker] = {}
         self.coming = 0  # that have not reached the relay yet
+        self._processor = Processor(cores or Cores())
+        self._sent_s: dict[str, float] = {}  # when each worker has what it was sent last
         self._open: dict[str, _Open] = {}
         self._beating = self._ticking = False
 
@@ -117,7 +128,18 @@ class Gate:
 
     def hear(self, worker: str, what: Any, at_s: float) -> None:
         """A worker says something at a moment that may be to come."""
-        self.agenda.at(at_s + self.terms.hop_s, self._heard, worker, what)
+        self.agenda.at(at_s + self.terms.hop_s, self._came, worker, what)
+
+    def _came(self, worker: str, what: Any) -> None:
+        """A message has come: the gateway's processor takes it when it is free."""
+        handling = self.terms.handling
+        if handling is None:
+            self._heard(worker, what)
+            return
+        tokens = len(what) if isinstance(what, list) else 0
+        work_s = handling.message_s + tokens * handling.token_s
+        at_s = self._processor.take(self.agenda.now_s, self.terms.hop_s, work_s)
+        self.agenda.at(at_s, self._heard, worker, what)
 
     def _heard(self, worker: str, what: Any) -> None:
         if callable(what):
@@ -156,6 +178,14 @@ class Gate:
 
     def arrive(self, job: Job, number: int) -> None:
         """A request has come in."""
+        handling = self.terms.handling
+        if handling is None:
+            self._arrived(job, number)
+            return
+        at_s = self._processor.take(self.agenda.now_s, self.terms.gateway_s, handling.request_s / 2.0)
+        self.agenda.at(at_s, self._arrived, job, number)
+
+    def _arrived(self, job: Job, number: int) -> None:
         terms, now_s, name = self.terms, self.agenda.now_s, str(number)
         self.coming -= 1
         asked = job.output if terms.max_tokens is None else max(job.output, terms.max_tokens)
@@ -217,7 +247,11 @@ class Gate:
     def _send(self, effect: Send, now_s: float) -> None:
         message = effect.message
         told = self._order(message) if isinstance(message, Order) else message
-        self.agenda.at(now_s + self.terms.hop_s, self.workers[effect.worker].receive, told)
+        at_s = now_s + self.terms.hop_s
+        if self.terms.handling is not None:  # no message overtakes another
+            at_s = now_s + self.terms.hop_s * self._processor.cores.stretch(now_s)
+            at_s = self._sent_s[effect.worker] = max(at_s, self._sent_s.get(effect.worker, at_s))
+        self.agenda.at(at_s, self.workers[effect.worker].receive, told)
 
     def _deliver(self, effect: Deliver, now_s: float) -> None:
         entry = self._open[effect.request]
@@ -234,6 +268,8 @@ class Gate:
     def _close(self, request: str, now_s: float, failed: str) -> None:
         entry = self._open.pop(request)
         job = entry.job
+        if (handling := self.terms.handling) is not None:
+            self._processor.take(now_s, 0.0, handling.request_s / 2.0)
         if failed:
             self._ended(Served(job, inf, inf, now_s, failed, entry.parts))
             return

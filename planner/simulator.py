@@ -8,8 +8,9 @@ tree and the conversation of a hand-off. What is simulated: time, messages, step
 the engine does; `tests/unit/planner/test_same_decisions.py` holds both against each other.
 
 Not simulated: faults, the host tier for preempted sequences (they are read again), names for the chunks of answers (a
-follow-up finds the prompt cached, as far as the trace names it), the gateway's processor. KV that is announced while it
-is computed is sent at once and is there when its step ends at the earliest, not layer by layer.
+follow-up finds the prompt cached, as far as the trace names it), the gateway's processor but where `handling` tells of
+it. KV that is announced while it is computed is sent at once and is there when its step ends at the earliest, not
+layer by layer.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from kvcache.layout import CHUNK_TOKENS
 from planner.cost import Rhythm
 from planner.profile import Profile
 from planner.sim_agenda import Agenda
-from planner.sim_engine import Cores, Engine, Stages
+from planner.sim_cores import Cores
+from planner.sim_engine import Engine, Stages
 from planner.sim_gate import Gate, Terms
 from planner.sim_text import Names
 from planner.sim_wires import Wires
 from planner.sim_worker import Worker
-from planner.terms import BOTH, DECODE, PREFILL, Batch, Cost, Job, Link, Placement, Pool, Served
+from planner.terms import BOTH, DECODE, PREFILL, Batch, Cost, Handling, Job, Link, Placement, Pool, Served
 from router.admission import Admission
 from router.admission import Limits as Bounds
 from router.fleet import Fleet
@@ -84,7 +86,9 @@ class Deployment:
     port of every instance (`planner.sim_wires`), `token_bytes` what a token's KV takes on it. `gateway_s` goes by
     before a request is with the relay, `hop_s` with each message to or from a worker. `max_tokens` is what clients ask
     for (None: exactly what they get, as a benchmark with forced lengths does). `local_prefill` is the gateway's; with
-    "auto" steps of decode instances are kept within their machine's `tpot_s`.
+    "auto" steps of decode instances are kept within their machine's `tpot_s`. With `handling`, each gateway has a
+    processor that does one thing after the other, on the same `cores` as its workers' steps (of machines with a
+    rhythm), and every step is planned by itself.
     """
 
     placement: Placement
@@ -102,6 +106,8 @@ class Deployment:
     pipelined: bool = True
     cells: int = 1
     beat_s: float = 0.25
+    handling: Handling | None = None
+    cores: int = 1
 
 
 def deployment(
@@ -250,9 +256,10 @@ class Simulation:
             deployment.max_model_len,
             deployment.beat_s,
             deployment.prefix_caching,
+            deployment.handling,
         )
-        gate = Gate(self.agenda, relay, terms, sum(pool.devices for pool, _ in part), self._ended)
-        wires, cores = Wires(self.agenda, deployment.link), Cores()
+        wires, cores = Wires(self.agenda, deployment.link), Cores(deployment.cores)
+        gate = Gate(self.agenda, relay, terms, sum(pool.devices for pool, _ in part), self._ended, cores)
         for pool, machine in part:
             for _ in range(pool.count):
                 self._worker(gate, wires, cores, pool, machine)
@@ -266,7 +273,7 @@ class Simulation:
         deployment, rhythm = self.deployment, machine.rhythm
         stages = Stages(machine.cost, pool.split.pp, machine.step_s, rhythm, cores)
         limits = _limits(machine, pool.split.pp, deployment.max_model_len)
-        skips = self.skips and pool.split.pp == 1 and rhythm is None
+        skips = self.skips and pool.split.pp == 1 and rhythm is None and deployment.handling is None
         engines = [Engine(limits, stages, deployment.prefix_caching, skips) for _ in range(pool.split.pp)]
         chunk_bytes = round(deployment.token_bytes * CHUNK_TOKENS)
         worker = Worker(name, role, engines, self.agenda, wires, chunk_bytes, gate.hear)

@@ -107,6 +107,17 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Handling:
+    """Seconds of its processor that a gateway spends on each message of a worker, on each token that it passes on, and
+    on each request beside that: half when it comes, half when it has ended.
+    """
+
+    message_s: float = 0.0
+    token_s: float = 0.0
+    request_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
     """`count` equal instances. `role` is prefill, decode, or both (colocated). `device` names the hardware."""
 

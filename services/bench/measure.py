@@ -24,14 +24,16 @@ from typing import Any
 import httpx
 import msgspec
 import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.errors import StartError
 from planner import profiler
+from planner.fit import fit_handling
 from planner.hardware import device
 from planner.profile import Profile
 from planner.profiler import Life, Move, Step
 from planner.shape import Shape, known
-from planner.terms import Job, Slo, Split
+from planner.terms import Handling, Job, Slo, Split
 from planner.workload import Source
 from services.bench.drive import Drive, Plan, Run
 from services.bench.signals import interruptible
@@ -46,6 +48,7 @@ FIRST = 12  # requests of a stage, at least
 FEWEST = 3  # requests of a stage for each that is open
 START_S, STOP_S = 300.0, 60.0
 TOUCHES, TOUCH_TOKENS = 3, 4  # requests for each worker, and the length of their answers
+GATEWAY_SPENT = "process_cpu_seconds_total"
 FLUSH_S = 1.2  # after which a worker writes what it noted, at its next step
 
 Say = Callable[[str], None]
@@ -84,6 +87,14 @@ class Live:
         told = httpx.get(f"{self.url}/status", timeout=START_S, trust_env=False).json()
         assert isinstance(told, dict)
         return told
+
+    def gateway_s(self) -> float:
+        """Seconds of a processor that the gateway has taken so far; 0 where its system does not tell."""
+        text = httpx.get(f"{self.url}/metrics", timeout=START_S, trust_env=False).text
+        families = text_string_to_metric_families(text)
+        return sum(
+            sample.value for family in families for sample in family.samples if sample.name == GATEWAY_SPENT
+        )
 
     def drive(self, jobs: Sequence[Job], plan: Plan) -> Run:
         """Send them, and follow each to its end."""
@@ -177,7 +188,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 @dataclass(slots=True)
 class Stage:
     """A part of the measurement with so many requests open at a time, or (None) such that came at a rate a second.
-    `ttfts_s` are as the client saw them.
+    `ttfts_s` are as the client saw them; `tokens` were answered, and `gateway_s` seconds of its processor the gateway
+    took for it all.
     """
 
     depth: int | None
@@ -185,6 +197,8 @@ class Stage:
     ended_s: float
     ttfts_s: list[float] = field(default_factory=list)
     rate: float | None = None
+    tokens: int = 0
+    gateway_s: float = 0.0
 
     @property
     def pace(self) -> float:
@@ -194,13 +208,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A profile, L_m of the workers that only read (0: there are none), and what it was made from."""
+    """A profile, L_m of the workers that only read (0: there are none), what the gateway's processor does, and what
+    all this was made from.
+    """
 
     profile: Profile
     saturation_tokens: int
     lives: list[Life]
     stages: list[Stage]
     counts: dict[str, int]
+    handling: Handling = Handling()
 
     def steps(self, stage: Stage) -> list[Step]:
         """All workers' steps of that part."""
@@ -232,9 +249,13 @@ def stages(
 
 
 def _served(live: Live, jobs: Sequence[Job], depth: int | None, rate: float | None = None) -> Stage:
-    begun_s = time.monotonic()
+    spent_s, begun_s = live.gateway_s(), time.monotonic()
     run = live.drive(jobs, Plan(Slo(), concurrency=depth))
-    stage = Stage(depth, begun_s, time.monotonic(), rate=rate)
+    ended_s = time.monotonic()
+    spent_s = live.gateway_s() - spent_s
+    stage = Stage(
+        depth, begun_s, ended_s, rate=rate, tokens=sum(one.tokens for one in run.seen), gateway_s=spent_s
+    )
     # A bound on those that are open makes requests late: the client's doing. Without one, times need no correction.
     ours = depth is not None
     stage.ttfts_s = [
@@ -273,7 +294,9 @@ def measure(
     source = f"measured on this machine: {live.pools}, {len(lives)} workers, {os.cpu_count()} cores"
     made = profiler.profile(shape, device("cpu"), Split(), room, costs, beside, source)
     busy = [life.saturation_tokens for life in lives if life.role == "prefill"]
-    return Measured(made, max(busy, default=0), lives, done, dict(costs.counts))
+    found = Measured(made, max(busy, default=0), lives, done, dict(costs.counts))
+    handled = [(len(found.steps(stage)), stage.tokens, len(stage.ttfts_s), stage.gateway_s) for stage in done]
+    return replace(found, handling=fit_handling(handled))
 
 
 def _shape(live: Live) -> tuple[Shape, int]:

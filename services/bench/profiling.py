@@ -83,6 +83,11 @@ def told(found: Measured) -> dict[str, Any]:
         "gateway_ms": round(beside.gateway_s * 1e3, 3),
         "hop_ms": round(beside.hop_s * 1e3, 3),
         "step_ms": round(beside.step_s * 1e3, 4),
+        "gateway_processor_ms": {
+            "message": round(found.handling.message_s * 1e3, 4),
+            "token": round(found.handling.token_s * 1e3, 4),
+            "request": round(found.handling.request_s * 1e3, 4),
+        },
         "link_gb_per_s": None if math.isinf(link.bytes_per_s) else round(link.bytes_per_s / 1e9, 3),
         "link_ms": round(link.latency_s * 1e3, 3),
         "saturation_tokens": found.saturation_tokens,

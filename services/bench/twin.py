@@ -1,11 +1,13 @@
 """The simulated twin of a deployment that was measured on this machine.
 
 Every worker is an instance of its own, with the costs that were measured and the rhythm of its own steps: on a machine
-that workers, gateway and client share, two equal workers are not equally fast.
+that workers, gateway and client share, two equal workers are not equally fast. Nor is the gateway the same at any load:
+its processor does one thing after the other, and all take longer when workers are in steps on all cores.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,6 +54,8 @@ def twin(pools: Pools, found: Measured, own: StepCost, lives: Sequence[Life], **
             (life.saturation_tokens for life in workers if life.role == "prefill"), default=0
         ),
         "beat_s": BEAT_S,
+        "handling": found.handling,
+        "cores": os.cpu_count() or 1,
     }
     plain = simulated(placement, found.profile, **(usual | options))
 

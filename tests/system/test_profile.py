@@ -25,6 +25,7 @@ def test_a_deployment_is_measured_and_can_be_simulated(tmp_path: Path) -> None:
     assert figures["steps"]["prefill"] > 10 and figures["steps"]["decode"] > 100
     assert [stage["depth"] for stage in figures["stages"]] == [1, 6, None, None, None], "then as they like"
     assert [bool(stage["rate"]) for stage in figures["stages"]] == [False, False, True, True, True]
+    assert sum(figures["gateway_processor_ms"].values()) > 0.0, "its processor did something"
     profile = load(out)
     cost = profile.cost(Split())
     assert 0.0 < cost.step_s(Batch(64, 64.0**2)) < cost.step_s(Batch(512, 512.0**2))

@@ -9,8 +9,8 @@ import pytest
 from diptych.errors import ConfigError
 from planner.artefact import BATCHES, LENGTHS, LIMIT
 from planner.cost import Line, StepCost
-from planner.fit import fit_decode, fit_mixed, fit_prefill
-from planner.terms import Batch
+from planner.fit import fit_decode, fit_handling, fit_mixed, fit_prefill
+from planner.terms import Batch, Handling
 
 GRID = [(n, length) for n in BATCHES for length in LENGTHS if n * length <= LIMIT]
 PREFILL: Line = (0.0181, 1.0191e-4, 7.12e-9)  # OPT-13B on one A100
@@ -83,3 +83,21 @@ def test_too_little_to_fit_is_told() -> None:
         fit_decode([(1, 1, 0.0)] * 5)
     with pytest.raises(ConfigError, match="cannot be fitted"):
         fit_mixed([], PREFILL, (DECODE,))
+
+
+def test_what_a_gateways_processor_does_is_recovered() -> None:
+    chance, truth = random.Random(5), Handling(3e-4, 5e-5, 6e-3)
+    parts = []
+    for _ in range(12):
+        messages, tokens, requests = (
+            chance.randint(900, 2000),
+            chance.randint(1900, 6000),
+            chance.randint(30, 110),
+        )
+        seconds = messages * truth.message_s + tokens * truth.token_s + requests * truth.request_s
+        parts.append((float(messages), float(tokens), float(requests), seconds))
+    found = fit_handling([*parts, (10.0, 10.0, 1.0, 0.0)])
+    assert found.message_s == pytest.approx(truth.message_s, rel=1e-6)
+    assert found.token_s == pytest.approx(truth.token_s, rel=1e-6)
+    assert found.request_s == pytest.approx(truth.request_s, rel=1e-6)
+    assert fit_handling([]) == fit_handling([(5.0, 5.0, 1.0, 0.0)]) == Handling()

@@ -235,6 +235,38 @@ def test_what_is_left_of_steps_keeps_its_order_and_does_not_change_the_mean() ->
     assert found.after(0.0) == found
 
 
+def test_a_stair_in_the_cost_of_rows_is_in_the_rhythm() -> None:
+    """From three rows on steps take 1.5 times what a line says; a size that was rare is drawn towards the line."""
+    batches = [(Batch(0, 0.0, rows, 100 * rows), 1.5 if rows >= 3 else 1.0) for rows in (1, 2, 4) * 200]
+    own = paced("decode-0", 0.0, [*batches, (Batch(0, 0.0, 6, 600), 1.5)])
+    found = profiler.rhythm(TRUTH, own, [])
+    one, two, three, four, five, six = (found.factor(Batch(0, 0.0, rows, 100), False) for rows in range(1, 7))
+    assert four / one == pytest.approx(1.5, rel=0.1) and two / one == pytest.approx(1.0, rel=0.02)
+    assert three == two and five == four, "like the next smaller size that there was"
+    assert one < six < four, "there was one"
+    assert found.factor(Batch(0, 0.0, 60, 100), False) == six
+    steps = sum(TRUTH.step_s(batch) * found.factor(batch, False) for batch, _ in batches)
+    assert steps == pytest.approx(sum(step.seconds for step in own.steps[:-1]), rel=0.02)
+
+
+def test_what_is_before_a_step_is_told_by_its_rows() -> None:
+    """Before two rows 2 ms, before one 1 ms; where another row alone follows, nobody knows since when it was there."""
+    own, at_s = Life("decode-0", "decode", 0), 0.0
+    for number in range(300):
+        rows = 2 if number % 20 >= 10 else 1
+        batch = Batch(0, 0.0, rows, 100 * rows + rows * number)
+        own.steps.append(Step(at_s, at_s + 1e-3, batch))
+        at_s += 1e-3 + (2e-3 if (number + 1) % 20 >= 10 else 1e-3)
+    found = profiler.rhythm(TRUTH, own, [])
+    assert found.gap_s(Batch(0, 0.0, 1, 5), 9.0) == pytest.approx(1e-3, rel=0.1)
+    assert found.gap_s(Batch(0, 0.0, 7, 5), 9.0) == pytest.approx(2e-3, rel=0.1)
+    assert found.gap_s(READS, 9.0) == 9.0, "of steps that write only"
+    strangers = paced(
+        "decode-0", 0.0, [(Batch(0, 0.0, 1, 100 + 7 * number), 1.0) for number in range(20)], 0.5
+    )
+    assert profiler.rhythm(TRUTH, strangers, []).gaps_s == ()
+
+
 def test_a_rare_state_is_like_the_rest_and_a_kind_that_did_not_occur_is_as_elsewhere() -> None:
     own = paced("decode-0", 0.0, [(WRITES, 2.0)] * 20)
     other = Life("prefill-0", "prefill", 0)

@@ -23,7 +23,20 @@ from planner.sim_text import Text, names
 from planner.sim_wires import Wires
 from planner.simulator import Deployment, Machine, Simulation, deployment, saturation, simulate
 from planner.tally import Tally
-from planner.terms import BOTH, DECODE, PREFILL, Batch, Job, Link, Placement, Pool, Served, Slo, Split
+from planner.terms import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    Batch,
+    Handling,
+    Job,
+    Link,
+    Placement,
+    Pool,
+    Served,
+    Slo,
+    Split,
+)
 from planner.workload import Workload, synthetic
 from router.admission import Limits as Bounds
 
@@ -68,9 +81,47 @@ def test_a_rhythm_that_changes_nothing_changes_nothing(placement: Placement) -> 
     assert plain == paced
 
 
+@pytest.mark.parametrize("placement", [PAIR, placed((BOTH, 2))])
+def test_a_gateway_that_works_in_no_time_changes_nothing(placement: Placement) -> None:
+    jobs = poisson(120, 40.0)
+    plain, handled = (simulate(of(placement, handling=handling), jobs) for handling in (None, Handling()))
+    assert plain == handled
+
+
+def test_what_a_gateway_has_to_do_waits_for_its_processor() -> None:
+    """A request is half a second of its work when it comes; a first token that is there meanwhile waits for that."""
+    for count in (1, 2, 4):
+        jobs = [Job(0.0, 100, 1)] * count
+        served = simulate(of(PAIR, handling=Handling(0.0, 0.0, 1.0)), jobs)
+        assert min(one.ttft_s for one in served) == pytest.approx(0.5 * count, abs=0.05)
+    (alone,) = simulate(of(placed((BOTH, 1)), handling=Handling(0.0, 0.1, 0.0)), [Job(0.0, 100, 50)])
+    assert alone.tpot_s > 0.09, "far more than a step takes"
+
+
+def test_messages_do_not_overtake_each_other_when_ways_take_longer_beside_steps() -> None:
+    """All cores are often in steps, and the way of a message is longer then: the relay gets each token once."""
+    machine = replace(MACHINE, rhythm=Rhythm())
+    jobs = poisson(150, 40.0)
+    deployment = of(PAIR, machine, handling=Handling(1e-4, 1e-5, 1e-3), cores=1, hop_s=8e-3)
+    served, simulation = run(deployment, jobs)
+    assert len(served) == len(jobs) and not any(one.failed for one in served)
+    assert not simulation.gates[0].relay.live
+    quicker = simulate(replace(deployment, cores=8), jobs)
+    assert mean(one.ttft_s for one in served) > mean(one.ttft_s for one in quicker)
+
+
+def test_steps_of_a_size_and_what_is_before_them_are_as_long_as_they_were() -> None:
+    """Two rows take three times what the cost says, and a step of two rows begins 50 ms after the one before."""
+    rhythm = Rhythm(sizes=((1.0, 3.0), (1.0,), (1.0,)), gaps_s=(0.0, 0.05))
+    machine = replace(MACHINE, rhythm=rhythm)
+    pair = simulate(of(placed((BOTH, 1)), machine), [Job(0.0, 100, 40), Job(0.0, 100, 40)])
+    step_s = 3.0 * COST.step_s(Batch(0, 0.0, 2, 240)) + 0.05
+    assert max(one.tpot_s for one in pair) == pytest.approx(step_s, rel=0.01)
+
+
 def test_steps_follow_their_workers_tapes_and_slow_down_beside_others() -> None:
     """Alone, steps that write take 2 and then 4 times their cost; while the other worker steps, 10 times that."""
-    rhythm = Rhythm((2.0, 1.0), (20.0, 10.0), ((1.0, 2.0), (1.0,)))
+    rhythm = Rhythm((2.0, 1.0), (20.0, 10.0), tapes=((1.0, 2.0), (1.0,)))
     machine = replace(MACHINE, rhythm=rhythm)
     alone = simulate(of(placed((BOTH, 1)), machine), [Job(0.0, 100, 5)])[0]
     steps = [COST.step_s(Batch(0, 0.0, 1, context)) for context in range(100, 104)]

@@ -1,0 +1,46 @@
+"""What the processes of one machine have in common, in virtual time: its cores.
+
+Workers are in their steps or not; how much longer a step takes beside another is in its rhythm (`planner.cost.Rhythm`).
+A gateway's processor does one thing after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from math import inf
+
+
+@dataclass(slots=True)
+class Cores:
+    """From when to when each worker is in its step, without what is beside the model."""
+
+    number: int = 1
+    spans: dict[Hashable, tuple[float, float]] = field(default_factory=dict)
+
+    def busy(self, at_s: float, but: Hashable) -> bool:
+        """Whether another one is in a step."""
+        return any(begin <= at_s < end for own, (begin, end) in self.spans.items() if own is not but)
+
+    def stretch(self, at_s: float) -> float:
+        """How many times longer than alone something takes that shares the cores with workers' steps."""
+        steps = sum(begin <= at_s < end for begin, end in self.spans.values())
+        return max(1.0, (steps + 1) / self.number)
+
+
+@dataclass(slots=True)
+class Processor:
+    """A gateway's, on one of the cores."""
+
+    cores: Cores
+    free_s: float = -inf  # when it has done all that has come
+
+    def take(self, now_s: float, way_s: float, work_s: float) -> float:
+        """When it begins with what has come now, by a way of `way_s`, and is `work_s` of work.
+
+        Both take longer while workers are in steps on all cores; the way has been without that so far.
+        """
+        times = self.cores.stretch(now_s)
+        begun_s = max(self.free_s, now_s + way_s * (times - 1.0))
+        self.free_s = begun_s + work_s * times
+        return begun_s

@@ -1,0 +1,34 @@
+"""The cores of a machine in virtual time, and the gateway's processor on one of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.sim_cores import Cores, Processor
+
+
+def test_a_worker_is_beside_others_but_not_beside_itself() -> None:
+    cores = Cores(2, {"a": (0.0, 1.0), "b": (0.5, 2.0)})
+    assert not cores.busy(0.2, "a") and cores.busy(0.2, "b")
+    assert cores.busy(0.5, "a") and not cores.busy(2.0, "a"), (
+        "a step has begun when it begins, and not when it ends"
+    )
+
+
+def test_what_shares_the_cores_with_more_than_they_are_takes_longer() -> None:
+    cores = Cores(2, {"a": (0.0, 1.0), "b": (0.5, 2.0), "c": (0.5, 0.8)})
+    assert [cores.stretch(at_s) for at_s in (-1.0, 0.2, 0.9, 0.6)] == [1.0, 1.0, 1.5, 2.0]
+
+
+def test_a_processor_does_one_thing_after_the_other() -> None:
+    processor = Processor(Cores(1))
+    assert processor.take(1.0, 0.1, 0.5) == 1.0, "nobody steps: the way takes what it takes at rest"
+    assert processor.take(1.2, 0.1, 0.5) == 1.5
+    assert processor.take(1.3, 0.1, 0.5) == 2.0
+    assert processor.take(9.0, 0.1, 0.5) == 9.0
+
+
+def test_ways_and_work_take_longer_beside_steps() -> None:
+    processor = Processor(Cores(1, {"a": (0.0, 5.0)}))
+    assert processor.take(1.0, 0.2, 0.5) == pytest.approx(1.2)
+    assert processor.free_s == pytest.approx(2.2)

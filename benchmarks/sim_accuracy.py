@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--workload", default="sharegpt")
     parser.add_argument("--shrink", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=8.0, help="of arrivals, at each rate in each pass")
-    parser.add_argument("--passes", type=int, default=16)
+    parser.add_argument("--passes", type=int, default=12)
     parser.add_argument("--profile-seconds", type=float, default=40.0)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--seed", type=int, default=7)

@@ -13,6 +13,9 @@ from math import log2
 from planner.terms import Batch, Link
 
 Line = tuple[float, float, float]
+Sizes = tuple[
+    tuple[float, ...], tuple[float, ...], tuple[float, ...]
+]  # as `size_of` tells kinds and sizes apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +102,20 @@ class Rhythm:
     """How the steps of one worker of a shared machine differ from their cost.
 
     `alone` and `beside` are seconds over cost while no other worker of the machine is in a step, and while one is: of
-    steps that only write, and of steps that read. `sizes` are what is left by `size_of` a step, where a line through
-    all sizes is off: a kernel that changes with the rows is a stair. `tapes` are what is left of each step of either
-    kind, in the order in which they ran: a slow moment lasts for many steps, and what is drawn step by step would lose
-    that in the mean. `gaps_s` are seconds before a step that writes, by its rows; empty: as the machine says of all.
+    steps that only write, and of steps that read. `sizes` multiply that for steps of each `size_of`: a line through
+    all sizes is off where a kernel changes with the rows. `tapes` are what is left of each step of either kind, in the
+    order in which they ran: a slow moment lasts for many steps, and what is drawn step by step would lose that in the
+    mean. `gaps_s` are seconds before a step with rows, by their number; empty: as the machine says of all.
     """
 
     alone: tuple[float, float] = (1.0, 1.0)
     beside: tuple[float, float] = (1.0, 1.0)
-    sizes: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,), (1.0,))
+    sizes: Sizes = ((1.0,), (1.0,), (1.0,))
     tapes: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
     gaps_s: tuple[float, ...] = ()
 
     def gap_s(self, batch: Batch, usual_s: float) -> float:
-        """Seconds that go by before such a step."""
+        """Seconds that go by before such a step; `usual_s` before one that only reads."""
         gaps_s = self.gaps_s
         return gaps_s[min(batch.rows, len(gaps_s)) - 1] if batch.rows and gaps_s else usual_s
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from diptych.errors import ConfigError
-from planner.cost import Line, Rhythm, StepCost, size_of
+from planner.cost import Line, Rhythm, Sizes, StepCost, size_of
 from planner.fit import Error, fit_decode, fit_mixed, fit_prefill
 from planner.hardware import Device
 from planner.joint import error_of, fit_joint
@@ -30,8 +30,8 @@ CANARY = "canary-"  # begins the names of such requests
 LEAST = 3  # steps that a bin needs to count, where there are bins enough
 ENOUGH = 12  # bins
 CUT = 0.01  # of the longest steps of a bin, if it has a hundred: the machine did something else
-PAUSE_S = 0.01  # from then on a worker had nothing to do
-SOME = 16  # steps, by which one size of them is drawn towards what is expected
+PAUSE_S = 0.01  # from then on a worker may have had nothing to do
+PRIOR = 16  # steps, by which one size of them is drawn towards what is expected
 COMMON = 8  # steps in a state, from which on it is judged by them
 # Of dividing steps by what their neighbours did to them, and fitting what is left: so often at most, and how little the
 # mean of a state moves in the last round.
@@ -273,28 +273,35 @@ def rhythm(cost: StepCost, life: Life, others: Sequence[Life]) -> Rhythm:
     found = [(*state, step) for state, step in zip(_states(life, others), life.steps, strict=True)]
     elsewhere = [step for other in others for step in other.steps]
 
-    def factor(reads: bool, beside: bool) -> float:
-        kind = [step for one, _, step in found if one == reads]
-        kind = kind or [step for step in elsewhere if bool(step.batch.tokens) == reads]
-        some = [step for one, other, step in found if (one, other) == (reads, beside)]
-        return balance(cost, some if len(some) >= COMMON else kind)
+    def means(sizes: Sizes) -> Rhythm:
+        """With these sizes, and all steps of a state as long as they were."""
+        like = Rhythm(sizes=sizes)
 
-    states = Rhythm(
-        (factor(False, False), factor(True, False)),
-        (factor(False, True), factor(True, True)),
-    )
+        def factor(reads: bool, beside: bool) -> float:
+            kind = [step for one, _, step in found if one == reads]
+            kind = kind or [step for step in elsewhere if bool(step.batch.tokens) == reads]
+            some = [step for one, other, step in found if (one, other) == (reads, beside)]
+            some = some if len(some) >= COMMON else kind
+            expected_s = sum(cost.step_s(step.batch) * like.factor(step.batch, beside) for step in some)
+            return sum(step.seconds for step in some) / expected_s if expected_s else 1.0
 
+        return replace(
+            like,
+            alone=(factor(False, False), factor(True, False)),
+            beside=(factor(False, True), factor(True, True)),
+        )
+
+    line = means(Rhythm().sizes)
     kinds: list[list[tuple[int, float, float]]] = [[], [], []]
     for _, other, step in found:
         kind, size = size_of(step.batch)
-        expected_s = cost.step_s(step.batch) * states.factor(step.batch, other)
-        kinds[kind].append((size, step.seconds, expected_s))
-    writes, reads, both = (_sizes(steps) for steps in kinds)
-    mean_of = replace(states, sizes=(writes, reads, both))
+        kinds[kind].append((size, step.seconds, cost.step_s(step.batch) * line.factor(step.batch, other)))
+    writes, reads, both = (_ratios(steps) for steps in kinds)
+    stairs = means((writes, reads, both))
 
     def tape(reads: bool) -> tuple[float, ...]:
         left = [
-            step.seconds / (cost.step_s(step.batch) * mean_of.factor(step.batch, other))
+            step.seconds / (cost.step_s(step.batch) * stairs.factor(step.batch, other))
             for one, other, step in found
             if one == reads
         ]
@@ -302,7 +309,7 @@ def rhythm(cost: StepCost, life: Life, others: Sequence[Life]) -> Rhythm:
         mean = statistics.fmean(left) if left else 1.0
         return tuple(ratio / mean for ratio in left) or (1.0,)
 
-    return replace(mean_of, tapes=(tape(False), tape(True)), gaps_s=_gaps_by_rows(life))
+    return replace(stairs, tapes=(tape(False), tape(True)), gaps_s=_gaps_by_rows(life))
 
 
 def _gaps_by_rows(life: Life) -> tuple[float, ...]:
@@ -311,23 +318,23 @@ def _gaps_by_rows(life: Life) -> tuple[float, ...]:
     gaps = [
         (after.batch.rows, max(0.0, after.begun_s - step.ended_s))
         for step, after in pairs
-        if _some_go_on(step.batch, after.batch) and after.begun_s - step.ended_s < PAUSE_S
+        if _goes_on(step.batch, after.batch)
+        or (_may_go_on(step.batch, after.batch) and after.begun_s - step.ended_s < PAUSE_S)
     ]
     mean_s = statistics.fmean(gap_s for _, gap_s in gaps) if gaps else 0.0
-    by_rows = _sizes((rows, gap_s, mean_s) for rows, gap_s in gaps) if mean_s else ()
+    by_rows = _ratios((rows, gap_s, mean_s) for rows, gap_s in gaps) if mean_s else ()
     return tuple(ratio * mean_s for ratio in by_rows)
 
 
-def _some_go_on(batch: Batch, after: Batch) -> bool:
-    """As far as can be seen: a single row with another context than before is another one, before which was nobody."""
-    alone = batch.rows == after.rows == 1
-    return min(batch.rows, after.rows) > 0 and (not alone or after.context == batch.context + 1)
+def _may_go_on(batch: Batch, after: Batch) -> bool:
+    """Whether some of those that wrote may write on. One row after another one is another sequence."""
+    return min(batch.rows, after.rows) > 0 and max(batch.rows, after.rows) > 1
 
 
-def _sizes(steps: Iterable[tuple[int, float, float]]) -> tuple[float, ...]:
-    """By size, from 1 on: seconds of its steps over what was expected of them, as if `SOME` more had been as expected.
+def _ratios(steps: Iterable[tuple[int, float, float]]) -> tuple[float, ...]:
+    """By size, from 1 on: seconds of its steps over what was expected of them, as if `PRIOR` more had been as expected.
 
-    A size that did not occur is like the next smaller one that did.
+    A size that did not occur is like the next smaller one that did; below the smallest, as expected.
     """
     took: dict[int, float] = defaultdict(float)
     expected: dict[int, list[float]] = defaultdict(list)
@@ -337,7 +344,7 @@ def _sizes(steps: Iterable[tuple[int, float, float]]) -> tuple[float, ...]:
     found = [1.0]
     for size in range(1, max(took, default=1) + 1):
         if some := expected.get(size):
-            more_s = SOME * statistics.fmean(some)
+            more_s = PRIOR * statistics.fmean(some)
             found.append((took[size] + more_s) / (sum(some) + more_s))
         else:
             found.append(found[-1])

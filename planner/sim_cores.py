@@ -35,12 +35,11 @@ class Processor:
     cores: Cores
     free_s: float = -inf  # when it has done all that has come
 
-    def take(self, now_s: float, way_s: float, work_s: float) -> float:
-        """When it begins with what has come now, by a way of `way_s`, and is `work_s` of work.
+    def done_s(self, now_s: float, work_s: float) -> float:
+        """When it has done what has come, after all that came before.
 
-        Both take longer while workers are in steps on all cores; the way has been without that so far.
+        `now_s` is when it would be done if there were nothing else: what was measured of a machine at rest contains the
+        work. The work takes longer while workers are in steps on all cores.
         """
-        times = self.cores.stretch(now_s)
-        begun_s = max(self.free_s, now_s + way_s * (times - 1.0))
-        self.free_s = begun_s + work_s * times
-        return begun_s
+        self.free_s = max(now_s, self.free_s + work_s * self.cores.stretch(now_s))
+        return self.free_s

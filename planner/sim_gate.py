@@ -57,7 +57,7 @@ class _Open:
 class Terms:
     """What a gateway is like: seconds that a request takes before it is there, and that a message to or from a worker
     takes; seconds that a request may take in all; and `max_tokens` that clients ask for (None: as many as they get).
-    `handling` is the work of its processor, of which there is no end if it is None.
+    `handling` is the work of its processor; None: it does everything at once, and nothing slows a message down.
     """
 
     gateway_s: float = 0.0
@@ -86,7 +86,7 @@ class Gate:
         self.workers: dict[str, Worker] = {}
         self.coming = 0  # that have not reached the relay yet
         self._processor = Processor(cores or Cores())
-        self._sent_s: dict[str, float] = {}  # when each worker has what it was sent last
+        self._last_s: dict[str, float] = {}  # when the last message of each way is there
         self._open: dict[str, _Open] = {}
         self._beating = self._ticking = False
 
@@ -128,18 +128,26 @@ class Gate:
 
     def hear(self, worker: str, what: Any, at_s: float) -> None:
         """A worker says something at a moment that may be to come."""
-        self.agenda.at(at_s + self.terms.hop_s, self._came, worker, what)
+        call = self._heard if self.terms.handling is None else self._come
+        self.agenda.at(at_s + self.terms.hop_s, call, worker, what)
 
-    def _came(self, worker: str, what: Any) -> None:
-        """A message has come: the gateway's processor takes it when it is free."""
+    def _come(self, worker: str, what: Any) -> None:
+        """A message would be here if the machine were at rest."""
+        self.agenda.at(self._way(f"from {worker}", self.terms.hop_s), self._queue, worker, what)
+
+    def _queue(self, worker: str, what: Any) -> None:
+        """A message is here: it is heard when the processor has done all before it. What is no step is cheap."""
         handling = self.terms.handling
-        if handling is None:
-            self._heard(worker, what)
-            return
-        tokens = len(what) if isinstance(what, list) else 0
-        work_s = handling.message_s + tokens * handling.token_s
-        at_s = self._processor.take(self.agenda.now_s, self.terms.hop_s, work_s)
-        self.agenda.at(at_s, self._heard, worker, what)
+        assert handling is not None, "without work nothing waits"
+        work_s = handling.message_s + len(what) * handling.token_s if isinstance(what, list) else 0.0
+        self.agenda.at(self._processor.done_s(self.agenda.now_s, work_s), self._heard, worker, what)
+
+    def _way(self, whose: str, way_s: float) -> float:
+        """When a message is there that has come a way of `way_s` as at rest. None overtakes another of `whose`."""
+        now_s = self.agenda.now_s
+        at_s = now_s + way_s * (self._processor.cores.stretch(now_s) - 1.0)
+        at_s = self._last_s[whose] = max(at_s, self._last_s.get(whose, at_s))
+        return at_s
 
     def _heard(self, worker: str, what: Any) -> None:
         if callable(what):
@@ -177,15 +185,22 @@ class Gate:
     # ---- requests
 
     def arrive(self, job: Job, number: int) -> None:
-        """A request has come in."""
+        """A request has come in, if the machine is at rest."""
         handling = self.terms.handling
         if handling is None:
-            self._arrived(job, number)
+            self._enter(job, number)
             return
-        at_s = self._processor.take(self.agenda.now_s, self.terms.gateway_s, handling.request_s / 2.0)
-        self.agenda.at(at_s, self._arrived, job, number)
+        now_s = self.agenda.now_s
+        at_s = now_s + self.terms.gateway_s * (self._processor.cores.stretch(now_s) - 1.0)
+        self.agenda.at(at_s, self._wait, job, number)
 
-    def _arrived(self, job: Job, number: int) -> None:
+    def _wait(self, job: Job, number: int) -> None:
+        handling = self.terms.handling
+        assert handling is not None, "without work nothing waits"
+        at_s = self._processor.done_s(self.agenda.now_s, handling.request_s / 2.0)
+        self.agenda.at(at_s, self._enter, job, number)
+
+    def _enter(self, job: Job, number: int) -> None:
         terms, now_s, name = self.terms, self.agenda.now_s, str(number)
         self.coming -= 1
         asked = job.output if terms.max_tokens is None else max(job.output, terms.max_tokens)
@@ -247,11 +262,15 @@ class Gate:
     def _send(self, effect: Send, now_s: float) -> None:
         message = effect.message
         told = self._order(message) if isinstance(message, Order) else message
-        at_s = now_s + self.terms.hop_s
-        if self.terms.handling is not None:  # no message overtakes another
-            at_s = now_s + self.terms.hop_s * self._processor.cores.stretch(now_s)
-            at_s = self._sent_s[effect.worker] = max(at_s, self._sent_s.get(effect.worker, at_s))
-        self.agenda.at(at_s, self.workers[effect.worker].receive, told)
+        receive = self.workers[effect.worker].receive
+        if self.terms.handling is None:
+            self.agenda.at(now_s + self.terms.hop_s, receive, told)
+        else:
+            self.agenda.at(now_s + self.terms.hop_s, self._reach, effect.worker, told)
+
+    def _reach(self, worker: str, told: Any) -> None:
+        """A message would be with a worker if the machine were at rest."""
+        self.agenda.at(self._way(f"to {worker}", self.terms.hop_s), self.workers[worker].receive, told)
 
     def _deliver(self, effect: Deliver, now_s: float) -> None:
         entry = self._open[effect.request]
@@ -269,7 +288,7 @@ class Gate:
         entry = self._open.pop(request)
         job = entry.job
         if (handling := self.terms.handling) is not None:
-            self._processor.take(now_s, 0.0, handling.request_s / 2.0)
+            self._processor.done_s(now_s, handling.request_s / 2.0)
         if failed:
             self._ended(Served(job, inf, inf, now_s, failed, entry.parts))
             return

@@ -9,8 +9,8 @@ the engine does; `tests/unit/planner/test_same_decisions.py` holds both against 
 
 Not simulated: faults, the host tier for preempted sequences (they are read again), names for the chunks of answers (a
 follow-up finds the prompt cached, as far as the trace names it), the gateway's processor but where `handling` tells of
-it. KV that is announced while it is computed is sent at once and is there when its step ends at the earliest, not
-layer by layer.
+it (beats never wait for it). KV that is announced while it is computed is sent at once and is there when its step ends
+at the earliest, not layer by layer.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Deployment:
     for (None: exactly what they get, as a benchmark with forced lengths does). `local_prefill` is the gateway's; with
     "auto" steps of decode instances are kept within their machine's `tpot_s`. With `handling`, each gateway has a
     processor that does one thing after the other, on the same `cores` as its workers' steps (of machines with a
-    rhythm), and every step is planned by itself.
+    rhythm and without a pipeline), and every step is planned by itself.
     """
 
     placement: Placement
@@ -335,5 +335,7 @@ def _check(deployment: Deployment) -> None:
             "one pool reads prompts and another writes answers, or one does both",
             "add the pool that is missing",
         )
+    if deployment.cores < 1:
+        raise ConfigError(f"{deployment.cores} cores", "there is at least one", "give a positive number")
     if deployment.cells < 1 or not isfinite(deployment.token_bytes):
         raise ConfigError(f"{deployment.cells} cells", "there is at least one", "give a positive number")

@@ -90,8 +90,8 @@ class Live:
 
     def gateway_s(self) -> float:
         """Seconds of a processor that the gateway has taken so far; 0 where its system does not tell."""
-        text = httpx.get(f"{self.url}/metrics", timeout=START_S, trust_env=False).text
-        families = text_string_to_metric_families(text)
+        answer = httpx.get(f"{self.url}/metrics", timeout=START_S, trust_env=False)
+        families = text_string_to_metric_families(answer.raise_for_status().text)
         return sum(
             sample.value for family in families for sample in family.samples if sample.name == GATEWAY_SPENT
         )

@@ -1,8 +1,9 @@
 """The simulated twin of a deployment that was measured on this machine.
 
 Every worker is an instance of its own, with the costs that were measured and the rhythm of its own steps: on a machine
-that workers, gateway and client share, two equal workers are not equally fast. Nor is the gateway the same at any load:
-its processor does one thing after the other, and all take longer when workers are in steps on all cores.
+that workers, gateway and client share, two equal workers are not equally fast. The gateway is
+slower the more it has to do: its processor does one thing after the other, and longer while workers are in steps on all
+cores.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def twin(pools: Pools, found: Measured, own: StepCost, lives: Sequence[Life], **
         ),
         "beat_s": BEAT_S,
         "handling": found.handling,
-        "cores": os.cpu_count() or 1,
+        "cores": len(os.sched_getaffinity(0)),
     }
     plain = simulated(placement, found.profile, **(usual | options))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from planner.profile import Overheads, Profile
 from planner.profiler import Life, Step
 from planner.shape import known
 from planner.simulator import simulate
-from planner.terms import BOTH, DECODE, PREFILL, Batch, Job, Link, Split
+from planner.terms import BOTH, DECODE, PREFILL, Batch, Handling, Job, Link, Split
 from services.bench.measure import Measured, Pools
 from services.bench.twin import after, own_costs, twin
 
@@ -27,7 +28,7 @@ def measured(*lives: Life) -> Measured:
     profile = Profile(
         known("embedded"), device("cpu"), {Split(): COST}, {Split(): 40_000}, "test", {}, beside
     )
-    return Measured(profile, 64, list(lives), [], {})
+    return Measured(profile, 64, list(lives), [], {}, Handling(1e-4, 2e-5, 3e-3))
 
 
 def life(worker: str, role: str, batch: Batch, ratio: float, gap_s: float) -> Life:
@@ -52,6 +53,7 @@ def test_prefill_and_decode_workers_are_in_pools_of_their_own_kind() -> None:
         "the profile's, if none"
     )
     assert reads.saturation_tokens == 64
+    assert made.handling == Handling(1e-4, 2e-5, 3e-3) and made.cores == len(os.sched_getaffinity(0))
     assert (reads.max_num_seqs, reads.max_num_batched_tokens) == (
         Config().max_num_seqs,
         Config().max_num_batched_tokens,

@@ -262,9 +262,20 @@ def test_what_is_before_a_step_is_told_by_its_rows() -> None:
     assert found.gap_s(Batch(0, 0.0, 7, 5), 9.0) == pytest.approx(2e-3, rel=0.1)
     assert found.gap_s(READS, 9.0) == 9.0, "of steps that write only"
     strangers = paced(
-        "decode-0", 0.0, [(Batch(0, 0.0, 1, 100 + 7 * number), 1.0) for number in range(20)], 0.5
+        "decode-0", 0.0, [(Batch(0, 0.0, 1, 100 + 7 * number), 1.0) for number in range(20)], 5e-3
     )
     assert profiler.rhythm(TRUTH, strangers, []).gaps_s == ()
+    pauses = paced("decode-0", 0.0, [(Batch(0, 0.0, 2 + number % 2, 300), 1.0) for number in range(20)], 0.5)
+    assert profiler.rhythm(TRUTH, pauses, []).gaps_s == (), "nobody knows what it did in half a second"
+
+
+def test_sizes_leave_the_time_of_all_steps_as_it_was() -> None:
+    """A rare size that takes three times as long as the line says is drawn towards it; the others make up for that."""
+    batches = [(Batch(0, 0.0, 1, 100), 1.0)] * 160 + [(Batch(0, 0.0, 2, 200), 3.0)] * 16
+    own = paced("decode-0", 0.0, batches)
+    found = profiler.rhythm(TRUTH, own, [])
+    told_s = sum(TRUTH.step_s(step.batch) * found.factor(step.batch, False) for step in own.steps)
+    assert told_s == pytest.approx(sum(step.seconds for step in own.steps), rel=1e-6)
 
 
 def test_a_rare_state_is_like_the_rest_and_a_kind_that_did_not_occur_is_as_elsewhere() -> None:

@@ -21,14 +21,16 @@ def test_what_shares_the_cores_with_more_than_they_are_takes_longer() -> None:
 
 
 def test_a_processor_does_one_thing_after_the_other() -> None:
+    """What comes to an idle one is done when it would be at rest; what comes at once after it takes its work longer."""
     processor = Processor(Cores(1))
-    assert processor.take(1.0, 0.1, 0.5) == 1.0, "nobody steps: the way takes what it takes at rest"
-    assert processor.take(1.2, 0.1, 0.5) == 1.5
-    assert processor.take(1.3, 0.1, 0.5) == 2.0
-    assert processor.take(9.0, 0.1, 0.5) == 9.0
+    assert processor.done_s(1.0, 0.5) == 1.0
+    assert processor.done_s(1.2, 0.5) == 1.5
+    assert processor.done_s(1.3, 0.5) == 2.0
+    assert processor.done_s(1.4, 0.0) == 2.0, "no work, but it waits"
+    assert processor.done_s(9.0, 0.5) == 9.0
 
 
-def test_ways_and_work_take_longer_beside_steps() -> None:
+def test_its_work_takes_longer_beside_steps() -> None:
     processor = Processor(Cores(1, {"a": (0.0, 5.0)}))
-    assert processor.take(1.0, 0.2, 0.5) == pytest.approx(1.2)
-    assert processor.free_s == pytest.approx(2.2)
+    assert processor.done_s(1.0, 0.5) == 1.0
+    assert processor.done_s(1.1, 0.5) == pytest.approx(2.0)

@@ -89,13 +89,29 @@ def test_a_gateway_that_works_in_no_time_changes_nothing(placement: Placement) -
 
 
 def test_what_a_gateway_has_to_do_waits_for_its_processor() -> None:
-    """A request is half a second of its work when it comes; a first token that is there meanwhile waits for that."""
+    """A request is half a second of its work when it comes, and what was measured at rest has that in it already."""
+    at_rest = simulate(of(PAIR), [Job(0.0, 100, 1)])[0].ttft_s
     for count in (1, 2, 4):
-        jobs = [Job(0.0, 100, 1)] * count
-        served = simulate(of(PAIR, handling=Handling(0.0, 0.0, 1.0)), jobs)
-        assert min(one.ttft_s for one in served) == pytest.approx(0.5 * count, abs=0.05)
-    (alone,) = simulate(of(placed((BOTH, 1)), handling=Handling(0.0, 0.1, 0.0)), [Job(0.0, 100, 50)])
-    assert alone.tpot_s > 0.09, "far more than a step takes"
+        served = simulate(of(PAIR, handling=Handling(0.0, 0.0, 1.0)), [Job(0.0, 100, 1)] * count)
+        first_s = min(one.ttft_s for one in served)
+        assert first_s == pytest.approx(at_rest + 0.5 * (count - 1), abs=0.02), (
+            "all that came before are taken first"
+        )
+
+
+def test_an_end_is_work_for_the_gateway_as_well() -> None:
+    jobs = [Job(0.0, 100, 5), Job(0.5, 100, 5)]
+    calm, full = (simulate(of(PAIR, handling=Handling(0.0, 0.0, work_s)), jobs)[1] for work_s in (0.0, 1.6))
+    assert calm.job.at_s == full.job.at_s == 0.5
+    assert full.ttft_s - calm.ttft_s == pytest.approx(0.3 + 0.8, abs=0.1), (
+        "0.8 s for the first's end, of which 0.3 s are left, and 0.8 s for its own begin"
+    )
+
+
+@pytest.mark.parametrize("handling", [Handling(message_s=0.1), Handling(token_s=0.1)])
+def test_tokens_come_no_faster_than_the_gateway_passes_them_on(handling: Handling) -> None:
+    (alone,) = simulate(of(placed((BOTH, 1)), handling=handling), [Job(0.0, 100, 50)])
+    assert alone.tpot_s == pytest.approx(0.1, rel=0.05), "far more than a step takes"
 
 
 def test_messages_do_not_overtake_each_other_when_ways_take_longer_beside_steps() -> None:
@@ -117,6 +133,17 @@ def test_steps_of_a_size_and_what_is_before_them_are_as_long_as_they_were() -> N
     pair = simulate(of(placed((BOTH, 1)), machine), [Job(0.0, 100, 40), Job(0.0, 100, 40)])
     step_s = 3.0 * COST.step_s(Batch(0, 0.0, 2, 240)) + 0.05
     assert max(one.tpot_s for one in pair) == pytest.approx(step_s, rel=0.01)
+
+
+def test_sizes_of_steps_that_read_and_that_do_both_are_told_apart() -> None:
+    usual = (1.0,) * 13
+    rhythm = Rhythm(sizes=(usual, (*usual, 5.0), (*usual, 7.0)))  # 14 and more: from 2 ** 6.25 tokens on
+    reads, both, writes = Batch(100, 1e4), Batch(100, 1e4, 2, 50), Batch(0, 0.0, 14, 50)
+    assert [rhythm.factor(batch, False) for batch in (reads, both, writes)] == [5.0, 7.0, 1.0]
+    assert rhythm.factor(Batch(1, 1.0), False) == rhythm.factor(Batch(64, 4096.0), False) == 1.0
+    first = simulate(of(placed((BOTH, 1)), replace(MACHINE, rhythm=rhythm)), [Job(0.0, 100, 1)])[0]
+    plain = simulate(of(placed((BOTH, 1))), [Job(0.0, 100, 1)])[0]
+    assert first.ttft_s - plain.ttft_s == pytest.approx(4.0 * COST.step_s(reads))
 
 
 def test_steps_follow_their_workers_tapes_and_slow_down_beside_others() -> None:

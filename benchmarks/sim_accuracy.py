@@ -4,20 +4,23 @@
 
 For one prefill and one decode worker, and for two colocated ones: the deployment is profiled, as `diptych profile` does
 it, and the real mode of the simulator finds the knee. At each rate around it the simulator predicts attainment from
-what each worker has done so far, how fast and how unsteadily, and the same requests at the same moments are then sent.
-Nothing is fitted to what is compared. All rates are gone through `--passes` times, each time with other requests, and a
-row is the mean of its passes: the machine is shared and changes from second to second and from minute to minute, so
-that many short passes say more of it than few long ones. `--rates` are multiples of the predicted knee.
+what each worker did in the pass before, how fast and how unsteadily (in the first pass: since the profile began), and
+the same requests at the same moments are then sent. Nothing is fitted to what is compared. All rates are gone through
+`--passes` times, each time with other requests, and a row is the mean of its passes: the machine is shared and changes
+from second to second and from minute to minute, so that many short passes say more of it than few long ones. `--rates`
+are multiples of the predicted knee.
 
 Colocated workers are profiled without a TPOT objective and measured with one: with it the engine reads fewer tokens in
 a step when the machine is slow, so that the size of a step would tell of the machine as well.
 
 Figures: `mean_abs_points`, `max_abs_points` (predicted - measured attainment, in points, over all rows; the paper's
 table 2: below 2 on A100s), `mean_points` with its sign, `rows`, and by deployment the held-out error of step times
-(C9). `hindsight` is what the simulator says with the rhythm of the very steps that ran, afterwards: no prediction, but
-its own part of the error. `spread` of a row is the standard error of its points, from how its passes differ, as if they
-had nothing to do with each other. `first_pass_mean_abs_points` is of the first passes alone, at the first of which only
-the profile is known. `measured_over_cost` is of the steps that ran, by worker and kind.
+(C9). `of_medians` are the same figures of rows that are the median of their passes instead of the mean: some seconds in
+which something else has the machine then count no more than others. `hindsight` is what the simulator says with the
+rhythm of the very steps that ran, afterwards: no prediction, but its own part of the error. `spread` of a row is the
+standard error of its points, from how its passes differ, as if they had nothing to do with each other.
+`first_pass_mean_abs_points` is of the first passes alone, at the first of which only the profile is known.
+`measured_over_cost` is of the steps that ran, by worker and kind.
 """
 
 from __future__ import annotations
@@ -137,10 +140,15 @@ def knee(model: Model, setting: Setting, slo: Slo, pace: float) -> float:
     return low
 
 
-def run_one(live: Live, model: Model, setting: Setting, slo: Slo, rate: float, turn: int) -> dict[str, Any]:
-    """One rate in one pass: predicted and measured, with the same requests."""
+def run_one(
+    live: Live, model: Model, setting: Setting, slo: Slo, rate: float, turn: int, from_s: float | None
+) -> dict[str, Any]:
+    """One rate in one pass: predicted and measured, with the same requests.
+
+    What is remembered begins at `from_s`; None: with the profile.
+    """
     jobs = setting.jobs(rate, turn)
-    known = remembered(model.found.lives, live.lives())
+    known = remembered(model.found.lives, live.lives(), from_s)
     think_s = time.process_time()
     foreseen = counted(model.serve(jobs, known, starts_of(turn)))
     think_s = time.process_time() - think_s
@@ -174,6 +182,9 @@ def merged(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in ("predicted", "measured", "hindsight"):
         row[name] = round(statistics.fmean(one[name] for one in passes), 4)
     row["points"] = round(100.0 * (row["predicted"] - row["measured"]), 2)
+    row["median_points"] = round(
+        100.0 * statistics.median(one["predicted"] - one["measured"] for one in passes), 2
+    )
     return row | {"spread": spread(passes), "passes": list(passes)}
 
 
@@ -185,9 +196,11 @@ def spread(passes: Sequence[dict[str, Any]]) -> float | None:
     return round(statistics.stdev(off) / math.sqrt(len(off)), 2)
 
 
-def remembered(before: Sequence[Life], since: Sequence[Life]) -> list[Life]:
-    """What each worker of a profile did, and what the one in its place has done since."""
+def remembered(before: Sequence[Life], since: Sequence[Life], from_s: float | None = None) -> list[Life]:
+    """What each worker of a profile did, and what the one in its place has done since; or that from `from_s` on."""
     later = {life.worker: life for life in since}
+    if from_s is not None:
+        return [later[life.worker].between(from_s, math.inf) for life in before]
     return [replace(later[life.worker], steps=life.steps + later[life.worker].steps) for life in before]
 
 
@@ -235,10 +248,13 @@ def study(name: str, setting: Setting) -> tuple[list[dict[str, Any]], dict[str, 
     )
     options = ["--slo-tpot-ms", f"{1e3 * slo.tpot_s:.3f}"] if pools.colocated else []
     seen: dict[float, list[dict[str, Any]]] = {factor: [] for factor in setting.rates}
+    begins: list[float] = []
     with deployed(pools, "", options) as live:
         for turn in range(setting.passes):
             for factor in setting.rates:
-                row = run_one(live, model, setting, slo, factor * at, turn)
+                last_s = begins[-len(setting.rates)] if turn else None  # one pass ago
+                begins.append(time.monotonic())
+                row = run_one(live, model, setting, slo, factor * at, turn, last_s)
                 seen[factor].append(row)
                 told = f"foretold {row['predicted']:.1%}, measured {row['measured']:.1%}"
                 say(f"{name}: {row['rate']:.4g}/s {told}, in hindsight {row['hindsight']:.1%}")
@@ -306,6 +322,7 @@ def main() -> None:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures, over all rows and by deployment."""
     off = [abs(row["points"]) for row in rows]
+    middle = [abs(row["median_points"]) for row in rows]
     behind = [100.0 * abs(row["hindsight"] - row["measured"]) for row in rows]
     first = [100.0 * abs(row["passes"][0]["predicted"] - row["passes"][0]["measured"]) for row in rows]
     by = {
@@ -315,6 +332,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "mean_abs_points": round(statistics.fmean(off), 2),
         "max_abs_points": max(off),
+        "of_medians": {"mean_abs_points": round(statistics.fmean(middle), 2), "max_abs_points": max(middle)},
         "mean_points": round(statistics.fmean(row["points"] for row in rows), 2),
         "mean_abs_points_by_deployment": by,
         "first_pass_mean_abs_points": round(statistics.fmean(first), 2),

@@ -72,6 +72,8 @@ def test_each_pass_has_its_own_requests_and_a_row_is_their_mean() -> None:
     row = merged(passes)
     assert (row["requests"], row["predicted"], row["measured"], row["points"]) == (80, 0.8, 0.77, 3.0)
     assert row["hindsight"] == 0.8 and row["passes"] == passes
+    third = merged([*passes, one | {"predicted": 0.9, "measured": 0.2, "hindsight": 0.2}])
+    assert third["median_points"] == 10.0, "of 10, -4 and 70"
     assert row["spread"] == 7.0, "10 and -4 points: 9.9 apart from their mean, over the root of two"
     assert spread(passes[:1]) is None
 
@@ -91,17 +93,21 @@ def test_a_worker_is_known_by_its_profile_and_by_what_the_one_in_its_place_did_s
     known_ = {life.worker: life for life in remembered(before, since)}
     assert known_["decode-0"].steps == steps[1:] and known_["prefill-0"].steps == steps[:1]
     assert known_["prefill-0"].saturation_tokens == 64, "of the deployment that is up"
+    lately = {life.worker: life for life in remembered(before, since, 2.5)}
+    assert lately["decode-0"].steps == steps[3:] and not lately["prefill-0"].steps
 
 
 def test_points_are_summed_up_over_rows() -> None:
     first = {"passes": [{"predicted": 0.5, "measured": 0.58}]}
     rows: list[dict[str, Any]] = [
-        first | {"deployment": "a", "points": -3.0, "measured": 0.5, "hindsight": 0.52},
-        first | {"deployment": "a", "points": 1.0, "measured": 0.9, "hindsight": 0.86},
-        first | {"deployment": "b", "points": 5.0, "measured": 0.2, "hindsight": 0.2},
+        first
+        | {"deployment": "a", "points": -3.0, "median_points": -2.0, "measured": 0.5, "hindsight": 0.52},
+        first | {"deployment": "a", "points": 1.0, "median_points": 0.5, "measured": 0.9, "hindsight": 0.86},
+        first | {"deployment": "b", "points": 5.0, "median_points": 2.0, "measured": 0.2, "hindsight": 0.2},
     ]
     told = summary(rows)
     assert (told["mean_abs_points"], told["max_abs_points"]) == (3.0, 5.0)
+    assert told["of_medians"] == {"mean_abs_points": 1.5, "max_abs_points": 2.0}
     assert told["mean_abs_points_by_deployment"] == {"a": 2.0, "b": 5.0}
     assert told["first_pass_mean_abs_points"] == 8.0
     assert (told["hindsight_mean_abs_points"], told["hindsight_max_abs_points"]) == (2.0, 4.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from typing import Any
 import msgspec
 
 from diptych.errors import ConfigError
-from planner.cost import Line, Rhythm, Sizes, StepCost, size_of
+from planner.cost import Line, StepCost
 from planner.fit import Error, fit_decode, fit_mixed, fit_prefill
 from planner.hardware import Device
 from planner.joint import error_of, fit_joint
@@ -30,12 +29,6 @@ CANARY = "canary-"  # begins the names of such requests
 LEAST = 3  # steps that a bin needs to count, where there are bins enough
 ENOUGH = 12  # bins
 CUT = 0.01  # of the longest steps of a bin, if it has a hundred: the machine did something else
-PAUSE_S = 0.01  # from then on a worker may have had nothing to do
-PRIOR = 16  # steps, by which one size of them is drawn towards what is expected
-COMMON = 8  # steps in a state, from which on it is judged by them
-# Of dividing steps by what their neighbours did to them, and fitting what is left: so often at most, and how little the
-# mean of a state moves in the last round.
-ROUNDS, SETTLED = 40, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,57 +150,6 @@ def fit_costs(steps: Sequence[Step]) -> Costs:
     return Costs(cost, errors, counts)
 
 
-def fit_apart(lives: Sequence[Life], cost: StepCost) -> Costs:
-    """The cost of a step without what goes on beside it, to be multiplied by a `rhythm`. `cost` is the one with it.
-
-    Many rows are written when all workers are busy. So a line through all steps takes for the rows what is the
-    neighbours', and a rhythm adds it once more. Here each worker's steps of each state are divided by how much longer
-    they took than the cost, and fitted again, until both agree.
-
-    Raises:
-        ConfigError: as `fit_costs`.
-    """
-    groups = [group for life in lives for group in _alike(life, [one for one in lives if one is not life])]
-    before = [math.inf] * len(groups)
-    for _ in range(ROUNDS):
-        longer = _longer(cost, groups)
-        even = [
-            replace(step, ended_s=step.begun_s + step.seconds / times)
-            for group, times in zip(groups, longer, strict=True)
-            for step in group
-        ]
-        costs = fit_costs(even)
-        cost = costs.cost
-        if max((abs(now - then) for now, then in zip(longer, before, strict=True)), default=0.0) < SETTLED:
-            break
-        before = longer
-    return costs
-
-
-def _alike(life: Life, others: Sequence[Life]) -> list[list[Step]]:
-    """A worker's steps by their state."""
-    found: dict[tuple[bool, bool], list[Step]] = defaultdict(list)
-    for state, step in zip(_states(life, others), life.steps, strict=True):
-        found[state].append(step)
-    return list(found.values())
-
-
-def _longer(cost: StepCost, groups: Sequence[Sequence[Step]]) -> list[float]:
-    """How many times longer than its cost each group's steps took.
-
-    Steps that read, divided by these, take as long in all as they did, and so do those that write: nothing else would
-    say what is the cost's and what is the state's, and both would drift from round to round.
-    """
-    found = [(balance(cost, group) or 1.0) if len(group) >= COMMON else 1.0 for group in groups]
-    for reads in (False, True):
-        own = [place for place, group in enumerate(groups) if bool(group[0].batch.tokens) == reads]
-        whole_s = sum(step.seconds for place in own for step in groups[place])
-        even_s = sum(step.seconds / found[place] for place in own for step in groups[place])
-        for place in own:
-            found[place] *= even_s / whole_s if whole_s else 1.0
-    return found
-
-
 def _apart(kinds: Mapping[str, Sequence[Step]]) -> tuple[StepCost, dict[str, Error]]:
     reading, writing = means(kinds["prefill"], _reading), means(kinds["decode"], _writing)
     first = fit_prefill([(batch.tokens, batch.squares, seconds) for batch, seconds in reading])
@@ -265,112 +207,6 @@ def balance(cost: StepCost, steps: Sequence[Step]) -> float:
     return sum(step.seconds for step in steps) / expected if expected else 1.0
 
 
-def rhythm(cost: StepCost, life: Life, others: Sequence[Life]) -> Rhythm:
-    """How one worker's steps went while the others of its machine did theirs.
-
-    A state that was rare is like the rest of its kind, and a kind that it had none of is as long as the others' were.
-    """
-    found = [(*state, step) for state, step in zip(_states(life, others), life.steps, strict=True)]
-    elsewhere = [step for other in others for step in other.steps]
-
-    def means(sizes: Sizes) -> Rhythm:
-        """With these sizes, and all steps of a state as long as they were."""
-        like = Rhythm(sizes=sizes)
-
-        def factor(reads: bool, beside: bool) -> float:
-            kind = [step for one, _, step in found if one == reads]
-            kind = kind or [step for step in elsewhere if bool(step.batch.tokens) == reads]
-            some = [step for one, other, step in found if (one, other) == (reads, beside)]
-            some = some if len(some) >= COMMON else kind
-            expected_s = sum(cost.step_s(step.batch) * like.factor(step.batch, beside) for step in some)
-            return sum(step.seconds for step in some) / expected_s if expected_s else 1.0
-
-        return replace(
-            like,
-            alone=(factor(False, False), factor(True, False)),
-            beside=(factor(False, True), factor(True, True)),
-        )
-
-    line = means(Rhythm().sizes)
-    kinds: list[list[tuple[int, float, float]]] = [[], [], []]
-    for _, other, step in found:
-        kind, size = size_of(step.batch)
-        kinds[kind].append((size, step.seconds, cost.step_s(step.batch) * line.factor(step.batch, other)))
-    writes, reads, both = (_ratios(steps) for steps in kinds)
-    stairs = means((writes, reads, both))
-
-    def tape(reads: bool) -> tuple[float, ...]:
-        left = [
-            step.seconds / (cost.step_s(step.batch) * stairs.factor(step.batch, other))
-            for one, other, step in found
-            if one == reads
-        ]
-        # Small steps vary most, and in a simulation any step may get what was theirs: so the mean is 1.
-        mean = statistics.fmean(left) if left else 1.0
-        return tuple(ratio / mean for ratio in left) or (1.0,)
-
-    return replace(stairs, tapes=(tape(False), tape(True)), gaps_s=_gaps_by_rows(life))
-
-
-def _gaps_by_rows(life: Life) -> tuple[float, ...]:
-    """Mean seconds before a step that writes, by its rows, from 1 on, where some of them went on."""
-    pairs = zip(life.steps, life.steps[1:], strict=False)
-    gaps = [
-        (after.batch.rows, max(0.0, after.begun_s - step.ended_s))
-        for step, after in pairs
-        if _goes_on(step.batch, after.batch)
-        or (_may_go_on(step.batch, after.batch) and after.begun_s - step.ended_s < PAUSE_S)
-    ]
-    mean_s = statistics.fmean(gap_s for _, gap_s in gaps) if gaps else 0.0
-    by_rows = _ratios((rows, gap_s, mean_s) for rows, gap_s in gaps) if mean_s else ()
-    return tuple(ratio * mean_s for ratio in by_rows)
-
-
-def _may_go_on(batch: Batch, after: Batch) -> bool:
-    """Whether some of those that wrote may write on. One row after another one is another sequence."""
-    return min(batch.rows, after.rows) > 0 and max(batch.rows, after.rows) > 1
-
-
-def _ratios(steps: Iterable[tuple[int, float, float]]) -> tuple[float, ...]:
-    """By size, from 1 on: seconds of its steps over what was expected of them, as if `PRIOR` more had been as expected.
-
-    A size that did not occur is like the next smaller one that did; below the smallest, as expected.
-    """
-    took: dict[int, float] = defaultdict(float)
-    expected: dict[int, list[float]] = defaultdict(list)
-    for size, seconds, expected_s in steps:
-        took[size] += seconds
-        expected[size].append(expected_s)
-    found = [1.0]
-    for size in range(1, max(took, default=1) + 1):
-        if some := expected.get(size):
-            more_s = PRIOR * statistics.fmean(some)
-            found.append((took[size] + more_s) / (sum(some) + more_s))
-        else:
-            found.append(found[-1])
-    return tuple(found[1:])
-
-
-def _states(life: Life, others: Sequence[Life]) -> list[tuple[bool, bool]]:
-    """Of each step: whether it reads, and whether another worker was in a step when it began."""
-    busy = _Busy(others)
-    return [(bool(step.batch.tokens), busy.at(step.begun_s)) for step in life.steps]
-
-
-class _Busy:
-    """Whether any of some workers is in a step."""
-
-    def __init__(self, lives: Sequence[Life]) -> None:
-        self._lives = [([step.begun_s for step in life.steps], life.steps) for life in lives]
-
-    def at(self, at_s: float) -> bool:
-        for begins, steps in self._lives:
-            place = bisect_right(begins, at_s) - 1
-            if place >= 0 and at_s < steps[place].ended_s:
-                return True
-        return False
-
-
 def _mean(group: Sequence[Step]) -> tuple[Batch, float]:
     kept = sorted(group, key=lambda step: step.seconds)[: math.ceil(len(group) * (1.0 - CUT))]
     mean = statistics.fmean
@@ -421,12 +257,12 @@ def between_steps(lives: Iterable[Life]) -> float:
         after.begun_s - step.ended_s
         for life in lives
         for step, after in zip(life.steps, life.steps[1:], strict=False)
-        if _goes_on(step.batch, after.batch)
+        if goes_on(step.batch, after.batch)
     ]
     return max(0.0, statistics.fmean(gaps)) if gaps else 0.0
 
 
-def _goes_on(batch: Batch, after: Batch) -> bool:
+def goes_on(batch: Batch, after: Batch) -> bool:
     """The same sequences write, or a prompt that was begun is read on: the worker did not wait in between."""
     if (
         after.rows == 0

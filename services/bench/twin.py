@@ -15,7 +15,8 @@ from typing import Any
 
 from diptych.config import Config
 from planner.cost import StepCost
-from planner.profiler import Costs, Life, between_steps, fit_apart, rhythm
+from planner.profiler import Costs, Life, between_steps
+from planner.rhythm import fit_apart, rhythm
 from planner.simulator import Deployment, Machine
 from planner.simulator import deployment as simulated
 from planner.terms import BOTH, Placement, Pool, Split

@@ -47,7 +47,8 @@ def test_the_printed_curl_streams_an_answer(served: Terminal) -> None:
     shown = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, text=True, check=True)
     events = [line for line in shown.stdout.splitlines() if line.startswith("data: ")]
     assert len(events) > 2 and events[-1] == "data: [DONE]"
-    assert "error" not in shown.stdout
+    answers = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert all("choices" in answer and "error" not in answer for answer in answers), shown.stdout
 
 
 def test_the_printed_python_prints_an_answer(served: Terminal) -> None:

@@ -13,9 +13,8 @@ from math import log2
 from planner.terms import Batch, Link
 
 Line = tuple[float, float, float]
-Sizes = tuple[
-    tuple[float, ...], tuple[float, ...], tuple[float, ...]
-]  # as `size_of` tells kinds and sizes apart
+# As `size_of` tells kinds and sizes apart.
+Sizes = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,12 +80,12 @@ class Gate:
         terms: Terms,
         devices: int,
         ended: Callable[[Served], None],
-        cores: Cores | None = None,
+        cores: Cores,
     ) -> None:
         self.agenda, self.relay, self.terms, self.devices, self._ended = agenda, relay, terms, devices, ended
         self.workers: dict[str, Worker] = {}
         self.coming = 0  # that have not reached the relay yet
-        self._processor = Processor(cores or Cores())
+        self._processor = Processor(cores)
         self._last_s: dict[str, float] = {}  # when the last message of each way is there
         self._open: dict[str, _Open] = {}
         self._beating = self._ticking = False

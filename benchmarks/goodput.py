@@ -97,7 +97,7 @@ class Cell:
     """A workload under an objective. `requests` are those that count, of all runs."""
 
     slo: Slo
-    expected: dict[str, float]
+    expected: Expected
     goodput: dict[str, Goodput] = field(default_factory=dict)
     requests: dict[str, int] = field(default_factory=dict)
     client: float = 0.0
@@ -118,11 +118,12 @@ class Cell:
         return found | {"predicted": self._predicted(), "foreseen": self.foreseen}
 
     def _predicted(self) -> dict[str, Any]:
-        best = max(self.expected[name] for name in COLOCATED)
+        goodput, surely = self.expected.goodput, self.expected.surely
         return {
-            "goodput": {name: round(rate, 3) for name, rate in self.expected.items()},
-            "ratio": round(self.expected["disaggregated"] / best, 3),
-            "auto": chosen(self.expected),
+            "goodput": {name: round(rate, 3) for name, rate in goodput.items()},
+            "surely": {name: round(rate, 3) for name, rate in surely.items()},
+            "ratio": round(goodput["disaggregated"] / max(goodput[name] for name in COLOCATED), 3),
+            "auto": chosen(surely),
         }
 
     @property
@@ -130,7 +131,7 @@ class Cell:
         """Whether the simulator names the better of both kinds; None if one of them was not measured."""
         if not {"disaggregated", *COLOCATED} <= set(self.goodput):
             return None
-        return _apart({name: one.mean for name, one in self.goodput.items()}) == _apart(self.expected)
+        return _apart({name: one.mean for name, one in self.goodput.items()}) == _apart(self.expected.goodput)
 
 
 def _apart(goodput: Mapping[str, float]) -> bool:
@@ -259,9 +260,10 @@ def cells(
     """All regimes of one workload."""
     slos = {regime: objective(regime, calm.ttft_s, calm.tpot_s) for regime in options.regimes}
     expected = foretold(known, traffic, slos, calm.pace)
-    for regime, rates in expected.items():
-        say(f"{name}, {regime}: foretold " + ", ".join(f"{one} {rate:.4g}/s" for one, rate in rates.items()))
-    wanted = {regime: wants(options.columns, rates) for regime, rates in expected.items()}
+    for regime, by in expected.items():
+        rates = (f"{one} {rate:.4g} ({by.surely[one]:.4g})/s" for one, rate in by.goodput.items())
+        say(f"{name}, {regime}: foretold (surely) " + ", ".join(rates))
+    wanted = {regime: wants(options.columns, by.surely) for regime, by in expected.items()}
     needed = sites(slos, {regime: by.values() for regime, by in wanted.items()})
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         bench = Bench(runner, options.seeds)
@@ -277,14 +279,16 @@ def cells(
     return found
 
 
-def wants(names: Iterable[str], expected: Mapping[str, float]) -> dict[str, str]:
+def wants(names: Iterable[str], surely: Mapping[str, float]) -> dict[str, str]:
     """Which deployment each column is."""
-    return {name: chosen(expected) if name == "auto" else name for name in names}
+    return {name: chosen(surely) if name == "auto" else name for name in names}
 
 
-def plans(needed: Sites, expected: Expected) -> dict[tuple[str, ...], Walk]:
+def plans(needed: Sites, expected: Mapping[str, Expected]) -> dict[tuple[str, ...], Walk]:
     """Where each deployment begins, on a grid that all of them have: around the geometric mean of what is expected."""
-    own = {flags: [expected[regime][site.name] for regime in site.slos] for flags, site in needed.items()}
+    own = {
+        flags: [expected[regime].goodput[site.name] for regime in site.slos] for flags, site in needed.items()
+    }
     centre = statistics.geometric_mean([rate for rates in own.values() for rate in rates])
     return {
         flags: Walk(needed[flags].slos, centre, 0, DOWN, UP).toward(rates) for flags, rates in own.items()

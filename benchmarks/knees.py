@@ -67,11 +67,11 @@ def _failing(falling: Floats, target: float) -> int:
     return int(np.count_nonzero(falling >= target - 1e-9))
 
 
-def knee_of(fates: Fates) -> Knee:
+def knee_of(fates: Fates, target: float = TARGET) -> Knee:
     """The knee of what was seen."""
     rates = sorted(fates)
     runs = [fates[rate] for rate in rates]
-    return knee(rates, [sum(run) / len(run) for run in runs], [len(run) for run in runs])
+    return knee(rates, [sum(run) / len(run) for run in runs], [len(run) for run in runs], target)
 
 
 def resampled(fates: Fates, seed: int, draws: int = DRAWS) -> Floats:

@@ -7,6 +7,8 @@ with the means of figure 7, joint attainment 90 %.
 
     opt66b_1x8_s, opt66b_4x8_s   seconds of the whole search, all families: the first with runs of 300 requests as the
                                  paper's, single process; the second with --large, and runs of 30 s at least
+    plan_opt66b_1x8_s            seconds of this question as `diptych plan` asks it: more seeds, longer runs, prompts
+                                 cut beside decoding, the answer measured afresh and put to the product's own decisions
     requests_per_s               requests simulated per second of processor time of it (`cpu_s`, one process)
     paper                        for each row of table 3: our best pair within nodes by goodput per device, the paper's
                                  placement and how far it is from the best; goodput beside the crossing of figures 8, 9
@@ -23,7 +25,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from planner.candidates import family, pair
@@ -47,14 +49,15 @@ PAPER: dict[str, tuple[str, str, Slo, tuple[int, int, int, int, int], float, flo
     "175b_sharegpt": ("OPT-175B", "sharegpt", Slo(4.0, 0.2), (3, 3, 4, 3, 3), 0.2015, 0.1013),
 }
 NODES = {"OPT-13B": (1, 4), "OPT-66B": (1, 8), "OPT-175B": (3, 8)}
-TIGHT = Slo(0.4, 0.1)
+CHAT, TIGHT = Slo(2.5, 0.15), Slo(0.4, 0.1)
+SHORT: dict[str, Any] = {"seeds": 1, "requests": 300, "span_s": 0.0}  # a run of the paper's
 
 
 def asked(model: str, workload: str, slo: Slo, nodes: int, per_node: int, **more: Any) -> Request:
     """A question about the paper's hardware. By default runs are as short as the paper's."""
     a100 = device(DEVICE)
     profile = built_in(model, a100)
-    given: dict[str, Any] = {"seeds": 1, "requests": 300, "span_s": 0.0, "name": workload} | more
+    given: dict[str, Any] = SHORT | {"name": workload} | more
     stock = Stock(a100, nodes, per_node)
     return Request(profile.model, (stock,), {a100.name: profile}, synthetic(workload), {"": slo}, **given)
 
@@ -62,7 +65,17 @@ def asked(model: str, workload: str, slo: Slo, nodes: int, per_node: int, **more
 def timed(nodes: int) -> dict[str, Any]:
     """The whole search for OPT-66B and ShareGPT on `nodes` of eight."""
     span_s = 0.0 if nodes == 1 else 30.0  # 300 requests say nothing of 32 devices: they last seconds
-    request = asked("OPT-66B", "sharegpt", Slo(2.5, 0.15), nodes, 8, profiled_only=True, span_s=span_s)
+    return answered(asked("OPT-66B", "sharegpt", CHAT, nodes, 8, profiled_only=True, span_s=span_s))
+
+
+def planned() -> dict[str, Any]:
+    """What a user waits for: the same on one node, with the defaults of `diptych plan`."""
+    given = {field.name: field.default for field in fields(Request) if field.name in SHORT}
+    return answered(asked("OPT-66B", "sharegpt", CHAT, 1, 8, limits=limits([CHAT]), verified=True, **given))
+
+
+def answered(request: Request) -> dict[str, Any]:
+    """How long an answer takes, and what it is."""
     begun_s, worked_s = time.perf_counter(), time.process_time()
     answer = place(request)
     took_s, worked_s = time.perf_counter() - begun_s, time.process_time() - worked_s
@@ -118,6 +131,7 @@ def paper() -> dict[str, Any]:
             row[length] = {
                 "requests": requests,
                 "best": str(best.unit) if best else None,
+                "cross": best.unit.cross if best else None,
                 "goodput_per_device": round(best.per_weight, 3) if best else 0.0,
                 "papers_placement": round(theirs, 3),
                 "papers_of_best": round(theirs / best.per_weight, 3) if best else None,
@@ -162,7 +176,7 @@ def equal(requests: int = 300, span_s: float = 20.0) -> dict[str, Any]:
             answer = place(request)
             best: dict[str, float] = {}
             for one in (answer.best, *answer.others):
-                best[one.family] = max(best.get(one.family, 0.0), one.goodput_rps)
+                best[one.family] = max(best.get(one.family, 0.0), one.fast.goodput_rps)
             row[mode] = {
                 "goodput_rps": {key: round(value, 3) for key, value in best.items()},
                 "disaggregated_over_colocated": round(best.get("disaggregated", 0.0) / best["colocated"], 3),
@@ -184,6 +198,8 @@ def measure(only: set[str], large: bool) -> dict[str, Any]:
             "requests_per_s": small["requests_per_s"],
             "opt66b_1x8": small,
         }
+        asked_for = planned()
+        figures |= {"plan_opt66b_1x8_s": asked_for["seconds"], "plan_opt66b_1x8": asked_for}
         if large:
             four = timed(4)
             figures |= {"opt66b_4x8_s": four["seconds"], "opt66b_4x8": four}

@@ -11,13 +11,14 @@ import pytest
 
 from benchmarks import columns as module
 from benchmarks import goodput
-from benchmarks.columns import APART, TOGETHER, Traffic, chosen, columns, foretold, sites
+from benchmarks.columns import APART, ERROR, TOGETHER, Expected, Traffic, chosen, columns, foretold, sites
 from benchmarks.goodput import Bench, Cell, Met, objective, options_of, plans, report, wants
 from benchmarks.knees import (
     ABOVE,
     BELOW,
     STEP,
     STRIDE,
+    TARGET,
     Goodput,
     Knee,
     Walk,
@@ -82,6 +83,23 @@ def test_of_those_that_tie_the_first_is_chosen() -> None:
     )
     assert chosen({"disaggregated": 9.0, "colocated": 9.8, "unchunked": 5.0, "local": 10.0}) == "colocated"
     assert chosen({"disaggregated": 9.0, "colocated": 9.0, "unchunked": 5.0, "local": 10.0}) == "local"
+
+
+def test_where_attainment_hardly_falls_a_choice_rests_on_more_than_the_target() -> None:
+    """The one barely keeps the target far up, the other keeps it well, not quite so far: the first surely does less."""
+    flat = {1.0: thousand(0.98), 2.0: thousand(0.92), 8.0: thousand(0.905), 16.0: thousand(0.2)}
+    steep = {1.0: thousand(0.99), 6.0: thousand(0.98), 8.0: thousand(0.3)}
+    assert knee_of(flat).rate > knee_of(steep).rate
+    surely = {
+        "disaggregated": knee_of(steep, TARGET + ERROR).rate,
+        "colocated": knee_of(flat, TARGET + ERROR).rate,
+    }
+    assert surely["colocated"] < 2.0 and chosen(surely) == "disaggregated"
+
+
+def thousand(kept: float) -> list[bool]:
+    """Of 1,000 requests, of which that share kept the objective."""
+    return [number < 1000 * kept for number in range(1000)]
 
 
 # ---- knees
@@ -217,8 +235,8 @@ def test_the_warm_up_does_not_count() -> None:
 def test_runs_begin_somewhat_below_what_is_expected_to_fail_first() -> None:
     slos = {"tight": SLO, "loose": Slo(2.0, 0.04)}
     expected = {
-        "tight": {"disaggregated": 4.0, "colocated": 4.0},
-        "loose": {"disaggregated": 9.0, "colocated": 9.0},
+        "tight": Expected({"disaggregated": 4.0, "colocated": 4.0}),
+        "loose": Expected({"disaggregated": 9.0, "colocated": 9.0}),
     }
     needed = sites(slos, {regime: ["disaggregated", "colocated"] for regime in slos})
     found = {
@@ -292,10 +310,11 @@ def good(*rates: float) -> Goodput:
 
 
 EXPECTED = {"disaggregated": 3.0, "colocated": 2.0, "unchunked": 1.0, "local": 2.5}
+SURELY = {"disaggregated": 1.5, "colocated": 1.8, "unchunked": 0.9, "local": 1.7}
 
 
 def cell(**found: Goodput) -> Cell:
-    return Cell(SLO, EXPECTED, found, dict.fromkeys(found, 40))
+    return Cell(SLO, Expected(EXPECTED, SURELY), found, dict.fromkeys(found, 40))
 
 
 def test_a_cell_says_how_the_columns_compare() -> None:
@@ -304,7 +323,12 @@ def test_a_cell_says_how_the_columns_compare() -> None:
     ).told()
     assert told["ratio"]["mean"] == 1.75 and told["ratio"]["seeds"] == [1.5, 2.0]
     assert told["auto_ratio"]["mean"] == 1.0 and told["slo_ms"] == {"ttft": 1000.0, "tpot": 20.0}
-    assert told["predicted"] == {"goodput": EXPECTED, "ratio": 1.5, "auto": "disaggregated"}
+    assert told["predicted"] == {
+        "goodput": EXPECTED,
+        "surely": SURELY,
+        "ratio": 1.5,
+        "auto": "colocated",
+    }
 
 
 def test_parts_of_a_cell_are_told_without_ratios() -> None:
@@ -346,10 +370,13 @@ def test_the_simulator_sees_what_objectives_do(monkeypatch: pytest.MonkeyPatch) 
     known = {APART: measured(["prefill", "decode"]), TOGETHER: measured(["decode", "decode"])}
     slos = {"tight": Slo(1.0, 0.005), "loose": Slo(0.1, 10.0)}
     found = foretold(known, Traffic(synthetic("sharegpt").shrunk(8, 512), 2.0), slos, 30.0)
-    tight, loose = found["tight"], found["loose"]
+    tight, loose = found["tight"].goodput, found["loose"].goodput
     assert tight["disaggregated"] > max(tight["colocated"], tight["unchunked"])
     assert loose["disaggregated"] < max(loose["colocated"], loose["unchunked"])
     assert set(loose) == set(tight) == {"disaggregated", "colocated", "unchunked", "local"}
+    for one in found.values():
+        assert set(one.surely) == set(one.goodput)
+        assert all(one.surely[name] <= rate for name, rate in one.goodput.items())
 
 
 def test_the_estimate_grows_with_what_is_asked_for() -> None:

@@ -9,7 +9,7 @@ and never to fall (`planner.cost`, `planner.roofline`): then n steps cost at lea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,7 @@ class Site:
     """What a placement runs on: cost and KV capacity of a pool's instance, the link of a pair, KV bytes of a token.
 
     `nodes` is on how many nodes the stages of a pool's instance lie. Bounds leave that out: it only makes steps longer.
+    `rows` write a token in a step at most, and `batch_tokens` of prompts are read in one (`planner.des.Limits`).
     """
 
     cost: CostOf
@@ -42,6 +43,8 @@ class Site:
     link: Callable[[Placement], Link]
     token_bytes: float
     nodes: Callable[[Placement, Pool], int] = lambda placement, pool: 1
+    rows: float = NO_LIMIT
+    batch_tokens: float = NO_LIMIT
 
     def costs(self, placement: Placement) -> Callable[[Pool], Cost]:
         """Of the pools of that placement."""
@@ -114,14 +117,15 @@ def saturation(
     site: Site, jobs: Sequence[Job], slos: Mapping[str, Slo], placement: Placement
 ) -> dict[str, float]:
     """Requests per second at which each resource of `placement` would be busy all the time: prefill, decode, link, and
-    compute where one instance does both. An estimate by means, not a bound: batches as large as TPOT and memory allow.
+    compute where one instance does both. An estimate by means, not a bound: batches as large as TPOT, memory and what
+    an instance takes on allow.
     """
     found: dict[str, float] = {}
-    reads = sum(pool.count / _mean_s(jobs, _work(site.cost(pool))) for pool in placement.role(PREFILL))
+    reads = sum(pool.count / _read_s(site, jobs, pool) for pool in placement.role(PREFILL))
     writes = sum(pool.count * _written(site, jobs, slos, pool) for pool in placement.role(DECODE))
     shared = 0.0
     for pool in placement.role(BOTH):
-        each = _mean_s(jobs, _work(site.cost(pool))) + 1.0 / _written(site, jobs, slos, pool)
+        each = _read_s(site, jobs, pool) + 1.0 / _written(site, jobs, slos, pool)
         shared += pool.count / each
     if any(placement.role(PREFILL)):
         found["prefill"] = reads + shared
@@ -141,13 +145,21 @@ def _mean_s(jobs: Sequence[Job], of: Callable[[Job], float]) -> float:
     return sum(map(of, jobs)) / len(jobs)
 
 
+def _read_s(site: Site, jobs: Sequence[Job], pool: Pool) -> float:
+    """Seconds of the slowest stage for a prompt, in full batches."""
+    cost = site.cost(pool)
+    work, constant_s = _work(cost), cost.stage_s(Batch(1, 1.0))
+    return _mean_s(jobs, lambda job: work(job) + constant_s * min(1.0, job.prompt / site.batch_tokens))
+
+
 def _written(site: Site, jobs: Sequence[Job], slos: Mapping[str, Slo], pool: Pool) -> float:
     """Answers per second of one instance, with the largest batch that keeps TPOT and fits its memory."""
     cost, stages = site.cost(pool), pool.split.pp
     tokens = max(_mean_s(jobs, lambda job: job.output - 1), 1e-9)
     context = _mean_s(jobs, lambda job: job.prompt + job.output / 2.0)
     tpot_s = min(slo.tpot_s for slo in slos.values())
-    most = max(1.0, min(site.kv_tokens(pool) / context / stages, MOST_ROWS))
+    held = _mean_s(jobs, lambda job: job.prompt + job.output)
+    most = max(1.0, min(site.kv_tokens(pool) / held, site.rows, MOST_ROWS * stages) / stages)
     sizes = [size for size in _sizes(most) if cost.step_s(_rows(size, context)) <= tpot_s] or [1.0]
     return sizes[-1] / cost.stage_s(_rows(sizes[-1], context)) / tokens
 
@@ -160,7 +172,7 @@ def _alone(trial: Trial, site: Site, placement: Placement, reads: Pool, writes: 
     """0 for each promise that too few requests can keep, infinity for the others."""
     counts, room = trial.counted(), min(site.kv_tokens(reads), site.kv_tokens(writes))
     kept = {name: dict.fromkeys(counts, 0) for name in ("ttft", "tpot", "slo", "memory")}
-    for job in _counting(trial):
+    for job in trial.jobs():
         ttft, tpot = _kept(site, placement, reads, writes, job, trial.slo(job.kind))
         fits = job.prompt + job.output <= room
         for name, good in (("ttft", ttft), ("tpot", tpot), ("slo", ttft and tpot), ("memory", fits)):
@@ -184,7 +196,7 @@ def _kept(
 
 def _computing(demand: Demand, site: Site, reads: Pool, writes: Pool) -> dict[str, float]:
     prefill_s = demand.least(_work(site.cost(reads)))
-    decode_s = _decoding(demand, site.cost(writes), site.kv_tokens(writes))
+    decode_s = _decoding(demand, site, writes)
     if reads is writes:
         return {"compute": demand.rate((prefill_s + decode_s) / reads.count, demand.late_s)}
     return {
@@ -199,14 +211,15 @@ def _work(cost: Cost) -> Callable[[Job], float]:
     return lambda job: cost.stage_s(Batch(job.prompt, float(job.prompt) * job.prompt)) - constant_s
 
 
-def _decoding(demand: Demand, cost: Cost, kv_tokens: float) -> float:
+def _decoding(demand: Demand, site: Site, writes: Pool) -> float:
     """Seconds of the slowest stage for the tokens after the first, with batches as good as they can be."""
+    cost, kv_tokens = site.cost(writes), site.kv_tokens(writes)
     rows = demand.least(lambda job: job.output - 1)
     context = demand.least(lambda job: (job.output - 1) * (job.prompt + job.output / 2.0 - 1.0))
     if rows <= 0.0:
         return 0.0
     mean = max(context, 0.0) / rows
-    most = min(rows, kv_tokens / mean if mean else rows)
+    most = min(rows, kv_tokens / mean if mean else rows, site.rows)
     return rows * min(
         cost.stage_s(Batch(0, 0.0, math.floor(size), math.floor(size * mean))) / (size * FINER)
         for size in _sizes(most)
@@ -241,7 +254,7 @@ def _demand(trial: Trial, possible: Callable[[Job, Slo], bool]) -> Demand:
     counts = trial.counted()
     jobs: dict[str, list[Job]] = {kind: [] for kind in counts}
     first_after_s = late_s = 0.0
-    for job in _counting(trial):
+    for job in trial.jobs():
         slo = trial.slo(job.kind)
         if possible(job, slo):
             jobs[job.kind].append(job)
@@ -258,7 +271,3 @@ def _span(samples: Sequence[Sequence[Job]]) -> float:
 
 def _need(slo: Slo, count: int) -> int:
     return math.ceil(slo.attainment * count - EPSILON)
-
-
-def _counting(trial: Trial) -> Iterable[Job]:
-    return (job for sample in trial.samples for job in sample[trial.warmup :])

@@ -40,10 +40,11 @@ def run(
     instance, of those that read prompts, whose queue it would leave soonest (of equal ones, that with the fewest rows).
     From there its KV goes over the `link`, `token_bytes` for each token of the prompt, to the instance with the fewest
     rows, which pulls it when it has room for all that the request may come to. Until then the KV stays where it was
-    read, and prompts that find no room wait. An instance's end of the link carries one transfer at a time. A job that
-    fits no instance fails with `"kv"`. `single` takes each step by itself and lets rows go round stages in groups as
-    they came, as the paper's simulator does: without stages the same answers, later. Instances that both read and
-    decode go so where they have stages, unless prompts are cut; other stages share their rows evenly.
+    read, and prompts that find no room wait. An instance's end of the link carries one transfer at a time; without
+    readers KV comes from outside. A job that fits no instance fails with `"kv"`. `single` takes each step by itself and
+    lets rows go round stages in groups as they came, as the paper's simulator does: without stages the same answers,
+    later. So do rows that take turns, and instances that both read and decode where they have stages; those that cut
+    prompts never do. All other stages share their rows evenly, whatever colocated instances do with prompts.
     """
     return Cluster(placement, costs, limits, kv_tokens, link, token_bytes, single).serve(jobs)
 
@@ -63,9 +64,7 @@ class Cluster:
     ) -> None:
         self.clock, self.limits = Clock(), limits
         self._link, self._token_bytes = link, token_bytes
-        self._single = single or (
-            not limits.chunk_tokens and min(limits.decode_rows, limits.decode_tokens) < inf
-        )
+        self._single = single or limits.turns
         self._served: list[Served | None] = []
         made: dict[str, list[Instance]] = {PREFILL: [], DECODE: [], BOTH: []}
         for pool in placement.pools:
@@ -83,9 +82,8 @@ class Cluster:
     def _instance(self, role: str, stages: int, cost: Cost, room: float) -> Instance:
         if role == PREFILL and stages > 1:
             return Pipe(self, role, cost, room, stages)
-        if (self._single and role != PREFILL) or (
-            role == BOTH and stages > 1 and not self.limits.chunk_tokens
-        ):
+        cut = role == BOTH and self.limits.chunk_tokens > 0
+        if role != PREFILL and not cut and (self._single or (role == BOTH and stages > 1)):
             return Ring(self, role, cost, room, stages)
         return Solo(self, role, cost, room, stages)
 
@@ -101,7 +99,7 @@ class Cluster:
 
     def _arrive(self, run: Run) -> None:
         """To the reader with the least to read before it is done; without readers, straight to decoding."""
-        run.began_s = run.first_s = self.clock.now_s
+        run.began_s = run.first_s = run.ready_s = run.moved_s = self.clock.now_s
         able = [reader for reader in self._readers if self._able(reader, run)]
         if able:
             min(able, key=lambda reader: reader.wait_s(run)).offer(run)
@@ -123,7 +121,7 @@ class Cluster:
 
     def prefilled(self, run: Run, at: Instance) -> None:
         """The first token is written; what is left is decoded here or elsewhere."""
-        run.first_s = run.moved_s = self.clock.now_s
+        run.first_s = run.ready_s = run.moved_s = self.clock.now_s
         if not self._writes(run):
             self._end(run)
             at.release(at.room(run))
@@ -151,11 +149,12 @@ class Cluster:
             target.free -= run.hold
             run.ready_s = self.clock.now_s
             taken_s = run.prompt * self._token_bytes / self._link.bytes_per_s
-            if run.source is None or taken_s + self._link.latency_s <= 0:
+            if taken_s + self._link.latency_s <= 0:
                 self._moved((run, target))
                 continue
-            begin_s = max(self.clock.now_s, target.port_s, run.source.port_s)
-            target.port_s = run.source.port_s = begin_s + taken_s
+            source = run.source or target  # without readers it comes from outside
+            begin_s = max(self.clock.now_s, target.port_s, source.port_s)
+            target.port_s = source.port_s = begin_s + taken_s
             self.clock.at(begin_s + taken_s + self._link.latency_s, self._moved, (run, target))
 
     def _moved(self, what: tuple[Run, Instance]) -> None:
@@ -179,8 +178,8 @@ class Cluster:
         parts = {
             "queue": run.began_s - job.at_s,
             "prefill": run.first_s - run.began_s,
-            "wait": run.ready_s - run.first_s if run.source is not None else 0.0,
-            "transfer": run.moved_s - run.ready_s if run.source is not None else 0.0,
-            "decode": now_s - max(run.first_s, run.moved_s),
+            "wait": run.ready_s - run.first_s,
+            "transfer": run.moved_s - run.ready_s,
+            "decode": now_s - run.moved_s,
         }
         self._served[run.index] = Served(job, run.first_s - job.at_s, tpot_s, now_s, "", parts)

@@ -18,21 +18,37 @@ Call = Callable[[Any], None]
 class Limits:
     """What an instance takes at once, besides its memory; everything is unlimited unless set.
 
-    `prefill_tokens` closes a batch of prompts (a longer prompt goes alone). `decode_tokens` and `decode_rows` close a
-    batch that decodes; what does not fit waits its turn, first come first served. `chunk_tokens` cuts prompts of a
-    colocated instance into slices that share a step with the rows that decode, at most so many tokens a step together;
-    0: prompts go before decoding, whole. `step_s`, with `chunk_tokens`, keeps such a step below so many seconds while
-    something decodes, but for `slice_tokens` that always go on. `first_again` decodes the first token a second time, as
-    the paper's simulator does.
+    `prefill_tokens` closes a batch of prompts (a longer prompt goes alone). `decode_rows` are the seats of an instance:
+    who is to decode and finds none waits, with its KV, until another one ends, first come first served; where prompts
+    are read beside that, one is begun only if it has a seat. `chunk_tokens` cuts prompts of a colocated instance into
+    slices that share a step with the rows that decode, at most so many tokens a step together (and an instance that
+    only reads then fills its steps with slices, up to `prefill_tokens`); 0: prompts go before decoding, whole. With
+    `chunk_tokens`, `step_s` keeps such a step below so many seconds while something decodes, but for `slice_tokens`
+    that always go on.
+
+    What the paper's simulator does: `turn_rows` and `turn_tokens` (of context) close a batch that decodes, and what
+    does not fit waits its turn, step by step; `first_again` decodes the first token a second time.
+
+    Raises ValueError: turns, and prompts that are cut.
     """
 
     prefill_tokens: float = inf
-    decode_tokens: float = inf
     decode_rows: float = inf
     chunk_tokens: int = 0
     step_s: float = inf
     slice_tokens: int = 64
+    turn_rows: float = inf
+    turn_tokens: float = inf
     first_again: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens and self.turns:
+            raise ValueError("rows that take turns share no step with slices of prompts")
+
+    @property
+    def turns(self) -> bool:
+        """Whether rows may have to wait their turn for a step."""
+        return min(self.turn_rows, self.turn_tokens) < inf
 
 
 class Run:
@@ -103,6 +119,7 @@ class Instance:
         self.queue: deque[Run] = deque()  # prompts that wait
         self.pulls: deque[Run] = deque()  # prompts read elsewhere, whose KV has no room here yet
         self.queued_tokens = 0  # of prompts that wait or are being read
+        self.reading = 0  # prompts that are being read
         self.seats = 0  # requests that decode here or are about to
         self.port_s = 0.0  # when its side of the link is free again
         self.token_s = cost.step_s(Batch(512, 512.0 * 512.0)) / 512
@@ -136,18 +153,28 @@ class Instance:
         """The tokens of KV that `run`'s prompt takes here: what it grows to, if it stays."""
         return run.hold if self.role == BOTH else run.prompt
 
+    def takes(self, run: Run) -> bool:
+        """Whether `run`'s prompt may be begun: there is room, and a seat, if its answer is written here too."""
+        if self.role == BOTH and self.seats + self.reading >= self.fleet.limits.decode_rows:
+            return False
+        return self.room(run) <= self.free
+
+    def admit(self, run: Run) -> None:
+        """`run`'s prompt is begun."""
+        self.free -= self.room(run)
+        self.reading += 1
+        run.began_s = self.clock.now_s
+
     def take(self) -> list[Run]:
         """The prompts of the next batch, first come first served; the first one that does not fit closes it."""
         queue, most, tokens = self.queue, self.fleet.limits.prefill_tokens, 0
         batch: list[Run] = []
         while queue:
             run = queue[0]
-            room = self.room(run)
-            if room > self.free or (batch and tokens + run.prompt > most):
+            if not self.takes(run) or (batch and tokens + run.prompt > most):
                 break
             tokens += run.prompt
-            self.free -= room
-            run.began_s = self.clock.now_s
+            self.admit(run)
             batch.append(queue.popleft())
         return batch
 
@@ -155,6 +182,7 @@ class Instance:
         """These prompts are computed."""
         for run in batch:
             self.queued_tokens -= run.prompt
+            self.reading -= 1
             self.fleet.prefilled(run, self)
 
 

@@ -1,7 +1,7 @@
 """An instance of several stages, step by step: each stage has its own queue, and the last hands back to the first.
 
 As in the paper's simulator, rows that decode go round in groups: a stage takes all groups that wait for it as one, and
-a group is never parted, unless a limit on what decodes at once says so.
+a group is never parted, unless a limit on what one step decodes says so.
 """
 
 from __future__ import annotations
@@ -92,16 +92,26 @@ class Ring(Instance):
     def __init__(self, fleet: Fleet, role: str, cost: Cost, kv_tokens: float, stages: int) -> None:
         super().__init__(fleet, role, cost, kv_tokens)
         self._stages = [_Stage(rank) for rank in range(stages)]
+        self._rows = 0  # that have a seat
+        self._joins: deque[Run] = deque()  # that have none yet
 
     def wake(self) -> None:
         self._rouse(self._stages[0])
 
     def join(self, run: Run) -> None:
-        decodes = self._stages[0].decodes
-        if not decodes or decodes[-1].turn:
-            decodes.append(_Group())
-        decodes[-1].seat(run, run.steps)
-        self.wake()
+        self._joins.append(run)
+        self._sit()
+
+    def _sit(self) -> None:
+        """Who waits for a seat takes one, first come first served."""
+        joins, decodes, seats = self._joins, self._stages[0].decodes, self.fleet.limits.decode_rows
+        while joins and self._rows < seats:
+            self._rows += 1
+            run = joins.popleft()
+            if not decodes or decodes[-1].turn:
+                decodes.append(_Group())
+            decodes[-1].seat(run, run.steps)
+            self.wake()
 
     def _rouse(self, stage: _Stage) -> None:
         if stage.idle:
@@ -136,8 +146,8 @@ class Ring(Instance):
         group = decodes.popleft()
         while decodes:
             group = group.follow(decodes.popleft())
-        if group.rows > limits.decode_rows or group.context + group.rows > limits.decode_tokens:
-            group, rest = group.part(limits.decode_rows, limits.decode_tokens)
+        if group.rows > limits.turn_rows or group.context + group.rows > limits.turn_tokens:
+            group, rest = group.part(limits.turn_rows, limits.turn_tokens)
             decodes.append(rest)
         return group
 
@@ -155,8 +165,11 @@ class Ring(Instance):
         stage, group = what
         after = self._after(stage)
         if not after.rank:
-            for run in group.step():
+            over = group.step()
+            self._rows -= len(over)
+            for run in over:
                 self.fleet.finished(run, self)
+            self._sit()
         if group.rows:
             after.decodes.append(group)
             self._rouse(after)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
 from planner.des_base import Fleet, Instance, Run, prompts
-from planner.terms import Batch, Cost
+from planner.terms import PREFILL, Batch, Cost
 
 LINE_ERROR = 1e-6  # relative, of a step's time: what may be off a straight line and still be summed as one
 
@@ -19,14 +20,14 @@ class Solo(Instance):
     requests are in the same steps as if each were taken alone.
 
     With several `stages`, a step is cut into as many even parts, one in each stage, and lasts as long as one part takes
-    through all stages. Who joins waits for the end of such a step.
+    through all stages. Who joins waits for the end of such a step; and while all seats are taken, until somebody ends.
     """
 
     def __init__(self, fleet: Fleet, role: str, cost: Cost, kv_tokens: float, stages: int = 1) -> None:
         super().__init__(fleet, role, cost, kv_tokens)
         self._stages = stages
         self._due: list[tuple[int, int, Run]] = []  # a heap: by the turn that is their last
-        self._joins: list[Run] = []
+        self._joins: deque[Run] = deque()
         self._rows = self._context = self._turn = 0
         self._busy = False
         # Steps of decoding under way: how many, from when, the first one's time and by what each next is longer.
@@ -42,15 +43,21 @@ class Solo(Instance):
 
     def join(self, run: Run) -> None:
         self._joins.append(run)
-        self.wake()
+        if self._rows < self.fleet.limits.decode_rows:
+            self.wake()
 
-    def _start(self, _: object) -> None:
-        for run in self._joins:
+    def _sit(self) -> None:
+        """Who waits for a seat takes one, first come first served."""
+        joins, seats = self._joins, self.fleet.limits.decode_rows
+        while joins and self._rows < seats:
+            run = joins.popleft()
             run.ends = self._turn + run.steps
             heappush(self._due, (run.ends, run.index, run))
             self._context += run.prompt
-        self._rows += len(self._joins)
-        self._joins.clear()
+            self._rows += 1
+
+    def _start(self, _: object) -> None:
+        self._sit()
         if self.queue and (self._mix() if self.fleet.limits.chunk_tokens else self._prefill()):
             return
         if self._rows:
@@ -150,8 +157,10 @@ class Solo(Instance):
         queue = self.queue
         while queue and tokens < budget:
             run = queue[0]
-            if not run.done and not self._admit(run):
-                break
+            if not run.done:
+                if not self.takes(run):
+                    break
+                self.admit(run)
             cut = min(run.prompt - run.done, budget - tokens)
             end = run.done + cut
             squares += end * end - run.done * run.done
@@ -168,17 +177,11 @@ class Solo(Instance):
             Batch(-(-tokens // parts), squares / parts, -(-self._rows // parts), self._context // parts)
         )
 
-    def _admit(self, run: Run) -> bool:
-        room = self.room(run)
-        if room > self.free:
-            return False
-        self.free -= room
-        run.began_s = self.clock.now_s
-        return True
-
     def _budget(self) -> int:
         """Tokens of prompts in a part's next step: the chunk, less the rows, and less what would make it too long."""
         limits = self.fleet.limits
+        if self.role == PREFILL and limits.prefill_tokens < inf:
+            return int(limits.prefill_tokens)
         most = max(limits.slice_tokens, limits.chunk_tokens - -(-self._rows // self._stages))
         if not self._rows or limits.step_s == inf or self._fits(most):
             return most

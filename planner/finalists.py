@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from planner import candidates
@@ -14,10 +15,11 @@ from planner.bounds import ceiling, saturation
 from planner.request import Request
 from planner.search import NEAR, Result, search
 from planner.sizing import apart, carries, lightest, ratios, shortlist, sized, together
-from planner.terms import Placement
+from planner.terms import BOTH, Placement, Pool
 
 FINALISTS = 2  # of each family
 HYBRIDS = 6
+PAIRED = 6
 DOUBT = 0.5  # below the best colocated unit: where it has stages, the product's decisions may like another one better
 
 
@@ -75,7 +77,8 @@ class Found:
             units = (unit for unit in request.units(family) if request.packs(unit))
             near = DOUBT if family == "colocated" and request.verified else NEAR
             found = search(units, request.trial, request.bound, request.share, near)
-            for why, count in found.dropped.items():
+            forbidden = Counter(min(why, key=lambda name: why[name]) for _, why in found.impossible)
+            for why, count in (*found.dropped.items(), *forbidden.items()):
                 self.dropped[why] = self.dropped.get(why, 0) + count
             self.units[family] = found
         return self.units[family]
@@ -92,7 +95,7 @@ class Found:
     def _apart(self) -> list[Finalist]:
         """n prefill and m decode instances, each of its own kind, and what is best within nodes, set free."""
         request, phases = self.request, apart(self.request)
-        every = ratios(request, phases)
+        every = ratios(request, phases) or self._paired()
         low = self.units.get("low")
         if low and low.best:
             pools = candidates.times(low.best.unit, request.most(low.best.unit)).pools
@@ -100,33 +103,48 @@ class Found:
         found = search(every, request.trial, request.bound, lambda whole: 1.0)
         return [Finalist(one.unit, one.rate) for one in found.scored[:FINALISTS]]
 
+    def _paired(self) -> list[Placement]:
+        """Pairs as they are. Each phase by itself is asked for more than both together have to keep, and where hardly
+        anything is to spare that may be more than any keeps.
+        """
+        request = self.request
+        units = [unit for unit in request.units("high") if ceiling(request.bound(unit)) > 0.0]
+        units.sort(key=lambda unit: (-request.saturated_rps(unit) / request.share(unit), str(unit)))
+        return [candidates.times(unit, request.most(unit)) for unit in units[:PAIRED] if request.packs(unit)]
+
     def _hybrids(self) -> list[Finalist]:
-        """Pairs, and colocated instances on what they leave: those that promise most by means, measured together."""
+        """Pairs, and colocated instances like those that decode on what they leave (`candidates.alike`): those that
+        promise most by means, measured together.
+        """
         request, rated = self.request, []
-        pairs, alone = self._by_size("low"), self._by_size("colocated")
-        for pair, carried in pairs:
-            for one, beside in alone:
-                for count in range(1, request.devices // pair.devices + 1):
-                    rest = (request.devices - count * pair.devices) // one.devices
-                    if rest:
-                        parts = (candidates.times(pair, count), candidates.times(one, rest))
-                        rated.append((-count * carried - rest * beside, str(parts), candidates.both(parts)))
+        alone = {one.pools[-1]: (one, rate) for one, rate in self._by_size("colocated")}
+        for pair, carried in self._by_size("low"):
+            found = alone.get(replace(pair.pools[-1], role=BOTH))
+            if found is None:
+                continue
+            one, beside = found
+            for count in range(1, request.devices // pair.devices + 1):
+                rest = (request.devices - count * pair.devices) // one.devices
+                if rest:
+                    parts = (candidates.times(pair, count), candidates.times(one, rest))
+                    rated.append((-count * carried - rest * beside, str(parts), candidates.both(parts)))
         packed = (
             placement for *_, placement in sorted(rated, key=lambda one: one[:2]) if request.packs(placement)
         )
-        found = search(list(islice(packed, HYBRIDS)), request.trial, request.bound, lambda placement: 1.0)
-        return [Finalist(one.unit, one.rate) for one in found.scored[:1]]
+        best = search(list(islice(packed, HYBRIDS)), request.trial, request.bound, lambda placement: 1.0)
+        return [Finalist(one.unit, one.rate) for one in best.scored[:1]]
 
     def _by_size(self, family: str) -> list[tuple[Placement, float]]:
-        """The unit of each size that carries most by means, with that rate."""
-        request, best = self.request, dict[int, tuple[Placement, float]]()
+        """The unit of each size and kind of writing instance that carries most by means, with that rate."""
+        request, best = self.request, dict[tuple[int, Pool], tuple[Placement, float]]()
         jobs = [job for sample in request.samples(request.requests) for job in sample]
         for unit in request.units(family):
             if ceiling(request.bound(unit)) <= 0.0:
                 continue
             rate = min(saturation(request.site, jobs, request.slos, unit).values())
-            if unit.devices not in best or rate > best[unit.devices][1]:
-                best[unit.devices] = unit, rate
+            key = unit.devices, unit.pools[-1]
+            if key not in best or rate > best[key][1]:
+                best[key] = unit, rate
         return list(best.values())
 
     def _beside(self, pairs: Placement, alone: Placement, below: float = math.inf) -> Placement | None:
@@ -165,6 +183,8 @@ class Found:
             for reads in shortlist(phases.prefill)
             for writes in shortlist(phases.decode)
         ]
+        if not starts:
+            return lightest(request, request.units("high"), rate, FINALISTS)
         starts.sort(key=lambda one: (request.weight(one), str(one)))
         return [start for start in starts[: 2 * FINALISTS] if request.packs(start)]
 
@@ -173,12 +193,12 @@ class Found:
         request, below = self.request, self.request.weight(pairs)
         units = math.gcd(*(pool.count for pool in pairs.pools))
         ones = candidates.counted(pairs, tuple(pool.count // units for pool in pairs.pools))
+        alone = candidates.alone(ones.pools[-1].split, ones.pools[-1].device)
         best: list[Placement] = []
         for count in range(units - 1, 0, -1):
-            for alone in request.units("colocated"):
-                placement = self._beside(candidates.times(ones, count), alone, below)
-                if placement and carries(request, placement, rate):
-                    best, below = [placement], request.weight(placement)
+            placement = self._beside(candidates.times(ones, count), alone, below)
+            if placement and carries(request, placement, rate):
+                best, below = [placement], request.weight(placement)
         return best
 
     def _sized(self, start: Placement, rate: float) -> Placement | None:

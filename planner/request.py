@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from diptych.errors import ConfigError
 from planner import candidates, des
@@ -13,10 +13,11 @@ from planner.bounds import Site, bounds, saturation
 from planner.candidates import Grid
 from planner.groups import assign, groups
 from planner.hardware import Device
+from planner.links import way
 from planner.profile import Profile
 from planner.shape import Shape
 from planner.terms import BOTH, DECODE, PREFILL, Batch, Cost, Job, Link, Placement, Pool, Served, Slo, Split
-from planner.trial import Effort, Trial
+from planner.trial import WARMUP, Effort, Trial
 from planner.workload import Source
 
 MOST_REQUESTS = 20_000  # of one run: large deployments get longer samples, up to this
@@ -151,7 +152,10 @@ class Request:
                 rooms[key] = float(self._profile(pool.device).kv_tokens(pool.split))
             return rooms[key]
 
-        return Site(cost, kv_tokens, self.link, self.model.kv_token_bytes, self.nodes)
+        limits = self.limits
+        return Site(
+            cost, kv_tokens, self.link, self.model.kv_token_bytes, self.nodes, limits.decode_rows, limits.prefill_tokens
+        )  # fmt: skip
 
     def bare(self, pool: Pool, nodes: int) -> Cost:
         """What a step of the model alone costs, with the stages on so many nodes."""
@@ -167,23 +171,14 @@ class Request:
         return max(least, placement.cross) if placement.affinity == "low" and pool.role != BOTH else least
 
     def link(self, placement: Placement) -> Link:
-        """The way between two instances. Within a node each device sends over its own link; between nodes an instance
-        has one. Where there is but one node, all is within it; a link that the profile measured is taken as it is.
-        """
+        """The way between two instances (`planner.links.way`). Where there is but one node, all is within it."""
         if placement.colocated:
             return Link()
-        moving = [pool for pool in placement.pools if pool.role != BOTH]
-        measured = self._profile(moving[0].device).overheads.link
-        within = placement.affinity == "low" or self.one_node
-        if self.between is not None and not within:
-            return self.between
-        if math.isfinite(measured.bytes_per_s):
-            return measured
-        nodes = [self.stock(pool.device).device.node for pool in moving]
-        if within:
-            lanes = min(pool.split.devices for pool in moving)
-            return Link(nodes[0].intra.bytes_per_s * lanes, nodes[0].intra.latency_s)
-        return Link(min(one.inter.bytes_per_s for one in nodes), max(one.inter.latency_s for one in nodes))
+        moving = [
+            (pool, self.stock(pool.device).device.node) for pool in placement.pools if pool.role != BOTH
+        ]
+        measured = self._profile(moving[0][0].device).overheads.link
+        return way(moving, measured, placement.affinity == "low" or self.one_node, self.between)
 
     @cached_property
     def _drawn(self) -> dict[tuple[int, int], tuple[tuple[Job, ...], ...]]:
@@ -209,13 +204,10 @@ class Request:
         return sorted({job.kind for sample in self.samples(self.requests) for job in sample})
 
     def trial(self, placement: Placement, fresh: bool = False, least: float = 0.0) -> Trial:
-        """A trial long enough for `placement`, of at least so many requests; `fresh` with other seeds, and three times
-        as long.
+        """A trial long enough for `placement`, of at least so many requests; `fresh` with other seeds, three times as
+        long, and its first tenth not counted.
         """
-        few = self.samples(self.requests)
-        most = min(
-            saturation(self.site, [job for sample in few for job in sample], self.slos, placement).values()
-        )
+        most = self.saturated_rps(placement)
         wanted = max(self.requests, min(least, MOST_REQUESTS) if least else most * self.horizon_s) * (
             3 if fresh else 1
         )
@@ -224,17 +216,67 @@ class Request:
             count *= 2  # few different lengths, so that units share samples
         return self._trial(min(count, max(self.requests, MOST_REQUESTS)), fresh, self.site)
 
+    @cached_property
+    def _saturated(self) -> dict[Placement, float]:
+        return {}
+
+    @cached_property
+    def _sustained(self) -> dict[Placement, float]:
+        return {}
+
+    def saturated_rps(self, placement: Placement) -> float:
+        """The rate at which the first resource of `placement` would be busy all the time, by means."""
+        if placement not in self._saturated:
+            self._saturated[placement] = self._full_rps(placement, self.site)
+        return self._saturated[placement]
+
+    def _full_rps(self, placement: Placement, site: Site) -> float:
+        jobs = [job for sample in self.samples(self.requests) for job in sample]
+        return min(saturation(site, jobs, self.slos, placement).values())
+
+    def _sustained_rps(self, placement: Placement, site: Site) -> float:
+        """The rate that means allow, or what comes out of a run at that rate, if that is less: steps that are kept
+        short for TPOT do not read as many prompts as could be.
+        """
+        rate, trial = self._full_rps(placement, site), replace(self.trial(placement), run=self.runner(site))
+        served = trial.serve(placement, rate, 0)
+        came_s, went_s = (
+            _middle_s([one.job.at_s for one in served]),
+            _middle_s([one.ended_s for one in served]),
+        )
+        return rate * min(1.0, came_s / went_s) if went_s > 0.0 else rate
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether an objective is infinite, so that a run at any rate may keep the promises, as it ends."""
+        return not all(math.isfinite(slo.ttft_s) and math.isfinite(slo.tpot_s) for slo in self.slos.values())
+
+    def most_rps(self, placement: Placement) -> float:
+        """The highest rate that counts as goodput: any, but what is sustained where an objective is infinite."""
+        if not self.open_ended:
+            return math.inf
+        if placement not in self._sustained:
+            self._sustained[placement] = self._sustained_rps(placement, self.site)
+        return self._sustained[placement]
+
     def bound(self, placement: Placement) -> dict[str, float]:
-        """What `placement` cannot exceed in its trial."""
-        return bounds(self.trial(placement), self.site, placement)
+        """What `placement` cannot exceed in its trial; `sustained` by means where an objective is infinite."""
+        found = bounds(self.trial(placement), self.site, placement)
+        return found | {"sustained": self.saturated_rps(placement)} if self.open_ended else found
 
     def again(self, trial: Trial, site: Site) -> Trial:
         """The same trial, elsewhere."""
-        return replace(trial, run=self.runner(site))
+
+        @cache
+        def most_rps(placement: Placement) -> float:
+            return self._sustained_rps(placement, site) if self.open_ended else math.inf
+
+        return replace(trial, run=self.runner(site), most_rps=most_rps)
 
     def _trial(self, count: int, fresh: bool, site: Site) -> Trial:
         samples = self.samples(count, FRESH if fresh else 0)
-        return Trial(samples, self.slos, self.runner(site), effort=self.effort)
+        warmup = round(WARMUP * count) if fresh else 0
+        return Trial(samples, self.slos, self.runner(site), warmup, self.effort, self.most_rps)
 
     def runner(self, site: Site) -> _Runner:
         """Simulates placements on `site`."""
@@ -295,6 +337,12 @@ class Request:
 
     def _profile(self, device: str) -> Profile:
         return self.profiles[self.stock(device).device.name]
+
+
+def _middle_s(moments: list[float]) -> float:
+    """Seconds in which the middle half of them lies."""
+    ordered = sorted(moments)
+    return ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,7 @@ def run(
     jobs = sorted(jobs, key=lambda job: job.at_s)
     _check(jobs, budgets[0])
     limits = des.Limits(
-        prefill_tokens=budgets[0], decode_tokens=STEP_TOKENS, decode_rows=budgets[-1], first_again=True
+        prefill_tokens=budgets[0], turn_tokens=STEP_TOKENS, turn_rows=budgets[-1], first_again=True
     )
     return des.run(Placement(pools), costs, jobs, limits=limits, single=True)
 

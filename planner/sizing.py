@@ -55,7 +55,10 @@ def _phase_search(request: Request, role: str, marginal: bool, near: float, most
         least = min(most, request.rate or most) * request.horizon_s
         return replace(request.trial(unit, least=least if math.isfinite(least) else 0.0), slos=slos)
 
-    return search(units, trial, lambda unit: {"enough": most}, request.weight, near)
+    def bound(unit: Placement) -> dict[str, float]:
+        return {"enough": most, "sustained": request.saturated_rps(unit) if request.open_ended else math.inf}
+
+    return search(units, trial, bound, request.weight, near)
 
 
 def _whole_weight(request: Request) -> float:

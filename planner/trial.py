@@ -7,13 +7,20 @@ and a rate only scales the moments. So two placements differ by what they are, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.terms import Job, Placement, Served, Slo
 
 Run = Callable[[Placement, Sequence[Job]], Sequence[Served]]
 EPSILON = 1e-9  # attainment is a ratio of counts: 0.9 of 10 is 9
+WARMUP = 0.1  # of the requests that a measurement begins with: they find less to do than those after them
+
+
+def endless(placement: Placement) -> float:
+    """No rate is too high."""
+    return math.inf
 
 
 @dataclass(slots=True)
@@ -29,7 +36,8 @@ class Trial:
     """Samples of a workload, one for each seed, whose arrivals come at one request per second on average.
 
     `run` simulates a placement; `slos` has an objective for each kind, or one under "" for all. The first `warmup` of
-    each sample are served and not counted.
+    each sample are served and not counted. `most_rps` is what a placement sustains at most, where the objectives do not
+    tell: a queue may grow for ever without one of TTFT, and no finite run shows that.
     """
 
     samples: tuple[tuple[Job, ...], ...]
@@ -37,17 +45,32 @@ class Trial:
     run: Run
     warmup: int = 0
     effort: Effort = field(default_factory=Effort, compare=False)
+    most_rps: Callable[[Placement], float] = field(default=endless, compare=False)
 
     def slo(self, kind: str) -> Slo:
         """The objective of a kind. Raises KeyError where there is none."""
         return self.slos[kind] if kind in self.slos else self.slos[""]
 
+    def counting(self, sample: Sequence[Job]) -> Sequence[Job]:
+        """The requests of a sample that count: those from the moment on at which the warm-up ends."""
+        if not self.warmup:
+            return sample
+        return sample[bisect_left(sample, sample[self.warmup].at_s, key=lambda job: job.at_s) :]
+
+    def jobs(self) -> Iterator[Job]:
+        """All requests that count."""
+        return (job for sample in self.samples for job in self.counting(sample))
+
     def counted(self) -> dict[str, int]:
         """Requests that count, by kind, over all samples."""
         found: dict[str, int] = {}
-        for job in (job for sample in self.samples for job in sample[self.warmup :]):
+        for job in self.jobs():
             found[job.kind] = found.get(job.kind, 0) + 1
         return found
+
+    def sustains(self, placement: Placement, rate: float) -> bool:
+        """Whether `rate` is not above what `placement` sustains for ever."""
+        return rate <= self.most_rps(placement) * (1.0 + EPSILON)
 
     def serve(self, placement: Placement, rate: float, seed: int) -> Sequence[Served]:
         """One sample at `rate` requests per second, in any order."""
@@ -65,14 +88,18 @@ class Trial:
         return {kind: kept.get(kind, 0) / count for kind, count in total.items()}
 
     def passes(self, placement: Placement, rate: float) -> bool:
-        """Whether each kind gets its attainment; ends as soon as the answer can no longer change."""
+        """Whether each kind gets its attainment, at a rate that is sustained; ends as soon as the answer can no longer
+        change.
+        """
+        if not self.sustains(placement, rate):
+            return False
         total, kept, seen = self.counted(), dict[str, int](), dict[str, int]()
         needs = {
             kind: math.ceil(self.slo(kind).attainment * count - EPSILON) for kind, count in total.items()
         }
         for seed, sample in enumerate(self.samples):
             _add(kept, self._kept(placement, rate, seed))
-            for job in sample[self.warmup :]:
+            for job in self.counting(sample):
                 seen[job.kind] = seen.get(job.kind, 0) + 1
             if all(kept.get(kind, 0) >= need for kind, need in needs.items()):
                 return True

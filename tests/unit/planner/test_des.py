@@ -12,10 +12,14 @@ import pytest
 
 from planner import des, simulator
 from planner.des import Limits
+from planner.des_solo import Solo
 from planner.terms import BOTH, DECODE, PREFILL, Batch, Cost, Job, Link, Placement, Pool, Served, Split
 
 ONE_EACH = Placement((Pool(PREFILL, Split()), Pool(DECODE, Split())))
 COLOCATED = Placement((Pool(BOTH, Split(), 2),))
+TWO_THREE = Placement((Pool(PREFILL, Split(), 2), Pool(DECODE, Split(), 3)))
+HYBRID = Placement((Pool(BOTH, Split()), Pool(PREFILL, Split()), Pool(DECODE, Split())))
+ODD = Link(2.0137e8, 0.00113)  # nothing ends just when something else does
 
 
 @dataclass(frozen=True)
@@ -57,25 +61,40 @@ def apart(one: list[Served], other: list[Served]) -> float:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("rate", [2.0, 12.0, 60.0])
-@pytest.mark.parametrize(
-    "placement",
-    [
-        ONE_EACH,
-        COLOCATED,
-        Placement((Pool(PREFILL, Split(), 2), Pool(DECODE, Split(), 3))),
-        Placement((Pool(BOTH, Split()), Pool(PREFILL, Split()), Pool(DECODE, Split()))),
-    ],
-)
+@pytest.mark.parametrize("placement", [ONE_EACH, COLOCATED, TWO_THREE, HYBRID])
 def test_steps_together_are_the_steps_one_by_one(placement: Placement, rate: float, seed: int) -> None:
     asked = jobs(80, rate, seed)
     room: Callable[[Pool], float] = lambda pool: 4000.0  # noqa: E731
-    odd = Link(2.0137e8, 0.00113)  # nothing ends just when something else does
-    for kv_tokens, link in ((None, Link()), (room, odd)):
+    for kv_tokens, link in ((None, Link()), (room, ODD)):
         together, single = (
             des.run(placement, cost, asked, kv_tokens=kv_tokens, link=link, token_bytes=1e5, single=single)
             for single in (False, True)
         )
         assert apart(together, single) < 1e-9
+
+
+@pytest.mark.parametrize("rate", [3.0, 30.0])
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(decode_rows=3), Limits(decode_rows=3, chunk_tokens=256), Limits(200, 6, 256, 0.04)],
+    ids=["whole", "cut", "cut, within a time"],
+)
+@pytest.mark.parametrize("placement", [ONE_EACH, COLOCATED, TWO_THREE, HYBRID])
+def test_steps_together_are_the_steps_one_by_one_where_seats_are_few(
+    placement: Placement, limits: Limits, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = jobs(60, rate)
+
+    def fared(single: bool = False) -> list[Served]:
+        return des.run(
+            placement, cost, asked, limits=limits, kv_tokens=lambda pool: 6000.0, link=ODD, token_bytes=1e5,
+            single=single,
+        )  # fmt: skip
+
+    together = fared()
+    assert apart(together, fared(single=True)) < 1e-9
+    monkeypatch.setattr(Solo, "_straight", lambda solo, steps: 1)
+    assert apart(together, fared()) < 1e-9
 
 
 def test_a_cost_that_is_no_straight_line_is_summed_piece_by_piece() -> None:
@@ -254,7 +273,7 @@ def test_a_batch_of_prompts_is_closed_at_its_limit() -> None:
     assert len({one.ttft_s for one in alone}) == 6
 
 
-@pytest.mark.parametrize("limits", [Limits(decode_rows=2), Limits(decode_tokens=250)])
+@pytest.mark.parametrize("limits", [Limits(turn_rows=2), Limits(turn_tokens=250)])
 def test_rows_beyond_the_limit_take_turns(limits: Limits) -> None:
     served = des.run(ONE_EACH, cost, [Job(0.0, 100, 11)] * 4, limits=limits)
     free = des.run(ONE_EACH, cost, [Job(0.0, 100, 11)] * 4)
@@ -262,6 +281,68 @@ def test_rows_beyond_the_limit_take_turns(limits: Limits) -> None:
         2 * fmean(one.tpot_s for one in free), rel=0.1
     )
     assert max(one.tpot_s for one in served) < 1.15 * min(one.tpot_s for one in served)
+
+
+class Seats:
+    """A cost that notes the most rows of a step, but for what an instance asks to learn its own speed."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def step_s(self, batch: Batch) -> float:
+        self.most = max(self.most, batch.rows if batch.context != 32 * 512 else 0)
+        return Lines().step_s(batch)
+
+    stage_s = step_s
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 256])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("role", [DECODE, BOTH])
+def test_no_more_rows_are_written_than_there_are_seats(role: str, pp: int, chunk_tokens: int) -> None:
+    """With whole prompts, with prompts that are cut, with stages, and in instances that only decode."""
+    seats = Seats()
+    pools = (Pool(role, Split(1, pp)), *([Pool(PREFILL, Split(), 4)] if role == DECODE else []))
+    limits = Limits(decode_rows=6, chunk_tokens=chunk_tokens)
+    asked = jobs(60, 40.0)
+    served = des.run(
+        Placement(pools), lambda pool: seats if pool.role == role else Lines(), asked, limits=limits
+    )
+    assert not [one for one in served if one.failed]
+    shared = pp if role == DECODE or chunk_tokens else 1  # rows that stages share evenly
+    assert 6 // pp <= seats.most <= 6 // shared
+
+
+def test_who_finds_no_seat_waits_for_one() -> None:
+    asked, limits = [Job(0.0, 100, 11)] * 4, Limits(decode_rows=2)
+    first, second = des.run(ONE_EACH, cost, asked, limits=limits)[1:3]
+    free = des.run(ONE_EACH, cost, asked)
+    assert first.ended_s == pytest.approx(free[0].ended_s, rel=0.05)
+    assert second.ended_s == pytest.approx(first.ended_s + 10 * first.tpot_s, rel=0.05)
+    together = des.run(Placement((Pool(BOTH, Split()),)), cost, asked, limits=limits)
+    assert together[2].ttft_s > together[1].ended_s > together[1].ttft_s  # nor is a prompt begun without one
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_how_others_cut_prompts_does_not_change_instances_that_decode(pp: int) -> None:
+    """And those that only read fill their steps as far as they did before."""
+    placement = Placement((Pool(DECODE, Split(1, pp)),))
+    whole, cut, free = (
+        des.run(placement, cost, jobs(60, 12.0), limits=limits)
+        for limits in (Limits(decode_rows=256), Limits(decode_rows=256, chunk_tokens=256), Limits())
+    )
+    assert whole == cut == free
+    pair = Placement((Pool(PREFILL, Split()), Pool(DECODE, Split(1, pp))))
+    small, large = (
+        des.run(pair, cost, jobs(60, 12.0), limits=Limits(2048, 256, chunk_tokens=tokens))
+        for tokens in (256, 2048)
+    )
+    assert small == large
+
+
+def test_rows_that_take_turns_share_no_step_with_slices() -> None:
+    with pytest.raises(ValueError, match="turns"):
+        Limits(turn_rows=4, chunk_tokens=256)
 
 
 def test_slices_keep_tokens_flowing_while_a_long_prompt_is_read() -> None:

@@ -1,0 +1,31 @@
+"""Which whole deployments the search proposes."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner import candidates
+from planner.finalists import Found
+from planner.terms import Slo, Split
+from tests.unit.planner.planned import question
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "per_node", "count"),
+    # With five devices, a pair of three and another size on the rest would keep the promises, and nothing else would.
+    [(0.1, 4, 1), (0.2, 4, 1), (0.05, 5, 0), (0.05, 6, 1)],
+)
+def test_hybrids_are_such_as_can_be_deployed(ttft_s: float, per_node: int, count: int) -> None:
+    """One deployment has decode workers of one size, so colocated instances beside pairs are of that size."""
+    request = question(per_node=per_node, span_s=2.0, families=("hybrid",), slos={"": Slo(ttft_s, 0.012)})
+    found = [one.placement for one in Found(request).finalists()]
+    assert len(found) == count
+    assert all(candidates.family(one) == "hybrid" and candidates.alike(one) for one in found)
+
+
+def test_fewer_pairs_for_a_rate_get_instances_that_can_be_deployed_beside_them() -> None:
+    request = question(nodes=4, span_s=2.0, rate=8.0, families=("hybrid",))
+    pairs = candidates.times(candidates.pair(Split(1), Split(2), "low", 1, "made", "made"), 2)
+    (found,) = Found(request)._leaner(pairs, 8.0)
+    assert candidates.family(found) == "hybrid" and candidates.alike(found)
+    assert found.devices < pairs.devices

@@ -7,7 +7,7 @@ made of whole units (DistServe's algorithm 2) or of instances sized apart (its a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.terms import BOTH, DECODE, PREFILL, Placement, Pool, Split
 
@@ -119,6 +119,30 @@ def family(placement: Placement) -> str:
     if roles == {BOTH}:
         return "colocated"
     return "hybrid" if BOTH in roles else "disaggregated"
+
+
+def deployed(placement: Placement) -> Placement:
+    """What `diptych serve` starts: beside pairs there are no colocated instances, but more decode instances, which all
+    take KV from prefill instances and read prompts themselves where that is sooner (`local_prefill`).
+    """
+    if family(placement) != "hybrid":
+        return placement
+    pools = (replace(pool, role=DECODE) if pool.role == BOTH else pool for pool in placement.pools)
+    return Placement(tuple(pools), placement.affinity, placement.cross)
+
+
+def local_prefill(placement: Placement) -> str:
+    """Whether decode instances read prompts where that is sooner ("auto"), or prefill instances only ("never")."""
+    return "auto" if family(placement) == "hybrid" else "never"
+
+
+def alike(placement: Placement) -> bool:
+    """Whether instances of a role are of one size and device once they are started: a deployment has no others."""
+    started = deployed(placement)
+    return all(
+        len({(pool.split, pool.device) for pool in started.role(role)}) <= 1
+        for role in (PREFILL, DECODE, BOTH)
+    )
 
 
 def _whole(segment: Split, cross: int) -> Split:

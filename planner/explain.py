@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,18 +24,32 @@ SAID = {
 
 
 def headline(answer: Answer) -> list[str]:
-    """The answer in three lines."""
-    request, best = answer.request, answer.best
-    low, high = best.interval_rps
+    """The answer in three lines; in a fourth what the search's simulator had, where that has not the last word."""
+    request, best, fast = answer.request, answer.best, answer.best.fast
     where = {"low": ", KV within nodes", "high": ", KV between any two", "none": ""}[best.placement.affinity]
-    return [
-        f"{best.placement}{where}: {best.placement.devices} of {request.hardware}",
-        f"goodput {_rate(best.goodput_rps)} ({_rate(low)} to {_rate(high)} over {best.seeds} seeds of {best.requests}"
-        f" requests), {best.per_device_rps:.3g} per device; {best.attainment:.1%} keep both objectives at"
-        f" {_rate(best.rate_rps)}",
+    reads = ", decode instances read prompts where that is sooner" if best.local_prefill == "auto" else ""
+    low, high = fast.interval_rps
+    seen = f"{_rate(low)} to {_rate(high)} over {fast.seeds} seeds of {fast.requests} requests"
+    lines = [
+        f"{best.placement}{where}{reads}: {best.placement.devices} of {request.hardware}",
+        f"goodput {_rate(best.goodput_rps)} ({_judged(answer) or seen}), {best.per_device_rps:.3g} per device;"
+        f" {best.attainment:.1%} keep both objectives at {_rate(best.rate_rps)}",
         f"limited by {answer.binding.resource}; {best.cost_per_million:.3g} per million good tokens"
         f" ({best.price_per_hour:.3g} per hour)",
     ]
+    searched = f"searched: {_rate(fast.goodput_rps)} ({seen}), by the search's own simulator"
+    return [*lines, searched] if best.verdict else lines
+
+
+def _judged(answer: Answer) -> str:
+    """What the product's own decisions were asked, in words; nothing if they were not."""
+    verdict = answer.best.verdict
+    if verdict is None:
+        return ""
+    run = f"by the product's scheduler and router, one run of {verdict.requests} requests"
+    if answer.request.rate is not None:
+        return f"as asked, more was not tried; {run}"
+    return f"{run}; {_rate(verdict.fails_rps)} is too much" if verdict.fails_rps else run
 
 
 def explain(answer: Answer) -> list[str]:
@@ -56,17 +70,25 @@ def explain(answer: Answer) -> list[str]:
 
 
 def elsewhere(answer: Answer) -> list[str]:
-    """What the runners-up cost, in goodput or in devices."""
-    best = answer.best
+    """What the runners-up cost, in goodput or in devices: by one judge for both, else by the search's simulator."""
     lines = ["elsewhere:"]
-    for one in answer.others:
+    for option in answer.others:
+        best, one = _alike(answer.best, option)
         if answer.request.rate is None:
-            change = f"goodput {one.goodput_rps / best.goodput_rps - 1:+.0%}"
+            change = f"goodput {_over(one.goodput_rps, best.goodput_rps)}"
         else:
             change = f"{one.weight - best.weight:+g} {'per hour' if answer.request.mixed else 'devices'}"
-        cost = f"{one.cost_per_million / best.cost_per_million - 1:+.0%} per million good tokens"
-        lines.append(f"  {_named(one)}: {change}, {cost}")
+        cost = f"{_over(one.cost_per_million, best.cost_per_million)} per million good tokens"
+        if one.verdict and not one.goodput_rps:
+            cost = f"but {one.attainment:.1%} keep both objectives at {_rate(one.rate_rps)}, which is too few"
+        by = " (as searched)" if answer.best.verdict and not one.verdict else ""
+        lines.append(f"  {_named(option)}: {change}, {cost}{by}")
     return lines if answer.others else ["elsewhere: nothing else is possible"]
+
+
+def _alike(one: Option, other: Option) -> tuple[Option, Option]:
+    """Both by the product's own decisions, or else both by the search's simulator."""
+    return (one, other) if one.verdict and other.verdict else (one.fast, other.fast)
 
 
 def disaggregate(answer: Answer) -> str:
@@ -82,6 +104,8 @@ def disaggregate(answer: Answer) -> str:
         f"{word}{although} the best disaggregated placement gives {ratio:.2f} times the goodput per {per}"
         " of colocation"
     )
+    if math.isinf(ratio):
+        told = f"{word}{although} no colocated placement keeps the objectives at any rate"
     if although == ":":
         return told
     return f"{told}; {_why_not(answer, apart)}"
@@ -89,9 +113,8 @@ def disaggregate(answer: Answer) -> str:
 
 def _why_not(answer: Answer, apart: bool) -> str:
     """Why the kind that gives less per device is the answer."""
-    best = answer.best
     others = [one for one in answer.others if (one.family != "colocated") != apart]
-    other = max(others, key=lambda one: one.goodput_rps / one.weight)
+    best, other = _alike(answer.best, max(others, key=lambda one: one.fast.goodput_rps / one.weight))
     if answer.request.rate is not None and best.weight < other.weight:
         return "for this rate it takes more"
     if answer.request.rate is None and best.goodput_rps > other.goodput_rps:
@@ -100,16 +123,27 @@ def _why_not(answer: Answer, apart: bool) -> str:
 
 
 def advantage(answer: Answer) -> float | None:
-    """Goodput per weight of the best disaggregated (or hybrid) option over that of the best colocated one."""
-    options = (answer.best, *answer.others)
+    """Goodput per weight of the best disaggregated (or hybrid) option over that of the best colocated one.
 
-    def best(*families: str) -> float:
-        return max(
-            (one.goodput_rps / one.weight for one in options if one.family in families), default=math.nan
-        )
+    By the product's own decisions where they have judged both, and else by the search's simulator; so for a rate, too,
+    which is all the goodput that they were asked about. None: one of the kinds is missing.
+    """
+    options = (answer.best, *answer.others)
+    judged = [one for one in options if one.verdict and answer.request.rate is None]
+    found = _ratio(judged)
+    return _ratio([one.fast for one in options]) if found is None else found
+
+
+def _ratio(options: Sequence[Option]) -> float | None:
+    """Infinite where nothing colocated keeps the promises; none where one of the kinds is missing, or neither does."""
+
+    def best(*families: str) -> float | None:
+        return max((one.goodput_rps / one.weight for one in options if one.family in families), default=None)
 
     apart, together = best("disaggregated", "hybrid"), best("colocated")
-    return None if math.isnan(apart) or math.isnan(together) or not together else apart / together
+    if apart is None or together is None or not (apart or together):
+        return None
+    return apart / together if together else math.inf
 
 
 def stages(request: Request, option: Option) -> dict[str, tuple[float, float]]:
@@ -142,7 +176,7 @@ def told(answer: Answer) -> dict[str, Any]:
             stage: {"mean": mean_s, "p90": most_s}
             for stage, (mean_s, most_s) in stages(answer.request, answer.best).items()
         },
-        "disaggregated_over_colocated": advantage(answer),
+        "disaggregated_over_colocated": _finite(advantage(answer)),
         "verified": None if answer.verdict is None else asdict(answer.verdict),
         "ties": list(answer.ties),
         "notes": list(answer.notes),
@@ -170,6 +204,9 @@ def plain(option: Option) -> dict[str, Any]:
         "cost_per_million_good_tokens": _finite(option.cost_per_million),
         "requests": option.requests,
         "seeds": option.seeds,
+        "local_prefill": option.local_prefill,
+        "verified": None if option.verdict is None else asdict(option.verdict),
+        "searched": None if option.searched is None else plain(option.searched),
     }
 
 
@@ -179,14 +216,14 @@ def plan_file(answer: Answer, model: str) -> PlanFile:
     prompt, output = request.workload.mean()
     predicted = Predicted(
         best.goodput_rps, best.per_device_rps, best.interval_rps, best.attainment, best.requests, best.seeds,
-        answer.binding.resource, _finite(best.cost_per_million),
+        answer.binding.resource, _finite(best.cost_per_million), best.fast.goodput_rps if best.verdict else None,
     )  # fmt: skip
     slos: Mapping[str, Any] = {kind: slo_of(slo) for kind, slo in request.slos.items()}
     return PlanFile(
         VERSION, model, request.model.layers, max(stock.devices_per_node for stock in request.stocks),
         pools_of(best.placement), best.placement.affinity, best.placement.cross, dict(slos),
         Traffic(request.name, prompt, output, request.rate, request.cv), predicted,
-        steps=taken_on(request, best.placement),
+        best.local_prefill, taken_on(request, best.placement),
     )  # fmt: skip
 
 
@@ -199,5 +236,9 @@ def _rate(value: float) -> str:
     return f"{value:.3g} requests/s"
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _over(value: float, base: float) -> str:
+    return f"{value / base - 1.0:+.0%}"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -14,27 +14,32 @@ from diptych.errors import ConfigError
 from planner import candidates
 from planner.bounds import saturation
 from planner.finalists import Finalist, Found, staged
-from planner.possible import impossible, nearest
+from planner.possible import impossible, too_tight
 from planner.request import Request, enlarged
 from planner.search import LOWEST, RATIO, Scored, climb, rung_of
 from planner.terms import Placement
 from planner.trial import Trial, joint
-from planner.verify import Verdict, carried, strengthened, verify
+from planner.verify import Verdict, carried, confirmed, judge, strengthened, verify
 
 MOST_JUDGED = 8  # placements that are asked whether they carry a rate by the product's own decisions
 SLACK = 0.02  # of attainment: what a plan may lack on fresh seeds, and still be called right
 NEEDS = {"colocated": ("colocated",), "low": ("disaggregated", "hybrid")}
 RESOURCES = ("prefill", "decode", "link", "memory")
 MORE = 1.25  # of a resource, to see whether goodput follows it
+OPEN_ENDED = "one objective is infinite: goodput is at most what the deployment sustains for ever"
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A deployment and what it was measured to do, on fresh seeds and a long horizon.
+    """A deployment and what it is found to do.
 
-    `goodput_rps` is of all its devices, `interval_rps` from the worst to the best seed, `shares` the joint attainment
-    of each kind at `rate_rps`: the wanted rate, or the goodput. `searched_rps` is what the search found, with other
-    seeds. `weight` is devices, or their price per hour where there are several kinds.
+    `goodput_rps` is of all its devices, `shares` the joint attainment of each kind at `rate_rps`: the wanted rate, or
+    the goodput. Where the product's own decisions were asked (`verdict`), all figures are theirs: `interval_rps` is
+    from the goodput to the lowest rate tried that fails, a wanted rate is the goodput if they keep the promises there
+    (0 if they do not), and `searched` is what the search's simulator has measured. Else its figures are all there are,
+    on fresh seeds and a long horizon, `interval_rps` from the worst to the best seed. `searched_rps` is what the search
+    found first, with other seeds. `weight` is devices, or their price per hour where there are several kinds. A run is
+    of `requests`, of which the first tenth is served and not counted, and there is one for each of `seeds`.
     """
 
     family: str
@@ -50,10 +55,22 @@ class Option:
     cost_per_million: float
     requests: int
     seeds: int
+    verdict: Verdict | None = None
+    searched: Option | None = None
 
     @property
     def per_device_rps(self) -> float:
         return self.goodput_rps / self.placement.devices
+
+    @property
+    def fast(self) -> Option:
+        """As the search's simulator has it."""
+        return self.searched or self
+
+    @property
+    def local_prefill(self) -> str:
+        """Who reads prompts where it is deployed (`diptych.config.Config`)."""
+        return self.verdict.local_prefill if self.verdict else candidates.local_prefill(self.placement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +86,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`best`, the runners-up (best first, at least one of each family that is possible), and the best one's resources.
+    """`best`, the runners-up (those that were judged, then others, best first; at least one of each family that is
+    possible), and the best one's resources.
 
-    `ties` are others as good as the search can tell. `notes` say in sentences what a reader should know. `verdict` is
-    what the product's own decisions make of `best`; none where it was not asked for.
+    `ties` are others as good as the search can tell. `notes` say in sentences what a reader should know.
     """
 
     request: Request
@@ -82,12 +99,16 @@ class Answer:
     ties: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     dropped: dict[str, int] = field(default_factory=dict)
-    verdict: Verdict | None = None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What the product's own decisions make of `best`; none where they were not asked."""
+        return self.best.verdict
 
     @property
     def binding(self) -> Use:
-        """The resource that limits goodput: the one whose growth helps most."""
-        return max(self.uses, key=lambda use: use.gain)
+        """The resource that limits goodput: the one whose growth helps most; if none's does, the busiest."""
+        return max(self.uses, key=lambda use: (max(use.gain, 0.0), use.utilisation or 0.0))
 
 
 def place(request: Request) -> Answer:
@@ -106,14 +127,16 @@ def place(request: Request) -> Answer:
     if request.rate is not None and (not options or not _good(request, options[0])):
         raise _too_much(request, found)
     if not options or not options[0].goodput_rps:
-        raise _too_tight(request)
-    verdict, options, refuted = _judged(request, options, found)
-    best = replace(options[0], interval_rps=_interval(request, options[0]))
+        raise too_tight(request)
+    options, refuted = _judged(request, options, found)
+    fast = options[0].fast
+    fast = replace(fast, interval_rps=_interval(request, fast))
+    best = replace(options[0], searched=fast) if options[0].verdict else fast
     family = "low" if best.placement.affinity == "low" else best.family
     return Answer(
         request, best, tuple(options[1:]), uses(request, best), found.ties(family),
-        (*_notes(request, best, verdict), *refuted),
-        found.dropped, verdict,
+        (*_notes(request, best), *refuted),
+        found.dropped,
     )  # fmt: skip
 
 
@@ -138,48 +161,75 @@ def _placeable(request: Request) -> None:
         )
 
 
-def _judged(
-    request: Request, options: list[Option], found: Found
-) -> tuple[Verdict | None, list[Option], tuple[str, ...]]:
-    """The options, first the one that the product's own decisions make the best: of the best of each family. And what
-    is to be said of lighter ones that they refute.
+def _judged(request: Request, options: list[Option], found: Found) -> tuple[list[Option], tuple[str, ...]]:
+    """The options, those first that the product's own decisions have judged, the best one foremost: the best of each
+    family, or for a rate the lightest. And what is to be said of lighter ones that they refute.
 
     Raises ConfigError: they refute all, and all that is larger.
     """
     if not request.verified:
-        return None, options, ()
+        return options, ()
     kept = [option for option in options if _good(request, option)]
     first: dict[tuple[str, bool], Option] = {}
     for option in kept:  # of colocated ones those with stages and without: there the simulators differ most
         apart = option.family == "colocated" and staged(option.placement)
         first.setdefault((option.family, apart), option)
     if request.rate is not None:
-        best, verdict, refuted = _upheld(request, kept, list(first.values()), request.rate, found)
+        judged, refuted = _upheld(request, kept, list(first.values()), request.rate, found)
     else:
-        judged = [(one, verify(request, one.placement, one.rate_rps, True)) for one in first.values()]
-        best, verdict = max(judged, key=lambda one: (one[1].goodput_rps, -one[0].weight))
         refuted = ()
-        if not verdict.goodput_rps:
-            raise _too_tight(request)
-    return verdict, [best, *(one for one in options if one.placement != best.placement)], refuted
+        judged = [
+            _promised(request, one, judge(request, one.placement, one.rate_rps, True))
+            for one in first.values()
+        ]
+        judged = _settled(request, judged)
+        if not judged[0].goodput_rps:
+            raise too_tight(request)
+    seen = {one.placement for one in judged}
+    return [*judged, *(one for one in options if one.placement not in seen)], refuted
+
+
+def _settled(request: Request, judged: list[Option]) -> list[Option]:
+    """Best first, after longer runs of the best colocated one and the best that is not: of as many as it takes until no
+    other promises more.
+    """
+
+    def rank(one: Option) -> tuple[float, float]:
+        return -one.goodput_rps, one.weight
+
+    found: list[Option] = []
+    for colocated in (True, False):
+        side = [one for one in judged if (one.family == "colocated") == colocated]
+        sure = set[Placement]()
+        while side:
+            side.sort(key=rank)
+            best = side[0]
+            if best.verdict is None or not best.goodput_rps or best.placement in sure:
+                break
+            sure.add(best.placement)
+            side[0] = _promised(request, best.fast, confirmed(request, best.placement, best.verdict))
+        found += side
+    return sorted(found, key=rank)
 
 
 def _upheld(
     request: Request, options: list[Option], first: list[Option], rate: float, found: Found
-) -> tuple[Option, Verdict, tuple[str, ...]]:
-    """The lightest that carries the rate by the product's own decisions. `options` are the lightest first; the `first`
-    of each family get more instances if they do not as they are, and if that does not help, all the hardware is tried.
+) -> tuple[list[Option], tuple[str, ...]]:
+    """The lightest that carries the rate by the product's own decisions, then those that they refute, and what is to be
+    said of these. `options` are the lightest first; the `first` of each family get more instances if they do not as
+    they are, and if that does not help, all the hardware is tried.
     """
-    refuted: list[tuple[Option, Verdict]] = []
-    best: tuple[Option, Verdict] | None = None
+    refuted: list[Option] = []
+    best: Option | None = None
     for option in options[:MOST_JUDGED]:
-        verdict = verify(request, option.placement, rate, False)
-        if verdict.goodput_rps:
-            best = option, verdict
+        asked = judge if option in first else verify
+        one = _promised(request, option, asked(request, option.placement, rate, False))
+        if one.goodput_rps:
+            best = one
             break
-        refuted.append((option, verdict))
-    for option in [one for one, _ in refuted if one in first]:
-        below = best[0].weight if best else math.inf
+        refuted.append(one)
+    for option in [one.fast for one in refuted if one.fast in first]:
+        below = best.weight if best else math.inf
         if larger := strengthened(request, option.placement, rate, below):
             best = _option(request, larger, rate)
     if best is None:
@@ -188,22 +238,47 @@ def _upheld(
         if not able:
             raise _too_little(request, carries, rate)
         best = _option(request, min(able, key=request.weight), rate)
-    chosen = best[0]
     notes = [
         f"the search would take {option.placement}, but the product's scheduler and router keep only"
-        f" {verdict.attainment:.1%} there"
-        for option, verdict in refuted
-        if option.weight <= chosen.weight
+        f" {option.attainment:.1%} there"
+        for option in refuted
+        if option.weight <= best.weight
     ]
-    return chosen, best[1], tuple(notes)
+    return [best, *refuted], tuple(notes)
 
 
-def _option(request: Request, placement: Placement, rate: float) -> tuple[Option, Verdict]:
-    return _measured(request, Finalist(placement, rate)), verify(request, placement, rate, False)
+def _option(request: Request, placement: Placement, rate: float) -> Option:
+    measured = _measured(request, Finalist(placement, rate))
+    return _promised(request, measured, verify(request, placement, rate, False))
+
+
+def _promised(request: Request, option: Option, verdict: Verdict) -> Option:
+    """The option with the figures of the product's own decisions."""
+    jobs = [job for sample in request.samples(request.requests) for job in sample]
+    tokens = sum(job.output for job in jobs) / len(jobs)
+    good_rps = verdict.goodput_rps * verdict.attainment * tokens
+    return replace(
+        option,
+        goodput_rps=verdict.goodput_rps,
+        interval_rps=(verdict.goodput_rps, verdict.fails_rps or verdict.goodput_rps),
+        rate_rps=verdict.rate_rps,
+        shares=verdict.shares,
+        attainment=verdict.attainment,
+        cost_per_million=option.price_per_hour / 3600.0 / good_rps * 1e6 if good_rps else math.inf,
+        requests=verdict.requests,
+        seeds=1,
+        verdict=verdict,
+        searched=option,
+    )
+
+
+def _long(request: Request, placement: Placement) -> Trial:
+    """The trial by which a placement is told: on fresh seeds, and as long as the wanted rate asks for."""
+    return request.trial(placement, fresh=True, least=(request.rate or 0.0) * request.horizon_s)
 
 
 def _measured(request: Request, one: Finalist) -> Option:
-    trial = request.trial(one.placement, fresh=True, least=(request.rate or 0.0) * request.horizon_s)
+    trial = _long(request, one.placement)
     rung = climb(trial, one.placement, 1.0, LOWEST, rung_of(math.inf), rung_of(one.expected_rps))
     goodput = 0.0 if rung is None else Scored(one.placement, rung, 1.0).rate
     rate = goodput if request.rate is None else request.rate
@@ -219,9 +294,9 @@ def _measured(request: Request, one: Finalist) -> Option:
 
 
 def _interval(request: Request, option: Option) -> tuple[float, float]:
-    """Goodput by each seed alone: the lowest and the highest."""
-    trial = request.trial(option.placement, fresh=True)
-    rates = []
+    """Goodput by each seed alone, and by all of them together: the lowest and the highest."""
+    trial = _long(request, option.placement)
+    rates = [option.goodput_rps]
     for sample in trial.samples:
         alone = replace(trial, samples=(sample,))
         top = rung_of(math.inf)
@@ -267,29 +342,27 @@ def _goodput(trial: Trial, placement: Placement, guess: float) -> float:
     return 0.0 if rung is None else Scored(placement, rung, 1.0).rate
 
 
-def _notes(request: Request, best: Option, verdict: Verdict | None) -> tuple[str, ...]:
-    notes = list(request.notes)
+def _notes(request: Request, best: Option) -> tuple[str, ...]:
+    notes, fast = list(request.notes), best.fast
     if request.between is not None and request.one_node:
         notes.append("the link between nodes has no effect: there is one node")
-    if verdict is not None:
-        kept = f"the product's scheduler and router keep {verdict.attainment:.1%} at {best.rate_rps:.3g} requests/s"
-        carried = f", and the objectives up to {verdict.goodput_rps:.3g}" if request.rate is None else ""
-        notes.append(f"{kept}{carried} (one run of {verdict.requests} requests on a seed of its own)")
+    if request.open_ended:
+        notes.append(OPEN_ENDED)
     for kind, share in sorted(best.shares.items()):
         wanted = request.slo(kind).attainment
         if share < wanted:
             notes.append(
                 f"on fresh seeds {share:.1%} of {kind or 'all'} requests keep their promise, not {wanted:.1%}"
             )
-    if best.searched_rps > 1.1 * best.goodput_rps:
+    if fast.searched_rps > 1.1 * fast.goodput_rps:
         notes.append(
-            f"a run of {request.requests} requests promised {best.searched_rps:.3g} requests/s; "
-            f"the long one keeps {best.goodput_rps:.3g}"
+            f"a run of {request.requests} requests promised {fast.searched_rps:.3g} requests/s; "
+            f"the long one keeps {fast.goodput_rps:.3g}"
         )
     for pool in best.placement.pools:
-        told = request.profiles[request.stock(pool.device).device.name].how(pool.split)
+        told = f"costs of {request.profiles[request.stock(pool.device).device.name].how(pool.split)}"
         if told not in notes:
-            notes.append(f"costs of {told}")
+            notes.append(told)
     return tuple(notes)
 
 
@@ -297,20 +370,6 @@ def _down(rate: float) -> float:
     """Three digits, rounded down."""
     digits = 10.0 ** (2 - math.floor(math.log10(rate))) if rate > 0.0 else 1.0
     return math.floor(rate * digits) / digits
-
-
-def _too_tight(request: Request) -> ConfigError:
-    """Possible for a request alone, and at no rate that the long runs tried."""
-    kinds = ", ".join(
-        f"{kind or 'all'}: TTFT {found.ttft_s * 1e3:.4g} ms on {found.ttft_by}, TPOT {found.tpot_s * 1e3:.4g} ms on"
-        f" {found.tpot_by}"
-        for kind, found in ((kind, nearest(request, kind)) for kind in request.kinds())
-    )
-    return ConfigError(
-        f"no placement of {request.model.name} on {request.hardware} keeps the objectives at any rate",
-        f"alone, without any queue, {kinds}",
-        "loosen the objective that is nearest to these, take more devices, or allow other families",
-    )
 
 
 def _too_much(request: Request, found: Found) -> ConfigError:
@@ -343,7 +402,7 @@ def _too_little(request: Request, carries: list[tuple[float, Placement]], rate: 
     most, placement = carries[0]
     most = _down(most / RATIO)  # what is told must be possible, also on other seeds
     if most <= 0.0:
-        return _too_tight(request)
+        return too_tight(request)
     jobs = [job for sample in request.samples(request.requests) for job in sample]
     full = saturation(request.site, jobs, request.slos, placement)
     return ConfigError(

@@ -35,7 +35,9 @@ class SloOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was planned for: its name, and means that tell whether it is still so. Tokens, requests per second."""
+    """What was planned for: its name, mean tokens of prompts and answers, requests per second (none: as many
+    as can be), and the coefficient of variation of the times between arrivals (1: Poisson). `diptych serve` tells them.
+    """
 
     name: str = ""
     prompt_mean: float = 0.0
@@ -45,9 +47,12 @@ class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Predicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the plan was found to do: goodput of all its devices at the wanted attainment, with how it was measured.
+    """What the plan was found to do: goodput of all its devices, and the joint attainment at it, with how they were
+    measured. `binding` is the resource that limits it.
 
-    `interval_rps` is between the lowest and the highest seed. `binding` is the resource that limits it.
+    With `searched_rps`, which is what the search had found, they are those of the product's own decisions: then
+    `interval_rps` is from the goodput to the lowest rate tried that fails, and a plan for a rate has that rate. Else
+    they are the search's, and it is between the lowest and the highest seed.
     """
 
     goodput_rps: float
@@ -58,6 +63,7 @@ class Predicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seeds: int
     binding: str = ""
     cost_per_million_good_tokens: float | None = None
+    searched_rps: float | None = None
 
 
 class StepsOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +77,8 @@ class StepsOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole plan. `model` as the user named it; `layers` are checked when it is deployed.
 
-    `steps` are those that the prediction is for; None: nobody has said, so those of `diptych serve`.
+    `local_prefill` "auto": decode instances read prompts where that is sooner; else they do so only while no prefill
+    instance is there. `steps` are those that the prediction is for; None: nobody has said, so those of `diptych serve`.
     """
 
     version: int

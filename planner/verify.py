@@ -6,35 +6,45 @@ The search uses a simulator that is fast and knows only queues and batches (`pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from planner import candidates
 from planner.des import Limits
 from planner.plan_file import StepsOf
 from planner.profile import Profile
 from planner.request import FRESH, Request
 from planner.simulator import deployment, simulate
 from planner.sizing import grown, shrunk
-from planner.terms import Job, Placement, Served, Slo
-from planner.trial import Trial, joint
+from planner.terms import BOTH, DECODE, Job, Placement, Served, Slo
+from planner.trial import WARMUP, Trial, joint
 
 STEP = 1.06  # of the rates tried: coarser than the search's, since a run takes longer
 UP, DOWN = 3, 64  # how many of them: a fortieth of the rate is as good as nothing
+FURTHER = 8  # up, where decode instances read prompts as well: the search has not looked at that
 GROWN = 6  # instances that are added to a placement that carries too little
 MOST_REQUESTS = 2000
+LONGER = 3  # times the requests that confirm a goodput: a shorter run may end before a queue has grown
 ROWS, BATCH_TOKENS = 256, 2048  # that an instance of the product takes on at once, by default
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the product's own decisions make of a placement: joint attainment at the rate asked about, and the highest
-    rate tried that keeps the promises (0: none of them). `requests` of a run, after which seeds nobody searched with.
+    """What the product's own decisions make of a placement, in one run of `requests` on a seed nobody searched with.
+
+    `goodput_rps` is the highest rate tried that keeps the promises (0: none of them), `fails_rps` the lowest one tried
+    above it, which does not (none: none was tried). Joint attainment, and each kind's share, are at `rate_rps`: the
+    goodput, or the rate asked about if there is none. `local_prefill` says who read prompts (`diptych.config.Config`).
     """
 
+    rate_rps: float
     attainment: float
     shares: dict[str, float]
     goodput_rps: float
+    fails_rps: float | None
     requests: int
+    local_prefill: str = "never"
 
 
 def limits(slos: Sequence[Slo], chunk_tokens: int = BATCH_TOKENS) -> Limits:
@@ -47,29 +57,70 @@ def limits(slos: Sequence[Slo], chunk_tokens: int = BATCH_TOKENS) -> Limits:
 
 
 def taken_on(request: Request, placement: Placement) -> StepsOf:
-    """What each instance takes on in a step: of tokens, what was asked for where an instance does both."""
-    asked = request.limits.chunk_tokens
-    tokens = asked if placement.colocated and asked > 0 else BATCH_TOKENS
-    return StepsOf(min(ROWS, tokens), tokens, asked > 0 or not placement.colocated)
+    """What each instance takes on in a step: of tokens, what was asked for if there are instances that do both.
+
+    A deployment has one such setting, so that of a hybrid those that only read prompts take on as much.
+    """
+    asked, beside = request.limits.chunk_tokens, any(placement.role(BOTH))
+    tokens = asked if beside and asked > 0 else BATCH_TOKENS
+    return StepsOf(min(ROWS, tokens), tokens, asked > 0 or not beside)
+
+
+def judge(request: Request, placement: Placement, rate: float, climb: bool) -> Verdict:
+    """As `verify`; of a pair also with prompts read by decode instances where that is sooner, if that is better.
+
+    It is better if it keeps the promises at a rate a step above the highest that it keeps without.
+    """
+    plain = verify(request, placement, rate, climb)
+    if candidates.family(placement) != "disaggregated" or (plain.goodput_rps and not climb):
+        return plain
+    start = plain.goodput_rps * STEP or rate
+    auto = _found(request, placement, start, "auto", FURTHER if climb else 0, climb and not plain.goodput_rps)
+    return auto if auto.goodput_rps else plain
 
 
 def verify(request: Request, placement: Placement, rate: float, climb: bool) -> Verdict:
     """Runs `placement` at `rate`, and with `climb` at neighbouring rates until the promises turn."""
-    trial = _trial(request, placement, rate)
-    shares = trial.shares(placement, rate)
+    return _found(request, placement, rate, candidates.local_prefill(placement), UP if climb else 0, climb)
+
+
+def confirmed(request: Request, placement: Placement, verdict: Verdict) -> Verdict:
+    """What of the verdict's goodput a longer run keeps."""
+    rate, reads = verdict.goodput_rps, verdict.local_prefill
+    found = _found(request, placement, rate, reads, 0, True, LONGER)
+    return replace(found, fails_rps=found.fails_rps or verdict.fails_rps)
+
+
+def _found(
+    request: Request,
+    placement: Placement,
+    rate: float,
+    local_prefill: str,
+    up: int,
+    down: bool,
+    longer: int = 1,
+) -> Verdict:
+    """The verdict from `rate`, up to `up` steps up, or `down` to where the promises are kept."""
+    trial = _trial(request, placement, rate, local_prefill, longer)
+    tried: dict[float, dict[str, float]] = {}
 
     def keeps(at: float) -> bool:
-        return trial.passes(placement, at)
+        tried[at] = trial.shares(placement, at)
+        return trial.sustains(placement, at) and _kept(trial, tried[at])
 
-    good = rate if _kept(trial, shares) else 0.0
-    if climb and good:
-        for _ in range(UP):
+    good = rate if keeps(rate) else 0.0
+    if good:
+        for _ in range(up):
             if not keeps(good * STEP):
                 break
             good *= STEP
-    elif climb:
+    elif down:
         good = _below(keeps, rate)
-    return Verdict(joint(shares, trial.counted()), shares, good, len(trial.samples[0]))
+    at, fails = good or rate, [one for one in tried if one > good]
+    return Verdict(
+        at, joint(tried[at], trial.counted()), tried[at], good, min(fails, default=None), len(trial.samples[0]),
+        local_prefill,
+    )  # fmt: skip
 
 
 def _below(keeps: Callable[[float], bool], rate: float) -> float:
@@ -90,7 +141,7 @@ def strengthened(request: Request, placement: Placement, rate: float, below: flo
 
     None if that is not enough, not lighter than `below`, or more than the hardware.
     """
-    trial = _trial(request, placement, rate)
+    trial = _trial(request, placement, rate, candidates.local_prefill(placement))
     found = grown(request, trial, placement, rate, GROWN, below)
     return None if found is None else shrunk(request, trial, found, rate)
 
@@ -100,10 +151,13 @@ def carried(request: Request, placement: Placement, rate: float) -> float:
     return min(rate, verify(request, placement, rate, True).goodput_rps)
 
 
-def _trial(request: Request, placement: Placement, rate: float) -> Trial:
-    count = round(min(MOST_REQUESTS, max(request.requests, rate * request.horizon_s)))
+def _trial(request: Request, placement: Placement, rate: float, local_prefill: str, longer: int = 1) -> Trial:
+    count = longer * round(min(MOST_REQUESTS, max(request.requests, rate * request.horizon_s)))
     sample = tuple(request.workload.sample(count, 1.0, 2 * FRESH, request.cv))
-    return Trial((sample,), request.slos, _Product(request), effort=request.effort)
+    return Trial(
+        (sample,), request.slos, _Product(request, local_prefill), round(WARMUP * count), request.effort,
+        request.most_rps,
+    )  # fmt: skip
 
 
 def _kept(trial: Trial, shares: dict[str, float]) -> bool:
@@ -112,28 +166,41 @@ def _kept(trial: Trial, shares: dict[str, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
+    """Simulates what `diptych serve --plan` starts of a placement (`planner.candidates.deployed`)."""
+
     request: Request
+    local_prefill: str
 
     def __call__(self, placement: Placement, jobs: Sequence[Job]) -> Sequence[Served]:
-        request = self.request
-        tpot_s = min(slo.tpot_s for slo in request.slos.values())
+        request, started = self.request, candidates.deployed(placement)
         steps = taken_on(request, placement)
         found = deployment(
-            placement,
+            started,
             {name: _named(request, name) for name in {pool.device for pool in placement.pools}},
             link=request.link(placement),
             max_num_seqs=steps.max_num_seqs,
             max_num_batched_tokens=steps.max_num_batched_tokens,
             chunked_prefill=steps.chunked_prefill,
-            tpot_s=tpot_s if placement.colocated and steps.chunked_prefill else None,
             prefix_caching=any(job.prefix for job in jobs),
             max_model_len=max(request.model.max_len, request.longest),
         )
+        # Stages lie where the placement has them, whatever its instances do once they are started.
         machines = tuple(
-            replace(machine, cost=request.bare(pool, request.nodes(placement, pool)))
-            for machine, pool in zip(found.machines, placement.pools, strict=True)
+            replace(
+                machine,
+                cost=request.bare(pool, request.nodes(placement, pool)),
+                tpot_s=self._within_s(then.role, steps),
+            )
+            for machine, pool, then in zip(found.machines, placement.pools, started.pools, strict=True)
         )
-        return simulate(replace(found, machines=machines, local_prefill="never"), jobs)
+        return simulate(replace(found, machines=machines, local_prefill=self.local_prefill), jobs)
+
+    def _within_s(self, role: str, steps: StepsOf) -> float | None:
+        """How long a step may take, as `diptych serve` has it: where prompts are read beside answers."""
+        tpot_s = min(slo.tpot_s for slo in self.request.slos.values())
+        sliced = role == BOTH and steps.chunked_prefill
+        within = sliced or (role == DECODE and self.local_prefill == "auto")
+        return tpot_s if within and math.isfinite(tpot_s) else None
 
 
 def _named(request: Request, device: str) -> Profile:

@@ -34,7 +34,7 @@ def worker_spec(
         chunked_prefill=config.enable_chunked_prefill,
         prefix_caching=config.enable_prefix_caching,
         swap_bytes=config.swap_space,
-        tpot_ms=config.slo_tpot_ms if config.colocated or _reads_beside(config, role) else None,
+        tpot_ms=config.slo_tpot_ms if _reads_beside(config, role) else None,
         tp=config.prefill_tp if role == "prefill" else config.decode_tp,
         pp=config.prefill_pp if role == "prefill" else config.decode_pp,
         core=core,
@@ -49,7 +49,11 @@ def worker_spec(
 
 
 def _reads_beside(config: Config, role: str) -> bool:
-    """Whether a worker may read prompts while it writes answers."""
+    """Whether a worker's steps are kept within the objective, as it may read prompts beside answers: slices of them, or
+    where that is sooner than elsewhere. Prompts that are read whole go before answers, however long it takes.
+    """
+    if config.colocated:
+        return config.enable_chunked_prefill
     return role == "decode" and config.local_prefill == "auto"
 
 

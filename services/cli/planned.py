@@ -1,26 +1,26 @@
 """`diptych serve --plan FILE`: from what the planner answered to settings, and to what must be placed together.
 
 A plan is deployed on this machine as it is, or refused: for another model, for other devices or more of them than
-there are, beside settings that say otherwise. Of a hybrid plan, the workers that do both become decode workers that
-read prompts themselves where that is sooner (`local_prefill` auto).
+there are, beside settings that say otherwise. What is started of a placement is in `planner.candidates.deployed`.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from diptych.errors import ConfigError
 from diptych.load import Loaded
 from planner import plan_file
+from planner.candidates import deployed, local_prefill
 from planner.groups import groups
 from planner.plan_file import PlanFile
 from planner.shape import EMBEDDED as PLANNED_EMBEDDED
 from planner.shape import known
-from planner.terms import BOTH, DECODE, PREFILL, Split
+from planner.terms import BOTH, DECODE, PREFILL, Placement
 from services.cli.model import EMBEDDED, Model
 from services.cluster.parts import Bundle
 
@@ -46,7 +46,8 @@ def planned(loaded: Loaded) -> tuple[Loaded, PlanFile | None]:
         )
     _check_devices(plan)
     given = _pools(plan) | {"model": _model(loaded, plan)} | _objectives(loaded, plan)
-    if "local_prefill" not in loaded.origins and (plan.local_prefill == "auto" or _hybrid(plan)):
+    beside = "auto" in (plan.local_prefill, local_prefill(plan.placement))
+    if beside and "local_prefill" not in loaded.origins:
         given["local_prefill"] = "auto"
     given |= _steps(loaded, plan)
     return Loaded(
@@ -104,26 +105,20 @@ def _names(plan: PlanFile) -> dict[tuple[int, int], str]:
     return found
 
 
-def _hybrid(plan: PlanFile) -> bool:
-    return len({pool.role for pool in plan.pools}) == 3
-
-
 def _pools(plan: PlanFile) -> dict[str, Any]:
-    """Numbers and splits of the pools, as settings."""
-    given: dict[str, Any] = {}
-    counts = {
-        role: sum(pool.count for pool in plan.pools if pool.role == role) for role in (PREFILL, DECODE, BOTH)
-    }
+    """Numbers and splits of the pools that are started, as settings."""
+    started = deployed(plan.placement)
+    counts = {role: sum(pool.count for pool in started.role(role)) for role in (PREFILL, DECODE, BOTH)}
     if counts[PREFILL]:
-        given |= {"prefill": counts[PREFILL], "decode": counts[DECODE] + counts[BOTH]}
-        given |= _split("prefill", plan, (PREFILL,))
+        given: dict[str, Any] = {"prefill": counts[PREFILL], "decode": counts[DECODE]}
+        given |= _split("prefill", started, PREFILL)
     else:
-        given["colocated"] = counts[BOTH]
-    return given | _split("decode", plan, (DECODE, BOTH))
+        given = {"colocated": counts[BOTH]}
+    return given | _split("decode", started, DECODE, BOTH)
 
 
-def _split(name: str, plan: PlanFile, roles: Iterable[str]) -> dict[str, int]:
-    splits = sorted({Split(pool.tp, pool.pp) for pool in plan.pools if pool.role in roles})
+def _split(name: str, started: Placement, *roles: str) -> dict[str, int]:
+    splits = sorted({pool.split for pool in started.role(*roles)})
     if len(splits) != 1:
         raise ConfigError(
             f"the plan has {name} workers of different sizes",

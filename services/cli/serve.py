@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import sys
 import time
@@ -18,7 +19,7 @@ from rich.console import Console
 from diptych.config import Config, GatewaySpec
 from diptych.errors import ConfigError, DiptychError, StartError
 from diptych.load import Loaded, keys
-from planner.plan_file import PlanFile
+from planner.plan_file import PlanFile, Traffic
 from services.cli import talk
 from services.cli.model import Model, find
 from services.cli.plan import budget, most_workers, plan
@@ -216,13 +217,38 @@ def pools(config: Config) -> str:
 
 
 def promise(path: Path | None, answer: PlanFile) -> str:
-    """What a plan says of itself."""
-    told, traffic = answer.predicted, answer.traffic.name or "the traffic that it is for"
+    """What a plan says of itself: what it is found to carry, of which traffic, and within which objectives."""
+    told = answer.predicted
     low, high = told.interval_rps
+    between = f" ({low:.3g} to {high:.3g})" if low < high else ""
+    searched = f"; searched {told.searched_rps:.3g}" if told.searched_rps is not None else ""
     return (
-        f"plan {path}: {answer.placement}, predicted to carry {told.goodput_rps:.3g} requests/s "
-        f"({low:.3g} to {high:.3g}) of {traffic} at {told.attainment:.0%} attainment"
+        f"plan {path}: {answer.placement}, predicted to carry {told.goodput_rps:.3g} requests/s{between} of "
+        f"{_traffic(answer.traffic)} at {told.attainment:.0%} attainment of {_objectives(answer)}{searched}"
     )
+
+
+def _traffic(traffic: Traffic) -> str:
+    """Its name, with what is known of it."""
+    name, told = traffic.name or "the traffic that it is for", list[str]()
+    if traffic.prompt_mean > 0.0:
+        lengths = f"{traffic.prompt_mean:.3g} and answers of {traffic.output_mean:.3g} tokens on average"
+        told.append(f"prompts of {lengths}")
+    if traffic.rate_rps is not None:
+        told.append(f"{traffic.rate_rps:.3g} requests/s asked for")
+    if traffic.burstiness_cv != 1.0:
+        told.append(f"burstiness {traffic.burstiness_cv:g}")
+    return f"{name} ({', '.join(told)})" if told else name
+
+
+def _objectives(answer: PlanFile) -> str:
+    """Of each kind of request: TTFT 500 ms, TPOT 50 ms."""
+    kinds = []
+    for kind, slo in sorted(answer.promises.items()):
+        limits = [("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)]
+        told = ", ".join(f"{name} {limit * 1e3:.4g} ms" for name, limit in limits if math.isfinite(limit))
+        kinds.append(f"{kind} ({told})" if kind else told)
+    return " and ".join(kinds) or "no objective"
 
 
 def address(gateway: GatewaySpec) -> str:

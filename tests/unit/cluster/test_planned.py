@@ -10,13 +10,30 @@ from typing import Any
 import msgspec
 import pytest
 
+import planner.verify
 from diptych.errors import ConfigError
 from diptych.load import Loaded, load
-from planner.plan_file import VERSION, PlanFile, PoolOf, Predicted, SloOf, StepsOf, Traffic, save
+from planner import candidates
+from planner.plan_file import (
+    VERSION,
+    PlanFile,
+    PoolOf,
+    Predicted,
+    SloOf,
+    StepsOf,
+    Traffic,
+    pools_of,
+    save,
+    slo_of,
+)
+from planner.simulator import Deployment
+from planner.terms import Job, Placement, Served, Slo, Split
+from planner.verify import limits, taken_on
 from services.cli.model import Model
 from services.cli.plan import plan as deployment
 from services.cli.planned import check_model, planned, together
 from services.cli.serve import promise
+from tests.unit.planner.planned import question
 
 PREDICTED = Predicted(2.0, 1.0, (1.8, 2.1), 0.93, 300, 3)
 MODEL = Model("/models/some", "a model", True, 512, 1 << 20, 6)
@@ -58,6 +75,7 @@ def refused(tmp_path: Path, plan: PlanFile, **given: Any) -> str:
 
 
 PAIR = (PoolOf("prefill", tp=2, count=2), PoolOf("decode", pp=2, count=1, device="cpu"))
+APART, BESIDE = candidates.pair(Split(), Split(), "low"), candidates.alone(Split())
 
 
 def test_a_plan_gives_model_pools_splits_and_objectives(tmp_path: Path) -> None:
@@ -94,6 +112,69 @@ def test_colocated_and_hybrid_plans_are_deployed_too(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_colocated_instances_beside_pairs_are_like_those_that_decode(tmp_path: Path) -> None:
+    """They are decode workers, and all of these are alike: others are refused, and the search proposes none."""
+    unlike = made(PoolOf("prefill"), PoolOf("decode"), PoolOf("both", tp=2))
+    assert "decode workers of different sizes" in refused(tmp_path, unlike)
+    config = settle(tmp_path, made(PoolOf("prefill"), PoolOf("decode", tp=2), PoolOf("both", tp=2))).config
+    assert (config.pools, config.decode_tp, config.local_prefill) == ((1, 2), 2, "auto")
+
+
+def test_a_plan_says_whether_decode_workers_read_prompts(tmp_path: Path) -> None:
+    for told, expected in (("never", "fallback"), ("auto", "auto")):
+        plan = msgspec.structs.replace(made(*PAIR), local_prefill=told)
+        assert settle(tmp_path, plan).config.local_prefill == expected
+        assert settle(tmp_path, plan, {"local_prefill": "never"}).config.local_prefill == "never"
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 512])
+@pytest.mark.parametrize("placement", [APART, candidates.times(BESIDE, 2), candidates.both((APART, BESIDE))])
+@pytest.mark.parametrize("local_prefill", ["never", "auto"])
+def test_what_is_verified_is_what_is_started(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    placement: Placement,
+    chunk_tokens: int,
+    local_prefill: str,
+) -> None:
+    """Roles, what a step takes on and within which time, and who reads prompts: in the simulation as in settings."""
+    seen: list[Deployment] = []
+
+    def look(what: Deployment, jobs: list[Job]) -> list[Served]:
+        seen.append(what)
+        return []
+
+    monkeypatch.setattr(planner.verify, "simulate", look)
+    slo = Slo(0.2, 0.03, 0.9)
+    request = question(per_node=3, slos={"": slo}, limits=limits([slo], chunk_tokens))
+    if candidates.family(placement) != "disaggregated":
+        local_prefill = candidates.local_prefill(placement)
+    planner.verify._Product(request, local_prefill)(placement, [])
+    plan = msgspec.structs.replace(
+        made(layers=8), pools=pools_of(placement), affinity=placement.affinity, slos={"": slo_of(slo)},
+        local_prefill=local_prefill, steps=taken_on(request, placement),
+    )  # fmt: skip
+    loaded = settle(tmp_path, plan)
+    started = deployment(loaded, MODEL, tmp_path, tmp_path, 1, 2, (), plan)
+    simulated = [
+        (
+            "prefill" if pool.role == "prefill" else "decode",
+            machine.max_num_seqs,
+            machine.max_num_batched_tokens,
+            machine.chunked_prefill,
+            machine.tpot_s and machine.tpot_s * 1e3,
+        )
+        for pool, machine in zip(seen[0].placement.pools, seen[0].machines, strict=True)
+        for _ in range(pool.count)
+    ]
+    assert simulated == [
+        (one.role, one.max_num_seqs, one.max_num_batched_tokens, one.chunked_prefill, one.tpot_ms)
+        for one in started.workers
+    ]
+    assert (seen[0].local_prefill == "auto") == (started.gateway.local_prefill == "auto")
+    assert any(pool.role == "both" for pool in seen[0].placement.pools) == (not started.gateway.num_prefill)
+
+
 def test_what_is_set_otherwise_stays_where_it_does_not_contradict(tmp_path: Path) -> None:
     given = {"slo_ttft_ms": "900", "model": "models/../models/tiny", "local_prefill": "never"}
     plan = made(PoolOf("prefill"), PoolOf("decode"), PoolOf("both"))
@@ -127,6 +208,13 @@ def test_a_model_with_other_layers_is_another_model() -> None:
 def test_a_plan_tells_what_it_promises() -> None:
     told = promise(Path("p.json"), made(*PAIR))
     assert "2 × prefill TP2 + 1 × decode TP1PP2" in told and "2 requests/s" in told and "93%" in told
+    assert "TTFT" in told and "chat (TTFT 500 ms, TPOT 50 ms) and code (TTFT 200 ms)" in told
+    assert "of sharegpt at 93%" in told and "(1.8 to 2.1)" in told, "what is not known is not told"
+    traffic = Traffic("chats", 220.4, 180.0, 12.0, 2.0)
+    predicted = Predicted(12.0, 6.0, (12.0, 12.0), 0.95, 300, 1, searched_rps=14.0)
+    told = promise(Path("p.json"), msgspec.structs.replace(made(*PAIR), traffic=traffic, predicted=predicted))
+    assert "carry 12 requests/s of chats (prompts of 220 and answers of 180 tokens on average" in told
+    assert "12 requests/s asked for, burstiness 2)" in told and told.endswith("; searched 14")
 
 
 def bundles(plan: PlanFile) -> list[dict[str, int]]:

@@ -11,11 +11,9 @@ import msgspec
 import pytest
 
 from diptych.errors import ConfigError
-from planner.curves import by_devices, by_objective, by_rate
 from planner.explain import advantage, disaggregate, explain, headline, plan_file, stages, told
 from planner.placement import Answer, place
 from planner.plan_file import load, pools_of, save, slo_of
-from planner.plots import Curve, Point, attainment, break_even, goodput
 from planner.terms import Placement, Pool, Slo, Split
 from planner.verify import taken_on
 from tests.unit.planner.planned import question
@@ -121,26 +119,3 @@ def test_what_is_no_plan_is_told(tmp_path: Path, name: str, value: object) -> No
         load(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "none.json")
-
-
-def test_curves_are_drawn_and_written(tmp_path: Path) -> None:
-    request = question(per_node=2)
-    answer = place(request)
-    rates, devices = by_rate(answer), by_devices(request)
-    assert all(0.0 <= point.y <= 1.0 for curve in rates for point in curve.points)
-    ys = [point.y for point in devices[0].points]
-    assert ys == sorted(ys)  # more devices never give less
-    gains = by_objective(request)
-    assert {curve.name for curve in gains} == {"TTFT scaled", "TPOT scaled"}
-    files = [
-        *attainment(tmp_path / "a.png", rates, Slo(0.2, 0.03)),
-        *goodput(tmp_path / "g.png", devices, 3.0),
-        *break_even(
-            tmp_path / "b",
-            [*gains, Curve("none", ()), Curve("one", (Point(1.0, 1.0, 0.9, 1.1),))],
-            "objective",
-        ),
-    ]
-    assert [file.suffix for file in files] == [".png", ".json"] * 3
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[::2])
-    assert json.loads(files[1].read_bytes())["slo"] == {"ttft_s": 0.2, "tpot_s": 0.03, "attainment": 0.9}

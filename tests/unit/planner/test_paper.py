@@ -147,10 +147,13 @@ def test_colocation_attains_as_the_paper_s_baseline() -> None:
 
 def test_no_other_tp_saves_colocation() -> None:
     """S16: per device, no TP is more than 10 % better than TP 4."""
-    rate = 0.35
-    assert attained(LARGE, VLLM_LARGE, CHAT, rate, 600, CHAT_LARGE, 0) >= 0.9
-    for tp in (2, 3, 8):
-        assert attained(LARGE, (Split(tp),), CHAT, rate * 1.15, 600, CHAT_LARGE, 0) < 0.9
+    rate = 0.367
+
+    def kept(tp: int, rate: float) -> float:
+        return fmean(attained(LARGE, (Split(tp),), CHAT, rate, 600, CHAT_LARGE, seed) for seed in range(3))
+
+    assert kept(4, rate) >= 0.9
+    assert max(kept(tp, 1.1 * rate) for tp in (2, 3, 8)) < 0.9
 
 
 # ---- S9, table 2

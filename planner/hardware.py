@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from diptych.errors import ConfigError
 from planner.terms import Link
 
+# A core of this machine, of which one machine has so many at most.
+CPU, MOST_CORES = "cpu", 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -53,6 +56,11 @@ class Device:
     flops8: float = 0.0
     gets: Yield = field(default_factory=Yield)
 
+    @property
+    def slots(self) -> int:
+        """Devices that a node may have where nobody says how many: cores are of one machine, however many they are."""
+        return MOST_CORES if self.name == CPU else self.node.devices_per_node
+
     def rate(self, weight_bytes: float) -> float:
         """Peak FLOP/s for weights of that width."""
         return self.flops8 if weight_bytes <= 1 and self.flops8 else self.flops
@@ -89,27 +97,41 @@ DEVICES = {
         ),
         # One core: an order of magnitude, until `diptych profile` has measured this machine.
         Device(
-            "cpu", 60e9, 10 * GB, 2048 * MIB, 0.05,
+            CPU, 60e9, 10 * GB, 2048 * MIB, 0.05,
             Node(2, Link(4 * GB, 1e-4), Link(1 * GB, 2e-4)), gets=Yield(0.5, 0.2, 0.8, 0.5, 50e-6, 1e-3, 2e-4),
         ),
     )
 }  # fmt: skip
 
+ALIASES = {
+    "a100": "a100-80g",
+    "a100-sxm4-80g": "a100-80g",
+    "h100-80g-hbm3": "h100",
+    "h100-sxm": "h100",
+    "h200-sxm": "h200",
+    "b200-sxm": "b200",
+}
 
-def device(name: str) -> Device:
-    """The device of that name, in any case.
+
+def device(name: str, *own: Device) -> Device:
+    """The device of that name, in any case: one of `own`, such as a profile's, or else a built-in one.
 
     Raises:
         ConfigError: it is not known; the error lists those that are.
     """
-    alias = {
-        "a100": "a100-80g",
-        "a100-sxm4-80g": "a100-80g",
-        "h100-80g-hbm3": "h100",
-        "h100-sxm": "h100",
-        "h200-sxm": "h200",
-        "b200-sxm": "b200",
-    }
+    known = DEVICES | {_plain(one.name): one for one in own}
+    found = known.get(_plain(name))
+    if found is None:
+        raise ConfigError(
+            f"the device {name!r} is not known",
+            "known: " + ", ".join(one.name for one in known.values()),
+            "name one of these, or describe your own in a file for --profile (docs/planner.md, A profile as a file)",
+        )
+    return found
+
+
+def _plain(name: str) -> str:
+    """As it is in `DEVICES`."""
     plain = (
         name.strip()
         .lower()
@@ -118,11 +140,4 @@ def device(name: str) -> Device:
         .replace(" ", "-")
         .replace("-80gb", "-80g")
     )
-    found = DEVICES.get(alias.get(plain, plain))
-    if found is None:
-        raise ConfigError(
-            f"the device {name!r} is not known",
-            "known: " + ", ".join(one.name for one in DEVICES.values()),
-            "name one of these, or measure your own with `diptych profile` and give --profile FILE",
-        )
-    return found
+    return ALIASES.get(plain, plain)

@@ -17,10 +17,10 @@ import msgspec
 from diptych.errors import ConfigError
 from planner.capacity import kv_tokens
 from planner.cost import Line, StepCost
-from planner.hardware import Device
+from planner.hardware import CPU, Device
 from planner.hardware import device as named_device
 from planner.roofline import Roofline, roofline
-from planner.shape import Shape, known
+from planner.shape import Shape, known, on_cpu
 from planner.terms import Cost, Link, Split
 
 VERSION = 1
@@ -28,20 +28,21 @@ FOLDER = Path(__file__).resolve().parent / "profiles"
 ARTEFACT_DEVICE = "A100-80G"
 # Of any number in a file, of seconds, of a share of a peak, and of an instance's room.
 MOST, MOST_S, MOST_SHARE, MOST_TOKENS = 1e18, 1e3, 10.0, 10**9
+# Of steps, as `Profile.fit_error` names them, in words.
+KINDS = {"prefill": "reading", "decode": "writing", "mixed": "both at once", "all": "all steps"}
 
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
     """Seconds beyond the model, as measured: per request at the gateway, per message to a worker, per engine step.
 
-    `link` is the way of KV between two workers, `chunk_bytes` the piece in which it moves.
+    `link` is the way of KV between two workers; an endless one was not measured.
     """
 
     gateway_s: float = 0.0
     hop_s: float = 0.0
     step_s: float = 0.0
     link: Link = field(default_factory=Link)
-    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +92,29 @@ class Profile:
         return kv_tokens(self.model, split, self.device.memory_bytes) if room is None else room
 
     def how(self, split: Split) -> str:
-        """Where the cost of that split comes from, in words."""
+        """Where the cost of that split comes from, in words, and how well it was fitted where that is known."""
+        told = f"{self.source}; {self.off}" if self.off else self.source
         if split in self.costs:
-            return f"{split}: {self.source}"
+            return f"{split}: {told}"
         near = self._nearest(split)
         if near is None:
             return f"{split}: analytic, from the data sheet of {self.device.name}"
         way = "divided by stages" if near.tp == split.tp else "scaled by the analytic model"
-        return f"{split}: {way} from {near} ({self.source})"
+        return f"{split}: {way} from {near} ({told})"
+
+    @property
+    def off(self) -> str:
+        """How far the fitted costs are from what was measured, in words; "" where the profile does not say.
+
+        Of each kind of step the mean error on steps that the fit has not seen, where it was told, else on all.
+        """
+        found = []
+        for kind, doing in KINDS.items():
+            names = (f"{kind}_held_out_mean", f"{kind}_held_out", f"{kind}_mean")
+            error = next((self.fit_error[name] for name in names if name in self.fit_error), None)
+            if error is not None:
+                found.append(f"{doing} by {error:.1%}")
+        return "off in the mean: " + ", ".join(found) if found else ""
 
     def _nearest(self, split: Split) -> Split | None:
         """The profiled split with the nearest tp (ratio), then pp."""
@@ -135,9 +151,12 @@ def analytic(model: Shape | str, device: Device | str) -> Profile:
 def built_in(model: Shape | str, device: Device | str) -> Profile:
     """The profile that comes with us: OPT on A100-80G from the paper's artefact, else analytic.
 
-    OPT models that the artefact lacks are scaled from its OPT-66B (or OPT-13B, whichever is nearer in size).
+    OPT models that the artefact lacks are scaled from its OPT-66B (or OPT-13B, whichever is nearer in size). On the CPU
+    a model is as workers hold it there.
     """
     bare = analytic(model, device)
+    if bare.device.name == CPU:
+        return replace(bare, model=on_cpu(bare.model))
     if bare.device.name != ARTEFACT_DEVICE or not bare.model.name.startswith("OPT-"):
         return bare
     have = {
@@ -234,6 +253,30 @@ def load(path: str | Path, model: str = "") -> Profile:
         ) from None
     rooms = {Split(row.tp, row.pp): row.kv_tokens for row in file.splits if row.kv_tokens is not None}
     return Profile(file.model, file.device, costs, rooms, file.source, file.fit_error, file.overheads)
+
+
+def load_of(path: str | Path, model: str) -> Profile:
+    """`load`, where the profile must be of that very model; its number widths and context may be others.
+
+    Raises:
+        ConfigError: also where it is of another model.
+    """
+    found, wanted = load(path, model), known(model)
+    if _dimensions(found.model) != _dimensions(wanted):
+        raise ConfigError(
+            f"the profile {path} is of {found.model.name}, and --model is {wanted.name}",
+            "they are not the same model: layers, widths, vocabulary or the bits of weights differ",
+            "measure that model, or leave out --profile",
+        )
+    return found
+
+
+def _dimensions(shape: Shape) -> tuple[float, ...]:
+    """What two descriptions of one model agree in."""
+    eight = shape.weight_bytes <= 1.0
+    return (
+        shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab, eight,
+    )  # fmt: skip
 
 
 def _check(file: _File) -> None:

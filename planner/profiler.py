@@ -311,7 +311,6 @@ def overheads(
     lives: Sequence[Life],
     ttft_s: float,
     moves: Sequence[Move],
-    chunk_bytes: int,
 ) -> Overheads:
     """What requests cost beside steps.
 
@@ -330,7 +329,7 @@ def overheads(
     moving_s = statistics.fmean(move.seconds for move in moves) if moves else 0.0
     hop_s = whole_s / 4.0 if math.isnan(handing) else max(0.0, (handing - moving_s) / 2.0)
     hop_s = min(hop_s, whole_s / 2.0)
-    return Overheads(whole_s - 2.0 * hop_s, hop_s, between_steps(lives), link, chunk_bytes)
+    return Overheads(whole_s - 2.0 * hop_s, hop_s, between_steps(lives), link)
 
 
 def profile(

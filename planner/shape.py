@@ -131,7 +131,7 @@ def shape_of(config: Mapping[str, Any], name: str = "") -> Shape:
             raise ConfigError(
                 f"{name} cannot be planned for",
                 f"its config names {config[key]} experts ({key}); cost models are of dense decoders",
-                "plan for a dense model, or load a measured profile of this one with --profile",
+                "plan for a dense model",
             )
     fix = "give the folder or config.json of a decoder from Hugging Face"
     try:
@@ -182,6 +182,11 @@ def _read(config: Mapping[str, Any], name: str) -> Shape:
         weight_bytes=1.0 if quantised.get("quant_method") in ("fp8", "modelopt") else stored,
         kv_bytes=stored,
     )
+
+
+def on_cpu(shape: Shape) -> Shape:
+    """As workers hold it that compute on the CPU: weights and KV are float32 there, whatever the checkpoint has."""
+    return replace(shape, weight_bytes=DTYPE_BYTES["float32"], kv_bytes=DTYPE_BYTES["float32"])
 
 
 def _opt(name: str, layers: int, hidden: int, heads: int) -> Shape:

@@ -7,20 +7,16 @@ Numbers may be multiples: rate=x2, ttft=x0.5.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from diptych.errors import ConfigError
 from planner.hardware import device as named_device
+from planner.links import link
 from planner.placement import Answer, place
 from planner.profile import built_in
 from planner.request import Request, Stock
-from planner.terms import Link, Slo
-
-LINK = re.compile(
-    r"([0-9.]+)\s*[Gg](i?)(b|B|[Bb]it|[Bb]yte)(?:ps|/s)$"
-)  # a small b is a bit, a large one a byte
+from planner.terms import Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +95,26 @@ def _number(text: str, now: float | None, above: float = 0.0) -> float:
     return value
 
 
-def _objective(request: Request, change: Callable[[Slo], Slo]) -> Request:
-    return replace(request, slos={kind: change(slo) for kind, slo in request.slos.items()})
+def promising(request: Request, change: Callable[[Slo], Slo]) -> Request:
+    """`request` with other objectives. Instances that keep their steps within the TPOT keep them within the new one."""
+    slos, limits = {kind: change(slo) for kind, slo in request.slos.items()}, request.limits
+    if limits.step_s == min(slo.tpot_s for slo in request.slos.values()):
+        limits = replace(limits, step_s=min(slo.tpot_s for slo in slos.values()))
+    return replace(request, slos=slos, limits=limits)
 
 
 def _ttft(request: Request, text: str) -> Request:
-    return _objective(request, lambda slo: replace(slo, ttft_s=_number(text, slo.ttft_s)))
+    return promising(request, lambda slo: replace(slo, ttft_s=_number(text, slo.ttft_s)))
 
 
 def _tpot(request: Request, text: str) -> Request:
-    return _objective(request, lambda slo: replace(slo, tpot_s=_number(text, slo.tpot_s)))
+    return promising(request, lambda slo: replace(slo, tpot_s=_number(text, slo.tpot_s)))
 
 
 def _attainment(request: Request, text: str) -> Request:
     if not 0.0 < float(text) <= 1.0:
         raise ValueError("an attainment is above 0 and at most 1")
-    return _objective(request, lambda slo: replace(slo, attainment=float(text)))
+    return promising(request, lambda slo: replace(slo, attainment=float(text)))
 
 
 def _count(text: str, now: int) -> int:
@@ -147,15 +147,15 @@ def _cv(request: Request, text: str) -> Request:
 
 
 def _device(request: Request, text: str) -> Request:
-    found = named_device(text)
+    found = named_device(text, *(stock.device for stock in request.stocks))
     if any(stock.device.name == found.name for stock in request.stocks[1:]):
         raise ValueError(f"{found.name} is on offer already")
     if found.name == request.stocks[0].device.name:
         return request
-    stocks = (replace(request.stocks[0], device=found), *request.stocks[1:])
-    return replace(
-        request, stocks=stocks, profiles={**request.profiles, found.name: built_in(request.model, found)}
-    )
+    profile = built_in(request.model, found)
+    stocks = (replace(request.stocks[0], device=found, slots=0), *request.stocks[1:])
+    profiles = {**request.profiles, found.name: profile}
+    return replace(request, model=profile.model, stocks=stocks, profiles=profiles)
 
 
 CHANGES: dict[str, Callable[[Request, str], Request]] = {
@@ -175,12 +175,3 @@ def spread(stock: Stock, devices: int) -> Stock:
         if devices % nodes == 0:
             return replace(stock, nodes=nodes, devices_per_node=devices // nodes, slots=slots)
     raise ValueError(f"{devices} devices do not make equal nodes of at most {slots}")
-
-
-def link(text: str, latency_s: float) -> Link:
-    """A link from words: 25Gbps, 50GB/s. Raises ValueError."""
-    found = LINK.match(text.strip())
-    if found is None or not float(found[1]) > 0.0:
-        raise ValueError(f"a link is a number with Gbps or GB/s, and this is {text!r}")
-    bits = found[3] == "b" or found[3].lower() == "bit"
-    return Link(float(found[1]) * (float(1 << 30) if found[2] else 1e9) / (8 if bits else 1), latency_s)

@@ -29,10 +29,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from diptych.errors import StartError
 from planner import profiler
 from planner.fit import fit_handling
-from planner.hardware import device
+from planner.hardware import CPU, device
 from planner.profile import Profile
 from planner.profiler import Life, Move, Step
-from planner.shape import Shape, known
+from planner.shape import Shape, known, on_cpu
 from planner.terms import Handling, Job, Slo, Split
 from planner.workload import Source
 from services.bench.drive import Drive, Plan, Run
@@ -290,9 +290,9 @@ def measure(
     ttft_s = statistics.fmean(alone.ttfts_s)
     shape, room = _shape(live)
     costs = profiler.fit_costs([step for life in lives for step in life.steps])
-    beside = profiler.overheads(calm, lives, ttft_s, moves, round(64 * shape.kv_token_bytes))
+    beside = profiler.overheads(calm, lives, ttft_s, moves)
     source = f"measured on this machine: {live.pools}, {len(lives)} workers, {os.cpu_count()} cores"
-    made = profiler.profile(shape, device("cpu"), Split(), room, costs, beside, source)
+    made = profiler.profile(shape, device(CPU), Split(), room, costs, beside, source)
     busy = [life.saturation_tokens for life in lives if life.role == "prefill"]
     found = Measured(made, max(busy, default=0), lives, done, dict(costs.counts))
     handled = [(len(found.steps(stage)), stage.tokens, len(stage.ttfts_s), stage.gateway_s) for stage in done]
@@ -300,8 +300,8 @@ def measure(
 
 
 def _shape(live: Live) -> tuple[Shape, int]:
-    """The model's dimensions as it is served (32-bit KV), and the tokens of KV of one worker."""
+    """The model's dimensions as it is served, and the tokens of KV of one worker."""
     status = live.status()
     shape = known(live.model or "embedded")
     slabs = min(worker["stats"]["slabs_total"] for worker in status["workers"])
-    return replace(shape, kv_bytes=4.0, max_len=status["max_model_len"]), 64 * slabs
+    return replace(on_cpu(shape), max_len=status["max_model_len"]), 64 * slabs

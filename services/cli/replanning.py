@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 from diptych.config import Config
 from diptych.errors import ConfigError
@@ -12,20 +11,20 @@ from diptych.load import Loaded
 from planner.decide import Policy
 from planner.des_base import Limits
 from planner.elastic import Hardware, Simulated
+from planner.hardware import CPU
 from planner.journal import Journal
+from planner.links import way
 from planner.plan_file import PlanFile
-from planner.profile import Profile, analytic, load
+from planner.profile import Profile, built_in, load
 from planner.replan import Replanner
 from planner.request import Slower
-from planner.shape import known
-from planner.terms import BOTH, DECODE, PREFILL, Slo, Split
+from planner.terms import BOTH, DECODE, PREFILL, Pool, Slo, Split
 from services.cli.model import Model
 from services.cli.plan import devices
 from services.cluster.crew import Crew
 from services.cluster.parts import Plan
 from services.cluster.replanner import Gateway, Plant, Steering, Stoppable
 
-KV_BYTES = {"auto": 4.0, "float32": 4.0}  # of one number on CPU; others take 2
 BUCKETS = 30  # of a window
 FLIP_GRACE_S = 60.0  # beyond the time that requests are given to end
 TRIAL_S = 20.0
@@ -104,6 +103,7 @@ def hardware(config: Config, model: Model, profile: Profile) -> Hardware:
     step_tokens = config.max_num_batched_tokens
     beside = config.colocated and config.enable_chunked_prefill
     step_s = config.slo_tpot_ms / 1e3 if config.slo_tpot_ms else float("inf")
+    pair = [(Pool(role, splits[role]), profile.device.node) for role in (PREFILL, DECODE)]
     limits = Limits(
         prefill_tokens=step_tokens,
         decode_rows=config.max_num_seqs,
@@ -114,7 +114,7 @@ def hardware(config: Config, model: Model, profile: Profile) -> Hardware:
         splits=splits,
         costs={role: Slower(profile.cost(split), profile.overheads.step_s) for role, split in splits.items()},
         kv_tokens=dict.fromkeys(splits, model.kv_bytes / token_bytes),
-        link=profile.overheads.link,
+        link=way(pair, profile.overheads.link, within=True),
         token_bytes=token_bytes,
         limits=limits,
     )
@@ -127,8 +127,7 @@ def profile_of(config: Config, model: Model) -> Profile:
         ConfigError: the profile cannot be read, or is of another model.
     """
     if config.replan_profile is None:
-        shape = replace(known(model.path), kv_bytes=KV_BYTES.get(config.dtype, 2.0))
-        return analytic(shape, "cpu")
+        return built_in(model.path, CPU)
     profile = load(config.replan_profile)
     if profile.model.layers != model.layers:
         raise ConfigError(

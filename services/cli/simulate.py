@@ -23,7 +23,12 @@ from services.cli.stop import OK
 COLUMNS = ("req", "arrival_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms", "total_ms")
 SHARED = {"model", "profile", "trace", "out"}
 COMPAT = {"compat", "backend", "tp_prefill", "pp_prefill", "tp_decode", "pp_decode"}
-TYPED = {"as_json": "json", "chunked": "chunked/--unchunked"}  # where a flag is not called as its option
+# Where a flag is not called as its option.
+TYPED = {
+    "as_json": "json",
+    "enable_chunked_prefill": "[no-]enable-chunked-prefill",
+    "enable_prefix_caching": "[no-]enable-prefix-caching",
+}
 
 
 def simulate(options: Mapping[str, Any], given: Collection[str]) -> int:

@@ -8,6 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from diptych.config import Config
+from diptych.settings import settings
+
+USUAL = Config()  # what `diptych serve` does if it is told nothing else
+LOCAL = next(one for one in settings(Config) if one.name == "local_prefill")
+
 HELP = """Requests through a deployment that is only numbers, in virtual time.
 
 \b
@@ -19,7 +25,8 @@ HELP = """Requests through a deployment that is only numbers, in virtual time.
       --tp-decode 1 --pp-decode 1 --trace in.csv --out out.csv
 
 Roles in a placement: P reads prompts, D decodes, C does both; TP and PP are 1 unless said, and @DEVICE names another
-device for a pool. The real scheduler, router and hand-off decide; --compat is the paper's own simulator instead.
+device for a pool. The real scheduler, router and hand-off decide, with the settings of `diptych serve`; --compat is the
+paper's own simulator instead.
 """
 
 
@@ -34,7 +41,7 @@ def simulate(
     ctx: typer.Context,
     model: Annotated[str, _flag(help="A built-in name, or a folder with a config.json")],
     placement: Annotated[str | None, _flag(help='Such as "2P TP2 + 1D TP1", or "4C"', **Unset)] = None,
-    device: Annotated[str, _flag(help="A built-in name, such as H100")] = "A100-80G",
+    device: Annotated[str, _flag(help="Such as H100; with --profile that one's own")] = "A100-80G",
     profile: Annotated[
         Path | None, _flag(help="What steps cost; else built in, or from data sheets", **Unset)
     ] = None,
@@ -49,12 +56,28 @@ def simulate(
     seeds: Annotated[int, _flag(help="Samples of the workload", min=1)] = 3,
     slo_ttft_ms: Annotated[float | None, _flag(help="Promised time to the first token", **Unset)] = None,
     slo_tpot_ms: Annotated[float | None, _flag(help="Promised time per further token", **Unset)] = None,
-    chunked: Annotated[bool, _flag("--chunked/--unchunked", help="Cut prompts beside decoding")] = True,
-    step_tokens: Annotated[int, _flag(help="Most tokens of one step", min=1)] = 2048,
-    tpot_budget_ms: Annotated[
-        float | None, _flag(help="Keep steps that decode below this; default --slo-tpot-ms", **Unset)
+    link: Annotated[
+        str | None,
+        _flag(help="KV goes over this, per instance: 25Gbps; default: measured, or the device's", **Unset),
     ] = None,
-    prefix_caching: Annotated[bool, _flag("--prefix-caching", help="Prefixes of the trace are kept")] = False,
+    max_num_seqs: Annotated[
+        int, _flag(help="Requests running at once per instance", min=1)
+    ] = USUAL.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, _flag(help="Token budget of one step", min=1)
+    ] = USUAL.max_num_batched_tokens,
+    enable_chunked_prefill: Annotated[
+        bool, _flag(help="Split long prompts over steps")
+    ] = USUAL.enable_chunked_prefill,
+    enable_prefix_caching: Annotated[
+        bool, _flag(help="Keep and share prefixes that the trace names")
+    ] = USUAL.enable_prefix_caching,
+    local_prefill: Annotated[
+        str, _flag(metavar=LOCAL.kind.metavar, help="Whether decode instances read prompts")
+    ] = USUAL.local_prefill,
+    tpot_budget_ms: Annotated[
+        float | None, _flag(help="Of steps that read and write; default --slo-tpot-ms, as in serve", **Unset)
+    ] = None,
     as_json: Annotated[bool, _flag("--json", help="The figures as JSON")] = False,
     out: Annotated[Path | None, _flag(help="CSV of every request (of the first seed)", **Unset)] = None,
     compat: Annotated[str | None, _flag(help="simdistserve", **Unset)] = None,

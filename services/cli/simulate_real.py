@@ -1,33 +1,27 @@
-"""`diptych simulate` by the product's own decisions: the deployment, the samples, and how it went."""
+"""`diptych simulate` by the product's own decisions: the samples, and how they fared."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from diptych.errors import ConfigError
-from planner import hardware
-from planner.profile import Profile, built_in, load
-from planner.shape import known
-from planner.simulator import Deployment, deployment, simulate
+from planner.simulator import Deployment, simulate
 from planner.tally import Tally
-from planner.terms import BOTH, DECODE, PREFILL, Job, Placement, Pool, Served, Slo, Split
+from planner.terms import Job, Link, Served, Slo
 from planner.traces import read_trace
 from planner.workload import Long, named, scaled, short_enough
+from services.cli.simulated import deployed, seconds
 
-ROLES = {"P": PREFILL, "D": DECODE, "C": BOTH}
-POOL = re.compile(r"(\d+)\s*([PDC])((?:\s*(?:TP|PP)\d+)*)\s*(?:@\s*(\S+))?", re.IGNORECASE)
 TIMES = ("ttft", "tpot", "e2e")
 SHARES = (0.5, 0.9, 0.99)
-MOST_DEVICES = 100_000  # of a placement
 LEAST_RATE, MOST_RATE = 1e-6, 1e6  # requests a second: with fewer, or more, times fit no float
 
 
@@ -37,12 +31,13 @@ def run(options: Mapping[str, Any], given: Collection[str]) -> list[Served]:
     Raises:
         ConfigError: a flag cannot be used, the model does not fit, or there is no such device or trace.
     """
-    deployed = _deployment(options, given)
-    slo = Slo(_seconds(options["slo_ttft_ms"]), _seconds(options["slo_tpot_ms"]))
+    what = deployed(options, given)
+    slo = Slo(seconds(options["slo_ttft_ms"]), seconds(options["slo_tpot_ms"]))
     whole, shares, paces, first = Tally({"": slo}), [], list[float](), list[Served]()
-    samples, left_out = _samples(options, given, deployed.max_model_len)
+    samples, left_out, named_prefixes = _samples(options, given, what.max_model_len)
+    what = replace(what, prefix_caching=what.prefix_caching and named_prefixes)
     for jobs in samples:
-        served = sorted(simulate(deployed, jobs), key=lambda one: one.job.at_s)
+        served = sorted(simulate(what, jobs), key=lambda one: one.job.at_s)
         tally = Tally({"": slo}, warmup_n=options["warmup"])
         for one in served:
             tally.add(one)
@@ -53,108 +48,29 @@ def run(options: Mapping[str, Any], given: Collection[str]) -> list[Served]:
         paces.append(tally.goodput_rps)
         whole.merge(tally)
         first = first or served
-    told = _figures(deployed, whole, shares, paces, slo)
+    told = _figures(what, whole, shares, paces, slo)
     if left_out.longer:
-        told["left_out"] = {**left_out._asdict(), "context_tokens": deployed.max_model_len}
+        told["left_out"] = {**left_out._asdict(), "context_tokens": what.max_model_len}
     if options["as_json"]:
         print(json.dumps(told, indent=2))
     else:
-        _show(told, whole, left_out, deployed.max_model_len)
+        _show(told, whole, left_out, what.max_model_len)
     return first
-
-
-def _seconds(milliseconds: float | None) -> float:
-    if milliseconds is not None and not milliseconds > 0:
-        raise ConfigError(
-            f"an objective of {milliseconds} ms cannot be kept", "times are positive", "give more"
-        )
-    return math.inf if milliseconds is None else milliseconds / 1e3
-
-
-# ---- what is deployed
-
-
-def parse(text: str, device: str) -> Placement:
-    """A placement from words such as "2P TP2 + 1D TP1" or "4C TP2PP2 @H100"; `device` is that of pools without one.
-
-    Raises:
-        ConfigError: a part is not of that form.
-    """
-    pools = []
-    for part in text.split("+"):
-        found = POOL.fullmatch(part.strip())
-        count = int(found[1]) if found else 0
-        if found is None or not count:
-            raise ConfigError(
-                f"the placement's part {part.strip()!r} is not understood",
-                "a part is a count, P (prefill), D (decode) or C (both), then TPn and PPn, then @DEVICE",
-                'such as --placement "2P TP2 + 1D TP1"',
-            )
-        sizes = {
-            name.upper(): int(size) for name, size in re.findall(r"(TP|PP)(\d+)", found[3], re.IGNORECASE)
-        }
-        if not all(sizes.values()):
-            raise ConfigError(f"{part.strip()!r} has a size of 0", "TP and PP are at least 1", "leave it out")
-        if len(re.findall("TP|PP", found[3], re.IGNORECASE)) > len(sizes):
-            raise ConfigError(
-                f"{part.strip()!r} has a size twice", "TP and PP are said once", "leave one out"
-            )
-        split = Split(sizes.get("TP", 1), sizes.get("PP", 1))
-        pools.append(Pool(ROLES[found[2].upper()], split, count, found[4] or device))
-    placement = Placement(tuple(pools))
-    if placement.devices > MOST_DEVICES:
-        why = f"the placement has {placement.devices:,}"
-        raise ConfigError(f"at most {MOST_DEVICES:,} devices are simulated", why, "take fewer")
-    return placement
-
-
-def _deployment(options: Mapping[str, Any], given: Collection[str]) -> Deployment:
-    shape = known(options["model"])
-    profile = None
-    device = options["device"]
-    if options["profile"] is not None:
-        profile = load(options["profile"], options["model"])
-        if profile.model.name != shape.name:
-            why = f"it is of {profile.model.name}, and --model is {shape.name}"
-            raise ConfigError(f"the profile {options['profile']} is of another model", why, "name the same")
-        device = device if "device" in given else profile.device.name
-    if options["placement"] is None:
-        raise ConfigError("--placement is missing", "it says what is simulated", '--placement "1P + 1D"')
-    placement = parse(options["placement"], device)
-    pools = tuple(replace(pool, device=hardware.device(pool.device).name) for pool in placement.pools)
-    profiles: dict[str, Profile] = {pool.device: built_in(shape, pool.device) for pool in pools}
-    if profile is not None and profile.device.name not in profiles:
-        why = f"it is of {profile.device.name}, and the placement has {', '.join(sorted(profiles))}"
-        fix = "leave it out, or leave out --device"
-        raise ConfigError("--profile has no effect here", why, fix)
-    if profile is not None:
-        profiles[profile.device.name] = profile
-    for pool in pools:
-        if not shape.valid(pool.split):
-            why = f"{shape.heads} heads are shared by TP devices, {shape.layers} layers by PP stages, evenly"
-            raise ConfigError(f"{shape.name} cannot be spread as {pool.split}", why, "take others")
-    budget_ms = options["tpot_budget_ms"]
-    if budget_ms is not None and not options["chunked"]:
-        why = "whole prompts take the time that they take"
-        raise ConfigError("--tpot-budget-ms has no effect with --unchunked", why, "leave one out")
-    budget_s = _seconds(options["slo_tpot_ms"] if budget_ms is None else budget_ms)
-    return deployment(
-        replace(placement, pools=pools),
-        profiles,
-        chunked_prefill=options["chunked"],
-        tpot_s=budget_s if options["chunked"] and math.isfinite(budget_s) else None,
-        max_num_batched_tokens=options["step_tokens"],
-        prefix_caching=options["prefix_caching"],
-    )
 
 
 # ---- what comes
 
 
-def _samples(
-    options: Mapping[str, Any], given: Collection[str], context: int
-) -> tuple[Iterable[list[Job]], Long]:
-    """What is served, without requests of more than `context` tokens (a server refuses them), and how many those are.
+class Coming(NamedTuple):
+    """What is served, how many requests were left out of it, and whether prompts name what they begin with."""
+
+    samples: Iterable[list[Job]]
+    left_out: Long
+    prefixes: bool
+
+
+def _samples(options: Mapping[str, Any], given: Collection[str], context: int) -> Coming:
+    """What is served, without requests of more than `context` tokens: a server refuses them.
 
     Raises:
         ConfigError: flags contradict each other, a trace or a workload cannot be used, or nothing of it fits.
@@ -174,37 +90,40 @@ def _samples(
             )
         every = read_trace(trace)
         jobs = short_enough(every, context)
-        _named(options, any(job.prefix for job in jobs))
         left = Long(len(every) - len(jobs), len(every), False)
-        return [jobs if rate is None else scaled(jobs, rate)], left
+        shared = _shared(given, any(job.prefix for job in jobs))
+        return Coming([jobs if rate is None else scaled(jobs, rate)], left, shared)
     if rate is None:
         raise ConfigError("--rate is missing", "a workload says what comes, not how often", "add --rate 4")
     asked = named(workload)
     source, pace = asked.within(context), float(rate)
-    _named(options, source.shares)
     seeds = range(options["seeds"])
     samples = (source.sample(options["requests"], pace, seed, options["cv"]) for seed in seeds)
-    return samples, asked.longer(context)
+    return Coming(samples, asked.longer(context), _shared(given, source.shares))
 
 
-def _named(options: Mapping[str, Any], shares: bool) -> None:
-    if options["prefix_caching"] and not shares:
+def _shared(given: Collection[str], prefixes: bool) -> bool:
+    """`prefixes`. Raises ConfigError: there are none, and the flag that is about them was typed."""
+    if "enable_prefix_caching" in given and not prefixes:
         why = "no request says which text it begins with"
         fix = "leave it out, or take a trace that names prefixes (Mooncake's, or a request log)"
-        raise ConfigError("--prefix-caching has no effect here", why, fix)
+        raise ConfigError("--[no-]enable-prefix-caching has no effect here", why, fix)
+    return prefixes
 
 
 # ---- what is told
 
 
 def _figures(
-    deployed: Deployment, tally: Tally, shares: list[float], paces: list[float], slo: Slo
+    what: Deployment, tally: Tally, shares: list[float], paces: list[float], slo: Slo
 ) -> dict[str, Any]:
     low, high = tally.interval()
     good_rps = statistics.fmean(paces)  # nan if all came at one moment
+    placement = what.placement
     return {
-        "placement": str(deployed.placement),
-        "devices": deployed.placement.devices,
+        "placement": str(placement),
+        "devices": placement.devices,
+        "link": None if placement.colocated else _way(what.link),
         "requests": tally.count(),
         "failed": tally.reasons,
         "slo_ms": {
@@ -214,16 +133,22 @@ def _figures(
         "attainment": tally.attainment(),
         "interval": [low, high],
         "attainment_by_seed": shares,
-        "good_rps_per_device": good_rps / deployed.placement.devices if math.isfinite(good_rps) else None,
+        "good_rps_per_device": good_rps / placement.devices if math.isfinite(good_rps) else None,
         "ms": {
-            what: {f"p{100 * share:.0f}": _ms(tally.quantile(what, share)) for share in SHARES}
-            for what in TIMES
+            name: {f"p{100 * share:.0f}": _ms(tally.quantile(name, share)) for share in SHARES}
+            for name in TIMES
         },
     }
 
 
-def _ms(seconds: float) -> float | None:
-    return round(seconds * 1e3, 3) if math.isfinite(seconds) else None
+def _way(link: Link) -> dict[str, float | None]:
+    """A port of every instance; none of its figures is endless."""
+    speed = link.bytes_per_s
+    return {"gb_per_s": round(speed / 1e9, 4) if math.isfinite(speed) else None, "ms": _ms(link.latency_s)}
+
+
+def _ms(time_s: float) -> float | None:
+    return round(time_s * 1e3, 3) if math.isfinite(time_s) else None
 
 
 def _show(told: Mapping[str, Any], tally: Tally, left_out: Long, context: int) -> None:
@@ -239,6 +164,8 @@ def _show(told: Mapping[str, Any], tally: Tally, left_out: Long, context: int) -
         f"joint attainment {told['attainment']:.1%} ({low:.1%} to {high:.1%}; by seed {seeds}){pace}",
         highlight=False,
     )
+    if told["link"] is not None and told["link"]["gb_per_s"] is not None:
+        console.print(f"KV moves at {told['link']['gb_per_s']:g} GB/s per instance", highlight=False)
     if left_out.longer:
         console.print(
             f"left out: {left_out} are longer than the context of {context:,} tokens", highlight=False

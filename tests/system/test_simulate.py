@@ -6,11 +6,19 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from planner.profile import FOLDER
+from diptych.config import Config
+from planner.hardware import Node, device
+from planner.profile import FOLDER, built_in, save
+from planner.shape import known, on_cpu
+from planner.simulator import Deployment, simulate
+from planner.terms import Job, Link, Served, Split
+from services.cli import simulate_real
 from services.cli.main import main
 from tests.unit.planner.data import distserve
 
@@ -107,6 +115,7 @@ def test_a_broken_trace_is_told_in_six_lines(
 
 REAL = ["--model", "facebook/opt-13b"]
 CHAT = ["--placement", "1P + 1D", "--workload", "sharegpt"]
+BOTH = ["--placement", "1C", "--workload", "sharegpt"]
 BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
 
 
@@ -117,7 +126,11 @@ BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
         ([*REAL, "--tp-decode", "2"], "--tp-decode has no effect"),
         (["--compat", "simdistserve", *REAL, "--rate", "2"], "--rate has no effect"),
         (["--compat", "simdistserve", *REAL, "--json"], "--json has no effect"),
-        (["--compat", "simdistserve", *REAL, "--unchunked"], "--unchunked has no effect"),
+        (
+            ["--compat", "simdistserve", *REAL, "--no-enable-chunked-prefill"],
+            "enable-chunked-prefill has no effect",
+        ),
+        (["--compat", "simdistserve", *REAL, "--max-num-seqs", "9"], "--max-num-seqs has no effect"),
         (["--compat", "simdistserve", *REAL], "--trace is missing"),
         (["--compat", "simdistserve", *REAL, "--tp-decode", "0"], "at least 1"),
         ([*REAL, "--workload", "sharegpt", "--rate", "1"], "--placement is missing"),
@@ -125,10 +138,16 @@ BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
         ([*REAL, *CHAT, "--rate", "0"], "a rate of"),
         ([*REAL, *CHAT, "--rate", "1e-300"], "a rate of"),
         ([*REAL, *CHAT, "--rate", "1", "--cv", "1e-200"], "cannot be drawn"),
-        ([*REAL, *CHAT, "--rate", "1", "--prefix-caching"], "--prefix-caching has no effect"),
+        ([*REAL, *CHAT, "--rate", "1", "--enable-prefix-caching"], "enable-prefix-caching has no effect"),
+        ([*REAL, *CHAT, "--rate", "1", "--max-num-seqs", "600"], "too small for 600 requests"),
+        ([*REAL, *CHAT, "--rate", "1", "--local-prefill", "often"], "--local-prefill often"),
+        ([*REAL, *CHAT, "--rate", "1", "--link", "fast"], "--link fast cannot be read"),
+        ([*REAL, *BOTH, "--rate", "1", "--link", "25Gbps"], "--link has no effect"),
+        ([*REAL, *BOTH, "--rate", "1", "--local-prefill", "never"], "--local-prefill has no effect"),
+        ([*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "9"], "no instance reads prompts while it writes"),
         ([*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "0"], "cannot be kept"),
         (
-            [*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "9", "--unchunked"],
+            [*REAL, *BOTH, "--rate", "1", "--tpot-budget-ms", "9", "--no-enable-chunked-prefill"],
             "--tpot-budget-ms has no effect",
         ),
         ([*REAL, *CHAT, "--rate", "1", "--device", "H100", "--profile", BUILT_IN], "--profile has no effect"),
@@ -176,7 +195,7 @@ def test_a_trace_is_replayed_at_its_own_rate_or_another(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*REAL, "--placement", "1C", "--trace", files / "in.csv", "--json"]
-    assert typed(monkeypatch, *words, "--unchunked") == 0
+    assert typed(monkeypatch, *words, "--no-enable-chunked-prefill") == 0
     assert json.loads(capsys.readouterr().out)["requests"] == 2
     (files / "one.csv").write_text("arrival_s,prompt_len,output_len\n0.0,100,3\n")
     assert typed(monkeypatch, *REAL, "--placement", "1C", "--trace", files / "one.csv", "--json") == 0
@@ -212,3 +231,113 @@ def test_a_result_that_could_not_be_written_is_refused_before_it_is_looked_for(
         assert "cannot be written" in told.err and not told.out
         assert 2 <= len(told.err.strip().splitlines()) <= 6
     assert list(tmp_path.iterdir()) == []
+
+
+def figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object
+) -> dict[str, Any]:
+    """What --json tells."""
+    assert typed(monkeypatch, *words, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert isinstance(told, dict)
+    return told
+
+
+def test_kv_takes_the_time_of_its_link(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OPT-66B, whose 100 tokens of KV are 0.24 GB; no built-in profile has a measured link."""
+    words = [
+        "--model",
+        "OPT-66B",
+        "--workload",
+        "humaneval",
+        "--rate",
+        "0.05",
+        "--requests",
+        "12",
+        "--seeds",
+        "1",
+    ]
+    pair = [*words, "--placement", "1P TP4 + 1D TP4"]
+    inside = figures(monkeypatch, capsys, *pair)
+    apart = figures(monkeypatch, capsys, *words, "--placement", "2P TP4 + 2D TP4")
+    fast, slow = (figures(monkeypatch, capsys, *pair, "--link", link) for link in ("25Gbps", "1Gbps"))
+    assert inside["link"]["gb_per_s"] == 4 * 300 and apart["link"]["gb_per_s"] == 3.125
+    assert fast["link"] == apart["link"] and slow["link"]["gb_per_s"] == 0.125
+    tpots_ms = [told["ms"]["tpot"]["p50"] for told in (inside, fast, slow)]
+    assert tpots_ms == sorted(tpots_ms) and tpots_ms[2] > 1.1 * tpots_ms[1] > 1.1 * tpots_ms[0]
+    ends_ms = [told["ms"]["e2e"]["p50"] for told in (fast, slow)]
+    assert ends_ms[1] > ends_ms[0] + 500
+    assert figures(monkeypatch, capsys, *words, "--placement", "1C TP4")["link"] is None
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch, *words: object) -> Deployment:
+    """What is simulated with these flags."""
+    found: list[Deployment] = []
+
+    def note(what: Deployment, jobs: list[Job]) -> list[Served]:
+        found.append(what)
+        return simulate(what, jobs)
+
+    monkeypatch.setattr(simulate_real, "simulate", note)
+    assert typed(monkeypatch, *words, "--requests", "5", "--seeds", "1", "--rate", "1") == 0
+    return found[0]
+
+
+def test_settings_and_their_defaults_are_those_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, objectives = Config(), ["--slo-tpot-ms", "80"]
+    pair = simulated(monkeypatch, *REAL, *CHAT, *objectives)
+    for one in pair.machines:
+        assert (one.max_num_seqs, one.max_num_batched_tokens) == (
+            usual.max_num_seqs,
+            usual.max_num_batched_tokens,
+        )
+        assert one.chunked_prefill and one.tpot_s is None, "nobody reads beside answers"
+    assert pair.local_prefill == usual.local_prefill and not pair.prefix_caching, "no prompt names a prefix"
+    near = ["--local-prefill", "auto", "--max-num-seqs", "8", "--max-num-batched-tokens", "300"]
+    auto = simulated(monkeypatch, *REAL, *CHAT, *objectives, *near)
+    reads, writes = auto.machines
+    assert (writes.max_num_seqs, writes.max_num_batched_tokens, writes.tpot_s) == (8, 300, 0.08)
+    assert auto.local_prefill == "auto" and reads.tpot_s is None
+    (both,) = simulated(monkeypatch, *REAL, *BOTH, *objectives).machines
+    assert both.tpot_s == 0.08
+    (own,) = simulated(monkeypatch, *REAL, *BOTH, *objectives, "--tpot-budget-ms", "50").machines
+    assert own.tpot_s == 0.05
+
+
+def test_prefixes_that_a_trace_names_are_cached_unless_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"timestamp": 1000 * at, "input_length": 1024, "output_length": 4, "hash_ids": [1, 2]}
+        for at in range(3)
+    ]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*REAL, "--placement", "1P + 1D", "--workload", tmp_path / "t.jsonl"]
+    assert simulated(monkeypatch, *words).prefix_caching
+    assert not simulated(monkeypatch, *words, "--no-enable-prefix-caching").prefix_caching
+
+
+def test_a_device_of_ones_own_is_in_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = replace(device("H100"), name="X9", node=Node(2, Link(1e11, 1e-5), Link(1e10, 3e-5)))
+    save(replace(built_in("OPT-13B", "A100-80G"), device=mine), tmp_path / "x9.json")
+    words = [*REAL, "--workload", "sharegpt", "--profile", tmp_path / "x9.json"]
+    for more in ["--placement", "1P + 1D"], ["--placement", "1P + 1D", "--device", "x9"]:
+        found = simulated(monkeypatch, *words, *more)
+        assert {pool.device for pool in found.placement.pools} == {"X9"} and found.link == Link(1e11, 1e-5)
+    mixed = simulated(monkeypatch, *words, "--placement", "1P @A100 + 2D @X9")
+    assert [pool.device for pool in mixed.placement.pools] == ["A100-80G", "X9"]
+    assert mixed.link.bytes_per_s == 3.125e9, "the slower of the links between nodes"
+
+
+def test_a_context_and_a_width_are_those_of_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = replace(on_cpu(known("tiny")), max_len=700)
+    save(replace(built_in(served, "cpu"), rooms={Split(): 40_000}), tmp_path / "p.json")
+    words = ["--model", "tiny", "--workload", "humaneval", "--placement", "1P + 1D"]
+    found = simulated(monkeypatch, *words, "--profile", tmp_path / "p.json")
+    assert (found.max_model_len, found.token_bytes) == (700, 6144)
+    sheet = simulated(monkeypatch, *words, "--device", "cpu")
+    assert (sheet.max_model_len, sheet.token_bytes) == (2048, 6144), "on the CPU all is of 32 bits"

@@ -24,7 +24,7 @@ WRITES, READS = Batch(0, 0.0, 1, 100), Batch(64, 4096.0)
 
 
 def measured(*lives: Life) -> Measured:
-    beside = Overheads(1e-3, 5e-4, 3e-4, Link(math.inf, 0.0), 4096)
+    beside = Overheads(1e-3, 5e-4, 3e-4, Link(math.inf, 0.0))
     profile = Profile(
         known("embedded"), device("cpu"), {Split(): COST}, {Split(): 40_000}, "test", {}, beside
     )

@@ -17,10 +17,10 @@ from diptych.load import Loaded, load
 from planner.cost import StepCost
 from planner.hardware import device
 from planner.known import Fleet
-from planner.profile import Overheads, Profile, save
+from planner.profile import Overheads, Profile, built_in, save
 from planner.profile import load as load_profile
 from planner.shape import known
-from planner.terms import BOTH, DECODE, PREFILL, Batch, Split
+from planner.terms import BOTH, DECODE, PREFILL, Batch, Link, Split
 from planner.windows import Windows
 from services.cli.model import Model
 from services.cli.plan import most_workers
@@ -90,6 +90,15 @@ def test_costs_are_measured_ones_or_those_of_a_data_sheet(profile: Path) -> None
     assert (machine.limits.chunk_tokens, machine.limits.decode_rows) == (0, 64)
     both = hardware(load("serve", {"colocated": "2", "slo_tpot_ms": "50"}, {}).config, MODEL, sheet).limits
     assert both.chunk_tokens == 512 and both.step_s == pytest.approx(0.05)
+
+
+def test_kv_takes_the_time_of_the_machine_s_own_link_where_none_was_measured(profile: Path) -> None:
+    node = device("cpu").node
+    assert hardware(loaded({}).config, MODEL, built_in("tiny", "cpu")).link == node.intra
+    wide = hardware(loaded({"prefill_tp": "2", "decode_tp": "2"}).config, MODEL, built_in("tiny", "cpu"))
+    assert wide.link == Link(2 * node.intra.bytes_per_s, node.intra.latency_s)
+    measured = replace(load_profile(profile), overheads=Overheads(link=Link(5e8, 1e-3)))
+    assert hardware(loaded({}).config, MODEL, measured).link == Link(5e8, 1e-3)
 
 
 def test_a_profile_of_another_model_is_refused(profile: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from diptych.errors import ConfigError
@@ -28,3 +30,20 @@ def test_an_unknown_device_names_those_known() -> None:
         device("TPU-9")
     assert all(one.name in error.value.why for one in DEVICES.values())
     assert len(error.value.lines()) <= 6
+
+
+def test_a_device_that_a_profile_describes_comes_first() -> None:
+    mine = replace(device("H100"), name="Mine 80GB", price_per_hour=1.0)
+    assert device("mine-80g", mine) is mine
+    cheaper = replace(device("H100"), price_per_hour=1.0)
+    assert device("h100", cheaper) is cheaper and device("H200", cheaper) is DEVICES["h200"]
+    with pytest.raises(ConfigError) as error:
+        device("TPU-9", mine)
+    assert mine.name in error.value.why and "--profile" in error.value.fix
+    assert "`diptych profile`" not in error.value.fix, (
+        "that measures the cores of this machine, and nothing else"
+    )
+
+
+def test_cores_are_of_one_machine() -> None:
+    assert device("cpu").slots > 256 and device("H100").slots == 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 from diptych.errors import ConfigError
 from planner.artefact import artefact_decode_s
 from planner.cost import StepCost
-from planner.profile import Overheads, Profile, analytic, built_in, load, save
+from planner.profile import Overheads, Profile, analytic, built_in, load, load_of, save
 from planner.roofline import Roofline
+from planner.shape import known, on_cpu
 from planner.terms import Batch, Link, Split
 from tests.unit.planner.data import distserve
 
@@ -31,7 +33,7 @@ def off(one: Profile, other: Profile, split: Split) -> float:
 
 
 def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
-    overheads = Overheads(0.001, 0.0002, 0.0005, Link(2e9, 1e-4), 98304)
+    overheads = Overheads(0.001, 0.0002, 0.0005, Link(2e9, 1e-4))
     built = built_in("OPT-13B", "A100-80G")
     profile = replace(built, rooms={Split(2): 1000}, overheads=overheads, fit_error={"prefill_mean": 0.01})
     save(profile, tmp_path / "p.json")
@@ -184,3 +186,60 @@ def test_a_profile_whose_cost_could_fall_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load(tmp_path / "p.json")
     assert "fall" in error.value.why
+
+
+def test_how_well_costs_were_fitted_is_told() -> None:
+    bare = replace(built_in("OPT-13B", "A100-80G"), fit_error={}, source="here")
+    assert bare.how(Split()) == "TP1: here"
+    fits = {"prefill_mean": 0.01, "prefill_held_out_mean": 0.034, "decode_held_out": 0.012, "all_mean": 0.2}
+    told = "here; off in the mean: reading by 3.4%, writing by 1.2%, all steps by 20.0%"
+    fitted = replace(bare, fit_error=fits | {"decode_mean": 0.005, "decode_max": 0.9})
+    assert fitted.how(Split()) == f"TP1: {told}"
+    assert fitted.how(Split(1, 2)) == f"TP1PP2: divided by stages from TP1 ({told})"
+    assert "off" not in replace(fitted, costs={}).how(Split()), "nothing of it was fitted"
+
+
+def test_files_of_before_are_read(tmp_path: Path) -> None:
+    """They say in which pieces KV moves, which nobody asks for."""
+    profile = built_in("OPT-13B", "A100-80G")
+    save(profile, tmp_path / "p.json")
+    raw = json.loads((tmp_path / "p.json").read_text())
+    assert "chunk_bytes" not in raw["overheads"]
+    raw["overheads"]["chunk_bytes"] = 98304
+    (tmp_path / "p.json").write_text(json.dumps(raw))
+    assert load(tmp_path / "p.json") == profile
+
+
+def test_a_profile_is_of_the_model_that_it_is_taken_for(tmp_path: Path) -> None:
+    served = replace(on_cpu(known("embedded")), max_len=512)
+    save(analytic(served, "cpu"), tmp_path / "p.json")
+    assert load_of(tmp_path / "p.json", "tiny").model == served, "widths and context are as it was measured"
+    for other in "OPT-13B", "Llama-3.2-1B":
+        with pytest.raises(ConfigError, match="is of diptych-tiny") as told:
+            load_of(tmp_path / "p.json", other)
+        assert len(told.value.lines()) <= 6
+    save(analytic("Llama-3.1-8B", "H100"), tmp_path / "p.json")
+    with pytest.raises(ConfigError, match="Llama-3.1-8B-FP8"):
+        load_of(tmp_path / "p.json", "Llama-3.1-8B-FP8")
+
+
+def test_on_the_cpu_weights_and_kv_are_of_32_bits() -> None:
+    shape = known("embedded")
+    here, there = built_in(shape, "cpu"), built_in(shape, "H100")
+    assert (here.model.weight_bytes, here.model.kv_bytes) == (4.0, 4.0)
+    assert there.model == shape and shape.kv_bytes == 2.0
+    assert here.kv_tokens(Split()) < analytic(shape, "cpu").kv_tokens(Split()) / 1.9
+
+
+def test_the_file_in_the_documents_is_a_profile(tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "planner.md"
+    (example,) = re.findall(
+        r"^```json\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "p.json").write_text(example)
+    profile = load_of(tmp_path / "p.json", "Llama-3.1-8B")
+    assert profile.device.name == "X9" and profile.device.node.devices_per_node == 4
+    assert isinstance(profile.cost(Split(2)), StepCost) and profile.kv_tokens(Split()) == 250_000
+    bare = json.loads(example) | {"splits": []}
+    (tmp_path / "p.json").write_text(json.dumps(bare))
+    assert isinstance(load(tmp_path / "p.json").cost(Split()), Roofline)

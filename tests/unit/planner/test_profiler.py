@@ -138,7 +138,7 @@ def test_what_goes_by_beside_the_steps_is_divided() -> None:
             writer.steps.append(Step(begun_s, begun_s + 0.004, Batch(0, 0.0, 3, 90 + 3 * row)))
             begun_s += 0.0045
     moves = [Move(1000 * n, 0.001 + n * 0.0005) for n in range(1, 4)]  # 2 ms on average
-    beside = overheads([reader, writer], [reader, writer], 0.060, moves, 4096)
+    beside = overheads([reader, writer], [reader, writer], 0.060, moves)
     assert beside.hop_s == pytest.approx(0.003)  # half of 8 ms, less those of the link
     assert beside.gateway_s == pytest.approx(0.060 - 0.040 - 2 * 0.003)
     assert beside.step_s == pytest.approx(0.0005)
@@ -147,7 +147,7 @@ def test_what_goes_by_beside_the_steps_is_divided() -> None:
 
 def test_without_hand_offs_a_message_takes_its_part_of_what_is_not_work() -> None:
     life = Life("c", "decode", 0, come={"a": 1.0}, first={"a": 1.03})
-    beside = overheads([life], [life], 0.05, [], 4096)
+    beside = overheads([life], [life], 0.05, [])
     assert beside.gateway_s == pytest.approx(0.01) and beside.hop_s == pytest.approx(0.005)
     assert beside.step_s == 0.0
 

@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from diptych.errors import ConfigError
+from planner.hardware import device
+from planner.links import link
 from planner.placement import place
+from planner.request import Stock
 from planner.terms import Link, Slo
-from planner.whatif import ask, changed, compare, link, spread
+from planner.whatif import ask, changed, compare, spread
 from tests.unit.planner.planned import question
 
 BASE = question(nodes=2, rate=5.0)
@@ -58,6 +61,29 @@ def test_another_device_is_another_device() -> None:
     with pytest.raises(ConfigError) as told:
         changed(both, "device=h100")
     assert "on offer already" in told.value.why
+
+
+def test_a_device_that_is_on_offer_is_found_by_its_name() -> None:
+    """`made` is in no table: the request has it."""
+    assert changed(BASE, "device=made") is BASE
+    both = replace(BASE, stocks=(*changed(BASE, "device=H100").stocks, *BASE.stocks))
+    with pytest.raises(ConfigError) as told:
+        changed(both, "device=made")
+    assert "on offer already" in told.value.why
+
+
+def test_on_the_cpu_a_model_is_as_workers_hold_it_there() -> None:
+    other = changed(BASE, "device=cpu")
+    assert other.site.token_bytes == other.profiles["cpu"].model.kv_token_bytes == 2 * BASE.site.token_bytes
+
+
+def test_more_cores_are_cores_of_the_same_machine() -> None:
+    cpu = device("cpu")
+    for cores in (3, 4, 7):
+        made = spread(Stock(cpu, 1, 2, cpu.slots), cores)
+        assert (made.nodes, made.devices_per_node) == (1, cores)
+    more = changed(replace(BASE, stocks=(made,)), "gpus=+2").stocks[0]
+    assert (more.nodes, more.devices_per_node) == (1, 9)
 
 
 def test_a_link_between_nodes_that_are_not_there_is_told() -> None:

@@ -40,27 +40,30 @@ class Curve:
 
 
 def attainment(
-    path: Path, curves: Sequence[Curve], slo: Slo, unit: str = "requests/s", title: str = ""
+    path: Path, curves: Sequence[Curve], slos: Mapping[str, Slo], unit: str = "requests/s", title: str = ""
 ) -> list[Path]:
-    """Attainment (0 to 1) against rate, with the wanted attainment as a line. x of the points is in `unit`.
+    """Attainment (0 to 1) against rate, with the attainments wanted as lines. x of the points is in `unit`, `slos` are
+    the objectives by kind of request, "" for all others.
 
     Returns the files written: the PNG and its JSON.
     """
-    figure, axes = _canvas(title or _promise(slo))
+    figure, axes = _canvas(title or _promises(slos))
     _draw(axes, curves, scale=100.0)
-    axes.axhline(slo.attainment * 100, color="black", linestyle="--", linewidth=1)
-    axes.annotate(f"{slo.attainment:.0%} wanted", (0.01, slo.attainment * 100), (2, 3), textcoords="offset points",
-                  xycoords=("axes fraction", "data"), fontsize=8)  # fmt: skip
+    for wanted in sorted({slo.attainment for slo in slos.values()}):
+        axes.axhline(wanted * 100, color="black", linestyle="--", linewidth=1)
+        axes.annotate(f"{wanted:.0%} wanted", (0.01, wanted * 100), (2, 3), textcoords="offset points",
+                      xycoords=("axes fraction", "data"), fontsize=8)  # fmt: skip
     axes.set(xlabel=f"rate, {unit}", ylabel="requests within both objectives, %", ylim=(0, 104))
+    promised = {kind: _slo(slo) for kind, slo in slos.items()}
     return _write(
-        figure, path, {"plot": "attainment", "unit": unit, "slo": _slo(slo), "curves": _plain(curves)}
+        figure, path, {"plot": "attainment", "unit": unit, "slos": promised, "curves": _plain(curves)}
     )
 
 
 def goodput(
     path: Path, curves: Sequence[Curve], rate_rps: float | None = None, title: str = ""
 ) -> list[Path]:
-    """Goodput in requests per second against devices, a curve for each kind of answer; `rate_rps` is what is wanted."""
+    """Goodput in requests per second against devices, a curve for each family; `rate_rps` is what is wanted."""
     figure, axes = _canvas(title or "goodput by devices")
     _draw(axes, curves)
     if rate_rps is not None:
@@ -68,7 +71,7 @@ def goodput(
             rate_rps, color="black", linestyle="--", linewidth=1, label=f"wanted: {rate_rps:g} requests/s"
         )
         axes.legend(fontsize=8)
-    axes.set(xlabel="devices", ylabel="goodput, requests/s")
+    axes.set(xlabel="devices used", ylabel="goodput, requests/s")
     axes.set_ylim(bottom=0)
     return _write(figure, path, {"plot": "goodput", "rate_rps": rate_rps, "curves": _plain(curves)})
 
@@ -102,6 +105,14 @@ def _draw(axes: Axes, curves: Sequence[Curve], scale: float = 1.0) -> None:
             axes.fill_between(xs, low, high, alpha=0.2, color=line.get_color())
     if curves:
         axes.legend(fontsize=8)
+
+
+def _promises(slos: Mapping[str, Slo]) -> str:
+    """Each kind with its objective, a line each."""
+    return "\n".join(
+        f"{kind or 'others'}: {_promise(slo)}" if len(slos) > 1 else _promise(slo)
+        for kind, slo in slos.items()
+    )
 
 
 def _promise(slo: Slo) -> str:

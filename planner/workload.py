@@ -1,9 +1,10 @@
 """What is asked of a deployment: lengths, shared prefixes and arrivals, drawn again and again from what was seen.
 
 A `Workload` is the joint distribution of one kind of request: (input, output, reused prefix) of a trace resampled
-together, or correlated lognormals. Arrivals are Poisson, gamma with a given coefficient of variation, or the trace's
-own. The same seed gives the same lengths and the same gaps, scaled, at every rate, so that a search over rates compares
-like with like. Without numpy.
+together, or drawn from what fits it, or correlated lognormals (`planner.lengths`). A `Mix` has several kinds, each with
+its promise. Arrivals are Poisson, gamma with a given coefficient of variation, or the trace's own. The same seed gives
+the same lengths and the same gaps, scaled, at every rate, so that a search over rates compares like with like. Without
+numpy.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 from diptych.errors import ConfigError
-from planner.prefixes import Reuse, Tree, reuses
+from planner.lengths import Draw, Empirical, Fitted, Fitting, Lengths, Lognormals, Shrunk, fit
+from planner.prefixes import Tree
 from planner.terms import Job, Slo
 from planner.traces import read_trace, write_trace
 
 __all__ = [
-    "SYNTHETIC", "Draw", "Empirical", "Lengths", "Lognormals", "Long", "Mix", "Slos", "Workload",
-    "fit", "load", "named", "read_trace", "scaled", "short_enough", "synthetic", "write_trace",
+    "SYNTHETIC", "Draw", "Empirical", "Fitted", "Lengths", "Lognormals", "Long", "Mix", "Slos", "Workload",
+    "fit", "listed", "load", "named", "read_trace", "scaled", "short_enough", "synthetic", "write_trace",
 ]  # fmt: skip
 
 Slos = Mapping[str, Slo]  # by kind; "" is for kinds that have none of their own
@@ -31,82 +34,7 @@ Slos = Mapping[str, Slo]  # by kind; "" is for kinds that have none of their own
 MEAN_DRAWS = 20_000
 LEAST_SHARE = 0.001  # of a formula's requests that fit a context, or none does
 LEAST_CV, MOST_CV = 1e-3, 1e3  # of gaps that are drawn: beyond these a gamma's numbers fit no float
-
-
-class Draw(NamedTuple):
-    """A request without its arrival."""
-
-    prompt: int
-    output: int
-    reuse: Reuse = Reuse()
-
-
-class Lengths(Protocol):
-    """A distribution of requests."""
-
-    def draw(self, chance: random.Random) -> Draw: ...
-
-
-class Empirical:
-    """The jobs of a trace, with replacement."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.draws = [
-            Draw(job.prompt, job.output, reuse) for job, reuse in zip(jobs, reuses(jobs), strict=True)
-        ]
-
-    def draw(self, chance: random.Random) -> Draw:
-        return self.draws[chance.randrange(len(self.draws))]
-
-
-@dataclass(frozen=True, slots=True)
-class Lognormals:
-    """Correlated lognormal lengths: means and deviations of the logarithm; redrawn while the sum is above `most`."""
-
-    prompt_mean: float
-    prompt_deviation: float
-    output_mean: float
-    output_deviation: float
-    correlation: float = 0.0
-    most: int = 1 << 20
-
-    def draw(self, chance: random.Random) -> Draw:
-        rest = math.sqrt(1.0 - self.correlation**2)
-        while True:
-            one = chance.gauss(0.0, 1.0)
-            other = self.correlation * one + rest * chance.gauss(0.0, 1.0)
-            prompt = max(1, round(math.exp(self.prompt_mean + self.prompt_deviation * one)))
-            output = max(1, round(math.exp(self.output_mean + self.output_deviation * other)))
-            if prompt + output <= self.most:
-                return Draw(prompt, output)
-
-
-@dataclass(frozen=True, slots=True)
-class Shrunk:
-    """Another distribution with every length divided, at least 1, and their sum at most `most`."""
-
-    source: Lengths
-    by: float
-    most: int
-
-    def draw(self, chance: random.Random) -> Draw:
-        prompt, output, reuse = self.source.draw(chance)
-        output = min(max(1, round(output / self.by)), self.most - 1)
-        return Draw(min(max(1, round(prompt / self.by)), self.most - output), output, reuse)
-
-
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """Another distribution, drawn again while a request is longer than `most` tokens."""
-
-    source: Lengths
-    most: int
-
-    def draw(self, chance: random.Random) -> Draw:
-        while True:
-            found = self.source.draw(chance)
-            if found.prompt + found.output <= self.most:
-                return found
+UNNAMED, MOST_TOLD = "unnamed", 12  # kinds that a message names at most
 
 
 class Long(NamedTuple):
@@ -141,16 +69,6 @@ def _none_fits(most: int) -> ConfigError:
     )
 
 
-def fit(jobs: Sequence[Job]) -> Lognormals:
-    """The lognormals of a trace, by moments of the logarithms; never a longer request than the longest seen."""
-    prompts = [math.log(job.prompt) for job in jobs]
-    outputs = [math.log(job.output) for job in jobs]
-    one, other = statistics.pstdev(prompts), statistics.pstdev(outputs)
-    together = statistics.correlation(prompts, outputs) if one and other else 0.0
-    most = max(job.prompt + job.output for job in jobs)
-    return Lognormals(statistics.fmean(prompts), one, statistics.fmean(outputs), other, together, most)
-
-
 # Means of figure 7 of DistServe (input / output tokens: 755.5 / 200.3, 171.3 / 98.2, 1738.3 / 90.7), requests of at
 # most 2,048 tokens. The shapes are our own; means of the logarithms were solved so that the means fit after the cut.
 SYNTHETIC: Mapping[str, Lognormals] = {
@@ -171,22 +89,50 @@ class Source(Protocol):
 
 
 class Workload:
-    """One kind of request. `jobs` are those of the trace, in order of arrival, if it is of one."""
+    """One kind of request. `jobs` are those of the trace, in order of arrival, if it is of one.
+
+    `shares` is whether prompts name the blocks that they begin with: as `jobs` do, if it is not said.
+    """
 
     def __init__(
-        self, lengths: Lengths, kind: str = "", jobs: Sequence[Job] = (), block_tokens: int = 64
+        self,
+        lengths: Lengths,
+        kind: str = "",
+        jobs: Sequence[Job] = (),
+        block_tokens: int = 64,
+        shares: bool | None = None,
     ) -> None:
         self.lengths, self.kind, self.jobs, self.block_tokens = lengths, kind, jobs, block_tokens
+        self.shares = any(job.prefix for job in jobs[:1000]) if shares is None else shares
 
     @classmethod
     def of(cls, jobs: Iterable[Job], kind: str = "") -> Workload:
-        """The empirical distribution of a trace. Raises ConfigError if it is empty."""
+        """The empirical distribution of a trace, all as one kind: `kind`, or what all jobs are called, or unnamed.
+
+        Raises ConfigError if it is empty.
+        """
         ordered = sorted(jobs, key=lambda job: job.at_s)
         if not ordered:
             raise ConfigError(
                 "a workload has no request", "the trace or window is empty", "give a longer one"
             )
-        return cls(Empirical(ordered), kind or ordered[0].kind, ordered, ordered[0].block_tokens)
+        called = {job.kind for job in ordered}
+        name = kind or (called.pop() if len(called) == 1 else "")
+        return cls(Empirical(ordered), name, ordered, ordered[0].block_tokens)
+
+    def fitted(self) -> Workload:
+        """The same drawn from what fits the trace, not from its requests. Raises ConfigError for a formula."""
+        if not self.jobs:
+            raise ConfigError(
+                f"nothing can be fitted to {self.kind or 'this workload'}",
+                "it is a formula, not a trace",
+                "leave out --fit, or name a trace's file",
+            )
+        return Workload(Fitted.of(self.jobs), self.kind, (), self.block_tokens, self.shares)
+
+    def kinds(self) -> Counter[str]:
+        """How many requests of the trace are of each kind; none of a formula."""
+        return Counter(job.kind for job in self.jobs)
 
     def stream(self, rate: float, seed: int, cv: float = 1.0) -> Iterator[Job]:
         """Jobs without end, at `rate` a second, from 0 s. `cv` is the gaps' deviation over their mean: 1 is Poisson."""
@@ -219,7 +165,7 @@ class Workload:
         """The same with lengths (and the tokens of a shared block) divided, for a smaller model."""
         block_tokens = max(1, round(self.block_tokens / by))
         jobs = [shrink(job, by, most, block_tokens) for job in self.jobs]
-        return Workload(Shrunk(self.lengths, by, most), self.kind, jobs, block_tokens)
+        return Workload(Shrunk(self.lengths, by, most), self.kind, jobs, block_tokens, self.shares)
 
     def longer(self, most: int, by: float = 1.0) -> Long:
         """How many requests are of more than `most` tokens after their lengths were divided by `by`."""
@@ -239,12 +185,7 @@ class Workload:
             return Workload.of(short_enough(self.jobs, most), self.kind)
         if found.out_of - found.longer <= LEAST_SHARE * found.out_of:
             raise _none_fits(most)
-        return Workload(Fitting(self.lengths, most), self.kind, (), self.block_tokens)
-
-    @property
-    def shares(self) -> bool:
-        """Whether prompts name the blocks that they begin with."""
-        return any(job.prefix for job in self.jobs[:1000])
+        return Workload(Fitting(self.lengths, most), self.kind, (), self.block_tokens, self.shares)
 
     def mean(self) -> tuple[float, float]:
         """Mean tokens of (prompt, answer): the trace's, or of so many draws of a formula."""
@@ -272,6 +213,35 @@ class Mix:
         self.workloads = {name: workload for name, _, workload, _ in parts}
         self.slos: Slos = {name: slo for name, _, _, slo in parts}
 
+    @classmethod
+    def of(cls, trace: Workload, slos: Slos) -> Mix:
+        """The kinds of a trace that `slos` names, each as often as it comes there, and under "" all others.
+
+        Raises ConfigError: a kind is not in the trace, or requests of the trace are under no promise.
+        """
+        counts = trace.kinds()
+        for name in slos:
+            if name and name not in counts:
+                raise _unknown(name, counts)
+        jobs: dict[str, list[Job]] = {name: [] for name in slos}
+        for job in trace.jobs:
+            name = job.kind if job.kind in slos else ""
+            jobs.setdefault(name, []).append(replace(job, kind=name))
+        if bool(jobs.get("")) != ("" in slos):
+            raise _unpromised(len(jobs.get("", ())), listed(counts))
+        return cls(
+            [(name, float(len(some)), Workload.of(some, name), slos[name]) for name, some in jobs.items()]
+        )
+
+    def fitted(self) -> Mix:
+        """The same with each trace drawn from what fits it, and formulas as they are. Raises ConfigError if all are."""
+        none = not any(workload.jobs for workload in self.workloads.values())
+        parts = [
+            (name, self.shares[name], one.fitted() if one.jobs or none else one, self.slos[name])
+            for name, one in self.workloads.items()
+        ]
+        return Mix(parts)
+
     def stream(self, rate: float, seed: int, cv: float = 1.0) -> Iterator[Job]:
         """Jobs without end; kinds are drawn by their shares, and share no prefix with each other."""
         names = list(self.workloads)
@@ -293,6 +263,36 @@ class Mix:
         """Mean tokens of (prompt, answer) over all kinds."""
         means = [(self.shares[name], *workload.mean()) for name, workload in self.workloads.items()]
         return sum(share * prompt for share, prompt, _ in means), sum(share * out for share, _, out in means)
+
+
+def listed(counts: Counter[str]) -> str:
+    """Kinds with their numbers, the most frequent first."""
+    told = ", ".join(f"{kind or UNNAMED} ({count:,})" for kind, count in counts.most_common(MOST_TOLD))
+    return told + (f" and {len(counts) - MOST_TOLD} more" if len(counts) > MOST_TOLD else "")
+
+
+def _unknown(name: str, counts: Counter[str]) -> ConfigError:
+    what = f"the workload has no requests of kind {name!r}"
+    if not counts:
+        return ConfigError(
+            what, "it is a formula, and has no kinds", "give --kind a workload, or name a trace"
+        )
+    return ConfigError(what, f"it has {listed(counts)}", "name kinds that it has")
+
+
+def _unpromised(rest: int, told: str) -> ConfigError:
+    """`rest` requests are of no kind that has an objective, or none is, and there is one for them."""
+    if not rest:
+        return ConfigError(
+            "--slo-ttft-ms and --slo-tpot-ms would be for no request",
+            f"every kind of the trace has an objective of its own: {told}",
+            "leave them out",
+        )
+    return ConfigError(
+        f"{rest:,} requests of the trace have no objective",
+        f"they are of no kind that --kind names; the trace has {told}",
+        "a --kind for each, or --slo-ttft-ms and --slo-tpot-ms for all others",
+    )
 
 
 # ---- arrivals

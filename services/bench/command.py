@@ -56,7 +56,7 @@ def bench(options: Options) -> int:
             ended = error
         target.client.close()
     if study.runs:
-        _publish(options, target, study, found, cut)
+        _publish(options, target, study, found, cut, load.whole)
     if isinstance(ended, StartError):
         raise ended
     return INTERRUPTED if ended is not None else 0
@@ -72,6 +72,8 @@ def _allow_sockets() -> None:
 def _load(options: Options, target: Target) -> tuple[Load, str]:
     """What is sent: the workload, cut to what the server takes; and what is told of requests that are cut."""
     workload, most = named(options.workload), options.context or target.context_tokens
+    if options.fit:
+        workload = workload.fitted()
     cut = ""
     if most is not None and (found := workload.longer(most, options.shrink)).longer:
         cut = f"{found} are longer than {most:,} tokens, and are cut to that"
@@ -79,7 +81,7 @@ def _load(options: Options, target: Target) -> tuple[Load, str]:
         workload = workload.shrunk(options.shrink, most or 1 << 20)
     cv = options.cv if options.cv is not None else 1.0
     load = Load(
-        workload, options.arrivals == REPLAY, cv, options.duration_s, options.num_requests, options.warmup_s
+        workload, options.arrivals == REPLAY, cv, options.seconds, options.num_requests, options.warmup_s
     )
     return load, cut
 
@@ -96,9 +98,11 @@ def _search(options: Options, study: Study, attained: Callable[[float, int], flo
     return search.goodput(range(options.seeds), start, highest, study.size)
 
 
-def _publish(options: Options, target: Target, study: Study, found: Goodput | None, cut: str) -> None:
+def _publish(
+    options: Options, target: Target, study: Study, found: Goodput | None, cut: str, trace: int | None
+) -> None:
     points = study.points()
-    told = report.whole(target, {"asked": options.told()}, options.slo, points, found)
+    told = report.whole(target, {"asked": options.told()}, options.slo, points, found, trace)
     if cut:
         told["cut"] = cut
     if options.save is not None:
@@ -175,9 +179,11 @@ def _remarks(told: dict[str, Any]) -> list[str]:
         lines.append(f"{busy} runs began although the server had not come to rest")
     if "cut" in told:
         lines.append(f"the workload {told['asked']['workload']}: {told['cut']}")
+    if short := report.cut(told):
+        lines.append(short)
     if not told["lengths_forced"]:
-        short = sum(one["short_answers"] for one in told["points"])
-        lines.append(f"the server takes no ignore_eos: {short} answers are shorter than asked for")
+        fewer = sum(one["short_answers"] for one in told["points"])
+        lines.append(f"the server takes no ignore_eos: {fewer} answers are shorter than asked for")
     if not told["prompts_counted"]:
         lines.append("the server does not count prompts: a word was taken for a token")
     return lines

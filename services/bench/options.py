@@ -14,6 +14,7 @@ from planner.terms import Slo
 from services.cli.outputs import unwritable
 
 POISSON, GAMMA, REPLAY = "poisson", "gamma", "replay"
+LONG_S = 60.0  # of arrivals in a run whose requests are drawn, if nothing else is said
 ENDPOINTS = ("auto", "completions", "chat")
 EXAMPLES = {
     "--duration": "60", "--warmup": "5", "--timeout": "600", "--slo-ttft-ms": "500", "--slo-tpot-ms": "50",
@@ -56,6 +57,9 @@ class Options:
         REQUESTS,
         "poisson; gamma, with --cv; replay: a trace's times, or its shape at --rate",
     )
+    fit: bool = _option(
+        False, "--fit", REQUESTS, "Draw from lognormals fitted to the trace, not from its requests"
+    )
     cv: float | None = _option(
         None, "--cv", REQUESTS, "Gaps' deviation over their mean; above 1 is bursty", min=0.0
     )
@@ -66,7 +70,13 @@ class Options:
     search: bool = _option(False, "--search", RUNS, "Find the largest rate that keeps the objectives")
     max_rate: float | None = _option(None, "--max-rate", RUNS, "Search no higher")
     width: float | None = _option(None, "--width", RUNS, "Find it to so many requests per second (5 % of it)")
-    duration_s: float = _option(60.0, "--duration", RUNS, "Seconds of arrivals in a run", min=0.1)
+    duration_s: float | None = _option(
+        None,
+        "--duration",
+        RUNS,
+        f"Seconds of arrivals in a run ({LONG_S:g}; a replay: the whole trace)",
+        min=0.1,
+    )
     num_requests: int | None = _option(
         None, "--num-requests", RUNS, "Requests of a run, instead of --duration", min=1
     )
@@ -157,6 +167,11 @@ class Options:
         if (self.cv is not None) != (self.arrivals == GAMMA):
             why = "the coefficient of variation is that of gamma arrivals"
             yield "--cv and --arrivals gamma go together", why, "--arrivals gamma --cv 2"
+        if self.arrivals == REPLAY and self.fit:
+            yield "--fit has no effect", "a replay sends the trace's own requests", "leave out one of them"
+        if self.duration_s is not None and self.num_requests is not None:
+            why = "--num-requests says how long a run is, too"
+            yield "--duration has no effect", why, "leave out one of them"
         if self.arrivals == REPLAY and self.seeds > 1:
             why = "every run sends the same requests at the same times"
             yield "a replay has no seeds", why, "--seeds 1, or --arrivals poisson"
@@ -172,6 +187,13 @@ class Options:
             ) from None
 
     @property
+    def seconds(self) -> float | None:
+        """Seconds of arrivals in a run; None where --num-requests, or the end of the trace, ends it."""
+        if self.num_requests is not None or self.arrivals == REPLAY:
+            return self.duration_s
+        return LONG_S if self.duration_s is None else self.duration_s
+
+    @property
     def slo(self) -> Slo:
         """What is promised; infinite where nothing is."""
         return Slo(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms), self.attainment)
@@ -179,7 +201,7 @@ class Options:
     def told(self) -> dict[str, Any]:
         """How requests were made, for the report: not where to, and nothing secret."""
         kept = [name for name, one in self.__dataclass_fields__.items() if _panel(one) in (REQUESTS, RUNS)]
-        every = asdict(self)
+        every = asdict(self) | {"duration_s": self.seconds}
         return {name: every[name] for name in kept}
 
 

@@ -61,6 +61,7 @@ def point(one: Point, slo: Slo) -> dict[str, Any]:
         "attainment_interval": [round(one.low, 5), round(one.high, 5)],
         "given_up": one.hopeless,
         "began_busy": sum(not run.rested for run in one.runs),
+        "run_requests": max((run.jobs for run in one.runs), default=0),
         "requests": len(seen),
         "warmup_requests": sum(len(run.seen) - len(run.counted) for run in one.runs),
         "seeds": sorted({run.seed for run in one.runs}),
@@ -93,9 +94,14 @@ def client(runs: Sequence[Run], well: Sequence[Seen]) -> dict[str, Any]:
 
 
 def whole(
-    target: Target, asked: Mapping[str, Any], slo: Slo, points: Sequence[Point], found: Goodput | None
+    target: Target,
+    asked: Mapping[str, Any],
+    slo: Slo,
+    points: Sequence[Point],
+    found: Goodput | None,
+    trace: int | None = None,
 ) -> dict[str, Any]:
-    """The report, as `--json` prints it. `asked` is how it was called."""
+    """The report, as `--json` prints it. `asked` is how it was called, `trace` the requests of one that is replayed."""
     way = target.way
     told: dict[str, Any] = {
         "server": target.client.origin.url,
@@ -109,9 +115,20 @@ def whole(
             "tpot_ms": _milliseconds(slo.tpot_s),
             "attainment": slo.attainment,
         },
+        "trace_requests": trace,
         "points": [point(one, slo) for one in points],
     }
     return told | ({"goodput": goodput(found)} if found is not None else {})
+
+
+def cut(told: Mapping[str, Any]) -> str:
+    """How much of a replayed trace was sent, by a report; "" where all of it was, or nothing is replayed."""
+    every = told["trace_requests"]
+    sent = sorted({one["run_requests"] for one in told["points"]})
+    if every is None or not sent or sent[0] == every:
+        return ""
+    first = f"{sent[0]:,}" if len(sent) == 1 else f"{sent[0]:,} to {sent[-1]:,}"
+    return f"of the trace's {every:,} requests a run sent the first {first}, as --duration or --num-requests asks"
 
 
 def goodput(found: Goodput) -> dict[str, Any]:

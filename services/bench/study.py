@@ -17,6 +17,7 @@ from planner.tally import wilson
 from planner.terms import Job
 from planner.workload import Workload
 from services.bench.drive import Drive, Plan, Run, Watch
+from services.bench.options import LONG_S
 from services.bench.target import Target, rest
 
 CALM_S = 0.5  # a small request's time that is taken for rest, if none was measured
@@ -30,14 +31,15 @@ FACTOR = 2.0  # between the rates that look for a bracket
 class Load:
     """What is sent: a workload, how it arrives, and for how long (`seconds`, or `requests` if that is given).
 
-    `replay` keeps the trace's own order and shape; else gaps are gamma with `cv`, of which 1 is Poisson. `warmup_s` is
-    the part of each run that is not counted; by default a tenth.
+    `replay` keeps the trace's own order and shape, and sends all of it unless one is given. Else gaps are gamma with
+    `cv`, of which 1 is Poisson, and a run lasts `LONG_S` unless one is given. `warmup_s` is the part of each run that
+    is not counted; by default a tenth.
     """
 
     workload: Workload
     replay: bool = False
     cv: float = 1.0
-    seconds: float = 60.0
+    seconds: float | None = None
     requests: int | None = None
     warmup_s: float | None = None
 
@@ -49,15 +51,20 @@ class Load:
         if self.replay:
             own = _from_zero(self.workload.jobs)
             jobs = own if rate is None and own else self.workload.scaled(rate or 1.0)
-            return (
-                jobs[: self.requests] if self.requests else [job for job in jobs if job.at_s <= self.seconds]
-            )
+            if self.requests is None and self.seconds is not None:
+                return [job for job in jobs if job.at_s <= self.seconds]
+            return jobs[: self.requests]
         assert rate is not None
-        n = self.requests or max(1, round(self.seconds * rate))
+        n = self.requests or max(1, round((self.seconds or LONG_S) * rate))
         return self.workload.sample(n, rate, seed, self.cv)
 
     def warmup(self, jobs: Sequence[Job]) -> float:
         return self.warmup_s if self.warmup_s is not None else 0.1 * jobs[-1].at_s
+
+    @property
+    def whole(self) -> int | None:
+        """Requests of the trace that is replayed, of which a run may send fewer; None where they are drawn."""
+        return len(self.workload.jobs) if self.replay else None
 
 
 def _from_zero(jobs: Sequence[Job]) -> list[Job]:

@@ -77,11 +77,19 @@ def plan(
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=WORKLOAD:SHARE:TTFT_MS:TPOT_MS",
-            help="Several kinds of request, each with its promise, instead of --workload",
+            metavar="NAME=TTFT_MS:TPOT_MS",
+            help="Of a kind of --workload's trace, its promise; NAME=WORKLOAD:SHARE:TTFT_MS:TPOT_MS brings its own",
             rich_help_panel=TRAFFIC,
         ),
     ] = None,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Draw from lognormals fitted to the trace, not from its requests",
+            rich_help_panel=TRAFFIC,
+        ),
+    ] = False,
     rate: Annotated[
         float | None,
         typer.Option(

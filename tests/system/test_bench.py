@@ -109,6 +109,26 @@ def test_a_trace_is_replayed_and_errors_are_counted_by_kind(gateway: Running, tm
     whole = report["points"][0]
     assert (whole["answered"], whole["errors"]) == (4, {}), "cut to what the server says it takes"
     assert report["cut"] == "1 of its 4 requests are longer than 512 tokens, and are cut to that"
+    assert report["trace_requests"] == whole["run_requests"] == 4
+
+
+def test_a_replay_that_is_cut_says_so(gateway: Running, tmp_path: Path) -> None:
+    trace = tmp_path / "hour.jsonl"
+    rows = ({"at_s": 40.0 * number, "prompt": 20, "output": 5, "kind": "batch"} for number in range(90))
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    flags = ("--workload", str(trace), "--arrivals", "replay", "--warmup", "0", "--rate", "45")
+    done = bench(gateway.url, *flags, "--duration", "1.01")
+    assert done.returncode == 0, done.stderr
+    assert "of the trace's 90 requests a run sent the first 46, as --duration" in done.stdout
+
+
+def test_lengths_may_be_drawn_from_what_fits_a_trace(gateway: Running, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = (f"{number},{40 + number},{5 + number % 3}" for number in range(20))
+    trace.write_text("\n".join(["arrival_s,prompt_len,output_len", *rows]))
+    flags = ("--workload", str(trace), "--fit", "--num-requests", "20", "--rate", "20", "--json")
+    report = told(bench(gateway.url, *flags))
+    assert report["asked"]["fit"] and report["points"][0]["requests"] <= 20
 
 
 def test_what_could_not_be_written_is_refused_at_once(gateway: Running) -> None:

@@ -30,8 +30,28 @@ def test_an_answer_in_all_its_forms(tmp_path: Path) -> None:
     assert figures["best"]["devices"] <= 2 and figures["best"]["goodput_rps"] > 0.0
     assert figures["what_if"][0]["change"] == "tpot=x2" and figures["what_if"][0]["answer"]
     assert figures["verified"]["requests"] >= 40
+    assert any("what limits it" in line for line in figures["explanation"])
     found = load(tmp_path / "plan.json")
     assert found.model == "OPT-13B" and str(found.placement) == figures["best"]["placement"]
+
+
+def test_an_answer_in_words_with_its_plots(tmp_path: Path) -> None:
+    done = plan(*ASKED, "--explain", "--plot", str(tmp_path / "plots"), "--no-verify")
+    assert done.returncode == 0, done.stderr
+    for said in ("goodput", "what limits it", "where the time goes", "elsewhere", "disaggregate"):
+        assert said in done.stdout
+    drawn = [line.removeprefix("drawn: ") for line in done.stdout.splitlines() if line.startswith("drawn: ")]
+    assert drawn == [
+        str(tmp_path / "plots" / f"{name}.{end}")
+        for name in ("attainment", "goodput", "break_even")
+        for end in ("png", "json")
+    ]
+    (answer,) = [
+        curve
+        for curve in json.loads((tmp_path / "plots" / "goodput.json").read_bytes())["curves"]
+        if curve["name"].startswith("the answer: ")
+    ]
+    assert done.stdout.startswith(answer["name"].removeprefix("the answer: "))
 
 
 @pytest.mark.parametrize(

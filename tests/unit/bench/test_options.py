@@ -29,6 +29,8 @@ from services.bench.options import Options
         ({"arrivals": "gamma"}, "go together"),
         ({"cv": 2.0}, "go together"),
         ({"arrivals": "replay", "seeds": 2}, "no seeds"),
+        ({"arrivals": "replay", "fit": True}, "--fit has no effect"),
+        ({"duration_s": 9.0, "num_requests": 5}, "--duration has no effect"),
         ({"attainment": 90.0}, "share"),
         ({"save": Path("/no/where/rows")}, "--save cannot be written"),
         ({"plot": Path("/no/where/plot.png")}, "--plot cannot be written"),
@@ -53,6 +55,14 @@ def test_what_is_read() -> None:
     options = Options(rates="1, 2.5", slo_ttft_ms=250.0, attainment=0.95)
     assert options.many == (1.0, 2.5)
     assert options.slo == Slo(0.25, math.inf, 0.95)
+
+
+def test_a_run_is_a_minute_of_what_is_drawn_and_all_of_what_is_replayed() -> None:
+    assert Options().seconds == Options().told()["duration_s"] == 60.0
+    assert Options(duration_s=5.0).seconds == 5.0
+    assert Options(num_requests=9).seconds is None
+    assert Options(arrivals="replay").seconds is None
+    assert Options(arrivals="replay", duration_s=5.0).told()["duration_s"] == 5.0
 
 
 def test_a_report_has_no_secrets() -> None:

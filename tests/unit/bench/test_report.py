@@ -76,3 +76,22 @@ def test_a_goodput_says_what_it_rests_on() -> None:
     }  # fmt: skip
     two = report.goodput(Goodput(5.0, (4.0, 6.0), 300, 30, (0, 1), (4.5, 5.5), (found, found)))
     assert two["interval"] == [4.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("trace", "sent", "said"),
+    [
+        (None, [60, 120], ""),
+        (60, [60, 60], ""),
+        (2867, [60], "of the trace's 2,867 requests a run sent the first 60, as"),
+        (2867, [300, 60], "of the trace's 2,867 requests a run sent the first 60 to 300, as"),
+        (300, [300, 60], "of the trace's 300 requests a run sent the first 60 to 300, as"),
+    ],
+)
+def test_what_of_a_trace_was_not_sent_is_told(trace: int | None, sent: list[int], said: str) -> None:
+    told = {"trace_requests": trace, "points": [{"run_requests": one} for one in sent]}
+    assert report.cut(told).startswith(said) and bool(report.cut(told)) == bool(said)
+
+
+def test_a_point_says_how_many_requests_a_run_had() -> None:
+    assert report.point(Point(2.0, 2 / 5, 0.1, 0.8, [RUN], False), SLO)["run_requests"] == 5

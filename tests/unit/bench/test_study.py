@@ -78,6 +78,15 @@ def test_a_replay_keeps_the_traces_times_or_their_shape() -> None:
     assert [job.at_s for job in load.jobs(2.0, 0)] == [number / 2 for number in range(20)]
 
 
+def test_a_replay_sends_the_whole_trace_unless_it_is_told_less() -> None:
+    hour = Workload.of([Job(60.0 * number, 50, 5) for number in range(61)])
+    assert len(Load(hour, replay=True).jobs(None, 0)) == Load(hour, replay=True).whole == 61
+    assert len(Load(hour, replay=True).jobs(0.1, 0)) == 61
+    assert len(Load(hour, replay=True, seconds=60.0).jobs(None, 0)) == 2
+    assert len(Load(hour, replay=True, requests=7).jobs(None, 0)) == 7
+    assert Load(hour).whole is None and len(Load(hour).jobs(2.0, 0)) == 120
+
+
 def test_a_formula_cannot_be_replayed() -> None:
     with pytest.raises(ConfigError, match="cannot be replayed"):
         Load(synthetic("sharegpt"), replay=True).jobs(None, 0)

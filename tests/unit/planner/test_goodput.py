@@ -1,28 +1,43 @@
-"""S12, S13 and S20 of the acceptance list: the search for a rate, and what a goodput says of itself."""
+"""S12, S13 and S20 of the acceptance list: the search for a rate, and what a goodput says of itself.
+
+`find_rate` alone, and as `diptych bench --search` uses it (`services.bench.study.Search`), here over a queue whose knee
+is known instead of a server.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from diptych.errors import ConfigError
-from planner.goodput import find_rate, goodput, margin, spread
+from planner.goodput import Goodput, find_rate, spread
 from planner.tally import joint
-from planner.terms import Job, Served, Slo
-from planner.workload import Workload, synthetic
+from planner.terms import Job, Placement, Pool, Served, Slo, Split
+from planner.trial import Trial
+from planner.workload import synthetic
+from services.bench.study import Search
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1, attainment=0.9)
 SLOS = {"": SLO}
 
 
-def queue(workload: Workload, rate: float, seed: int, n: int, work_s: float = 0.2) -> Iterator[Served]:
+def queue(rate: float, seed: int, n: int, work_s: float = 0.2) -> Iterator[Served]:
     """One server, first come first served, `work_s` for each request: M/D/1."""
     free_s = 0.0
-    for job in workload.sample(n, rate, seed):
+    for job in synthetic("humaneval").sample(n, rate, seed):
         free_s = max(free_s, job.at_s) + work_s
         yield Served(job, free_s - job.at_s, 0.05, free_s + 0.05 * (job.output - 1))
+
+
+def goodput(seeds: Sequence[int], n: int, warmup: int = 0, width: float = 0.05) -> Goodput:
+    """Of that server, by runs of `n` requests, of which the first `warmup` do not count."""
+
+    def attained(rate: float, seed: int) -> float:
+        return joint(list(queue(rate, seed, n))[warmup:], SLOS)
+
+    return Search(attained, SLO.attainment, width).goodput(seeds, 1.0, 10.0, lambda rate: (n, warmup))
 
 
 # ---- S13
@@ -68,38 +83,17 @@ def test_a_senseless_search_is_refused(width: float, highest: float) -> None:
 
 
 def test_a_goodput_carries_its_horizon_and_its_doubt() -> None:
-    workload = synthetic("humaneval")
-    n, seeds = 400, (1, 2, 3)
-
-    def run(rate: float, seed: int) -> Iterator[Served]:
-        return queue(workload, rate, seed, n)
-
-    found = goodput(run, SLOS, seeds, n, warmup=50, width=0.1, highest=10.0)
-    assert (found.n, found.warmup, found.seeds) == (n, 50, seeds)
+    found = goodput((1, 2, 3), 400, warmup=50, width=0.1)
+    assert (found.n, found.warmup, found.seeds) == (400, 50, (1, 2, 3))
     assert len(found.rates) == len(found.found) == 3
     low, high = found.interval
     assert low <= found.rate <= high and high - low < 2.0
     assert 3.5 < found.rate < 5.0  # the server's own limit is 5 a second
-    alone = goodput(run, SLOS, seeds[:1], n, width=0.1, highest=10.0)
-    assert alone.interval == (-math.inf, math.inf)
+    assert goodput((1,), 400, width=0.1).interval == (-math.inf, math.inf)
 
 
 def test_short_runs_promise_more_than_long_ones_keep() -> None:
-    workload = synthetic("humaneval")
-
-    def found(n: int) -> float:
-        def run(rate: float, seed: int) -> Iterator[Served]:
-            return queue(workload, rate, seed, n)
-
-        return goodput(run, SLOS, (1, 2, 3, 4), n, width=0.05, highest=10.0).rate
-
-    assert found(30) > 1.1 * found(3000)
-
-
-def test_no_seeds_or_nothing_but_warm_up_is_refused() -> None:
-    for seeds, warmup in (((), 0), ((1,), 10), ((1,), -1)):
-        with pytest.raises(ConfigError, match="goodput"):
-            goodput(lambda rate, seed: [], SLOS, seeds, 10, warmup, width=0.1, highest=1.0)
+    assert goodput((1, 2, 3, 4), 30).rate > 1.1 * goodput((1, 2, 3, 4), 3000).rate
 
 
 def test_the_interval_is_students() -> None:
@@ -110,46 +104,36 @@ def test_the_interval_is_students() -> None:
 # ---- S12: two marginal objectives are not a joint one
 
 
-def test_the_margin_is_joint_not_two_quantiles() -> None:
+def test_a_rate_found_is_kept_jointly_on_a_fresh_seed() -> None:
+    n = 6000
+    found = goodput((1, 2), n, warmup=100)
+    assert joint(queue(found.rate, 99, 4 * n), SLOS) >= SLO.attainment - 0.02
+
+
+def told(kinds: str, kept: str, slos: dict[str, Slo]) -> Trial:
+    """A trial of one request a second: of which kinds, and which of them keep their objectives ("1")."""
+    jobs = tuple(Job(float(at), 1, 2, kind) for at, kind in enumerate(kinds))
+
+    def run(placement: Placement, asked: Sequence[Job]) -> list[Served]:
+        return [
+            Served(job, 0.5 if well == "1" else 2.0, 0.05, 0.0) for job, well in zip(asked, kept, strict=True)
+        ]
+
+    return Trial((jobs,), slos, run)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept", "passes"),
+    [("abb", "110", True), ("abba", "1100", False), ("abb", "100", False), ("bb", "10", True)],
+)
+def test_the_kind_that_is_worst_off_decides(kinds: str, kept: str, passes: bool) -> None:
+    slos = {"a": Slo(1.0, 1.0, 0.9), "b": Slo(1.0, 1.0, 0.5)}
+    assert told(kinds, kept, slos).passes(Placement((Pool("both", Split()),)), 1.0) is passes
+
+
+def test_attainment_is_joint_not_two_quantiles() -> None:
+    """90 % keep the one objective, 90 % the other, 80 % both."""
     late = [Served(Job(float(i), 1, 2), 2.0 if i % 10 == 0 else 0.5, 0.05, 0.0) for i in range(100)]
     slow = [Served(one.job, one.ttft_s, 0.5 if i % 10 == 5 else 0.05, 0.0) for i, one in enumerate(late)]
-    assert margin(late, SLOS, 100) == pytest.approx(0.0)
-    assert margin(slow, SLOS, 100) < 0.0  # 90 % keep the one, 90 % the other, 80 % both
+    assert joint(late, SLOS) == pytest.approx(0.9)
     assert joint(slow, SLOS) == pytest.approx(0.8)
-
-
-def test_a_rate_found_is_kept_jointly_on_a_fresh_seed() -> None:
-    workload = synthetic("humaneval")
-    n = 6000
-
-    def run(rate: float, seed: int) -> Iterator[Served]:
-        return queue(workload, rate, seed, n)
-
-    found = goodput(run, SLOS, (1, 2), n, warmup=100, width=0.05, highest=10.0)
-    again = joint(queue(workload, found.rate, 99, 4 * n), SLOS)
-    assert again >= SLO.attainment - 0.02
-
-
-def test_the_worst_kind_decides() -> None:
-    slos = {"a": Slo(1.0, 1.0, 0.9), "b": Slo(1.0, 1.0, 0.5)}
-    told = [
-        Served(Job(0.0, 1, 2, kind), 0.5 if kept else 2.0, 0.1, 0.0)
-        for kind, kept in (("a", 1), ("b", 1), ("b", 0))
-    ]
-    assert margin(told, slos, 3) == pytest.approx(0.0)
-    assert margin([*told, Served(Job(0.0, 1, 2, "a"), 2.0, 0.1, 0.0)], slos, 4) < 0.0
-
-
-def test_a_hopeless_run_is_not_read_to_its_end() -> None:
-    read = 0
-
-    def run() -> Iterator[Served]:
-        nonlocal read
-        for number in range(1000):
-            read += 1
-            yield Served(Job(float(number), 1, 2), 9.0, 0.1, 0.0)
-
-    assert margin(run(), SLOS, 1000) < 0.0
-    assert read == 101
-    assert margin([], SLOS, 10) < 0.0
-    assert margin(run(), SLOS, 1000, after_s=2000.0) < 0.0

@@ -13,7 +13,18 @@ from diptych.errors import ConfigError
 from planner.day import WORKDAY, day, windows
 from planner.prefixes import hit_rate, reuses
 from planner.terms import Job, Slo
-from planner.workload import SYNTHETIC, Lognormals, Mix, Workload, fit, named, rate_of, scaled, synthetic
+from planner.workload import (
+    SYNTHETIC,
+    Lognormals,
+    Mix,
+    Workload,
+    fit,
+    listed,
+    named,
+    rate_of,
+    scaled,
+    synthetic,
+)
 
 SHARED = Path(os.environ.get("DIPTYCH_SHARED", Path(__file__).resolve().parents[3] / ".." / "shared"))
 MEANS = {"sharegpt": (755.5, 200.3), "humaneval": (171.3, 98.2), "longbench": (1738.3, 90.7)}
@@ -61,6 +72,17 @@ def test_a_fit_finds_the_lognormals_that_jobs_were_drawn_from() -> None:
         assert getattr(found, name) == pytest.approx(getattr(truth, name), abs=0.03)
 
 
+def test_a_fit_has_the_means_although_what_is_longest_is_cut() -> None:
+    seen = Workload.of(synthetic("sharegpt").sample(3000, 1.0, 1))
+    assert seen.fitted().mean() == pytest.approx(seen.mean(), rel=0.02)
+
+
+def test_a_fit_of_few_or_equal_requests_draws_the_like() -> None:
+    for jobs in ([Job(0.0, 100, 10)], [Job(float(at), 100 * at + 1, 100 * at + 1) for at in range(5)]):
+        drawn = Workload.of(jobs).fitted().sample(50, 1.0, 1)
+        assert max(job.prompt + job.output for job in drawn) <= max(job.prompt + job.output for job in jobs)
+
+
 def test_a_replay_keeps_order_and_burstiness_at_another_rate() -> None:
     burst = [Job(at_s, 5, 5) for at_s in (10.0, 10.1, 10.2, 30.0, 30.1)]
     replayed = Workload.of(burst).scaled(10.0)
@@ -103,6 +125,21 @@ def test_resampled_prompts_share_as_much_as_those_seen(seed: int) -> None:
     assert lags[1][len(lags[1]) // 2] == pytest.approx(lags[0][len(lags[0]) // 2], rel=0.3)
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_is_drawn_from_a_fit_shares_as_much_too(seed: int) -> None:
+    jobs = talk(turns=8, clients=100)
+    fitted = Workload.of(jobs, "talk").fitted()
+    again = fitted.sample(2 * len(jobs), rate=3.0, seed=seed)
+    assert {job.prompt for job in again} - {job.prompt for job in jobs}, "not the trace's own requests"
+    assert hit_rate(again) == pytest.approx(hit_rate(jobs), abs=0.1)
+    assert {job.kind for job in again} == {"talk"}
+    small = fitted.shrunk(4.0).sample(200, 1.0, seed)
+    assert hit_rate(small) > 0.3 and all(len(job.prefix) == job.prompt // 16 for job in small)
+    assert fitted.longer(500).drawn and hit_rate(fitted.within(500).sample(200, 1.0, seed)) > 0.3
+    with pytest.raises(ConfigError, match="nothing can be fitted"):
+        synthetic("sharegpt").fitted()
+
+
 @pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="needs shared/data, which is not here")
 def test_an_unbounded_cache_hits_as_often_as_on_the_mooncake_trace() -> None:
     workload = named(str(SHARED / "data" / "mooncake" / "synthetic_trace.jsonl.gz"))
@@ -128,6 +165,62 @@ def test_a_mix_keeps_shares_promises_and_prefixes_apart() -> None:
     for wrong in ([], parts[:1] * 2, [("x", 0.0, Workload.of(JOBS), Slo())]):
         with pytest.raises(ConfigError, match="mixed"):
             Mix(wrong)
+
+
+def several() -> list[Job]:
+    """A fifth is of kind "batch", two of a thousand each of two others, and the rest has no name."""
+    kinds = ["batch" if at % 5 == 0 else "" for at in range(1000)]
+    kinds[1:5] = ["rare", "rare", "odd", "odd"]
+    return [Job(float(at), 500 if kind == "batch" else 50, 10, kind) for at, kind in enumerate(kinds)]
+
+
+def test_requests_of_several_kinds_are_not_called_by_that_of_the_first() -> None:
+    whole = Workload.of(several())
+    assert whole.kind == "" and {job.kind for job in whole.sample(100, 1.0, 1)} == {""}
+    assert whole.kinds() == {"": 796, "batch": 200, "rare": 2, "odd": 2}
+    assert listed(whole.kinds()) == "unnamed (796), batch (200), rare (2), odd (2)"
+    assert "and 3 more" in listed(Workload.of([Job(0.0, 1, 1, str(at)) for at in range(15)]).kinds())
+
+
+def test_the_kinds_of_a_trace_become_a_mix_with_their_shares() -> None:
+    slos = {"batch": Slo(5.0, 1.0), "rare": Slo(2.0, 1.0), "": Slo(0.5, 0.1)}
+    mix = Mix.of(Workload.of(several()), slos)
+    assert mix.shares == pytest.approx({"batch": 0.2, "rare": 0.002, "": 0.798})
+    assert mix.slos == slos
+    for drawn in (mix, mix.fitted()):
+        jobs = drawn.sample(6000, 1.0, 1)
+        assert {(job.kind, job.prompt) for job in jobs} == {("batch", 500), ("rare", 50), ("", 50)}
+
+
+@pytest.mark.parametrize(
+    ("slos", "said"),
+    [
+        ({"chat": Slo(1.0), "": Slo(1.0)}, "no requests of kind 'chat'"),
+        ({"batch": Slo(1.0)}, "800 requests of the trace have no objective"),
+        (
+            {"batch": Slo(1.0), "rare": Slo(1.0), "odd": Slo(1.0)},
+            "796 requests of the trace have no objective",
+        ),
+    ],
+)
+def test_kinds_without_a_match_are_told(slos: dict[str, Slo], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as told:
+        Mix.of(Workload.of(several()), slos)
+    assert "batch (200)" in told.value.why and len(told.value.lines()) <= 6
+
+
+def test_an_objective_for_nobody_and_kinds_of_a_formula_are_told() -> None:
+    batches = Workload.of(job for job in several() if job.kind == "batch")
+    with pytest.raises(ConfigError, match="for no request"):
+        Mix.of(batches, {"batch": Slo(1.0), "": Slo(1.0)})
+    with pytest.raises(ConfigError, match="no requests of kind") as told:
+        Mix.of(synthetic("sharegpt"), {"chat": Slo(1.0)})
+    assert "formula" in told.value.why
+    formulas = Mix([("chat", 1.0, synthetic("sharegpt"), Slo(1.0))])
+    with pytest.raises(ConfigError, match="nothing can be fitted"):
+        formulas.fitted()
+    both = Mix([("chat", 1.0, synthetic("sharegpt"), Slo(1.0)), ("batch", 3.0, batches, Slo(1.0))]).fitted()
+    assert both.shares == {"chat": 0.25, "batch": 0.75} and not both.workloads["batch"].jobs
 
 
 def test_a_smaller_model_gets_shorter_requests_that_share_as_many_blocks() -> None:

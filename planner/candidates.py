@@ -136,13 +136,17 @@ def local_prefill(placement: Placement) -> str:
     return "auto" if family(placement) == "hybrid" else "never"
 
 
-def alike(placement: Placement) -> bool:
-    """Whether instances of a role are of one size and device once they are started: a deployment has no others."""
-    started = deployed(placement)
-    return all(
-        len({(pool.split, pool.device) for pool in started.role(role)}) <= 1
-        for role in (PREFILL, DECODE, BOTH)
-    )
+def companion(pair: Placement) -> Pool:
+    """The colocated instance that may be beside a pair: one like those that decode, since what is started of a role is
+    of one size and device.
+    """
+    return replace(pair.pools[-1], role=BOTH, count=1)
+
+
+def reading(placement: Placement) -> Placement:
+    """A placement whose decode instances read prompts as well, for what it can do at most."""
+    pools = (replace(pool, role=BOTH) if pool.role == DECODE else pool for pool in placement.pools)
+    return Placement(tuple(pools), placement.affinity, placement.cross)
 
 
 def _whole(segment: Split, cross: int) -> Split:

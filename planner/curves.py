@@ -22,7 +22,7 @@ from planner.plots import Curve, Point, attainment, break_even, goodput
 from planner.request import Request
 from planner.search import LOWEST, RATIO, Result, Scored, climb, rung_of, search
 from planner.sizing import apart
-from planner.terms import BOTH, Placement, Slo
+from planner.terms import Placement, Slo
 from planner.whatif import promising
 
 AROUND = (0.25, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.6, 2.0)  # of the goodput
@@ -213,9 +213,9 @@ def _slowest(reads: float, writes: float, link: float, n: int, m: int) -> float:
 
 
 def _hybrids(pairs: Iterable[Scored], alone: Iterable[Scored]) -> list[Blend]:
-    """Pairs, and colocated instances like those that decode."""
+    """Pairs, and their companions."""
     own = {one.unit.pools[0]: one for one in alone}
-    likes = [(pair, replace(pair.unit.pools[-1], role=BOTH)) for pair in pairs]
+    likes = [(pair, candidates.companion(pair.unit)) for pair in pairs]
     return [_hybrid(pair, own[like]) for pair, like in likes if like in own]
 
 

@@ -54,12 +54,14 @@ def _judged(answer: Answer) -> str:
 
 def explain(answer: Answer) -> list[str]:
     """What binds, where the time goes, and what others would give, in lines."""
-    lines = ["", "what limits it (a quarter more of each, one by one):"]
+    fast = answer.best.fast
+    at = f" at {_rate(fast.rate_rps)}, as searched" if answer.best.verdict else ""
+    lines = ["", f"what limits it{at} (a quarter more of each, one by one):"]
     for use in sorted(answer.uses, key=lambda one: -one.gain):
         busy = f"{use.utilisation:4.0%} busy" if use.utilisation is not None else "         "
         lines.append(f"  {use.resource:<8} {busy}  goodput {use.gain:+.0%}")
-    lines += ["", "where the time goes, mean and 90 % of requests (ms):"]
-    for stage, (mean_s, most_s) in stages(answer.request, answer.best).items():
+    lines += ["", f"where the time goes{at}, mean and 90 % of requests (ms):"]
+    for stage, (mean_s, most_s) in stages(answer.request, fast).items():
         lines.append(f"  {SAID[stage]:<28} {mean_s * 1e3:9.1f} {most_s * 1e3:9.1f}")
     lines += ["", *elsewhere(answer), "", disaggregate(answer)]
     lines += [f"as good, as far as the search can tell: {', '.join(answer.ties)}"] if answer.ties else []
@@ -79,7 +81,7 @@ def elsewhere(answer: Answer) -> list[str]:
         else:
             change = f"{one.weight - best.weight:+g} {'per hour' if answer.request.mixed else 'devices'}"
         cost = f"{_over(one.cost_per_million, best.cost_per_million)} per million good tokens"
-        if one.verdict and not one.goodput_rps:
+        if not one.goodput_rps:
             cost = f"but {one.attainment:.1%} keep both objectives at {_rate(one.rate_rps)}, which is too few"
         by = " (as searched)" if answer.best.verdict and not one.verdict else ""
         lines.append(f"  {_named(option)}: {change}, {cost}{by}")
@@ -147,7 +149,7 @@ def _ratio(options: Sequence[Option]) -> float | None:
 
 
 def stages(request: Request, option: Option) -> dict[str, tuple[float, float]]:
-    """Seconds by stage at the option's rate: mean, and what 90 % of requests do not exceed."""
+    """Seconds by stage at the option's rate, in the search's simulator: mean, and 90th percentile."""
     trial = request.trial(option.placement)
     served = [one for one in trial.serve(option.placement, option.rate_rps, 0) if not one.failed]
     found = {}
@@ -174,7 +176,7 @@ def told(answer: Answer) -> dict[str, Any]:
         ],
         "stages_s": {
             stage: {"mean": mean_s, "p90": most_s}
-            for stage, (mean_s, most_s) in stages(answer.request, answer.best).items()
+            for stage, (mean_s, most_s) in stages(answer.request, answer.best.fast).items()
         },
         "disaggregated_over_colocated": _finite(advantage(answer)),
         "verified": None if answer.verdict is None else asdict(answer.verdict),
@@ -237,7 +239,7 @@ def _rate(value: float) -> str:
 
 
 def _over(value: float, base: float) -> str:
-    return f"{value / base - 1.0:+.0%}"
+    return f"{value / base - 1.0:+.0%}" if 0.0 < base < math.inf and value < math.inf else "not comparable"
 
 
 def _finite(value: float | None) -> float | None:

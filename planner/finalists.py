@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from planner import candidates
@@ -15,7 +15,7 @@ from planner.bounds import ceiling, saturation
 from planner.request import Request
 from planner.search import NEAR, Result, search
 from planner.sizing import apart, carries, lightest, ratios, shortlist, sized, together
-from planner.terms import BOTH, Placement, Pool
+from planner.terms import Placement, Pool
 
 FINALISTS = 2  # of each family
 HYBRIDS = 6
@@ -113,13 +113,11 @@ class Found:
         return [candidates.times(unit, request.most(unit)) for unit in units[:PAIRED] if request.packs(unit)]
 
     def _hybrids(self) -> list[Finalist]:
-        """Pairs, and colocated instances like those that decode on what they leave (`candidates.alike`): those that
-        promise most by means, measured together.
-        """
+        """Pairs, and their companions on what they leave: those that promise most by means, measured together."""
         request, rated = self.request, []
         alone = {one.pools[-1]: (one, rate) for one, rate in self._by_size("colocated")}
         for pair, carried in self._by_size("low"):
-            found = alone.get(replace(pair.pools[-1], role=BOTH))
+            found = alone.get(candidates.companion(pair))
             if found is None:
                 continue
             one, beside = found

@@ -75,8 +75,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A resource of a deployment: how busy it is at the rate (an estimate by means), and by how much goodput grows if
-    there is a quarter more of it.
+    """A resource of a deployment: how busy it is at the rate that the search's simulator has for it (an estimate by
+    means), and by how much goodput grows if there is a quarter more of it.
     """
 
     resource: str
@@ -134,7 +134,7 @@ def place(request: Request) -> Answer:
     best = replace(options[0], searched=fast) if options[0].verdict else fast
     family = "low" if best.placement.affinity == "low" else best.family
     return Answer(
-        request, best, tuple(options[1:]), uses(request, best), found.ties(family),
+        request, best, tuple(options[1:]), uses(request, best.fast), found.ties(family),
         (*_notes(request, best), *refuted),
         found.dropped,
     )  # fmt: skip
@@ -154,6 +154,13 @@ def _placeable(request: Request) -> None:
         raise ConfigError(what, why, "--affinity auto")
     kinds = [kind for kind in ("low", "high") if request.affinity in ("auto", kind)]
     tried = kinds if "disaggregated" in request.families else ["low"]
+    if "disaggregated" not in request.families:
+        pairs = list(request.units("low"))
+        wholes = [candidates.both((pair, Placement((candidates.companion(pair),)))) for pair in pairs]
+        if pairs and not any(map(request.packs, wholes)):
+            least = min(whole.devices for whole in wholes)
+            why = f"a pair and a colocated instance like the one that decodes take {least} devices at least"
+            raise ConfigError(what, why, fix)
     if not any(request.packs(unit) for kind in tried for unit in request.units(kind)):
         least = min(split.devices for stock in request.stocks for split in request.splits(stock))
         raise ConfigError(

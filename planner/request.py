@@ -46,10 +46,9 @@ class Request:
     `stocks` is the hardware on offer, `profiles` what the model costs on each by the device's name. With `rate`
     (requests/s) the cheapest deployment that carries it is asked for, else the one with the highest goodput. The
     horizon of a run is `requests` a seed, and more where those would come within `span_s` seconds (or ten times the
-    objective of TTFT). `between` replaces
-    the link between nodes. `limits` is what instances take on at once; `planner.verify.limits` are
-    the product's. `verified` puts the best of each family to the product's own decisions (`planner.verify`). `notes`
-    are what a reader of the answer should know of the question.
+    objective of TTFT). `between` replaces the link between nodes. `limits` is what instances take on at once;
+    `planner.verify.limits` are the product's. `verified` puts the best of each family to the product's own decisions
+    (`planner.verify`). `notes` are what a reader of the answer should know of the question.
     """
 
     model: Shape
@@ -253,8 +252,10 @@ class Request:
 
     def most_rps(self, placement: Placement) -> float:
         """The highest rate that counts as goodput: any, but what is sustained where an objective is infinite."""
-        if not self.open_ended:
-            return math.inf
+        return self.sustained_rps(placement) if self.open_ended else math.inf
+
+    def sustained_rps(self, placement: Placement) -> float:
+        """The rate that `placement` sustains for ever, in the search's simulator."""
         if placement not in self._sustained:
             self._sustained[placement] = self._sustained_rps(placement, self.site)
         return self._sustained[placement]

@@ -156,3 +156,11 @@ class Placement:
 
     def __str__(self) -> str:
         return " + ".join(f"{pool.count} × {pool.role} {pool.split}" for pool in self.pools)
+
+
+def within_tpot(role: str, chunked: bool, local_prefill: str) -> bool:
+    """Whether an instance's steps are kept within the TPOT objective, as it may read prompts beside answers: slices of
+    them, or where that is sooner than elsewhere (`local_prefill` "auto"). An instance that does both and reads prompts
+    whole reads them before it goes on with answers, however long that takes.
+    """
+    return chunked if role == BOTH else role == DECODE and local_prefill == "auto"

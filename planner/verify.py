@@ -17,7 +17,7 @@ from planner.profile import Profile
 from planner.request import FRESH, Request
 from planner.simulator import deployment, simulate
 from planner.sizing import grown, shrunk
-from planner.terms import BOTH, DECODE, Job, Placement, Served, Slo
+from planner.terms import BOTH, Job, Placement, Served, Slo, within_tpot
 from planner.trial import WARMUP, Trial, joint
 
 STEP = 1.06  # of the rates tried: coarser than the search's, since a run takes longer
@@ -152,12 +152,23 @@ def carried(request: Request, placement: Placement, rate: float) -> float:
 
 
 def _trial(request: Request, placement: Placement, rate: float, local_prefill: str, longer: int = 1) -> Trial:
-    count = longer * round(min(MOST_REQUESTS, max(request.requests, rate * request.horizon_s)))
+    wanted = max(request.requests, rate * request.horizon_s)
+    count = longer * round(min(MOST_REQUESTS, wanted))
     sample = tuple(request.workload.sample(count, 1.0, 2 * FRESH, request.cv))
+    # A run that is cut short of its horizon ends before a queue that only grows is seen.
+    most_rps = request.most_rps if count >= wanted else request.sustained_rps
+
+    def sustained(placement: Placement) -> float:
+        return most_rps(candidates.reading(placement) if local_prefill == "auto" else placement)
+
     return Trial(
-        (sample,), request.slos, _Product(request, local_prefill), round(WARMUP * count), request.effort,
-        request.most_rps,
-    )  # fmt: skip
+        (sample,),
+        request.slos,
+        _Product(request, local_prefill),
+        round(WARMUP * count),
+        request.effort,
+        sustained,
+    )
 
 
 def _kept(trial: Trial, shares: dict[str, float]) -> bool:
@@ -198,8 +209,7 @@ class _Product:
     def _within_s(self, role: str, steps: StepsOf) -> float | None:
         """How long a step may take, as `diptych serve` has it: where prompts are read beside answers."""
         tpot_s = min(slo.tpot_s for slo in self.request.slos.values())
-        sliced = role == BOTH and steps.chunked_prefill
-        within = sliced or (role == DECODE and self.local_prefill == "auto")
+        within = within_tpot(role, steps.chunked_prefill, self.local_prefill)
         return tpot_s if within and math.isfinite(tpot_s) else None
 
 

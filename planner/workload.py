@@ -214,19 +214,24 @@ class Mix:
         self.slos: Slos = {name: slo for name, _, _, slo in parts}
 
     @classmethod
-    def of(cls, trace: Workload, slos: Slos) -> Mix:
+    def of(cls, trace: Workload, slos: Slos, most: int | None = None) -> Mix:
         """The kinds of a trace that `slos` names, each as often as it comes there, and under "" all others.
 
-        Raises ConfigError: a kind is not in the trace, or requests of the trace are under no promise.
+        Requests of more than `most` tokens, prompt and answer together, are left out, and need no promise. Raises
+        ConfigError: a kind is not in the trace or all of it is longer, or requests are under no promise.
         """
         counts = trace.kinds()
         for name in slos:
             if name and name not in counts:
                 raise _unknown(name, counts)
         jobs: dict[str, list[Job]] = {name: [] for name in slos}
-        for job in trace.jobs:
+        for job in trace.jobs if most is None else short_enough(trace.jobs, most):
             name = job.kind if job.kind in slos else ""
             jobs.setdefault(name, []).append(replace(job, kind=name))
+        seen = {kind if kind in slos else "" for kind in counts}
+        for name in slos:
+            if most is not None and name in seen and not jobs[name]:
+                raise _emptied(name, most)
         if bool(jobs.get("")) != ("" in slos):
             raise _unpromised(len(jobs.get("", ())), listed(counts))
         return cls(
@@ -278,6 +283,17 @@ def _unknown(name: str, counts: Counter[str]) -> ConfigError:
             what, "it is a formula, and has no kinds", "give --kind a workload, or name a trace"
         )
     return ConfigError(what, f"it has {listed(counts)}", "name kinds that it has")
+
+
+def _emptied(name: str, most: int) -> ConfigError:
+    """The context leaves nothing of a kind that has an objective, or of all others, which are called ""."""
+    whose = f"of kind {name!r}" if name else "without a --kind of its own"
+    flags = f"--kind {name}" if name else "--slo-ttft-ms and --slo-tpot-ms"
+    return ConfigError(
+        f"no request {whose} fits a context of {most:,} tokens",
+        "prompt and answer together are longer, of all that the trace has: none would be served",
+        f"take a model with a longer context, or leave out {flags} to plan for the rest",
+    )
 
 
 def _unpromised(rest: int, told: str) -> ConfigError:

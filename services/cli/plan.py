@@ -9,6 +9,7 @@ from pathlib import Path
 from diptych.config import Config, GatewaySpec, WorkerSpec
 from diptych.load import Loaded
 from planner.plan_file import PlanFile
+from planner.terms import BOTH, within_tpot
 from services.cli.model import Model
 from services.cli.planned import alone, together
 from services.cluster.parts import Plan
@@ -34,7 +35,7 @@ def worker_spec(
         chunked_prefill=config.enable_chunked_prefill,
         prefix_caching=config.enable_prefix_caching,
         swap_bytes=config.swap_space,
-        tpot_ms=config.slo_tpot_ms if _reads_beside(config, role) else None,
+        tpot_ms=config.slo_tpot_ms if _within_tpot(config, role) else None,
         tp=config.prefill_tp if role == "prefill" else config.decode_tp,
         pp=config.prefill_pp if role == "prefill" else config.decode_pp,
         core=core,
@@ -48,13 +49,10 @@ def worker_spec(
     )
 
 
-def _reads_beside(config: Config, role: str) -> bool:
-    """Whether a worker's steps are kept within the objective, as it may read prompts beside answers: slices of them, or
-    where that is sooner than elsewhere. Prompts that are read whole go before answers, however long it takes.
-    """
-    if config.colocated:
-        return config.enable_chunked_prefill
-    return role == "decode" and config.local_prefill == "auto"
+def _within_tpot(config: Config, role: str) -> bool:
+    """As `planner.terms.within_tpot`, of workers: those of a colocated deployment are called decode workers."""
+    does = BOTH if config.colocated else role
+    return within_tpot(does, config.enable_chunked_prefill, config.local_prefill)
 
 
 def gateway_spec(

@@ -16,6 +16,7 @@ HELP = """Which deployment keeps the promises best: how many instances, how para
       --slo-ttft-ms 500 --slo-tpot-ms 50 --explain --what-if ttft=0.3 --what-if gpus=-2 --out plan.json
 """
 
+DEFAULT_WORKLOAD = "sharegpt"
 HARDWARE, TRAFFIC, SEARCH, ANSWER = "Hardware", "Traffic and objectives", "Search", "Answer"
 
 
@@ -72,8 +73,13 @@ def plan(
         ),
     ] = False,
     workload: Annotated[
-        str, typer.Option(help="sharegpt, humaneval, longbench, or a trace's file", rich_help_panel=TRAFFIC)
-    ] = "sharegpt",
+        str | None,
+        typer.Option(
+            help=f"sharegpt, humaneval, longbench, or a trace's file; default: {DEFAULT_WORKLOAD}",
+            rich_help_panel=TRAFFIC,
+            show_default=False,
+        ),
+    ] = None,
     kind: Annotated[
         list[str] | None,
         typer.Option(

@@ -1,7 +1,8 @@
 """`diptych serve --plan FILE`: from what the planner answered to settings, and to what must be placed together.
 
 A plan is deployed on this machine as it is, or refused: for another model, for other devices or more of them than
-there are, beside settings that say otherwise. What is started of a placement is in `planner.candidates.deployed`.
+there are, beside settings that say otherwise: of its pools at all, of a step and of who reads prompts anything else
+than was verified. What is started of a placement is in `planner.candidates.deployed`.
 """
 
 from __future__ import annotations
@@ -46,10 +47,7 @@ def planned(loaded: Loaded) -> tuple[Loaded, PlanFile | None]:
         )
     _check_devices(plan)
     given = _pools(plan) | {"model": _model(loaded, plan)} | _objectives(loaded, plan)
-    beside = "auto" in (plan.local_prefill, local_prefill(plan.placement))
-    if beside and "local_prefill" not in loaded.origins:
-        given["local_prefill"] = "auto"
-    given |= _steps(loaded, plan)
+    given |= _verified(loaded, plan)
     return Loaded(
         replace(loaded.config, **given), loaded.origins | dict.fromkeys(given, f"the plan {path}")
     ), plan
@@ -176,16 +174,42 @@ def _plain(model: str) -> str:
     return EMBEDDED if plain in PLANNED_EMBEDDED else plain
 
 
-def _steps(loaded: Loaded, plan: PlanFile) -> dict[str, Any]:
-    """What workers take on in a step, where it is not given by hand."""
+def _verified(loaded: Loaded, plan: PlanFile) -> dict[str, Any]:
+    """What workers take on in a step and who reads prompts, as it was verified.
+
+    "never" and "fallback" are one to a plan: they differ only where no prefill worker is left.
+
+    Raises:
+        ConfigError: a setting says something else.
+    """
+    config, found = loaded.config, _steps(plan)
+    if "auto" in (plan.local_prefill, local_prefill(plan.placement)):
+        found["local_prefill"] = "auto"
+    elif config.local_prefill == "auto":
+        found["local_prefill"] = plan.local_prefill
+    for name, value in found.items():
+        said = getattr(config, name)
+        if name in loaded.origins and said != value:
+            raise ConfigError(
+                f"{name} is {_shown(said)}, and the plan was made with {_shown(value)}",
+                f"from {loaded.origins[name]}: what the plan {config.plan} promises would not hold",
+                f"leave out {loaded.origins[name]}, or plan anew",
+            )
+    return found
+
+
+def _steps(plan: PlanFile) -> dict[str, Any]:
     if plan.steps is None:
         return {}
-    found = {
+    return {
         "max_num_seqs": plan.steps.max_num_seqs,
         "max_num_batched_tokens": plan.steps.max_num_batched_tokens,
         "enable_chunked_prefill": plan.steps.chunked_prefill,
     }
-    return {name: value for name, value in found.items() if name not in loaded.origins}
+
+
+def _shown(value: object) -> str:
+    return str(value).lower()
 
 
 def _objectives(loaded: Loaded, plan: PlanFile) -> dict[str, float]:

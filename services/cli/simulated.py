@@ -14,7 +14,7 @@ from planner.links import wanted, way
 from planner.profile import Profile, built_in, load_of
 from planner.shape import Shape, known
 from planner.simulator import Deployment, deployment
-from planner.terms import BOTH, DECODE, PREFILL, Link, Placement, Pool, Split
+from planner.terms import BOTH, DECODE, PREFILL, Link, Placement, Pool, Split, within_tpot
 from services.cli.simulate_options import LOCAL
 
 ROLES = {"P": PREFILL, "D": DECODE, "C": BOTH}
@@ -48,10 +48,10 @@ def deployed(options: Mapping[str, Any], given: Collection[str]) -> Deployment:
         prefix_caching=options["enable_prefix_caching"],
         local_prefill=_local(options, given, placement),
     )
-    beside = _beside(options, placement)
-    budget_s = _budget_s(options, bool(beside))
+    bound = _bound(options, placement)
+    budget_s = _budget_s(options, placement, bool(bound))
     machines = tuple(
-        replace(machine, tpot_s=budget_s if pool in beside else None)
+        replace(machine, tpot_s=budget_s if pool in bound else None)
         for pool, machine in zip(placement.pools, made.machines, strict=True)
     )
     return replace(made, machines=machines)
@@ -160,21 +160,21 @@ def _local(options: Mapping[str, Any], given: Collection[str], placement: Placem
     return local
 
 
-def _beside(options: Mapping[str, Any], placement: Placement) -> list[Pool]:
-    """Pools whose instances read prompts while they write answers."""
-    auto = options["local_prefill"] == "auto"
-    return [pool for pool in placement.pools if pool.role == BOTH or (auto and pool.role == DECODE)]
+def _bound(options: Mapping[str, Any], placement: Placement) -> list[Pool]:
+    """Pools whose steps are kept within a time, as in `diptych serve`."""
+    chunked, local = options["enable_chunked_prefill"], options["local_prefill"]
+    return [pool for pool in placement.pools if within_tpot(pool.role, chunked, local)]
 
 
-def _budget_s(options: Mapping[str, Any], beside: bool) -> float | None:
-    """How long a step may take that reads and writes; None: as long as it takes."""
-    chunked, budget_ms = options["enable_chunked_prefill"], options["tpot_budget_ms"]
+def _budget_s(options: Mapping[str, Any], placement: Placement, bound: bool) -> float | None:
+    """How long a step may take that is kept within a time, as some are if `bound`; None: as long as it takes."""
+    budget_ms = options["tpot_budget_ms"]
     budget_s = seconds(options["slo_tpot_ms"] if budget_ms is None else budget_ms)
-    if budget_ms is not None and not (chunked and beside):
+    if budget_ms is not None and not bound:
         why = (
-            "no instance reads prompts while it writes answers"
-            if chunked
-            else "whole prompts take their time"
+            "whole prompts take their time"
+            if any(placement.role(BOTH))
+            else "no instance reads prompts while it writes answers"
         )
         raise ConfigError("--tpot-budget-ms has no effect here", why, "leave it out")
-    return budget_s if chunked and math.isfinite(budget_s) else None
+    return budget_s if math.isfinite(budget_s) else None

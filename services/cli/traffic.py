@@ -10,8 +10,7 @@ from diptych.errors import ConfigError
 from planner.shape import Shape
 from planner.terms import Slo
 from planner.workload import Mix, Source, Workload, listed, named
-
-DEFAULT_WORKLOAD = "sharegpt"
+from services.cli.plan_options import DEFAULT_WORKLOAD
 
 
 class Traffic(NamedTuple):
@@ -51,12 +50,8 @@ def traffic(options: Mapping[str, Any], shape: Shape) -> Traffic:
 
 
 def _single(options: Mapping[str, Any], shape: Shape) -> Traffic:
-    slo, name = _slo(options), str(options["workload"])
-    workload, notes = _held(named(name), name, shape)
-    kinds = workload.kinds()
-    if len(kinds) > 1:
-        told = f"{name}: all are planned for as one kind, of {listed(kinds)}; --kind NAME=TTFT_MS:TPOT_MS parts them"
-        notes = (*notes, told)
+    slo, name = _slo(options), options["workload"] or DEFAULT_WORKLOAD
+    workload, notes = _as_one(named(name), name, shape)
     return Traffic(workload.fitted() if options["fit"] else workload, {"": slo}, name, notes)
 
 
@@ -69,23 +64,23 @@ def _of_trace(kinds: Sequence[Kind], options: Mapping[str, Any], shape: Shape) -
         )
     if options["slo_ttft_ms"] is not None or options["slo_tpot_ms"] is not None:
         slos[""] = _slo(options)
-    name = str(options["workload"])
-    workload, notes = _held(named(name), name, shape)
-    mix = Mix.of(workload, slos)
-    return Traffic(mix.fitted() if options["fit"] else mix, mix.slos, name, notes)
+    name = options["workload"] or DEFAULT_WORKLOAD
+    workload = named(name)
+    mix = Mix.of(workload, slos, shape.max_len)
+    source = mix.fitted() if options["fit"] else mix
+    return Traffic(source, mix.slos, name, _left_out(workload, name, shape))
 
 
 def _mixed(kinds: Sequence[Kind], options: Mapping[str, Any], shape: Shape) -> Traffic:
     """Kinds with workloads of their own."""
-    useless = [name for name in ("slo_ttft_ms", "slo_tpot_ms") if options[name] is not None]
-    useless += ["workload"] if options["workload"] != DEFAULT_WORKLOAD else []
+    useless = [name for name in ("slo_ttft_ms", "slo_tpot_ms", "workload") if options[name] is not None]
     if useless:
         raise ConfigError(
             f"--{useless[0].replace('_', '-')} has no effect",
             "each --kind names its own",
             "leave out one of them",
         )
-    held = [_held(named(kind.workload or ""), kind.name, shape) for kind in kinds]
+    held = [_as_one(named(kind.workload or ""), kind.name, shape) for kind in kinds]
     mix = Mix([(kind.name, kind.share, one, kind.slo) for kind, (one, _) in zip(kinds, held, strict=True)])
     notes = tuple(note for _, told in held for note in told)
     return Traffic(mix.fitted() if options["fit"] else mix, mix.slos, ", ".join(mix.slos), notes)
@@ -109,13 +104,26 @@ def _slo(options: Mapping[str, Any]) -> Slo:
     return Slo(ttft_s, tpot_s, options["attainment"])
 
 
-def _held(workload: Workload, name: str, shape: Shape) -> tuple[Workload, tuple[str, ...]]:
-    """The requests that the model's context takes, and what is told of others: a server refuses them."""
+def _as_one(workload: Workload, name: str, shape: Shape) -> tuple[Workload, tuple[str, ...]]:
+    """The requests that the model's context takes, as one kind, and what is told of that.
+
+    Raises ConfigError: the context takes none.
+    """
+    held, notes = workload.within(shape.max_len), _left_out(workload, name, shape)
+    kinds = held.kinds()
+    if len(kinds) > 1:
+        parted = "--kind NAME=TTFT_MS:TPOT_MS parts those of --workload"
+        notes = (*notes, f"{name}: all are planned for as one kind, of {listed(kinds)}; {parted}")
+    return held, notes
+
+
+def _left_out(workload: Workload, name: str, shape: Shape) -> tuple[str, ...]:
+    """What is told of requests that are longer than the model's context: a server refuses them."""
     found = workload.longer(shape.max_len)
     if not found.longer:
-        return workload, ()
-    told = f"{name}: {found} are longer than the context of {shape.name}, {shape.max_len:,} tokens, and are left out"
-    return workload.within(shape.max_len), (told,)
+        return ()
+    context = f"the context of {shape.name}, {shape.max_len:,} tokens"
+    return (f"{name}: {found} are longer than {context}, and are left out",)
 
 
 def _kind(text: str, attainment: float) -> Kind:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from diptych.errors import ConfigError
 from planner.shape import known
 from planner.terms import Job, Slo
 from planner.traces import write_trace
 from planner.workload import Mix, Workload
+from services.cli.main import app
+from services.cli.plan_options import DEFAULT_WORKLOAD
 from services.cli.traffic import Traffic, traffic
 
 SHAPE = known("OPT-13B")
@@ -28,7 +31,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def asked(**given: Any) -> Traffic:
-    flags = {"workload": "sharegpt", "kind": None, "slo_ttft_ms": None, "slo_tpot_ms": None, "fit": False}
+    flags = {"workload": None, "kind": None, "slo_ttft_ms": None, "slo_tpot_ms": None, "fit": False}
     return traffic({**flags, "attainment": 0.9, **given}, SHAPE)
 
 
@@ -64,6 +67,56 @@ def test_kinds_may_bring_their_own_workloads(trace: str) -> None:
     assert not found.source.workloads["batch"].jobs, "drawn from what fits it"
 
 
+def test_a_kinds_own_trace_of_several_kinds_says_so_too(trace: str) -> None:
+    (note,) = asked(kind=["chat=sharegpt:3:250:100", f"batch={trace}:1:5000:1000"]).notes
+    assert note.startswith("batch: all are planned for as one kind, of unnamed (20), priority 5 (10)")
+
+
+@pytest.fixture
+def lengthy(tmp_path: Path) -> str:
+    """Two hundred short requests, and as many that no context of 2,048 tokens takes."""
+    path = tmp_path / "lengthy.jsonl"
+    jobs = [Job(float(at), (100, 5000)[at % 2], 50, ("chat", "long")[at % 2]) for at in range(400)]
+    write_trace(path, jobs)
+    return str(path)
+
+
+def test_what_is_longer_than_the_context_needs_no_promise(lengthy: str) -> None:
+    found = asked(workload=lengthy, kind=["chat=400:60"])
+    assert isinstance(found.source, Mix) and found.source.shares == {"chat": 1.0}
+    (note,) = found.notes
+    assert "200 of its 400 requests are longer than the context of OPT-13B, 2,048 tokens" in note
+
+
+@pytest.mark.parametrize(
+    ("given", "whose", "flag"),
+    [
+        ({"kind": ["chat=400:60", "long=4000:60"]}, "of kind 'long'", "--kind long"),
+        ({"kind": ["chat=400:60"], "slo_ttft_ms": 4000.0}, "without a --kind of its own", "--slo-ttft-ms"),
+    ],
+)
+def test_a_kind_that_is_all_longer_than_the_context_is_told_of_the_context(
+    lengthy: str, given: dict[str, Any], whose: str, flag: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"no request {whose} fits a context of 2,048 tokens") as told:
+        asked(workload=lengthy, **given)
+    assert "longer context" in told.value.fix and flag in told.value.fix and len(told.value.lines()) <= 6
+
+
+def test_the_default_workload_is_told_from_a_typed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed: list[str | None] = []
+
+    def noted(options: dict[str, Any]) -> int:
+        typed.append(options["workload"])
+        return 0
+
+    monkeypatch.setattr("services.cli.planning.plan", noted)
+    for more in ([], ["--workload", DEFAULT_WORKLOAD]):
+        assert CliRunner().invoke(app, ["plan", "--model", "OPT-13B", *more]).exit_code == 0
+    assert typed == [None, DEFAULT_WORKLOAD]
+    assert asked(slo_ttft_ms=250.0).name == DEFAULT_WORKLOAD
+
+
 def test_a_fit_is_drawn_from(trace: str) -> None:
     found = asked(workload=trace, slo_ttft_ms=250.0, fit=True)
     assert isinstance(found.source, Workload) and not found.source.jobs
@@ -79,6 +132,7 @@ def test_a_fit_is_drawn_from(trace: str) -> None:
         ({"kind": ["priority 5=250:100", "priority 5=1:1"]}, "named twice"),
         ({"kind": ["priority 5=250:100", "chat=sharegpt:1:250:100"]}, "in two ways"),
         ({"kind": ["chat=sharegpt:1:250:100"]}, "--workload has no effect"),
+        ({"workload": "sharegpt", "kind": ["chat=humaneval:1:250:100"]}, "--workload has no effect"),
         ({"kind": ["priority 5=250"]}, "cannot be read"),
         ({"kind": ["priority 5=sharegpt:250:100"]}, "cannot be read"),
         ({"kind": ["priority 5=250:0"]}, "cannot be read"),

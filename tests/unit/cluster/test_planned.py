@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +32,10 @@ from planner.terms import Job, Placement, Served, Slo, Split
 from planner.verify import limits, taken_on
 from services.cli.model import Model
 from services.cli.plan import plan as deployment
+from services.cli.plan import worker_spec
 from services.cli.planned import check_model, planned, together
 from services.cli.serve import promise
+from services.cli.simulated import deployed as simulated_of
 from tests.unit.planner.planned import question
 
 PREDICTED = Predicted(2.0, 1.0, (1.8, 2.1), 0.93, 300, 3)
@@ -96,8 +99,15 @@ def test_workers_take_on_in_a_step_what_was_planned_with(tmp_path: Path) -> None
         2048,
         False,
     )
-    config = settle(tmp_path, plan, {"max_num_seqs": "8"}).config
-    assert (config.max_num_seqs, config.max_num_batched_tokens) == (8, 2048)
+    same = {"max_num_seqs": "256", "max_num_batched_tokens": "2048", "enable_chunked_prefill": False}
+    assert settle(tmp_path, plan, same).config == config
+    for name, value in (
+        ("max_num_seqs", "8"),
+        ("max_num_batched_tokens", "512"),
+        ("enable_chunked_prefill", True),
+    ):
+        assert f"{name} is {str(value).lower()}, and the plan" in refused(tmp_path, plan, **{name: value})
+    assert settle(tmp_path, made(*PAIR), {"max_num_seqs": "8"}).config.max_num_seqs == 8
     assert settle(tmp_path, made(*PAIR)).config.max_num_batched_tokens == 512  # nobody has said
     assert "not possible" in refused(tmp_path, msgspec.structs.replace(plan, steps=StepsOf(64, 32)))
 
@@ -124,7 +134,14 @@ def test_a_plan_says_whether_decode_workers_read_prompts(tmp_path: Path) -> None
     for told, expected in (("never", "fallback"), ("auto", "auto")):
         plan = msgspec.structs.replace(made(*PAIR), local_prefill=told)
         assert settle(tmp_path, plan).config.local_prefill == expected
-        assert settle(tmp_path, plan, {"local_prefill": "never"}).config.local_prefill == "never"
+        for said in ("never", "fallback", "auto"):
+            given = {"local_prefill": said}
+            if (said == "auto") == (told == "auto"):
+                assert settle(tmp_path, plan, given).config.local_prefill == said
+            else:
+                assert f"local_prefill is {said}, and the plan" in refused(tmp_path, plan, **given)
+    hybrid = made(PoolOf("prefill"), PoolOf("decode"), PoolOf("both"))
+    assert "made with auto" in refused(tmp_path, hybrid, local_prefill="never")
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 512])
@@ -175,11 +192,36 @@ def test_what_is_verified_is_what_is_started(
     assert any(pool.role == "both" for pool in seen[0].placement.pools) == (not started.gateway.num_prefill)
 
 
+@pytest.mark.parametrize("words", ["1P + 1D", "2C"])
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("local", ["never", "fallback", "auto"])
+def test_steps_are_kept_within_tpot_alike_when_served_simulated_and_verified(
+    words: str, chunked: bool, local: str
+) -> None:
+    pools = {"colocated": "2"} if words == "2C" else {}
+    config = load("serve", pools | {"enable_chunked_prefill": chunked, "local_prefill": local}, {}).config
+    config = dataclasses.replace(config, slo_tpot_ms=30.0)
+    unset: dict[str, Any] = dict.fromkeys(("profile", "link", "tpot_budget_ms"))
+    options = dataclasses.asdict(config) | unset
+    options |= {"model": "opt-13b", "device": "A100-80G", "placement": words}
+    simulated = simulated_of(options, ())
+    product = planner.verify._Product(question(slos={"": Slo(0.2, 0.03, 0.9)}), local)
+    for pool, machine in zip(simulated.placement.pools, simulated.machines, strict=True):
+        role = "decode" if pool.role == "both" else pool.role
+        spec = worker_spec(config, MODEL, role, "one", "", "", None)
+        assert machine.tpot_s == product._within_s(pool.role, StepsOf(64, 512, chunked))
+        assert machine.tpot_s == (None if spec.tpot_ms is None else spec.tpot_ms / 1e3)
+    options["tpot_budget_ms"] = 9.0
+    if any(machine.tpot_s for machine in simulated.machines):
+        assert {machine.tpot_s for machine in simulated_of(options, ()).machines} <= {None, 9e-3}
+    else:
+        with pytest.raises(ConfigError, match="has no effect here"):
+            simulated_of(options, ())
+
+
 def test_what_is_set_otherwise_stays_where_it_does_not_contradict(tmp_path: Path) -> None:
-    given = {"slo_ttft_ms": "900", "model": "models/../models/tiny", "local_prefill": "never"}
-    plan = made(PoolOf("prefill"), PoolOf("decode"), PoolOf("both"))
-    config = settle(tmp_path, plan, given).config
-    assert (config.slo_ttft_ms, config.local_prefill) == (900, "never")
+    given = {"slo_ttft_ms": "900", "model": "models/../models/tiny"}
+    assert settle(tmp_path, made(*PAIR), given).config.slo_ttft_ms == 900
     hub = made(*PAIR, model="Qwen2.5-0.5B")
     assert settle(tmp_path, hub, {"model": "Qwen/Qwen2.5-0.5B-Instruct"}).config.model.startswith("Qwen/")
 

@@ -6,8 +6,13 @@ import pytest
 
 from planner import candidates
 from planner.finalists import Found
-from planner.terms import Slo, Split
+from planner.terms import BOTH, DECODE, Placement, Slo, Split
 from tests.unit.planner.planned import question
+
+
+def alike(placement: Placement) -> bool:
+    """Whether all that decode are of one size and device."""
+    return len({(pool.split, pool.device) for pool in placement.role(DECODE, BOTH)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -20,12 +25,12 @@ def test_hybrids_are_such_as_can_be_deployed(ttft_s: float, per_node: int, count
     request = question(per_node=per_node, span_s=2.0, families=("hybrid",), slos={"": Slo(ttft_s, 0.012)})
     found = [one.placement for one in Found(request).finalists()]
     assert len(found) == count
-    assert all(candidates.family(one) == "hybrid" and candidates.alike(one) for one in found)
+    assert all(candidates.family(one) == "hybrid" and alike(one) for one in found)
 
 
 def test_fewer_pairs_for_a_rate_get_instances_that_can_be_deployed_beside_them() -> None:
     request = question(nodes=4, span_s=2.0, rate=8.0, families=("hybrid",))
     pairs = candidates.times(candidates.pair(Split(1), Split(2), "low", 1, "made", "made"), 2)
     (found,) = Found(request)._leaner(pairs, 8.0)
-    assert candidates.family(found) == "hybrid" and candidates.alike(found)
+    assert candidates.family(found) == "hybrid" and alike(found)
     assert found.devices < pairs.devices

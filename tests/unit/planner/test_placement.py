@@ -400,6 +400,12 @@ def test_the_papers_placements_are_near_the_best(
     assert ((tp_p, pp_p), (tp_d, pp_d)) in names
 
 
+def test_two_copies_of_the_largest_model_do_not_fit_a_node() -> None:
+    """S6: pairs of OPT-175B whose KV stays within nodes are cut into segments on two nodes at least."""
+    units = list(paper("OPT-175B", 3, 8, "sharegpt", Slo(4.0, 0.2)).units("low"))
+    assert len(units) > 10 and min(unit.cross for unit in units) == 2
+
+
 def test_overheads_and_a_measured_link_count() -> None:
     request = question()
     slow = replace(profile(), overheads=Overheads(step_s=0.01, link=Link(5.0, 0.25)))

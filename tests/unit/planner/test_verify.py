@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,15 +12,16 @@ from typing import Any
 import pytest
 
 import planner.verify
+from diptych.errors import ConfigError
 from planner import candidates
-from planner.explain import advantage, elsewhere, headline, plan_file, told
-from planner.placement import Answer, place
+from planner.explain import advantage, elsewhere, explain, headline, plan_file, told
+from planner.placement import Answer, place, uses
 from planner.plan_file import load, save
 from planner.profile import Overheads
 from planner.request import Request
 from planner.simulator import Deployment, simulate
 from planner.terms import Job, Placement, Served, Slo, Split
-from planner.verify import LONGER, STEP, confirmed, judge, limits, verify
+from planner.verify import LONGER, STEP, _trial, confirmed, judge, limits, verify
 from tests.unit.planner.planned import profile, question
 
 ONE = Split()
@@ -188,12 +190,38 @@ def test_for_a_rate_goodput_is_what_was_asked() -> None:
 
 def test_what_is_started_of_placements() -> None:
     for placement in (PAIR, ALONE):
-        assert candidates.deployed(placement) == placement and candidates.alike(placement)
+        assert candidates.deployed(placement) == placement
         assert candidates.local_prefill(placement) == "never"
-    assert candidates.local_prefill(HYBRID) == "auto" and candidates.alike(HYBRID)
+    assert candidates.local_prefill(HYBRID) == "auto"
     assert [pool.role for pool in candidates.deployed(HYBRID).pools] == ["prefill", "decode", "decode"]
-    wider = candidates.both((PAIR, candidates.alone(Split(2), "made")))
-    elsewhere_ = candidates.both((PAIR, candidates.alone(ONE, "other")))
-    assert not candidates.alike(wider) and not candidates.alike(elsewhere_)
-    uneven = Placement((*PAIR.pools, replace(PAIR.pools[0], split=Split(2))))
-    assert not candidates.alike(uneven)
+    assert [pool.role for pool in candidates.reading(PAIR).pools] == ["prefill", "both"]
+    assert candidates.both((PAIR, Placement((candidates.companion(PAIR),)))) == HYBRID
+
+
+def test_a_run_cut_short_of_its_horizon_promises_no_more_than_is_sustained() -> None:
+    """2,000 requests at a rate a third too high end within a minute of waiting: all keep a TTFT of a minute."""
+    request = question(per_node=1, span_s=60.0, slos={"": Slo(60.0, 10.0, 0.9)})
+    rate = 1.3 * request.sustained_rps(ALONE)
+    assert rate * request.horizon_s > 2000 and not request.open_ended
+    verdict = verify(request, ALONE, rate, False)
+    assert verdict.attainment >= 0.9 and verdict.goodput_rps == 0.0
+
+
+def test_what_is_sustained_counts_decode_instances_that_read() -> None:
+    request = replace(READING, slos={"": Slo(math.inf, 0.5, 0.9)})
+    alone, helped = (_trial(request, PAIR, 1.0, reads).most_rps(PAIR) for reads in ("never", "auto"))
+    assert alone == request.sustained_rps(PAIR) and helped > 1.1 * alone
+
+
+def test_a_hybrid_needs_three_devices() -> None:
+    with pytest.raises(ConfigError) as caught:
+        place(question(per_node=2, families=("hybrid",)))
+    assert "take 3 devices" in caught.value.why
+
+
+def test_what_the_search_has_measured_is_told_at_its_own_rate() -> None:
+    answer = slowed()
+    assert answer.best.fast.rate_rps != answer.best.rate_rps
+    assert answer.uses == uses(answer.request, answer.best.fast)
+    limits = next(line for line in explain(answer) if line.startswith("what limits it"))
+    assert f"at {answer.best.fast.rate_rps:.3g} requests/s, as searched" in limits

@@ -209,6 +209,21 @@ def test_kinds_without_a_match_are_told(slos: dict[str, Slo], said: str) -> None
     assert "batch (200)" in told.value.why and len(told.value.lines()) <= 6
 
 
+def test_the_kinds_of_a_trace_are_cut_to_a_context_each() -> None:
+    jobs = [*several(), *(Job(2000.0 + at, 90, 11, "rare") for at in range(3)), Job(3000.0, 95, 9, "odd")]
+    trace = Workload.of(jobs)
+    with pytest.raises(ConfigError, match="no request of kind 'batch' fits a context of 100 tokens"):
+        Mix.of(trace, {"batch": Slo(1.0), "": Slo(1.0)}, 100)
+    with pytest.raises(ConfigError, match="799 requests of the trace have no objective"):
+        Mix.of(trace, {"rare": Slo(1.0)}, 104)
+    with pytest.raises(ConfigError, match="no requests of kind 'chat'"):
+        Mix.of(trace, {"chat": Slo(1.0)}, 100)
+    with pytest.raises(ConfigError, match="no request fits a context of 5 tokens"):
+        Mix.of(trace, {"batch": Slo(1.0), "": Slo(1.0)}, 5)
+    mix = Mix.of(trace, {"rare": Slo(1.0), "": Slo(1.0)}, 100)
+    assert mix.shares == pytest.approx({"rare": 2 / 800, "": 798 / 800})
+
+
 def test_an_objective_for_nobody_and_kinds_of_a_formula_are_told() -> None:
     batches = Workload.of(job for job in several() if job.kind == "batch")
     with pytest.raises(ConfigError, match="for no request"):

@@ -8,6 +8,7 @@ measured again on seeds that nobody searched with, over a longer horizon, and th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from diptych.errors import ConfigError
@@ -17,7 +18,7 @@ from planner.finalists import Finalist, Found, staged
 from planner.possible import impossible, too_tight
 from planner.request import Request, enlarged
 from planner.search import LOWEST, RATIO, Scored, climb, rung_of
-from planner.terms import Placement
+from planner.terms import Job, Placement
 from planner.trial import Trial, joint
 from planner.verify import Verdict, carried, confirmed, judge, strengthened, verify
 
@@ -26,6 +27,7 @@ SLACK = 0.02  # of attainment: what a plan may lack on fresh seeds, and still be
 NEEDS = {"colocated": ("colocated",), "low": ("disaggregated", "hybrid")}
 RESOURCES = ("prefill", "decode", "link", "memory")
 MORE = 1.25  # of a resource, to see whether goodput follows it
+Samples = Sequence[Sequence[Job]]
 OPEN_ENDED = "one objective is infinite: goodput is at most what the deployment sustains for ever"
 
 
@@ -261,9 +263,6 @@ def _option(request: Request, placement: Placement, rate: float) -> Option:
 
 def _promised(request: Request, option: Option, verdict: Verdict) -> Option:
     """The option with the figures of the product's own decisions."""
-    jobs = [job for sample in request.samples(request.requests) for job in sample]
-    tokens = sum(job.output for job in jobs) / len(jobs)
-    good_rps = verdict.goodput_rps * verdict.attainment * tokens
     return replace(
         option,
         goodput_rps=verdict.goodput_rps,
@@ -271,12 +270,20 @@ def _promised(request: Request, option: Option, verdict: Verdict) -> Option:
         rate_rps=verdict.rate_rps,
         shares=verdict.shares,
         attainment=verdict.attainment,
-        cost_per_million=option.price_per_hour / 3600.0 / good_rps * 1e6 if good_rps else math.inf,
+        cost_per_million=_per_million(
+            option.price_per_hour, verdict.goodput_rps * verdict.attainment, request.samples(request.requests)
+        ),
         requests=verdict.requests,
         seeds=1,
         verdict=verdict,
         searched=option,
     )
+
+
+def _per_million(price_per_hour: float, good_rps: float, samples: Samples) -> float:
+    """What a million tokens of answers that keep their promise cost; infinite where there are none."""
+    tokens = sum(job.output for sample in samples for job in sample) / sum(map(len, samples))
+    return price_per_hour / 3600.0 / (good_rps * tokens) * 1e6 if good_rps else math.inf
 
 
 def _long(request: Request, placement: Placement) -> Trial:
@@ -291,11 +298,10 @@ def _measured(request: Request, one: Finalist) -> Option:
     rate = goodput if request.rate is None else request.rate
     shares = trial.shares(one.placement, rate) if rate else dict.fromkeys(trial.counted(), 0.0)
     attained, price = joint(shares, trial.counted()), request.price(one.placement)
-    tokens = sum(job.output for sample in trial.samples for job in sample) / sum(map(len, trial.samples))
-    good_rps = min(rate, goodput) * attained * tokens
+    cost = _per_million(price, min(rate, goodput) * attained, trial.samples)
     return Option(
         candidates.family(one.placement), one.placement, goodput, (goodput, goodput), one.expected_rps, rate, shares,
-        attained, request.weight(one.placement), price, price / 3600.0 / good_rps * 1e6 if good_rps else math.inf,
+        attained, request.weight(one.placement), price, cost,
         len(trial.samples[0]), len(trial.samples),
     )  # fmt: skip
 

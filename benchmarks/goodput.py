@@ -27,11 +27,13 @@ deployment serves. Goodput is where attainment, made to fall with the rate, cros
                                             `censored`: seeds of which the rates did not enclose it
     cells.WORKLOAD.REGIME.ratio             disaggregated over the better of the colocated, seed by seed: mean, interval
     cells.WORKLOAD.REGIME.auto_ratio        auto over the best of the others
+    cells.WORKLOAD.REGIME.auto_of_two       auto over the better of disaggregated and colocated
     cells.WORKLOAD.REGIME.predicted         the same from the simulator, with what it would choose
     cells.WORKLOAD.REGIME.foreseen          whether the simulator names the better kind
     foreseen, foreseen_clear                share of the cells in which it does; of those whose ratio is surely not 1
     loses                                   cells in which disaggregation has less
-    auto_least                              the least `auto_ratio`
+    auto_least, auto_of_two_least           the least `auto_ratio`, the least `auto_of_two`
+    auto_surely_less                        cells in which the interval of `auto_of_two` is below 1
 
 The client takes part of the same cores; `client_cpu_share` is the most that it took. Run it on an idle machine.
 """
@@ -80,6 +82,7 @@ REGIMES = {  # factors of the unloaded 90th percentiles of TTFT and TPOT
     "balanced": (8.0, 4.0),
 }
 COLUMNS = ("disaggregated", *COLOCATED, "auto")
+TWO = ("disaggregated", "colocated")
 COMMON = ("--kv-cache-memory-bytes", "256MiB")
 CONTEXT = 1900
 ALONE = 24  # requests that are measured one by one
@@ -115,6 +118,8 @@ class Cell:
         others = [one for name, one in self.goodput.items() if name != "auto"]
         if others and "auto" in self.goodput:
             found["auto_ratio"] = self.goodput["auto"].over(others)
+        if set(TWO) <= set(self.goodput) and "auto" in self.goodput:
+            found["auto_of_two"] = self.goodput["auto"].over([self.goodput[name] for name in TWO])
         return found | {"predicted": self._predicted(), "foreseen": self.foreseen}
 
     def _predicted(self) -> dict[str, Any]:
@@ -315,9 +320,13 @@ def report(found: Mapping[str, Mapping[str, Cell]], options: argparse.Namespace)
         "foreseen": _share(cell["foreseen"] for cell in known),
         "foreseen_clear": _share(cell["foreseen"] for cell in clear),
         "loses": [name for name, cell in compared.items() if cell["ratio"]["mean"] < 1.0],
-        "auto_least": min(
-            (cell["auto_ratio"]["mean"] for cell in flat.values() if "auto_ratio" in cell), default=None
-        ),
+        "auto_least": _least(flat.values(), "auto_ratio"),
+        "auto_of_two_least": _least(flat.values(), "auto_of_two"),
+        "auto_surely_less": [
+            name
+            for name, cell in flat.items()
+            if "auto_of_two" in cell and cell["auto_of_two"]["interval"][1] < 1.0
+        ],
     }
     return sums | {name: getattr(options, name) for name in ("seconds", "seeds", "shrink")}
 
@@ -325,6 +334,10 @@ def report(found: Mapping[str, Mapping[str, Cell]], options: argparse.Namespace)
 def _share(said: Iterable[bool]) -> float | None:
     values = list(said)
     return round(sum(values) / len(values), 3) if values else None
+
+
+def _least(cells: Iterable[Mapping[str, Any]], ratio: str) -> float | None:
+    return min((cell[ratio]["mean"] for cell in cells if ratio in cell), default=None)
 
 
 def estimate_s(options: argparse.Namespace) -> float:

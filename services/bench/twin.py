@@ -51,10 +51,6 @@ def twin(pools: Pools, found: Measured, own: StepCost, lives: Sequence[Life], **
     usual: dict[str, Any] = {
         "max_num_seqs": USUAL.max_num_seqs,
         "max_num_batched_tokens": USUAL.max_num_batched_tokens,
-        # not the profile's: a worker measures it anew whenever it starts
-        "saturation_tokens": max(
-            (life.saturation_tokens for life in workers if life.role == "prefill"), default=0
-        ),
         "beat_s": BEAT_S,
         "handling": found.handling,
         "cores": len(os.sched_getaffinity(0)),
@@ -64,7 +60,13 @@ def twin(pools: Pools, found: Measured, own: StepCost, lives: Sequence[Life], **
     def paced(machine: Machine, life: Life) -> Machine:
         others = [other for other in workers if other is not life]
         step_s = between_steps([life]) or machine.step_s
-        return replace(machine, cost=own, rhythm=rhythm(own, life, others), step_s=step_s)
+        return replace(
+            machine,
+            cost=own,
+            rhythm=rhythm(own, life, others),
+            step_s=step_s,
+            saturation_tokens=life.saturation_tokens,  # a worker measures it anew whenever it starts
+        )
 
     machines = tuple(paced(machine, life) for machine, life in zip(plain.machines, workers, strict=True))
     return replace(plain, machines=machines)

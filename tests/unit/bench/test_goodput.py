@@ -309,6 +309,11 @@ def good(*rates: float) -> Goodput:
     return Goodput(tuple(map(Knee, rates)), np.array(rates)[:, None] * np.array([[0.9, 1.0, 1.1]]))
 
 
+def wide(rate: float) -> Goodput:
+    """One whose intervals are not the same as those of `good`."""
+    return Goodput((Knee(rate),), np.array([[rate * 0.8, rate, rate * 1.2]]))
+
+
 EXPECTED = {"disaggregated": 3.0, "colocated": 2.0, "unchunked": 1.0, "local": 2.5}
 SURELY = {"disaggregated": 1.5, "colocated": 1.8, "unchunked": 0.9, "local": 1.7}
 
@@ -322,7 +327,10 @@ def test_a_cell_says_how_the_columns_compare() -> None:
         disaggregated=good(6.0, 8.0), colocated=good(4.0, 4.0), unchunked=good(2.0, 2.0), auto=good(6.0, 8.0)
     ).told()
     assert told["ratio"]["mean"] == 1.75 and told["ratio"]["seeds"] == [1.5, 2.0]
-    assert told["auto_ratio"]["mean"] == 1.0 and told["slo_ms"] == {"ttft": 1000.0, "tpot": 20.0}
+    assert told["auto_ratio"]["mean"] == told["auto_of_two"]["mean"] == 1.0 and told["slo_ms"] == {
+        "ttft": 1000.0,
+        "tpot": 20.0,
+    }
     assert told["predicted"] == {
         "goodput": EXPECTED,
         "surely": SURELY,
@@ -333,7 +341,7 @@ def test_a_cell_says_how_the_columns_compare() -> None:
 
 def test_parts_of_a_cell_are_told_without_ratios() -> None:
     told = cell(disaggregated=good(6.0)).told()
-    assert "ratio" not in told and "auto_ratio" not in told and told["foreseen"] is None
+    assert not {"ratio", "auto_ratio", "auto_of_two"} & set(told) and told["foreseen"] is None
 
 
 def test_the_report_says_where_disaggregation_loses_and_whether_that_was_foreseen() -> None:
@@ -341,8 +349,20 @@ def test_the_report_says_where_disaggregation_loses_and_whether_that_was_foresee
     other = cell(disaggregated=good(6.0), colocated=good(4.0), unchunked=good(8.0), auto=good(6.0))
     told = report({"sharegpt": {"balanced": one, "tight_ttft": other}}, options_of(["--seeds", "1"]))
     assert told["loses"] == ["sharegpt.tight_ttft"] and told["auto_least"] == 0.75
+    assert told["auto_of_two_least"] == 1.0 and told["auto_surely_less"] == []
     assert (told["foreseen"], told["foreseen_clear"], told["seeds"]) == (0.5, 0.5, 1)
     assert [one["foreseen"] for one in told["cells"]["sharegpt"].values()] == [True, False]
+
+
+@pytest.mark.parametrize(("auto", "surely"), [(3.0, ["sharegpt.balanced"]), (5.6, []), (7.0, [])])
+def test_the_report_says_where_auto_has_surely_less_than_the_better_of_the_two(
+    auto: float, surely: list[str]
+) -> None:
+    one = cell(disaggregated=wide(6.0), colocated=good(4.0), unchunked=good(9.0), auto=good(auto))
+    told = report({"sharegpt": {"balanced": one}}, options_of(["--seeds", "1"]))
+    assert told["auto_surely_less"] == surely
+    assert told["auto_of_two_least"] == pytest.approx(auto / 6.0, abs=1e-3)
+    assert told["auto_least"] == pytest.approx(auto / 9.0, abs=1e-3), "whole prompts had more"
 
 
 # ---- the simulator

@@ -52,7 +52,7 @@ def test_prefill_and_decode_workers_are_in_pools_of_their_own_kind() -> None:
     assert writes.step_s == pytest.approx(1e-4) and reads.step_s == pytest.approx(3e-4), (
         "the profile's, if none"
     )
-    assert reads.saturation_tokens == 64
+    assert (reads.saturation_tokens, writes.saturation_tokens) == (64, 0), "as each worker has it"
     assert made.handling == Handling(1e-4, 2e-5, 3e-3) and made.cores == len(os.sched_getaffinity(0))
     assert (reads.max_num_seqs, reads.max_num_batched_tokens) == (
         Config().max_num_seqs,

@@ -292,7 +292,7 @@ def _emptied(name: str, most: int) -> ConfigError:
     return ConfigError(
         f"no request {whose} fits a context of {most:,} tokens",
         "prompt and answer together are longer, of all that the trace has: none would be served",
-        f"take a model with a longer context, or leave out {flags} to plan for the rest",
+        f"take a model with a longer context, or leave out {flags} and go on with the rest",
     )
 
 

@@ -39,7 +39,7 @@ def twin(pools: Pools, found: Measured, own: StepCost, lives: Sequence[Life], **
     Args:
         own: of `own_costs`.
         lives: one of each worker of `pools`.
-        options: as `planner.simulator.deployment` has them.
+        options: as `planner.simulator.deployment` has them; L_m is that of the lives.
     """
     workers = sorted(lives, key=lambda life: (life.role != "prefill", life.worker))
     if len(workers) != pools.prefill + pools.decode and len(workers) != pools.colocated:

@@ -48,6 +48,13 @@ def simulate(
     workload: Annotated[
         str | None, _flag(help="sharegpt, humaneval, longbench, or a trace to draw from", **Unset)
     ] = None,
+    kind: Annotated[
+        list[str] | None,
+        _flag(
+            metavar="NAME=TTFT_MS:TPOT_MS",
+            help="Of a kind of the trace, its promise; NAME=WORKLOAD:SHARE:TTFT_MS:TPOT_MS brings its own",
+        ),
+    ] = None,
     trace: Annotated[Path | None, _flag(help="A trace to replay, request by request", **Unset)] = None,
     rate: Annotated[float | None, _flag(help="Requests a second; a trace has its own", **Unset)] = None,
     cv: Annotated[float, _flag(help="Of the gaps between arrivals: 1 is Poisson", min=0.0)] = 1.0,
@@ -76,7 +83,8 @@ def simulate(
         str, _flag(metavar=LOCAL.kind.metavar, help="Whether decode instances read prompts")
     ] = USUAL.local_prefill,
     tpot_budget_ms: Annotated[
-        float | None, _flag(help="Of steps that read and write; default --slo-tpot-ms, as in serve", **Unset)
+        float | None,
+        _flag(help="Of steps that read and write; default the least promise, as in serve", **Unset),
     ] = None,
     as_json: Annotated[bool, _flag("--json", help="The figures as JSON")] = False,
     out: Annotated[Path | None, _flag(help="CSV of every request (of the first seed)", **Unset)] = None,

@@ -22,8 +22,8 @@ POOL = re.compile(r"(\d+)\s*([PDC])((?:\s*(?:TP|PP)\d+)*)\s*(?:@\s*(\S+))?", re.
 MOST_DEVICES = 100_000  # of a placement
 
 
-def deployed(options: Mapping[str, Any], given: Collection[str]) -> Deployment:
-    """The deployment that the flags describe, of which `given` were typed.
+def deployed(options: Mapping[str, Any], given: Collection[str], tpot_s: float) -> Deployment:
+    """The deployment that the flags describe, of which `given` were typed, for an objective of TPOT.
 
     Raises:
         ConfigError: a flag cannot be used, the model does not fit, or there is no such device.
@@ -49,7 +49,7 @@ def deployed(options: Mapping[str, Any], given: Collection[str]) -> Deployment:
         local_prefill=_local(options, given, placement),
     )
     bound = _bound(options, placement)
-    budget_s = _budget_s(options, placement, bool(bound))
+    budget_s = _budget_s(options["tpot_budget_ms"], tpot_s, placement, bool(bound))
     machines = tuple(
         replace(machine, tpot_s=budget_s if pool in bound else None)
         for pool, machine in zip(placement.pools, made.machines, strict=True)
@@ -166,10 +166,9 @@ def _bound(options: Mapping[str, Any], placement: Placement) -> list[Pool]:
     return [pool for pool in placement.pools if within_tpot(pool.role, chunked, local)]
 
 
-def _budget_s(options: Mapping[str, Any], placement: Placement, bound: bool) -> float | None:
+def _budget_s(budget_ms: float | None, tpot_s: float, placement: Placement, bound: bool) -> float | None:
     """How long a step may take that is kept within a time, as some are if `bound`; None: as long as it takes."""
-    budget_ms = options["tpot_budget_ms"]
-    budget_s = seconds(options["slo_tpot_ms"] if budget_ms is None else budget_ms)
+    budget_s = tpot_s if budget_ms is None else seconds(budget_ms)
     if budget_ms is not None and not bound:
         why = (
             "whole prompts take their time"

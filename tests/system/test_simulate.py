@@ -18,6 +18,7 @@ from planner.profile import FOLDER, built_in, save
 from planner.shape import known, on_cpu
 from planner.simulator import Deployment, simulate
 from planner.terms import Job, Link, Served, Split
+from planner.traces import write_trace
 from services.cli import simulate_real
 from services.cli.main import main
 from tests.unit.planner.data import distserve
@@ -116,6 +117,7 @@ def test_a_broken_trace_is_told_in_six_lines(
 REAL = ["--model", "facebook/opt-13b"]
 CHAT = ["--placement", "1P + 1D", "--workload", "sharegpt"]
 BOTH = ["--placement", "1C", "--workload", "sharegpt"]
+KINDS = ["--placement", "1C", "--kind", "chat=sharegpt:3:2500:200", "--kind", "code=humaneval:1:1:200"]
 BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
 
 
@@ -163,6 +165,15 @@ BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
         (["--model", "opt-175b", *CHAT, "--rate", "1"], "does not fit"),
         (["--model", "no-such-model", *CHAT, "--rate", "1"], "not known"),
         ([*REAL, *CHAT, "--rate", "4", "--requests", "5", "--warmup", "5"], "no request is left"),
+        ([*REAL, *CHAT, "--rate", "1", "--kind", "chat=fast"], "--kind chat=fast cannot be read"),
+        ([*REAL, *CHAT, "--rate", "1", "--kind", "chat=250:100"], "it is a formula, and has no kinds"),
+        ([*REAL, *CHAT, "--rate", "1", "--kind", "a=humaneval:1:9:9"], "--workload has no effect"),
+        ([*REAL, *KINDS, "--rate", "1", "--slo-ttft-ms", "9"], "--slo-ttft-ms has no effect"),
+        ([*REAL, *KINDS, "--rate", "1", "--kind", "b=9:9"], "given in two ways"),
+        ([*REAL, *KINDS, "--rate", "1", "--kind", "code=sharegpt:1:9:9"], "named twice"),
+        ([*REAL, *KINDS], "--rate is missing"),
+        ([*REAL, *KINDS, "--trace", "in.csv"], "--trace has no effect"),
+        (["--compat", "simdistserve", *REAL, "--kind", "b=9:9"], "--kind has no effect"),
     ],
 )
 def test_flags_that_cannot_be_used_are_told_in_six_lines(
@@ -202,6 +213,109 @@ def test_a_trace_is_replayed_at_its_own_rate_or_another(
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["good_rps_per_device"] is None
     assert typed(monkeypatch, *words, "--seeds", "4") == 2
     assert "--seeds has no effect" in capsys.readouterr().err
+
+
+def test_each_kind_is_judged_by_its_own_promise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reading takes more than the millisecond that code is promised, whatever the load."""
+    words = [*REAL, *KINDS, "--rate", "1", "--requests", "400", "--seeds", "1"]
+    told = figures(monkeypatch, capsys, *words)
+    chat, code = told["kinds"]["chat"], told["kinds"]["code"]
+    assert chat["requests"] + code["requests"] == told["requests"] == 400 and 60 < code["requests"] < 140
+    assert code["attainment"] == 0.0 and chat["attainment"] > 0.9
+    assert told["attainment"] == pytest.approx(chat["requests"] * chat["attainment"] / 400)
+    assert told["slo_ms"] is None and chat["slo_ms"] == {"ttft": 2500.0, "tpot": 200.0}
+    assert code["ms"]["ttft"]["p50"] > 1.0 and code["ms"]["ttft"] != chat["ms"]["ttft"]
+    assert typed(monkeypatch, *words) == 0
+    shown = capsys.readouterr().out
+    assert f"code: {code['requests']} requests, 0.0%" in shown and "chat: " in shown
+
+
+def test_kinds_of_a_trace_are_replayed_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "kinds.jsonl"
+    jobs = [Job(2.0 * at, (100, 800, 3000)[at % 3], 4, ("chat", "batch", "long")[at % 3]) for at in range(30)]
+    write_trace(trace, jobs)
+    chat, rest = ["--kind", "chat=500:500"], ["--slo-ttft-ms", "1"]
+    words = [*REAL, "--placement", "1C", *chat]
+    replayed = figures(monkeypatch, capsys, *words, *rest, "--trace", trace)
+    assert {kind: (one["requests"], one["attainment"]) for kind, one in replayed["kinds"].items()} == {
+        "": (10, 0.0),
+        "chat": (10, 1.0),
+    }
+    assert replayed["left_out"]["longer"] == 10
+    assert typed(monkeypatch, *words, *rest, "--trace", trace) == 0
+    assert "all others: 10 requests, 0.0%" in capsys.readouterr().out
+    drawn = figures(
+        monkeypatch, capsys, *words, *rest, "--workload", trace, "--rate", "0.5", "--requests", "60"
+    )
+    assert set(drawn["kinds"]) == {"", "chat"} and drawn["kinds"]["chat"]["attainment"] == 1.0
+    for more in (["--trace", trace], ["--workload", trace, "--rate", "1"]):
+        assert typed(monkeypatch, *words, *more) == 2
+        assert "10 requests of the trace have no objective" in capsys.readouterr().err
+    every = figures(monkeypatch, capsys, *words, "--kind", "batch=1:1", "--trace", trace)
+    assert (every["kinds"]["batch"]["attainment"], every["attainment"]) == (0.0, 0.5)
+
+
+def test_steps_are_kept_within_the_least_of_the_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    tight, loose = ["--kind", "code=humaneval:1:900:40"], ["--kind", "chat=sharegpt:1:2500:70"]
+    for kinds in (tight + loose, loose + tight):
+        (both,) = simulated(monkeypatch, *REAL, "--placement", "1C", *kinds).machines
+        assert both.tpot_s == 0.04
+
+
+def test_prefixes_and_lengths_are_those_of_the_kinds_that_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 1,100 requests the last ones alone name prefixes: nobody would see that in the first thousand."""
+    trace = tmp_path / "late.jsonl"
+    rows = [Job(float(at), 128, 4, "chat") for at in range(1050)]
+    rows += [Job(float(at), 128, 4, "agent", (1, 2), 64) for at in range(1050, 1100)]
+    write_trace(trace, rows)
+    words = [*REAL, "--placement", "1C", "--workload", trace, "--slo-ttft-ms", "900", "--kind"]
+    assert simulated(monkeypatch, *words, "agent=900:90").prefix_caching
+    long = [Job(float(at), 9000, 4, "agent", (1, 2), 64) for at in range(50)]
+    write_trace(trace, long + [Job(50.0 + at, 128, 4, "chat") for at in range(1050)])
+    assert not simulated(monkeypatch, *words[:-1]).prefix_caching, "those are left out"
+    capsys.readouterr()
+    brought = [*REAL, "--placement", "1C", "--rate", "1", "--kind", "code=humaneval:1:900:90"]
+    few = ["--requests", "40", "--seeds", "1", "--kind", f"[/log]={trace}:1:900:90"]
+    told = figures(monkeypatch, capsys, *brought, *few)
+    assert "left_out" not in told and "left_out" not in told["kinds"]["code"]
+    assert told["kinds"]["[/log]"]["left_out"]["longer"] == 50
+    assert typed(monkeypatch, *brought, *few) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "[/log]: 50 of its 1,100 requests are longer" in shown
+
+
+def test_a_kind_that_none_came_of_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*REAL, "--placement", "1C", "--rate", "1", "--requests", "20", "--seeds", "1"]
+    words += ["--kind", "often=humaneval:1:900:90", "--kind", "rare=humaneval:1e-9:900:90"]
+    told = figures(monkeypatch, capsys, *words)
+    rare = told["kinds"]["rare"]
+    assert (rare["requests"], rare["attainment"], rare["interval"]) == (0, None, None)
+    assert typed(monkeypatch, *words) == 0
+    assert "rare: none came that counts" in capsys.readouterr().out
+
+
+def test_kinds_that_are_taken_as_one_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "two.jsonl"
+    write_trace(trace, [Job(float(at), 128, 1, ("a", "b")[at % 2]) for at in range(10)])
+    for more in (["--trace", trace], ["--workload", trace, "--rate", "1", "--requests", "10"]):
+        words = [*REAL, "--placement", "1C", *more]
+        (note,) = figures(monkeypatch, capsys, *words)["notes"]
+        assert "all are taken as one kind, of a (5), b (5)" in note
+        assert typed(monkeypatch, *words) == 0
+        shown = capsys.readouterr().out
+        assert "taken as one kind" in " ".join(shown.split()) and "never" not in shown, (
+            "one token has no TPOT"
+        )
 
 
 def test_requests_that_the_model_cannot_take_are_left_out_and_told(

@@ -69,7 +69,7 @@ def test_kinds_may_bring_their_own_workloads(trace: str) -> None:
 
 def test_a_kinds_own_trace_of_several_kinds_says_so_too(trace: str) -> None:
     (note,) = asked(kind=["chat=sharegpt:3:250:100", f"batch={trace}:1:5000:1000"]).notes
-    assert note.startswith("batch: all are planned for as one kind, of unnamed (20), priority 5 (10)")
+    assert note.startswith("batch: all are taken as one kind, of unnamed (20), priority 5 (10)")
 
 
 @pytest.fixture

@@ -204,7 +204,7 @@ def test_steps_are_kept_within_tpot_alike_when_served_simulated_and_verified(
     unset: dict[str, Any] = dict.fromkeys(("profile", "link", "tpot_budget_ms"))
     options = dataclasses.asdict(config) | unset
     options |= {"model": "opt-13b", "device": "A100-80G", "placement": words}
-    simulated = simulated_of(options, ())
+    simulated = simulated_of(options, (), 0.03)
     product = planner.verify._Product(question(slos={"": Slo(0.2, 0.03, 0.9)}), local)
     for pool, machine in zip(simulated.placement.pools, simulated.machines, strict=True):
         role = "decode" if pool.role == "both" else pool.role
@@ -213,10 +213,10 @@ def test_steps_are_kept_within_tpot_alike_when_served_simulated_and_verified(
         assert machine.tpot_s == (None if spec.tpot_ms is None else spec.tpot_ms / 1e3)
     options["tpot_budget_ms"] = 9.0
     if any(machine.tpot_s for machine in simulated.machines):
-        assert {machine.tpot_s for machine in simulated_of(options, ()).machines} <= {None, 9e-3}
+        assert {machine.tpot_s for machine in simulated_of(options, (), 0.03).machines} <= {None, 9e-3}
     else:
         with pytest.raises(ConfigError, match="has no effect here"):
-            simulated_of(options, ())
+            simulated_of(options, (), 0.03)
 
 
 def test_what_is_set_otherwise_stays_where_it_does_not_contradict(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""What `diptych simulate` serves: a trace as it was, or samples of workloads, and what each kind of it is promised."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from diptych.errors import ConfigError
+from planner.terms import Job, Slo
+from planner.traces import read_trace
+from planner.workload import Long, Mix, Source, Workload, named, scaled, short_enough
+from services.cli.kinds import Kind, bring_their_own, kinds, mixed, together
+from services.cli.simulated import seconds
+
+LEAST_RATE, MOST_RATE = 1e-6, 1e6  # requests a second: with fewer, or more, times fit no float
+ALL = ""  # whose requests were left out, if kinds have no workloads of their own
+
+
+class Coming(NamedTuple):
+    """What is served, how many requests were left out of each workload (by kind, or of `ALL`), whether prompts name
+    what they begin with, and what a reader should know besides.
+    """
+
+    samples: Iterable[list[Job]]
+    left_out: Mapping[str, Long]
+    prefixes: bool
+    notes: tuple[str, ...]
+
+
+class _Drawn(NamedTuple):
+    """What samples are drawn from, and the rest as `Coming` has it."""
+
+    source: Source
+    left_out: Mapping[str, Long]
+    prefixes: bool
+    notes: tuple[str, ...]
+
+
+def promises(options: Mapping[str, Any]) -> dict[str, Slo]:
+    """By kind, with "" for all that are not named; where kinds are, there is that only if it was said.
+
+    Raises ConfigError: a kind cannot be read, or an objective is no time.
+    """
+    found = {kind.name: kind.slo for kind in _kinds(options)}
+    given = [options[name] for name in ("slo_ttft_ms", "slo_tpot_ms")]
+    if not found or any(value is not None for value in given):
+        found[""] = Slo(*map(seconds, given))
+    return found
+
+
+def coming(
+    options: Mapping[str, Any], given: Collection[str], slos: Mapping[str, Slo], context: int
+) -> Coming:
+    """What is served, without requests of more than `context` tokens: a server refuses them.
+
+    Raises:
+        ConfigError: flags contradict each other, a trace or a workload cannot be used, or nothing of it fits, or
+            requests are of no kind that has a promise where others have one.
+    """
+    trace, rate, found = options["trace"], options["rate"], _kinds(options)
+    own = bring_their_own(found, options)
+    if not own and (trace is None) == (options["workload"] is None):
+        why = "requests come from a trace as they were, or are drawn from a workload"
+        raise ConfigError("give --trace or --workload", why, "--workload sharegpt --rate 4")
+    if rate is not None and not LEAST_RATE <= rate <= MOST_RATE:
+        why = f"rates are from {LEAST_RATE:.0e} to {MOST_RATE:.0e}"
+        raise ConfigError(f"a rate of {rate} requests a second", why, "give another")
+    if trace is not None:
+        return _replayed(options, given, slos if found else {}, context)
+    if rate is None:
+        raise ConfigError("--rate is missing", "a workload says what comes, not how often", "add --rate 4")
+    drawn = _mixed(found, context) if own else _drawn(options["workload"], slos if found else {}, context)
+    count, pace, cv = options["requests"], float(rate), options["cv"]
+    samples = (drawn.source.sample(count, pace, seed, cv) for seed in range(options["seeds"]))
+    return Coming(samples, drawn.left_out, _shared(given, drawn.prefixes), drawn.notes)
+
+
+def _kinds(options: Mapping[str, Any]) -> list[Kind]:
+    return kinds(options["kind"] or [], Slo().attainment)
+
+
+def _replayed(
+    options: Mapping[str, Any], given: Collection[str], slos: Mapping[str, Slo], context: int
+) -> Coming:
+    """The trace itself, each request with the name of its kind if that has a promise in `slos`."""
+    if unused := sorted({"cv", "requests", "seeds"} & set(given)):
+        why = "a trace is replayed once, as it was"
+        fix = "use --workload FILE to draw from it"
+        raise ConfigError(f"--{unused[0]} has no effect with --trace", why, fix)
+    every, rate = read_trace(options["trace"]), options["rate"]
+    if slos:
+        Mix.of(Workload.of(every), slos, context)  # refuses kinds that are not there, or under no promise
+    jobs = short_enough(every, context)
+    notes = () if slos else together(Counter(job.kind for job in jobs), str(options["trace"]))
+    left = Long(len(every) - len(jobs), len(every), False)
+    shared = _shared(given, any(job.prefix for job in jobs))
+    jobs = [job if job.kind in slos or not job.kind else replace(job, kind="") for job in jobs]
+    return Coming([jobs if rate is None else scaled(jobs, rate)], {ALL: left}, shared, notes)
+
+
+def _drawn(workload: str, slos: Mapping[str, Slo], context: int) -> _Drawn:
+    """One workload, by the kinds that have promises in `slos`."""
+    asked = named(workload)
+    left = {ALL: asked.longer(context)}
+    if slos:
+        mix = Mix.of(asked, slos, context)
+        return _Drawn(mix, left, _named_prefixes(mix), ())
+    held = asked.within(context)
+    return _Drawn(held, left, held.shares, together(held.kinds(), workload))
+
+
+def _mixed(found: list[Kind], context: int) -> _Drawn:
+    """Workloads of several kinds."""
+    mix, whole = mixed(found, context)
+    notes = [note for name, one in mix.workloads.items() for note in together(one.kinds(), name)]
+    left = {name: workload.longer(context) for name, workload in whole.items()}
+    return _Drawn(mix, left, _named_prefixes(mix), tuple(notes))
+
+
+def _named_prefixes(mix: Mix) -> bool:
+    return any(workload.shares for workload in mix.workloads.values())
+
+
+def _shared(given: Collection[str], prefixes: bool) -> bool:
+    """`prefixes`. Raises ConfigError: there are none, and the flag that is about them was typed."""
+    if "enable_prefix_caching" in given and not prefixes:
+        why = "no request says which text it begins with"
+        fix = "leave it out, or take a trace that names prefixes (Mooncake's, or a request log)"
+        raise ConfigError("--[no-]enable-prefix-caching has no effect here", why, fix)
+    return prefixes

@@ -19,8 +19,9 @@ class Solo(Instance):
     n steps are summed in closed form; whoever comes in between cuts the sum at the end of the step under way. The same
     requests are in the same steps as if each were taken alone.
 
-    With several `stages`, a step is cut into as many even parts, one in each stage, and lasts as long as one part takes
-    through all stages. Who joins waits for the end of such a step; and while all seats are taken, until somebody ends.
+    With several `stages`, a step has as many parts, one in each stage, and lasts as long as the largest takes through
+    all stages: rows are shared evenly, and what is read of a prompt in a step is in one part. Who joins waits for the
+    end of such a step; and while all seats are taken, until somebody ends.
     """
 
     def __init__(self, fleet: Fleet, role: str, cost: Cost, kv_tokens: float, stages: int = 1) -> None:
@@ -151,31 +152,32 @@ class Solo(Instance):
 
     def _mix(self) -> bool:
         """A step of all rows and slices of the prompts in front, if there is room for any."""
-        budget = self._budget() * self._stages
-        tokens, squares = 0, 0.0
-        over: list[Run] = []
+        budget = self._budget()
+        parts = [(0, 0.0)] * self._stages  # tokens and squares of each
+        over, kept = list[Run](), list[Run]()
         queue = self.queue
-        while queue and tokens < budget:
+        while queue and (least := min(parts))[0] < budget:
             run = queue[0]
             if not run.done:
                 if not self.takes(run):
                     break
                 self.admit(run)
+            tokens, squares = least
             cut = min(run.prompt - run.done, budget - tokens)
             end = run.done + cut
-            squares += end * end - run.done * run.done
-            tokens, run.done = tokens + cut, end
-            if end == run.prompt:
-                over.append(queue.popleft())
+            parts[parts.index(least)] = tokens + cut, squares + (end * end - run.done * run.done)
+            run.done = end
+            (over if end == run.prompt else kept).append(queue.popleft())
+        queue.extendleft(reversed(kept))
+        tokens, squares = max(parts)
         if tokens:
             self.clock.at(self.clock.now_s + self._mixed_s(tokens, squares), self._mixed, over)
         return tokens > 0
 
     def _mixed_s(self, tokens: int, squares: float) -> float:
+        """Seconds of a step whose largest part reads so much: it goes through all stages before its next begins."""
         parts = self._stages
-        return self.cost.step_s(
-            Batch(-(-tokens // parts), squares / parts, -(-self._rows // parts), self._context // parts)
-        )
+        return self.cost.step_s(Batch(tokens, squares, -(-self._rows // parts), self._context // parts))
 
     def _budget(self) -> int:
         """Tokens of prompts in a part's next step: the chunk, less the rows, and less what would make it too long."""
@@ -193,7 +195,6 @@ class Solo(Instance):
 
     def _fits(self, tokens: int) -> bool:
         done = self.queue[0].done
-        tokens *= self._stages
         return self._mixed_s(tokens, float((done + tokens) ** 2 - done**2)) <= self.fleet.limits.step_s
 
     def _mixed(self, over: list[Run]) -> None:

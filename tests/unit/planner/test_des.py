@@ -416,6 +416,25 @@ def test_stages_that_decode_share_their_rows(pp: int) -> None:
     assert 0.7 * ring_s < even_s <= ring_s * 1.02
 
 
+def test_of_a_prompt_one_stage_reads_at_a_time() -> None:
+    """A second prompt is read meanwhile, in the other part; what is long goes on beside it, a chunk each step."""
+    placement, limits = Placement((Pool(BOTH, Split(1, 2)),)), Limits(chunk_tokens=512)
+
+    def times(*prompts: int) -> list[float]:
+        served = des.run(placement, cost, [Job(0.0, tokens, 1) for tokens in prompts], limits=limits)
+        return [one.ttft_s for one in served]
+
+    step_s = Lines().step_s
+    first_s, rest_s = (
+        step_s(Batch(512, 512.0**2)),
+        step_s(Batch(388, 900.0**2 - 512.0**2)),
+    )
+    assert times(400) == pytest.approx([step_s(Batch(400, 400.0**2))])
+    assert times(400, 300) == pytest.approx([step_s(Batch(400, 400.0**2))] * 2)
+    assert times(900) == pytest.approx([first_s + rest_s])
+    assert times(900, 500) == pytest.approx([first_s + rest_s, first_s])
+
+
 @pytest.mark.parametrize("limits", [Limits(), Limits(chunk_tokens=512)])
 def test_a_colocated_instance_may_have_stages(limits: Limits) -> None:
     placement = Placement((Pool(BOTH, Split(1, 2)),))

@@ -350,9 +350,9 @@ def far_apart(family: str, hop_s: float) -> Request:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["colocated", "disaggregated"])
-def test_a_plan_that_the_products_decisions_refute_gets_more_instances(family: str) -> None:
-    request = far_apart(family, 0.05)
+@pytest.mark.parametrize(("family", "hop_s"), [("colocated", 0.06), ("disaggregated", 0.05)])
+def test_a_plan_that_the_products_decisions_refute_gets_more_instances(family: str, hop_s: float) -> None:
+    request = far_apart(family, hop_s)
     plain = place(replace(request, verified=False)).best
     assert verify(request, plain.placement, 12.0, climb=False).attainment < 0.9
     answer = place(request)

@@ -1,6 +1,6 @@
 """How long the placement search takes, what it finds, and how that compares with the paper.
 
-    python -m benchmarks.planner [--json] [--only search,paper,equal,horizon] [--large]
+    python -m benchmarks.planner [--json] [--only search,paper,scales,equal,horizon] [--large]
 
 The models are OPT on A100-80G with the costs of the paper's artefact (OPT-175B: scaled from OPT-66B), lengths synthetic
 with the means of figure 7, joint attainment 90 %.
@@ -12,6 +12,9 @@ with the means of figure 7, joint attainment 90 %.
     requests_per_s               requests simulated per second of processor time of it (`cpu_s`, one process)
     paper                        for each row of table 3: our best pair within nodes by goodput per device, the paper's
                                  placement and how far it is from the best; goodput beside the crossing of figures 8, 9
+    scales                       the other half of these figures: the least multiple of both objectives that 90 % keep
+                                 with the paper's placement at the paper's rate, one value for each seed, for runs as
+                                 long as the paper's and long ones
     horizon                      goodput per device of two placements of the paper, by the length of the run
     equal                        colocated against disaggregated with equal costs, as the search and as the product's
                                  own scheduler and router have it
@@ -23,8 +26,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -34,7 +38,8 @@ from planner.placement import Option, place
 from planner.profile import built_in
 from planner.request import Request, Stock
 from planner.search import LOWEST, RATIO, Result, climb, rung_of, search
-from planner.terms import Placement, Slo, Split
+from planner.terms import Placement, Served, Slo, Split
+from planner.trial import EPSILON
 from planner.verify import limits
 from planner.workload import synthetic
 
@@ -48,9 +53,20 @@ PAPER: dict[str, tuple[str, str, Slo, tuple[int, int, int, int, int], float, flo
     "66b_longbench": ("OPT-66B", "longbench", Slo(15.0, 0.15), (4, 1, 2, 2, 1), 0.53, 0.125),
     "175b_sharegpt": ("OPT-175B", "sharegpt", Slo(4.0, 0.2), (3, 3, 4, 3, 3), 0.2015, 0.1013),
 }
+# Figures 8 and 9 again: requests per second and device, requests of a run, and the multiple of the objectives at which
+# DistServe crosses 90 %, by straight lines between those that were tried (`plot.ipynb` of the artefact).
+SCALES: dict[str, tuple[float, int, float]] = {
+    "13b_sharegpt": (1.5, 300, 0.667),
+    "66b_sharegpt": (0.75, 200, 0.732),
+    "66b_humaneval": (0.875, 400, 0.879),
+    "66b_longbench": (0.375, 200, 0.795),
+    "175b_sharegpt": (0.125, 525, 0.761),
+}
+SEEDS = 5
 NODES = {"OPT-13B": (1, 4), "OPT-66B": (1, 8), "OPT-175B": (3, 8)}
 CHAT, TIGHT = Slo(2.5, 0.15), Slo(0.4, 0.1)
 SHORT: dict[str, Any] = {"seeds": 1, "requests": 300, "span_s": 0.0}  # a run of the paper's
+LONG = 2000  # requests of a run that shows what a rate comes to
 
 
 def asked(model: str, workload: str, slo: Slo, nodes: int, per_node: int, **more: Any) -> Request:
@@ -123,7 +139,7 @@ def paper() -> dict[str, Any]:
             "paper_vllm": vllm,
             "paper": str(papers(placement)),
         }
-        for length, requests in (("short", 300), ("long", 2000)):
+        for length, requests in (("short", 300), ("long", LONG)):
             request = asked(model, workload, slo, *NODES[model], requests=requests)
             found = best_pair(request)
             theirs = reached(request, papers(placement), found.best.per_weight if found.best else 1.0)
@@ -139,6 +155,29 @@ def paper() -> dict[str, Any]:
             }
         rows[name] = row
     return rows
+
+
+def scales() -> dict[str, Any]:
+    """How tight the objectives may be at the paper's rates, with the paper's placements."""
+    rows: dict[str, Any] = {}
+    for name, (rate, short, crossing) in SCALES.items():
+        model, workload, slo, placement, _, _ = PAPER[name]
+        unit = papers(placement)
+        rows[name] = {"paper": crossing}
+        for requests in (short, LONG):
+            trial = asked(model, workload, slo, *NODES[model], requests=requests, seeds=SEEDS).trial(unit)
+            runs = [trial.serve(unit, rate * unit.devices, seed) for seed in range(SEEDS)]
+            found = [least_scale(run, slo) for run in runs]
+            rows[name][str(requests)] = [round(one, 3) if math.isfinite(one) else None for one in found]
+    return rows
+
+
+def least_scale(served: Sequence[Served], slo: Slo) -> float:
+    """The least multiple of both objectives of `slo` that its share of the requests keep; endless if too many fail."""
+    needs = sorted(
+        math.inf if one.failed else max(one.ttft_s / slo.ttft_s, one.tpot_s / slo.tpot_s) for one in served
+    )
+    return needs[math.ceil(slo.attainment * len(needs) - EPSILON) - 1]
 
 
 def horizon() -> dict[str, Any]:
@@ -203,7 +242,12 @@ def measure(only: set[str], large: bool) -> dict[str, Any]:
         if large:
             four = timed(4)
             figures |= {"opt66b_4x8_s": four["seconds"], "opt66b_4x8": four}
-    parts: dict[str, Callable[[], dict[str, Any]]] = {"paper": paper, "horizon": horizon, "equal": equal}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "paper": paper,
+        "scales": scales,
+        "horizon": horizon,
+        "equal": equal,
+    }
     for name, part in parts.items():
         if name in only:
             figures[name] = part()
@@ -214,7 +258,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--large", action="store_true", help="4 × 8 devices too")
-    parser.add_argument("--only", default="search,paper,horizon,equal", help="parts, with commas between")
+    parser.add_argument(
+        "--only", default="search,paper,scales,horizon,equal", help="parts, with commas between"
+    )
     given = parser.parse_args()
     figures = measure(set(given.only.split(",")), given.large)
     if given.json:

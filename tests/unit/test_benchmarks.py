@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/interference.py, and its client against a server that says what it is told."""
+"""The arithmetic of benchmarks, and their client against a server that says what it is told."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from benchmarks.handoff import digest_share, gap_ratios, total
 from benchmarks.interference import Seen, compare, gaps_within, percentile, summary
+from benchmarks.planner import least_scale
 from benchmarks.serving import Stream
+from planner.terms import Job, Served, Slo
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 WORD, LAST = b'c\r\ndata: {"a":1}\n\n\r\n', b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
@@ -130,3 +132,32 @@ def test_samples_of_a_metric_are_added_up_by_label() -> None:
 def test_the_share_of_hashing_is_of_both_ends() -> None:
     assert digest_share(1.0, 3.0, 2.0) == 0.5
     assert digest_share(1.0, 2.0, 2.5) == pytest.approx(1 / 3)  # no less than nothing at the target
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000), st.booleans()), min_size=1, max_size=40),
+    st.sampled_from([0.5, 0.9, 1.0]),
+)
+def test_objectives_may_be_as_tight_as_so_many_requests_keep(
+    times: list[tuple[int, int, bool]], attainment: float
+) -> None:
+    slo = Slo(2.0, 0.5, attainment)
+    served = [
+        Served(Job(0.0, 1, 2), ttft / 100, tpot / 100, 1.0, "kv" if fails else "")
+        for ttft, tpot, fails in times
+    ]
+    scale = least_scale(served, slo)
+
+    def enough(by: float) -> bool:
+        scaled = Slo(slo.ttft_s * by, slo.tpot_s * by)
+        return sum(one.attains(scaled) for one in served) >= attainment * len(served) - 1e-9
+
+    if scale == float("inf"):
+        assert sum(not one.failed for one in served) < attainment * len(served)
+    else:
+        assert enough(scale * (1 + 1e-9)) and (scale == 0 or not enough(scale * (1 - 1e-9)))
+
+
+def test_of_ten_requests_the_ninth_says_how_tight() -> None:
+    served = [Served(Job(0.0, 1, 2), float(number), 0.0, 1.0) for number in range(1, 11)]
+    assert least_scale(served, Slo(2.0, 0.5, 0.9)) == 4.5

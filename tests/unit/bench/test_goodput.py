@@ -79,10 +79,10 @@ def test_nothing_is_deployed_that_is_not_asked_for() -> None:
 
 def test_of_those_that_tie_the_first_is_chosen() -> None:
     assert (
-        chosen({"disaggregated": 9.8, "colocated": 10.0, "unchunked": 5.0, "local": 10.0}) == "disaggregated"
+        chosen({"disaggregated": 9.1, "colocated": 10.0, "unchunked": 5.0, "local": 10.0}) == "disaggregated"
     )
-    assert chosen({"disaggregated": 9.0, "colocated": 9.8, "unchunked": 5.0, "local": 10.0}) == "colocated"
-    assert chosen({"disaggregated": 9.0, "colocated": 9.0, "unchunked": 5.0, "local": 10.0}) == "local"
+    assert chosen({"disaggregated": 8.9, "colocated": 9.1, "unchunked": 5.0, "local": 10.0}) == "colocated"
+    assert chosen({"disaggregated": 8.9, "colocated": 8.9, "unchunked": 5.0, "local": 10.0}) == "local"
 
 
 def test_where_attainment_hardly_falls_a_choice_rests_on_more_than_the_target() -> None:

@@ -19,7 +19,7 @@ class Solo(Instance):
     n steps are summed in closed form; whoever comes in between cuts the sum at the end of the step under way. The same
     requests are in the same steps as if each were taken alone.
 
-    With several `stages`, a step has as many parts, one in each stage, and lasts as long as the largest takes through
+    With several `stages`, a step has as many parts, one in each stage, and lasts as long as the longest takes through
     all stages: rows are shared evenly, and what is read of a prompt in a step is in one part. Who joins waits for the
     end of such a step; and while all seats are taken, until somebody ends.
     """
@@ -169,14 +169,14 @@ class Solo(Instance):
             run.done = end
             (over if end == run.prompt else kept).append(queue.popleft())
         queue.extendleft(reversed(kept))
-        tokens, squares = max(parts)
-        if tokens:
-            self.clock.at(self.clock.now_s + self._mixed_s(tokens, squares), self._mixed, over)
-        return tokens > 0
+        took_s = max((self._mixed_s(*part) for part in parts if part[0]), default=0.0)
+        if took_s:
+            self.clock.at(self.clock.now_s + took_s, self._mixed, over)
+        return took_s > 0
 
     def _mixed_s(self, tokens: int, squares: float) -> float:
-        """Seconds of a step whose largest part reads so much: it goes through all stages before its next begins."""
-        parts = self._stages
+        """Seconds of a part that reads so much: it goes through all stages before its next step begins."""
+        parts = max(1, min(self._stages, self._rows))
         return self.cost.step_s(Batch(tokens, squares, -(-self._rows // parts), self._context // parts))
 
     def _budget(self) -> int:

@@ -203,12 +203,13 @@ class Mix:
     def __init__(self, parts: Sequence[tuple[str, float, Workload, Slo]]) -> None:
         """Raises ConfigError: no parts, a share that is not positive, or two of one name."""
         names = [name for name, _, _, _ in parts]
-        if not parts or len(set(names)) < len(names) or min(share for _, share, _, _ in parts) <= 0.0:
+        whole = sum(share for _, share, _, _ in parts)
+        possible = math.isfinite(whole) and all(share > 0.0 for _, share, _, _ in parts)
+        if not parts or len(set(names)) < len(names) or not possible:
             why = f"kinds: {', '.join(names) or 'none'}; each needs a name of its own and a share above 0"
             raise ConfigError(
                 "the kinds of requests cannot be mixed", why, "name each kind once, with its share"
             )
-        whole = sum(share for _, share, _, _ in parts)
         self.shares = {name: share / whole for name, share, _, _ in parts}
         self.workloads = {name: workload for name, _, workload, _ in parts}
         self.slos: Slos = {name: slo for name, _, _, slo in parts}

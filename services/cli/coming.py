@@ -63,7 +63,8 @@ def coming(
     own = bring_their_own(found, options)
     if not own and (trace is None) == (options["workload"] is None):
         why = "requests come from a trace as they were, or are drawn from a workload"
-        raise ConfigError("give --trace or --workload", why, "--workload sharegpt --rate 4")
+        fix = "--workload FILE --rate 4, with kinds" if found else "--workload sharegpt --rate 4"
+        raise ConfigError("give --trace or --workload", why, fix)
     if rate is not None and not LEAST_RATE <= rate <= MOST_RATE:
         why = f"rates are from {LEAST_RATE:.0e} to {MOST_RATE:.0e}"
         raise ConfigError(f"a rate of {rate} requests a second", why, "give another")

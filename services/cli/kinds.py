@@ -75,6 +75,7 @@ def together(counts: Counter[str], name: str) -> tuple[str, ...]:
 def _kind(text: str, attainment: float) -> Kind:
     name, equals, rest = text.partition("=")
     try:
+        name.encode()  # no text if it is no Unicode
         *own, ttft_ms, tpot_ms = rest.rsplit(":", 3)
         if len(own) not in (0, 2):
             raise ValueError
@@ -83,8 +84,9 @@ def _kind(text: str, attainment: float) -> Kind:
         if not (name and equals and all(0.0 < one < math.inf for one in (share, slo.ttft_s, slo.tpot_s))):
             raise ValueError
     except ValueError:
+        readable = text.encode(errors="replace").decode()
         raise ConfigError(
-            f"--kind {text} cannot be read",
+            f"--kind {readable} cannot be read",
             "it is NAME=WORKLOAD:SHARE:TTFT_MS:TPOT_MS, or of a trace's kinds NAME=TTFT_MS:TPOT_MS",
             "chat=sharegpt:0.7:250:100",
         ) from None

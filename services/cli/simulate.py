@@ -50,7 +50,7 @@ def simulate(options: Mapping[str, Any], given: Collection[str]) -> int:
         _refuse(extra, "the paper's simulator has nothing like it", "leave it out, or leave out --compat")
         served = _compat(options)
     if options["out"] is not None:
-        _write(options["out"], table(served))
+        _write(options["out"], table(served, kinds=bool(options["kind"])))
     elif options["compat"] is not None:
         sys.stdout.write(table(served))
     return OK
@@ -76,16 +76,17 @@ def _compat(options: Mapping[str, Any]) -> list[Served]:
     )
 
 
-def table(served: Iterable[Served]) -> str:
-    """CSV, with the columns of the golden files: seconds of arrival, else milliseconds."""
+def table(served: Iterable[Served], kinds: bool = False) -> str:
+    """CSV, with the columns of the golden files: seconds of arrival, else milliseconds; and with `kinds` each one's."""
     text = io.StringIO()
     rows = csv.writer(text)
-    rows.writerow(COLUMNS)
+    rows.writerow((*COLUMNS, "kind") if kinds else COLUMNS)
     for number, one in enumerate(served):
         job = one.job
         times = (one.ttft_s * 1e3, one.tpot_s * 1e3, (one.ended_s - job.at_s) * 1e3)
         told = ["" if one.failed else f"{value:.4f}" for value in times]
-        rows.writerow((number, f"{job.at_s:.6f}", job.prompt, job.output, *told))
+        own = (job.kind,) if kinds else ()
+        rows.writerow((number, f"{job.at_s:.6f}", job.prompt, job.output, *told, *own))
     return text.getvalue()
 
 

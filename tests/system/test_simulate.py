@@ -172,6 +172,21 @@ BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
         ([*REAL, *KINDS, "--rate", "1", "--kind", "b=9:9"], "given in two ways"),
         ([*REAL, *KINDS, "--rate", "1", "--kind", "code=sharegpt:1:9:9"], "named twice"),
         ([*REAL, *KINDS], "--rate is missing"),
+        ([*REAL, "--placement", "1C", "--kind", "b=9:9"], "--workload FILE --rate 4"),
+        ([*REAL, *CHAT[:2], "--rate", "1", "--kind", "\udce9=humaneval:1:9:9"], "cannot be read"),
+        (
+            [
+                *REAL,
+                *CHAT[:2],
+                "--rate",
+                "1",
+                "--kind",
+                "a=humaneval:1e308:9:9",
+                "--kind",
+                "b=humaneval:1e308:9:9",
+            ],
+            "cannot be mixed",
+        ),
         ([*REAL, *KINDS, "--trace", "in.csv"], "--trace has no effect"),
         (["--compat", "simdistserve", *REAL, "--kind", "b=9:9"], "--kind has no effect"),
     ],
@@ -216,7 +231,7 @@ def test_a_trace_is_replayed_at_its_own_rate_or_another(
 
 
 def test_each_kind_is_judged_by_its_own_promise(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Reading takes more than the millisecond that code is promised, whatever the load."""
     words = [*REAL, *KINDS, "--rate", "1", "--requests", "400", "--seeds", "1"]
@@ -227,9 +242,12 @@ def test_each_kind_is_judged_by_its_own_promise(
     assert told["attainment"] == pytest.approx(chat["requests"] * chat["attainment"] / 400)
     assert told["slo_ms"] is None and chat["slo_ms"] == {"ttft": 2500.0, "tpot": 200.0}
     assert code["ms"]["ttft"]["p50"] > 1.0 and code["ms"]["ttft"] != chat["ms"]["ttft"]
-    assert typed(monkeypatch, *words) == 0
+    assert typed(monkeypatch, *words, "--out", tmp_path / "out.csv") == 0
     shown = capsys.readouterr().out
     assert f"code: {code['requests']} requests, 0.0%" in shown and "chat: " in shown
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sum(row["kind"] == "code" for row in rows) == code["requests"]
 
 
 def test_kinds_of_a_trace_are_replayed_and_drawn(
@@ -251,7 +269,9 @@ def test_kinds_of_a_trace_are_replayed_and_drawn(
     drawn = figures(
         monkeypatch, capsys, *words, *rest, "--workload", trace, "--rate", "0.5", "--requests", "60"
     )
-    assert set(drawn["kinds"]) == {"", "chat"} and drawn["kinds"]["chat"]["attainment"] == 1.0
+    assert set(drawn["kinds"]) == {"", "chat"}
+    assert [drawn["kinds"][kind]["attainment"] for kind in ("", "chat")] == [0.0, 1.0]
+    assert drawn["requests"] == 180 and drawn["kinds"]["chat"]["requests"] == pytest.approx(90, abs=30)
     for more in (["--trace", trace], ["--workload", trace, "--rate", "1"]):
         assert typed(monkeypatch, *words, *more) == 2
         assert "10 requests of the trace have no objective" in capsys.readouterr().err

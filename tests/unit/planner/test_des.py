@@ -433,6 +433,29 @@ def test_of_a_prompt_one_stage_reads_at_a_time() -> None:
     assert times(400, 300) == pytest.approx([step_s(Batch(400, 400.0**2))] * 2)
     assert times(900) == pytest.approx([first_s + rest_s])
     assert times(900, 500) == pytest.approx([first_s + rest_s, first_s])
+    # Two that go on keep their order, before whoever comes after them.
+    two = [step_s(Batch(tokens, (512.0 + tokens) ** 2 - 512.0**2)) for tokens in (388, 88)]
+    assert times(900, 600, 100)[:2] == pytest.approx([first_s + max(two)] * 2)
+
+
+def test_a_step_lasts_as_long_as_its_longest_part() -> None:
+    """That is the one with the longest prompt, though the other reads more tokens."""
+    placement = Placement((Pool(BOTH, Split(1, 2)),))
+    asked = [Job(0.0, tokens, 1) for tokens in (2000, 1010, 1000)]
+    served = des.run(placement, cost, asked, limits=Limits(chunk_tokens=2048))
+    assert [one.ttft_s for one in served] == pytest.approx([Lines().step_s(Batch(2000, 2000.0**2))] * 3)
+
+
+def test_a_prompt_takes_the_time_that_it_takes_in_the_product_s_stages() -> None:
+    placement, room = Placement((Pool(BOTH, Split(1, 2)),)), 40_000
+    asked = [Job(10.0 * at, tokens, 1) for at, tokens in enumerate((400, 900, 1500))]
+    fast = des.run(placement, cost, asked, limits=Limits(chunk_tokens=512), kv_tokens=lambda pool: room)
+    machines = tuple(
+        simulator.Machine(cost(pool), room, max_num_batched_tokens=512) for pool in placement.pools
+    )
+    real = simulator.simulate(simulator.Deployment(placement, machines, token_bytes=1.0), asked)
+    for one, other in zip(fast, sorted(real, key=lambda served: served.job.at_s), strict=True):
+        assert one.ttft_s == pytest.approx(other.ttft_s, rel=0.01)
 
 
 @pytest.mark.parametrize("limits", [Limits(), Limits(chunk_tokens=512)])

@@ -16,6 +16,7 @@ from planner.request import Request, enlarged
 from planner.search import HIGHEST, LOWEST, RATIO, Result, climb, rung_of, search
 from planner.terms import Job, Placement, Pool, Served, Slo, Split
 from planner.trial import Trial, joint, scaled
+from planner.verify import limits
 from planner.workload import Mix
 from tests.unit.planner.planned import CHAT, profile, question
 
@@ -26,6 +27,8 @@ QUESTIONS = {
     "tight tpot": question(slos={"": Slo(1.0, 0.008, 0.9)}),
     "little memory": question(measured=profile(rooms=2000)),
     "bursty": question(cv=3.0),
+    "cut": question(limits=limits([Slo(0.2, 0.03)], 256)),
+    "cut where TTFT is tight": question(limits=limits([Slo(0.06, 0.1)]), slos={"": Slo(0.06, 0.1, 0.9)}),
     "most of them": question(slos={"": Slo(0.2, 0.03, 0.99)}),
     "two kinds": question(
         workload=Mix([("a", 1.0, CHAT, Slo()), ("b", 1.0, CHAT, Slo())]),

@@ -7,9 +7,11 @@
 
 A prefix that p has saves its reading. What must be read counts twice: for this request, and for whoever comes next, so
 requests that arrive together with one new prefix rather queue behind it than read it on every worker. They go elsewhere
-when p has more to read than others by twice the prefix. A prefix that d has saves moving it, and sequences that share
-one are decoded together at less cost, so d is preferred while it runs at most `AFFINITY` requests, and a quarter, more
-than the least busy. Both bounds shrink with the part of the prompt that is shared: nothing in common, no preference.
+when p has more to read than others by twice the prefix. On a worker that also writes answers it counts once more if
+there are any: while one that has none is idle, a prompt is better read there, though that one may have been slower
+lately. A prefix that d has saves moving it, and sequences that share one are decoded together at less cost, so d is
+preferred while it runs at most `AFFINITY` requests, and a quarter, more than the least busy. Both bounds shrink with
+the part of the prompt that is shared: nothing in common, no preference.
 
 All loads come from the relay's own books, which are exact at any moment; only speeds come from the workers' beats, and
 are trusted within a factor of the average of their role: what a worker was given makes it look fast or slow, and must
@@ -248,19 +250,19 @@ def _mixed_s(members: list[Member], need: Need, view: View) -> dict[str, float]:
     """As `_read_s`, for workers that all read beside their answers.
 
     There, seconds per token read tell how much else a worker did: who is given most to read would look fastest, and be
-    given yet more. So a token takes as long as on average, and on a worker with longer steps longer.
+    given yet more. So a token takes as long as on average, and on a worker with longer steps longer. Answers that are
+    written there wait for what is read: it counts once for them, however many, so that a prefix still outweighs them.
     """
     tokens = sum(member.stats.step_tokens for member in members)
     token_s = sum(member.stats.step_seconds for member in members) / tokens if tokens else TOKEN_S
     steps_s = _paces([(member, member.stats.steps) for member in members], STEP_S)
     step_s = sum(steps_s.values()) / max(1, len(steps_s)) or STEP_S  # 0 if no step took any time
-    return {
-        name: (view.ledger.load(name).queued_tokens + 2 * (need.prompt_tokens - view.shared(name, need)))
-        * token_s
-        * steps_s[name]
-        / step_s
-        for name in steps_s
-    }
+    waits_s: dict[str, float] = {}
+    for name in steps_s:
+        load, new = view.ledger.load(name), need.prompt_tokens - view.shared(name, need)
+        tokens = load.queued_tokens + (2 + min(load.running, 1)) * new
+        waits_s[name] = tokens * token_s * steps_s[name] / step_s
+    return waits_s
 
 
 def _beside_s(members: list[Member], need: Need, view: View) -> dict[str, float]:

@@ -213,6 +213,43 @@ def test_colocated_workers_are_chosen_by_their_prefix_too() -> None:
     assert choose(need, View(fleet, Ledger(), False, index)) == Choice(None, "decode-1")
 
 
+def beating(*workers: str, step_s: dict[str, float]) -> Fleet:
+    """Workers that do both, each with steps that took so long."""
+    fleet = large(fleet_of(*workers))
+    for worker in workers:
+        stats = Stats(steps=100, step_seconds=100 * step_s[worker], step_tokens=1000)
+        fleet.hear(worker, Beat(worker, f"{worker}/1", stats), 0.0)
+    return fleet
+
+
+def test_a_prompt_is_read_where_nobody_writes_though_that_worker_was_slower() -> None:
+    fleet = beating("decode-0", "decode-1", step_s={"decode-0": 0.010, "decode-1": 0.012})
+    need = Need(prompt_tokens=400, room_tokens=500)
+
+    def chosen(first: Load, second: Load) -> str:
+        found = choose(need, view(fleet, split=False, decode_0=first, decode_1=second))
+        assert found is not None and found.prefill is None
+        return found.decode
+
+    assert chosen(IDLE, IDLE) == "decode-0", "the faster one"
+    assert chosen(Load(running=1), IDLE) == "decode-1"
+    assert chosen(Load(running=1), Load(running=1)) == "decode-0"
+    assert chosen(Load(running=1), Load(queued_tokens=400)) == "decode-0", "it would have to wait there"
+    slow = beating("decode-0", "decode-1", step_s={"decode-0": 0.010, "decode-1": 0.030})
+    found = choose(need, view(slow, split=False, decode_0=Load(running=1)))
+    assert found == Choice(None, "decode-0"), "so slow that reading there takes longer than both"
+
+
+def test_a_prefix_outweighs_answers_that_wait_for_the_rest() -> None:
+    index = PrefixIndex()
+    need, fleet = asking(index, 1), large(fleet_of("decode-0", "decode-1"))
+    index.sent("decode-1", need.chunks, 1 << 20)
+    ledger = Ledger()
+    for number in range(2):
+        ledger.book(f"r{number}", {"decode-1": Load(running=1)})
+    assert choose(need, View(fleet, ledger, False, index)) == Choice(None, "decode-1")
+
+
 def test_what_is_shared_needs_no_room() -> None:
     index = PrefixIndex()
     need = asking(index, 1)

@@ -169,10 +169,10 @@ class Solo(Instance):
             run.done = end
             (over if end == run.prompt else kept).append(queue.popleft())
         queue.extendleft(reversed(kept))
-        took_s = max((self._mixed_s(*part) for part in parts if part[0]), default=0.0)
-        if took_s:
-            self.clock.at(self.clock.now_s + took_s, self._mixed, over)
-        return took_s > 0
+        times_s = [self._mixed_s(*part) for part in parts if part[0]]
+        if times_s:
+            self.clock.at(self.clock.now_s + max(times_s), self._mixed, over)
+        return bool(times_s)
 
     def _mixed_s(self, tokens: int, squares: float) -> float:
         """Seconds of a part that reads so much: it goes through all stages before its next step begins."""

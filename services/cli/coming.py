@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,15 +24,6 @@ class Coming(NamedTuple):
     """
 
     samples: Iterable[list[Job]]
-    left_out: Mapping[str, Long]
-    prefixes: bool
-    notes: tuple[str, ...]
-
-
-class _Drawn(NamedTuple):
-    """What samples are drawn from, and the rest as `Coming` has it."""
-
-    source: Source
     left_out: Mapping[str, Long]
     prefixes: bool
     notes: tuple[str, ...]
@@ -68,14 +59,18 @@ def coming(
     if rate is not None and not LEAST_RATE <= rate <= MOST_RATE:
         why = f"rates are from {LEAST_RATE:.0e} to {MOST_RATE:.0e}"
         raise ConfigError(f"a rate of {rate} requests a second", why, "give another")
+    promised = slos if found else {}
     if trace is not None:
-        return _replayed(options, given, slos if found else {}, context)
-    if rate is None:
+        comes = _replayed(options, given, promised, context)
+    elif rate is None:
         raise ConfigError("--rate is missing", "a workload says what comes, not how often", "add --rate 4")
-    drawn = _mixed(found, context) if own else _drawn(options["workload"], slos if found else {}, context)
-    count, pace, cv = options["requests"], float(rate), options["cv"]
-    samples = (drawn.source.sample(count, pace, seed, cv) for seed in range(options["seeds"]))
-    return Coming(samples, drawn.left_out, _shared(given, drawn.prefixes), drawn.notes)
+    else:
+        comes = _mixed(options, found, context) if own else _drawn(options, promised, context)
+    if "enable_prefix_caching" in given and not comes.prefixes:
+        why = "no request says which text it begins with"
+        fix = "leave it out, or take a trace that names prefixes (Mooncake's, or a request log)"
+        raise ConfigError("--[no-]enable-prefix-caching has no effect here", why, fix)
+    return comes
 
 
 def _kinds(options: Mapping[str, Any]) -> list[Kind]:
@@ -96,38 +91,36 @@ def _replayed(
     jobs = short_enough(every, context)
     notes = () if slos else together(Counter(job.kind for job in jobs), str(options["trace"]))
     left = Long(len(every) - len(jobs), len(every), False)
-    shared = _shared(given, any(job.prefix for job in jobs))
     jobs = [job if job.kind in slos or not job.kind else replace(job, kind="") for job in jobs]
-    return Coming([jobs if rate is None else scaled(jobs, rate)], {ALL: left}, shared, notes)
+    shares = any(job.prefix for job in jobs)
+    return Coming([jobs if rate is None else scaled(jobs, rate)], {ALL: left}, shares, notes)
 
 
-def _drawn(workload: str, slos: Mapping[str, Slo], context: int) -> _Drawn:
+def _drawn(options: Mapping[str, Any], slos: Mapping[str, Slo], context: int) -> Coming:
     """One workload, by the kinds that have promises in `slos`."""
-    asked = named(workload)
+    asked = named(options["workload"])
     left = {ALL: asked.longer(context)}
     if slos:
         mix = Mix.of(asked, slos, context)
-        return _Drawn(mix, left, _named_prefixes(mix), ())
+        return Coming(_samples(mix, options), left, _share(mix), ())
     held = asked.within(context)
-    return _Drawn(held, left, held.shares, together(held.kinds(), workload))
+    notes = together(held.kinds(), options["workload"])
+    return Coming(_samples(held, options), left, held.shares, notes)
 
 
-def _mixed(found: list[Kind], context: int) -> _Drawn:
+def _mixed(options: Mapping[str, Any], found: list[Kind], context: int) -> Coming:
     """Workloads of several kinds."""
     mix, whole = mixed(found, context)
     notes = [note for name, one in mix.workloads.items() for note in together(one.kinds(), name)]
     left = {name: workload.longer(context) for name, workload in whole.items()}
-    return _Drawn(mix, left, _named_prefixes(mix), tuple(notes))
+    return Coming(_samples(mix, options), left, _share(mix), tuple(notes))
 
 
-def _named_prefixes(mix: Mix) -> bool:
+def _samples(source: Source, options: Mapping[str, Any]) -> Iterator[list[Job]]:
+    count, pace, cv = options["requests"], float(options["rate"]), options["cv"]
+    return (source.sample(count, pace, seed, cv) for seed in range(options["seeds"]))
+
+
+def _share(mix: Mix) -> bool:
+    """Whether prompts of any kind name what they begin with."""
     return any(workload.shares for workload in mix.workloads.values())
-
-
-def _shared(given: Collection[str], prefixes: bool) -> bool:
-    """`prefixes`. Raises ConfigError: there are none, and the flag that is about them was typed."""
-    if "enable_prefix_caching" in given and not prefixes:
-        why = "no request says which text it begins with"
-        fix = "leave it out, or take a trace that names prefixes (Mooncake's, or a request log)"
-        raise ConfigError("--[no-]enable-prefix-caching has no effect here", why, fix)
-    return prefixes

@@ -24,7 +24,12 @@ help: ## Show what there is
 serve: $(STAMP) ## Serve the embedded model; PORT=9000, HOST=, ARGS='--decode 2 ...'
 	@exec $(BIN)/diptych serve --host $(HOST) --port $(PORT) $(ARGS)
 
-test: check tests ## Lint, types, import contracts and all tests but the soaks
+# Types and contracts beside the tests: what they found is shown at once if it is an error, and at the end.
+test: lint ## Lint, types, import contracts and all tests but the soaks
+	@mkdir -p .run; { $(MAKE) --no-print-directory -k types contracts > .run/checks.log 2>&1 \
+		|| { cat .run/checks.log; exit 1; }; } & \
+	$(MAKE) --no-print-directory tests; failed=$$?; \
+	wait $$! || failed=1; cat .run/checks.log; exit $$failed
 
 check: lint types contracts ## Lint, types and import contracts
 
@@ -52,8 +57,11 @@ faults: $(STAMP) ## Faults in every phase, migration, chaos: .run/faults/report.
 gpu: $(STAMP) ## Those that need a CUDA device
 	@$(BIN)/python -m pytest $(TESTS) -m gpu $(ARGS)
 
-docs: $(STAMP) ## Write what is generated: docs/configuration.md
-	@$(BIN)/python -m services.cli.reference > docs/configuration.md
+docs: $(STAMP) ## Write what is generated: docs/configuration.md and the JSON Schemas in docs
+	@$(BIN)/python -m services.cli.serve.settings_reference > docs/configuration.md
+	@$(BIN)/diptych serve --config-schema > docs/configuration.schema.json
+	@$(BIN)/python -m services.cli.serve.file_schemas plan > docs/plan.schema.json
+	@$(BIN)/python -m services.cli.serve.file_schemas profile > docs/profile.schema.json
 
 install: $(STAMP) ## Make .venv, or bring it up to date
 

@@ -30,10 +30,11 @@ import numpy as np
 import torch
 import torch.nn.functional as nnf
 
-from engine.attention.batch import Batch, pack
-from engine.attention.cpu import Pages
-from engine.work import Work
-from kvcache.layout import KVLayout
+import benchmarks.script_path  # noqa: F401
+from engine.attention.batch import ForwardBatch, pack_batch
+from engine.cpu.attention import CpuAttention
+from engine.step_work import StepWork
+from kvcache.layout import KvLayout
 
 SEQUENCES, TOKENS = 16, 1024
 SHAPES = {
@@ -46,8 +47,8 @@ SHAPES = {
 class Bench:
     """One head shape, ready to run."""
 
-    pages: Pages
-    batch: Batch
+    pages: CpuAttention
+    batch: ForwardBatch
     slabs: list[torch.Tensor]
     qkv: torch.Tensor  # [sequences, (heads + 2 * kv_heads) * head_dim]
     out: torch.Tensor  # [sequences, heads * head_dim]
@@ -73,7 +74,7 @@ class Bench:
             self.out.copy_(mixed.view(SEQUENCES, -1))
 
 
-def gather(pages: Pages, layer: int, slabs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(pages: CpuAttention, layer: int, slabs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a sequence's tokens, each [kv_heads, tokens, head_dim], copied out of its pages."""
     kept = pages.data[:, layer].index_select(0, slabs)  # [chunks, kv_heads, 2, 64, head_dim]
     keys, values = kept.permute(2, 1, 0, 3, 4).reshape(2, pages.layout.kv_heads, -1, pages.layout.head_dim)
@@ -83,14 +84,14 @@ def gather(pages: Pages, layer: int, slabs: torch.Tensor) -> tuple[torch.Tensor,
 def make_bench(layers: int, kv_heads: int, heads: int, width: int) -> Bench:
     """Random KV in shuffled slabs."""
     torch.manual_seed(0)
-    layout = KVLayout(layers, kv_heads, width, "float32")
+    layout = KvLayout(layers, kv_heads, width, "float32")
     chunks = layout.num_chunks(TOKENS)
     data = torch.randn(SEQUENCES * chunks, *layout.chunk_shape)
     slabs = torch.randperm(SEQUENCES * chunks).view(SEQUENCES, chunks)
-    works = [Work([0], TOKENS - 1, row.tolist(), "none") for row in slabs]
+    works = [StepWork([0], TOKENS - 1, row.tolist(), "none") for row in slabs]
     qkv = torch.randn(SEQUENCES, (heads + 2 * kv_heads) * width)
     out = torch.empty(SEQUENCES, heads * width)
-    return Bench(Pages(layout, data, heads), pack(works), list(slabs), qkv, out)
+    return Bench(CpuAttention(layout, data, heads), pack_batch(works), list(slabs), qkv, out)
 
 
 def seconds(call: Callable[[], object]) -> float:

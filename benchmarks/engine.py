@@ -39,16 +39,18 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as talk
 
-from diptych.frames import pack
+import benchmarks.script_path  # noqa: F401
+from diptych.channel.frames import pack_message
 from diptych.messages import Output, Step
-from diptych.request import Sampling
+from diptych.request import SamplingParams
+from engine.cpu.model_runner import CpuModelRunner
 from engine.loop import Engine
-from engine.model.files import ModelFiles
-from engine.runner import Runner
-from engine.sampler import Sampler
-from engine.scheduler import Limits, Scheduler, Sequence
-from kvcache.holdings import Holdings
-from kvcache.pool import Pool
+from engine.model.checkpoint import Checkpoint
+from engine.sampling.sampler import Sampler
+from engine.scheduler import Scheduler
+from engine.sequence import EngineLimits, Sequence
+from kvcache.allocator import KvAllocator
+from kvcache.pool import KvPool
 
 EMBEDDED = Path(__file__).parents[1] / "models" / "tiny"
 PROMPT, NEW, BATCHES, MOST = 128, 64, (1, 8, 32), 32
@@ -103,30 +105,34 @@ class Ours:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.thread_time) -> None:
         self.clock = clock
-        files = ModelFiles.resolve(str(folder))
+        files = Checkpoint.resolve(str(folder))
         layout, length = files.layout(), PROMPT + NEW
-        pool = Pool(layout, MOST * layout.num_chunks(length) + 4)
-        runner = Runner.load(files, pool, length)
+        pool = KvPool(layout, MOST * layout.num_chunks(length) + 4)
+        runner = CpuModelRunner.load(files, pool, length)
         runner.warm()
-        limits = Limits(num_slabs=pool.num_slabs, max_model_len=length)
-        self.engine = Engine(runner, Scheduler(limits), Holdings(pool), Sampler(runner.vocab_size))
+        limits = EngineLimits(num_slabs=pool.num_slabs, max_model_len=length)
+        self.engine = Engine(runner, Scheduler(limits), KvAllocator(pool), Sampler(runner.vocab_size))
 
     def __call__(self, prompts: Prompts) -> Run:
         """Greedy output of all prompts at once."""
-        engine, clock, sampling = self.engine, self.clock, Sampling(max_tokens=NEW, seed=0, temperature=0.0)
+        engine, clock, sampling = (
+            self.engine,
+            self.clock,
+            SamplingParams(max_tokens=NEW, seed=0, temperature=0.0),
+        )
         written: dict[str, list[int]] = {str(place): [] for place in range(len(prompts))}
         begun_s, first_s, early = clock(), math.nan, 0
         for place, prompt in enumerate(prompts):
             engine.add(Sequence(str(place), 1, prompt, sampling, math.inf), begun_s)
         while engine.has_work:
-            outputs = [told.message for told in engine.step(clock)]
+            outputs = [emitted.message for emitted in engine.step(clock)]
             for output in outputs:
                 assert isinstance(output, Output), output
                 written[output.request] += output.tokens
             # As the worker does: one message per step.
             sending_s = clock()
-            pack(Step([output for output in outputs if isinstance(output, Output)]))
-            engine.sent(clock() - sending_s)
+            pack_message(Step([output for output in outputs if isinstance(output, Output)]))
+            engine.record_send_time(clock() - sending_s)
             if math.isnan(first_s) and all(written.values()):
                 first_s, early = clock(), sum(map(len, written.values()))
         rest_s, rest = clock() - first_s, len(prompts) * NEW - early

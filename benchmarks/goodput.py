@@ -8,9 +8,9 @@
 Deployments of the embedded model with the same kernels, one compute thread a worker:
 
     disaggregated   `--prefill 1 --decode 1`
-    colocated       `--colocated 2`, prompts cut so that steps stay within the TPOT objective
+    colocated       `--colocated 2`, prompts cut so that steps stay within the TPOT SLO
     unchunked       `--colocated 2 --no-enable-chunked-prefill`, the paper's baseline
-    auto            what the simulator expects most of: one of these, or 1 + 1 whose decode worker may read prompts
+    auto            what the simulator expects most of: one of these, or 1 + 1 whose decode worker may prefill
                     too (`--local-prefill auto`); the simulator knows the machine by profiles, which are measured before
                     as `diptych profile` does it (`--profile-seconds`, for each of two, with the same workload)
 
@@ -19,9 +19,9 @@ when nothing else is asked: the 90th percentiles of TTFT and TPOT of single requ
 
 One deployment is up at a time, all of them once for each seed. Each is sent `--seconds` of Poisson arrivals at rates of
 one grid, from somewhat below where it is expected to fail until it has failed, first in steps of 1.44, then between
-those that enclose its goodput; the same requests go to all. A run is judged by the objectives of every regime that the
+those that enclose its goodput; the same requests go to all. A run is judged by the SLOs of every regime that the
 deployment serves. Goodput is where attainment, made to fall with the rate, crosses 90 %
-(`benchmarks/knees.py`).
+(`benchmarks/accuracy/goodput_knee.py`).
 
     cells.WORKLOAD.REGIME.goodput.COLUMN    mean over seeds, its 95 % interval (seeds and requests drawn anew), and
                                             `censored`: seeds of which the rates did not enclose it
@@ -53,7 +53,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.columns import (
+import benchmarks.script_path  # noqa: F401
+from benchmarks.accuracy.goodput_columns import (
     APART,
     COLOCATED,
     POOLS,
@@ -62,19 +63,20 @@ from benchmarks.columns import (
     Traffic,
     chosen,
     columns,
-    foretold,
+    predict_goodput,
     sites,
 )
-from benchmarks.knees import TARGET, Goodput, Walk, counted
-from benchmarks.serving import serving
-from planner.terms import Job, Slo
-from planner.workload import SYNTHETIC, Workload, synthetic
-from services.bench import measure as profiling
-from services.bench.drive import Drive, Plan, Run
-from services.bench.measure import Measured
+from benchmarks.accuracy.goodput_knee import TARGET, Goodput, Walk, counted
+from benchmarks.load.deployment import serving_deployment
+from diptych.slo import Slo
+from planner.types import Job
+from planner.workload.workload import SYNTHETIC, Workload, synthetic_workload
+from services.bench import profile_run as profiling
+from services.bench.load_generator import LoadGenerator, LoadRun, RunOptions
+from services.bench.profile_run import Measurement
 from services.bench.report import percentile
-from services.bench.signals import interruptible
-from services.bench.target import Target, meet, rest
+from services.bench.server import BenchServer, probe_server, wait_for_rest
+from services.bench.signals import interrupt_on_sigterm
 
 REGIMES = {  # factors of the unloaded 90th percentiles of TTFT and TPOT
     "tight_tpot": (20.0, 2.0),
@@ -97,7 +99,7 @@ UP_S, START_S, FORETELL_S = 15.0, 25.0, 60.0  # of a deployment, of one to be pr
 
 @dataclass(slots=True)
 class Cell:
-    """A workload under an objective. `requests` are those that count, of all runs."""
+    """A workload under an SLO. `requests` are those that count, of all runs."""
 
     slo: Slo
     expected: Expected
@@ -105,10 +107,10 @@ class Cell:
     requests: dict[str, int] = field(default_factory=dict)
     client: float = 0.0
 
-    def told(self) -> dict[str, Any]:
+    def report_fields(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "slo_ms": {"ttft": round(self.slo.ttft_s * 1e3, 2), "tpot": round(self.slo.tpot_s * 1e3, 3)},
-            "goodput": {name: one.told() for name, one in self.goodput.items()},
+            "goodput": {name: one.report_fields() for name, one in self.goodput.items()},
             "requests": self.requests,
             "client_cpu_share": round(self.client, 3),
         }
@@ -147,7 +149,7 @@ def _apart(goodput: Mapping[str, float]) -> bool:
 class Met:
     """A deployment that is up, and how long its smallest request takes while it is at rest."""
 
-    target: Target
+    target: BenchServer
     calm_s: float
 
 
@@ -170,12 +172,12 @@ class Bench:
             first = seed % len(plans)
             for flags in [*plans][first:] + [*plans][:first]:
                 walk = done[flags][-1].again() if seed else plans[flags]
-                with serving(*flags, *COMMON) as up:
+                with serving_deployment(*flags, *COMMON) as up:
                     up.wait_ready()
                     met = self._runner.run(_meet(up.url))
                     while walk.next() is not None:
                         self._step(met, traffic, walk, seed, " ".join(flags))
-                    met.target.client.close()
+                    met.target.client.close_idle()
                 done[flags].append(walk)
         return done
 
@@ -184,31 +186,31 @@ class Bench:
         assert power is not None
         rate = walk.rate(power)
         run = self._runner.run(_run(met, traffic.jobs(rate, seed), rate, seed))
-        walk.runs[power] = counted([one.served for one in run.seen])
+        walk.runs[power] = counted([one.served for one in run.records])
         self.client = max(self.client, run.cpu_s / run.wall_s)
         kept = ", ".join(f"{regime} {share:.1%}" for regime, share in walk.attained(power).items())
-        unrest = "" if run.rested else ", began busy"
+        unrest = "" if run.began_idle else ", began busy"
         say(f"  seed {seed}, {rate:.4g}/s, {name}: {kept} ({run.wall_s:.0f} s{unrest})")
 
 
 async def _meet(url: str) -> Met:
-    target = await meet(url, None, None, "completions")
+    target = await probe_server(url, None, None, "completions")
     began_s = time.monotonic()
     for _ in range(TOUCHES):
-        await target.touch()
+        await target.send_smallest()
     return Met(target, max((time.monotonic() - began_s) / TOUCHES, 0.01))
 
 
-async def _run(met: Met, jobs: Sequence[Job], rate: float, seed: int) -> Run:
-    rested = await rest(met.target, met.calm_s, LONGEST_REST_S)
-    run = Run(rate, seed, len(jobs), 0.0, rested=rested)
-    return await Drive(met.target, jobs, Plan(Slo()), run).go()
+async def _run(met: Met, jobs: Sequence[Job], rate: float, seed: int) -> LoadRun:
+    rested = await wait_for_rest(met.target, met.calm_s, LONGEST_REST_S)
+    run = LoadRun(rate, seed, len(jobs), 0.0, began_idle=rested)
+    return await LoadGenerator(met.target, jobs, RunOptions(Slo()), run).run_load()
 
 
 def play(options: argparse.Namespace) -> dict[str, dict[str, Cell]]:
     """All cells that are asked for."""
     traffics = {
-        name: Traffic(synthetic(name).shrunk(options.shrink, CONTEXT), options.seconds)
+        name: Traffic(synthetic_workload(name).shrunk(options.shrink, CONTEXT), options.seconds)
         for name in options.workloads
     }
     found = {}
@@ -216,7 +218,7 @@ def play(options: argparse.Namespace) -> dict[str, dict[str, Cell]]:
         known, calm = learn(options, traffic)
         found[name] = cells(options, traffic, known, calm, name)
         for regime, cell in found[name].items():
-            say(json.dumps({name: {regime: cell.told()}}))  # of a long run nothing is lost
+            say(json.dumps({name: {regime: cell.report_fields()}}))  # of a long run nothing is lost
     return found
 
 
@@ -229,28 +231,30 @@ class Calm:
     pace: float
 
 
-def learn(options: argparse.Namespace, traffic: Traffic) -> tuple[dict[str, Measured], Calm]:
+def learn(options: argparse.Namespace, traffic: Traffic) -> tuple[dict[str, Measurement], Calm]:
     """What the simulator needs to know of each kind, and the unloaded times on one of each role.
 
     With the workload itself, and just before it is measured: what workers do to each other depends on what they do, and
-    the machine is shared. Colocated workers are profiled without an objective: with one, the sizes of steps would tell
+    the machine is shared. Colocated workers are profiled without an SLO: with one, the sizes of steps would tell
     of the machine's mood.
     """
     known = {}
     for kind, pools in POOLS.items():
-        with profiling.deployed(pools, "", COMMON) as live:
-            known[kind] = profiling.measure(live, traffic.workload, options.profile_seconds, seed=LEARN)
+        with profiling.running_deployment(pools, "", COMMON) as live:
+            known[kind] = profiling.measure_profile(
+                live, traffic.workload, options.profile_seconds, seed=LEARN
+            )
             say(f"{pools}: profiled")
             if kind == APART:
                 calm = alone(live, traffic.workload)
     return known, calm
 
 
-def alone(live: profiling.Live, workload: Workload) -> Calm:
+def alone(live: profiling.LiveDeployment, workload: Workload) -> Calm:
     """Raises RuntimeError if a request failed."""
     ttft_s, tpot_s, took_s = [], [], 0.0
     for job in workload.sample(ALONE, 1.0, LEARN - 1):
-        served = live.drive([replace(job, at_s=0.0)], Plan(Slo())).seen[0].served
+        served = live.send_load([replace(job, at_s=0.0)], RunOptions(Slo())).records[0].served
         if served.failed:
             raise RuntimeError(f"a request that was alone failed: {served.failed}")
         ttft_s.append(served.ttft_s)
@@ -260,11 +264,11 @@ def alone(live: profiling.Live, workload: Workload) -> Calm:
 
 
 def cells(
-    options: argparse.Namespace, traffic: Traffic, known: Mapping[str, Measured], calm: Calm, name: str
+    options: argparse.Namespace, traffic: Traffic, known: Mapping[str, Measurement], calm: Calm, name: str
 ) -> dict[str, Cell]:
     """All regimes of one workload."""
-    slos = {regime: objective(regime, calm.ttft_s, calm.tpot_s) for regime in options.regimes}
-    expected = foretold(known, traffic, slos, calm.pace)
+    slos = {regime: regime_slo(regime, calm.ttft_s, calm.tpot_s) for regime in options.regimes}
+    expected = predict_goodput(known, traffic, slos, calm.pace)
     for regime, by in expected.items():
         rates = (f"{one} {rate:.4g} ({by.surely[one]:.4g})/s" for one, rate in by.goodput.items())
         say(f"{name}, {regime}: foretold (surely) " + ", ".join(rates))
@@ -300,23 +304,25 @@ def plans(needed: Sites, expected: Mapping[str, Expected]) -> dict[tuple[str, ..
     }
 
 
-def objective(regime: str, ttft_s: float, tpot_s: float) -> Slo:
-    """The objective of a regime on a machine with these unloaded times."""
+def regime_slo(regime: str, ttft_s: float, tpot_s: float) -> Slo:
+    """The SLO of a regime on a machine with these unloaded times."""
     of_ttft, of_tpot = REGIMES[regime]
     return Slo(of_ttft * ttft_s, of_tpot * tpot_s, TARGET)
 
 
 def report(found: Mapping[str, Mapping[str, Cell]], options: argparse.Namespace) -> dict[str, Any]:
     """The figures of all cells."""
-    told = {name: {regime: cell.told() for regime, cell in row.items()} for name, row in found.items()}
-    flat = {f"{name}.{regime}": cell for name, row in told.items() for regime, cell in row.items()}
+    cells = {
+        name: {regime: cell.report_fields() for regime, cell in row.items()} for name, row in found.items()
+    }
+    flat = {f"{name}.{regime}": cell for name, row in cells.items() for regime, cell in row.items()}
     compared = {name: cell for name, cell in flat.items() if "ratio" in cell}
     known = [cell for cell in compared.values() if cell["foreseen"] is not None]
     clear = [
         cell for cell in known if not cell["ratio"]["interval"][0] <= 1.0 <= cell["ratio"]["interval"][1]
     ]
     sums: dict[str, Any] = {
-        "cells": told,
+        "cells": cells,
         "foreseen": _share(cell["foreseen"] for cell in known),
         "foreseen_clear": _share(cell["foreseen"] for cell in clear),
         "loses": [name for name, cell in compared.items() if cell["ratio"]["mean"] < 1.0],
@@ -376,10 +382,10 @@ def main() -> None:
     options = options_of()
     before, begun_s = os.getloadavg()[0], time.monotonic()
     say(f"this takes about {estimate_s(options) / 60:.0f} minutes")
-    with interruptible():
-        told = report(play(options), options)
-    told |= {"took_s": round(time.monotonic() - begun_s), "load_before": round(before, 2)}
-    print(json.dumps(told, indent=None if options.json else 2))
+    with interrupt_on_sigterm():
+        fields = report(play(options), options)
+    fields |= {"took_s": round(time.monotonic() - begun_s), "load_before": round(before, 2)}
+    print(json.dumps(fields, indent=None if options.json else 2))
 
 
 if __name__ == "__main__":

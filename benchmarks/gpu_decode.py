@@ -30,17 +30,19 @@ from statistics import median
 
 import torch
 
-from engine.attention.batch import pack
-from engine.attention.triton import Pages, Tuning
-from engine.gpu import Runner
-from engine.model.shape import Rope, Shape
-from engine.work import Work
-from kvcache.layout import CHUNK_TOKENS, KVLayout
+import benchmarks.script_path  # noqa: F401
+from diptych.chunks import CHUNK_TOKENS
+from engine.attention.batch import pack_batch
+from engine.gpu.attention import GpuAttention, LaunchTuning
+from engine.gpu.model_runner import GpuModelRunner
+from engine.model.architecture import ModelConfig, RopeConfig
+from engine.step_work import StepWork
+from kvcache.layout import KvLayout
 
-LLAMA_8B = Shape(
+LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336,
     vocab=128256, context=131072, eps=1e-5, tied=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
-    windows=(0,) * 32, rope=Rope("llama3", 500_000.0, 8.0, 1.0, 4.0, 8192),
+    windows=(0,) * 32, rope=RopeConfig("llama3", 500_000.0, 8.0, 1.0, 4.0, 8192),
 )  # fmt: skip
 OWN = 128  # tokens of a sequence that it shares with none
 
@@ -85,7 +87,7 @@ class Random:
     def __init__(self, place: Place) -> None:
         self._place = place
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def read_tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Small normal numbers, or ones for a norm."""
         kind, device = getattr(torch, self._place.dtype), self._place.device
         if len(shape) == 1 and "norm" in name:
@@ -100,9 +102,16 @@ class Attention:
     """
 
     def __init__(
-        self, shape: Shape, place: Place, batch: int, tokens: int, shared: int, copies: bool, tuning: Tuning
+        self,
+        shape: ModelConfig,
+        place: Place,
+        batch: int,
+        tokens: int,
+        shared: int,
+        copies: bool,
+        tuning: LaunchTuning,
     ) -> None:
-        self.layout = KVLayout(place.layers, shape.kv_heads, shape.head_dim, place.dtype)
+        self.layout = KvLayout(place.layers, shape.kv_heads, shape.head_dim, place.dtype)
         self.place, self.tokens, self.batch = place, tokens, batch
         chunks = self.layout.num_chunks(tokens)
         own = chunks if copies else chunks - shared
@@ -112,8 +121,8 @@ class Attention:
         kind: torch.dtype = getattr(torch, place.dtype)
         slots = batch * own + shared
         self.data = torch.randn(slots, *self.layout.chunk_shape, dtype=kind, device=place.device)
-        self.pages = Pages(self.layout, self.data, shape.heads, tuning)
-        self.step = self.pages.load(pack([Work([0], tokens - 1, row, "none") for row in slabs]))
+        self.pages = GpuAttention(self.layout, self.data, shape.heads, tuning)
+        self.step = self.pages.load(pack_batch([StepWork([0], tokens - 1, row, "none") for row in slabs]))
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.qkv = torch.randn(batch, width, dtype=kind, device=place.device)
         self.out = torch.zeros(batch, shape.heads * shape.head_dim, dtype=kind, device=place.device)
@@ -141,21 +150,21 @@ class Attention:
 
 
 def attention_ratio(
-    shape: Shape,
+    shape: ModelConfig,
     place: Place,
     bandwidth: float,
     batch: int = 32,
     tokens: int = 4096,
-    tuning: Tuning | None = None,
+    tuning: LaunchTuning | None = None,
 ) -> float:
     """KV bytes per second of the flat kernel over the bandwidth."""
-    bench = Attention(shape, place, batch, tokens, 0, True, tuning or Tuning.of(place.device))
+    bench = Attention(shape, place, batch, tokens, 0, True, tuning or LaunchTuning.of(place.device))
     return bench.kv_bytes / bench.seconds() / bandwidth
 
 
-def tpp_ratios(shape: Shape, place: Place, batch: int = 32, prefix: int = 4096) -> tuple[float, float]:
+def tpp_ratios(shape: ModelConfig, place: Place, batch: int = 32, prefix: int = 4096) -> tuple[float, float]:
     """Time of the flat kernel over that of the two-phase kernel: over copies of the prefix, over the same pages."""
-    tuning = Tuning.of(place.device)
+    tuning = LaunchTuning.of(place.device)
     tokens, shared = prefix + OWN, prefix // CHUNK_TOKENS
     never = replace(tuning, saving_bytes=1 << 62)
     cases = ((tuning, False), (never, True), (never, False))
@@ -168,17 +177,19 @@ def tpp_ratios(shape: Shape, place: Place, batch: int = 32, prefix: int = 4096) 
 class Model:
     """A whole model of random weights, decoding."""
 
-    def __init__(self, shape: Shape, place: Place, batch: int, context: int) -> None:
-        layout = KVLayout(shape.layers, shape.kv_heads, shape.head_dim, place.dtype)
+    def __init__(self, shape: ModelConfig, place: Place, batch: int, context: int) -> None:
+        layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, place.dtype)
         self.place, self.chunks = place, layout.num_chunks(context + 1)
         self.bytes_per_token = layout.bytes_per_token
         slabs = batch * self.chunks
-        self.runner = Runner.load(shape, Random(place), slabs, context + 1, str(place.device), place.dtype)
+        self.runner = GpuModelRunner.load(
+            shape, Random(place), slabs, context + 1, str(place.device), place.dtype
+        )
 
-    def works(self, batch: int, context: int) -> list[Work]:
+    def works(self, batch: int, context: int) -> list[StepWork]:
         """A decode step of `batch` sequences of `context` tokens."""
         rows = [range(n * self.chunks, (n + 1) * self.chunks) for n in range(batch)]
-        return [Work([1], context - 1, list(row), "last") for row in rows]
+        return [StepWork([1], context - 1, list(row), "last") for row in rows]
 
     def step_bytes(self, batch: int, context: int) -> int:
         """Weights and KV that a step must read."""
@@ -197,11 +208,11 @@ class Model:
     def prefill_seconds(self, tokens: int) -> float:
         """Of one prompt, from the call to its logits."""
         slabs = list(range(-(-tokens // CHUNK_TOKENS)))
-        return self.place.seconds(lambda: self.runner.run([Work([1] * tokens, 0, slabs, "last")]))
+        return self.place.seconds(lambda: self.runner.run([StepWork([1] * tokens, 0, slabs, "last")]))
 
 
 def figures(
-    shape: Shape, place: Place, batch: int = 32, tokens: int = 4096, context: int = 1024
+    shape: ModelConfig, place: Place, batch: int = 32, tokens: int = 4096, context: int = 1024
 ) -> dict[str, float]:
     """All ratios."""
     bandwidth = place.bandwidth()
@@ -216,7 +227,7 @@ def figures(
 
 
 def profile(
-    shape: Shape, place: Place, batches: list[int], contexts: list[int], prompts: list[int]
+    shape: ModelConfig, place: Place, batches: list[int], contexts: list[int], prompts: list[int]
 ) -> dict[str, object]:
     """Seconds of steps by what they do, for the planner."""
     model = Model(shape, place, max(batches), max(*contexts, *prompts))
@@ -230,9 +241,9 @@ def profile(
     return {"device": device, "dtype": place.dtype, "tp": 1, "pp": 1, "decode": decode, "prefill": prefill}
 
 
-def sweep(shape: Shape, place: Place) -> dict[str, float]:
+def sweep(shape: ModelConfig, place: Place) -> dict[str, float]:
     """The ratio of the attention kernel under each of a grid of settings."""
-    bandwidth, plain = place.bandwidth(), Tuning.of(place.device)
+    bandwidth, plain = place.bandwidth(), LaunchTuning.of(place.device)
     settings = [
         replace(plain, programs=plain.programs * more // 8, warps=warps, stages=stages)
         for more in (2, 4, 8, 16)

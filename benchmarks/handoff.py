@@ -3,7 +3,7 @@
     python -m benchmarks.handoff [--json] [--rounds 15] [--only first_gap exposed bytes digest]
 
 `first_gap_ratio`   request start to second token, one prefill and one decode worker / one worker for both; nothing else
-                    runs. Prompts of 128 to 1,900 tokens that no worker has seen, the same for both, in turns; medians
+                    runs. Prompts of 128 to 1,900 new tokens, the same for both, alternating; medians
                     over rounds, geometric mean over lengths. The second token is the first that a decode worker
                     writes: reading, first token, hand-off and one step are in it, and all that lies between them.
 `exposed`           by transport, prompts of 1,024 to 1,900 tokens: `exposed_share` = seconds of pulling that came after
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import json
 import os
 import time
@@ -34,11 +33,18 @@ import httpx
 import numpy as np
 import uvloop
 
-from benchmarks.prefix_serving import Prompts
-from benchmarks.serving import Deployment, Stream, pools, serving
+import benchmarks.script_path  # noqa: F401
+from benchmarks.load.deployment import (
+    ServedDeployment,
+    StampedStream,
+    pool_flags,
+    serving_deployment,
+)
+from benchmarks.load.prompts import PromptTokens
+from benchmarks.load.rounds import no_garbage_collection
 from benchmarks.transfer import EMBEDDED, POOL_BYTES
-from kvtransfer.copying import copy_at
-from kvtransfer.digests import HASHERS, HASHES
+from kvtransfer.digests import HASH_FUNCTIONS, STREAM_HASHERS
+from kvtransfer.stream_copy import copy_bytes_at
 from kvtransfer.transports.shm import PIECE_BYTES
 
 LENGTHS = (128, 256, 512, 1024, 1500, 1900)
@@ -75,22 +81,20 @@ def digest_share(hashing_s: float, hashed_s: float, bare_s: float) -> float:
 class Client:
     """Requests to one deployment, one at a time."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: ServedDeployment) -> None:
         self.deployment = deployment
         model = deployment.get("/v1/models")["data"][0]["id"]
         self._fixed = {"model": model, "temperature": 0, "ignore_eos": True, "max_tokens": ANSWER_TOKENS}
 
     async def second_token_s(self, prompt: Sequence[int]) -> float:
         """Seconds from connecting to the second event of the answer."""
-        gc.collect()
-        gc.disable()
-        began_s = time.monotonic()
-        stream = await Stream.open(self.deployment.port, prompt=list(prompt), **self._fixed)
-        try:
-            await stream.done()
-        finally:
-            gc.enable()
-            await stream.leave()
+        with no_garbage_collection():
+            began_s = time.monotonic()
+            stream = await StampedStream.open(self.deployment.port, prompt=list(prompt), **self._fixed)
+            try:
+                await stream.done()
+            finally:
+                await stream.leave()
         self.deployment.rest()
         return stream.stamps_s[1] - began_s
 
@@ -101,7 +105,7 @@ class Client:
 
 async def alternate(clients: Mapping[str, Client], rounds: int) -> dict[str, dict[int, list[float]]]:
     """Seconds to the second token, by deployment and length; the first round is warm-up and not counted."""
-    prompts = Prompts(next(iter(clients.values())).deployment)
+    prompts = PromptTokens(next(iter(clients.values())).deployment)
     found: dict[str, dict[int, list[float]]] = {name: {n: [] for n in LENGTHS} for name in clients}
     for number in range(rounds + 1):
         for length in LENGTHS:
@@ -118,7 +122,7 @@ def first_gap(rounds: int) -> dict[str, Any]:
     """The two deployments side by side."""
     with contextlib.ExitStack() as stack:
         deployments = {
-            name: stack.enter_context(serving(*pools(colocated), *COMMON))
+            name: stack.enter_context(serving_deployment(*pool_flags(colocated), *COMMON))
             for name, colocated in (("whole", 1), ("split", 0))
         }
         for deployment in deployments.values():
@@ -141,11 +145,13 @@ async def _ask_all(client: Client, prompts: Sequence[Sequence[int]]) -> None:
         await client.second_token_s(prompt)
 
 
-def _moved(flags: Sequence[str], prompts: Callable[[Prompts], Sequence[Sequence[int]]]) -> dict[str, float]:
+def _moved(
+    flags: Sequence[str], prompts: Callable[[PromptTokens], Sequence[Sequence[int]]]
+) -> dict[str, float]:
     """What one deployment says of moving the KV of these prompts, after a warm-up."""
-    with serving(*pools(0), *COMMON, *flags) as deployment:
+    with serving_deployment(*pool_flags(0), *COMMON, *flags) as deployment:
         deployment.wait_ready()
-        client, source = Client(deployment), Prompts(deployment)
+        client, source = Client(deployment), PromptTokens(deployment)
         asyncio.run(_ask_all(client, [source.take(LENGTHS[-1])] * 2))
         before = client.metrics()
         asyncio.run(_ask_all(client, prompts(source)))
@@ -165,29 +171,29 @@ def _moved(flags: Sequence[str], prompts: Callable[[Prompts], Sequence[Sequence[
 def exposed(rounds: int) -> dict[str, Any]:
     """Every transport with and without pipelining."""
 
-    def prompts(source: Prompts) -> list[list[int]]:
+    def prompts(source: PromptTokens) -> list[list[int]]:
         return [source.take(length) for _ in range(rounds) for length in LONG]
 
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for transport in ("shm", "nixl"):
         on, off = (
             _moved(("--transports", transport, flag), prompts)
             for flag in ("--pipelined-transfer", "--no-pipelined-transfer")
         )
         pulling_s = on["hidden_s"] + on["exposed_s"]
-        told[transport] = {
+        fields[transport] = {
             "exposed_share": round(on["exposed_s"] / pulling_s, 3) if pulling_s else None,
             "exposed_ratio": round(on["exposed_s"] / off["exposed_s"], 3) if off["exposed_s"] else None,
             "exposed_ms": round(on["exposed_s"] / rounds / len(LONG) * 1e3, 3),
             "exposed_unpipelined_ms": round(off["exposed_s"] / rounds / len(LONG) * 1e3, 3),
         }
-    return {"exposed": told}
+    return {"exposed": fields}
 
 
 def moved_bytes(rounds: int) -> dict[str, Any]:
     """Prompts that share most of their beginning, with the prefix tree and without."""
 
-    def prompts(source: Prompts) -> list[list[int]]:
+    def prompts(source: PromptTokens) -> list[list[int]]:
         common = source.take(SHARED_TOKENS)
         return [common + source.take(TAIL_TOKENS) for _ in range(rounds)]
 
@@ -197,7 +203,7 @@ def moved_bytes(rounds: int) -> dict[str, Any]:
 
 
 def digests(rounds: int) -> dict[str, Any]:
-    """Hashing at the source, and copies with and without hashing, in turns; medians of CPU seconds of this thread."""
+    """Hashing at the source, and copies with and without hashing, alternating; median CPU seconds of this thread."""
     chunk, chunks = EMBEDDED.chunk_bytes, EMBEDDED.num_chunks(LENGTHS[-1])
     pools = [np.random.default_rng(seed).integers(0, 255, POOL_BYTES, np.uint8) for seed in range(2)]
     source, target = (pool.data for pool in pools)
@@ -206,16 +212,16 @@ def digests(rounds: int) -> dict[str, Any]:
 
     def copied(first: int, hashed: bool) -> None:
         for slab in range(first, first + chunks):
-            payload = HASHERS["xxh3"]()
+            payload = STREAM_HASHERS["xxh3"]()
             for at in range(slab * chunk, (slab + 1) * chunk, PIECE_BYTES):
                 size = min(PIECE_BYTES, (slab + 1) * chunk - at)
-                copy_at(own + at, far + at, size)
+                copy_bytes_at(own + at, far + at, size)
                 if hashed:
                     payload.update(target[at : at + size])
 
     def hashed(first: int) -> None:
         for slab in range(first, first + chunks):
-            HASHES["xxh3"](source[slab * chunk : (slab + 1) * chunk])
+            HASH_FUNCTIONS["xxh3"](source[slab * chunk : (slab + 1) * chunk])
 
     def seconds(work: Callable[..., None], *arguments: Any) -> float:
         began_s = time.thread_time()
@@ -224,7 +230,7 @@ def digests(rounds: int) -> dict[str, Any]:
 
     times: list[tuple[float, float, float]] = []
     for number in range(3 * rounds + 1):  # the first touches every page that the others do not
-        first = [(number * 3 + turn) * chunks % (slabs - chunks) for turn in range(3)]
+        first = [(number * 3 + place) * chunks % (slabs - chunks) for place in range(3)]
         taken = (
             seconds(hashed, first[0]),
             seconds(copied, first[1], True),
@@ -251,7 +257,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
-    told: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 2), "rounds": options.rounds}
+    fields: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 2), "rounds": options.rounds}
     measures: dict[str, Callable[[int], dict[str, Any]]] = {
         "first_gap": first_gap,
         "exposed": exposed,
@@ -259,8 +265,8 @@ def main() -> None:
         "digest": digests,
     }
     for part in options.only:
-        told |= measures[part](options.rounds)
-    print(json.dumps(told, indent=None if options.json else 2))
+        fields |= measures[part](options.rounds)
+    print(json.dumps(fields, indent=None if options.json else 2))
 
 
 if __name__ == "__main__":

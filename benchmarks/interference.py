@@ -1,4 +1,4 @@
-"""What a long prompt does to those who are reading an answer already: one worker for both, against one for each.
+"""What a long prompt does to requests that are already decoding: one worker for both, against one for each.
 
     python -m benchmarks.interference [--json] [--rounds 9] [--streams 4] [--prompt-tokens 1500] [--colocated 1]
 
@@ -27,12 +27,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
-import inspect
 import json
 import os
-import random
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +37,10 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.serving import Deployment, Stream, serving
+import benchmarks.script_path  # noqa: F401
+from benchmarks.load.deployment import ServedDeployment, StampedStream, serving_deployment
+from benchmarks.load.prompts import PromptTexts
+from benchmarks.load.rounds import Measure, measure_rounds
 
 COLOCATED = {"chunked": ("--max-num-batched-tokens", "512"), "unchunked": ("--no-enable-chunked-prefill",)}
 COMMON = ("--kv-cache-memory-bytes", "256MiB")
@@ -99,41 +98,20 @@ def modes(colocated: int) -> dict[str, tuple[str, ...]]:
     return together | {"disaggregated": ("--prefill", "1", "--decode", "1")}
 
 
-class Texts:
-    """Pieces of the standard library's sources, each of an exact number of tokens; no two calls give the same."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment, self._random = deployment, random.Random(0)
-        modules = (argparse, contextlib, inspect, random, textwrap)
-        self._text = "\n".join(inspect.getsource(module) for module in modules)
-
-    def take(self, tokens: int) -> str:
-        """Text that the model's tokenizer makes exactly `tokens` tokens of."""
-        while True:
-            at = self._random.randrange(len(self._text) - 16 * tokens)
-            ids = self._ids(self._text[at : at + 16 * tokens])[:tokens]
-            text = self._deployment.post("/detokenize", {"tokens": ids})["prompt"]
-            if len(self._ids(text)) == tokens:
-                return str(text)
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._deployment.post("/tokenize", {"prompt": text})["tokens"])
-
-
-async def measure(deployment: Deployment, short: Sequence[str], long: str) -> Seen:
+async def measure(deployment: ServedDeployment, short: Sequence[str], long: str) -> Seen:
     """One round of one deployment: streams, a calm second, the prompt."""
     model = deployment.get("/v1/models")["data"][0]["id"]
     fixed = {"model": model, "temperature": 0, "ignore_eos": True}
-    streams: list[Stream] = []
+    streams: list[StampedStream] = []
     try:
         for text in short:
-            streams.append(await Stream.open(deployment.port, prompt=text, max_tokens=1900, **fixed))
+            streams.append(await StampedStream.open(deployment.port, prompt=text, max_tokens=1900, **fixed))
         for stream in streams:
             await stream.until(WARM_EVENTS)
         calm_s = time.monotonic()
         await asyncio.sleep(CALM_S)
         sent_s = time.monotonic()
-        arrival = await Stream.open(deployment.port, prompt=long, max_tokens=ANSWER_TOKENS, **fixed)
+        arrival = await StampedStream.open(deployment.port, prompt=long, max_tokens=ANSWER_TOKENS, **fixed)
         streams.append(arrival)
         await arrival.done()
         end_s = time.monotonic()
@@ -150,24 +128,18 @@ async def measure(deployment: Deployment, short: Sequence[str], long: str) -> Se
     )
 
 
-async def play(deployments: dict[str, Deployment], options: argparse.Namespace) -> dict[str, list[Seen]]:
-    """All rounds; the first one of each deployment is warm-up and not counted."""
-    texts = Texts(deployments["disaggregated"])
-    seen: dict[str, list[Seen]] = {mode: [] for mode in deployments}
-    for number in range(options.rounds + 1):
+async def play(
+    deployments: dict[str, ServedDeployment], options: argparse.Namespace
+) -> dict[str, list[Seen]]:
+    """All rounds, with texts of their own."""
+    texts = PromptTexts(deployments["disaggregated"])
+
+    def prepare_round() -> Measure[Seen]:
         short = [texts.take(SHORT_TOKENS) for _ in range(options.streams)]
         long = texts.take(options.prompt_tokens)
-        turn = number % len(deployments)
-        order = [*deployments][turn:] + [*deployments][:turn]
-        for mode in order:
-            gc.collect()
-            gc.disable()
-            found = await measure(deployments[mode], short, long)
-            gc.enable()
-            deployments[mode].rest()
-            if number:
-                seen[mode].append(found)
-    return seen
+        return lambda deployment: measure(deployment, short, long)
+
+    return await measure_rounds(deployments, options.rounds, prepare_round)
 
 
 def main() -> None:
@@ -184,20 +156,20 @@ def main() -> None:
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         deployments = {
-            mode: stack.enter_context(serving(*flags, *COMMON))
+            mode: stack.enter_context(serving_deployment(*flags, *COMMON))
             for mode, flags in modes(options.colocated).items()
         }
         for deployment in deployments.values():
             deployment.wait_ready()
         seen = uvloop.run(play(deployments, options))
     found = {mode: summary(rounds) for mode, rounds in seen.items()}
-    told: dict[str, Any] = compare(found)
-    told |= {name: getattr(options, name) for name in ("rounds", "streams", "prompt_tokens", "colocated")}
-    told |= {"load_before": round(load, 2), "this_machine": found}
-    told["max_gaps_ms"] = {
+    report: dict[str, Any] = compare(found)
+    report |= {name: getattr(options, name) for name in ("rounds", "streams", "prompt_tokens", "colocated")}
+    report |= {"load_before": round(load, 2), "this_machine": found}
+    report["max_gaps_ms"] = {
         mode: [round(max(one.gaps) * 1e3, 1) for one in rounds] for mode, rounds in seen.items()
     }
-    print(json.dumps(told, indent=None if options.json else 2))
+    print(json.dumps(report, indent=None if options.json else 2))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,15 @@ from typing import Any, cast
 import httpx
 import uvloop
 
+import benchmarks.script_path  # noqa: F401
 from benchmarks.interference import percentile
-from benchmarks.serving import ANSWER_S, Deployment, Stream, pools, serving
+from benchmarks.load.deployment import (
+    ANSWER_S,
+    ServedDeployment,
+    StampedStream,
+    pool_flags,
+    serving_deployment,
+)
 
 CLIENTS = (4, 8, 16, 32)  # of the steps that look for the peak
 STEP_S, SETTLE_S = 8.0, 3.0
@@ -44,13 +51,13 @@ RETRY_AFTER = re.compile(r"^retry-after: (\d+)\r$", re.MULTILINE | re.IGNORECASE
 
 
 @dataclass(slots=True, eq=False)
-class Timed(Stream):
+class Timed(StampedStream):
     """A stream that also knows when it failed."""
 
     failed_s: float | None = None
 
     def data_received(self, data: bytes) -> None:
-        Stream.data_received(self, data)
+        StampedStream.data_received(self, data)
         if self.error and self.failed_s is None:
             self.failed_s = time.monotonic()
 
@@ -70,7 +77,7 @@ class Seen:
 class Load:
     """Clients of one deployment. Prompts are random words, so that hardly two begin alike."""
 
-    def __init__(self, deployment: Deployment, seed: int) -> None:
+    def __init__(self, deployment: ServedDeployment, seed: int) -> None:
         self._deployment, self._chance = deployment, random.Random(seed)
         letters = "abcdefghijklmnopqrstuvwxyz"
         self._words = ["".join(self._chance.choices(letters, k=4)) for _ in range(2000)]
@@ -129,10 +136,10 @@ class Load:
         return seen
 
 
-def resident_bytes(deployment: Deployment) -> int:
+def resident_bytes(deployment: ServedDeployment) -> int:
     """Of the gateway and all workers, without what they share (their KV pools)."""
-    told = httpx.get(f"{deployment.url}/metrics", timeout=ANSWER_S).raise_for_status().text
-    found = re.search(r"^process_resident_memory_bytes (\S+)", told, re.MULTILINE)
+    metrics = httpx.get(f"{deployment.url}/metrics", timeout=ANSWER_S).raise_for_status().text
+    found = re.search(r"^process_resident_memory_bytes (\S+)", metrics, re.MULTILINE)
     workers = [int(one["pid"]) for one in deployment.get("/status")["workers"]]
     return sum(_resident(pid) for pid in workers) + (int(float(found.group(1))) if found else 0)
 
@@ -159,7 +166,7 @@ def total(seen: Seen) -> int:
     return len(seen.whole) + len(seen.refused_s) + len(seen.others)
 
 
-async def play(deployment: Deployment, options: argparse.Namespace) -> dict[str, Any]:
+async def play(deployment: ServedDeployment, options: argparse.Namespace) -> dict[str, Any]:
     """Peak, storm, rest."""
     load = Load(deployment, options.seed)
     await load.steady(CLIENTS[0], STEP_S / 2)  # warm-up
@@ -169,12 +176,12 @@ async def play(deployment: Deployment, options: argparse.Namespace) -> dict[str,
     before = resident_bytes(deployment)
     since_s = time.monotonic()
     seen = await load.storm(options.factor * peak, options.seconds)
-    told = figures(seen, peak, since_s, since_s + options.seconds, options.wait)
+    result = figures(seen, peak, since_s, since_s + options.seconds, options.wait)
     deployment.rest()
     await asyncio.sleep(SETTLE_S)
-    told["memory_ratio"] = round(resident_bytes(deployment) / before, 3)
+    result["memory_ratio"] = round(resident_bytes(deployment) / before, 3)
     first_s = [ttft_s for ttft_s, _ in seen.whole]
-    return told | {
+    return result | {
         "failures_told": sorted(set(seen.others))[:5],
         "this_machine": {
             "peak_per_s": round(peak, 1),
@@ -203,12 +210,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    flags = (*pools(options.colocated), "--kv-cache-memory-bytes", "256MiB")
-    with serving(*flags, "--max-queue-wait-s", str(options.wait)) as deployment:
+    flags = (*pool_flags(options.colocated), "--kv-cache-memory-bytes", "256MiB")
+    with serving_deployment(*flags, "--max-queue-wait-s", str(options.wait)) as deployment:
         deployment.wait_ready()
-        told = uvloop.run(play(deployment, options))
-    told |= {name: getattr(options, name) for name in ("seconds", "factor", "wait", "colocated", "seed")}
-    print(json.dumps(told | {"load_before": round(load, 2)}, indent=None if options.json else 2))
+        report = uvloop.run(play(deployment, options))
+    report |= {name: getattr(options, name) for name in ("seconds", "factor", "wait", "colocated", "seed")}
+    print(json.dumps(report | {"load_before": round(load, 2)}, indent=None if options.json else 2))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ with the means of figure 7, joint attainment 90 %.
     requests_per_s               requests simulated per second of processor time of it (`cpu_s`, one process)
     paper                        for each row of table 3: our best pair within nodes by goodput per device, the paper's
                                  placement and how far it is from the best; goodput beside the crossing of figures 8, 9
-    scales                       the other half of these figures: the least multiple of both objectives that 90 % keep
+    scales                       the other half of these figures: the least multiple of both SLOs that 90 % meet
                                  with the paper's placement at the paper's rate, one value for each seed, for runs as
                                  long as the paper's and long ones
     horizon                      goodput per device of two placements of the paper, by the length of the run
@@ -32,19 +32,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from planner.candidates import family, pair
-from planner.hardware import device
-from planner.placement import Option, place
-from planner.profile import built_in
-from planner.request import Request, Stock
-from planner.search import LOWEST, RATIO, Result, climb, rung_of, search
-from planner.terms import Placement, Served, Slo, Split
-from planner.trial import EPSILON
-from planner.verify import limits
-from planner.workload import synthetic
+import benchmarks.script_path  # noqa: F401
+from diptych.slo import Slo
+from planner.costs.profile_file import built_in_profile
+from planner.hardware import find_device
+from planner.placement.candidates import family_of, make_pair
+from planner.placement.problem import NodeGroup, Problem
+from planner.placement.search import (
+    MIN_RUNG,
+    RUNG_RATIO,
+    SearchResult,
+    climb_ladder,
+    rung_of,
+    search_units,
+)
+from planner.placement.solve import Candidate, solve_placement
+from planner.placement.trial import EPSILON
+from planner.placement.validate import product_limits
+from planner.types import JobResult, Parallelism, Placement
+from planner.workload.workload import synthetic_workload
 
 DEVICE = "A100-80G"
-# Table 1's objectives, table 3's placements (tp, pp of prefill; tp, pp of decode; segments across nodes), and requests
+# Table 1's SLOs, table 3's placements (tp, pp of prefill; tp, pp of decode; segments across nodes), and requests
 # per second and device where figures 8 and 9 cross 90 % (DistServe, and vLLM as it was then).
 PAPER: dict[str, tuple[str, str, Slo, tuple[int, int, int, int, int], float, float]] = {
     "13b_sharegpt": ("OPT-13B", "sharegpt", Slo(0.25, 0.1), (2, 1, 1, 1, 1), 2.3, 0.5),
@@ -53,7 +62,7 @@ PAPER: dict[str, tuple[str, str, Slo, tuple[int, int, int, int, int], float, flo
     "66b_longbench": ("OPT-66B", "longbench", Slo(15.0, 0.15), (4, 1, 2, 2, 1), 0.53, 0.125),
     "175b_sharegpt": ("OPT-175B", "sharegpt", Slo(4.0, 0.2), (3, 3, 4, 3, 3), 0.2015, 0.1013),
 }
-# Figures 8 and 9 again: requests per second and device, requests of a run, and the multiple of the objectives at which
+# Figures 8 and 9 again: requests per second and device, requests of a run, and the multiple of the SLOs at which
 # DistServe crosses 90 %, by straight lines between those that were tried (`plot.ipynb` of the artefact).
 SCALES: dict[str, tuple[float, int, float]] = {
     "13b_sharegpt": (1.5, 300, 0.667),
@@ -69,13 +78,15 @@ SHORT: dict[str, Any] = {"seeds": 1, "requests": 300, "span_s": 0.0}  # a run of
 LONG = 2000  # requests of a run that shows what a rate comes to
 
 
-def asked(model: str, workload: str, slo: Slo, nodes: int, per_node: int, **more: Any) -> Request:
+def asked(model: str, workload: str, slo: Slo, nodes: int, per_node: int, **more: Any) -> Problem:
     """A question about the paper's hardware. By default runs are as short as the paper's."""
-    a100 = device(DEVICE)
-    profile = built_in(model, a100)
+    a100 = find_device(DEVICE)
+    profile = built_in_profile(model, a100)
     given: dict[str, Any] = SHORT | {"name": workload} | more
-    stock = Stock(a100, nodes, per_node)
-    return Request(profile.model, (stock,), {a100.name: profile}, synthetic(workload), {"": slo}, **given)
+    stock = NodeGroup(a100, nodes, per_node)
+    return Problem(
+        profile.model, (stock,), {a100.name: profile}, synthetic_workload(workload), {"": slo}, **given
+    )
 
 
 def timed(nodes: int) -> dict[str, Any]:
@@ -86,24 +97,26 @@ def timed(nodes: int) -> dict[str, Any]:
 
 def planned() -> dict[str, Any]:
     """What a user waits for: the same on one node, with the defaults of `diptych plan`."""
-    given = {field.name: field.default for field in fields(Request) if field.name in SHORT}
-    return answered(asked("OPT-66B", "sharegpt", CHAT, 1, 8, limits=limits([CHAT]), verified=True, **given))
+    given = {field.name: field.default for field in fields(Problem) if field.name in SHORT}
+    return answered(
+        asked("OPT-66B", "sharegpt", CHAT, 1, 8, limits=product_limits([CHAT]), verified=True, **given)
+    )
 
 
-def answered(request: Request) -> dict[str, Any]:
+def answered(request: Problem) -> dict[str, Any]:
     """How long an answer takes, and what it is."""
     begun_s, worked_s = time.perf_counter(), time.process_time()
-    answer = place(request)
+    answer = solve_placement(request)
     took_s, worked_s = time.perf_counter() - begun_s, time.process_time() - worked_s
     units = sum(1 for family in ("low", "colocated") for _ in request.units(family))
     return {
         "seconds": round(took_s, 2), "cpu_s": round(worked_s, 2), "units": units, "runs": request.effort.runs,
-        "requests_per_s": round(request.effort.requests / worked_s), "best": told(answer.best),
-        "others": [told(one) for one in answer.others],
+        "requests_per_s": round(request.effort.requests / worked_s), "best": candidate_fields(answer.best),
+        "others": [candidate_fields(one) for one in answer.others],
     }  # fmt: skip
 
 
-def told(option: Option) -> dict[str, Any]:
+def candidate_fields(option: Candidate) -> dict[str, Any]:
     """An option in a row."""
     return {
         "placement": str(option.placement), "family": option.family, "affinity": option.placement.affinity,
@@ -112,22 +125,22 @@ def told(option: Option) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def best_pair(request: Request, family: str = "low") -> Result:
+def best_pair(request: Problem, family: str = "low") -> SearchResult:
     """The best unit of a family, by goodput per device."""
-    return search(request.units(family), request.trial, request.bound, request.weight)
+    return search_units(request.units(family), request.trial, request.bound, request.weight)
 
 
-def reached(request: Request, unit: Placement, guess: float) -> float:
+def reached(request: Problem, unit: Placement, guess: float) -> float:
     """Goodput per device of one placement."""
     top = rung_of(float("inf"))
-    rung = climb(request.trial(unit), unit, float(unit.devices), LOWEST, top, rung_of(guess))
-    return 0.0 if rung is None else RATIO**rung
+    rung = climb_ladder(request.trial(unit), unit, float(unit.devices), MIN_RUNG, top, rung_of(guess))
+    return 0.0 if rung is None else RUNG_RATIO**rung
 
 
 def papers(placement: tuple[int, int, int, int, int]) -> Placement:
     """A row of table 3."""
     tp_p, pp_p, tp_d, pp_d, cross = placement
-    return pair(Split(tp_p, pp_p), Split(tp_d, pp_d), "low", cross, DEVICE, DEVICE)
+    return make_pair(Parallelism(tp_p, pp_p), Parallelism(tp_d, pp_d), "low", cross, DEVICE, DEVICE)
 
 
 def paper() -> dict[str, Any]:
@@ -158,7 +171,7 @@ def paper() -> dict[str, Any]:
 
 
 def scales() -> dict[str, Any]:
-    """How tight the objectives may be at the paper's rates, with the paper's placements."""
+    """How tight the SLOs may be at the paper's rates, with the paper's placements."""
     rows: dict[str, Any] = {}
     for name, (rate, short, crossing) in SCALES.items():
         model, workload, slo, placement, _, _ = PAPER[name]
@@ -172,8 +185,8 @@ def scales() -> dict[str, Any]:
     return rows
 
 
-def least_scale(served: Sequence[Served], slo: Slo) -> float:
-    """The least multiple of both objectives of `slo` that its share of the requests keep; endless if too many fail."""
+def least_scale(served: Sequence[JobResult], slo: Slo) -> float:
+    """The least multiple of both limits of `slo` that its share of the requests meet; infinite if too many fail."""
     needs = sorted(
         math.inf if one.failed else max(one.ttft_s / slo.ttft_s, one.tpot_s / slo.tpot_s) for one in served
     )
@@ -181,7 +194,7 @@ def least_scale(served: Sequence[Served], slo: Slo) -> float:
 
 
 def horizon() -> dict[str, Any]:
-    """What short runs promise and long ones keep."""
+    """Goodput that short runs predict and long ones reach."""
     rows: dict[str, Any] = {}
     for name, lengths in (("13b_sharegpt", (300, 3000)), ("66b_sharegpt", (200, 2000))):
         model, workload, slo, placement, crossing, _ = PAPER[name]
@@ -194,8 +207,10 @@ def horizon() -> dict[str, Any]:
                 request_of_one = replace(trial, samples=trial.samples[-1:])
                 top = rung_of(float("inf"))
                 unit = papers(placement)
-                rung = climb(request_of_one, unit, float(unit.devices), LOWEST, top, rung_of(crossing))
-                values.append(0.0 if rung is None else RATIO**rung)
+                rung = climb_ladder(
+                    request_of_one, unit, float(unit.devices), MIN_RUNG, top, rung_of(crossing)
+                )
+                values.append(0.0 if rung is None else RUNG_RATIO**rung)
             rows[name][str(requests)] = [round(value, 3) for value in values]
     return rows
 
@@ -210,16 +225,16 @@ def equal(requests: int = 300, span_s: float = 20.0) -> dict[str, Any]:
         for mode, chunk_tokens in (("whole", 0), ("chunked", 2048)):
             request = asked(
                 model, workload, slo, 1, 8, requests=requests, span_s=span_s, profiled_only=True, verified=True,
-                limits=limits([slo], chunk_tokens), families=("colocated", "disaggregated"),
+                limits=product_limits([slo], chunk_tokens), families=("colocated", "disaggregated"),
             )  # fmt: skip
-            answer = place(request)
+            answer = solve_placement(request)
             best: dict[str, float] = {}
             for one in (answer.best, *answer.others):
-                best[one.family] = max(best.get(one.family, 0.0), one.fast.goodput_rps)
+                best[one.family] = max(best.get(one.family, 0.0), one.fast_result.goodput_rps)
             row[mode] = {
                 "goodput_rps": {key: round(value, 3) for key, value in best.items()},
                 "disaggregated_over_colocated": round(best.get("disaggregated", 0.0) / best["colocated"], 3),
-                "chosen": family(answer.best.placement),
+                "chosen": family_of(answer.best.placement),
                 "best": str(answer.best.placement),
                 "product_goodput_rps": round(answer.verdict.goodput_rps, 3) if answer.verdict else None,
             }

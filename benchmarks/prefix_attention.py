@@ -19,7 +19,7 @@ medians over rounds that measure both in turn, in CPU time of the thread.
     levels           a tree: 512 tokens shared by all, 512 by each half, 512 by each quarter, 512 by each eighth
 
 With --crossover: flat / two-phase by the number of rows that share 1,024 tokens, with the rule that decides switched
-off; where it exceeds 1, `ALONE` in engine/attention/cpu.py should let them.
+off; where it exceeds 1, `ALONE` in engine/cpu/attention.py should let them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from engine.attention import shared
-from engine.attention.batch import Batch, pack
-from engine.attention.cpu import Pages
-from engine.work import Work
-from kvcache.layout import CHUNK_TOKENS, KVLayout
+import benchmarks.script_path  # noqa: F401
+from diptych.chunks import CHUNK_TOKENS
+from engine.attention import prefix_plan
+from engine.attention.batch import ForwardBatch, pack_batch
+from engine.cpu.attention import CpuAttention
+from engine.step_work import StepWork
+from kvcache.layout import KvLayout
 
 ROWS = 32
 SUFFIXES = (1, 64, 128, 192, 256)
@@ -59,9 +61,9 @@ Tree = Sequence[tuple[int, int]]  # levels of (chunks, rows that share them), fr
 class Step:
     """One decode step, and the same without a plan."""
 
-    works: list[Work]
-    batch: Batch
-    flat: Batch
+    works: list[StepWork]
+    batch: ForwardBatch
+    flat: ForwardBatch
 
 
 class Bench:
@@ -70,10 +72,10 @@ class Bench:
     def __init__(self, shape: tuple[int, int, int, int], slabs: int) -> None:
         torch.manual_seed(0)
         layers, kv_heads, group, width = shape
-        layout, heads = KVLayout(layers, kv_heads, width, "float32"), kv_heads * group
+        layout, heads = KvLayout(layers, kv_heads, width, "float32"), kv_heads * group
         self.data = torch.empty(slabs, *layout.chunk_shape).uniform_(-1, 1)
         self.order = torch.randperm(slabs).tolist()
-        self.pages = Pages(layout, self.data, heads)
+        self.pages = CpuAttention(layout, self.data, heads)
         self.qkv = torch.randn(ROWS, (heads + 2 * kv_heads) * width)
         self.out = torch.zeros(ROWS, heads * width)
 
@@ -88,7 +90,8 @@ class Bench:
                     row += piece
         depth = sum(chunks for chunks, _ in tree) * CHUNK_TOKENS
         return [
-            self._step([Work([0], depth + suffix - 1, row, "none") for row in slabs]) for suffix in suffixes
+            self._step([StepWork([0], depth + suffix - 1, row, "none") for row in slabs])
+            for suffix in suffixes
         ]
 
     def flat(self, steps: Sequence[Step]) -> None:
@@ -101,14 +104,14 @@ class Bench:
         """The same, planned and in two phases."""
         for step in steps:
             full = [work.start // CHUNK_TOKENS for work in step.works]
-            shared.order([work.slabs for work in step.works], full)
-            shared.plan(step.batch.table, np.array(full))
+            prefix_plan.sort_by_prefix([work.slabs for work in step.works], full)
+            prefix_plan.plan_prefixes(step.batch.table, np.array(full))
             for layer in range(self.pages.layout.layers):
                 self.pages.decode(layer, self.qkv, step.batch, 0, self.out)
 
-    def _step(self, works: list[Work]) -> Step:
-        batch = pack(works)
-        return Step(works, batch, replace(batch, plan=batch.plan.paying(ROWS + 1)))
+    def _step(self, works: list[StepWork]) -> Step:
+        batch = pack_batch(works)
+        return Step(works, batch, replace(batch, plan=batch.plan.without_costly_runs(ROWS + 1)))
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -130,8 +133,8 @@ def compare(bench: Bench, steps: Sequence[Step], rounds: int) -> float:
 def ratio(slow: Callable[[], object], fast: Callable[[], object], rounds: int) -> float:
     """Median time of `slow` / that of `fast`, measured in turn, each as often before the other as behind it."""
     taken: tuple[list[float], list[float]] = [], []
-    for turn in range(rounds):
-        for side in (0, 1) if turn % 2 else (1, 0):
+    for number in range(rounds):
+        for side in (0, 1) if number % 2 else (1, 0):
             taken[side].append(seconds((slow, fast)[side]))
     return round(median(taken[0]) / median(taken[1]), 3)
 

@@ -32,12 +32,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
-import inspect
 import json
 import os
-import random
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +43,16 @@ from typing import Any
 import httpx
 import uvloop
 
-from benchmarks.serving import ANSWER_S, Deployment, Stream, pools, serving
+import benchmarks.script_path  # noqa: F401
+from benchmarks.load.deployment import (
+    ANSWER_S,
+    ServedDeployment,
+    StampedStream,
+    pool_flags,
+    serving_deployment,
+)
+from benchmarks.load.prompts import PromptTokens
+from benchmarks.load.rounds import Measure, measure_rounds
 
 FLAGS = {"on": "--enable-prefix-caching", "off": "--no-enable-prefix-caching"}
 COMMON = ("--kv-cache-memory-bytes", "512MiB")
@@ -67,7 +72,7 @@ class Seen:
     running: float
 
     def figures(self) -> dict[str, float]:
-        """The figures of which ratios are told."""
+        """The figures of which ratios are reported."""
         return {
             "ttft": median(self.ttft_s),
             "ttft_last": max(self.ttft_s),
@@ -95,26 +100,7 @@ def summary(rounds: Sequence[Seen]) -> dict[str, float]:
     }
 
 
-class Prompts:
-    """Token ids of the standard library's sources; no two calls begin at the same place."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        modules = (argparse, contextlib, inspect, random, textwrap)
-        text = "\n".join(inspect.getsource(module) for module in modules)
-        self._ids: list[int] = deployment.post("/tokenize", {"prompt": text})["tokens"]
-        self._random = random.Random(0)
-        self._used: set[int] = set()
-
-    def take(self, tokens: int) -> list[int]:
-        """So many ids that follow one another in the sources."""
-        at = self._random.randrange(len(self._ids) - tokens)
-        while at in self._used:
-            at = self._random.randrange(len(self._ids) - tokens)
-        self._used.add(at)
-        return self._ids[at : at + tokens]
-
-
-async def watch(deployment: Deployment, samples: list[tuple[float, int]]) -> None:
+async def watch(deployment: ServedDeployment, samples: list[tuple[float, int]]) -> None:
     """Note, until cancelled, when the workers that write answers held how many slabs."""
     async with httpx.AsyncClient(timeout=ANSWER_S) as client:
         while True:
@@ -127,14 +113,14 @@ async def watch(deployment: Deployment, samples: list[tuple[float, int]]) -> Non
 def held(samples: Sequence[tuple[float, int]], stamps_s: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Mean slabs, and mean streams between their first and last token, over the samples at which one was."""
     seen = [(sum(one[0] <= at_s <= one[-1] for one in stamps_s), slabs) for at_s, slabs in samples]
-    told = [(slabs, running) for running, slabs in seen if running]
-    if not told:
+    busy = [(slabs, running) for running, slabs in seen if running]
+    if not busy:
         raise RuntimeError("the streams ended before the books were looked at: ask for longer answers")
-    return mean(slabs for slabs, _ in told), mean(running for _, running in told)
+    return mean(slabs for slabs, _ in busy), mean(running for _, running in busy)
 
 
-def cached_share(deployment: Deployment) -> float:
-    """Of the prompt tokens that were looked up by the workers that read prompts, how many were found."""
+def cached_share(deployment: ServedDeployment) -> float:
+    """Of the prompt tokens that were looked up by the workers that prefill, how many were found."""
     workers = deployment.get("/status")["workers"]
     split = any(one["role"] == "prefill" for one in workers)
     stats = [one["stats"] for one in workers if one["role"] == "prefill" or not split]
@@ -142,24 +128,26 @@ def cached_share(deployment: Deployment) -> float:
     return round(sum(one["prefix_hits"] for one in stats) / queries, 3) if queries else 0.0
 
 
-async def measure(deployment: Deployment, prompts: Sequence[list[int]], lone: list[int], answer: int) -> Seen:
+async def measure(
+    deployment: ServedDeployment, prompts: Sequence[list[int]], lone: list[int], answer: int
+) -> Seen:
     """One round of one deployment."""
     model = deployment.get("/v1/models")["data"][0]["id"]
     fixed: dict[str, Any] = {"model": model, "temperature": 0, "ignore_eos": True, "max_tokens": answer}
     samples: list[tuple[float, int]] = []
     watcher = asyncio.create_task(watch(deployment, samples))
-    streams: list[Stream] = []
+    streams: list[StampedStream] = []
     try:
         sent_s: list[float] = []
         for prompt in prompts:
             sent_s.append(time.monotonic())
-            streams.append(await Stream.open(deployment.port, prompt=prompt, **fixed))
+            streams.append(await StampedStream.open(deployment.port, prompt=prompt, **fixed))
         for stream in streams:
             await stream.done()
         end_s = time.monotonic()
         watcher.cancel()
         last_s = time.monotonic()
-        last = await Stream.open(deployment.port, prompt=lone, **fixed | {"max_tokens": 2})
+        last = await StampedStream.open(deployment.port, prompt=lone, **fixed | {"max_tokens": 2})
         streams.append(last)
         await last.done()
     finally:
@@ -168,11 +156,11 @@ async def measure(deployment: Deployment, prompts: Sequence[list[int]], lone: li
             await stream.leave()
     with contextlib.suppress(asyncio.CancelledError):
         await watcher
-    heard = [stream.stamps_s for stream in streams[:-1]]
-    slabs, running = held(samples, heard)
+    all_stamps = [stream.stamps_s for stream in streams[:-1]]
+    slabs, running = held(samples, all_stamps)
     return Seen(
-        ttft_s=[stamps[0] - at_s for stamps, at_s in zip(heard, sent_s, strict=True)],
-        tpot_s=[(stamps[-1] - stamps[0]) / (answer - 1) for stamps in heard],
+        ttft_s=[stamps[0] - at_s for stamps, at_s in zip(all_stamps, sent_s, strict=True)],
+        tpot_s=[(stamps[-1] - stamps[0]) / (answer - 1) for stamps in all_stamps],
         lone_ttft_s=last.stamps_s[0] - last_s,
         busy_s=end_s - sent_s[0],
         tokens=answer * len(prompts),
@@ -181,23 +169,18 @@ async def measure(deployment: Deployment, prompts: Sequence[list[int]], lone: li
     )
 
 
-async def play(deployments: Mapping[str, Deployment], options: argparse.Namespace) -> dict[str, list[Seen]]:
-    """All rounds; the first one of each deployment is warm-up and not counted."""
-    texts = Prompts(deployments["off"])
-    seen: dict[str, list[Seen]] = {mode: [] for mode in deployments}
-    for number in range(options.rounds + 1):
+async def play(
+    deployments: Mapping[str, ServedDeployment], options: argparse.Namespace
+) -> dict[str, list[Seen]]:
+    """All rounds, with prompts of their own."""
+    texts = PromptTokens(deployments["off"])
+
+    def prepare_round() -> Measure[Seen]:
         system = texts.take(options.system_tokens)
-        asked = [system + texts.take(options.question_tokens) for _ in range(options.streams + 1)]
-        order = [*deployments] if number % 2 else [*deployments][::-1]
-        for mode in order:
-            gc.collect()
-            gc.disable()
-            found = await measure(deployments[mode], asked[:-1], asked[-1], options.answer_tokens)
-            gc.enable()
-            deployments[mode].rest()
-            if number:
-                seen[mode].append(found)
-    return seen
+        *prompts, lone = (system + texts.take(options.question_tokens) for _ in range(options.streams + 1))
+        return lambda deployment: measure(deployment, prompts, lone, options.answer_tokens)
+
+    return await measure_rounds(deployments, options.rounds, prepare_round)
 
 
 def main() -> None:
@@ -214,20 +197,20 @@ def main() -> None:
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         deployments = {
-            mode: stack.enter_context(serving(*pools(options.colocated), flag, *COMMON))
+            mode: stack.enter_context(serving_deployment(*pool_flags(options.colocated), flag, *COMMON))
             for mode, flag in FLAGS.items()
         }
         for deployment in deployments.values():
             deployment.wait_ready()
         seen = uvloop.run(play(deployments, options))
         share = cached_share(deployments["on"])
-    told: dict[str, Any] = compare(seen["on"], seen["off"]) | {"cached_share": share}
-    told |= {name: getattr(options, name) for name in (*shape, "colocated")}
-    told |= {
+    report: dict[str, Any] = compare(seen["on"], seen["off"]) | {"cached_share": share}
+    report |= {name: getattr(options, name) for name in (*shape, "colocated")}
+    report |= {
         "load_before": round(load, 2),
         "this_machine": {mode: summary(found) for mode, found in seen.items()},
     }
-    print(json.dumps(told, indent=None if options.json else 2))
+    print(json.dumps(report, indent=None if options.json else 2))
 
 
 if __name__ == "__main__":

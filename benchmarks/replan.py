@@ -3,28 +3,29 @@
     python -m benchmarks.replan [--json] [--parts day,shift,quiet] [--names NAMES] [--rate 10] [--begin 0] [--hours 24]
                                 [--seed 1] [--trace FILE] [--shrink 1] [--quiet-days 3] [--jobs 2]
 
-`day`: a trace (the hour of the Azure conversation trace, or `--trace`, with prompts divided by `--shrink`), repeated
-and stretched over a working day, is served by OPT-13B on A100s (the paper's measured costs), one device a worker, in
-the fast simulator with a fleet that changes: flips take `FLIP_S`, a new worker `START_S`, and devices are paid from the
-order until they are empty. Whoever has waited for `PATIENCE_S` goes away, and was not served well. `--seed` is where
-each round of the trace begins (and, below, what is drawn). The fleet is sized by
+`stretch_over_day`: a trace (the hour of the Azure conversation trace, or `--trace`, with prompts divided by
+`--shrink`), repeated and stretched over a working day, is served by OPT-13B on A100s (the paper's measured
+costs), one device a worker, in the fast simulator with a fleet that changes: flips take `FLIP_S`, a new
+worker `START_S`, and devices are paid from the order until they are empty. Whoever has waited for
+`PATIENCE_S` goes away, and was not served well. `--seed` is where each round of the trace begins (and, below,
+what is drawn). The fleet is sized by
 
     replanner      ours
     dynamo         Dynamo's rule, demand being the last interval's; also `dynamo_kalman`, with that predictor,
-                   `dynamo_load`, with its reactive loop, and `dynamo_spare0.4`, told of 1.4 times the demand: not in
+                   `dynamo_load`, with its reactive loop, and `dynamo_spare0.4`, given 1.4 times the demand: not in
                    the rule, but what an operator might set
     static_peak    a plan for the busiest hour, of our own search
     static_mean    one for the day's mean; the others begin with this one
 
 All know the true costs and have the same budget, and none knows the day, nor that the trace is burstier than Poisson.
-Lengths are cut to the model's 2,048 tokens; KV moves at `LINK`. Every hour of it is told on stderr. Results:
+Lengths are cut to the model's 2,048 tokens; KV moves at `LINK`. Every hour of it is reported on stderr. Results:
 
     attainment            share of all requests that came that kept TTFT and TPOT
     good_per_device_hour  those requests, per hour of a device held
     worst_hour            attainment of the worst hour; hours_below_target: how many are
     ours_over_this        good_per_device_hour of the replanner over this one's
 
-`shift`: lengths like HumanEval's turn to some like LongBench's, at one rate: how long until the alarm, and what is
+`shift`: lengths change from HumanEval's to some like LongBench's, at one rate: how long until the alarm, and what is
 done. `quiet`: days of Poisson arrivals of one kind: alarms per day.
 """
 
@@ -45,50 +46,59 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from planner.day import DAY_S, WORKDAY, day
-from planner.decide import READY, Policy, Worker, fleet_of, least
-from planner.des_base import Limits
-from planner.elastic import Elastic, Hardware, Simulated
-from planner.journal import Journal, Look, read
-from planner.known import Fleet, Known
-from planner.profile import built_in
-from planner.replan import Replanner, replay
-from planner.rivals import Constant, Controller, Dynamo, Kalman, Static
-from planner.terms import BOTH, DECODE, PREFILL, Job, Link, Served, Slo, Split
-from planner.traces import read_trace
-from planner.windows import Mix, Windows
-from planner.workload import Workload, synthetic
+import benchmarks.script_path  # noqa: F401
+from benchmarks.replanning.baselines import (
+    DynamoPlanner,
+    FleetController,
+    KalmanPredictor,
+    LastValuePredictor,
+    StaticFleet,
+)
+from benchmarks.replanning.day_trace import DAY_S, WORKDAY, stretch_over_day
+from benchmarks.replanning.elastic_fleet import ElasticFleet, smallest_fleet
+from diptych.slo import Slo
+from planner.costs.profile_file import built_in_profile
+from planner.replan.attainment_cache import AttainmentCache, FleetSize
+from planner.replan.decide import READY, FleetWorker, ReplanPolicy, count_fleet
+from planner.replan.evaluate import FleetHardware, SimulatedEvaluator
+from planner.replan.journal import Journal, TrafficReview, read_journal
+from planner.replan.replanner import Replanner, replay_decisions
+from planner.replan.traffic_windows import LengthMix, TrafficWindows
+from planner.sim.fast.instance import InstanceLimits
+from planner.types import BOTH, DECODE, PREFILL, Job, JobResult, LinkSpec, Parallelism
+from planner.workload.traces import read_trace
+from planner.workload.workload import Workload, synthetic_workload
 
 SHARED = Path(os.environ.get("DIPTYCH_SHARED", Path(__file__).resolve().parents[1] / ".." / "shared"))
 AZURE = str(SHARED / "data" / "azure" / "AzureLLMInferenceTrace_conv.csv")
-MODEL, DEVICE, SPLIT = "OPT-13B", "A100-80G", Split(1, 1)
+MODEL, DEVICE, SPLIT = "OPT-13B", "A100-80G", Parallelism(1, 1)
 SLO = Slo(ttft_s=0.5, tpot_s=0.1, attainment=0.9)
-LINK = Link(25e9, 1e-3)
+LINK = LinkSpec(25e9, 1e-3)
 MAX_PROMPT, MAX_OUTPUT = 1748, 300  # of the model's 2,048
 FLIP_S, START_S, BUDGET = 5.0, 180.0, 16
 HOUR_S = 3600.0
 PATIENCE_S = 20 * SLO.ttft_s  # who has not been begun with by then goes; else a backlog might stay for a day
-LATE_S = 60.0  # no request that is answered later has kept its objectives
-POLICY = Policy(budget=BUDGET, flip_s=FLIP_S, start_s=START_S)
+LATE_S = 60.0  # no request that is answered later has met its SLO
+POLICY = ReplanPolicy(budget=BUDGET, flip_s=FLIP_S, start_s=START_S)
 BATCH_TOKENS = 2048  # of a prefill batch
 
 
-def hardware() -> Hardware:
-    profile = built_in(MODEL, DEVICE)
+def hardware() -> FleetHardware:
+    profile = built_in_profile(MODEL, DEVICE)
     roles = (PREFILL, DECODE, BOTH)
     room = float(profile.kv_tokens(SPLIT))
-    return Hardware(
+    return FleetHardware(
         dict.fromkeys(roles, SPLIT),
         dict.fromkeys(roles, profile.cost(SPLIT)),
         dict.fromkeys(roles, room),
         LINK,
         profile.model.kv_token_bytes,
-        Limits(prefill_tokens=BATCH_TOKENS),
+        InstanceLimits(prefill_tokens=BATCH_TOKENS),
     )
 
 
-def judge() -> Simulated:
-    return Simulated(hardware(), {"": SLO}, about=f"{MODEL} {SPLIT} on {DEVICE}")
+def make_evaluator() -> SimulatedEvaluator:
+    return SimulatedEvaluator(hardware(), {"": SLO}, about=f"{MODEL} {SPLIT} on {DEVICE}")
 
 
 @dataclass(slots=True)
@@ -101,8 +111,8 @@ class Book:
     def came(self, job: Job) -> None:
         self._hour(job)[0] += 1
 
-    def ended(self, served: Served) -> None:
-        self._hour(served.job)[1] += served.attains(SLO)
+    def ended(self, served: JobResult) -> None:
+        self._hour(served.job)[1] += served.meets_slo(SLO)
         self.failed += bool(served.failed)
 
     def _hour(self, job: Job) -> list[int]:
@@ -130,23 +140,23 @@ def say(text: str) -> None:
 
 
 def live(
-    controller: Controller, jobs: Iterator[Job], fleet: Fleet, until_s: float, name: str = ""
-) -> tuple[dict[str, Any], Fleet]:
+    controller: FleetController, jobs: Iterator[Job], fleet: FleetSize, until_s: float, name: str = ""
+) -> tuple[dict[str, Any], FleetSize]:
     """Jobs are served by a fleet that the controller changes; (how they fared and what was done, the last fleet).
 
     With a name, every hour says how it has gone so far.
     """
     book, did = Book(), Counter[str]()
 
-    def served(one: Served) -> None:
+    def served(one: JobResult) -> None:
         book.ended(one)
-        controller.ended(one.ended_s, one.job.prompt, one.job.output, one.job.kind, one.attains(SLO))
+        controller.ended(one.ended_s, one.job.prompt, one.job.output, one.job.kind, one.meets_slo(SLO))
 
     def arrived(job: Job) -> None:
         book.came(job)
         controller.arrived(job.at_s, job.prompt, job.kind)
 
-    world = Elastic(
+    world = ElasticFleet(
         hardware(),
         fleet,
         jobs,
@@ -156,7 +166,7 @@ def live(
         start_s=START_S,
         patience_s=PATIENCE_S,
     )
-    if isinstance(controller, Dynamo):
+    if isinstance(controller, DynamoPlanner):
         controller.gauges = world.gauges
     now_s = 0.0
     while now_s < until_s:
@@ -167,7 +177,7 @@ def live(
         world.act(decision.actions)
         if name and now_s % HOUR_S == 0:
             say(f"{name}: hour {now_s / HOUR_S:g}: {json.dumps(book.figures(world.device_s()))}")
-    device_s, last = world.device_s(), fleet_of(world.workers(), READY)
+    device_s, last = world.device_s(), count_fleet(world.workers(), READY)
     world.advance(until_s + LATE_S)  # what came at the end is answered, or has missed
     return {"first_fleet": str(fleet), **book.figures(device_s), "actions": dict(did)}, last
 
@@ -188,9 +198,9 @@ def trace(path: str = AZURE, shrink: float = 1.0) -> list[Job]:
     ]
 
 
-def known(jobs: list[Job]) -> Mix:
+def known(jobs: list[Job]) -> LengthMix:
     """The lengths of jobs, as an operator would know them beforehand."""
-    windows = Windows(HOUR_S, 2 * HOUR_S)
+    windows = TrafficWindows(HOUR_S, 2 * HOUR_S)
     for job in jobs:
         windows.arrived(job.at_s, job.prompt, job.kind)
         windows.ended(job.at_s, job.prompt, job.output, job.kind)
@@ -217,33 +227,33 @@ class Case:
         return WORKDAY[self.begin : self.begin + self.hours]
 
 
-def dynamo(name: str) -> Dynamo:
+def dynamo(name: str) -> DynamoPlanner:
     """Dynamo's rule: `dynamo`, and what is set otherwise: `_kalman`, `_load`, `_spare0.4` (demand × 1.4)."""
     ways = name.split("_")[1:]
     spare = sum(float(way.removeprefix("spare")) for way in ways if way.startswith("spare"))
-    predictor = Kalman if "kalman" in ways else Constant
-    return Dynamo(hardware(), SLO, POLICY, predictor, "load" in ways, spare)
+    predictor = KalmanPredictor if "kalman" in ways else LastValuePredictor
+    return DynamoPlanner(hardware(), SLO, POLICY, predictor, "load" in ways, spare)
 
 
 def one_day(case: Case) -> dict[str, Any]:
     jobs = trace(case.trace, case.shrink)
     mix, peak = known(jobs), case.rate * max(case.shape)
-    ours = judge()
-    small = least(POLICY, Known(ours), mix, case.rate * (1 + POLICY.spare))
-    large = least(POLICY, Known(ours), mix, peak * (1 + POLICY.spare))
+    ours = make_evaluator()
+    small = smallest_fleet(POLICY, AttainmentCache(ours), mix, case.rate * (1 + POLICY.spare))
+    large = smallest_fleet(POLICY, AttainmentCache(ours), mix, peak * (1 + POLICY.spare))
     journal = Journal(case.journal) if case.journal else None
-    controller: Controller
+    controller: FleetController
     match case.name:
         case "replanner":
             controller = Replanner(POLICY, ours, journal)
         case "static_mean" | "static_peak":
-            controller = Static()
+            controller = StaticFleet()
         case _:
             controller = dynamo(case.name)
     began_s, until_s = time.perf_counter(), len(case.shape) * HOUR_S
     first = large if case.name == "static_peak" else small
     mean = case.rate * sum(case.shape) / len(case.shape)
-    stream = day(jobs, mean, seed=case.seed, shape=case.shape, length_s=until_s)
+    stream = stretch_over_day(jobs, mean, seed=case.seed, shape=case.shape, length_s=until_s)
     row, _ = live(controller, stream, first, until_s, case.name)
     seconds = time.perf_counter() - began_s
     if isinstance(controller, Replanner):
@@ -258,12 +268,16 @@ def one_day(case: Case) -> dict[str, Any]:
 
 def alarms(path: str) -> dict[str, int]:
     """How often a log has traffic change, by what of it did. A day's traffic does change."""
-    return dict(Counter(line.shift.what for line in read(path) if isinstance(line, Look) and line.shift))
+    return dict(
+        Counter(
+            line.shift.what for line in read_journal(path) if isinstance(line, TrafficReview) and line.shift
+        )
+    )
 
 
 def replayed(path: str) -> dict[str, int]:
     """Decisions of a log, and how many come out again."""
-    found = [again.same for again in replay(read(path))]
+    found = [again.same for again in replay_decisions(read_journal(path))]
     return {"decisions": len(found), "same": sum(found)}
 
 
@@ -284,13 +298,13 @@ def days(case: Case, processes: int, names: Sequence[str]) -> dict[str, Any]:
 # --- a change of lengths, and none ---
 
 
-def turning(rate: float, at_s: float, until_s: float, seed: int) -> Iterator[Job]:
+def shifting_jobs(rate: float, at_s: float, until_s: float, seed: int) -> Iterator[Job]:
     """HumanEval-like requests until `at_s`, LongBench-like ones after."""
-    for job in synthetic("humaneval").stream(rate, seed):
+    for job in synthetic_workload("humaneval").stream(rate, seed):
         if job.at_s >= at_s:
             break
         yield replace(job, kind="")
-    for job in synthetic("longbench").stream(rate, seed + 1):
+    for job in synthetic_workload("longbench").stream(rate, seed + 1):
         if job.at_s >= until_s - at_s:
             return
         yield replace(job, at_s=job.at_s + at_s, kind="")
@@ -299,12 +313,18 @@ def turning(rate: float, at_s: float, until_s: float, seed: int) -> Iterator[Job
 def shift(seed: int, rate: float = 6.0, at_s: float = 1800.0, until_s: float = 5400.0) -> dict[str, Any]:
     """The alarm's delay after the change, and what follows, with flips and with a fleet that stays."""
     rows: dict[str, Any] = {}
-    for name, controller in (("replanner", Replanner(POLICY, judge())), ("static", Static())):
+    for name, controller in (("replanner", Replanner(POLICY, make_evaluator())), ("static", StaticFleet())):
         jobs = (
-            replace(job, prompt=min(job.prompt, MAX_PROMPT)) for job in turning(rate, at_s, until_s, seed)
+            replace(job, prompt=min(job.prompt, MAX_PROMPT))
+            for job in shifting_jobs(rate, at_s, until_s, seed)
         )
-        start = least(POLICY, Known(judge()), known(synthetic("humaneval").sample(2000, rate, seed)), rate)
-        start = max(start, Fleet(2, 4))
+        start = smallest_fleet(
+            POLICY,
+            AttainmentCache(make_evaluator()),
+            known(synthetic_workload("humaneval").sample(2000, rate, seed)),
+            rate,
+        )
+        start = max(start, FleetSize(2, 4))
         rows[name], last = live(controller, jobs, start, until_s)
         if isinstance(controller, Replanner):
             late = [alarm for alarm in controller.alarms if alarm.at_s > at_s]
@@ -319,9 +339,9 @@ def shift(seed: int, rate: float = 6.0, at_s: float = 1800.0, until_s: float = 5
 
 
 class Sure:
-    """A judge that finds every fleet good enough: only alarms matter."""
+    """An evaluator that finds every fleet good enough: only alarms matter."""
 
-    def attainment(self, fleet: Fleet, mix: Mix, rate: float, cv: float) -> float:
+    def attainment(self, fleet: FleetSize, mix: LengthMix, rate: float, cv: float) -> float:
         return 1.0
 
 
@@ -331,7 +351,7 @@ def quiet(days_: int, seed: int, rate: float = 5.0) -> dict[str, Any]:
     alarms = 0
     for number in range(days_):
         replanner, next_s = Replanner(POLICY, Sure()), POLICY.bucket_s
-        there = (Worker("p", PREFILL), Worker("d", DECODE))
+        there = (FleetWorker("p", PREFILL), FleetWorker("d", DECODE))
         for job in lengths.stream(rate, seed + number):
             while job.at_s >= next_s:
                 replanner.tick(next_s, there)

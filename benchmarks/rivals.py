@@ -46,8 +46,9 @@ import torch
 import uvloop
 from tokenizers import Tokenizer
 
+import benchmarks.script_path  # noqa: F401
 from benchmarks.engine import BATCHES, EMBEDDED, NEW, PROMPT, Ours, make_prompts
-from benchmarks.serving import START_S, STOP_S, Stream, serving
+from benchmarks.load.deployment import START_S, STOP_S, StampedStream, serving_deployment
 
 STREAMS = (1, 16)
 TIMES = {1: 4, 16: 1}  # requests per stream in a round
@@ -138,9 +139,8 @@ class Server:
     port: int
     model: str  # as requests name it
     process: psutil.Process
-    strict: bool = (
-        False  # refuses what OpenAI's API does not have; it must know from the model that nothing ends it
-    )
+    # Refuses what OpenAI's API does not have; it must know from the model that nothing ends it.
+    strict: bool = False
 
     def cpu_s(self) -> float:
         """CPU seconds of all its processes that are alive."""
@@ -164,9 +164,9 @@ def endless(folder: Path) -> Path:
     shutil.copytree(EMBEDDED, folder)
     for name in ("config.json", "generation_config.json"):
         file = folder / name
-        told = json.loads(file.read_text())
-        told["eos_token_id"] = None
-        file.write_text(json.dumps(told))
+        config = json.loads(file.read_text())
+        config["eos_token_id"] = None
+        file.write_text(json.dumps(config))
     return folder
 
 
@@ -181,9 +181,9 @@ def make_text(tokenizer: Tokenizer, rng: random.Random) -> str:
 
 async def answer(server: Server, texts: list[str]) -> None:
     """One stream: its requests, one after the other."""
-    more = {} if server.strict else {"ignore_eos": True}
+    more: dict[str, Any] = {} if server.strict else {"ignore_eos": True}
     for text in texts:
-        stream = await Stream.open(
+        stream = await StampedStream.open(
             server.port, PATH, model=server.model, messages=[{"role": "user", "content": text}], max_tokens=NEW,
             temperature=0, **more,
         )  # fmt: skip
@@ -211,9 +211,9 @@ def running(name: str, home: Path, model: Path, log: Path) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [part.format(home=home, model=model, port=port) for part in SERVERS[name]]
-    with log.open("w") as told:
+    with log.open("w") as log_file:
         process = subprocess.Popen(
-            command, stdout=told, stderr=told, env=os.environ | ENVIRON[name], start_new_session=True
+            command, stdout=log_file, stderr=log_file, env=os.environ | ENVIRON[name], start_new_session=True
         )
     try:
         yield Server(port, str(model), psutil.Process(process.pid), strict=name == "transformers")
@@ -256,7 +256,7 @@ def serve_all(
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name, arguments in OURS.items():
-            ours = stack.enter_context(serving("--model", str(model), *arguments))
+            ours = stack.enter_context(serving_deployment("--model", str(model), *arguments))
             ours.wait_ready()
             listed = ours.get("/v1/models")["data"][0]["id"]
             servers[name] = Server(ours.port, listed, psutil.Process(ours.process.pid))

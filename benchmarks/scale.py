@@ -4,9 +4,10 @@
 
 Each cell is a gateway of its own with 3 prefill and 5 decode instances of Llama-3.1-70B on 8 H100 each, 64
 devices, and a front gives each request to the cell that has least to do. Costs are analytic
-(`planner.profile.analytic`). Lengths are like ShareGPT's (`planner.workload.synthetic`), and requests come at
-`--load` of what the prefill instances can read. They are drawn as they come and counted as they end, so
-nothing grows with their number; each tenth of the way the resident memory and the time are noted.
+(`planner.costs.profile.analytic_profile`). Lengths are like ShareGPT's
+(`planner.workload.workload.synthetic_workload`), and requests come at `--load` of what the prefill instances
+can read. They are drawn as they come and counted as they end, so nothing grows with their number; each tenth
+of the way the resident memory and the time are noted.
 
     seconds, requests_per_s     processor time of the whole run, and requests over it
     steps_per_plan              engine steps for which one plan stood
@@ -32,37 +33,53 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from planner.profile import analytic
-from planner.simulator import Deployment, Simulation, deployment
-from planner.tally import Tally
-from planner.terms import DECODE, PREFILL, Batch, Link, Placement, Pool, Served, Slo, Split
-from planner.workload import synthetic
+import benchmarks.script_path  # noqa: F401
+from diptych.slo import Slo
+from planner.attainment import AttainmentCounter
+from planner.costs.profile import analytic_profile
+from planner.sim.exact.simulate import ExactSimulation, SimDeployment, build_deployment
+from planner.types import (
+    DECODE,
+    PREFILL,
+    InstancePool,
+    JobResult,
+    LinkSpec,
+    Parallelism,
+    Placement,
+    StepBatch,
+)
+from planner.workload.workload import synthetic_workload
 
 MODEL, DEVICE, WORKLOAD = "Llama-3.1-70B", "H100", "sharegpt"
 READERS, WRITERS, TENSOR = 3, 5, 8
 STEP_TOKENS = 2048
-LINK = Link(50e9, 20e-6)  # 400 Gbit/s for each instance
+LINK = LinkSpec(50e9, 20e-6)  # 400 Gbit/s for each instance
 SLO = Slo(ttft_s=0.5, tpot_s=0.05)
 MEGA = 1 << 20
 
 
 def cell() -> Placement:
     """One gateway's instances."""
-    return Placement((Pool(PREFILL, Split(TENSOR), READERS), Pool(DECODE, Split(TENSOR), WRITERS)))
+    return Placement(
+        (
+            InstancePool(PREFILL, Parallelism(TENSOR), READERS),
+            InstancePool(DECODE, Parallelism(TENSOR), WRITERS),
+        )
+    )
 
 
-def cluster(cells: int) -> Deployment:
+def cluster(cells: int) -> SimDeployment:
     """So many cells."""
-    profile = analytic(MODEL, DEVICE)
+    profile = analytic_profile(MODEL, DEVICE)
     options: dict[str, Any] = {"link": LINK, "hop_s": 2e-4, "gateway_s": 1e-3}
-    return deployment(cell(), profile, cells=cells, max_num_batched_tokens=STEP_TOKENS, **options)
+    return build_deployment(cell(), profile, cells=cells, max_num_batched_tokens=STEP_TOKENS, **options)
 
 
 def rate(cells: int, load: float) -> float:
-    """Requests per second that take `load` of the prefill instances' time, if they are read in full steps."""
-    cost = analytic(MODEL, DEVICE).cost(Split(TENSOR))
-    prompt, _ = synthetic(WORKLOAD).mean()
-    batch = Batch(STEP_TOKENS, STEP_TOKENS * prompt)
+    """Requests per second that take `load` of the prefill instances' time, if they are prefilled in full steps."""
+    cost = analytic_profile(MODEL, DEVICE).cost(Parallelism(TENSOR))
+    prompt, _ = synthetic_workload(WORKLOAD).mean()
+    batch = StepBatch(STEP_TOKENS, STEP_TOKENS * prompt)
     return load * cells * READERS * STEP_TOKENS / cost.stage_s(batch) / prompt
 
 
@@ -77,13 +94,13 @@ class Meter:
     """Counts requests as they end, and looks at memory and time each tenth of the way to `requests`."""
 
     requests: int
-    tally: Tally = field(default_factory=lambda: Tally({"": SLO}))
+    tally: AttainmentCounter = field(default_factory=lambda: AttainmentCounter({"": SLO}))
     ended: int = 0
     rss_mb: list[float] = field(default_factory=list)
     tenth_s: list[float] = field(default_factory=list)
     looked_s: float = field(default_factory=time.process_time)
 
-    def add(self, served: Served) -> None:
+    def add(self, served: JobResult) -> None:
         """One more has ended."""
         self.tally.add(served)
         self.ended += 1
@@ -96,12 +113,13 @@ class Meter:
 def measure(requests: int, cells: int, load: float, seed: int = 1) -> dict[str, Any]:
     """One run."""
     meter, asked = Meter(requests), rate(cells, load)
-    simulation = Simulation(cluster(cells), meter.add)
+    simulation = ExactSimulation(cluster(cells), meter.add)
     began_s = time.process_time()
-    simulation.run(islice(synthetic(WORKLOAD).stream(asked, seed), requests))
+    simulation.run(islice(synthetic_workload(WORKLOAD).stream(asked, seed), requests))
     seconds = time.process_time() - began_s
-    workers = [worker for gate in simulation.gates for worker in gate.workers.values()]
+    workers = [worker for gate in simulation.gateways for worker in gate.workers.values()]
     engines = [engine for worker in workers for engine in worker.engines]
+    steps = sum(engine.table.counters.steps for engine in engines)
     return {
         "requests": requests,
         "devices": cells * cell().devices,
@@ -110,8 +128,8 @@ def measure(requests: int, cells: int, load: float, seed: int = 1) -> dict[str, 
         "simulated_s": round(simulation.agenda.now_s, 1),
         "seconds": round(seconds, 2),
         "requests_per_s": round(requests / seconds, 1),
-        "steps": sum(engine.steps for engine in engines),
-        "steps_per_plan": round(sum(e.steps for e in engines) / sum(e.plans for e in engines), 2),
+        "steps": steps,
+        "steps_per_plan": round(steps / sum(engine.table.counters.plans for engine in engines), 2),
         "tenth_s": meter.tenth_s,
         "rss_mb": meter.rss_mb,
         "rss_growth": round(meter.rss_mb[-1] / meter.rss_mb[0], 3),

@@ -8,11 +8,11 @@ systems/silicon_sample.csv, Apache-2.0), all its rows with 4 or 64 clients, prom
 of 1,024, rounded to three digits. `--rows FILE` takes that whole file instead: all its dense, colocated rows with a
 stated load on the two devices.
 
-Nothing is fitted: costs are `planner.roofline` with the shares of `planner.hardware`. A closed loop of clients is
+Nothing is fitted: costs are `planner.costs.roofline` with the shares of `planner.hardware`. A closed loop of clients is
 played through continuous batching as those engines do it: prompts in pieces of up to 8,192 tokens beside all rows,
-decided one step ahead, KV of the room that `planner.capacity` gives, the newest row computed again where it runs out.
-Lengths are uniform in 80 to 100 % of the nominal, 10 requests a client, all clients at once at the beginning, as
-InferenceMAX does it; a request takes 10 ms to and from the engine, which is assumed.
+decided one step ahead, KV of the room that `planner.costs.capacity` gives, the newest row computed again
+where it runs out. Lengths are uniform in 80 to 100 % of the nominal, 10 requests a client, all clients at
+once at the beginning, as InferenceMAX does it; a request takes 10 ms to and from the engine, which is assumed.
 
     <device>_<engine>   rows; relative error of mean TTFT and mean TPOT: mean, median and largest, and the median with
                         its sign (bias)
@@ -36,11 +36,12 @@ from statistics import fmean, median
 
 from scipy.optimize import minimize
 
-from planner.capacity import kv_tokens
-from planner.hardware import Yield, device
-from planner.roofline import roofline
-from planner.shape import Shape, known
-from planner.terms import Batch, Cost, Split
+import benchmarks.script_path  # noqa: F401
+from planner.costs.capacity import kv_capacity_tokens
+from planner.costs.model import ModelDims, find_model
+from planner.costs.roofline import roofline_cost
+from planner.hardware import Efficiency, find_device
+from planner.types import CostModel, Parallelism, StepBatch
 
 ROWS = Path(__file__).resolve().parent / "data" / "silicon.csv"
 BUDGET = 8192  # tokens of a step: the engines' setting in those runs
@@ -66,8 +67,8 @@ class Row:
     spread: float = 0.8  # shortest length / nominal
 
     @property
-    def shape(self) -> Shape:
-        return replace(known(self.model), kv_bytes=self.kv_bytes)
+    def shape(self) -> ModelDims:
+        return replace(find_model(self.model), kv_bytes=self.kv_bytes)
 
 
 # Qwen3-32B FP8 on H100, prompts of 4,000 tokens, answers of 1,000: (engine, decode tp, decode batch, TTFT s, TPOT ms).
@@ -97,14 +98,14 @@ class Loop:
     """Clients that each ask again as soon as they are answered, before one engine; `play` gives mean TTFT and TPOT."""
 
     def __init__(
-        self, cost: Cost, room: int, lengths: Sequence[tuple[int, int]], clients: int, gate_s: float
+        self, cost: CostModel, room: int, lengths: Sequence[tuple[int, int]], clients: int, gate_s: float
     ) -> None:
         self.cost, self.room, self.gate_s = cost, room, gate_s
         self.todo = list(reversed(lengths))
         self.now_s = self.begun_s = 0.0
         self.waiting: list[Asked] = []
-        self.reading: list[Asked] = []
-        self.writing: list[Asked] = []
+        self.prefilling: list[Asked] = []
+        self.decoding: list[Asked] = []
         self.ttft_s: list[float] = []
         self.tpot_s: list[float] = []
         for _ in range(clients):
@@ -112,14 +113,14 @@ class Loop:
 
     def play(self) -> tuple[float, float]:
         """Until all are answered: mean seconds to the first token, and per further token."""
-        while self.waiting or self.reading or self.writing:
+        while self.waiting or self.prefilling or self.decoding:
             self._admit(self.begun_s)  # what came before the step now ending began
             self.begun_s = self.now_s
-            if not self.reading and not self.writing:
+            if not self.prefilling and not self.decoding:
                 self.now_s = self.begun_s = max(self.now_s, self.waiting[0].at_s + self.gate_s)
                 self._admit(self.now_s)
             self._evict()
-            if self.reading:
+            if self.prefilling:
                 self._mixed()
             else:
                 self._write()
@@ -132,66 +133,66 @@ class Loop:
 
     @property
     def _context(self) -> int:
-        return sum(one.done for one in self.writing)
+        return sum(one.done for one in self.decoding)
 
     def _admit(self, by_s: float) -> None:
-        used = self._context + sum(one.need for one in self.reading)
+        used = self._context + sum(one.need for one in self.prefilling)
         while self.waiting and self.waiting[0].at_s + self.gate_s <= by_s:
             if used + self.waiting[0].need > self.room and used:
                 return
             used += self.waiting[0].need
-            self.reading.append(self.waiting.pop(0))
+            self.prefilling.append(self.waiting.pop(0))
 
     def _evict(self) -> None:
         """The newest rows go back to the head of the queue until the next token of each has room."""
-        held = sum(one.need for one in self.reading)
-        while len(self.writing) > 1 and self._context + len(self.writing) + held > self.room:
-            last = self.writing.pop()
+        held = sum(one.need for one in self.prefilling)
+        while len(self.decoding) > 1 and self._context + len(self.decoding) + held > self.room:
+            last = self.decoding.pop()
             last.need, last.done = last.done, 0
             self.waiting.insert(0, last)
 
     def _mixed(self) -> None:
-        left, tokens, squares = BUDGET - len(self.writing), 0, 0.0
-        for one in self.reading:
+        left, tokens, squares = BUDGET - len(self.decoding), 0, 0.0
+        for one in self.prefilling:
             take = min(left, one.need - one.done)
             squares += (one.done + take) ** 2 - one.done**2
             one.done += take
             tokens, left = tokens + take, left - take
-        batch = Batch(tokens, squares, len(self.writing), self._context)
+        batch = StepBatch(tokens, squares, len(self.decoding), self._context)
         self.now_s += self.cost.step_s(batch)
         self._wrote(1)
-        for one in [one for one in self.reading if one.done == one.need]:
-            self.reading.remove(one)
-            self.writing.append(one)
+        for one in [one for one in self.prefilling if one.done == one.need]:
+            self.prefilling.remove(one)
+            self.decoding.append(one)
             if one.first_s < 0:
                 one.first_s, one.left = self.now_s, one.left - 1
                 self.ttft_s.append(self.now_s - one.at_s)
 
     def _write(self) -> None:
         """As many steps of rows alone as change nothing: to the next end, arrival or shortage of room."""
-        rows, context = len(self.writing), self._context
-        steps = min(min(one.left for one in self.writing), max(1, (self.room - context) // rows))
+        rows, context = len(self.decoding), self._context
+        steps = min(min(one.left for one in self.decoding), max(1, (self.room - context) // rows))
         if self.waiting:
             due_s = self.waiting[0].at_s + self.gate_s - self.now_s
             if due_s > 0:
-                steps = min(steps, math.ceil(due_s / self.cost.step_s(Batch(0, 0.0, rows, context))))
+                steps = min(steps, math.ceil(due_s / self.cost.step_s(StepBatch(0, 0.0, rows, context))))
             elif context + self.waiting[0].need <= self.room:
                 steps = 1
-        each_s = self.cost.step_s(Batch(0, 0.0, rows, context + rows * (steps - 1) // 2))
+        each_s = self.cost.step_s(StepBatch(0, 0.0, rows, context + rows * (steps - 1) // 2))
         self.now_s += steps * each_s
         self.begun_s = self.now_s - each_s
         self._wrote(steps)
 
     def _wrote(self, steps: int) -> None:
-        for one in self.writing:
+        for one in self.decoding:
             one.done, one.left = one.done + steps, one.left - steps
-        for one in [one for one in self.writing if one.left <= 0]:
-            self.writing.remove(one)
+        for one in [one for one in self.decoding if one.left <= 0]:
+            self.decoding.remove(one)
             self.tpot_s.append((self.now_s - one.first_s) / max(1, one.output - 1))
             self._ask()
 
 
-def predict(row: Row, gets: Yield | None = None, seed: int = 0) -> tuple[float, float]:
+def predict(row: Row, gets: Efficiency | None = None, seed: int = 0) -> tuple[float, float]:
     """Mean TTFT and TPOT of a row in seconds, from data sheets (or with other shares of them)."""
     draw = random.Random(seed)
     lengths = [
@@ -201,9 +202,9 @@ def predict(row: Row, gets: Yield | None = None, seed: int = 0) -> tuple[float, 
         )
         for _ in range(10 * row.clients)
     ]
-    on, split = device(row.device), Split(row.tp)
-    cost = roofline(row.shape, split, replace(on, gets=gets) if gets else on)
-    room = kv_tokens(row.shape, split, on.memory_bytes, use=USE)
+    on, split = find_device(row.device), Parallelism(row.tp)
+    cost = roofline_cost(row.shape, split, replace(on, gets=gets) if gets else on)
+    room = kv_capacity_tokens(row.shape, split, on.memory_bytes, use=USE)
     return Loop(cost, room, lengths, row.clients, GATE_S).play()
 
 
@@ -255,7 +256,7 @@ def errors(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def compare(rows: Iterable[Row], gets: Yield | None = None) -> dict[str, object]:
+def compare(rows: Iterable[Row], gets: Efficiency | None = None) -> dict[str, object]:
     """By device, model and engine, and over all: how many rows, errors of TTFT and of TPOT."""
     rows = list(rows)
     models = {row.model for row in rows}
@@ -277,13 +278,13 @@ def compare(rows: Iterable[Row], gets: Yield | None = None) -> dict[str, object]
 
 def bracket() -> dict[str, object]:
     """Disaggregated rows without a stated load: what is measured must lie between an idle and a full deployment."""
-    shape, on = known("Qwen3-32B-FP8"), device("h100")
-    lone_s = roofline(shape, Split(), on).step_s(Batch(4000, 4000.0**2))
+    shape, on = find_model("Qwen3-32B-FP8"), find_device("h100")
+    lone_s = roofline_cost(shape, Parallelism(), on).step_s(StepBatch(4000, 4000.0**2))
     tpot = ttft = 0
     shown = []
     for engine, tp, batch, ttft_s, tpot_ms in DISAGGREGATED:
-        cost = roofline(shape, Split(tp), on)
-        low, high = (1e3 * cost.step_s(Batch(rows=rows, context=rows * 4500)) for rows in (1, batch))
+        cost = roofline_cost(shape, Parallelism(tp), on)
+        low, high = (1e3 * cost.step_s(StepBatch(rows=rows, context=rows * 4500)) for rows in (1, batch))
         tpot += low <= tpot_ms <= high
         ttft += ttft_s >= lone_s
         shown.append(
@@ -304,12 +305,12 @@ def bracket() -> dict[str, object]:
     }
 
 
-def fit(rows: Sequence[Row]) -> Yield:
+def fit(rows: Sequence[Row]) -> Efficiency:
     """Shares and constants that bring the mean size of log(predicted / measured) of `rows` to a minimum."""
-    first = device("h100").gets
+    first = find_device("h100").gets
     names = ("flops", "bytes", "layer_s", "step_s", "reduce_s")
 
-    def made(logs: Iterable[float]) -> Yield:
+    def made(logs: Iterable[float]) -> Efficiency:
         values = {name: getattr(first, name) * math.exp(log) for name, log in zip(names, logs, strict=True)}
         return replace(first, **values | {name: min(0.95, values[name]) for name in ("flops", "bytes")})
 

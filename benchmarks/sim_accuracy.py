@@ -10,7 +10,7 @@ the same requests at the same moments are then sent. Nothing is fitted to what i
 from second to second and from minute to minute, so that many short passes say more of it than few long ones. `--rates`
 are multiples of the predicted knee.
 
-Colocated workers are profiled without a TPOT objective and measured with one: with it the engine reads fewer tokens in
+Colocated workers are profiled without a TPOT SLO and measured with one: with it the engine prefills fewer tokens in
 a step when the machine is slow, so that the size of a step would tell of the machine as well.
 
 Figures: `mean_abs_points`, `max_abs_points` (predicted - measured attainment, in points, over all rows; the paper's
@@ -37,18 +37,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.knees import WARMUP, counted
-from planner.cost import StepCost
-from planner.profiler import Life, balance, kind_of
-from planner.simulator import simulate
-from planner.tally import joint
-from planner.terms import Job, Served, Slo
-from planner.workload import Workload, synthetic
-from services.bench.drive import Plan
-from services.bench.measure import Live, Measured, Pools, deployed, measure
-from services.bench.profiling import told as told_of
-from services.bench.target import rest
-from services.bench.twin import after, own_costs, twin
+import benchmarks.script_path  # noqa: F401
+from benchmarks.accuracy.goodput_knee import WARMUP, counted
+from benchmarks.accuracy.measured_deployment import (
+    measured_deployment,
+    start_later,
+    undisturbed_costs,
+)
+from diptych.slo import Slo
+from planner.attainment import joint_attainment
+from planner.costs.profiler import WorkerTrace, measured_ratio, step_kind
+from planner.costs.step import StepCost
+from planner.sim.exact.simulate import simulate_exact
+from planner.types import Job, JobResult
+from planner.workload.workload import Workload, synthetic_workload
+from services.bench.load_generator import RunOptions
+from services.bench.profile_command import measurement_figures
+from services.bench.profile_run import (
+    LiveDeployment,
+    Measurement,
+    PoolSizes,
+    measure_profile,
+    running_deployment,
+)
+from services.bench.server import wait_for_rest
 
 RATES = (0.6, 0.8, 0.95, 1.05, 1.2, 1.4)  # times the predicted knee
 KNEE_REQUESTS = 400
@@ -57,15 +69,15 @@ STARTS = 5
 WIDTH = 0.04  # of the knee, relative
 MOST = 64.0  # times the pace of one request at a time, beyond which no knee is looked for
 QUIET = 0.2  # of the least measured pace: a rate at which nobody waits
-TTFT_ROOM, TPOT_ROOM = 2.0, 2.0  # objectives, over the 90 % quantile of the quiet
+TTFT_ROOM, TPOT_ROOM = 2.0, 2.0  # SLOs, over the 90 % quantile of the quiet
 SHARES = (0.5, 0.9, 0.99)
 REST_S = 60.0
-DEPLOYMENTS = {"1P1D": Pools(), "colocated": Pools(0, 0, 2)}
+DEPLOYMENTS = {"1P1D": PoolSizes(), "colocated": PoolSizes(0, 0, 2)}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is run: lengths, objectives (None: not chosen yet), and for how long."""
+    """What is run: lengths, SLOs (None: not chosen yet), and for how long."""
 
     workload: Workload
     slo: Slo | None
@@ -75,27 +87,27 @@ class Setting:
     profile_seconds: float
     seed: int
 
-    def jobs(self, rate: float, turn: int, other: bool = False) -> list[Job]:
-        seed = self.seed + 10 * turn + (5 if other else 0)
+    def jobs(self, rate: float, round_number: int, other: bool = False) -> list[Job]:
+        seed = self.seed + 10 * round_number + (5 if other else 0)
         return self.workload.sample(max(20, round(rate * self.seconds)), rate, seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is simulated: a deployment that was profiled, kept within the objective if it is colocated."""
+    """What is simulated: a deployment that was profiled, with steps bounded by the TPOT SLO if it is colocated."""
 
-    pools: Pools
-    found: Measured
+    pools: PoolSizes
+    found: Measurement
     own: StepCost
     slo: Slo | None = None
 
     def serve(
-        self, jobs: Sequence[Job], lives: Sequence[Life], starts: Sequence[float] = (0.0,)
-    ) -> list[Served]:
+        self, jobs: Sequence[Job], traces: Sequence[WorkerTrace], starts: Sequence[float] = (0.0,)
+    ) -> list[JobResult]:
         """How the requests would fare, once for each start."""
         tpot_s = self.slo.tpot_s if self.pools.colocated and self.slo is not None else None
-        like = twin(self.pools, self.found, self.own, lives, tpot_s=tpot_s)
-        return [one for start in starts for one in simulate(after(like, start), jobs)]
+        like = measured_deployment(self.pools, self.found, self.own, traces, tpot_s=tpot_s)
+        return [one for start in starts for one in simulate_exact(start_later(like, start), jobs)]
 
 
 def starts_of(seed: int) -> list[float]:
@@ -104,36 +116,36 @@ def starts_of(seed: int) -> list[float]:
     return [(first + number / STARTS) % 1.0 for number in range(STARTS)]
 
 
-def objectives(model: Model, setting: Setting, pace: float) -> Slo:
+def choose_slo(model: Model, setting: Setting, pace: float) -> Slo:
     """Some times what is predicted where nobody waits."""
     jobs = setting.workload.sample(300, QUIET * pace, setting.seed)
-    calm = model.serve(jobs, model.found.lives, starts_of(0))
+    calm = model.serve(jobs, model.found.step_logs, starts_of(0))
     return Slo(
         TTFT_ROOM * quantile([one.ttft_s for one in calm], 0.9),
         TPOT_ROOM * quantile([one.tpot_s for one in calm], 0.9),
     )
 
 
-def foretold(model: Model, setting: Setting, slo: Slo, rate: float) -> float:
+def predict_attainment(model: Model, setting: Setting, slo: Slo, rate: float) -> float:
     """Attainment that the profile alone predicts of runs as long as those that are measured, with other requests."""
-    served: list[Served] = []
-    turn = 0
+    served: list[JobResult] = []
+    round_number = 0
     while len(served) < KNEE_REQUESTS:
-        jobs = setting.jobs(rate, turn, other=True)
-        served += counted(model.serve(jobs, model.found.lives, starts_of(turn)[:1]))
-        turn += 1
-    return joint(served, {"": slo})
+        jobs = setting.jobs(rate, round_number, other=True)
+        served += counted(model.serve(jobs, model.found.step_logs, starts_of(round_number)[:1]))
+        round_number += 1
+    return joint_attainment(served, {"": slo})
 
 
 def knee(model: Model, setting: Setting, slo: Slo, pace: float) -> float:
     """The predicted goodput, within a few per cent."""
     low = pace / 4.0
-    while foretold(model, setting, slo, 2.0 * low) >= slo.attainment and low < MOST * pace:
+    while predict_attainment(model, setting, slo, 2.0 * low) >= slo.attainment and low < MOST * pace:
         low *= 2.0
     high = 2.0 * low
     while high / low > 1.0 + WIDTH:
         middle = math.sqrt(low * high)
-        if foretold(model, setting, slo, middle) >= slo.attainment:
+        if predict_attainment(model, setting, slo, middle) >= slo.attainment:
             low = middle
         else:
             high = middle
@@ -141,30 +153,36 @@ def knee(model: Model, setting: Setting, slo: Slo, pace: float) -> float:
 
 
 def run_one(
-    live: Live, model: Model, setting: Setting, slo: Slo, rate: float, turn: int, from_s: float | None
+    live: LiveDeployment,
+    model: Model,
+    setting: Setting,
+    slo: Slo,
+    rate: float,
+    round_number: int,
+    from_s: float | None,
 ) -> dict[str, Any]:
     """One rate in one pass: predicted and measured, with the same requests.
 
     What is remembered begins at `from_s`; None: with the profile.
     """
-    jobs = setting.jobs(rate, turn)
-    known = remembered(model.found.lives, live.lives(), from_s)
+    jobs = setting.jobs(rate, round_number)
+    known = remembered(model.found.step_logs, live.read_step_logs(), from_s)
     think_s = time.process_time()
-    foreseen = counted(model.serve(jobs, known, starts_of(turn)))
+    foreseen = counted(model.serve(jobs, known, starts_of(round_number)))
     think_s = time.process_time() - think_s
-    live.runner.run(rest(live.target, 0.05, REST_S))
+    live.runner.run(wait_for_rest(live.target, 0.05, REST_S))
     begun_s = time.monotonic()
-    run = live.drive(jobs, Plan(slo, warmup_s=WARMUP * jobs[-1].at_s))
-    seen = [one.served for one in run.counted]
+    run = live.send_load(jobs, RunOptions(slo, warmup_s=WARMUP * jobs[-1].at_s))
+    seen = [one.served for one in run.counted_records]
     ran = lives_since(live, begun_s)
     afterwards = counted(model.serve(jobs, ran))
     return {
         "deployment": str(live.pools),
         "rate": round(rate, 4),
         "requests": len(seen),
-        "predicted": joint(foreseen, {"": slo}),
-        "measured": joint(seen, {"": slo}),
-        "hindsight": joint(afterwards, {"": slo}),
+        "predicted": joint_attainment(foreseen, {"": slo}),
+        "measured": joint_attainment(seen, {"": slo}),
+        "hindsight": joint_attainment(afterwards, {"": slo}),
         "failed": sum(bool(one.failed) for one in seen),
         "ttft_ms": times(foreseen, seen, "ttft_s"),
         "tpot_ms": times(foreseen, seen, "tpot_s"),
@@ -175,7 +193,7 @@ def run_one(
 
 
 def merged(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The row of one rate: means over its passes, which are told as well."""
+    """The row of one rate: means over its passes, which are reported as well."""
     row: dict[str, Any] = {name: passes[0][name] for name in ("deployment", "rate")}
     for name in ("requests", "failed"):
         row[name] = sum(one[name] for one in passes)
@@ -196,7 +214,9 @@ def spread(passes: Sequence[dict[str, Any]]) -> float | None:
     return round(statistics.stdev(off) / math.sqrt(len(off)), 2)
 
 
-def remembered(before: Sequence[Life], since: Sequence[Life], from_s: float | None = None) -> list[Life]:
+def remembered(
+    before: Sequence[WorkerTrace], since: Sequence[WorkerTrace], from_s: float | None = None
+) -> list[WorkerTrace]:
     """What each worker of a profile did, and what the one in its place has done since; or that from `from_s` on."""
     later = {life.worker: life for life in since}
     if from_s is not None:
@@ -204,13 +224,13 @@ def remembered(before: Sequence[Life], since: Sequence[Life], from_s: float | No
     return [replace(later[life.worker], steps=life.steps + later[life.worker].steps) for life in before]
 
 
-def lives_since(live: Live, begun_s: float) -> list[Life]:
+def lives_since(live: LiveDeployment, begun_s: float) -> list[WorkerTrace]:
     """What each worker did from that moment on."""
     now_s = time.monotonic()
-    return [life.between(begun_s, now_s) for life in live.lives()]
+    return [life.between(begun_s, now_s) for life in live.read_step_logs()]
 
 
-def times(foreseen: Sequence[Served], seen: Sequence[Served], name: str) -> dict[str, list[float]]:
+def times(foreseen: Sequence[JobResult], seen: Sequence[JobResult], name: str) -> dict[str, list[float]]:
     """[predicted, measured] milliseconds by quantile."""
     return {
         f"p{round(100 * share)}": [
@@ -220,27 +240,29 @@ def times(foreseen: Sequence[Served], seen: Sequence[Served], name: str) -> dict
     }
 
 
-def steps(cost: StepCost, lives: Sequence[Life], wall_s: float) -> dict[str, Any]:
+def steps(cost: StepCost, traces: Sequence[WorkerTrace], wall_s: float) -> dict[str, Any]:
     """How the steps that ran compare with the cost model, by worker and kind, and how busy each worker was."""
-    told: dict[str, Any] = {}
-    for life in lives:
-        told[life.worker] = {"busy": round(sum(step.seconds for step in life.steps) / wall_s, 3)}
+    ratios: dict[str, Any] = {}
+    for life in traces:
+        ratios[life.worker] = {"busy": round(sum(step.seconds for step in life.steps) / wall_s, 3)}
         for kind in ("prefill", "decode", "mixed"):
-            if some := [step for step in life.steps if kind_of(step.batch) == kind]:
+            if some := [step for step in life.steps if step_kind(step.batch) == kind]:
                 rows = round(statistics.fmean(step.batch.rows for step in some), 1)
-                ratio = round(balance(cost, some), 3)
-                told[life.worker][kind] = {"measured_over_cost": ratio, "count": len(some), "rows": rows}
-    return told
+                ratio = round(measured_ratio(cost, some), 3)
+                ratios[life.worker][kind] = {"measured_over_cost": ratio, "count": len(some), "rows": rows}
+    return ratios
 
 
 def study(name: str, setting: Setting) -> tuple[list[dict[str, Any]], dict[str, Any], Slo]:
     """Profile, predict, measure one deployment."""
     pools = DEPLOYMENTS[name]
-    with deployed(pools) as live:
-        found = measure(live, setting.workload, setting.profile_seconds, seed=setting.seed + 2, say=say)
-    own = own_costs(found)
-    pace = min(stage.pace for stage in found.stages if stage.depth is not None)
-    slo = setting.slo or objectives(Model(pools, found, own.cost), setting, pace)
+    with running_deployment(pools) as live:
+        found = measure_profile(
+            live, setting.workload, setting.profile_seconds, seed=setting.seed + 2, say=say
+        )
+    own = undisturbed_costs(found)
+    pace = min(stage.rate_rps for stage in found.stages if stage.depth is not None)
+    slo = setting.slo or choose_slo(Model(pools, found, own.cost), setting, pace)
     model = Model(pools, found, own.cost, slo)
     at = knee(model, setting, slo, pace)
     say(
@@ -249,18 +271,18 @@ def study(name: str, setting: Setting) -> tuple[list[dict[str, Any]], dict[str, 
     options = ["--slo-tpot-ms", f"{1e3 * slo.tpot_s:.3f}"] if pools.colocated else []
     seen: dict[float, list[dict[str, Any]]] = {factor: [] for factor in setting.rates}
     begins: list[float] = []
-    with deployed(pools, "", options) as live:
-        for turn in range(setting.passes):
+    with running_deployment(pools, "", options) as live:
+        for round_number in range(setting.passes):
             for factor in setting.rates:
-                last_s = begins[-len(setting.rates)] if turn else None  # one pass ago
+                last_s = begins[-len(setting.rates)] if round_number else None  # one pass ago
                 begins.append(time.monotonic())
-                row = run_one(live, model, setting, slo, factor * at, turn, last_s)
+                row = run_one(live, model, setting, slo, factor * at, round_number, last_s)
                 seen[factor].append(row)
-                told = f"foretold {row['predicted']:.1%}, measured {row['measured']:.1%}"
-                say(f"{name}: {row['rate']:.4g}/s {told}, in hindsight {row['hindsight']:.1%}")
+                shares = f"foretold {row['predicted']:.1%}, measured {row['measured']:.1%}"
+                say(f"{name}: {row['rate']:.4g}/s {shares}, in hindsight {row['hindsight']:.1%}")
     return (
         [merged(passes) for passes in seen.values()],
-        told_of(found) | {"own_error": own.told, "knee": round(at, 4)},
+        measurement_figures(found) | {"own_error": own.relative_errors, "knee": round(at, 4)},
         slo,
     )
 
@@ -296,7 +318,7 @@ def main() -> None:
     slo = None
     if options.slo_ttft_ms and options.slo_tpot_ms:
         slo = Slo(options.slo_ttft_ms / 1e3, options.slo_tpot_ms / 1e3)
-    workload = synthetic(options.workload).shrunk(options.shrink, 2048)
+    workload = synthetic_workload(options.workload).shrunk(options.shrink, 2048)
     setting = Setting(
         workload,
         slo,
@@ -311,12 +333,15 @@ def main() -> None:
         some, profiles[name], slo = study(name, setting)
         setting = replace(setting, slo=slo)
         rows += some
-    told = summary(rows) | {"profiles": profiles, "rows": rows}
-    told |= {"seconds": round(time.monotonic() - begun_s), "load": [round(one, 2) for one in os.getloadavg()]}
-    told["slo_ms"] = (
+    report = summary(rows) | {"profiles": profiles, "rows": rows}
+    report |= {
+        "seconds": round(time.monotonic() - begun_s),
+        "load": [round(one, 2) for one in os.getloadavg()],
+    }
+    report["slo_ms"] = (
         [round(1e3 * setting.slo.ttft_s, 3), round(1e3 * setting.slo.tpot_s, 3)] if setting.slo else None
     )
-    print(json.dumps(told) if options.json else show(told))
+    print(json.dumps(report) if options.json else show(report))
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -341,14 +366,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def show(told: dict[str, Any]) -> str:
-    """For a reader."""
+def show(report: dict[str, Any]) -> str:
+    """For people."""
     lines = [f"{'':14}{'rate':>8}{'predicted':>11}{'measured':>10}{'points':>8}{'hindsight':>11}"]
-    for row in told["rows"]:
+    for row in report["rows"]:
         kept = f"{row['predicted']:11.1%}{row['measured']:10.1%}{row['points']:8.2f}{row['hindsight']:11.1%}"
         lines.append(f"{row['deployment']:14}{row['rate']:8.4g}{kept}")
-    lines += [f"{name}: {json.dumps(figures)}" for name, figures in told["profiles"].items()]
-    lines.append(f"mean {told['mean_abs_points']} points, at most {told['max_abs_points']}")
+    lines += [f"{name}: {json.dumps(figures)}" for name, figures in report["profiles"].items()]
+    lines.append(f"mean {report['mean_abs_points']} points, at most {report['max_abs_points']}")
     return "\n".join(lines)
 
 

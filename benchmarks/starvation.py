@@ -4,7 +4,7 @@
 
 One deployment of the embedded model. Short prompts (20 to 100 tokens, 8 tokens to write) arrive at random, `--rate` per
 second on average, for `--seconds`; then the same arrivals, with texts of their own, and a prompt of 2,000 tokens every
-second beside them. The two take turns, and change places from round to round.
+second beside them. The two alternate, and change places from round to round.
 
     short_p99_ratio      99th percentile of the time to the first token of the short ones, beside / alone
     short_median_ratio   the same of the median
@@ -29,8 +29,15 @@ from statistics import median
 
 import uvloop
 
-from benchmarks.interference import Texts, percentile
-from benchmarks.serving import Deployment, Stream, pools, serving
+import benchmarks.script_path  # noqa: F401
+from benchmarks.interference import percentile
+from benchmarks.load.deployment import (
+    ServedDeployment,
+    StampedStream,
+    pool_flags,
+    serving_deployment,
+)
+from benchmarks.load.prompts import PromptTexts, tokenize_text
 
 SHORT_TOKENS, SHORT_ANSWER, LONG_ANSWER = (20, 100), 8, 8
 
@@ -56,12 +63,12 @@ class Arrival:
 class Scraps:
     """Pieces of the standard library's sources, of about so many tokens; hardly two are alike."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: ServedDeployment) -> None:
         self._text = "\n".join(
             inspect.getsource(module) for module in (argparse, asyncio.base_events, inspect)
         )
         sample = self._text[:20_000]
-        self._chars = len(sample) / len(deployment.post("/tokenize", {"prompt": sample})["tokens"])
+        self._chars = len(sample) / len(tokenize_text(deployment, sample))
         self._place = random.Random(0)
 
     def take(self, tokens: int) -> str:
@@ -72,9 +79,9 @@ class Scraps:
 
 
 def arrivals(
-    scraps: Scraps, texts: Texts, draw: random.Random, options: argparse.Namespace, beside: bool
+    scraps: Scraps, texts: PromptTexts, draw: random.Random, options: argparse.Namespace, beside: bool
 ) -> list[Arrival]:
-    """One turn's prompts, in order. The moments and lengths of short ones depend on `draw` alone."""
+    """One run's prompts, in order. The moments and lengths of short ones depend on `draw` alone."""
     found, at_s = [], 0.0
     while (at_s := at_s + draw.expovariate(options.rate)) < options.seconds:
         found.append(Arrival(at_s, scraps.take(draw.randint(*SHORT_TOKENS)), False))
@@ -84,7 +91,7 @@ def arrivals(
     return sorted(found, key=lambda arrival: arrival.at_s)
 
 
-async def measure(deployment: Deployment, turn: Sequence[Arrival], seen: Seen) -> None:
+async def measure(deployment: ServedDeployment, requests: Sequence[Arrival], seen: Seen) -> None:
     """Send each at its moment, whatever became of those before."""
     model = deployment.get("/v1/models")["data"][0]["id"]
     begun_s = time.monotonic()
@@ -94,24 +101,24 @@ async def measure(deployment: Deployment, turn: Sequence[Arrival], seen: Seen) -
         answer = LONG_ANSWER if arrival.long else SHORT_ANSWER
         fixed = {"model": model, "temperature": 0, "ignore_eos": True, "max_tokens": answer}
         sent_s = time.monotonic()
-        stream = await Stream.open(deployment.port, prompt=arrival.text, **fixed)
+        stream = await StampedStream.open(deployment.port, prompt=arrival.text, **fixed)
         await stream.done()
         (seen.long_s if arrival.long else seen.short_s).append(stream.stamps_s[0] - sent_s)
         await stream.leave()
 
-    seen.longs += sum(arrival.long for arrival in turn)
-    await asyncio.gather(*(ask(arrival) for arrival in turn))
+    seen.longs += sum(arrival.long for arrival in requests)
+    await asyncio.gather(*(ask(arrival) for arrival in requests))
 
 
-async def play(deployment: Deployment, options: argparse.Namespace) -> dict[str, Seen]:
+async def play(deployment: ServedDeployment, options: argparse.Namespace) -> dict[str, Seen]:
     """All rounds; one before them is warm-up and not counted."""
-    scraps, texts = Scraps(deployment), Texts(deployment)
+    scraps, texts = Scraps(deployment), PromptTexts(deployment)
     seen = {"alone": Seen(), "beside": Seen()}
     for number in range(options.rounds + 1):
         order = ["alone", "beside"] if number % 2 else ["beside", "alone"]
         for mode in order:
-            turn = arrivals(scraps, texts, random.Random(number), options, mode == "beside")
-            await measure(deployment, turn, seen[mode] if number else Seen())
+            requests = arrivals(scraps, texts, random.Random(number), options, mode == "beside")
+            await measure(deployment, requests, seen[mode] if number else Seen())
             deployment.rest()
     return seen
 
@@ -131,17 +138,17 @@ def main() -> None:
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         deployment = stack.enter_context(
-            serving(*pools(options.colocated), "--kv-cache-memory-bytes", "256MiB")
+            serving_deployment(*pool_flags(options.colocated), "--kv-cache-memory-bytes", "256MiB")
         )
         deployment.wait_ready()
         seen = uvloop.run(play(deployment, options))
     alone, beside = seen["alone"], seen["beside"]
-    told: dict[str, float] = {
+    report: dict[str, float] = {
         "short_p99_ratio": round(percentile(beside.short_s, 99) / percentile(alone.short_s, 99), 2),
         "short_median_ratio": round(median(beside.short_s) / median(alone.short_s), 2),
         "long_served": round(len(beside.long_s) / beside.longs, 3),
     }
-    told |= {
+    report |= {
         name: getattr(options, name) for name in ("rounds", "seconds", "rate", "long_tokens", "colocated")
     }
     milliseconds = {
@@ -149,7 +156,7 @@ def main() -> None:
         for name, values in (("alone", alone.short_s), ("beside", beside.short_s), ("long", beside.long_s))
         for kind, value in (("median", median(values)), ("p99", percentile(values, 99)))
     }
-    shown = told | {"load_before": round(load, 2), "this_machine": milliseconds}
+    shown = report | {"load_before": round(load, 2), "this_machine": milliseconds}
     print(json.dumps(shown, indent=None if options.json else 2))
 
 

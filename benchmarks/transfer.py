@@ -37,18 +37,28 @@ import httpx
 import msgspec
 import numpy as np
 
-from benchmarks.serving import serving
-from kvcache.layout import KVLayout, Shard, shards
+import benchmarks.script_path  # noqa: F401
+from benchmarks.load.deployment import serving_deployment
+from kvcache.layout import KvLayout, Shard, split_layout
 from kvtransfer import ticket as tickets
-from kvtransfer.digests import Seal, Terms
-from kvtransfer.early import Copy
-from kvtransfer.handoff import Commit, Free, Outcome, Pull, Reserve, hand_off, perform
-from kvtransfer.links import Links, open_sources
-from kvtransfer.memory import SharedMemory, attach
-from kvtransfer.parts import Parts
+from kvtransfer.cooperative import run_to_end
+from kvtransfer.digests import ChunkDigester, DigestContext
+from kvtransfer.handoff import (
+    CommitSlabs,
+    FreeSlabs,
+    HandoffOutcome,
+    PullChunks,
+    ReserveSlabs,
+    hand_off,
+    perform_effects,
+)
+from kvtransfer.pipelined_pull import LayerCopy
+from kvtransfer.resharding import ShardedPool
+from kvtransfer.shared_memory import SharedMemory, attach_memory
 from kvtransfer.transports import shm
-from kvtransfer.transports.nixl import Agent, Endpoint, address
-from kvtransfer.turns import finish
+from kvtransfer.transports.links import TransportLinks, open_sources
+from kvtransfer.transports.nixl import NixlEndpoint
+from kvtransfer.transports.nixl_agent import NixlAgent, address_of
 
 KEY = b"benchmark key, not a secret"
 POOL_BYTES = 256 << 20  # several times the last-level cache, so that targets are as cold as in a busy pool
@@ -59,7 +69,7 @@ class Case:
     """One request's KV: a model's layout, a prompt's length, and (tp, pp) on both sides."""
 
     name: str
-    layout: KVLayout
+    layout: KvLayout
     tokens: int
     here: tuple[int, int] = (1, 1)
     there: tuple[int, int] = (1, 1)
@@ -78,15 +88,18 @@ class Case:
 
     def memories(self, split: tuple[int, int]) -> list[tuple[Shard, SharedMemory]]:
         """A pool, by rank."""
-        held = shards(self.layout, *split)
-        return [(shard, SharedMemory(self.num_slabs * self.layout.part(shard).chunk_bytes)) for shard in held]
+        held = split_layout(self.layout, *split)
+        return [
+            (shard, SharedMemory(self.num_slabs * self.layout.shard_layout(shard).chunk_bytes))
+            for shard in held
+        ]
 
-    def parts(self, memories: list[tuple[Shard, SharedMemory]]) -> Parts:
-        return Parts(self.layout, [(shard, memory.view) for shard, memory in memories])
+    def parts(self, memories: list[tuple[Shard, SharedMemory]]) -> ShardedPool:
+        return ShardedPool(self.layout, [(shard, memory.view) for shard, memory in memories])
 
 
-EMBEDDED = KVLayout(layers=6, kv_heads=4, head_dim=32, dtype="float32")
-LARGER = KVLayout(layers=16, kv_heads=4, head_dim=128, dtype="float32")
+EMBEDDED = KvLayout(layers=6, kv_heads=4, head_dim=32, dtype="float32")
+LARGER = KvLayout(layers=16, kv_heads=4, head_dim=128, dtype="float32")
 CASES = [
     Case("embedded model, 512 tokens", EMBEDDED, 512),
     Case("embedded model, 2048 tokens", EMBEDDED, 2048),
@@ -118,11 +131,18 @@ class Origin:
                 memory[slab * size : (slab + 1) * size] = self.fresh[at : at + size].data
                 at += size
         layout = self.case.layout
-        terms = Terms(
-            str(number), 1, self.case.tokens, (0, layout.layers), layout.dtype, layout.chunk_shape, "f"
+        terms = DigestContext(
+            str(number),
+            1,
+            self.case.tokens,
+            (0, layout.layers),
+            layout.dtype,
+            layout.chunk_shape,
+            "f",
+            layout.chunk_bytes,
         )
-        ticket = tickets.write(KEY, terms, "source", "life", slabs, self.pool.payload)
-        return tickets.encode(ticket, KEY).hex()
+        ticket = tickets.issue_ticket(KEY, terms, "source", "life", slabs, self.pool.hash_slab)
+        return tickets.encode_ticket(ticket, KEY).hex()
 
     def serve(self) -> None:
         print(*(source.endpoint().hex() for source in self.sources.values()), flush=True)
@@ -152,14 +172,14 @@ class Pair:
         self.own = case.memories(case.there)
         for _, memory in self.own:
             np.frombuffer(memory.view, np.uint8)[:] = 1  # every page is there before the first round
-        self.links = Links([transport], case.parts(self.own))
-        self.route = self.links.link("source", "life", {transport: self.endpoint})
+        self.links = TransportLinks([transport], case.parts(self.own))
+        self.route = self.links.link_worker("source", "life", {transport: self.endpoint})
 
     def offer(self) -> tickets.Ticket:
         assert self.process.stdin is not None
         self.process.stdin.write("offer\n")
         self.process.stdin.flush()
-        return tickets.decode(bytes.fromhex(self._line()), KEY)
+        return tickets.decode_ticket(bytes.fromhex(self._line()), KEY)
 
     def fetch(self, *, hashed: bool = True) -> float:
         """Seconds of one hand-off; without `hashed` no byte is read for a digest, and none is compared."""
@@ -168,25 +188,27 @@ class Pair:
             return self._copy(ticket, place)
         committed: list[int] = []
         table: dict[type[Any], Callable[[Any], Any]] = {
-            Reserve: lambda effect: place,
-            Pull: lambda effect: self.links.pull(effect.ticket, effect.pairs),
-            Commit: lambda effect: committed.extend(effect.slabs),
-            Free: lambda effect: None,
+            ReserveSlabs: lambda effect: place,
+            PullChunks: lambda effect: self.links.pull_slabs(effect.ticket, effect.pairs),
+            CommitSlabs: lambda effect: committed.extend(effect.slabs),
+            FreeSlabs: lambda effect: None,
         }
         began = time.perf_counter()
-        outcome = perform(hand_off(ticket, len(place), Seal(KEY, ticket.terms).matches), table)
+        outcome = perform_effects(
+            hand_off(ticket, len(place), ChunkDigester(KEY, ticket.terms).matches_chunk), table
+        )
         taken = time.perf_counter() - began
-        assert isinstance(outcome, Outcome) and outcome.error is None and committed == place
+        assert isinstance(outcome, HandoffOutcome) and outcome.error is None and committed == place
         return taken
 
     def _copy(self, ticket: tickets.Ticket, place: list[int]) -> float:
-        lane = self.links.lane("source", "life")
+        lane = self.links.connection_to("source", "life")
         copies = [
-            Copy(chunk.slab, own, 0, self.case.layout.layers, Unread())
+            LayerCopy(chunk.slab, own, 0, self.case.layout.layers, Unread())
             for chunk, own in zip(ticket.chunks, place, strict=True)
         ]
         began = time.perf_counter()
-        finish(lane.copy(copies, lambda: False))
+        run_to_end(lane.copy_layers(copies, lambda: False))
         return time.perf_counter() - began
 
     def close(self) -> None:
@@ -206,9 +228,9 @@ class Pair:
 
 def memcpy(pair: Pair) -> Callable[[], float]:
     """One contiguous copy of fresh bytes per rank of the source, out of its memory: what C's memcpy makes of it."""
-    known = msgspec.msgpack.decode(pair.endpoint, type=shm.Endpoint).parts
-    case, theirs = pair.case, [np.frombuffer(attach(address), np.uint8) for _, address in known]
-    sizes = [case.layout.part(shard).chunk_bytes for shard, _ in known]
+    known = msgspec.msgpack.decode(pair.endpoint, type=shm.ShmEndpoint).parts
+    case, theirs = pair.case, [np.frombuffer(attach_memory(address), np.uint8) for _, address in known]
+    sizes = [case.layout.shard_layout(shard).chunk_bytes for shard, _ in known]
     if case.here == case.there:
         own = [np.frombuffer(memory.view, np.uint8) for _, memory in pair.own]
     else:
@@ -227,10 +249,14 @@ def memcpy(pair: Pair) -> Callable[[], float]:
 
 def bare_nixl(pair: Pair) -> Callable[[], float]:
     """One NIXL read of the same slabs: a descriptor per slab, one request, the caller spins until it is done."""
-    endpoint = msgspec.msgpack.decode(pair.endpoint, type=Endpoint)
+    endpoint = msgspec.msgpack.decode(pair.endpoint, type=NixlEndpoint)
     (_, memory), (_, far, _) = pair.own[0], endpoint.parts[0]
-    agent = Agent(f"bare-{os.getpid()}", [memory.view], serve=False)
-    peer, base, size = agent.add(endpoint.metadata), address(memory.view), pair.case.layout.chunk_bytes
+    agent = NixlAgent(f"bare-{os.getpid()}", [memory.view], serve=False)
+    peer, base, size = (
+        agent.add_peer(endpoint.metadata),
+        address_of(memory.view),
+        pair.case.layout.chunk_bytes,
+    )
 
     def once() -> float:
         ticket, place = pair.offer(), next(pair.places)
@@ -239,8 +265,8 @@ def bare_nixl(pair: Pair) -> Callable[[], float]:
             for chunk, own in zip(ticket.chunks, place, strict=True)
         ]
         began = time.perf_counter()
-        handle = agent.post(peer, segments)
-        while not agent.done(handle):
+        handle = agent.post_read(peer, segments)
+        while not agent.is_done(handle):
             pass
         return time.perf_counter() - began
 
@@ -296,7 +322,7 @@ def transfer_share(requests: int = 12) -> dict[str, Any]:
     Returns `transfer_share` None and `transfer_share_skipped` with the reason when the deployment does not start.
     """
     try:
-        with serving() as deployment, httpx.Client(base_url=deployment.url, timeout=120) as client:
+        with serving_deployment() as deployment, httpx.Client(base_url=deployment.url, timeout=120) as client:
             deployment.wait_ready()
             return _share(client, requests)
     except RuntimeError as error:
@@ -364,7 +390,7 @@ def main() -> None:
     memory = [compare(case, "shm", args.rounds) for case in CASES]
     split = [compare(case, "shm", args.rounds) for case in SPLITS]
     wire = [compare(case, "nixl", args.rounds) for case in CASES]
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "shm_ratio": min(case["ratio"] for case in memory),
         "split_ratio": min(case["ratio"] for case in split),
         "nixl_ratio": min(case["ratio"] for case in wire),
@@ -374,8 +400,8 @@ def main() -> None:
         "nixl": wire,
     }
     if not args.no_system:
-        told |= transfer_share()
-    print(json.dumps(told, indent=None if args.json else 2))
+        report |= transfer_share()
+    print(json.dumps(report, indent=None if args.json else 2))
 
 
 if __name__ == "__main__":

@@ -1,31 +1,27 @@
-"""What a decode worker adds to the common loop: offered KV is leased or pulled, verified, and adopted.
+"""The decode role of a worker: pulls the KV that prefill workers offer, verifies it, and gives it to the engine.
 
-    begin ──▶ waiting ──room──▶ moving ──verified──▶ the engine's
-                 ▲                │ └─ the courier's threads, beside decoding
-                 └── recalled ────┘ one without a ticket, when another needs the room
+    begin_attempt ──▶ waiting ──room──▶ moving ──verified──▶ adopted by the engine
+                         ▲                │ └─ pulled by the fetcher's threads, while others decode
+                         └── recalled ────┘ a request without a ticket, when another one needs its room
 
-A request that departs first takes hold of the chunks that are known here (so none of them is evicted any more), then
-reserves slabs for the others, and only those are pulled. One that waits holds nothing, so waiting ones cannot block
-each other. Pulls write straight into reserved slabs: an abort that comes meanwhile only asks the courier to stop, and
-the slabs are free once nothing writes to them any more, never before. Within a priority the tenant with the least
-service departs first, and within a tenant who came first: a request that needs much room is not overtaken for ever by
-small ones.
+`engine.kv_admission.KvAdmission` decides which requests wait, start to fetch or are recalled. This module applies these
+decisions to the pool, the fetcher and the gateway. Pulls write directly into reserved slabs. An abort during a pull
+only asks the fetcher to stop; the slabs are freed when nothing writes to them any more.
 
-One that comes without a ticket (its KV is still being computed) departs likewise, and pulls what hints tell of until
-`Fetch` brings the ticket. Nobody waits for such a one: it may itself be waiting for memory at its prefill worker, which
-somebody's offered KV takes up. So its room goes to whoever has a ticket and would have to wait, or writes and needs
-slabs, and its chunks are waited for by none.
+A request without a ticket (its KV is still being computed) pulls the chunks that hints announce until `Fetch` brings
+the ticket.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
-from decode_worker.courier import Arrival, Courier
+from decode_worker.kv_fetcher import KvArrival, KvFetcher
 from diptych.errors import DiptychError, StaleTicket, TransferError
 from diptych.messages import (
     Admit,
@@ -35,325 +31,256 @@ from diptych.messages import (
     Peer,
     Pulled,
     Staging,
-    Stats,
     ToWorker,
     Unpeer,
+    WorkerStats,
 )
-from engine.desk import Aside
+from engine.kv_admission import (
+    DepartureEffect,
+    KvAdmission,
+    MakeRoom,
+    Recall,
+    StartFetch,
+    perform_departures,
+)
 from engine.loop import Engine
-from engine.scheduler import Refused, Sequence
-from kvcache.holdings import Holdings
-from kvcache.layout import CHUNK_TOKENS, KVLayout
+from engine.sequence import Sequence, SequenceRefused
+from kvcache.allocator import KvAllocator
+from kvcache.arenas import KvArenas
+from kvcache.layout import KvLayout
 from kvtransfer import ticket as tickets
-from kvtransfer.digests import Seal
+from kvtransfer.digests import ChunkDigester
 from kvtransfer.handoff import (
-    Aborted,
-    Ahead,
-    Commit,
-    Free,
-    Outcome,
-    Pull,
-    Reserve,
+    CommitSlabs,
+    FreeSlabs,
+    HandoffAborted,
+    HandoffOutcome,
+    PullAhead,
+    PullChunks,
+    ReserveSlabs,
     hand_off,
-    perform,
+    perform_effects,
 )
-from worker.shell import Line, Order
+from worker.loop import GatewayLink, WorkOrder
 
 log = logging.getLogger(__name__)
 
-TOO_LATE = "the request's time was up before its KV had arrived"
-PASSED = 32  # that wait for chunks on their way are passed by in one turn; a long queue of them costs no more than that
+EXPIRED_TEXT = "the request's time was up before its KV had arrived"
 
 
-class Decoder:
-    """The role of a worker that writes answers. `key` is the deployment's transfer key."""
+class DecodeWorker:
+    """The role of a worker that decodes answers. `key` is the deployment's transfer key, which signs tickets.
+
+    `layout_of` returns the layout of a KV class (`kvtransfer.resharding.ShardedPool.layout_of`).
+    """
 
     def __init__(
         self,
-        link: Line,
+        link: GatewayLink,
         engine: Engine,
-        holdings: Holdings,
-        layout: KVLayout,
-        courier: Courier,
+        holdings: KvAllocator | KvArenas,
+        layout_of: Callable[[str], KvLayout],
+        fetcher: KvFetcher,
         key: bytes,
         fingerprint: str,
     ) -> None:
-        self.link, self.engine, self.holdings, self.courier = link, engine, holdings, courier
-        self._layout = layout
+        self.link, self.engine, self.holdings, self.fetcher = link, engine, holdings, fetcher
+        self._layout_of = layout_of
         self._key, self._fingerprint = key, fingerprint
-        self._limits, self._service = engine.scheduler.limits, engine.scheduler.service
-        self._waiting: dict[str, Arrival] = {}  # in order of arrival
-        self._moving: dict[str, Arrival] = {}
+        self._admission = KvAdmission[KvArrival](engine.scheduler, holdings, _renew_arrival)
         self._corrupt = 0
-        self._late = 0  # hints and tickets for what is over
-        self.wasted_bytes = 0  # copied ahead, and changed by its source afterwards
+        # Number of hints and tickets that came after their request had ended.
+        self._late = 0
+        # Bytes that were copied before the ticket came and that the source changed afterwards.
+        self.wasted_bytes = 0
 
     @property
-    def holds(self) -> bool:
-        """Is KV awaited or on its way?"""
-        return bool(self._waiting or self._moving)
+    def is_busy(self) -> bool:
+        """Whether the KV of any request is waited for or being pulled."""
+        return len(self._admission) > 0
 
-    def begin(self, order: Order, seq: Sequence, now_s: float) -> None:
-        """Queue a request, to be read here (`Generate`) or fetched (`Admit`). Raises Refused."""
+    def begin_attempt(self, order: WorkOrder, seq: Sequence, now_s: float) -> None:
+        """Queue a request: its prompt is prefilled here (`Generate`), or its KV is fetched (`Admit`).
+
+        Raises:
+            SequenceRefused: there is no room for it, its ticket is wrong, or the order is not for this role.
+        """
         match order:
             case Generate():
                 self.engine.add(seq, now_s)
             case Admit():
-                self._await(order, seq, now_s)
+                self._await_room(order, seq, now_s)
             case _:
-                raise Refused("internal_error", f"a decode worker cannot serve {type(order).__name__}")
+                raise SequenceRefused(
+                    "internal_error", f"a decode worker cannot serve {type(order).__name__}"
+                )
 
-    def _await(self, order: Admit, seq: Sequence, now_s: float) -> None:
-        # The last token is the first decode input and has no KV yet; without a ticket it is still to come.
-        arrival = Arrival(seq, seq.total - bool(order.ticket), now_s)
+    def _await_room(self, order: Admit, seq: Sequence, now_s: float) -> None:
+        # With a ticket, the last token is the first decode input and has no KV. Without one it is not there yet.
+        arrival = KvArrival(seq, seq.total - bool(order.ticket), now_s)
         if order.ticket:
-            self._present(arrival, order.ticket, now_s)
-        room = self._limits.room(seq)
-        if room > self._limits.num_slabs:
-            why = f"this worker has {self._limits.num_slabs}"
-            raise Refused("out_of_memory", f"the request needs {room} KV slabs", why)
-        if len(self._waiting) >= self._limits.max_waiting:
-            raise Refused("overloaded", f"{len(self._waiting)} requests wait for room already")
-        seq.address()
-        self._service.enter(seq.origin.tenant)  # it is here from now on, though the engine has not got it yet
-        self._waiting[seq.key] = arrival
+            self._accept_ticket(arrival, order.ticket, now_s)
+        self._admission.enqueue(arrival)
 
-    def _present(self, arrival: Arrival, raw: bytes, now_s: float) -> None:
-        """Its ticket. Raises Refused if that is not what it should be; the arrival is then as before."""
-        seq, layout = arrival.seq, self._layout
+    def _accept_ticket(self, arrival: KvArrival, raw: bytes, now_s: float) -> None:
+        """Check and store the ticket of an arrival. Raises SequenceRefused, and changes nothing, if it is not right."""
+        seq = arrival.seq
         try:
-            ticket = tickets.decode(raw, self._key)
-            tickets.expect(
+            ticket = tickets.decode_ticket(raw, self._key)
+            tickets.check_ticket(
                 ticket,
                 request=seq.id,
                 epoch=seq.epoch,
                 num_tokens=arrival.num_tokens,
-                dtype=layout.dtype,
-                shape=layout.chunk_shape,
+                layout=self._layout_of(seq.kv_class),
                 fingerprint=self._fingerprint,
             )
         except DiptychError as error:
             code = "stale_ticket" if isinstance(error, StaleTicket) else "transfer_failed"
-            raise Refused(code, error.what, error.why) from error
-        route = self.courier.links.route(ticket.worker)
+            raise SequenceRefused(code, error.what, error.why) from error
+        route = self.fetcher.links.route_to(ticket.worker)
         arrival.transport = route.transport if route else ""
-        arrival.seal, arrival.ticket_s = Seal(self._key, ticket.terms), now_s
-        arrival.ticket = ticket  # last: the courier looks for it
+        arrival.digester, arrival.ticket_s = ChunkDigester(self._key, ticket.terms), now_s
+        arrival.ticket = ticket  # set last, because the fetcher's thread waits for it
 
-    def take(self, message: ToWorker, now_s: float) -> None:
-        """Prefill workers come and go; hints and tickets arrive."""
+    def take_message(self, message: ToWorker, now_s: float) -> None:
+        """Link or unlink a prefill worker, or take a hint or a ticket."""
         match message:
             case Peer():
-                self.courier.link(message)
+                self.fetcher.link_worker(message)
             case Unpeer(worker, incarnation):
-                self.courier.unlink(worker, incarnation)
+                self.fetcher.unlink_worker(worker, incarnation)
             case Staging():
-                self._hint(message)
+                self._on_hint(message)
             case Fetch():
-                self._fetch(message, now_s)
+                self._on_ticket(message, now_s)
 
-    def _expecting(self, request: str, epoch: int) -> Arrival | None:
-        """The arrival that a hint or a ticket is for, if it is still wanted; if not, that is counted."""
-        key = f"{request}#{epoch}"
-        arrival = self._waiting.get(key) or self._moving.get(key)
-        if arrival is None or arrival.ticket is not None or not arrival.live:
-            self._late += 1
-            return None
+    def _find_expecting(self, request: str, epoch: int) -> KvArrival | None:
+        """The arrival that a hint or a ticket is for; counts a late message and returns None if it has ended."""
+        arrival = self._admission.find_expecting(request, epoch)
+        self._late += arrival is None
         return arrival
 
-    def _hint(self, message: Staging) -> None:
-        if (arrival := self._expecting(message.request, message.epoch)) is None:
+    def _on_hint(self, message: Staging) -> None:
+        if (arrival := self._find_expecting(message.request, message.epoch)) is None:
             return
         try:
             hint = tickets.decode_hint(message.hint, self._key)
-        except TransferError as error:  # it was only a hint
+        except TransferError as error:
+            # The request goes on, since hints are not needed.
             self._corrupt += 1
             log.warning("request %s: %s (%s)", message.request, error.what, error.why)
             return
         if (hint.request, hint.epoch) == (message.request, message.epoch):
             arrival.hints.append(hint)
-            self.courier.stir()
+            self.fetcher.wake_fetches()
         else:
             self._late += 1
 
-    def _fetch(self, message: Fetch, now_s: float) -> None:
-        """The ticket of one that came without."""
-        if (arrival := self._expecting(message.request, message.epoch)) is None:
+    def _on_ticket(self, message: Fetch, now_s: float) -> None:
+        """Take the ticket of a request that was admitted without one."""
+        if (arrival := self._find_expecting(message.request, message.epoch)) is None:
             return
         seq = arrival.seq
         try:
             if message.output[:-1] != seq.output or not message.output:
-                raise Refused("internal_error", "the tokens of the ticket do not follow those of the request")
-            self._present(arrival, message.ticket, now_s)
-        except Refused as refusal:
-            self._refuse(arrival, refusal.code, _told(refusal))
+                raise SequenceRefused(
+                    "internal_error", "the tokens of the ticket do not follow those of the request"
+                )
+            self._accept_ticket(arrival, message.ticket, now_s)
+        except SequenceRefused as refusal:
+            self._refuse_arrival(arrival, refusal.code, _describe_error(refusal))
             return
-        seq.output, seq.deadline_s = list(message.output), now_s + message.remaining_s
-        seq.address()
-        self.courier.stir()
+        self._admission.update_sequence(arrival, list(message.output), now_s + message.remaining_s)
+        self.fetcher.wake_fetches()
 
-    def _refuse(self, arrival: Arrival, code: str, message: str) -> None:
-        """End one that waits or moves, and tell of it when nothing is held for it."""
-        if arrival.seq.key in self._waiting:
-            self._forget(arrival)
-            self._fail(arrival.seq, code, message)
+    def _refuse_arrival(self, arrival: KvArrival, code: str, message: str) -> None:
+        """Fail an arrival. The gateway hears of it when nothing is held for it any more."""
+        if self._admission.withdraw(arrival, (code, message)):
+            self._report_failed(arrival.seq, code, message)
         else:
-            self._stop(arrival, (code, message))
+            self.fetcher.wake_fetches()
 
-    def _stop(self, arrival: Arrival, blame: tuple[str, str] | None, *, recalled: bool = False) -> None:
-        """Let one that moves move no more; when it has landed `blame` is told, or it waits again."""
-        arrival.blame, arrival.recalled = blame, recalled
-        arrival.stop.set()
-        self.courier.stir()
-
-    def let_go(self, seq: Sequence, now_s: float) -> None:
-        """Nothing is held here after its first token: this worker hands nothing over."""
+    def take_over(self, seq: Sequence, now_s: float) -> None:
+        """Never called: a decode worker holds no sequence after prefill to hand it over."""
         raise AssertionError(f"{seq.key} was held by a decode worker")
 
-    def tend(self, now_s: float) -> float | None:
-        """Adopt what has landed, drop what is too late, begin to fetch what there is room for."""
-        if self.courier.error is not None:
-            raise self.courier.error
-        while (arrival := self._landed()) is not None:
-            self._finish(arrival, now_s)
-        for arrival in [late for late in self._live() if late.seq.deadline_s <= now_s]:
-            self._refuse(arrival, "deadline_exceeded", TOO_LATE)
-        self._depart(now_s)
-        return min((arrival.seq.deadline_s for arrival in self._live()), default=None)
+    def tend_held(self, now_s: float) -> float | None:
+        """Adopt arrivals that were fetched, fail those past their deadline, and start those that have room.
 
-    def _live(self) -> list[Arrival]:
-        """Whatever waits or moves, or will wait again."""
-        return [*self._waiting.values(), *(one for one in self._moving.values() if one.live)]
+        Returns the earliest deadline of the arrivals (clock seconds), None without any.
+        """
+        if self.fetcher.error is not None:
+            raise self.fetcher.error
+        while (arrival := self._next_landed()) is not None:
+            self._finish_arrival(arrival, now_s)
+        for arrival in self._admission.expired(now_s):
+            self._refuse_arrival(arrival, "deadline_exceeded", EXPIRED_TEXT)
+        self._start_fetches(now_s)
+        return min((arrival.seq.deadline_s for arrival in self._admission.wanted()), default=None)
 
-    def _landed(self) -> Arrival | None:
+    def _next_landed(self) -> KvArrival | None:
         try:
-            return self.courier.landed.get_nowait()
+            return self.fetcher.landed.get_nowait()
         except queue.Empty:
             return None
 
-    def _depart(self, now_s: float) -> None:
-        """Reserve for and fetch, one after the other, as long as there is room.
+    def _start_fetches(self, now_s: float) -> None:
+        """Start arrivals one after the other, as long as there is room."""
+        perform_departures(self._admission.departures(now_s), partial(self._perform_departure, now_s))
 
-        One whose next chunk is on its way already, for another request, waits until it can share that, and keeps its
-        place: what it needs stays set aside.
-        """
-        writing = len(self.engine.scheduler.running)
-        if self.holdings.free < writing or (len(self.engine.scheduler) and not self.engine.has_work):
-            self._recall()  # what is here already needs slabs itself, or may with its next tokens
-        moving = [arrival for arrival in self._moving.values() if not arrival.stop.is_set()]
-        coming = {key for arrival in moving if arrival.ticket is not None for key in arrival.coming}
-        ahead = [arrival.seq for arrival in moving]
-        stock = Aside(self.holdings)
-        for arrival in self._order():
-            seq, keys = arrival.seq, self._full(arrival)
-            if stock.passed > PASSED:
-                return
-            known = self.holdings.look(keys)
-            need = self._layout.num_chunks(arrival.num_tokens + 1) - known + self.holdings.look_free(keys)
-            if need > stock.free or not self.engine.scheduler.admits(seq, stock, ahead):
-                if any(waiting.ticket is not None for waiting in self._waiting.values()):
-                    self._recall()
-                return
-            ahead.append(seq)
-            if known < len(keys) and keys[known] in coming:
-                stock.pass_by(need)
-                continue
-            self._set_out(arrival, now_s)
-            if arrival.ticket is not None:
-                coming |= arrival.coming
+    def _perform_departure(self, now_s: float, effect: DepartureEffect[KvArrival]) -> bool | None:
+        match effect:
+            case StartFetch(arrival, held):
+                self._start_fetch(arrival, held, now_s)
+            case Recall():
+                self.fetcher.wake_fetches()
+            case MakeRoom(seq):
+                return self.engine.make_room(seq, now_s)
+        return None
 
-    def _order(self) -> list[Arrival]:
-        """Those that may depart: by priority, then by what their tenants have received here, then by arrival.
-
-        One that was recalled waits for its ticket, so that it and the one it made room for do not take turns.
-        """
-
-        def place(arrival: Arrival) -> tuple[int, float]:
-            origin = arrival.seq.origin
-            return origin.priority, self._service.of(origin.tenant)
-
-        ready = [a for a in self._waiting.values() if a.ticket is not None or not a.recalled]
-        return sorted(ready, key=place)
-
-    def _recall(self) -> None:
-        """Those that move without a ticket give their room back."""
-        for arrival in self._moving.values():
-            if arrival.ticket is None and not arrival.stop.is_set():
-                self._stop(arrival, None, recalled=True)
-
-    def _full(self, arrival: Arrival) -> list[bytes]:
-        """The addresses of the full chunks that it will have: nothing has to be computed here for logits."""
-        return arrival.seq.keys[: arrival.num_tokens // CHUNK_TOKENS]
-
-    def _set_out(self, arrival: Arrival, now_s: float) -> None:
-        """Take hold of what is here, reserve the rest, and let the courier pull that."""
-        seq, keys = arrival.seq, self._full(arrival)
-        del self._waiting[seq.key]
-        held = self.holdings.attach(seq.key, keys)
-        num_slabs = self._layout.num_chunks(arrival.num_tokens + 1)
-        arrival.steps = hand_off(arrival.ticket, num_slabs, arrival.matches, dict(enumerate(held)))
-        arrival.turn = perform(arrival.steps, {Reserve: partial(self._reserve, seq.key)})
-        arrival.reserved_s, arrival.recalled = now_s, False
-        self._moving[seq.key] = arrival
-        if isinstance(arrival.turn, Ahead | Pull):
-            arrival.coming = frozenset(keys[len(held) :])
-            missing = self._layout.num_chunks(arrival.num_tokens) - len(held)
-            arrival.num_bytes = missing * self._layout.chunk_bytes
-            self.courier.fetch(arrival)
+    def _start_fetch(self, arrival: KvArrival, held: list[int], now_s: float) -> None:
+        """Reserve slabs for the chunks that this worker lacks, and let the fetcher pull them."""
+        have = dict(enumerate(held))
+        arrival.handoff = hand_off(arrival.ticket, arrival.num_slabs, arrival.matches_chunk, have)
+        arrival.effect = perform_effects(
+            arrival.handoff, {ReserveSlabs: partial(self._reserve_slabs, arrival.seq)}
+        )
+        if isinstance(arrival.effect, PullAhead | PullChunks):
+            layout = self._layout_of(arrival.seq.kv_class)
+            arrival.num_bytes = (layout.num_chunks(arrival.num_tokens) - len(held)) * layout.chunk_bytes
+            self.fetcher.start_fetch(arrival)
         else:
-            self._finish(arrival, now_s)  # everything is here already
+            # The prefix tree has all chunks already, so there is nothing to fetch.
+            self._finish_arrival(arrival, now_s)
 
-    def _reserve(self, key: str, effect: Reserve) -> list[int]:
-        return self.holdings.take(key, effect.num_slabs)
+    def _reserve_slabs(self, seq: Sequence, effect: ReserveSlabs) -> list[int]:
+        return self.holdings.arena_of(seq.kv_class).allocate(seq.key, effect.num_slabs)
 
-    def _finish(self, arrival: Arrival, now_s: float) -> None:
-        """The last turns of a hand-off, back on the thread that owns the pool: commit, or free."""
+    def _finish_arrival(self, arrival: KvArrival, now_s: float) -> None:
+        """End a hand-off on the thread that owns the pool: give its slabs to the sequence, or free them."""
         seq = arrival.seq
-        assert arrival.steps is not None, "it has not departed"
-        del self._moving[seq.key]
+        assert arrival.handoff is not None, "it has not departed"
 
-        def commit(effect: Commit) -> None:
-            seq.slabs, seq.computed = list(effect.slabs), arrival.num_tokens
-            keys = self._full(arrival)
-            self.holdings.share(seq.key, keys, seq.slabs)
-            seq.shared = len(keys)
+        def commit(effect: CommitSlabs) -> None:
+            self._admission.commit(arrival, list(effect.slabs))
             self.engine.adopt(seq, now_s)
 
-        table = {Commit: commit, Free: lambda effect: self.holdings.end(seq.key)}
-        complete = arrival.recalled and isinstance(arrival.turn, Commit)  # its ticket came just in time
-        stopped = arrival.stop.is_set() and not complete
-        error = Aborted("stopped while its KV was on the way") if stopped else None
-        outcome = perform(arrival.steps, table, arrival.turn, error)
-        assert isinstance(outcome, Outcome)
-        self.wasted_bytes += outcome.wasted * self._layout.chunk_bytes
-        if outcome.error is not None:
-            self.holdings.end(seq.key)  # also what was held without being reserved
-            if arrival.recalled and isinstance(outcome.error, Aborted):
-                self._waiting[seq.key] = self._again(arrival)
-                return
-        self._service.leave(seq.origin.tenant)  # as an arrival; the engine counts those that it has got
-        if outcome.error is None:
-            self._tell(arrival, outcome)
-        elif not stopped or arrival.recalled:  # one that was recalled is still wanted
-            self._corrupt += outcome.code == "kv_corrupt"
-            self._fail(seq, outcome.code, _told(outcome.error))
-        elif arrival.blame is not None:
-            self._fail(seq, *arrival.blame)
+        table = {CommitSlabs: commit, FreeSlabs: lambda effect: self.holdings.release(seq.key)}
+        aborted = self._admission.must_abort(arrival, isinstance(arrival.effect, CommitSlabs))
+        error = HandoffAborted("stopped while its KV was on the way") if aborted else None
+        outcome = perform_effects(arrival.handoff, table, arrival.effect, error)
+        assert isinstance(outcome, HandoffOutcome)
+        self.wasted_bytes += outcome.num_wasted * self._layout_of(seq.kv_class).chunk_bytes
+        why = "" if outcome.error is None else _describe_error(outcome.error)
+        end = self._admission.finish(arrival, outcome.failure_code, why)
+        if end.status == "adopted":
+            self._report_pulled(arrival, outcome)
+        elif end.status == "failed":
+            self._corrupt += end.code == "kv_corrupt"
+            self._report_failed(seq, end.code, end.message)
 
-    def _again(self, arrival: Arrival) -> Arrival:
-        """The same request as it was before it departed; what was announced so far is announced no more."""
-        return Arrival(
-            arrival.seq,
-            arrival.num_tokens,
-            arrival.arrived_s,
-            arrival.ticket,
-            arrival.seal,
-            arrival.ticket_s,
-            transport=arrival.transport,
-            recalled=True,
-        )
-
-    def _tell(self, arrival: Arrival, outcome: Outcome) -> None:
+    def _report_pulled(self, arrival: KvArrival, outcome: HandoffOutcome) -> None:
         seconds = {
             "reserve": arrival.reserved_s - arrival.arrived_s,
             "transfer": arrival.pull_s,
@@ -361,42 +288,35 @@ class Decoder:
             "hidden": arrival.hidden_s,
             "exposed": arrival.exposed_s,
         }
-        seq, num_bytes = arrival.seq, (outcome.pulled + outcome.wasted) * self._layout.chunk_bytes
+        seq, num_chunks = arrival.seq, outcome.num_pulled + outcome.num_wasted
+        num_bytes = num_chunks * self._layout_of(seq.kv_class).chunk_bytes
         self.link.send(Pulled(seq.id, seq.epoch, arrival.transport, num_bytes, seconds))
 
-    def _fail(self, seq: Sequence, code: str, message: str) -> None:
+    def _report_failed(self, seq: Sequence, code: str, message: str) -> None:
         self.link.send(Failed(seq.id, seq.epoch, code, message))
 
-    def abort(self, request: str, epoch: int) -> None:
-        """Forget what waits, stop what moves."""
-        for arrival in [*self._waiting.values(), *self._moving.values()]:
-            if arrival.seq.id == request and arrival.seq.epoch <= epoch:
-                self._drop(arrival)
+    def abort_attempts(self, request: str, epoch: int) -> None:
+        """Drop the request's arrivals: waiting ones at once, moving ones when their pull has stopped."""
+        for arrival in self._admission.find_request(request, epoch):
+            self._drop_arrival(arrival)
 
-    def abandon(self) -> list[tuple[str, int]]:
-        """Forget everything that waits, stop everything that moves."""
-        ended = self._live()
+    def abandon_all(self) -> list[tuple[str, int]]:
+        """Drop all arrivals; returns their attempts (request, epoch)."""
+        ended = self._admission.wanted()
         for arrival in ended:
-            self._drop(arrival)
+            self._drop_arrival(arrival)
         return [(arrival.seq.id, arrival.seq.epoch) for arrival in ended]
 
-    def _drop(self, arrival: Arrival) -> None:
-        if arrival.seq.key in self._waiting:
-            self._forget(arrival)
-        else:
-            self._stop(arrival, None)
+    def _drop_arrival(self, arrival: KvArrival) -> None:
+        if not self._admission.withdraw(arrival):
+            self.fetcher.wake_fetches()
 
-    def _forget(self, arrival: Arrival) -> None:
-        """It waits no longer, and holds nothing."""
-        del self._waiting[arrival.seq.key]
-        self._service.leave(arrival.seq.origin.tenant)
-
-    def books(self, stats: Stats) -> Stats:
-        """The engine's books, with what waits for room and what is on its way."""
-        on_the_way = sum(arrival.num_bytes for arrival in self._moving.values())
+    def complete_stats(self, stats: WorkerStats) -> WorkerStats:
+        """`stats` of the engine, with the counts of waiting and moving arrivals added."""
+        on_the_way = sum(arrival.num_bytes for arrival in self._admission.moving.values())
         return msgspec.structs.replace(
             stats,
-            waiting=stats.waiting + len(self._waiting) + len(self._moving),
+            waiting=stats.waiting + len(self._admission),
             staging_bytes=on_the_way,
             late_messages=stats.late_messages + self._late,
             integrity_failures=self._corrupt,
@@ -404,6 +324,20 @@ class Decoder:
         )
 
 
-def _told(error: DiptychError | Exception) -> str:
+def _describe_error(error: DiptychError | Exception) -> str:
     why = error.why if isinstance(error, DiptychError) else ""
     return " ".join(f"{error}{': ' if why else ''}{why}".split())
+
+
+def _renew_arrival(arrival: KvArrival) -> KvArrival:
+    """The arrival as it was before its fetch started, without hints: those that were taken do not come again."""
+    return KvArrival(
+        arrival.seq,
+        arrival.num_tokens,
+        arrival.arrived_s,
+        arrival.ticket,
+        recalled=True,
+        digester=arrival.digester,
+        ticket_s=arrival.ticket_s,
+        transport=arrival.transport,
+    )

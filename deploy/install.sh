@@ -33,5 +33,9 @@ while kill -0 "$pip" 2> /dev/null; do
 done
 [ -t 1 ] && printf '\r\033[K'
 wait "$pip" || { tail -n 5 "$log" >&2; fail "pip could not install" "the last lines are above, all of them in $log" "make install"; }
+say "compiling the kernels of the embedded model"
+# Every process loads these. What fails here is done again, and reported, at the first start.
+.venv/bin/python -m compileall -q diptych kvcache kvtransfer engine router planner worker prefill_worker decode_worker services >> "$log" 2>&1 || true
+.venv/bin/python -m worker.precompile >> "$log" 2>&1 || say "not all kernels could be compiled (details in $log)"
 printf '%s\n' "$WANTED" > .venv/.installed
 say "done in $((SECONDS - began)) s"

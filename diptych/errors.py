@@ -1,25 +1,28 @@
-"""Every error that crosses a boundary, in one tree.
+"""Every error that crosses a package boundary, in one tree.
 
 DiptychError                 what happened, why, what to do (at most six lines in all when shown)
 ├── ConfigError              a flag, an environment name or a YAML key is wrong; the process does not start
 ├── ModelError               the model cannot be found, read, or does not fit; the process does not start
 ├── StartError               a port, Ray, a worker or the canary failed while starting
-├── RequestError             the client's fault or the service's state, with an HTTP status and an OpenAI code
-├── OutOfBlocks              a pool has fewer free slabs than were asked for
+│   └── WorkerRejected       the gateway rejects this worker: the worker ends, and is not started again
+├── RequestError             a request is refused or fails, for one of the reasons in `diptych/failure_statuses.py`
+├── OutOfSlabs               a pool has fewer free slabs than were asked for
 ├── GrammarError             a structured-output grammar does not compile
-├── ChannelError             a message is malformed, too large, or came from a stranger
+├── ChannelError             a message is malformed, too large, or came from an unknown sender
 └── TransferError            KV did not arrive
-    ├── CorruptChunk         it arrived, and is not what was offered
-    └── StaleTicket          the ticket is of another epoch, worker life, layout or model
+    ├── CorruptChunk         the KV arrived, but differs from the offered KV
+    └── StaleTicket          the ticket is for another epoch, worker life, layout or model
 """
 
 from __future__ import annotations
 
+from diptych.failure_statuses import RequestFailure
+
 
 class DiptychError(Exception):
-    """An expected failure, told in three parts.
+    """An expected failure, described in three parts for the user.
 
-    `what` happened in one sentence; `why`, the facts that led to it; `fix`, what to do now.
+    `what` is one sentence that says what happened; `why` gives the facts that led to it; `fix` says what to do.
     """
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
@@ -27,15 +30,15 @@ class DiptychError(Exception):
         self.what, self.why, self.fix = what, why, fix
 
     def lines(self) -> list[str]:
-        """The message as shown on a terminal: at most six lines, no traceback."""
-        told = [f"error: {self.what}"]
-        told += [
+        """The text for a terminal: at most six lines, no traceback."""
+        shown = [f"error: {self.what}"]
+        shown += [
             f"  why: {line}" if i == 0 else f"       {line}" for i, line in enumerate(self.why.splitlines())
         ]
-        told += [
+        shown += [
             f"  fix: {line}" if i == 0 else f"       {line}" for i, line in enumerate(self.fix.splitlines())
         ]
-        return told[:6]
+        return shown[:6]
 
 
 class ConfigError(DiptychError):
@@ -43,42 +46,27 @@ class ConfigError(DiptychError):
 
 
 class ModelError(DiptychError):
-    """The model is not there, not readable, not supported, or does not fit in memory."""
+    """The model was not found, is not readable, not supported, or does not fit in memory."""
 
 
 class StartError(DiptychError):
-    """The deployment could not be brought up."""
+    """The deployment could not be started."""
+
+
+class WorkerRejected(StartError):
+    """The gateway rejects this worker, now and later."""
 
 
 class RequestError(DiptychError):
-    """A request is refused or has failed; rendered as an OpenAI error body.
+    """A request is refused or has failed; `failure` says why, and what its client is shown."""
 
-    `status` is the HTTP status, `kind` OpenAI's `type`, `code` a stable machine-readable name, `param` the field at
-    fault. `retry` says whether an official client should try again (`x-should-retry`); `retry_after_s` when.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        code: str | None = "invalid_value",
-        param: str | None = None,
-        retry: bool = False,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.code, self.param = status, kind, code, param
-        self.retry, self.retry_after_s = retry, retry_after_s
-
-    def body(self) -> dict[str, dict[str, str | None]]:
-        """OpenAI's error object; all four keys are always there."""
-        return {"error": {"message": self.what, "type": self.kind, "param": self.param, "code": self.code}}
+    def __init__(self, failure: RequestFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
-class OutOfBlocks(DiptychError):
-    """A pool cannot give the slabs that were asked for; nothing was taken."""
+class OutOfSlabs(DiptychError):
+    """A pool has fewer free slabs than were asked for; none was taken."""
 
 
 class GrammarError(DiptychError):
@@ -86,7 +74,7 @@ class GrammarError(DiptychError):
 
 
 class ChannelError(DiptychError):
-    """A frame could not be accepted: malformed, too large, or unauthenticated."""
+    """A frame was refused: malformed, too large, or not authenticated."""
 
 
 class TransferError(DiptychError):
@@ -94,8 +82,8 @@ class TransferError(DiptychError):
 
 
 class CorruptChunk(TransferError):
-    """A chunk's digest does not match what its ticket promised; it must never be decoded."""
+    """A chunk does not match the digest in its ticket; it must never be used for decoding."""
 
 
 class StaleTicket(TransferError):
-    """A ticket speaks of another epoch, incarnation, KV layout or model fingerprint."""
+    """A ticket is for another epoch, incarnation, KV layout or model fingerprint."""

@@ -1,7 +1,7 @@
-"""SHA-256 over length-prefixed, typed fields.
+"""SHA-256 over typed, length-prefixed fields.
 
-Plain concatenation lets two different sequences of fields hash alike; here every field carries its type and length, so
-equal digests mean equal fields. Used for model fingerprints and for the content address of KV chunks.
+Plain concatenation can give two different lists of fields the same hash. Here every field carries its type and length,
+so equal digests mean equal fields. Used for model fingerprints and for the addresses of KV chunks.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import hashlib
 import struct
 from collections.abc import Iterable
 
-Field = bytes | str | int | None
+HashField = bytes | str | int | None
 
 
-def digest(fields: Iterable[Field]) -> bytes:
+def hash_fields(fields: Iterable[HashField]) -> bytes:
     """32-byte SHA-256 of `fields`, each prefixed by a type byte and an 8-byte length."""
     sha = hashlib.sha256()
     for field in fields:
-        tag, body = _encode(field)
+        tag, body = _encode_field(field)
         sha.update(tag + struct.pack(">Q", len(body)) + body)
     return sha.digest()
 
 
-def _encode(field: Field) -> tuple[bytes, bytes]:
+def _encode_field(field: HashField) -> tuple[bytes, bytes]:
+    """The type byte and the body of one field."""
     if field is None:
         return b"n", b""
     if isinstance(field, bytes):
@@ -32,9 +33,9 @@ def _encode(field: Field) -> tuple[bytes, bytes]:
     return b"i", field.to_bytes((field.bit_length() + 8) // 8, "big", signed=True)
 
 
-def fingerprint(fields: dict[str, Field]) -> str:
-    """Hex digest of named fields, in the order of their names."""
-    flat: list[Field] = []
+def fingerprint_fields(fields: dict[str, HashField]) -> str:
+    """Hex digest of named fields, independent of their order."""
+    flat: list[HashField] = []
     for name in sorted(fields):
         flat += [name, fields[name]]
-    return digest(flat).hex()
+    return hash_fields(flat).hex()

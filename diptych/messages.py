@@ -1,56 +1,74 @@
-"""What the gateway and the workers say to each other, and nothing else.
+"""The messages between the gateway and the workers.
 
-Every message is a tagged msgspec struct in one of two closed unions, `ToWorker` and `ToGateway`. Durations travel
-as seconds that remain, never as clock readings. `epoch` is the fencing number of `diptych.request.Request`: a
-receiver that knows a newer epoch of the same request drops the message and counts it. `ticket` and `endpoint` are
-opaque here; their content belongs to `kvtransfer`.
+Every message is a tagged msgspec struct in one of two closed unions, `ToWorker` and `ToGateway`. Durations are sent as
+remaining seconds, never as clock readings. `epoch` is the number of the attempt (`diptych.request.Request`), used for
+fencing: a receiver that knows a newer epoch of the same request drops the message and counts it. `ticket` and
+`endpoint` are opaque here; `kvtransfer` defines their content.
 
-    gateway ── Welcome, Peer, Prefill, Generate, Admit, Staging, Fetch, Renew, Release, Abort, Drain, Turn ──▶ worker
-    worker  ── Hello, Beat, Linked, Step, Staged, Offer, Pulled, Failed ──▶ gateway
+    gateway ── Alive, Welcome, Reject, Peer, Unpeer, OpenTransport, Prefill, Generate, Admit, Staging, Fetch, Renew,
+               Release, Abort, Drain, SwitchRole ──▶ worker
+    worker  ── Hello, Heartbeat, Linked, Opened, Step, Staged, Offer, Pulled, Failed ──▶ gateway
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from diptych.request import Origin, Sampling
+from diptych.request import SamplingParams, Tenancy
+
+# A peer that was silent for this long counts as lost; no pause of a healthy process lasts that long.
+SILENCE_S = 10.0
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class ChannelMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages: immutable, tagged by class name, encoded as msgpack arrays."""
 
 
 # ---- gateway to worker
 
 
-class Welcome(Message, frozen=True):
-    """Answer to `Hello` (and, within the channel, to every `Beat`): the gateway's identity and the pace it expects.
+class Alive(ChannelMessage, frozen=True):
+    """The gateway's heartbeat: the answer to every `Hello` and `Heartbeat`, from the gateway's I/O thread."""
 
-    A worker that receives one aborts whatever it holds: it belongs to requests that the gateway has given up.
+
+class Welcome(ChannelMessage, frozen=True):
+    """The gateway has accepted this worker; it also sets the intervals that the worker must keep.
+
+    A worker that receives it aborts everything it holds, which belongs to requests that the gateway has given up. The
+    worker sends a heartbeat every `beat_s`; leases last `lease_s`; a side that is silent for `silence_s` counts as
+    lost.
     """
 
     gateway: str
     beat_s: float
     lease_s: float
+    silence_s: float = SILENCE_S
 
 
-class Peer(Message, frozen=True):
+class Reject(ChannelMessage, frozen=True):
+    """The gateway rejects this worker, which must end. `why` is for its operator."""
+
+    why: str
+
+
+class Peer(ChannelMessage, frozen=True):
     """A prefill worker that a decode worker may pull from; the decode worker links, measures and answers `Linked`."""
 
     worker: str
     incarnation: str
-    endpoints: dict[str, bytes]  # transport name -> what its `link` needs
+    # Transport name -> endpoint (see `kvtransfer.cooperative.CoopPuller.link_task`).
+    endpoints: dict[str, bytes]
 
 
-class Unpeer(Message, frozen=True):
-    """That prefill worker's life is over; drop the link."""
+class Unpeer(ChannelMessage, frozen=True):
+    """This life of a prefill worker is over; the decode worker drops its link to it."""
 
     worker: str
     incarnation: str
 
 
-class Prefill(Message, frozen=True):
-    """Read the prompt (and `output`, when an earlier attempt already produced tokens), emit one token, offer the KV.
+class Prefill(ChannelMessage, frozen=True):
+    """Prefill the prompt (and `output`, tokens of earlier attempts), emit one token, and offer the KV.
 
     `stage`: announce KV while it is computed (`Staged`), so that it can be pulled layer by layer meanwhile.
     """
@@ -59,44 +77,50 @@ class Prefill(Message, frozen=True):
     epoch: int
     prompt: list[int]
     output: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     remaining_s: float
-    origin: Origin = Origin()
+    origin: Tenancy = Tenancy()
     stage: bool = False
+    # The KV class (`Hello.kv_classes`) that this attempt's KV is in; empty: the worker's first one.
+    kv_class: str = ""
 
 
-class Generate(Message, frozen=True):
+class Generate(ChannelMessage, frozen=True):
     """Prefill and decode on this worker, with no hand-off (colocated, or local prefill)."""
 
     request: str
     epoch: int
     prompt: list[int]
     output: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     remaining_s: float
-    origin: Origin = Origin()
+    origin: Tenancy = Tenancy()
+    # As in `Prefill`.
+    kv_class: str = ""
 
 
-class Admit(Message, frozen=True):
-    """Reserve room, pull the KV that `ticket` names, verify it, and decode from there.
+class Admit(ChannelMessage, frozen=True):
+    """Reserve slabs, pull the KV that `ticket` offers, verify it, and decode.
 
-    `output` holds the tokens already delivered; the last of them has no KV yet and is the first decode input.
+    `output` has the tokens that were delivered already; the last of them has no KV yet and is the first decode input.
 
-    An empty `ticket` says that the KV is still being computed: room is reserved, what `Staging` announces may be pulled
-    ahead, and `Fetch` brings ticket and first token. `output` then lacks that token.
+    With an empty `ticket` the KV is still being computed: slabs are reserved, chunks that `Staging` announces may be
+    pulled ahead, and `Fetch` brings the ticket and the first token, which `output` then lacks.
     """
 
     request: str
     epoch: int
     prompt: list[int]
     output: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     ticket: bytes
     remaining_s: float
-    origin: Origin = Origin()
+    origin: Tenancy = Tenancy()
+    # As in `Prefill`.
+    kv_class: str = ""
 
 
-class Staging(Message, frozen=True):
+class Staging(ChannelMessage, frozen=True):
     """A hint for an attempt that was admitted without a ticket: these chunks are being computed (see `Staged`)."""
 
     request: str
@@ -104,8 +128,8 @@ class Staging(Message, frozen=True):
     hint: bytes
 
 
-class Fetch(Message, frozen=True):
-    """The ticket of an attempt that was admitted without one; `output` now has the first token, too."""
+class Fetch(ChannelMessage, frozen=True):
+    """The ticket of an attempt that was admitted without one; `output` has the first token now."""
 
     request: str
     epoch: int
@@ -114,61 +138,78 @@ class Fetch(Message, frozen=True):
     remaining_s: float
 
 
-class Renew(Message, frozen=True):
+class Renew(ChannelMessage, frozen=True):
     """Keep these leases (request, epoch) for another `lease_s`."""
 
     leases: list[tuple[str, int]]
 
 
-class Release(Message, frozen=True):
-    """The prefill worker may free the KV it holds for (request, epoch). Idempotent."""
+class Release(ChannelMessage, frozen=True):
+    """The KV of (request, epoch) was pulled or is not needed: the prefill worker may free it. Idempotent."""
 
     request: str
     epoch: int
 
 
-class Abort(Message, frozen=True):
-    """Stop working on the request in any phase and free all it holds, for this epoch and older ones. Idempotent."""
+class Abort(ChannelMessage, frozen=True):
+    """Stop working on the request and free all it holds, in any phase, for this epoch and older ones. Idempotent."""
 
     request: str
     epoch: int
 
 
-class Drain(Message, frozen=True):
-    """Take no new work; exit when everything held is gone."""
+class OpenTransport(ChannelMessage, frozen=True):
+    """Offer KV over this transport too, since a decode worker cannot use the open ones. The answer is `Opened`."""
+
+    transport: str
 
 
-class Turn(Message, frozen=True):
-    """Change to the other pool: drain as for `Drain`, then introduce yourself anew as `role`, with the same weights."""
+class Drain(ChannelMessage, frozen=True):
+    """Take no new work, and exit when nothing is held any more."""
 
-    role: str  # "prefill" or "decode"
+
+class SwitchRole(ChannelMessage, frozen=True):
+    """Join the other pool: drain as for `Drain`, then say Hello again as `role`, with the same weights."""
+
+    # The role to take: "prefill" or "decode".
+    role: str
 
 
 # ---- worker to gateway
 
 
-class Hello(Message, frozen=True):
-    """A worker's introduction, sent on start and whenever the link begins anew."""
+class Hello(ChannelMessage, frozen=True):
+    """A worker's introduction, sent at its start and at the beginning of every session."""
 
     worker: str
-    role: str  # "prefill" or "decode"
-    incarnation: str  # new at every start of the process
+    # The worker's role: "prefill" or "decode".
+    role: str
+    # Identifies one life of the worker. It is new at every start and every change of role.
+    incarnation: str
     fingerprint: str
-    identity: dict[str, str]  # the readable fields behind the fingerprint, shown side by side on a mismatch
+    # The readable fields behind the fingerprint; errors about a mismatch show them.
+    identity: dict[str, str]
     host: str
     pid: int
     num_slabs: int
     chunk_bytes: int
     max_model_len: int
+    # The endpoint of each transport; empty for a transport that is opened on demand.
     endpoints: dict[str, bytes]
-    link: str = ""  # new for every unbroken run of frames; filled in by `diptych.channel.Link`
-    ended: str = (
-        ""  # how the process before this one ended: "crashed", "killed" (from outside), "" if there was none
-    )
+    # Identifies the channel session; new for every session, set by `diptych.channel.link.ChannelLink`.
+    link: str = ""
+    # How the process before this one ended: "crashed", "killed" (from outside), or "" if there was none.
+    ended: str = ""
+    # The KV classes that this worker has room for: the codec's canonical id ("raw" without a codec) -> number of slabs,
+    # and bytes of a chunk. KV is exchanged between workers that have the same class. The first one is that of requests
+    # which ask for none.
+    kv_classes: dict[str, tuple[int, int]] = {}
+    # Bytes that a chunk of this model takes in the class "raw"; 0 if the worker does not say.
+    raw_chunk_bytes: int = 0
 
 
-class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's books. At rest every `*_used`, `leases` and `staging_bytes` is 0; `slabs_cached` need not be."""
+class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's statistics. At rest every `*_used`, `leases` and `staging_bytes` is 0; `slabs_cached` need not be."""
 
     slabs_total: int = 0
     slabs_used: int = 0
@@ -183,27 +224,35 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     steps: int = 0
     step_seconds: float = 0.0
     step_tokens: int = 0
-    slabs_cached: int = 0  # in the prefix tree, held by nobody: free for the asking
-    prefix_queries: int = 0  # prompt tokens looked up in the prefix tree
-    prefix_hits: int = 0  # of them found
-    preemptions: dict[str, int] = {}  # by way: "recompute", "park"
-    step_parts: dict[
-        str, float
-    ] = {}  # seconds of `step_seconds` by part: schedule, prepare, run, sample, send
-    draining: bool = False  # takes no new work
-    stuck_s: float = 0.0  # since the engine's thread last came round, if that is unusually long
-    wasted_bytes: int = 0  # of KV, pulled ahead of the ticket and changed by its source afterwards
+    # Slabs in the prefix tree without a holder; they can be evicted at any time.
+    slabs_cached: int = 0
+    # Number of prompt tokens looked up in the prefix tree.
+    prefix_queries: int = 0
+    # Number of these tokens that were found there.
+    prefix_hits: int = 0
+    # Number of preemptions by kind: "recompute" drops the KV, "park" keeps it in host memory.
+    preemptions: dict[str, int] = {}
+    # Seconds of `step_seconds` by part: schedule, prepare, run, sample, send.
+    step_parts: dict[str, float] = {}
+    # Whether the worker takes no new requests.
+    draining: bool = False
+    # Seconds since the engine's loop began its current round, if the round takes unusually long; else 0.
+    stuck_s: float = 0.0
+    # Bytes of KV that were pulled before the ticket and did not match its digests.
+    wasted_bytes: int = 0
+    # Number of times that a running sequence gave its seat to another one and kept its KV.
+    seat_pauses: int = 0
 
 
-class Beat(Message, frozen=True):
-    """Proof of life, from the worker's I/O thread, with its latest books."""
+class Heartbeat(ChannelMessage, frozen=True):
+    """Proof that the worker is alive, sent by its I/O thread, with its latest statistics."""
 
     worker: str
     incarnation: str
-    stats: Stats
+    stats: WorkerStats
 
 
-class Linked(Message, frozen=True):
+class Linked(ChannelMessage, frozen=True):
     """A decode worker's measured link to a prefill worker, or why there is none (`transport` is then empty)."""
 
     peer: str
@@ -212,10 +261,20 @@ class Linked(Message, frozen=True):
     gb_per_s: float
     latency_us: float
     error: str = ""
+    # A transport that would work, but that the prefill worker has not opened yet.
+    wants: str = ""
 
 
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one emitted (or prompt) token and of the most likely alternatives, best first."""
+class Opened(ChannelMessage, frozen=True):
+    """The endpoint of a transport that a prefill worker has just opened, or why it could not (`error`)."""
+
+    transport: str
+    endpoint: bytes
+    error: str = ""
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probability of one generated (or prompt) token, and of the most likely alternatives, best first."""
 
     token: int
     logprob: float
@@ -223,9 +282,10 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """What one step produced for one request. `finish` is None, "stop" or "length"; then everything it held is free,
+    """The result of one step for one request. `finish` is None, "stop" or "length".
 
-    except that a prefill worker which will offer the KV still holds that. `seconds` maps stage names to durations.
+    With `finish` the worker has freed everything of the request, except that a prefill worker still holds KV that it
+    will offer. `seconds` maps stage names to durations.
     """
 
     request: str
@@ -238,16 +298,16 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
 
 
-class Step(Message, frozen=True):
-    """One message per engine step, for all requests that progressed in it."""
+class Step(ChannelMessage, frozen=True):
+    """The outputs of one engine step, for all requests that progressed in it."""
 
     outputs: list[Output]
 
 
-class Staged(Message, frozen=True):
-    """Chunks of (request, epoch) are being computed into slabs that `hint` names (`kvtransfer.ticket.Hint`).
+class Staged(ChannelMessage, frozen=True):
+    """Chunks of (request, epoch) are being computed into the slabs in `hint` (`kvtransfer.ticket.StagingHint`).
 
-    Only a hint: what counts is the ticket that follows. A receiver may ignore it, and a sender may leave it out.
+    This is only a hint, which may be ignored or left out: the ticket that follows is authoritative.
     """
 
     request: str
@@ -255,8 +315,8 @@ class Staged(Message, frozen=True):
     hint: bytes
 
 
-class Offer(Message, frozen=True):
-    """The KV of (request, epoch) is complete and leased; `ticket` says how to fetch it."""
+class Offer(ChannelMessage, frozen=True):
+    """The KV of (request, epoch) is complete and leased; `ticket` contains what is needed to pull it."""
 
     request: str
     epoch: int
@@ -265,20 +325,20 @@ class Offer(Message, frozen=True):
     num_bytes: int
 
 
-class Pulled(Message, frozen=True):
-    """The KV arrived and was verified; decoding begins. The gateway then releases the source."""
+class Pulled(ChannelMessage, frozen=True):
+    """The KV has arrived and is verified; decoding begins. The gateway then releases the KV at its source."""
 
     request: str
     epoch: int
     transport: str
     num_bytes: int
-    seconds: dict[
-        str, float
-    ]  # "reserve", "transfer", "verify"; "hidden" and "exposed": pulled before, after the ticket
+    # Seconds by phase: "reserve", "transfer" and "verify"; and of the transfer, "hidden" before the ticket came and
+    # "exposed" after it.
+    seconds: dict[str, float]
 
 
-class Failed(Message, frozen=True):
-    """This attempt is over on this worker, which has freed everything it held for it.
+class Failed(ChannelMessage, frozen=True):
+    """This attempt has failed on this worker, which has freed everything it held for it.
 
     `code`: "transfer_failed", "kv_corrupt", "stale_ticket", "deadline_exceeded", "out_of_memory", "overloaded",
     "invalid_grammar", "draining", "internal_error".
@@ -291,7 +351,10 @@ class Failed(Message, frozen=True):
 
 
 ToWorker = (
-    Welcome
+    Alive
+    | Welcome
+    | Reject
+    | OpenTransport
     | Peer
     | Unpeer
     | Prefill
@@ -303,6 +366,6 @@ ToWorker = (
     | Release
     | Abort
     | Drain
-    | Turn
+    | SwitchRole
 )
-ToGateway = Hello | Beat | Linked | Step | Staged | Offer | Pulled | Failed
+ToGateway = Hello | Heartbeat | Linked | Opened | Step | Staged | Offer | Pulled | Failed

@@ -1,6 +1,6 @@
-"""A request, its sampling parameters, and the only table of its legal moves.
+"""A request, its sampling parameters, and the table of its legal stage changes.
 
-Durations are differences of `entered_s`; nothing else keeps time stamps of a request.
+Durations are differences of times in `entered_s`; no other time stamps of a request are kept.
 """
 
 from __future__ import annotations
@@ -12,42 +12,46 @@ import msgspec
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """Structured output: `kind` is "json_object", "json_schema", "regex" or "lark"; `text` its source."""
+    """Structured output: `kind` is "json_object", "json_schema", "regex" or "lark"; `text` is the grammar's source."""
 
     kind: str
     text: str = ""
 
 
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are chosen. Everything is resolved by the gateway: a worker never fills in a default.
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How tokens are sampled. The gateway resolves all values: a worker never fills in a default.
 
-    `seed` is always set (drawn by the gateway when the client gave none), so that a request can be continued elsewhere
-    with the same draws. `stop_token_ids` includes the model's end tokens unless the client asked to ignore them. Stop
-    *strings* are not here: text belongs to the gateway.
+    `seed` is always set (random if the client gave none), so that another worker can continue the request with the same
+    draws. `stop_token_ids` includes the model's end tokens, unless the client asked to ignore them. Stop *strings* are
+    not here: only the gateway handles text.
     """
 
-    max_tokens: int  # new tokens, >= 0 (0 only scores the prompt)
+    # Most new tokens, at least 0; with 0 only the prompt is scored.
+    max_tokens: int
     seed: int
     min_tokens: int = 0
-    temperature: float = 1.0  # 0 is greedy
+    # 0 means greedy.
+    temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 is off
+    # 0 means no limit.
+    top_k: int = 0
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    logprobs: int | None = None  # None is off; k adds the k most likely alternatives
+    # None means no log-probabilities; k adds the k most likely alternatives to each token.
+    logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
 
 
-class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """On whose behalf a request runs, as far as scheduling and sharing need to know.
+class Tenancy(msgspec.Struct, frozen=True, array_like=True):
+    """On whose behalf a request runs, for scheduling and for prefix sharing.
 
-    `tenant` is what fairness counts by (a digest of the API key, never the key). `scope` goes into the root of every
-    chunk's address: prefixes are shared within it and nowhere else. A lower `priority` is served sooner.
+    `tenant` identifies who shares resources fairly (a digest of the API key, never the key). `scope` is part of every
+    chunk's address: prefixes are shared within a scope only. A lower `priority` is served sooner.
     """
 
     tenant: str = ""
@@ -55,62 +59,72 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0
 
 
-class Stage(Enum):
-    """Where a request is. The gateway's relay owns the request and is the only one to move it."""
+class RequestStage(Enum):
+    """Where a request is. The gateway's relay owns the request, and only the relay changes its stage."""
 
-    ADMITTED = "admitted"  # in the gateway's queue: no worker holds anything for it
-    QUEUED = "queued"  # sent to a prefill (or colocated) worker, not yet running there as far as we know
-    PREFILLED = "prefilled"  # first token delivered, KV held by the prefill worker under a lease
-    TRANSFERRING = "transferring"  # a decode worker was told to reserve, pull and verify
+    # In the gateway's queue: no worker holds anything for it.
+    ADMITTED = "admitted"
+    # Sent to a prefill (or colocated) worker, which has not sent a token yet.
+    QUEUED = "queued"
+    # The first token was delivered. The prefill worker holds the KV, under a lease once it has offered it.
+    PREFILLED = "prefilled"
+    # A decode worker was sent the ticket, to reserve slabs, pull the KV and verify it.
+    TRANSFERRING = "transferring"
     DECODING = "decoding"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
 
-TERMINAL = frozenset({Stage.DONE, Stage.FAILED, Stage.CANCELLED})
+TERMINAL_STAGES = frozenset({RequestStage.DONE, RequestStage.FAILED, RequestStage.CANCELLED})
 
-NEXT: dict[Stage, frozenset[Stage]] = {
-    # DONE directly: the answer's end was found in the text of an attempt that has died meanwhile.
-    Stage.ADMITTED: frozenset({Stage.QUEUED, *TERMINAL}),
-    # DECODING directly: one worker reads and writes. ADMITTED again, from everywhere: the attempt died, another will
-    # begin as soon as there are workers for it.
-    Stage.QUEUED: frozenset({Stage.ADMITTED, Stage.PREFILLED, Stage.DECODING, *TERMINAL}),
-    Stage.PREFILLED: frozenset({Stage.ADMITTED, Stage.TRANSFERRING, *TERMINAL}),
-    Stage.TRANSFERRING: frozenset({Stage.ADMITTED, Stage.DECODING, *TERMINAL}),
-    Stage.DECODING: frozenset({Stage.ADMITTED, *TERMINAL}),
-    Stage.DONE: frozenset(),
-    Stage.FAILED: frozenset(),
-    Stage.CANCELLED: frozenset(),
+LEGAL_MOVES: dict[RequestStage, frozenset[RequestStage]] = {
+    # The direct move to DONE: the attempt failed, and then a stop string was found in the text that it had produced.
+    RequestStage.ADMITTED: frozenset({RequestStage.QUEUED, *TERMINAL_STAGES}),
+    # The direct move to DECODING: one worker prefills and decodes. Every stage may return to ADMITTED: the attempt
+    # failed, and the request waits for another one.
+    RequestStage.QUEUED: frozenset(
+        {RequestStage.ADMITTED, RequestStage.PREFILLED, RequestStage.DECODING, *TERMINAL_STAGES}
+    ),
+    RequestStage.PREFILLED: frozenset({RequestStage.ADMITTED, RequestStage.TRANSFERRING, *TERMINAL_STAGES}),
+    RequestStage.TRANSFERRING: frozenset({RequestStage.ADMITTED, RequestStage.DECODING, *TERMINAL_STAGES}),
+    RequestStage.DECODING: frozenset({RequestStage.ADMITTED, *TERMINAL_STAGES}),
+    RequestStage.DONE: frozenset(),
+    RequestStage.FAILED: frozenset(),
+    RequestStage.CANCELLED: frozenset(),
 }
 
 
 @dataclass(slots=True)
 class Request:
-    """One sequence to generate: prompt token ids, sampling, and how far it has come.
+    """One sequence to generate: prompt token ids, sampling parameters, and its progress.
 
-    `epoch` is the fencing number of the running attempt: it grows with every attempt, and every message carries it, so
-    whatever an earlier attempt still says is recognised as late and dropped.
+    `epoch` is the number of the running attempt. It grows with every attempt, and every message carries it, so messages
+    of an earlier attempt are recognised as late and dropped (fencing).
     """
 
     id: str
     prompt: list[int]
-    sampling: Sampling
-    deadline_s: float  # on the clock that `now_s` is read from
+    sampling: SamplingParams
+    # Latest time at which the request may end, in seconds on the clock of `now_s`.
+    deadline_s: float
     output: list[int] = field(default_factory=list)
     epoch: int = 0
-    stage: Stage = Stage.ADMITTED
-    entered_s: dict[Stage, float] = field(default_factory=dict)
-    origin: Origin = Origin()
+    stage: RequestStage = RequestStage.ADMITTED
+    entered_s: dict[RequestStage, float] = field(default_factory=dict)
+    origin: Tenancy = Tenancy()
+    # The KV class that it asks for (`diptych.messages.Hello.kv_classes`); None: that of the workers.
+    kv_class: str | None = None
 
-    def move(self, stage: Stage, now_s: float) -> None:
+    def enter_stage(self, stage: RequestStage, now_s: float) -> None:
         """Enter `stage` at `now_s`.
 
         Raises:
-            ValueError: the move is not in `NEXT`; that is a bug, never a state to tolerate.
+            ValueError: the move is not in `LEGAL_MOVES`, which is always a bug.
         """
-        if stage not in NEXT[self.stage]:
+        if stage not in LEGAL_MOVES[self.stage]:
             raise ValueError(f"request {self.id}: {self.stage.name} -> {stage.name} is not allowed")
         self.stage = stage
-        if stage is not Stage.ADMITTED:  # which keeps the moment of its arrival, however often it waits again
+        # ADMITTED keeps the time of arrival, however often the request returns to the queue.
+        if stage is not RequestStage.ADMITTED:
             self.entered_s[stage] = now_s

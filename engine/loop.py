@@ -6,127 +6,136 @@ One thread calls everything here. What computes comes in through protocols the s
 no torch, and the simulator puts a cost model in place of the runner. A failure belongs to one sequence: it ends in an
 emission with `Failed`, and the others never notice.
 
-What a live sequence holds, it holds in `Holdings` under its key ("<request>#<epoch>"), and lets go of before the
+What a live sequence holds, it holds in `KvAllocator` under its key ("<request>#<epoch>"), and lets go of before the
 emission that ends it leaves `step`. The one exception is a held sequence, which leaves with its slabs: they are then
-the caller's to free (`Holdings.end`).
+the caller's to free (`KvAllocator.release`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from diptych.errors import OutOfBlocks
-from diptych.messages import Failed, Logprob, Output, Stats
-from engine.faults import code_of, isolate
-from engine.growth import Rate, parks
-from engine.scheduler import Plan, Scheduler, Sequence
-from engine.seams import Follower, LayersDone, Logits, Picked, Row, StepRunner, StepSampler
-from engine.work import Work
-from kvcache.holdings import Holdings
-from kvcache.layout import CHUNK_TOKENS
-from kvcache.tiers.host import HostTier
-
-__all__ = ["Emission", "Engine", "Follower", "Picked", "StepRunner", "StepSampler"]
-
-TIME_UP = ("deadline_exceeded", "the request's time was up")
+from diptych.messages import Failed, Logprob, Output, WorkerStats
+from engine.isolation import BadSamplingParams, failure_code, isolate_failures
+from engine.new_token_ratio import MeasuredRate
+from engine.parking import park_sequence, restore_sequence
+from engine.protocols import (
+    KvObserver,
+    Logits,
+    OnLayersDone,
+    SampledToken,
+    SamplingState,
+    StepObserver,
+    StepRunner,
+    StepSampler,
+)
+from engine.sampling.mask_budget import MaskBudget
+from engine.scheduler import Scheduler, StepPlan
+from engine.sequence import Sequence
+from engine.sequence_table import DEADLINE_FAILURE, AdmittedSequence, SequenceTable, first_output_seconds
+from engine.step_work import StepWork, choose_logits
+from kvcache.allocator import KvAllocator
+from kvcache.arenas import KvArenas
+from kvcache.tiers.host import HostArenas, HostTier
 
 
 @dataclass(frozen=True, slots=True)
-class Emission:
-    """What one step has to say about one sequence. `held` is set when it leaves with its slabs, for a hand-off."""
+class SequenceOutput:
+    """The message about one sequence after a step. `held` is the sequence if it leaves the engine with its slabs."""
 
     message: Output | Failed
     held: Sequence | None = None
 
 
 @dataclass(slots=True)
-class _Live:
+class _LiveSequence:
     """A sequence that has started, and its sampling row. It stays so while it is preempted."""
 
     seq: Sequence
-    row: Row
-    scores: list[Logprob | None] | None  # of the prompt's tokens so far, if they are asked for
-    stages: tuple[str, str]  # what to call the time until it started, and from then to its first token here
-    silent: bool = True  # nothing has been emitted for it yet
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    live: _Live
-    work: Work
+    row: SamplingState
+    # Log-probabilities of the prompt's tokens so far; None if the request did not ask for them.
+    scores: list[Logprob | None] | None
 
 
 @dataclass(slots=True)
-class _Books:
-    """What was done so far. `parts` are seconds, and sum to `seconds`."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    preempted: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("schedule", "prepare", "run", "sample", "send"), 0.0)
-    )
-
-    def spent(self, part: str, seconds: float) -> None:
-        """One more stretch of a step."""
-        self.parts[part] += seconds
-        self.seconds += seconds
+class _StepJob:
+    live: _LiveSequence
+    work: StepWork
+    # Whether this is one decoding token of a sequence whose prefill is complete.
+    decodes: bool = False
 
 
 class Engine:
-    """Sequences in, emissions out. `host` is where preempted sequences may be parked; None: nowhere.
+    """Runs sequences step by step. `host` is the tier in which preempted sequences may be parked; None: there is none.
 
-    `follower` may be set at any time between steps.
+    `observer` is called for every sequence and step. `follower` may be set at any time between steps.
     """
 
     def __init__(
         self,
         runner: StepRunner,
         scheduler: Scheduler,
-        holdings: Holdings,
+        holdings: KvAllocator | KvArenas,
         sampler: StepSampler,
-        host: HostTier | None = None,
+        host: HostTier | HostArenas | None = None,
+        observer: StepObserver | None = None,
     ) -> None:
         self.runner, self.scheduler, self.holdings, self.sampler = runner, scheduler, holdings, sampler
-        self.host = host
-        self.follower: Follower | None = None
-        self.read_rate = Rate(2000.0)  # prompt tokens per second
-        self.copy_rate = Rate(1e9)  # bytes per second, to and from the host tier
-        self._live: dict[str, _Live] = {}
-        self._books = _Books()
+        self.host, self._observer = host, observer
+        self.follower: KvObserver | None = None
+        # Estimate of prompt tokens computed per second.
+        self.prefill_rate = MeasuredRate(2000.0)
+        # Estimate of bytes copied per second to and from the host tier.
+        self.copy_rate = MeasuredRate(1e9)
+        self.table = SequenceTable(scheduler, holdings)
+        self._live: dict[str, _LiveSequence] = {}
+        self._masks = MaskBudget()
+
+    def expect(self, seq: Sequence) -> None:
+        """Announce a sequence that will be added or adopted soon, so that slow preparation can begin. Idempotent."""
+        self.sampler.expect(seq)
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from another thread, whenever a sequence has become ready (`Sequence.ready`)."""
+        self.sampler.notify(wake)
 
     def add(self, seq: Sequence, now_s: float) -> None:
-        """Queue a sequence to be read from its first token; its slabs are taken as it goes.
+        """Queue a sequence to be prefilled from its first token. Its slabs are allocated step by step.
 
-        Raises:
-            Refused: it cannot be taken; `code` says why, and nothing is held for it.
-            ValueError: it is already here.
+        Raises SequenceRefused if it cannot be taken (`code` says why), and ValueError if it is already here.
         """
+        self.expect(seq)
         self.scheduler.add(seq, now_s)
+        if self._observer is not None:
+            self._observer.on_sequence_arrived(seq, now_s)
 
     def admits(self, seq: Sequence, moving: Iterable[Sequence] = ()) -> bool:
-        """Whether a sequence that is to be adopted may take its slabs now; `moving` are those that have, and wait.
+        """Whether a sequence that is to be adopted may take its slabs now. The KV of `moving` is on its way already.
 
         See `Scheduler.admits`.
         """
         return self.scheduler.admits(seq, self.holdings, moving)
 
-    def adopt(self, seq: Sequence, now_s: float) -> None:
-        """Continue a sequence read elsewhere: its slabs, held under its key, have KV of all its tokens but the last.
+    def make_room(self, seq: Sequence, now_s: float) -> bool:
+        """Preempt one sequence of a worse priority than `seq`, which is to be adopted; False if none may be."""
+        return self.table.make_room(seq, lambda key: self._preempt_sequence(key, lambda: now_s))
 
-        From now on they are the engine's to let go. Raises ValueError, leaving them to the caller, if something is
-        missing, or nothing is left to write.
+    def adopt(self, seq: Sequence, now_s: float) -> None:
+        """Continue a sequence prefilled elsewhere: its slabs, held under its key, have KV of all tokens but the last.
+
+        The engine frees them from now on. Raises ValueError, and leaves them to the caller, if something is
+        missing, or no token is left to generate.
         """
+        self.expect(seq)
         self.scheduler.adopt(seq, now_s)
+        if self._observer is not None:
+            self._observer.on_sequence_arrived(seq, now_s)
 
     def abort(self, request: str, epoch: int) -> list[Sequence]:
         """Drop the request's sequences of this epoch and older ones, and what they hold. Nothing is emitted."""
-        keys = [seq.key for seq in self.scheduler.sequences() if seq.id == request and seq.epoch <= epoch]
-        return [self._drop(key) for key in keys]
+        return [self._drop_sequence(key) for key in self.table.keys_of(request, epoch)]
 
     @property
     def has_work(self) -> bool:
@@ -139,221 +148,164 @@ class Engine:
         return self.scheduler.deadline_s
 
     @property
-    def stats(self) -> Stats:
-        """The engine's part of a worker's books."""
-        books, holdings = self._books, self.holdings
-        return Stats(
-            slabs_total=self.scheduler.limits.num_slabs,
-            slabs_used=holdings.used,
-            slabs_cached=holdings.cached,
-            running=len(self.scheduler.running) + len(self.scheduler.adopted),
-            waiting=len(self.scheduler.waiting),
-            waiting_tokens=self.scheduler.waiting_tokens,
-            steps=books.steps,
-            step_seconds=books.seconds,
-            step_tokens=books.tokens,
-            step_parts=dict(books.parts),
-            prefix_queries=holdings.queries,
-            prefix_hits=holdings.hits,
-            preemptions=dict(books.preempted),
-        )
+    def stats(self) -> WorkerStats:
+        """The engine's part of a worker's statistics."""
+        return self.table.stats
 
-    def sent(self, seconds: float) -> None:
-        """Telling the gateway what a step gave took `seconds`: a part of that step."""
-        self._books.spent("send", seconds)
+    def record_send_time(self, seconds: float) -> None:
+        """Record that sending a step's messages to the gateway took `seconds`. They count as part of the step."""
+        self.table.counters.add_time("send", seconds)
 
-    def step(self, clock: Callable[[], float]) -> list[Emission]:
-        """One turn. Emissions are in the plan's order: what ended without work, then decodes, then prefills."""
+    def step(self, clock: Callable[[], float]) -> list[SequenceOutput]:
+        """Run one step, and return its messages: of sequences that ended without work, of decodes, then of prefills."""
         begun_s = clock()
-        told = [self._fail(key, *TIME_UP) for key in self.scheduler.expired(begun_s)]
-        plan = self._decide(clock)
-        told += self._begin(plan, clock)
+        outputs, jobs = self._run_step(begun_s, clock)
+        if self._observer is not None:
+            ran = [(job.live.seq, job.work) for job in jobs]
+            self._observer.on_step_end(begun_s, clock(), ran, [one.message for one in outputs])
+        return outputs
+
+    def _run_step(
+        self, begun_s: float, clock: Callable[[], float]
+    ) -> tuple[list[SequenceOutput], list[_StepJob]]:
+        """The messages of a step, and the jobs that ran in it."""
+        outputs = [
+            self._fail_sequence(key, *DEADLINE_FAILURE) for key in self.scheduler.expired_keys(begun_s)
+        ]
+        plan = self.table.plan_step(lambda key: self._preempt_sequence(key, clock))
+        outputs += self._apply_plan(plan, clock)
         decided_s = clock()
-        jobs = self._jobs(plan)
+        jobs = self._build_jobs(plan)
         if not jobs:
-            return told
+            return outputs, jobs
         ready_s = clock()
-        logits = self._run(jobs)
+        logits = self._run_jobs(jobs)
         ran_s = clock()
-        told += self._account(jobs, logits, ran_s)
+        outputs += self._account_results(jobs, logits, ran_s)
         prepared_s = min(getattr(self.runner, "prepare_seconds", 0.0), ran_s - ready_s)
-        books = self._books
-        books.spent("schedule", decided_s - begun_s)
-        books.spent("prepare", ready_s - decided_s + prepared_s)
-        books.spent("run", ran_s - ready_s - prepared_s)
-        books.spent("sample", clock() - ran_s)
-        self._note(jobs, len(plan.decode), ran_s - ready_s)
-        return told
+        counters = self.table.counters
+        counters.add_time("schedule", decided_s - begun_s)
+        counters.add_time("prepare", ready_s - decided_s + prepared_s)
+        counters.add_time("run", ran_s - ready_s - prepared_s)
+        counters.add_time("sample", clock() - ran_s)
+        self._learn_from_step(jobs, ran_s - ready_s)
+        return outputs, jobs
 
-    def _run(self, jobs: list[_Job]) -> list[Any]:
-        """Each job's logits, or what went wrong with it. Who follows held sequences hears of it meanwhile."""
-        works, done = [job.work for job in jobs], self._announce(jobs)
+    def _run_jobs(self, jobs: list[_StepJob]) -> list[Any]:
+        """Each job's logits, or its exception. `follower` is called meanwhile with how many layers are done."""
+        works, done = [job.work for job in jobs], self._announce_step(jobs)
         if done is None:
-            return isolate(self.runner.run, works)
-        # What failed is run again one by one: that does not say how far the others are.
-        return isolate(lambda batch: self.runner.run(batch, done if batch is works else None), works)
+            return isolate_failures(self.runner.run, works)
+        # Progress is reported only for the first run of the whole batch. After a failure the jobs are run again one
+        # by one, and a job's progress then says nothing about the others.
+        return isolate_failures(lambda batch: self.runner.run(batch, done if batch is works else None), works)
 
-    def _announce(self, jobs: list[_Job]) -> LayersDone | None:
-        held = [(job.live.seq, job.work.start + len(job.work.tokens)) for job in jobs if job.live.seq.hold]
-        return self.follower.begin(held) if self.follower is not None and held else None
+    def _announce_step(self, jobs: list[_StepJob]) -> OnLayersDone | None:
+        held = [(job.live.seq, job.work.start + len(job.work.tokens)) for job in jobs if job.live.seq.hold_kv]
+        return self.follower.on_step_begin(held) if self.follower is not None and held else None
 
-    def _note(self, jobs: list[_Job], rows: int, seconds: float) -> None:
-        """What can be learnt from a step."""
-        tokens = sum(len(job.work.tokens) for job in jobs)
-        self._books.steps += 1
-        self._books.tokens += tokens
-        reading = max(0, tokens - rows)
-        self.scheduler.account(rows, reading, seconds)
+    def _learn_from_step(self, jobs: list[_StepJob], seconds: float) -> None:
+        """Update the estimates of step time and prefill rate from a step that took `seconds`."""
+        rows = sum(job.decodes for job in jobs)
+        reading = sum(len(job.work.tokens) for job in jobs) - rows
+        self.table.record_steps(rows, reading, [seconds])
         if reading > rows:
-            self.read_rate.note(tokens, seconds)
+            self.prefill_rate.add_sample(reading, seconds)
 
-    def _decide(self, clock: Callable[[], float]) -> Plan:
-        """A plan that the slabs suffice for."""
-        while (plan := self.scheduler.schedule(self.holdings)).preempted:
-            self._preempt(plan.preempted, clock)
-        return plan
-
-    def _preempt(self, key: str, clock: Callable[[], float]) -> None:
-        """Take a sequence's memory away, in the cheaper way."""
+    def _preempt_sequence(self, key: str, clock: Callable[[], float]) -> None:
+        """Take a sequence's memory away: park its KV if that is cheaper than computing it again, else drop the KV."""
         seq, live = self.scheduler.find(key), self._live.get(key)
         assert seq is not None, key
-        parked = self._park(seq, clock)
+        rates, arena = (self.prefill_rate, self.copy_rate), self.table.arena_of(seq)
+        host = None if self.host is None else self.host.arena_of(seq.kv_class)
+        parked = host is not None and park_sequence(seq, host, arena, *rates, clock)
         if not parked and live is not None and live.scores is not None:
-            live.scores = [None]  # they are computed again with their tokens
-        self.scheduler.preempt(key, parked)
-        self._let_go(key)
-        self._books.preempted["park" if parked else "recompute"] += 1
+            # The tokens are computed again, and their log-probabilities with them.
+            live.scores = [None]
+        self.table.preempt(key, parked)
+        if self.follower is not None:
+            self.follower.on_sequence_dropped(key)
 
-    def _park(self, seq: Sequence, clock: Callable[[], float]) -> bool:
-        """Copy its KV to the host tier, if there is room and computing it again would take longer."""
-        slabs, host = seq.slabs[: -(-seq.computed // CHUNK_TOKENS)], self.host
-        if host is None or not slabs or not host.fits(len(slabs)):
-            return False
-        num_bytes, begun_s = len(slabs) * host.slab_bytes, clock()
-        if not parks(seq.computed, num_bytes, self.read_rate.value, self.copy_rate.value):
-            return False
-        try:
-            host.put(seq.key, slabs)
-        except MemoryError:
-            return False  # the machine has less than the tier was promised
-        self.copy_rate.note(num_bytes, clock() - begun_s)
-        return True
+    def _apply_plan(self, plan: StepPlan, clock: Callable[[], float]) -> list[SequenceOutput]:
+        """Take the plan's slabs and start the admitted sequences. Returns the failures of those that cannot start."""
+        admissions, taken = self.table.take_slabs(plan)
+        if self.follower is not None and taken:
+            self.follower.on_slabs_taken(taken)
+        return [failure for one in admissions if (failure := self._start_sequence(one, clock)) is not None]
 
-    def _begin(self, plan: Plan, clock: Callable[[], float]) -> list[Emission]:
-        """Take the slabs, start the admitted."""
-        if not plan.admitted and not plan.grow:
-            return []
-        need, failed = dict(plan.grow), []
-        fresh = [seq for key in plan.admitted if (seq := self.scheduler.waiting.get(key)) is not None]
-        found = {seq.key: self.holdings.attach(seq.key, seq.attachable()) for seq in fresh}
-        for key, count in plan.grow:
-            seq = self.scheduler.find(key)
-            if key in found or seq is None:
-                continue
-            try:
-                seq.slabs += self._take(key, count)
-            except OutOfBlocks:
-                continue  # somebody took them since the plan was made: it pauses for this step
-        for key in plan.admitted:
-            if key in found and not self._enter(key, found[key], need.get(key, 0), clock):
-                continue
-            if (failure := self._open(key, clock())) is not None:
-                failed.append(failure)
-        return failed
-
-    def _take(self, key: str, count: int) -> list[int]:
-        """Slabs that are written to from now on. Raises OutOfBlocks."""
-        slabs = self.holdings.take(key, count)
-        if self.follower is not None and slabs:
-            self.follower.took(slabs)
-        return slabs
-
-    def _enter(self, key: str, found: list[int], need: int, clock: Callable[[], float]) -> bool:
-        """Give a waiting sequence its slabs; False, with nothing held, if they are not to be had after all."""
-        seq = self.scheduler.waiting[key]
-        try:
-            seq.slabs = found + self._take(key, need)
-        except OutOfBlocks:
-            self.holdings.end(key)
-            return False
-        seq.shared, reached = len(found), len(found) * CHUNK_TOKENS
-        if seq.parked and self.host is not None:
-            begun_s = clock()
-            self.copy_rate.note(self.host.get(key, seq.slabs, len(found)), clock() - begun_s)
-        else:
-            seq.computed = reached
-            seq.cached = reached if seq.started_s is None else seq.cached
-        return True
-
-    def _open(self, key: str, now_s: float) -> Emission | None:
-        """Start a sequence that has its slabs, with a row of the sampler; the failure if it gets none."""
-        fetched = key in self.scheduler.adopted
-        seq = self.scheduler.start(key, now_s)
-        if key in self._live:
-            return None  # it was preempted, and goes on where it was
+    def _start_sequence(
+        self, admission: AdmittedSequence, clock: Callable[[], float]
+    ) -> SequenceOutput | None:
+        """Start a sequence that has its slabs, with a row of the sampler. Returns its failure if it gets no row."""
+        seq, cached = admission.seq, admission.cached
+        restored = (
+            cached is not None
+            and self.host is not None
+            and restore_sequence(seq, self.host.arena_of(seq.kv_class), cached, self.copy_rate, clock)
+        )
+        self.table.start(admission, clock(), restored)
+        if seq.key in self._live:
+            # The sequence was preempted earlier and keeps its row of the sampler.
+            return None
         try:
             row = self.sampler.open(seq)
         except Exception as error:
-            return self._fail(key, code_of(error), str(error))
-        stages = ("decode_queue", "decode_first") if fetched else ("queue", "prefill")
-        self._live[key] = _Live(seq, row, [None] if seq.scored else None, stages)
+            return self._fail_sequence(seq.key, failure_code(error), str(error))
+        self._live[seq.key] = _LiveSequence(seq, row, [None] if seq.scores_prompt else None)
         return None
 
-    def _jobs(self, plan: Plan) -> list[_Job]:
-        jobs = []
-        running, live = self.scheduler.running, self._live
-        for key in plan.decode:
-            seq = running.get(key)
-            if seq is not None and seq.computed < len(seq.slabs) * CHUNK_TOKENS:
-                jobs.append(_Job(live[key], Work(seq.output[-1:], seq.computed, seq.slabs, "last")))
-        for part in plan.prefill:
-            seq = running.get(part.key)
-            if seq is None:
-                continue
-            end = min(part.start + part.count, len(seq.slabs) * CHUNK_TOKENS)
-            if (count := end - seq.computed) > 0:
-                tokens, one = seq.tokens(seq.computed, count), live[part.key]
-                jobs.append(_Job(one, Work(tokens, seq.computed, seq.slabs, _wanted(one, count))))
+    def _build_jobs(self, plan: StepPlan) -> list[_StepJob]:
+        jobs, live = [], self._live
+        work = self.table.select_work(plan)
+        asked = [*work.decodes, *[seq for seq, _ in work.prefills]]
+        left_out = self._masks.choose_left_out([(seq.key, live[seq.key].row) for seq in asked])
+        for seq in work.decodes:
+            if seq.key not in left_out:
+                one = StepWork(seq.output[-1:], seq.computed, seq.slabs, "last", seq.prompt[0])
+                jobs.append(_StepJob(live[seq.key], one, decodes=True))
+        for seq, count in work.prefills:
+            if not (seq.key in left_out and seq.pending == count):
+                entry = live[seq.key]
+                wanted = choose_logits(seq, count, entry.scores is not None)
+                one = StepWork(
+                    seq.tokens(seq.computed, count), seq.computed, seq.slabs, wanted, seq.prompt[0]
+                )
+                jobs.append(_StepJob(entry, one))
         return jobs
 
-    def _account(self, jobs: list[_Job], results: list[Any], now_s: float) -> list[Emission]:
-        """Advance every sequence by what ran, and sample for those that have nothing left to read."""
-        verdicts: dict[str, Emission | None] = {}  # in the order of the plan
-        chosen: list[tuple[_Live, Logits]] = []
+    def _account_results(
+        self, jobs: list[_StepJob], results: list[Any], now_s: float
+    ) -> list[SequenceOutput]:
+        """Advance every sequence by the tokens that ran, and sample a token for those whose prefill is complete."""
+        # The output of each sequence, in the order of the step's jobs. None: the sequence has nothing to report.
+        verdicts: dict[str, SequenceOutput | None] = {}
+        chosen: list[tuple[_LiveSequence, Logits]] = []
         for job, result in zip(jobs, results, strict=True):
             live, seq, count = job.live, job.live.seq, len(job.work.tokens)
             verdicts[seq.key] = None
-            self.scheduler.service.charge(seq.origin.tenant, count)
             try:
                 if isinstance(result, Exception):
                     raise result
-                self._score(live, job.work, result)
+                self._score_prompt(live, job.work, result)
             except Exception as error:
-                verdicts[seq.key] = self._fail(seq.key, code_of(error), str(error))
+                self.table.charge(seq, count)
+                verdicts[seq.key] = self._fail_sequence(seq.key, failure_code(error), str(error))
                 continue
-            seq.computed += count
-            if seq.root and seq.computed // CHUNK_TOKENS > seq.shared:
-                self._share(seq)
-            if seq.pending == 0 and len(seq.output) < seq.sampling.max_tokens:
+            self.table.advance((seq,), count)
+            if seq.wants_token:
                 chosen.append((live, result[-1:]))
             elif seq.pending == 0:
-                verdicts[seq.key] = self._emit(live, [], None, "length", now_s)
-        picks = isolate(self._sample, chosen) if chosen else []
+                verdicts[seq.key] = self._emit_output(live, [], None, "length", now_s)
+        picks = isolate_failures(self._sample_rows, chosen) if chosen else []
         for (live, _), pick in zip(chosen, picks, strict=True):
-            verdicts[live.seq.key] = self._write(live, pick, now_s)
+            verdicts[live.seq.key] = self._append_token(live, pick, now_s)
         return [verdict for verdict in verdicts.values() if verdict]
 
-    def _share(self, seq: Sequence) -> None:
-        """Its full chunks are known from now on; slabs of those that were known already are replaced."""
-        full = seq.computed // CHUNK_TOKENS
-        self.holdings.share(seq.key, seq.address()[:full], seq.slabs)
-        seq.shared = full
-
-    def _sample(self, pairs: list[tuple[_Live, Logits]]) -> list[Picked | Exception]:
+    def _sample_rows(self, pairs: list[tuple[_LiveSequence, Logits]]) -> list[SampledToken | Exception]:
         return self.sampler.sample([logits for _, logits in pairs], [live.row for live, _ in pairs])
 
-    def _score(self, live: _Live, work: Work, logits: Logits) -> None:
-        """Logits row i of a chunk speaks about the token after it; the first prompt token has no score."""
+    def _score_prompt(self, live: _LiveSequence, work: StepWork, logits: Logits) -> None:
+        """Score a part of the prompt. Row i of the logits predicts token i + 1, so the first token has no score."""
         if live.scores is None or work.logits != "all":
             return
         following = live.seq.prompt[work.start + 1 : work.start + 1 + len(work.tokens)]
@@ -361,31 +313,37 @@ class Engine:
             logits[: len(following)], following, live.seq.sampling.prompt_logprobs or 0
         )
 
-    def _write(self, live: _Live, pick: Picked | Exception, now_s: float) -> Emission:
-        """Append one sampled token, and see whether it is the last."""
+    def _append_token(
+        self, live: _LiveSequence, pick: SampledToken | Exception, now_s: float
+    ) -> SequenceOutput:
+        """Append one sampled token, and finish the sequence if it is the last one."""
         seq = live.seq
         if isinstance(pick, Exception):
-            return self._fail(seq.key, code_of(pick), str(pick))
+            return self._fail_sequence(
+                seq.key, failure_code(pick), str(pick), isinstance(pick, BadSamplingParams)
+            )
         seq.output.append(pick.token)
         stopped = pick.token in seq.sampling.stop_token_ids
         if not stopped:
             try:
                 live.row.push(pick.token)
             except Exception as error:
-                return self._fail(seq.key, code_of(error), str(error))
-        finish = None
-        if stopped or live.row.done:
-            finish = "stop"
-        elif len(seq.output) >= seq.sampling.max_tokens or seq.total >= self.scheduler.limits.max_model_len:
-            finish = "length"
-        return self._emit(live, [pick.token], pick.logprob, finish, now_s)
+                return self._fail_sequence(seq.key, failure_code(error), str(error))
+        finish = self.table.finish_reason(seq, stopped or live.row.done)
+        return self._emit_output(live, [pick.token], pick.logprob, finish, now_s)
 
-    def _emit(
-        self, live: _Live, tokens: list[int], logprob: Logprob | None, finish: str | None, now_s: float
-    ) -> Emission:
-        """What one step gave. A finishing stop token is among `tokens`; the gateway leaves it out of the text."""
-        seq, first, scores = live.seq, live.silent, live.scores
-        live.silent, live.scores = False, None  # the prompt's scores are told once
+    def _emit_output(
+        self,
+        live: _LiveSequence,
+        tokens: list[int],
+        logprob: Logprob | None,
+        finish: str | None,
+        now_s: float,
+    ) -> SequenceOutput:
+        """The message with a step's `tokens`. The gateway leaves a final stop token out of the text."""
+        seq, scores = live.seq, live.scores
+        # The prompt's log-probabilities are sent once.
+        live.scores = None
         output = Output(
             request=seq.id,
             epoch=seq.epoch,
@@ -393,47 +351,31 @@ class Engine:
             logprobs=[logprob] if logprob else None,
             prompt_logprobs=scores,
             finish=finish,
-            seconds=_stages(live, now_s) if first else {},
-            cached_tokens=seq.cached if first else 0,
+            seconds=first_output_seconds(seq, now_s) if seq.silent else {},
+            cached_tokens=seq.cached if seq.silent else 0,
         )
+        held = self.table.settle_output(seq, finish)
         if finish:
-            self._drop(seq.key)
-        elif seq.hold:
+            self._forget_sequence(seq.key)
+        elif held:
             del self._live[seq.key]
-            return Emission(output, held=self.scheduler.remove(seq.key))
-        return Emission(output)
+        return SequenceOutput(output, seq if held else None)
 
-    def _fail(self, key: str, code: str, message: str) -> Emission:
-        # What made it fail may lie in its KV (logits that are not finite): nobody else is to find that.
-        seq = self._drop(key, keep=code != "internal_error")
-        return Emission(Failed(seq.id, seq.epoch, code, message))
+    def _fail_sequence(self, key: str, code: str, message: str, sound: bool = False) -> SequenceOutput:
+        # After an internal error (for example logits that are not finite) its KV may be bad, so no other request may
+        # reuse it.
+        seq = self._drop_sequence(key, keep=sound or code != "internal_error")
+        return SequenceOutput(Failed(seq.id, seq.epoch, code, message))
 
-    def _drop(self, key: str, keep: bool = True) -> Sequence:
-        seq = self.scheduler.remove(key)
-        self._live.pop(key, None)
-        self._let_go(key, keep)
-        if self.host is not None:
-            self.host.drop(key)
-        seq.slabs = []
+    def _drop_sequence(self, key: str, keep: bool = True) -> Sequence:
+        seq = self.table.drop(key, keep)
+        self._forget_sequence(key)
         return seq
 
-    def _let_go(self, key: str, keep: bool = True) -> None:
-        """Give up all slabs of a sequence that may be followed."""
-        self.holdings.end(key, keep)
+    def _forget_sequence(self, key: str) -> None:
+        """Forget all that the engine and its host tier hold for a sequence whose slabs were freed."""
+        self._live.pop(key, None)
         if self.follower is not None:
-            self.follower.dropped(key)
-
-
-def _wanted(live: _Live, count: int) -> str:
-    """Which logits a chunk of `count` tokens is run for."""
-    seq = live.seq
-    if live.scores is not None and seq.computed + 1 < len(seq.prompt):
-        return "all"
-    return "last" if seq.pending == count and len(seq.output) < seq.sampling.max_tokens else "none"
-
-
-def _stages(live: _Live, now_s: float) -> dict[str, float]:
-    """Two durations in seconds that meet at the same moment, so they sum to the whole since `arrived_s`."""
-    seq, (wait, work) = live.seq, live.stages
-    started_s = now_s if seq.started_s is None else seq.started_s
-    return {wait: started_s - seq.arrived_s, work: now_s - started_s}
+            self.follower.on_sequence_dropped(key)
+        if self.host is not None:
+            self.host.drop_slabs(key)

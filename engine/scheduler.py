@@ -2,14 +2,18 @@
 
     add ──▶ waiting ──(slabs, a seat, budget)──▶ running ──remove──▶
                ▲──────────────preempt──────────────┤
-    adopt ──▶ adopted ──(a seat)───────────────────┘
+    adopt ──▶ adopted ◀─(a seat)─pause─────────────┘
 
-`schedule` only reads: it returns a `Plan` of keys and lengths, and the caller applies it. So the same state always
+`schedule` only reads: it returns a `StepPlan` of keys and lengths, and the caller applies it. So the same state always
 gives the same plan, and the simulator schedules as the engine does. No torch, clock, I/O or logging here.
 
-Slabs are taken as a sequence grows. Who is admitted is reckoned to grow by a part of what it may (`engine.growth`), so
-that those admitted together do not all run out together. When a step's growth does not fit even so, the least
-deserving sequence gives up its memory and waits again; the most deserving never does, so something always ends.
+Slabs are taken as a sequence grows. Who is admitted is reckoned to grow by a part of what it may
+(`engine.new_token_ratio`), so that those admitted together do not all run out together. When a step's growth
+does not fit even so, the least deserving sequence gives up its memory and waits again; the most deserving
+never does, so something always ends.
+
+Slabs, growth and preemption are reckoned for each KV class by itself (`kvcache.arenas`), so a full arena takes nothing
+from other classes. Seats, tokens and turns are shared by all.
 """
 
 from __future__ import annotations
@@ -17,52 +21,67 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, islice
 
-from engine.desk import Desk, Line, Slice, Stock, find
-from engine.fairness import Service
-from engine.growth import Ratio
-from engine.pace import Pace
-from engine.sequence import Limits, Refused, Sequence, chunks
-from kvcache.layout import CHUNK_TOKENS
-
-__all__ = ["Limits", "Plan", "Refused", "Scheduler", "Sequence", "Slice", "Stock"]
-
-COMPANY_STEPS = (
-    64  # after the last prompt that started beside a longer one, more are to be expected for so long
+from diptych.chunks import CHUNK_TOKENS
+from engine.fairness import VirtualTokenCounter
+from engine.new_token_ratio import NewTokenRatio
+from engine.prefill_adder import (
+    ArenaRoom,
+    KvAvailability,
+    KvStock,
+    PrefillAdder,
+    PrefillChunk,
+    PromptLine,
+    find_prefix,
 )
+from engine.seats import choose_startable, choose_yielding
+from engine.sequence import EngineLimits, Sequence, SequenceRefused, num_chunks
+from engine.step_time import StepTimeModel
+
+# After a prompt has started beside a longer one, more such prompts are expected for this many steps.
+GENTLE_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One step's work: who starts, who takes how many slabs, who writes, and who reads how much.
+class StepPlan:
+    """One step's work: sequences that start, slabs to allocate, sequences that decode, and parts to prefill.
 
-    If `preempted` is set, that is all there is: take its memory away, and plan again.
+    If `preempted` or `paused` is set, the rest is empty: take that sequence's memory, or those seats, away, and plan
+    again.
     """
 
     preempted: str | None = None
+    paused: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
     grow: tuple[tuple[str, int], ...] = ()
     decode: tuple[str, ...] = ()
-    prefill: tuple[Slice, ...] = ()
+    prefill: tuple[PrefillChunk, ...] = ()
 
 
 class Scheduler:
     """The queues of one engine: by priority, then fair among tenants, then first come first served."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
         self.waiting: dict[str, Sequence] = {}
         self.adopted: dict[str, Sequence] = {}
         self.running: dict[str, Sequence] = {}
         self.waiting_tokens = 0
-        self._pending: dict[str, int] = {}  # what each that waits counts for there
-        self.service, self.ratio, self.pace = Service(), Ratio(), Pace()
-        self._lines: dict[Line, dict[str, Sequence]] = {}  # those that wait, in order of arrival
-        self._preempted: set[str] = set()  # those that wait and did run before
-        self._deadlines: list[tuple[float, str]] = []  # a heap; some of these are gone already
+        # Number of tokens that each waiting sequence contributes to `waiting_tokens`.
+        self._pending: dict[str, int] = {}
+        self.service, self.ratio, self.pace = VirtualTokenCounter(), NewTokenRatio(), StepTimeModel()
+        # The waiting sequences of each line, in order of arrival.
+        self._lines: dict[PromptLine, dict[str, Sequence]] = {}
+        # Waiting sequences that have run before.
+        self._preempted: set[str] = set()
+        # A heap of (deadline, sequence key). Some of these sequences may be gone already.
+        self._deadlines: list[tuple[float, str]] = []
         self._arrivals = 0
-        self._company = 0  # steps for which a long prompt goes gently
+        # Number of times that a running sequence gave its seat to another one.
+        self.seat_pauses = 0
+        # Number of steps for which a long prompt still leaves room for shorter prompts.
+        self._company = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.adopted) + len(self.running)
@@ -78,38 +97,40 @@ class Scheduler:
         """The sequence of this key, wherever it is."""
         return self.running.get(key) or self.adopted.get(key) or self.waiting.get(key)
 
-    # ---- in
+    # ---- arrivals
 
     def add(self, seq: Sequence, now_s: float) -> None:
         """Queue a sequence that has no KV yet.
 
         Raises:
-            Refused: the queue is full ("overloaded"), or the sequence can never run here ("out_of_memory",
+            SequenceRefused: the queue is full ("overloaded"), or the sequence can never run here ("out_of_memory",
                 "internal_error").
             ValueError: it is already here, or half computed.
         """
         if seq.key in self or seq.computed or seq.slabs:
             raise ValueError(f"{seq.key} is already here or already has KV")
-        self._refuse(seq)
-        seq.address()
+        self._check_limits(seq)
+        seq.update_keys()
         seq.target = seq.total
-        self._arrive(seq, now_s)
-        self._queue(seq)
+        self._register_arrival(seq, now_s)
+        self._enqueue_sequence(seq)
 
-    def _refuse(self, seq: Sequence) -> None:
-        limits, need = self.limits, self.limits.room(seq)
+    def _check_limits(self, seq: Sequence) -> None:
+        limits, need = self.limits, self.limits.max_slabs(seq)
         if not 0 < seq.total <= limits.max_model_len:
-            raise Refused("internal_error", f"{seq.total} tokens are not within 1 to {limits.max_model_len}")
-        if need > limits.num_slabs:
-            raise Refused(
-                "out_of_memory", f"it needs {need} KV slabs, and this worker has {limits.num_slabs} in all"
+            raise SequenceRefused(
+                "internal_error", f"{seq.total} tokens are not within 1 to {limits.max_model_len}"
+            )
+        if need > (most := limits.slabs_for(seq)):
+            raise SequenceRefused(
+                "out_of_memory", f"it needs {need} KV slabs, and this worker has {most} in all"
             )
         if (
             len(self.waiting) >= limits.max_waiting
             or self.waiting_tokens + seq.total > limits.max_waiting_tokens
         ):
             why = f"{len(self.waiting)} sequences with {self.waiting_tokens} tokens are waiting"
-            raise Refused("overloaded", "the worker's queue is full", why)
+            raise SequenceRefused("overloaded", "the worker's queue is full", why)
 
     def adopt(self, seq: Sequence, now_s: float) -> None:
         """Take over a sequence whose slabs hold the KV of all its tokens but the last. It needs a seat.
@@ -119,54 +140,62 @@ class Scheduler:
                 here to its end.
         """
         over = len(seq.output) >= seq.sampling.max_tokens or seq.total >= self.limits.max_model_len
-        if seq.key in self or seq.hold or seq.pending != 1 or not seq.output:
+        if seq.key in self or seq.hold_kv or seq.pending != 1 or not seq.output:
             raise ValueError(
-                f"{seq.key} cannot be adopted: {seq.computed} of {seq.total} tokens have KV, {seq.hold=}"
+                f"{seq.key} cannot be adopted: {seq.computed} of {seq.total} tokens have KV, {seq.hold_kv=}"
             )
-        if over or len(seq.slabs) < chunks(seq.computed) or self.limits.room(seq) > self.limits.num_slabs:
+        if (
+            over
+            or len(seq.slabs) < num_chunks(seq.computed)
+            or self.limits.max_slabs(seq) > self.limits.slabs_for(seq)
+        ):
             raise ValueError(
-                f"{seq.key} cannot be adopted: it holds {len(seq.slabs)} slabs, and {chunks(seq.computed)} have its"
+                f"{seq.key} cannot be adopted: it holds {len(seq.slabs)} slabs, and {num_chunks(seq.computed)} have its"
                 " KV; or it is finished, or will not fit"
             )
         seq.target, seq.started_s = seq.computed, None
-        self._arrive(seq, now_s)
+        self._register_arrival(seq, now_s)
         self.adopted[seq.key] = seq
 
-    def _arrive(self, seq: Sequence, now_s: float) -> None:
+    def _register_arrival(self, seq: Sequence, now_s: float) -> None:
         self._arrivals += 1
         seq.number, seq.arrived_s = self._arrivals, now_s
-        self.service.enter(seq.origin.tenant)
+        self.service.enter_tenant(seq.origin.tenant)
         if seq.deadline_s < float("inf"):
             heappush(self._deadlines, (seq.deadline_s, seq.key))
 
-    def _queue(self, seq: Sequence) -> None:
+    def _enqueue_sequence(self, seq: Sequence) -> None:
         self.waiting[seq.key] = seq
         self._pending[seq.key] = seq.pending
-        self.waiting_tokens += seq.unread
-        name = (seq.origin.priority, seq.origin.tenant)
+        self.waiting_tokens += seq.unprefilled_tokens
+        name = self._line_of(seq)
         line = self._lines.setdefault(name, {})
         late = not line or next(reversed(line.values())).number < seq.number
         line[seq.key] = seq
-        if not late:  # it waited before: back to its place
+        if not late:
+            # A sequence that waited before returns to its place in the order of arrival.
             self._lines[name] = {
                 other.key: other for other in sorted(line.values(), key=lambda seq: seq.number)
             }
 
-    # ---- from here to there
+    def _line_of(self, seq: Sequence) -> PromptLine:
+        return seq.origin.priority, seq.origin.tenant, self.limits.arena_name(seq)
+
+    # ---- moves between the queues
 
     def start(self, key: str, now_s: float) -> Sequence:
         """Move a sequence that a plan admitted to the running ones."""
-        seq = self.adopted.pop(key) if key in self.adopted else self._unqueue(key)
+        seq = self.adopted.pop(key) if key in self.adopted else self._dequeue_sequence(key)
         seq.parked = False
         pending = seq.pending
         if any(other.pending > pending and not other.decoding for other in self.running.values()):
-            self._company = COMPANY_STEPS
+            self._company = GENTLE_STEPS
         seq.started_s = now_s if seq.started_s is None else seq.started_s
         self.running[key] = seq
         return seq
 
     def preempt(self, key: str, parked: bool) -> Sequence:
-        """Back to its place in the queue, without its slabs, which are the caller's to free; its output stays.
+        """Put a sequence back to its place in the queue. It keeps its output; the caller frees its slabs.
 
         `parked` says that its KV was copied, so that `computed` still counts. Raises KeyError if it holds no memory.
         """
@@ -174,41 +203,46 @@ class Scheduler:
         seq.slabs, seq.parked, seq.shared = [], parked, 0
         if not parked:
             seq.computed, seq.target = 0, seq.total
-        seq.address()
+        seq.update_keys()
         self._preempted.add(key)
-        self._queue(seq)
-        self.ratio.tight()
+        self._enqueue_sequence(seq)
+        self.ratio.raise_for_preemption()
         return seq
+
+    def pause(self, key: str) -> None:
+        """Take a decoding sequence's seat, but not its slabs. It goes on when a seat is free. Raises KeyError."""
+        self.adopted[key] = self.running.pop(key)
+        self.seat_pauses += 1
 
     def remove(self, key: str) -> Sequence:
         """Forget a sequence, wherever it is; its slabs are the caller's to free. Raises KeyError."""
         if key in self.waiting:
-            seq = self._unqueue(key)
+            seq = self._dequeue_sequence(key)
         else:
             seq = (self.adopted if key in self.adopted else self.running).pop(key)
-        self.service.leave(seq.origin.tenant)
+        self.service.leave_tenant(seq.origin.tenant)
         if len(self._deadlines) > 2 * len(self) + 64:
             self._deadlines = [item for item in self._deadlines if item[1] in self]
             heapify(self._deadlines)
         return seq
 
-    def _unqueue(self, key: str) -> Sequence:
+    def _dequeue_sequence(self, key: str) -> Sequence:
         seq = self.waiting.pop(key)
         self.waiting_tokens -= self._pending.pop(key)
         self._preempted.discard(key)
-        name = (seq.origin.priority, seq.origin.tenant)
+        name = self._line_of(seq)
         del self._lines[name][key]
         if not self._lines[name]:
             del self._lines[name]
         return seq
 
-    def account(self, rows: int, tokens: int, seconds: float) -> None:
+    def record_step(self, rows: int, tokens: int, seconds: float) -> None:
         """A step with `rows` decode rows and `tokens` prompt tokens took `seconds`."""
         self._company = max(0, self._company - 1)
         if rows:
-            self.ratio.calm()
+            self.ratio.decay_once()
         if self.limits.tpot_s is not None:
-            self.pace.note(rows, tokens, seconds)
+            self.pace.add_sample(rows, tokens, seconds)
 
     # ---- deadlines
 
@@ -223,7 +257,7 @@ class Scheduler:
             heappop(self._deadlines)
         return None
 
-    def expired(self, now_s: float) -> list[str]:
+    def expired_keys(self, now_s: float) -> list[str]:
         """Keys of the sequences whose time is up."""
         if (first := self.deadline_s) is None or first > now_s:
             return []
@@ -231,128 +265,185 @@ class Scheduler:
 
     # ---- decisions
 
-    def ready(self, stock: Stock) -> bool:
+    def ready(self, stock: KvStock) -> bool:
         """Whether a step would do anything now, deadlines aside; if not, only an event can change that."""
-        if self.running or self.adopted:
-            if len(self.running) + len(self.adopted) > 1:
-                return True  # if nobody can go on, the least deserving makes room
-            return any(self._need(seq) <= stock.free for seq in self._holders())
-        head = next(chain.from_iterable(self._lines[name].values() for name in self._order()), None)
-        return head is not None and find(head, stock).cost(head.total) <= stock.free
+        return any(self._is_arena_ready(name, stock.arena_of(name)) for name in self.limits.kv_classes)
 
-    def admits(self, seq: Sequence, stock: Stock, moving: Iterable[Sequence] = ()) -> bool:
+    def _is_arena_ready(self, name: str, stock: KvAvailability) -> bool:
+        """Whether a step would do anything for the sequences of one arena."""
+        select = self.limits.select_arena
+        running, adopted = select(self.running.values(), name), select(self.adopted.values(), name)
+        if running or any(seq.ready for seq in adopted):
+            if len(running) + len(adopted) > 1:
+                # If no sequence can go on, the one with the worst precedence is preempted and makes room.
+                return True
+            return any(self._needed_slabs(seq) <= stock.free for seq in chain(running, adopted))
+        if len(self.running) >= self.limits.max_num_seqs:
+            # Sequences of other arenas have all seats.
+            return False
+        waiting = chain.from_iterable(
+            self._lines[line].values() for line in self._line_order() if line[2] == name
+        )
+        head = next((seq for seq in waiting if seq.ready), None)
+        return head is not None and find_prefix(head, stock).slab_cost(head.total) <= stock.free
+
+    def admits(self, seq: Sequence, stock: KvStock, moving: Iterable[Sequence] = ()) -> bool:
         """Whether a sequence whose KV is to come from elsewhere may take slabs now: `chunks(seq.total)` in all.
 
-        There must be room for it and its expected growth beside that of all who hold memory here; of those, `moving`
-        are not in the scheduler, since their KV is on the way. Whoever was preempted here comes back first, unless its
+        There must be room for it and its expected growth beside all sequences that hold memory here; of these, `moving`
+        are not in the scheduler, since their KV is on the way. Sequences preempted here come back first, unless their
         priority is worse. Whether the prefix of `seq` is attached already makes no difference.
         """
-        if any(self.waiting[key].origin.priority <= seq.origin.priority for key in self._preempted):
+        name, arena = self.limits.arena_name(seq), stock.arena_of(seq.kv_class)
+        returning = self.limits.select_arena([self.waiting[key] for key in self._preempted], name)
+        if any(other.origin.priority <= seq.origin.priority for other in returning):
             return False
-        seq.address()
-        found = find(seq, stock)
-        coming = list(moving)
-        if not (self.running or self.adopted or coming):
-            return found.cost(seq.total) <= stock.free
-        on_the_way = sum(chunks(self._grown(other)) - chunks(other.total) for other in coming)
-        return found.cost(self._grown(seq)) <= stock.free - on_the_way - self._promised()
+        seq.update_keys()
+        found = find_prefix(seq, arena)
+        coming = [other for other in moving if self.limits.arena_name(other) == name]
+        if not (coming or any(True for _ in self._memory_holders(name))):
+            return found.slab_cost(seq.total) <= arena.free
+        on_the_way = sum(
+            num_chunks(self._expected_tokens(other)) - num_chunks(other.total) for other in coming
+        )
+        left = arena.free - on_the_way - self._expected_growth(name)
+        return found.slab_cost(self._expected_tokens(seq)) <= left
 
-    def schedule(self, stock: Stock) -> Plan:
+    def next_plan(self, stock: KvStock) -> StepPlan:
+        """The next step's plan, after sequences that must give up their seats were paused."""
+        while (plan := self.schedule(stock)).paused:
+            for key in plan.paused:
+                self.pause(key)
+        return plan
+
+    def schedule(self, stock: KvStock) -> StepPlan:
         """The next step's plan. It changes nothing: apply it before the next call.
 
-        Every decoding sequence gets its one token, then prompts are read with what budget is left.
+        Every decoding sequence gets its one token, then prompts are prefilled with the rest of the budget.
         """
-        handed = self._handed()
+        seats = self.limits.max_num_seqs
+        running, adopted = self.running.values(), self.adopted.values()
+        if paused := choose_yielding(running, adopted, self.service, seats):
+            return StepPlan(paused=paused)
+        handed = choose_startable(running, adopted, self.service, seats)
         decode = [seq for seq in self.running.values() if seq.decoding] + handed
-        grow = [(seq.key, 1) for seq in decode if seq.computed // CHUNK_TOKENS >= len(seq.slabs)]
-        short = (grow or len(decode) < len(self.running) + len(handed)) and (
-            len(grow) + self._reading_need() > stock.free
-        )
-        if short and len(self.running) + len(self.adopted) > 1:
-            return Plan(preempted=max(self._holders(), key=lambda seq: seq.rank).key)
-        if short:
-            decode, grow = [seq for seq in decode if (seq.key, 1) not in grow], []
+        growing = [seq for seq in decode if seq.computed // CHUNK_TOKENS >= len(seq.slabs)]
+        rooms: dict[str, ArenaRoom] = {}
+        for name in self.limits.kv_classes:
+            arena, mine = stock.arena_of(name), self.limits.select_arena(growing, name)
+            if self._is_short(name, len(mine), arena, decode, handed):
+                holders = list(self._memory_holders(name))
+                if len(holders) > 1:
+                    return StepPlan(preempted=max(holders, key=lambda seq: seq.precedence).key)
+                decode = [seq for seq in decode if seq not in mine]
+                growing, mine = [seq for seq in growing if seq not in mine], []
+            rooms[name] = ArenaRoom(arena, arena.free - len(mine), 0, alone=False)
+        grow = [(seq.key, 1) for seq in growing]
         if len(decode) == len(self.running) + len(handed) and not self.waiting:
-            return Plan(
+            return StepPlan(
                 admitted=tuple([seq.key for seq in handed]),
                 grow=tuple(grow),
                 decode=tuple([seq.key for seq in decode]),
             )
-        desk = self._desk(stock, len(decode), len(grow), len(handed))
-        desk.serve(self._open_lines())
-        return Plan(
-            admitted=tuple(seq.key for seq in handed) + tuple(desk.admitted),
-            grow=tuple(grow + desk.grow),
+        adder = self._open_adder(rooms, len(decode), len(handed))
+        adder.add_prompts(self._open_lines())
+        for room in rooms.values():
+            if room.blocked is not None and (victim := self.victim_for(room.blocked, stock)) is not None:
+                return StepPlan(preempted=victim)
+        return StepPlan(
+            admitted=tuple(seq.key for seq in handed) + tuple(adder.admitted),
+            grow=tuple(grow + adder.grow),
             decode=tuple(seq.key for seq in decode),
-            prefill=tuple(desk.slices),
+            prefill=tuple(adder.slices),
         )
 
-    def _holders(self) -> Iterator[Sequence]:
-        return chain(self.running.values(), self.adopted.values())
+    def _is_short(
+        self, name: str, growing: int, arena: KvAvailability, decode: list[Sequence], handed: list[Sequence]
+    ) -> bool:
+        """Whether an arena lacks the slabs for its decoding sequences and for its most deserving prefill."""
+        select = self.limits.select_arena
+        seated = len(select(self.running.values(), name)) + len(select(handed, name))
+        prefills = len(select(decode, name)) < seated
+        return bool(growing or prefills) and growing + self._prefill_need(name) > arena.free
 
-    def _handed(self) -> list[Sequence]:
-        """Adopted ones hold memory already, so they come ahead of the queue."""
-        seats = self.limits.max_num_seqs - len(self.running)
-        if not self.adopted or seats <= 0:
-            return []
-        waiting = self.adopted.values()
-        order = sorted(
-            waiting,
-            key=lambda seq: (seq.origin.priority, self.service.of(seq.origin.tenant), seq.number),
-        )
-        return order[:seats]
+    def victim_for(self, seq: Sequence, stock: KvStock) -> str | None:
+        """Key of the sequence that is to be preempted first so that `seq`, for which there is no room, gets some.
 
-    def _reading_need(self) -> int:
-        """Slabs without which the most deserving of all cannot go on, if it still reads."""
-        head = min(self._holders(), key=lambda seq: seq.rank)
-        return 0 if head.decoding else self._need(head)
+        Only sequences of a worse priority make room, those with the worst precedence first, and only if that is enough.
+        """
+        holders, arena = self._memory_holders(self.limits.arena_name(seq)), stock.arena_of(seq.kv_class)
+        worse = [other for other in holders if other.origin.priority > seq.origin.priority]
+        if not worse:
+            return None
+        room = arena.free + arena.count_freed_by([other.key for other in worse])
+        if find_prefix(seq, arena).slab_cost(seq.total) > room:
+            return None
+        return max(worse, key=lambda other: other.precedence).key
 
-    def _need(self, seq: Sequence) -> int:
-        """Slabs that one who runs must take for its next step."""
+    def _memory_holders(self, name: str) -> Iterator[Sequence]:
+        """The sequences that hold slabs of an arena."""
+        select = self.limits.select_arena
+        return chain(select(self.running.values(), name), select(self.adopted.values(), name))
+
+    def _prefill_need(self, name: str) -> int:
+        """Slabs that an arena's sequence with the best precedence needs to continue its prefill; 0 if it decodes."""
+        head = min(self._memory_holders(name), key=lambda seq: seq.precedence)
+        return 0 if head.decoding else self._needed_slabs(head)
+
+    def _needed_slabs(self, seq: Sequence) -> int:
+        """Slabs that a running sequence must take for its next step."""
         ahead = 1 if seq.decoding or self.limits.chunked_prefill else seq.pending
-        return max(0, chunks(seq.computed + ahead) - len(seq.slabs))
+        return max(0, num_chunks(seq.computed + ahead) - len(seq.slabs))
 
-    def _grown(self, seq: Sequence) -> int:
-        return self.limits.grown(seq, self.ratio.value)
+    def _expected_tokens(self, seq: Sequence) -> int:
+        return self.limits.expected_tokens(seq, self.ratio.value)
 
-    def _promised(self) -> int:
-        """Slabs that those who hold memory are expected to take yet."""
-        grown, ratio = self.limits.grown, self.ratio.value
-        return sum([max(0, chunks(grown(seq, ratio)) - len(seq.slabs)) for seq in self._holders()])
+    def _expected_growth(self, name: str) -> int:
+        """Slabs of an arena that sequences with memory there are expected to take in addition."""
+        grown, ratio = self.limits.expected_tokens, self.ratio.value
+        return sum(
+            [max(0, num_chunks(grown(seq, ratio)) - len(seq.slabs)) for seq in self._memory_holders(name)]
+        )
 
-    def _desk(self, stock: Stock, rows: int, growing: int, handed: int) -> Desk:
-        limits, free = self.limits, stock.free
+    def _open_adder(self, rooms: dict[str, ArenaRoom], rows: int, handed: int) -> PrefillAdder:
+        limits = self.limits
         seats = limits.max_num_seqs - len(self.running) - handed
         budget = limits.max_num_batched_tokens - rows
         if rows and limits.tpot_s is not None:
-            budget = min(budget, self.pace.budget(rows, limits.tpot_s))
+            budget = min(budget, self.pace.prefill_budget(rows, limits.tpot_s))
         if not rows and limits.saturation_tokens:
             budget = min(budget, limits.saturation_tokens)
-        return Desk(
+        for name, room in rooms.items():
+            if self.waiting and seats > 0:
+                room.left = room.stock.free - self._expected_growth(name)
+            room.alone = not any(True for _ in self._memory_holders(name))
+        return PrefillAdder(
             limits=limits,
-            stock=stock,
+            rooms=rooms,
             service=self.service,
             running=self.running,
             ratio=self.ratio.value,
-            free=free - growing,
-            left=free - self._promised() if self.waiting and seats > 0 else 0,
             seats=seats,
             budget=budget,
             gentle=self._company > 0,
-            alone=not self.running and not self.adopted,
         )
 
-    def _open_lines(self) -> dict[Line, Iterator[Sequence]]:
-        """Those that read, then those that wait, by line."""
-        reading: dict[Line, list[Sequence]] = {}
+    def _open_lines(self) -> dict[PromptLine, Iterator[Sequence]]:
+        """The sequences in prefill, then the waiting ones, by line."""
+        reading: dict[PromptLine, list[Sequence]] = {}
         for seq in self.running.values():
             if not seq.decoding:
-                reading.setdefault((seq.origin.priority, seq.origin.tenant), []).append(seq)
-        lines: dict[Line, Iterator[Sequence]] = {}
-        for name in {**reading, **self._lines}:
+                reading.setdefault(self._line_of(seq), []).append(seq)
+        lines: dict[PromptLine, Iterator[Sequence]] = {}
+        names = list({**reading, **self._lines})
+        if self.limits.arena_slabs:
+            # Lines of one tenant are served in this order: the one with the oldest prompt first.
+            heads = {name: islice(self._lines.get(name, {}).values(), 1) for name in names}
+            names.sort(key=lambda name: min(seq.number for seq in chain(reading.get(name, ()), heads[name])))
+        for name in names:
             first = sorted(reading.get(name, ()), key=lambda seq: seq.number)
             lines[name] = chain(first, self._lines.get(name, {}).values())
         return lines
 
-    def _order(self) -> list[Line]:
-        return sorted(self._lines, key=lambda line: (line[0], self.service.of(line[1]), line[1]))
+    def _line_order(self) -> list[PromptLine]:
+        return sorted(self._lines, key=lambda line: (line[0], self.service.served_tokens(line[1]), line[1]))

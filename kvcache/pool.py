@@ -1,29 +1,31 @@
-"""The slab pool: fixed memory cut into chunks, and the books of who owns which (`kvcache.slabs`).
+"""The KV pool of a worker: fixed memory cut into slabs; `kvcache.slab_ledger` records the owner of each slab.
 
-The books are not safe to change from several threads; the memory itself may be shared with other processes (pass a
-writable view of it).
+Only one thread may change owners. Other processes may map the memory too: then pass a writable view of it.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvcache.layout import KVLayout
-from kvcache.slabs import Slabs
+from kvcache.layout import KvLayout
+from kvcache.slab_ledger import SlabLedger
 
 
-class Pool(Slabs):
-    """`num_slabs` slabs of `layout.chunk_bytes` each.
+class KvPool(SlabLedger):
+    """`num_slabs` slabs of `layout.chunk_bytes` each, numbered from `first`.
 
-    `data` is `[num_slabs, layers, kv_heads, 2, 64, head_dim]`, a view of `memory` (bytes, writable).
+    `data` is a tensor `[num_slabs, layers, kv_heads, 2, 64, head_dim]` over `memory` (bytes, writable); of coded pages
+    it is uint8, `[num_slabs, layers, pages, page_bytes]`.
 
     Raises:
-        ValueError: `num_slabs` is not positive, or `memory` is read-only, not contiguous, or not of
+        ValueError: `num_slabs` is not positive, or `memory` is read-only, not contiguous, or its size is not
             `num_slabs * layout.chunk_bytes` bytes.
     """
 
-    def __init__(self, layout: KVLayout, num_slabs: int, memory: memoryview | None = None) -> None:
-        super().__init__(num_slabs)
+    def __init__(
+        self, layout: KvLayout, num_slabs: int, memory: memoryview | None = None, first: int = 0
+    ) -> None:
+        super().__init__(num_slabs, first)
         size = num_slabs * layout.chunk_bytes
         if memory is None:
             memory = torch.zeros(size, dtype=torch.uint8).numpy().data
@@ -34,12 +36,14 @@ class Pool(Slabs):
             )
         self.layout = layout
         self.memory = memory.cast("B")
-        dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.data = torch.frombuffer(self.memory, dtype=dtype).view(num_slabs, *layout.chunk_shape)
+        dtype: torch.dtype = torch.uint8 if layout.codec else getattr(torch, layout.dtype)
+        coded = (layout.layers, layout.pages_per_layer, layout.page_bytes)
+        shape = coded if layout.codec else layout.chunk_shape
+        self.data = torch.frombuffer(self.memory, dtype=dtype).view(num_slabs, *shape)
 
     def slab_bytes(self, slab: int) -> memoryview:
-        """The bytes of one slab: a writable window, not a copy."""
-        if not 0 <= slab < self.num_slabs:
+        """The bytes of one slab: a writable view, not a copy. Raises ValueError if there is no such slab."""
+        place, size = slab - self.first, self.layout.chunk_bytes
+        if not 0 <= place < self.num_slabs:
             raise ValueError(f"there is no slab {slab} in a pool of {self.num_slabs}")
-        size = self.layout.chunk_bytes
-        return self.memory[slab * size : (slab + 1) * size]
+        return self.memory[place * size : (place + 1) * size]

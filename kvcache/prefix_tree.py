@@ -1,15 +1,16 @@
-"""The tree of known prefixes: which slab holds the KV of which 64 tokens after which ones (ChunkAttention, PAKV).
+"""The prefix tree: records which slab holds the KV of which 64 tokens, so that later requests reuse it.
 
-A full chunk is addressed by what its KV depends on: SHA-256 over its parent's address and its 64 token ids. The address
-of the root stands for all else: the model, how KV is stored, and who may share it. So equal addresses mean equal KV,
-and requests of different scopes never meet.
+A full chunk has an address made from everything its KV depends on: SHA-256 over the address of the chunk before it and
+its own 64 token ids. The root's address stands for the model, the encoding of KV, and the scope (who may share). Equal
+addresses therefore mean equal KV, and requests of different scopes never share.
 
     root(model, scope) ── tokens 0..63 ──┬── tokens 64..127 ── ...
                                          └── other 64..127 ── ...
 
-Who holds a chunk holds everything above it. Released from the leaf upwards, an unheld chunk therefore always stands
-behind its children in the order of release: the oldest unheld one is a leaf, and evicting it is both least recently
-used and leaves first. No torch, clock or memory here; a slab is a number. Source: kv_papers §2.1, §2.4 (retention).
+A sequence that holds a chunk also holds all chunks before it, and releases its chunks from the last to the first. In
+the order of release a child therefore comes before its parent, so evicting the chunk that was released first always
+evicts a leaf and is least recently used as well. No torch, clock or memory here; a slab is a number. Source:
+ChunkAttention, PAKV; kv_papers §2.1, §2.4 (retention).
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
-from diptych.hashing import digest
-from kvcache.layout import CHUNK_TOKENS
+from diptych.chunks import CHUNK_TOKENS
+from diptych.hashing import hash_fields
 
 _CHUNK = struct.Struct(f"<{CHUNK_TOKENS}I")
 
 
-def root(fingerprint: str, scope: str, codec: str = "", variant: str = "") -> bytes:
-    """The address, 32 bytes, that the first chunk of every prefix of `scope` hangs from.
+def root_key(fingerprint: str, scope: str, codec: str = "", variant: str = "") -> bytes:
+    """The root address (32 bytes) before the first chunk of every prefix of `scope`.
 
-    `fingerprint` names the model and the layout of its KV, `codec` how KV is encoded, `variant` what was left out of
-    it.
+    `fingerprint` identifies the model and the layout of its KV, `codec` how KV is encoded, `variant` which part of the
+    KV was left out.
     """
-    return digest(["prefix", fingerprint, scope, codec, variant])
+    return hash_fields(["prefix", fingerprint, scope, codec, variant])
 
 
 def chunk_keys(tokens: Sequence[int], root: bytes, known: list[bytes] | None = None) -> list[bytes]:
-    """The addresses of the full chunks of `tokens`, 32 bytes each; an unfinished tail has none.
+    """The addresses of the full chunks of `tokens`, 32 bytes each; an unfinished last chunk has none.
 
-    `tokens` begin at position 0. `known` are the addresses of their first chunks as far as they are known: the list is
-    extended in place and returned. Under an empty `root` nothing has an address.
+    `tokens` begin at position 0. `known` are the addresses of their first chunks, computed by an earlier call: the list
+    is extended in place and returned, so nothing is hashed twice. With an empty `root` no chunk has an address.
 
     Raises:
         struct.error: a token id is not within 0 to 2^32 - 1.
@@ -47,43 +48,44 @@ def chunk_keys(tokens: Sequence[int], root: bytes, known: list[bytes] | None = N
         return keys
     parent = keys[-1] if keys else root
     for start in range(len(keys) * CHUNK_TOKENS, len(tokens) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-        parent = digest((parent, _CHUNK.pack(*tokens[start : start + CHUNK_TOKENS])))
+        parent = hash_fields((parent, _CHUNK.pack(*tokens[start : start + CHUNK_TOKENS])))
         keys.append(parent)
     return keys
 
 
-class Node:
-    """One full chunk: its address, its slab, the chunk before it, and how many hold it and follow it."""
+class PrefixNode:
+    """One full chunk: its address, slab and parent (the chunk before it), and how many holders and children it has."""
 
     __slots__ = ("__weakref__", "children", "key", "parent", "refs", "slab")
 
-    def __init__(self, key: bytes, slab: int, parent: Node | None) -> None:
+    def __init__(self, key: bytes, slab: int, parent: PrefixNode | None) -> None:
         self.key, self.slab, self.parent = key, slab, parent
         self.refs = 0
         self.children = 0
 
 
 class PrefixTree:
-    """The chunks that are known, by address. Which slabs they have is told; that nobody else uses them is trusted."""
+    """The known chunks, by address. The caller supplies the slab of each chunk and protects it from other uses."""
 
     def __init__(self) -> None:
-        self._nodes: dict[bytes, Node] = {}
-        self._unheld: OrderedDict[bytes, Node] = OrderedDict()  # released longest ago first
+        self._nodes: dict[bytes, PrefixNode] = {}
+        # Nodes without a holder, the one released longest ago first.
+        self._unheld: OrderedDict[bytes, PrefixNode] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[PrefixNode]:
         return iter(self._nodes.values())
 
     @property
-    def unheld(self) -> int:
-        """Chunks that nobody holds; all of them can be evicted."""
+    def num_unheld(self) -> int:
+        """Number of chunks that no sequence holds; all of them can be evicted."""
         return len(self._unheld)
 
-    def match(self, keys: Sequence[bytes]) -> list[Node]:
-        """The chunks at the longest known prefix of `keys`. Looking does not count as use."""
-        found: list[Node] = []
+    def match_prefix(self, keys: Sequence[bytes]) -> list[PrefixNode]:
+        """The chunks of the longest known prefix of `keys`. A look-up does not count as use for eviction."""
+        found: list[PrefixNode] = []
         for key in keys:
             node = self._nodes.get(key)
             if node is None:
@@ -91,40 +93,46 @@ class PrefixTree:
             found.append(node)
         return found
 
-    def insert(self, key: bytes, slab: int, parent: Node | None) -> Node:
-        """A new chunk in `slab` after `parent` (None: it is the first), held once, by the caller, who holds `parent`.
+    def insert_chunk(self, key: bytes, slab: int, parent: PrefixNode | None) -> PrefixNode:
+        """Add the chunk with address `key`, stored in `slab`, after `parent` (None: it is the first chunk of a prefix).
+
+        The caller must hold `parent`, and holds the new chunk once.
 
         Raises:
-            ValueError: the chunk is known already, or nobody holds its parent.
+            ValueError: the chunk is known already, or no sequence holds its parent.
         """
         if key in self._nodes:
             raise ValueError(f"chunk {key.hex()} is in the tree already")
         if parent is not None and not parent.refs:
             raise ValueError(f"nobody holds {parent.key.hex()}, the parent of {key.hex()}")
-        node = self._nodes[key] = Node(key, slab, parent)
+        node = self._nodes[key] = PrefixNode(key, slab, parent)
         node.refs = 1
         if parent is not None:
             parent.children += 1
         return node
 
-    def lock(self, nodes: Sequence[Node]) -> None:
-        """Hold `nodes` once more: none of them is evicted before as many `unlock`s. They reach up to the root."""
+    def lock_nodes(self, nodes: Sequence[PrefixNode]) -> None:
+        """Add one holder to each of `nodes`, a path from the root. A held chunk is not evicted until it is unlocked."""
         for node in nodes:
             if not node.refs:
                 del self._unheld[node.key]
             node.refs += 1
 
-    def unlock(self, nodes: Sequence[Node]) -> None:
-        """Hold `nodes`, a path downwards, once less. Raises ValueError, changing nothing, if one is not held."""
+    def unlock_nodes(self, nodes: Sequence[PrefixNode]) -> None:
+        """Remove one holder from each of `nodes`, a path from the root.
+
+        Raises ValueError (no change) if one is unheld.
+        """
         if any(not node.refs for node in nodes):
             raise ValueError("a chunk that nobody holds cannot be released")
-        for node in reversed(nodes):  # so that in the order of release children stand before their parents
+        # Children are released first. Eviction goes in the order of release, so it then takes leaves first.
+        for node in reversed(nodes):
             node.refs -= 1
             if not node.refs:
                 self._unheld[node.key] = node
 
-    def evict(self, n: int) -> list[int]:
-        """Forget the `n` chunks that were released longest ago, or all unheld ones; their slabs."""
+    def evict_chunks(self, n: int) -> list[int]:
+        """Remove the `n` chunks that were released longest ago, or all unheld chunks if fewer; returns their slabs."""
         slabs = []
         for _ in range(min(n, len(self._unheld))):
             key, node = self._unheld.popitem(last=False)
@@ -135,8 +143,8 @@ class PrefixTree:
             slabs.append(node.slab)
         return slabs
 
-    def forget(self, nodes: Sequence[Node]) -> list[int]:
-        """Forget those of `nodes`, a path downwards, that nobody holds and that nothing hangs from; their slabs."""
+    def forget_nodes(self, nodes: Sequence[PrefixNode]) -> list[int]:
+        """Remove those of `nodes`, a path from the root, without holders and children; returns their slabs."""
         slabs = []
         for node in reversed(nodes):
             if node.refs or node.children:
@@ -147,12 +155,12 @@ class PrefixTree:
             slabs.append(node.slab)
         return slabs
 
-    def check(self) -> None:
-        """Prove the tree's own books.
+    def check_books(self) -> None:
+        """Check that the tree's links and counts agree.
 
         Raises:
-            AssertionError: a chunk hangs from one that is gone or less held, children or slabs are miscounted, or the
-                unheld ones are not exactly those without a holder, children before parents.
+            AssertionError: a parent is gone or has fewer holders than its child, a count of children is wrong, two
+                chunks share a slab, or the list of unheld chunks is incomplete or has a parent before its child.
         """
         children: Counter[bytes] = Counter()
         for key, node in self._nodes.items():

@@ -1,12 +1,12 @@
-"""Digests of KV chunks: what was promised, for whom, and for which place.
+"""Digests of KV chunks: they bind a chunk's bytes to the request and the position for which they were offered.
 
-Two steps. A *payload hash* reads every byte of a slab once (xxh3-128 at memory speed, or blake3 where the bytes cross
-a link that others can write to). A *digest* then binds that hash, under the deployment's key, to the terms of the
-hand-off and to the chunk's place in it, so a chunk that is flipped, truncated, swapped with its neighbour, or replayed
-from another request, epoch, model or layout never verifies.
+There are two steps. A *payload hash* reads every byte of a slab once (xxh3-128 at memory speed, or blake3 where the
+bytes cross a link that others can write to). A *digest* then binds this hash, under the deployment's key, to the
+context of the hand-off and to the chunk's index. So a chunk that is flipped, truncated, swapped with its neighbour, or
+replayed from another request does not match its digest.
 
-The whole slab is hashed, also the rows behind the last token: the bytes that are compared are then exactly the bytes
-that were copied, and nobody has to clear anything. The prefill worker does not write a slab once it has offered it.
+The whole slab is hashed, including the rows after the last token. The compared bytes are then exactly the copied bytes,
+and no rows have to be cleared. The prefill worker does not write to a slab after offering it.
 """
 
 from __future__ import annotations
@@ -21,100 +21,123 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from diptych.hashing import Field, digest
+from diptych.hashing import HashField, hash_fields
+from kvcache.codecs.codec_id import MAX_ID_CHARS
 
 DIGEST_BYTES = 16
 KEY_BYTES = 32
 
-Buffer = bytes | memoryview
+ByteBuffer = bytes | memoryview
 
-Text = Annotated[str, Meta(min_length=1, max_length=512)]
-Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
-
-class Hasher(Protocol):
-    """A payload hash that is fed piece by piece; `digest` is its 16 bytes."""
-
-    def update(self, data: Buffer, /) -> object: ...
-    def digest(self) -> bytes: ...
+BoundedText = Annotated[str, Meta(min_length=1, max_length=512)]
+BoundedCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+# Most bytes of a chunk.
+MAX_CHUNK_BYTES = 1 << 40
 
 
-class _Blake3:
+class PayloadHasher(Protocol):
+    """A payload hash that is fed piece by piece."""
+
+    def update(self, data: ByteBuffer, /) -> object:
+        """Add the next bytes."""
+
+    def digest(self) -> bytes:
+        """The 16-byte hash of all bytes added so far."""
+
+
+class _Blake3Hasher:
     def __init__(self) -> None:
         self._hash = blake3.blake3()
 
-    def update(self, data: Buffer, /) -> None:
+    def update(self, data: ByteBuffer, /) -> None:
         self._hash.update(data)
 
     def digest(self) -> bytes:
         return self._hash.digest(length=DIGEST_BYTES)
 
 
-def _blake3(data: Buffer) -> bytes:
+def _hash_blake3(data: ByteBuffer) -> bytes:
     return blake3.blake3(data).digest(length=DIGEST_BYTES)
 
 
-# Both release the GIL on large buffers, so a puller thread hashes while the engine's thread decodes.
-HASHERS: dict[str, Callable[[], Hasher]] = {"xxh3": xxhash.xxh3_128, "blake3": _Blake3}
-HASHES: dict[str, Callable[[Buffer], bytes]] = {"xxh3": xxhash.xxh3_128_digest, "blake3": _blake3}
+# Both libraries release the GIL on large buffers, so a puller thread hashes while the engine's thread decodes.
+STREAM_HASHERS: dict[str, Callable[[], PayloadHasher]] = {"xxh3": xxhash.xxh3_128, "blake3": _Blake3Hasher}
+HASH_FUNCTIONS: dict[str, Callable[[ByteBuffer], bytes]] = {
+    "xxh3": xxhash.xxh3_128_digest,
+    "blake3": _hash_blake3,
+}
 
 
-class Terms(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Everything a chunk's digest is bound to, besides its bytes and its index.
+class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Everything that a chunk's digest is bound to, besides its bytes and its index.
 
-    `layers` is the half-open range of layers in each chunk; `shape` is a whole chunk's,
-    `[layers, kv_heads, 2, chunk_tokens, head_dim]`; `algorithm` a key of `HASHES`.
+    `layers` is the half-open range of layers in each chunk; `shape` is the shape of a whole chunk,
+    `[layers, kv_heads, 2, chunk_tokens, head_dim]`; `chunk_bytes` is its size in memory and on the wire; `codec` is the
+    canonical id of the codec of its pages, empty if they are not coded (`kvcache.layout.KvLayout.codec`); `algorithm`
+    is a key of `HASH_FUNCTIONS`.
     """
 
-    request: Text
-    epoch: Count
+    request: BoundedText
+    epoch: BoundedCount
     num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    layers: tuple[Count, Count]
-    dtype: Text
-    shape: Annotated[tuple[Count, ...], Meta(min_length=5, max_length=5)]
-    fingerprint: Text
-    algorithm: Text = "xxh3"
+    layers: tuple[BoundedCount, BoundedCount]
+    dtype: BoundedText
+    shape: Annotated[tuple[BoundedCount, ...], Meta(min_length=5, max_length=5)]
+    fingerprint: BoundedText
+    chunk_bytes: Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]
+    codec: Annotated[str, Meta(max_length=MAX_ID_CHARS)] = ""
+    algorithm: BoundedText = "xxh3"
 
     @property
     def chunk_tokens(self) -> int:
+        """How many tokens a chunk holds."""
         return self.shape[3]
 
     @property
     def num_chunks(self) -> int:
+        """Number of chunks that the tokens fill; the last one may be partly filled."""
         return -(-self.num_tokens // self.chunk_tokens)
 
     def valid_tokens(self, index: int) -> int:
-        """Rows of chunk `index` that hold KV; only the last chunk may have fewer than `chunk_tokens`."""
+        """Number of rows of chunk `index` that hold KV; only the last chunk may have fewer than `chunk_tokens`."""
         return min(self.chunk_tokens, self.num_tokens - index * self.chunk_tokens)
 
 
-class Seal:
-    """Binds payload hashes to one hand-off's terms, and checks them.
+class ChunkDigester:
+    """Computes and checks the chunk digests of one hand-off.
 
-    `key` is the deployment's secret; both sides hold it and nobody else does.
+    `key` is the deployment's secret, which only its workers have.
     """
 
-    def __init__(self, key: bytes, terms: Terms) -> None:
-        fields: list[Field] = ["diptych chunk", terms.request, terms.epoch, terms.num_tokens, *terms.layers]
-        fields += [terms.dtype, *terms.shape, terms.fingerprint, terms.algorithm]
-        self.terms = terms
-        self._sealed = hashlib.blake2b(digest(fields), key=_fit(key), digest_size=DIGEST_BYTES)
+    def __init__(self, key: bytes, terms: DigestContext) -> None:
+        fields: list[HashField] = [
+            "diptych chunk",
+            terms.request,
+            terms.epoch,
+            terms.num_tokens,
+            *terms.layers,
+        ]
+        fields += [terms.dtype, *terms.shape, terms.fingerprint]
+        fields += [terms.chunk_bytes, terms.codec, terms.algorithm]
+        self.context = terms
+        self._sealed = hashlib.blake2b(hash_fields(fields), key=_fit_key(key), digest_size=DIGEST_BYTES)
 
-    def bind(self, index: int, payload: bytes) -> bytes:
-        """16-byte digest of the chunk at `index` whose payload hash is `payload`."""
+    def digest_chunk(self, index: int, payload: bytes) -> bytes:
+        """The 16-byte digest of the chunk at `index` with payload hash `payload`."""
         sealed = self._sealed.copy()
         sealed.update(
-            index.to_bytes(8, "big") + self.terms.valid_tokens(index).to_bytes(8, "big", signed=True)
+            index.to_bytes(8, "big") + self.context.valid_tokens(index).to_bytes(8, "big", signed=True)
         )
         sealed.update(payload)
         return sealed.digest()
 
-    def matches(self, index: int, payload: bytes, promised: bytes) -> bool:
-        """Whether the chunk at `index` is the one that `promised` was made for; takes the same time either way."""
-        return hmac.compare_digest(self.bind(index, payload), promised)
+    def matches_chunk(self, index: int, payload: bytes, promised: bytes) -> bool:
+        """Whether the chunk at `index` has the digest `promised`. Constant time, whether it matches or not."""
+        return hmac.compare_digest(self.digest_chunk(index, payload), promised)
 
 
-def _fit(key: bytes) -> bytes:
+def _fit_key(key: bytes) -> bytes:
+    """A 32-byte key for BLAKE2b, derived from the deployment's key."""
     if len(key) < 16:
         raise ValueError("the deployment key must have at least 16 bytes")
     return hashlib.sha256(b"diptych kv digest\0" + key).digest()

@@ -1,7 +1,7 @@
-"""The ticket: what a prefill worker offers, and all that a decode worker needs to fetch it; and hints of tickets.
+"""The ticket, with which a prefill worker offers KV to a decode worker, and the hints that precede it.
 
-On the wire: msgpack of the `Ticket` or `Hint`, then 32 bytes of HMAC-SHA256 over it under the deployment's key. Neither
-carries an address: where a worker is comes from the registry (`Peer`), never from a request.
+On the wire: msgpack of the `Ticket` or `StagingHint`, then 32 bytes of HMAC-SHA256 over it under the deployment's key.
+Neither contains an address: a decode worker learns where a worker is from the gateway (`Peer`), never from a request.
 """
 
 from __future__ import annotations
@@ -15,62 +15,67 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from diptych.chunks import RAW_CLASS
 from diptych.errors import StaleTicket, TransferError
-from kvcache.layout import ITEM_BYTES
-from kvtransfer.digests import DIGEST_BYTES, HASHES, Count, Seal, Terms, Text
+from kvcache.layout import DTYPE_BYTES, KvLayout
+from kvtransfer.digests import (
+    DIGEST_BYTES,
+    HASH_FUNCTIONS,
+    BoundedCount,
+    BoundedText,
+    ChunkDigester,
+    DigestContext,
+)
 
-MAX_CHUNKS = 1 << 16  # 4 M tokens in chunks of 64
-MAX_BYTES = 4 << 20
+# Most chunks of a ticket: 4 Mi tokens in chunks of 64.
+MAX_CHUNKS = 1 << 16
+MAX_TICKET_BYTES = 4 << 20
 MAC_BYTES = 32
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One chunk: the slab it lies in at the source, and its 16-byte digest."""
+class OfferedChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One chunk of a ticket: its slab at the source, and its 16-byte digest."""
 
-    slab: Count
+    slab: BoundedCount
     digest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An offer of the KV of `terms.request`, held by `worker` in its life `incarnation`; chunks in token order."""
+    """An offer of the KV of `terms.request`, held by life `incarnation` of `worker`; `chunks` are in token order."""
 
-    terms: Terms
-    worker: Text
-    incarnation: Text
-    chunks: Annotated[tuple[Chunk, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
-    version: Annotated[int, Meta(ge=1, le=1)] = 1
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes that a pull of one chunk moves."""
-        return math.prod(self.terms.shape) * ITEM_BYTES[self.terms.dtype]
+    terms: DigestContext
+    worker: BoundedText
+    incarnation: BoundedText
+    chunks: Annotated[tuple[OfferedChunk, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    version: Annotated[int, Meta(ge=2, le=2)] = 2
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a pull of every chunk moves."""
-        return self.chunk_bytes * len(self.chunks)
+        """Bytes that are transferred if every chunk is pulled."""
+        return self.terms.chunk_bytes * len(self.chunks)
 
 
-class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Chunks `start`, `start` + 1, ... of an attempt are being computed into `slabs` of `worker`, under `mark`.
+class StagingHint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Announces that chunks `start`, `start` + 1, ... of an attempt are being computed into `slabs` of `worker`.
 
-    `mark` is that of the worker's board (`kvtransfer.board`), or `board.DONE` for chunks that are complete already. A
-    later hint for the same chunk replaces an earlier one. It promises nothing: only the ticket does.
+    `mark` is their mark in the worker's layer progress (`kvtransfer.layer_progress`), or `COMPLETE_MARK` for chunks
+    that are complete already. A later hint for the same chunk replaces an earlier one. A hint guarantees nothing; the
+    ticket does.
     """
 
-    request: Text
-    epoch: Count
-    worker: Text
-    incarnation: Text
+    request: BoundedText
+    epoch: BoundedCount
+    worker: BoundedText
+    incarnation: BoundedText
     start: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
-    slabs: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    slabs: Annotated[tuple[BoundedCount, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
     mark: Annotated[int, Meta(ge=0, lt=1 << 48)]
     version: Annotated[int, Meta(ge=1, le=1)] = 1
 
 
-def write(
+def issue_ticket(
     key: bytes,
-    terms: Terms,
+    terms: DigestContext,
     worker: str,
     incarnation: str,
     slabs: Sequence[int],
@@ -78,75 +83,79 @@ def write(
 ) -> Ticket:
     """Digest the slabs of a finished prefill and make its ticket.
 
-    `payload(slab, algorithm)` hashes the chunk in a slab (`kvtransfer.parts.Parts.payload`), which must not change from
-    now on. `terms.num_chunks` slabs are expected, in token order.
+    `payload(slab, algorithm)` hashes the chunk in a slab (`kvtransfer.resharding.ShardedPool.hash_slab`). The slabs,
+    one per chunk of `terms` in token order, must not change any more.
 
     Raises:
-        ValueError: there are fewer or more slabs than `terms` says.
+        ValueError: the number of slabs is not `terms.num_chunks`.
     """
     if len(slabs) != terms.num_chunks:
         raise ValueError(f"{terms.num_tokens} tokens are {terms.num_chunks} chunks, not {len(slabs)} slabs")
-    seal = Seal(key, terms)
-    chunks = tuple(Chunk(slab, seal.bind(i, payload(slab, terms.algorithm))) for i, slab in enumerate(slabs))
+    seal = ChunkDigester(key, terms)
+    chunks = tuple(
+        OfferedChunk(slab, seal.digest_chunk(i, payload(slab, terms.algorithm)))
+        for i, slab in enumerate(slabs)
+    )
     return Ticket(terms, worker, incarnation, chunks)
 
 
-def encode(ticket: Ticket, key: bytes) -> bytes:
-    """The ticket as it travels: msgpack and MAC."""
-    return _sign(msgspec.msgpack.encode(ticket), key, "ticket")
+def encode_ticket(ticket: Ticket, key: bytes) -> bytes:
+    """The ticket in wire format: msgpack and MAC."""
+    return _append_mac(msgspec.msgpack.encode(ticket), key, "ticket")
 
 
-def decode(raw: bytes, key: bytes) -> Ticket:
-    """Read a ticket from outside.
+def decode_ticket(raw: bytes, key: bytes) -> Ticket:
+    """Decode and verify a ticket that was received.
 
     Raises:
-        TransferError: it is too large, not signed with `key`, or malformed in any way; says which.
+        TransferError: the ticket is too large, not signed with `key`, or malformed; the text says which.
     """
-    ticket = _read(raw, key, "ticket", Ticket)
-    _check(ticket)
+    ticket = _decode_signed(raw, key, "ticket", Ticket)
+    _check_fields(ticket)
     return ticket
 
 
-def encode_hint(hint: Hint, key: bytes) -> bytes:
-    """The hint as it travels: msgpack and MAC. A ticket's MAC is never a hint's."""
-    return _sign(msgspec.msgpack.encode(hint), key, "hint")
+def encode_hint(hint: StagingHint, key: bytes) -> bytes:
+    """The hint in wire format: msgpack and MAC. The MAC of a ticket is never valid for a hint."""
+    return _append_mac(msgspec.msgpack.encode(hint), key, "hint")
 
 
-def decode_hint(raw: bytes, key: bytes) -> Hint:
-    """Read a hint from outside.
+def decode_hint(raw: bytes, key: bytes) -> StagingHint:
+    """Decode and verify a hint that was received.
 
     Raises:
-        TransferError: it is too large, not signed with `key`, or malformed in any way; says which.
+        TransferError: the hint is too large, not signed with `key`, or malformed; the text says which.
     """
-    hint = _read(raw, key, "hint", Hint)
+    hint = _decode_signed(raw, key, "hint", StagingHint)
     if hint.start + len(hint.slabs) > MAX_CHUNKS or len(set(hint.slabs)) != len(hint.slabs):
         raise TransferError("a hint was refused", "its fields contradict each other")
     return hint
 
 
-def expect(
+def check_ticket(
     ticket: Ticket,
     *,
     request: str,
     epoch: int,
     num_tokens: int,
-    dtype: str,
-    shape: Sequence[int],
+    layout: KvLayout,
     fingerprint: str,
 ) -> None:
-    """Hold a ticket against what this worker was told and what it runs.
+    """Check that a ticket fits this worker's order for the request, and the model and the KV layout that it has.
 
     Raises:
-        StaleTicket: names the first field that differs, with both values.
+        StaleTicket: a field differs; the text names the first one, with both values.
     """
     terms = ticket.terms
     pairs: list[tuple[str, object, object]] = [
         ("request", terms.request, request),
         ("epoch", terms.epoch, epoch),
         ("num_tokens", terms.num_tokens, num_tokens),
-        ("dtype", terms.dtype, dtype),
-        ("chunk shape", tuple(terms.shape), tuple(shape)),
-        ("layers", tuple(terms.layers), (0, shape[0])),
+        ("dtype", terms.dtype, layout.dtype),
+        ("chunk shape", tuple(terms.shape), layout.chunk_shape),
+        ("layers", tuple(terms.layers), (0, layout.layers)),
+        ("KV codec", terms.codec or RAW_CLASS, layout.kv_class),
+        ("chunk size", terms.chunk_bytes, layout.chunk_bytes),
         ("model fingerprint", terms.fingerprint, fingerprint),
     ]
     for name, offered, wanted in pairs:
@@ -154,12 +163,14 @@ def expect(
             raise StaleTicket(f"the ticket is for another {name}", f"offered: {offered}\nhere:    {wanted}")
 
 
-def _check(ticket: Ticket) -> None:
+def _check_fields(ticket: Ticket) -> None:
+    """Raises TransferError if the fields of a ticket contradict each other."""
     terms = ticket.terms
     sound = (
-        terms.algorithm in HASHES
-        and terms.dtype in ITEM_BYTES
+        terms.algorithm in HASH_FUNCTIONS
+        and terms.dtype in DTYPE_BYTES
         and min(terms.shape) > 0
+        and (terms.codec or terms.chunk_bytes == math.prod(terms.shape) * DTYPE_BYTES[terms.dtype])
         and terms.layers[0] < terms.layers[1]
         and terms.layers[1] - terms.layers[0] == terms.shape[0]
         and len(ticket.chunks) == terms.num_chunks
@@ -169,24 +180,30 @@ def _check(ticket: Ticket) -> None:
         raise TransferError("a ticket was refused", "its fields contradict each other")
 
 
-T = TypeVar("T", Ticket, Hint)
+T = TypeVar("T", Ticket, StagingHint)
 
 
-def _read(raw: bytes, key: bytes, what: str, kind: type[T]) -> T:
-    if not MAC_BYTES < len(raw) <= MAX_BYTES:
-        raise TransferError(f"a {what} was refused", f"it has {len(raw)} bytes, of at most {MAX_BYTES}")
+def _decode_signed(raw: bytes, key: bytes, what: str, kind: type[T]) -> T:
+    """Check the size and MAC of a message, and decode it. Raises TransferError."""
+    if not MAC_BYTES < len(raw) <= MAX_TICKET_BYTES:
+        raise TransferError(
+            f"a {what} was refused", f"it has {len(raw)} bytes, of at most {MAX_TICKET_BYTES}"
+        )
     body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
-    if not hmac.compare_digest(_mac(body, key, what), mac):
-        raise TransferError(f"a {what} was refused", "its signature is not of this deployment's key")
+    if not hmac.compare_digest(_compute_mac(body, key, what), mac):
+        raise TransferError(f"a {what} was refused", "its signature was not made with this deployment's key")
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # also from a peer of another version
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        # This happens for example with a peer of another version.
         raise TransferError(f"a {what} was refused", f"malformed: {error}") from error
 
 
-def _sign(body: bytes, key: bytes, what: str) -> bytes:
-    return body + _mac(body, key, what)
+def _append_mac(body: bytes, key: bytes, what: str) -> bytes:
+    """A message in wire format: its body, then its MAC."""
+    return body + _compute_mac(body, key, what)
 
 
-def _mac(body: bytes, key: bytes, what: str) -> bytes:
+def _compute_mac(body: bytes, key: bytes, what: str) -> bytes:
+    """The MAC of a body. `what` ("ticket" or "hint") is part of it, so one kind cannot pass as the other."""
     return hmac.new(key, f"diptych {what} 1".encode() + b"\0" + body, hashlib.sha256).digest()

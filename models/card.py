@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from models.data import HELD_OUT
-from models.evaluate import NUM_PROBES, evaluate
+from models.evaluate import NUM_PROBES, evaluate_model
 from models.train import PHASES
 
 TITLES = {
@@ -37,7 +37,7 @@ def count_parameters(folder: Path) -> int:
     return total
 
 
-def measure(folder: Path, record: dict[str, Any], seed: int, num_probes: int) -> dict[str, Any]:
+def measure_model(folder: Path, record: dict[str, Any], seed: int, num_probes: int) -> dict[str, Any]:
     return {
         "parameters": count_parameters(folder),
         "weight_bytes": (folder / "model.safetensors").stat().st_size,
@@ -50,19 +50,19 @@ def measure(folder: Path, record: dict[str, Any], seed: int, num_probes: int) ->
         "training_tokens": record["tokens"],
         "recall_token_share": round(record["recall_tokens"] / record["tokens"], 3),
         "held_out_modules": sorted(HELD_OUT),
-        **evaluate(folder, num_probes),
+        **evaluate_model(folder, num_probes),
         "curve": record["curve"],
     }
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
 
 
 def recall_rows(metrics: dict[str, Any]) -> str:
     lines = ["| question | 256 tokens | 1,024 tokens | 1,900 tokens |", "|---|---:|---:|---:|"]
     for key, title in TITLES.items():
-        cells = " | ".join(percent(metrics[key][distance]) for distance in ("256", "1024", "1900"))
+        cells = " | ".join(format_percent(metrics[key][distance]) for distance in ("256", "1024", "1900"))
         lines.append(f"| {title} | {cells} |")
     return "\n".join(lines)
 
@@ -89,22 +89,22 @@ def phase_rows() -> str:
     return "\n".join(lines)
 
 
-def shortfall(metrics: dict[str, Any]) -> str:
+def shortfall_note(metrics: dict[str, Any]) -> str:
     """What the card must admit, if anything."""
     reached = metrics["recall_table_word"]["1024"]
     if reached >= 0.8:
-        return f"The aim, 80 % of table questions at 1,024 tokens, is met ({percent(reached)})."
-    return f"The aim, 80 % of table questions at 1,024 tokens, is **missed**: {percent(reached)}."
+        return f"The aim, 80 % of table questions at 1,024 tokens, is met ({format_percent(reached)})."
+    return f"The aim, 80 % of table questions at 1,024 tokens, is **missed**: {format_percent(reached)}."
 
 
-def render(metrics: dict[str, Any]) -> str:
+def render_card(metrics: dict[str, Any]) -> str:
     template = (Path(__file__).parent / "card.md").read_text(encoding="utf-8")
     written = {
         "recall": recall_rows(metrics),
-        "shortfall": shortfall(metrics),
+        "shortfall": shortfall_note(metrics),
         "curve": curve_rows(metrics),
         "phases": phase_rows(),
-        "recall_share": percent(metrics["recall_token_share"]),
+        "recall_share": format_percent(metrics["recall_token_share"]),
         "held_out": ", ".join(f"`{name}`" for name in metrics["held_out_modules"]),
     }
     return template.format_map({**metrics, **written})
@@ -120,9 +120,9 @@ def main() -> None:
     parser.add_argument("--probes", type=int, default=NUM_PROBES)
     given = parser.parse_args()
     record = json.loads(given.record.read_text(encoding="utf-8"))
-    metrics = measure(given.folder, record, given.seed, given.probes)
+    metrics = measure_model(given.folder, record, given.seed, given.probes)
     (given.folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-    (given.folder / "README.md").write_text(render(metrics), encoding="utf-8")
+    (given.folder / "README.md").write_text(render_card(metrics), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ HELD_OUT = frozenset(
     }
 )
 
-# Tests are missing from some distributions, tables of characters and generated grammars teach nothing.
+# Folders whose files are not used for training: some distributions lack their tests, and tables of characters and
+# generated grammars teach nothing.
 SKIPPED_FOLDERS = frozenset(
     {
         "__pycache__",
@@ -61,7 +62,7 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class SourceModule:
     """One source file; `name` is its path below the standard library, with forward slashes."""
 
     name: str
@@ -81,7 +82,7 @@ def is_wanted(name: str) -> bool:
     return not (parts[0] == "encodings" and parts[-1] not in ("__init__.py", "idna.py", "punycode.py"))
 
 
-def read_modules(folder: Path | None = None) -> list[Module]:
+def read_modules(folder: Path | None = None) -> list[SourceModule]:
     """Every wanted module, sorted by name so that a seed means the same thing on every machine."""
     root = folder or library_folder()
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
@@ -89,13 +90,13 @@ def read_modules(folder: Path | None = None) -> list[Module]:
     for name in filter(is_wanted, names):
         text = (root / name).read_bytes().decode("utf-8", errors="ignore")
         if name == "pydoc_data/topics.py":
-            text = topics(text)
+            text = language_reference(text)
         if text.strip():
-            modules.append(Module(name, text))
+            modules.append(SourceModule(name, text))
     return modules
 
 
-def topics(source: str) -> str:
+def language_reference(source: str) -> str:
     """The language reference that pydoc carries as one dict of escaped strings, as prose."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
@@ -103,7 +104,7 @@ def topics(source: str) -> str:
     return source
 
 
-def split(modules: list[Module]) -> tuple[list[Module], list[Module]]:
+def split_held_out(modules: list[SourceModule]) -> tuple[list[SourceModule], list[SourceModule]]:
     """(training, held out)."""
     return (
         [module for module in modules if module.name not in HELD_OUT],
@@ -111,7 +112,7 @@ def split(modules: list[Module]) -> tuple[list[Module], list[Module]]:
     )
 
 
-def docstrings(module: Module) -> list[tuple[str, str]]:
+def module_docstrings(module: SourceModule) -> list[tuple[str, str]]:
     """(dotted name, cleaned docstring) of the module and of what it defines; [] when it does not parse."""
     try:
         tree = ast.parse(module.text)
@@ -133,7 +134,7 @@ def docstrings(module: Module) -> list[tuple[str, str]]:
     return found
 
 
-def shorten(text: str, limit: int = MAX_ANSWER_CHARS) -> str:
+def shorten_answer(text: str, limit: int = MAX_ANSWER_CHARS) -> str:
     """The leading paragraphs of `text` that fit in `limit` characters; at least part of the first."""
     kept = ""
     for paragraph in text.split("\n\n"):
@@ -144,18 +145,18 @@ def shorten(text: str, limit: int = MAX_ANSWER_CHARS) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ChatExchange:
     """A question and its answer, rendered by the caller with the chat template's own markers."""
 
     user: str
     assistant: str
 
 
-def exchanges(modules: list[Module]) -> list[Exchange]:
+def chat_exchanges(modules: list[SourceModule]) -> list[ChatExchange]:
     """One exchange per docstring; which wording asks is drawn from a fixed seed."""
     rng = random.Random(len(QUESTIONS))
     return [
-        Exchange(rng.choice(QUESTIONS).format(name), shorten(text))
+        ChatExchange(rng.choice(QUESTIONS).format(name), shorten_answer(text))
         for module in modules
-        for name, text in docstrings(module)
+        for name, text in module_docstrings(module)
     ]

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn import functional
 
 from models import data, recall
-from models.llama import Llama, load
-from models.tokenizer import END_OF_TEXT, encode_all, encoder, load_tokenizer, token_id
+from models.llama import Llama, load_model
+from models.tokenizer import END_OF_TEXT, encode_all, load_tokenizer, make_encoder, token_id
 
 DISTANCES = (256, 1024, 1900)
 NUM_PROBES = 100
@@ -69,7 +69,7 @@ def recall_accuracy(
 ) -> float:
     """The share of `count` probes answered exactly."""
     right = 0
-    for probe in recall.probes(seed, count, encode, filler, distance, style, kind):
+    for probe in recall.recall_probes(seed, count, encode, filler, distance, style, kind):
         ids = torch.tensor([probe.prompt + probe.answer[:-1]])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = model.tail(ids, len(probe.answer))
@@ -77,14 +77,14 @@ def recall_accuracy(
     return right / count
 
 
-class HeldOut:
+class HeldOutText:
     """The held-out modules as tokens; also the source text between the facts of needle probes."""
 
     def __init__(self, folder: Path) -> None:
         tokenizer = load_tokenizer(folder)
-        _, modules = data.split(data.read_modules())
+        _, modules = data.split_held_out(data.read_modules())
         self.texts = [module.text for module in modules]
-        self.encode = lru_cache(maxsize=1 << 16)(encoder(tokenizer))
+        self.encode = lru_cache(maxsize=1 << 16)(make_encoder(tokenizer))
         end = token_id(tokenizer, END_OF_TEXT)
         self.documents = [[end, *ids] for ids in encode_all(tokenizer, self.texts)]
         self.stream = [token for ids in self.documents for token in ids]
@@ -96,9 +96,9 @@ class HeldOut:
         return self.stream[stop - tokens : stop] if tokens else []
 
 
-def evaluate(folder: Path, num_probes: int = NUM_PROBES) -> dict[str, object]:
+def evaluate_model(folder: Path, num_probes: int = NUM_PROBES) -> dict[str, object]:
     """Every measured figure of the model card."""
-    held_out, model = HeldOut(folder), load(folder).eval()
+    held_out, model = HeldOutText(folder), load_model(folder).eval()
     num_bytes = sum(len(text.encode()) for text in held_out.texts)
     figures: dict[str, object] = {
         "held_out_bytes": num_bytes,
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    figures = evaluate(given.folder, given.probes)
+    figures = evaluate_model(given.folder, given.probes)
     print(json.dumps(figures, indent=2) if given.json else "\n".join(f"{k}: {v}" for k, v in figures.items()))
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LlamaConfig:
     layers: int = 6
     hidden: int = 256
     heads: int = 8
@@ -26,9 +26,8 @@ class Shape:
     mlp: int = 768
     vocabulary: int = 4096
     context_tokens: int = 2048
-    rope_theta: float = (
-        1e6  # with 16 frequencies per head, so that many turn slowly enough to match content far away
-    )
+    # Each head has 16 frequencies. With this base many of them turn slowly enough to match content far away.
+    rope_theta: float = 1e6
     norm_eps: float = 1e-5
 
     @property
@@ -36,7 +35,7 @@ class Shape:
         return self.hidden // self.heads
 
 
-class Norm(nn.Module):
+class RmsNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -46,14 +45,14 @@ class Norm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions in the half-split layout of Hugging Face. x: [batch, heads, tokens, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class SelfAttention(nn.Module):
+    def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
         self.shape = shape
         self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
@@ -67,15 +66,15 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(batch, tokens, -1, width).transpose(1, 2)
         k = self.k_proj(x).view(batch, tokens, -1, width).transpose(1, 2)
         v = self.v_proj(x).view(batch, tokens, -1, width).transpose(1, 2)
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        q, k = apply_rope(q, cos, sin).to(v.dtype), apply_rope(k, cos, sin).to(v.dtype)
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, -1))
         return out
 
 
-class Mlp(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class GatedMlp(nn.Module):
+    def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
         self.up_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
@@ -86,13 +85,13 @@ class Mlp(nn.Module):
         return out
 
 
-class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class TransformerLayer(nn.Module):
+    def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
-        self.input_layernorm = Norm(shape.hidden, shape.norm_eps)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
-        self.mlp = Mlp(shape)
+        self.input_layernorm = RmsNorm(shape.hidden, shape.norm_eps)
+        self.self_attn = SelfAttention(shape)
+        self.post_attention_layernorm = RmsNorm(shape.hidden, shape.norm_eps)
+        self.mlp = GatedMlp(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -100,14 +99,14 @@ class Layer(nn.Module):
         return out
 
 
-class Body(nn.Module):
+class LlamaBody(nn.Module):
     """The `model.` prefix of Hugging Face's names."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = Norm(shape.hidden, shape.norm_eps)
+        self.layers = nn.ModuleList(TransformerLayer(shape) for _ in range(shape.layers))
+        self.norm = RmsNorm(shape.hidden, shape.norm_eps)
 
 
 class OutputLoss(torch.autograd.Function):
@@ -145,10 +144,10 @@ class OutputLoss(torch.autograd.Function):
 class Llama(nn.Module):
     """Tied embeddings, no biases; `forward` returns logits, `loss` their weighted cross-entropy in nats."""
 
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
+    def __init__(self, shape: LlamaConfig, seed: int = 0) -> None:
         super().__init__()
         self.shape = shape
-        self.model = Body(shape)
+        self.model = LlamaBody(shape)
         source = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -160,7 +159,8 @@ class Llama(nn.Module):
         width = self.shape.head_dim
         speeds = self.shape.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
         turns = torch.outer(torch.arange(tokens, dtype=torch.float32), speeds).repeat(1, 2)
-        return turns.cos(), turns.sin()  # [tokens, head_dim] each
+        # [tokens, head_dim] each.
+        return turns.cos(), turns.sin()
 
     def hidden(self, ids: Tensor) -> Tensor:
         """What the output layer sees: [batch, tokens, hidden]."""
@@ -186,7 +186,7 @@ class Llama(nn.Module):
         return mean, each.view(ids.shape[0], -1)
 
 
-def hf_config(shape: Shape, end_ids: list[int], pad_id: int) -> dict[str, object]:
+def hf_config(shape: LlamaConfig, end_ids: list[int], pad_id: int) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -216,7 +216,7 @@ def hf_config(shape: Shape, end_ids: list[int], pad_id: int) -> dict[str, object
     }
 
 
-def save(model: Llama, folder: Path, end_ids: list[int], pad_id: int) -> None:
+def save_model(model: Llama, folder: Path, end_ids: list[int], pad_id: int) -> None:
     """Write config, generation config and fp16 weights; the weights appear at once or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     config = hf_config(model.shape, end_ids, pad_id)
@@ -233,14 +233,15 @@ def save(model: Llama, folder: Path, end_ids: list[int], pad_id: int) -> None:
     }
     partial = folder / "model.safetensors.partial"
     save_file(tensors, str(partial), metadata={"format": "pt"})
-    partial.chmod(0o644)  # save_file leaves it private
+    # `save_file` makes the file private.
+    partial.chmod(0o644)
     os.replace(partial, folder / "model.safetensors")
 
 
-def load(folder: Path) -> Llama:
+def load_model(folder: Path) -> Llama:
     """The saved model in fp32."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shape = Shape(
+    shape = LlamaConfig(
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
         heads=config["num_attention_heads"],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 
-def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
     """x: [matrices, rows, columns]; singular values come out between about 0.7 and 1.2."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.shape[1] > x.shape[2]
@@ -44,7 +44,7 @@ class Muon:
         for group, average in zip(self.groups, self.averages, strict=True):
             gradient = torch.stack([p.grad for p in group if p.grad is not None])
             average.lerp_(gradient, 1 - self.momentum)
-            update = orthogonal(gradient.lerp(average, self.momentum))
+            update = orthogonalize(gradient.lerp(average, self.momentum))
             rows, columns = group[0].shape
             reach = rate * max(1.0, rows / columns) ** 0.5
             for parameter, change in zip(group, update, strict=True):

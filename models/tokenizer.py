@@ -23,9 +23,10 @@ END_OF_TEXT, SYSTEM, USER, ASSISTANT, TOOL, END, PAD = (
     "<|end|>",
     "<|pad|>",
 )
-SPECIAL = [END_OF_TEXT, SYSTEM, USER, ASSISTANT, TOOL, END, PAD]  # ids 0 to 6
+# These tokens have ids 0 to 6.
+SPECIAL = [END_OF_TEXT, SYSTEM, USER, ASSISTANT, TOOL, END, PAD]
 
-# A developer message is a system message. Text parts are joined, any other part is refused.
+# A developer message is treated as a system message. Text parts are joined; any other part is refused.
 CHAT_TEMPLATE = """\
 {{- '<|endoftext|>' -}}
 {%- for message in messages -%}
@@ -57,7 +58,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def chat(turns: Iterable[tuple[str, str]]) -> str:
+def render_chat(turns: Iterable[tuple[str, str]]) -> str:
     """What the template renders for plain (role, text) turns; used to write training documents."""
     return END_OF_TEXT + "".join(f"<|{role}|>\n{text}{END}\n" for role, text in turns)
 
@@ -93,7 +94,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context_tokens: int) -> N
     fast.save_pretrained(str(folder))
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 and 5 both know this name
+    # This name is known to transformers 4 and 5.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -101,7 +103,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+def make_encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text).ids
         return ids

@@ -26,16 +26,16 @@ from torch import Tensor
 
 from models import data, recall
 from models.evaluate import recall_accuracy
-from models.llama import Llama, Shape, save
+from models.llama import Llama, LlamaConfig, save_model
 from models.optim import Optimizer
 from models.tokenizer import (
     END,
     END_OF_TEXT,
     PAD,
-    chat,
     encode_all,
-    encoder,
     load_tokenizer,
+    make_encoder,
+    render_chat,
     save_tokenizer,
     token_id,
     train_tokenizer,
@@ -45,33 +45,35 @@ log = logging.getLogger("models.train")
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class TrainingPhase:
     """Up to which share of the time; tokens a row, rows a step, and how many of them are recall or chat."""
 
     until: float
     tokens: int
     rows: int
     recall_share: float
-    easy: float  # share of the recall rows that train the simplest circuits
+    # Share of the recall rows that train the simplest circuits.
+    easy: float
     chat_share: float = 0.05
 
 
 PHASES = (
-    Phase(0.20, 256, 16, 0.45, 0.60),
-    Phase(0.43, 512, 8, 0.35, 0.15),
-    Phase(0.68, 1024, 4, 0.30, 0.10),
-    Phase(0.80, 2048, 2, 0.25, 0.05),
-    Phase(1.01, 2048, 2, 0.40, 0.05),
+    TrainingPhase(0.20, 256, 16, 0.45, 0.60),
+    TrainingPhase(0.43, 512, 8, 0.35, 0.15),
+    TrainingPhase(0.68, 1024, 4, 0.30, 0.10),
+    TrainingPhase(0.80, 2048, 2, 0.25, 0.05),
+    TrainingPhase(1.01, 2048, 2, 0.40, 0.05),
 )
 WARM_UP_STEPS = 40
-DECAY_FROM = 0.55  # the rates are constant until here and fall linearly to a fiftieth
+# The learning rates are constant until this share of the training, and then fall linearly to a fiftieth.
+DECAY_FROM = 0.55
 
 
-def phase_at(progress: float) -> Phase:
+def phase_at(progress: float) -> TrainingPhase:
     return next(phase for phase in PHASES if progress < phase.until)
 
 
-def rate_scale(step: int, progress: float) -> float:
+def learning_rate_scale(step: int, progress: float) -> float:
     falling = (1.0 - progress) / (1.0 - DECAY_FROM)
     return max(0.02, min(1.0, (step + 1) / WARM_UP_STEPS, falling))
 
@@ -79,14 +81,16 @@ def rate_scale(step: int, progress: float) -> float:
 class Corpus:
     """Tokenised text, and the rows cut from it."""
 
-    def __init__(self, tokenizer: Tokenizer, modules: list[data.Module], chats: list[data.Exchange]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, modules: list[data.SourceModule], chats: list[data.ChatExchange]
+    ) -> None:
         end = token_id(tokenizer, END_OF_TEXT)
-        self.encode = lru_cache(maxsize=1 << 16)(encoder(tokenizer))
+        self.encode = lru_cache(maxsize=1 << 16)(make_encoder(tokenizer))
         sources = encode_all(tokenizer, [module.text for module in modules])
         self.text = [token for ids in sources for token in (end, *ids)]
         newline = token_id(tokenizer, "Ċ")
         self.newlines = [i for i, token in enumerate(self.text) if token == newline]
-        turns = [chat([("user", one.user), ("assistant", one.assistant)]) for one in chats]
+        turns = [render_chat([("user", one.user), ("assistant", one.assistant)]) for one in chats]
         self.chats = encode_all(tokenizer, turns)
 
     def filler(self, rng: random.Random, tokens: int) -> list[int]:
@@ -94,24 +98,24 @@ class Corpus:
         stop = 1 + rng.choice(self.newlines[len(self.newlines) // 50 :])
         return self.text[stop - tokens : stop] if tokens else []
 
-    def text_row(self, rng: random.Random, tokens: int) -> recall.Row:
+    def text_row(self, rng: random.Random, tokens: int) -> recall.TrainingRow:
         start = rng.randrange(len(self.text) - tokens)
-        return recall.Row(self.text[start : start + tokens], [1.0] * tokens)
+        return recall.TrainingRow(self.text[start : start + tokens], [1.0] * tokens)
 
-    def chat_row(self, rng: random.Random, tokens: int) -> recall.Row:
+    def chat_row(self, rng: random.Random, tokens: int) -> recall.TrainingRow:
         ids: list[int] = []
         while len(ids) < tokens:
             ids += rng.choice(self.chats)
-        return recall.Row(ids[:tokens], [1.0] * tokens)
+        return recall.TrainingRow(ids[:tokens], [1.0] * tokens)
 
-    def batch(self, rng: random.Random, phase: Phase) -> tuple[Tensor, Tensor, list[str]]:
+    def batch(self, rng: random.Random, phase: TrainingPhase) -> tuple[Tensor, Tensor, list[str]]:
         """(ids, weights) of [rows, tokens + 1], and the kind of each row."""
         rows, kinds = [], []
         for _ in range(phase.rows):
             lot = rng.random()
             if lot < phase.recall_share:
                 kinds.append("recall")
-                rows.append(recall.document(rng, self.encode, self.filler, phase.tokens + 1, phase.easy))
+                rows.append(recall.recall_row(rng, self.encode, self.filler, phase.tokens + 1, phase.easy))
             elif lot < phase.recall_share + phase.chat_share:
                 kinds.append("chat")
                 rows.append(self.chat_row(rng, phase.tokens + 1))
@@ -122,7 +126,7 @@ class Corpus:
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """What a checkpoint carries beside weights."""
 
     step: int = 0
@@ -133,7 +137,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TrainingOptions:
     out: Path
     checkpoint: Path
     minutes: float
@@ -144,16 +148,16 @@ class Options:
 
 class Trainer:
     def __init__(
-        self, options: Options, shape: Shape, corpus: Corpus, end_ids: list[int], pad_id: int
+        self, options: TrainingOptions, shape: LlamaConfig, corpus: Corpus, end_ids: list[int], pad_id: int
     ) -> None:
         self.options, self.corpus, self.end_ids, self.pad_id = options, corpus, end_ids, pad_id
         self.model = Llama(shape, options.seed)
         self.optimizer = Optimizer(self.model)
-        self.at = Progress()
+        self.at = TrainingProgress()
         self.stopping = False
         self.losses: dict[str, list[float]] = {"text": [], "chat": [], "recall": []}
 
-    def step(self, phase: Phase, scale: float) -> None:
+    def step(self, phase: TrainingPhase, scale: float) -> None:
         rng = random.Random(f"train/{self.options.seed}/{self.at.step}")
         ids, weights, kinds = self.corpus.batch(rng, phase)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -179,7 +183,7 @@ class Trainer:
             began = time.perf_counter()
             progress = self.at.elapsed_s / budget_s
             phase = phase_at(progress)
-            self.step(phase, rate_scale(self.at.step, progress))
+            self.step(phase, learning_rate_scale(self.at.step, progress))
             self.at.elapsed_s += time.perf_counter() - began
             if self.at.step % self.options.log_every == 0:
                 speed = (self.at.tokens - logged_tokens) / (self.at.elapsed_s - logged_s)
@@ -190,7 +194,7 @@ class Trainer:
                 self.save()
         self.save()
 
-    def report(self, progress: float, phase: Phase, speed: float) -> None:
+    def report(self, progress: float, phase: TrainingPhase, speed: float) -> None:
         means = {kind: sum(last[-200:]) / max(1, len(last[-200:])) for kind, last in self.losses.items()}
         self.losses = {kind: last[-200:] for kind, last in self.losses.items()}
         log.info(
@@ -228,7 +232,7 @@ class Trainer:
             partial,
         )
         os.replace(partial, self.options.checkpoint)
-        save(self.model, self.options.out, self.end_ids, self.pad_id)
+        save_model(self.model, self.options.out, self.end_ids, self.pad_id)
         record = asdict(self.at)
         (self.options.checkpoint.with_suffix(".json")).write_text(
             json.dumps(record, indent=1) + "\n", encoding="utf-8"
@@ -238,17 +242,17 @@ class Trainer:
         state: dict[str, Any] = torch.load(self.options.checkpoint, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.restore(state["optimizer"])
-        self.at = Progress(**state["progress"])
+        self.at = TrainingProgress(**state["progress"])
         log.info("resumed at step %d, %.1f minutes", self.at.step, self.at.elapsed_s / 60)
 
 
-def build(options: Options, shape: Shape, modules: list[data.Module]) -> Trainer:
+def build_trainer(options: TrainingOptions, shape: LlamaConfig, modules: list[data.SourceModule]) -> Trainer:
     """Tokenizer (trained and written when `out` has none), corpus and trainer."""
     options.out.mkdir(parents=True, exist_ok=True)
     if not (options.out / "tokenizer.json").exists():
         save_tokenizer(train_tokenizer(module.text for module in modules), options.out, shape.context_tokens)
     tokenizer = load_tokenizer(options.out)
-    corpus = Corpus(tokenizer, modules, data.exchanges(modules))
+    corpus = Corpus(tokenizer, modules, data.chat_exchanges(modules))
     log.info("%d modules, %d tokens, %d chats", len(modules), len(corpus.text), len(corpus.chats))
     ends = [token_id(tokenizer, END_OF_TEXT), token_id(tokenizer, END)]
     return Trainer(options, shape, corpus, ends, token_id(tokenizer, PAD))
@@ -269,11 +273,11 @@ def main() -> None:
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(given.threads)
-    options = Options(
+    options = TrainingOptions(
         given.out, given.checkpoint, given.minutes, given.seed, given.save_every, given.log_every
     )
-    training, _ = data.split(data.read_modules())
-    trainer = build(options, Shape(), training)
+    training, _ = data.split_held_out(data.read_modules())
+    trainer = build_trainer(options, LlamaConfig(), training)
     if given.resume:
         trainer.resume()
     signal.signal(signal.SIGTERM, trainer.stop)

@@ -1,58 +1,79 @@
-"""What a prefill worker adds to the common loop: KV that was read is leased, offered, and let go.
+"""The prefill role of a worker: prefills prompts, leases the KV, offers it to decode workers, frees it after the pull.
 
-    begin ──engine──▶ let_go: digests ─▶ lease ─▶ Offer ──Release, Abort or the lease's end──▶ let go of
-               └─ step by step: Staged, if that is asked for; hashes of what is complete
+    begin_attempt ──engine──▶ take_over: digests ─▶ lease ─▶ Offer ──Release, Abort or the lease's end──▶ free the slabs
+               └─ step by step: Staged hints, if the request asks for them; hashes of complete chunks
 
-The first token is already on its way to the client when the last digests are computed. Memory in which KV waits to
-be fetched is the buffer between the two pools: while it is full, prompts wait in the engine's bounded queue.
-A lease is the sequence's hold on its slabs, kept: chunks that others share stay known when it ends.
+The first token is already on its way to the client when the last digests are computed. KV that waits to be fetched is
+the buffer between the prefill and the decode pool: while it fills the memory, prompts wait in the engine's bounded
+queue. A lease keeps the sequence's slabs allocated; when it ends, chunks in the prefix tree stay cached.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import msgspec
 
-from diptych.errors import DiptychError
-from diptych.messages import Failed, Offer, Prefill, Release, Renew, Staged, Stats, ToWorker
+from diptych.errors import DiptychError, TransferError
+from diptych.messages import (
+    Failed,
+    Offer,
+    Opened,
+    OpenTransport,
+    Prefill,
+    Release,
+    Renew,
+    Staged,
+    ToWorker,
+    WorkerStats,
+)
 from engine.loop import Engine
-from engine.scheduler import Refused, Sequence
-from kvcache.holdings import Holdings
-from kvcache.layout import KVLayout
+from engine.sequence import Sequence, SequenceRefused
+from kvcache.allocator import KvAllocator
+from kvcache.arenas import KvArenas
+from kvcache.layout import KvLayout
 from kvtransfer import ticket as tickets
-from kvtransfer.board import Board
-from kvtransfer.digests import Terms
+from kvtransfer.digests import DigestContext
+from kvtransfer.layer_progress import LayerProgress
 from kvtransfer.leases import Lease, LeaseLedger
-from kvtransfer.parts import Parts
-from prefill_worker.payloads import Payloads
-from prefill_worker.stager import Stager
-from worker.shell import Line, Order
+from kvtransfer.resharding import ShardedPool
+from prefill_worker.announcer import KvAnnouncer
+from prefill_worker.chunk_hashes import ChunkHashes
+from worker.loop import GatewayLink, WorkOrder
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Issuer:
-    """Who offers KV: this life of this worker, running this model, with the deployment's transfer key."""
+class TicketIssuer:
+    """Signs tickets and hints for this worker's current life (`incarnation`) with the deployment's transfer key."""
 
     key: bytes
     worker: str
     incarnation: str
     fingerprint: str
-    algorithm: str  # of the payload digests
+    # The hash algorithm of the payload digests.
+    algorithm: str
 
-    def hint(self, seq: Sequence, start: int, slabs: Many[int], mark: int) -> bytes:
-        """Sign that chunks of a sequence, from `start` on, are being computed into `slabs` under `mark`."""
-        hint = tickets.Hint(seq.id, seq.epoch, self.worker, self.incarnation, start, tuple(slabs), mark)
+    def sign_hint(self, seq: Sequence, start: int, slabs: Many[int], mark: int) -> bytes:
+        """Sign that the chunks of `seq` from index `start` on are being computed into `slabs`, which carry `mark`."""
+        hint = tickets.StagingHint(
+            seq.id, seq.epoch, self.worker, self.incarnation, start, tuple(slabs), mark
+        )
         return tickets.encode_hint(hint, self.key)
 
-    def issue(self, seq: Sequence, layout: KVLayout, payloads: Many[bytes]) -> bytes:
-        """Sign the ticket for the slabs of a sequence that was read, whose `payloads` are their hashes, in order.
+    def sign_ticket(self, seq: Sequence, layout: KvLayout, payloads: Many[bytes]) -> bytes:
+        """Sign the ticket for the slabs of a prefilled sequence. `payloads` are the hashes of its chunks, in token
+        order.
 
         Raises:
-            ValueError: there are more or fewer of them than chunks.
+            ValueError: the number of hashes is not the number of chunks.
         """
-        terms = Terms(
+        terms = DigestContext(
             request=seq.id,
             epoch=seq.epoch,
             num_tokens=seq.computed,
@@ -60,104 +81,134 @@ class Issuer:
             dtype=layout.dtype,
             shape=layout.chunk_shape,
             fingerprint=self.fingerprint,
+            chunk_bytes=layout.chunk_bytes,
+            codec=layout.codec,
             algorithm=self.algorithm,
         )
         known = dict(zip(seq.slabs, payloads, strict=True))
-        ticket = tickets.write(
+        ticket = tickets.issue_ticket(
             self.key, terms, self.worker, self.incarnation, seq.slabs, lambda slab, algorithm: known[slab]
         )
-        return tickets.encode(ticket, self.key)
+        return tickets.encode_ticket(ticket, self.key)
 
 
-class Prefiller:
-    """The role of a worker that reads prompts. What is leased is held under the sequence's key.
+class PrefillWorker:
+    """The role of a worker that prefills prompts. Leased slabs stay allocated under the sequence's key.
 
-    From now on it follows what `engine` does. Without a `board` no KV is announced, whoever asks for it.
+    It registers itself as the observer of `engine`. Without `progress` no KV is announced, even if a request asks for
+    it.
     """
 
     def __init__(
         self,
-        link: Line,
+        link: GatewayLink,
         engine: Engine,
-        holdings: Holdings,
-        pool: Parts,
+        holdings: KvAllocator | KvArenas,
+        pool: ShardedPool,
         ledger: LeaseLedger,
-        issuer: Issuer,
-        board: Board | None = None,
+        issuer: TicketIssuer,
+        progress: LayerProgress | None = None,
+        open_transport: Callable[[str], bytes] | None = None,
     ) -> None:
-        self.link, self.engine, self.holdings, self.layout = link, engine, holdings, pool.layout
+        """`open_transport` opens a transport of this worker and returns its endpoint. It must be safe in any thread."""
+        self._open_transport = open_transport
+        self.link, self.engine, self.holdings, self.pool = link, engine, holdings, pool
         self.ledger, self.issuer = ledger, issuer
-        payloads = Payloads(holdings, lambda slab: pool.payload(slab, issuer.algorithm))
-        self.stager = engine.follower = Stager(holdings, payloads, self.layout.layers, board, self._hint)
+        payloads = ChunkHashes(holdings, lambda slab: pool.hash_slab(slab, issuer.algorithm))
+        self.announcer = engine.follower = KvAnnouncer(
+            holdings, payloads, pool.layout.layers, progress, self._send_hint
+        )
 
     @property
-    def holds(self) -> bool:
-        """Are there offers that nobody has fetched yet?"""
+    def is_busy(self) -> bool:
+        """Whether any offered KV is still leased."""
         return len(self.ledger) > 0
 
-    def begin(self, order: Order, seq: Sequence, now_s: float) -> None:
-        """Queue a prompt. Raises Refused if the queue is full, or the order is not for this role."""
+    def begin_attempt(self, order: WorkOrder, seq: Sequence, now_s: float) -> None:
+        """Queue a prompt. Raises SequenceRefused if the queue is full or the order is not for this role."""
         if not isinstance(order, Prefill):
-            raise Refused("internal_error", f"a prefill worker cannot serve {type(order).__name__}")
-        seq.hold, seq.stage = True, order.stage
+            raise SequenceRefused("internal_error", f"a prefill worker cannot serve {type(order).__name__}")
+        seq.hold_kv, seq.stage = True, order.stage
         self.engine.add(seq, now_s)
 
-    def _hint(self, seq: Sequence, start: int, slabs: list[int], mark: int) -> None:
-        self.link.send(Staged(seq.id, seq.epoch, self.issuer.hint(seq, start, slabs, mark)))
+    def _send_hint(self, seq: Sequence, start: int, slabs: list[int], mark: int) -> None:
+        """Announce chunks that are being computed to the gateway."""
+        self.link.send(Staged(seq.id, seq.epoch, self.issuer.sign_hint(seq, start, slabs, mark)))
 
-    def take(self, message: ToWorker, now_s: float) -> None:
-        """Renew or release leases."""
+    def take_message(self, message: ToWorker, now_s: float) -> None:
+        """Renew or release leases, or open a transport."""
         match message:
             case Renew(leases):
-                self.ledger.renew(leases, now_s)
+                self.ledger.renew_leases(leases, now_s)
             case Release(request, epoch):
-                self._free(self.ledger.release(request, epoch))
+                self._free_lease(self.ledger.release_lease(request, epoch))
+            case OpenTransport(transport):
+                # Mapping NIXL's libraries and registering the pool takes long, so a thread does it while prefill goes
+                # on.
+                threading.Thread(
+                    target=self._open_and_report, args=(transport,), name="open transport", daemon=True
+                ).start()
 
-    def let_go(self, seq: Sequence, now_s: float) -> None:
-        """Offer what the engine has read."""
+    def _open_and_report(self, transport: str) -> None:
+        """Open a transport and send its endpoint, or the error, to the gateway as `Opened`."""
         try:
-            ticket = self.issuer.issue(seq, self.layout, self.stager.finish(seq))
-            older = self.ledger.offer(seq.id, seq.epoch, seq.slabs, now_s)
+            if self._open_transport is None:
+                raise TransferError("this worker opens no transports")
+            opened = Opened(transport, self._open_transport(transport))
+        except TransferError as error:
+            opened = Opened(transport, b"", "; ".join(part for part in (error.what, error.why) if part))
+        # A library may raise anything. Without a report the decode worker would ask again and again.
+        except Exception as error:
+            log.exception("transport %s could not be opened", transport)
+            opened = Opened(transport, b"", repr(error))
+        self.link.send(opened)
+
+    def take_over(self, seq: Sequence, now_s: float) -> None:
+        """Lease and offer the KV of `seq`, which the engine has prefilled. On an error the attempt fails."""
+        try:
+            layout = self.pool.layout_of(seq.kv_class)
+            ticket = self.issuer.sign_ticket(seq, layout, self.announcer.finish_sequence(seq))
+            older = self.ledger.grant_lease(seq.id, seq.epoch, seq.slabs, now_s)
         except (DiptychError, ValueError) as error:
-            self.holdings.end(seq.key)
+            self.holdings.release(seq.key)
             self.link.send(Failed(seq.id, seq.epoch, "internal_error", str(error)))
             return
-        self._free(older)
-        num_bytes = len(seq.slabs) * self.layout.chunk_bytes
+        self._free_lease(older)
+        num_bytes = len(seq.slabs) * layout.chunk_bytes
         self.link.send(Offer(seq.id, seq.epoch, ticket, seq.computed, num_bytes))
 
-    def tend(self, now_s: float) -> float | None:
-        """Free what nobody has renewed in time, and hash ahead."""
-        self.stager.hash_full()
-        for lease in self.ledger.expire(now_s):
-            self._free(lease)
-        return self.ledger.next_s()
+    def tend_held(self, now_s: float) -> float | None:
+        """Hash full chunks and free expired leases; returns when the next lease expires (clock seconds), or None."""
+        self.announcer.hash_full()
+        for lease in self.ledger.expire_leases(now_s):
+            self._free_lease(lease)
+        return self.ledger.next_expiry_s()
 
-    def abort(self, request: str, epoch: int) -> None:
-        """Free what is leased to the request."""
-        self._free(self.ledger.release(request, epoch))
+    def abort_attempts(self, request: str, epoch: int) -> None:
+        """Free the slabs that are leased to this request."""
+        self._free_lease(self.ledger.release_lease(request, epoch))
 
-    def abandon(self) -> list[tuple[str, int]]:
-        """Free everything that is leased."""
+    def abandon_all(self) -> list[tuple[str, int]]:
+        """Free all leased slabs; returns their attempts (request, epoch)."""
         ended = [(lease.request, lease.epoch) for lease in self.ledger]
         for request, epoch in ended:
-            self.abort(request, epoch)
+            self.abort_attempts(request, epoch)
         return ended
 
     def close(self) -> None:
-        """Follow the engine no more; another role may take it over."""
-        if self.engine.follower is self.stager:
+        """Stop observing the engine, so that another role can use it."""
+        if self.engine.follower is self.announcer:
             self.engine.follower = None
 
-    def books(self, stats: Stats) -> Stats:
-        """The engine's books, with the leases."""
+    def complete_stats(self, stats: WorkerStats) -> WorkerStats:
+        """`stats` of the engine, with the counts of leases added."""
         return msgspec.structs.replace(
             stats,
             leases=len(self.ledger),
-            leases_expired=self.ledger.expired,
-            late_messages=self.ledger.late,
+            leases_expired=self.ledger.num_expired,
+            late_messages=self.ledger.late_messages,
         )
 
-    def _free(self, lease: Lease | None) -> None:
+    def _free_lease(self, lease: Lease | None) -> None:
         if lease is not None:
-            self.holdings.end(f"{lease.request}#{lease.epoch}")
+            self.holdings.release(f"{lease.request}#{lease.epoch}")

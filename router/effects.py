@@ -1,40 +1,51 @@
-"""What happens to the relay, and what it wants done: plain data on both sides.
+"""Events that the relay handles, and effects that it returns to the gateway: plain data on both sides.
 
-`Finish`, `Fail` and `Cancelled` are terminal: every request that arrived gets exactly one of them, and nothing after.
+The relay (`router.requests.relay`) is pure: the gateway passes it events and carries out the returned effects.
+`FinishRequest`, `FailRequest` and `RequestCancelled` are terminal: every request that arrived gets exactly one of them,
+and no effect after it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from diptych.messages import Drain, Output, ToGateway, ToWorker, Turn
-from diptych.request import Request, Stage
+from diptych.chunks import RAW_CLASS
+from diptych.failure_statuses import RequestFailure
+from diptych.messages import Drain, Output, SwitchRole, ToGateway, ToWorker
+from diptych.request import Request, RequestStage
 
 # ---- events
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The workers of one attempt; `prefill` is None where one worker does both."""
+class ChosenPair:
+    """The workers of one attempt; `prefill` is None if the decode worker also prefills."""
 
     prefill: str | None
     decode: str
 
 
 @dataclass(frozen=True, slots=True)
-class Arrive:
-    """A validated request; `stage` ADMITTED may be stamped with the moment its first byte came in.
+class RequestArrived:
+    """A validated request arrived. The caller may already have stamped stage ADMITTED with the time of its first byte.
 
-    `pin` makes it internal (a canary): it goes through exactly these workers, past the limits, once, unmeasured.
+    `pin` marks a canary request of the gateway itself: it uses exactly these workers, ignores limits, is not retried
+    and not measured. `others` are the other sequences of the same HTTP request: all are admitted, or none.
     """
 
     request: Request
-    pin: Choice | None = None
+    pin: ChosenPair | None = None
+    others: tuple[Request, ...] = ()
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All sequences of the HTTP request."""
+        return self.request, *self.others
 
 
 @dataclass(frozen=True, slots=True)
-class FromWorker:
-    """A worker said this; Hello, Beat and Linked included."""
+class WorkerSaid:
+    """A worker sent this message, which may be Hello, Heartbeat or Linked too."""
 
     worker: str
     message: ToGateway
@@ -42,7 +53,7 @@ class FromWorker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The gateway knows that this life of a worker is over, e.g. a send to it has failed."""
+    """The gateway found that this life of a worker has ended, for example because sending to it failed."""
 
     worker: str
     incarnation: str
@@ -51,57 +62,57 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """Nobody reads this request's answer any more."""
+    """The client of this request has disconnected."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """The gateway found the answer's end in its text (a stop string): end the request well, as "stop"."""
+class StopFound:
+    """The gateway found a stop string in the request's text: finish the request with reason "stop"."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """An operator wants a worker to end, or to change pools: no request begins there from now on.
+class WorkerCommand:
+    """An operator wants a worker to drain or to change its role. From now on no request begins there.
 
-    Nothing happens if it is not there.
+    Ignored if there is no such worker.
     """
 
     worker: str
-    message: Drain | Turn
+    message: Drain | SwitchRole
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed. Wanted every 50 to 250 ms; deadlines, leases and heartbeats are looked at."""
+class ClockTick:
+    """Time has passed: deadlines, leases and heartbeats are checked. Expected every 50 to 250 ms."""
 
 
-Event = Arrive | FromWorker | WorkerLost | ClientGone | Stop | Command | Tick
+RelayEvent = RequestArrived | WorkerSaid | WorkerLost | ClientGone | StopFound | WorkerCommand | ClockTick
 
 # ---- effects
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Send `message`; if that fails, the relay wants to hear `WorkerLost`."""
+class SendMessage:
+    """Send `message` to the worker. If that fails, the caller must report `WorkerLost`."""
 
     worker: str
     message: ToWorker
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
-    """Tokens for the client, in order, of any attempt. `output.finish` is told by `Finish`, which follows."""
+class DeliverTokens:
+    """New tokens for the client, in order across attempts. If `output.finish` is set, `FinishRequest` follows."""
 
     request: str
     output: Output
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishRequest:
     """The answer is complete. `reason` is "stop" or "length"."""
 
     request: str
@@ -109,34 +120,27 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
-    """The request has failed; an HTTP error if nothing was delivered yet, else an event within the stream.
-
-    `retry` says whether the client may send it again, `retry_after_s` when.
-    """
+class FailRequest:
+    """The request has failed: an HTTP error if no token was delivered yet, else an error event in the stream."""
 
     request: str
-    status: int
-    code: str
-    message: str
-    retry: bool = False
-    retry_after_s: float | None = None
+    failure: RequestFailure
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The client left; everything it held has been told to go."""
+class RequestCancelled:
+    """The client disconnected; every worker that held something for the request was sent an abort."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
-class Durations:
-    """Where the time of a request went, as metrics.
+class StageDurations:
+    """How long each phase of a request took, for metrics.
 
-    With its first token: "admission", "retry" (an attempt given up), "prefill_queue", "prefill", "deliver"; they sum
-    to the time from its ADMITTED stamp to that token. With the first from its decode worker: "decode_admission",
-    "transfer", "first_decode", which sum to the time since the token of its prefill worker.
+    With the request's first token: "admission", "retry" (attempts that were given up), "prefill_queue", "prefill" and
+    "deliver", which sum to the time from its ADMITTED stamp to this token. With the first token of its decode worker:
+    "decode_admission", "transfer" and "first_decode", which sum to the time since the prefill worker's token.
     """
 
     request: str
@@ -144,35 +148,39 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True)
-class Queued:
-    """The request waits in the gateway, for room or for workers; `Began` or a terminal effect follows."""
+class RequestQueued:
+    """The request waits in the gateway, for credit or for workers; `AttemptBegan` or a terminal effect follows."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
-    """An attempt has begun. `staged`: its KV is announced while it is computed."""
+class AttemptBegan:
+    """An attempt has begun, with KV of `kv_class`.
+
+    With `staged`, its KV is announced and may be pulled while it is computed.
+    """
 
     request: str
     epoch: int
-    choice: Choice
+    choice: ChosenPair
     staged: bool
+    kv_class: str = RAW_CLASS
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
-    """The request is in another stage now. Terminal stages are told by the terminal effects."""
+class StageEntered:
+    """The request entered another stage. Terminal stages are reported by the terminal effects instead."""
 
     request: str
-    stage: Stage
+    stage: RequestStage
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """KV went from one worker to another, in `seconds` of pulling and verifying.
+class KvMoved:
+    """KV was transferred between two workers; `seconds` is the time of pulling and verifying.
 
-    `hidden_s` of pulling were before the KV was complete; `exposed_s` went by between its ticket and its last byte.
+    `hidden_s` is the part of pulling before the KV was complete; `exposed_s` the time from the ticket to the last byte.
     """
 
     request: str
@@ -186,20 +194,25 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Retried:
-    """An attempt was given up for `code`, after so many tokens `delivered`; the next one will have number `epoch`."""
+class AttemptRetried:
+    """An attempt was given up because of `code`, after `delivered` tokens; the next attempt has number `epoch`.
+
+    `why` is a text for the operator.
+    """
 
     request: str
     code: str
     epoch: int
     delivered: int = 0
+    why: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
-    """A decode worker reads this prompt itself, since no prefill worker can.
+class PrefilledLocally:
+    """A decode worker prefills this prompt itself.
 
-    `reason`: "no_prefill_worker" is up, or "no_link" can be made.
+    `reason`: no prefill worker is up ("no_prefill_worker"), none can be linked ("no_link"), or the decode worker is
+    predicted to be done earlier ("sooner").
     """
 
     request: str
@@ -207,28 +220,26 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantined:
-    """The request is taken for the cause of crashes, and refused; `Fail` follows."""
+class RequestQuarantined:
+    """The request is considered the cause of worker crashes and refused; `FailRequest` follows."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
-    """A worker has come, in a new life or over a new link."""
+class WorkerUp:
+    """A worker has joined, in a new life or over a new link."""
 
     worker: str
     role: str
     incarnation: str
+    # Link of its `Hello`: the gateway accepts the channel session that began with it.
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Down:
-    """That life of a worker is over for us.
-
-    End its channel session, so that a survivor introduces itself anew; not if an `Up` of the same worker follows, since
-    the session is then already that of its new life.
-    """
+class WorkerDown:
+    """The relay has dropped this life of a worker. End its channel session, so that it says Hello again if it lives."""
 
     worker: str
     incarnation: str
@@ -236,15 +247,32 @@ class Down:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfit:
-    """A worker cannot serve with the others; `text` says why, with the differing fields side by side."""
+class WorkerUnfit:
+    """A worker cannot serve with the others; `text` explains it, with the differing fields side by side."""
 
     worker: str
     text: str
 
 
-FleetChange = Send | Up | Down | Unfit
-Telling = (
-    Durations | Queued | Began | Entered | Moved | Retried | Local | Quarantined
-)  # for books and logs only
-Effect = FleetChange | Deliver | Finish | Fail | Cancelled | Telling
+@dataclass(frozen=True, slots=True)
+class RejectSession:
+    """Tell the worker that began the session `link` that it must end, and why."""
+
+    worker: str
+    link: str
+    why: str
+
+
+FleetChange = SendMessage | WorkerUp | WorkerDown | WorkerUnfit | RejectSession
+# Effects that concern metrics and logs only.
+TelemetryEffect = (
+    StageDurations
+    | RequestQueued
+    | AttemptBegan
+    | StageEntered
+    | KvMoved
+    | AttemptRetried
+    | PrefilledLocally
+    | RequestQuarantined
+)
+RelayEffect = FleetChange | DeliverTokens | FinishRequest | FailRequest | RequestCancelled | TelemetryEffect

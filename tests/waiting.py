@@ -21,13 +21,13 @@ def wait_for(
     condition: Callable[[], Any],
     timeout_s: float,
     pause_s: float = 0.05,
-    told: Callable[[], Any] = lambda: "",
+    explain: Callable[[], Any] = lambda: "",
 ) -> float:
     """Seconds until `condition` held.
 
     Raises:
-        AssertionError: it did not hold in time; with what `told` says of why.
+        AssertionError: it did not hold in time; with what `explain` returns.
     """
     seconds = comes_true(condition, timeout_s, pause_s)
-    assert seconds is not None, f"not within {timeout_s} s {told()}"
+    assert seconds is not None, f"not within {timeout_s} s {explain()}"
     return seconds

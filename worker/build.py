@@ -1,72 +1,114 @@
-"""From a specification to an engine: model files, KV pools, ranks, runner, sampler. All is built once, here."""
+"""Builds an engine from a worker's specification: model files, KV pools, ranks, model runner and sampler."""
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
-from diptych.config import WorkerSpec
-from diptych.errors import ConfigError, GrammarError
-from engine import grammar, saturation
+from diptych.errors import ConfigError, GrammarError, ModelError
+from diptych.kernel_cache import kernel_source_stamp, machine_kernel_folder
+from diptych.process import SupervisorPipe, exit_fatally
+from diptych.specs import WorkerSpec
+from engine import saturation
+from engine.cpu import attention, matmul
+from engine.cpu.model_runner import CpuModelRunner
+from engine.cpu.tensor_parallel import RankPlacement
 from engine.loop import Engine
-from engine.model.files import ModelFiles
-from engine.model.memory import Memory
-from engine.parallel import Place
-from engine.runner import Runner
-from engine.sampler import Sampler
-from engine.scheduler import Limits, Scheduler
-from kvcache.holdings import Holdings
-from kvcache.layout import KVLayout, Shard
-from kvcache.pool import Pool
+from engine.model.calibration_file import calibration_path
+from engine.model.checkpoint import Checkpoint
+from engine.model.kv_codec import KvClassChoice, check_ranks, largest_codec, resolve_kv_classes
+from engine.model.memory_plan import MemoryPlan, split_pool
+from engine.model.tokenizer import ModelTokenizer
+from engine.protocols import StepObserver
+from engine.sampling import grammar
+from engine.sampling.sampler import Sampler
+from engine.scheduler import Scheduler
+from engine.sequence import EngineLimits
+from kvcache.allocator import KvAllocator
+from kvcache.arenas import KvArenas
+from kvcache.codecs.calibration import CalibratedModel, Calibration
+from kvcache.layout import KvLayout, Shard
+from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree
-from kvcache.tiers.host import HostTier
-from kvtransfer.memory import SharedMemory
-from kvtransfer.parts import Parts
-from worker.ranks import Orders, Ranks, lead
-from worker.start import Voice, give_up
+from kvcache.tiers.host import HostArenas, HostTier
+from kvtransfer.resharding import PoolArena, ShardedPool, plan_spans
+from kvtransfer.shared_memory import SharedMemory
+from worker.ranks import RankProcesses, RankSpec, load_leader
+from worker.saturation_store import SaturationStore
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"auto": "float32", "float32": "float32"}  # by device; on the CPU weights and KV are float32
+# The type of weights and KV for each `--dtype` on the CPU.
+CPU_DTYPES = {"auto": "float32", "float32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A model that was found, how it is split, and how much memory it gets."""
+class ResolvedModel:
+    """A model that was found, its split over ranks, and how much memory it gets."""
 
-    files: ModelFiles
-    plan: Memory
+    files: Checkpoint
+    plan: MemoryPlan
     dtype: str
     shards: tuple[Shard, ...]  # by rank
+    # The KV classes, the default one first. Several only with one rank.
+    classes: tuple[KvClassChoice, ...]
+    # Slabs of each class.
+    class_slabs: tuple[int, ...]
 
     @property
-    def layout(self) -> KVLayout:
-        """Of the whole KV, over all ranks."""
-        return self.files.layout(self.dtype)
+    def codec(self) -> str:
+        """Canonical id of the codec of the default class; empty without one."""
+        return self.classes[0].codec
 
     @property
-    def sizes(self) -> list[int]:
-        """Bytes of each rank's pool; slabs have the same numbers in all of them."""
-        return [self.plan.num_slabs * self.layout.part(shard).chunk_bytes for shard in self.shards]
+    def calibration(self) -> Calibration | None:
+        """The calibration of the default class, if it has one."""
+        return self.classes[0].calibration
+
+    @property
+    def layout(self) -> KvLayout:
+        """The layout of the whole KV of the default class, over all ranks."""
+        return self.layouts[0]
+
+    @property
+    def layouts(self) -> list[KvLayout]:
+        """The layout of the whole KV of each class, over all ranks."""
+        return [self.files.layout(self.dtype, one.codec) for one in self.classes]
+
+    @property
+    def num_slabs(self) -> int:
+        """The slabs of all classes."""
+        return sum(self.class_slabs)
+
+    @property
+    def pool_sizes(self) -> list[int]:
+        """Bytes of each rank's memory for KV. All ranks have the same number of slabs."""
+        _, sizes = plan_spans(self.sized_layouts, self.shards)
+        return list(sizes)
+
+    @property
+    def sized_layouts(self) -> list[tuple[KvLayout, int]]:
+        """The layout and the number of slabs of each class."""
+        return list(zip(self.layouts, self.class_slabs, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
-    """What computes, and what it computes in: an engine, what its sequences hold, and the pools of all ranks."""
+class EngineParts:
+    """What a role works with: the engine, the allocator of its KV slabs, and the pools of all ranks."""
 
     engine: Engine
-    holdings: Holdings
-    pool: Parts
-    ranks: Ranks | None  # those besides this process, if there are any
+    holdings: KvAllocator | KvArenas
+    pool: ShardedPool
+    # The processes of the other ranks; None if the worker has one rank.
+    ranks: RankProcesses | None
 
     def close(self) -> None:
         """End the other ranks."""
@@ -74,18 +116,19 @@ class Body:
             self.ranks.close()
 
 
-def find(spec: WorkerSpec) -> Found:
-    """Find the model and check that it fits; nothing large is read yet.
+def resolve_model(spec: WorkerSpec) -> ResolvedModel:
+    """Find the model and check that it fits in memory. No weights are read yet.
 
     Raises:
-        ConfigError: the device, the dtype or so many ranks are not to be had here.
-        ModelError: the model is not found, not supported, cannot be split like this, or does not fit (one whole request
-            has to).
+        ConfigError: this machine lacks the device, the dtype or enough cores for the ranks, or KV cannot be coded this
+            way.
+        ModelError: the model is not found, not supported, cannot be split this way, or does not fit in memory together
+            with the KV of one request of `max_model_len` tokens; or its calibration cannot be read.
     """
     if spec.device not in ("auto", "cpu"):
         why = "workers compute on the CPU; the code for GPUs has not been run on one yet (docs/gpu.md)"
         raise ConfigError(f"there is no device {spec.device!r} here", why, "use --device cpu")
-    if spec.dtype not in DTYPES:
+    if spec.dtype not in CPU_DTYPES:
         why = "on the CPU weights and KV are float32"
         raise ConfigError(f"{spec.dtype} is not available on the CPU", why, "use --dtype auto")
     if spec.max_num_seqs > spec.max_num_batched_tokens:
@@ -95,62 +138,118 @@ def find(spec: WorkerSpec) -> Found:
             f"use --max-num-batched-tokens {spec.max_num_seqs} or more, or a smaller --max-num-seqs",
         )
     torch.set_num_threads(spec.threads)
-    files = ModelFiles.resolve(spec.model, spec.revision)
-    shards = files.split(spec.tp, spec.pp)
+    files = Checkpoint.resolve(spec.model, spec.revision)
+    classes = resolve_kv_classes(files, spec.kv_cache_codec, spec.kv_cache_calibration)
+    check_ranks(classes, spec.tp, spec.pp)
+    shards = files.split(spec.tp, spec.pp, classes[0].codec)
     plan = files.memory(
         max_model_len=spec.max_model_len,
         kv_bytes=spec.kv_bytes,
+        codec=largest_codec(files, classes),
+        coded=any(one.codec for one in classes),
         tp=spec.tp,
         step_tokens=spec.max_num_batched_tokens,
         step_rows=spec.max_num_seqs,
     )
-    return Found(files, plan, DTYPES[spec.dtype], shards)
+    layouts = [files.layout(CPU_DTYPES[spec.dtype], one.codec) for one in classes]
+    class_slabs = split_pool(files.name, plan, layouts, [one.share for one in classes])
+    return ResolvedModel(files, plan, CPU_DTYPES[spec.dtype], shards, classes, class_slabs)
 
 
-def make_engine(spec: WorkerSpec, found: Found, memories: Sequence[SharedMemory], voice: Voice) -> Body:
+def build_engine(
+    spec: WorkerSpec,
+    found: ResolvedModel,
+    memories: Sequence[SharedMemory],
+    supervisor: SupervisorPipe,
+    observer: StepObserver | None = None,
+) -> EngineParts:
     """Load the weights, warm up, and put the engine together over `memories`, one per rank.
+
+    `supervisor` reports the progress to the supervisor. `observer` is notified of every step that the engine runs.
 
     Raises:
         ModelError: the checkpoint cannot be read.
         StartError: a rank could not start.
     """
-    pools = [
-        Pool(found.layout.part(shard), found.plan.num_slabs, memory.view)
-        for shard, memory in zip(found.shards, memories, strict=True)
-    ]
-    holdings = Holdings(pools[0], PrefixTree() if spec.prefix_caching else None)
-    ranks = Ranks(spec.worker, partial(give_up, voice)) if len(pools) > 1 else None
+    parts = ShardedPool(
+        found.layout,
+        [(shard, memory.view) for shard, memory in zip(found.shards, memories, strict=True)],
+        found.sized_layouts,
+    )
+    # By KV class, then by rank.
+    pools = [_class_pools(parts, arena) for arena in parts.arenas]
+    holdings = _build_arenas(pools, spec.prefix_caching)
+    ranks = RankProcesses(spec.worker, partial(exit_fatally, supervisor)) if len(memories) > 1 else None
     try:
         if ranks is None:
-            runner = Runner.load(found.files, pools[0], found.plan.max_model_len)
+            plan = found.plan
+            others = [
+                (by_rank[0], one.calibration)
+                for by_rank, one in zip(pools[1:], found.classes[1:], strict=True)
+            ]
+            runner = CpuModelRunner.load(
+                found.files, pools[0][0], plan.max_model_len, found.calibration, plan.sink_slots, others
+            )
         else:
-            runner = lead(_orders(spec, found), found.shards, memories, ranks)
-        sampler = Sampler(runner.vocab_size, _grammar_tokens(found.files.path))
-        voice.tell("load")
-        voice.tell("warm", 0)
+            runner = load_leader(_leader_spec(spec, found), found.shards, memories, ranks)
+        sampler = Sampler(runner.vocab_size, _load_grammar_tokens(found.files.path))
+        supervisor.report_progress("load")
+        supervisor.report_progress("warm", 0)
         runner.warm()
-        scheduler = Scheduler(_limits(spec, found))
-        voice.tell("warm")
+        sampler.warm()
+        scheduler = Scheduler(_engine_limits(spec, found))
+        supervisor.report_progress("warm")
     except BaseException:
         if ranks is not None:
             ranks.close()
         raise
-    host = HostTier(pools, spec.swap_bytes) if spec.swap_bytes else None
-    parts = Parts(
-        found.layout, [(shard, pool.memory) for shard, pool in zip(found.shards, pools, strict=True)]
-    )
-    return Body(Engine(runner, scheduler, holdings, sampler, host), holdings, parts, ranks)
+    host = _build_host(pools, found, spec.swap_bytes) if spec.swap_bytes else None
+    engine = Engine(runner, scheduler, holdings, sampler, host, observer)
+    return EngineParts(engine, holdings, parts, ranks)
 
 
-def _orders(spec: WorkerSpec, found: Found) -> Orders:
-    """Rank 0's."""
-    return Orders(
+def _class_pools(parts: ShardedPool, arena: PoolArena) -> list[KvPool]:
+    """The pool of one KV class on each rank."""
+    pools = []
+    for rank, (shard, memory) in enumerate(zip(parts.shards, parts.memories, strict=True)):
+        at, span = arena.span.offsets[rank], arena.span
+        view = memory[at : at + span.num_slabs * arena.slab_bytes[rank]]
+        pools.append(KvPool(arena.layout.shard_layout(shard), span.num_slabs, view, span.first))
+    return pools
+
+
+def _build_arenas(pools: Sequence[Sequence[KvPool]], caching: bool) -> KvAllocator | KvArenas:
+    """The books of all classes, kept on rank 0; with one class its allocator alone."""
+    arenas = {
+        by_rank[0].layout.kv_class: KvAllocator(by_rank[0], PrefixTree() if caching else None)
+        for by_rank in pools
+    }
+    return KvArenas(arenas) if len(arenas) > 1 else next(iter(arenas.values()))
+
+
+def _build_host(
+    pools: Sequence[Sequence[KvPool]], found: ResolvedModel, swap_bytes: int
+) -> HostTier | HostArenas:
+    """The host tier; with several classes each has the share of it that it has of the pool."""
+    tiers = {
+        by_rank[0].layout.kv_class: HostTier(by_rank, int(swap_bytes * one.share), by_rank[0].first)
+        for by_rank, one in zip(pools, found.classes, strict=True)
+    }
+    return HostArenas(tiers) if len(tiers) > 1 else next(iter(tiers.values()))
+
+
+def _leader_spec(spec: WorkerSpec, found: ResolvedModel) -> RankSpec:
+    """The specification of rank 0, from which those of the other ranks are derived."""
+    return RankSpec(
         worker=spec.worker,
-        place=Place(0, spec.tp, spec.pp),
+        place=RankPlacement(0, spec.tp, spec.pp),
         shard=found.shards[0],
         shape=found.files.shape,
         weights={name: str(path) for name, path in found.files.weights.items()},
         dtype=found.dtype,
+        codec=found.codec,
+        calibration=_calibration_source(spec, found),
+        sink_slots=found.plan.sink_slots,
         max_model_len=found.plan.max_model_len,
         num_slabs=found.plan.num_slabs,
         core=spec.core,
@@ -159,55 +258,91 @@ def _orders(spec: WorkerSpec, found: Found) -> Orders:
     )
 
 
-def _limits(spec: WorkerSpec, found: Found) -> Limits:
-    """What the engine takes on, in whatever role."""
-    return Limits(
-        num_slabs=found.plan.num_slabs,
+def _calibration_source(spec: WorkerSpec, found: ResolvedModel) -> tuple[str, CalibratedModel] | None:
+    """The file from which other ranks read the codec's calibration, and the model that it must be of."""
+    if found.calibration is None:
+        return None
+    return str(calibration_path(found.files, spec.kv_cache_calibration)), found.calibration.model
+
+
+def _engine_limits(spec: WorkerSpec, found: ResolvedModel) -> EngineLimits:
+    """The limits of the engine, which are the same in every role."""
+    return EngineLimits(
+        num_slabs=found.num_slabs,
         max_model_len=found.plan.max_model_len,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         chunked_prefill=spec.chunked_prefill,
         tpot_s=None if spec.tpot_ms is None else spec.tpot_ms / 1000,
+        arena_slabs={layout.kv_class: count for layout, count in found.sized_layouts}
+        if len(found.classes) > 1
+        else {},
     )
 
 
-class Tuning:
-    """What of an engine depends on the role: one that only reads prompts fills its steps no more than keeps it busy.
+def open_saturation_store(spec: WorkerSpec, found: ResolvedModel, fingerprint: str) -> SaturationStore:
+    """The file in which the measured saturation of such a worker is kept between starts."""
+    split = (spec.tp, spec.pp, spec.threads, *_machine_identity())
+    lengths = (spec.max_num_batched_tokens, found.plan.max_model_len, found.class_slabs[0])
+    return SaturationStore(machine_kernel_folder(), fingerprint, *split, *lengths, found.codec)
 
-    How many tokens that are is measured, once, before the first life in that role.
+
+def choose_step_clock(spec: WorkerSpec) -> Callable[[], float]:
+    """The clock that measures steps: the CPU time of the thread if one thread computes them, else wall-clock time.
+
+    With CPU time, other programs on the machine do not distort the measurement.
+    """
+    one_thread = spec.threads == spec.tp == spec.pp == 1
+    return time.thread_time if one_thread else time.monotonic
+
+
+def _machine_identity() -> tuple[object, ...]:
+    """What the speed of steps depends on besides the model: the kernels' sources, the cores, and the machine's boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return (kernel_source_stamp(matmul), kernel_source_stamp(attention), len(os.sched_getaffinity(0)), boot)
+
+
+class RoleTuning:
+    """Adapts an engine to a role. A prefill worker limits its steps to the tokens that saturate the device.
+
+    More tokens per step would only make other prompts wait. The number comes from `store`, or is measured with `clock`
+    before the worker first serves as a prefill worker.
     """
 
-    def __init__(self, engine: Engine, holdings: Holdings) -> None:
-        self.engine, self.holdings = engine, holdings
-        self._busy: int | None = None
+    def __init__(
+        self,
+        engine: Engine,
+        holdings: KvAllocator | KvArenas,
+        store: SaturationStore,
+        clock: Callable[[], float],
+    ) -> None:
+        self.engine, self.holdings, self._store, self._clock = engine, holdings, store, clock
+        self._saturation_tokens: int | None = None
 
-    def suit(self, role: str) -> None:
-        """Make the engine fit for `role`. Nothing may run in it, and the pool needs room for one step."""
+    def tune_for(self, role: str) -> None:
+        """Set the engine's limits for `role`.
+
+        No sequence may run in the engine, and the pool needs slabs for one step.
+        """
         limits, busy = self.engine.scheduler.limits, 0
         if role == "prefill":
-            if self._busy is None:
+            if self._saturation_tokens is None:
+                self._saturation_tokens = self._store.read_tokens()
+            if self._saturation_tokens is None:
                 longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-                curve = saturation.measure(self.engine.runner.run, self.holdings, longest, time.monotonic)
-                self._busy = saturation.shortest(curve)
-            busy = self._busy
+                arena = self.holdings.arena_of(limits.kv_classes[0])
+                curve = saturation.measure_curve(self.engine.runner.run, arena, longest, self._clock)
+                self._saturation_tokens = saturation.saturation_length(curve)
+                self._store.write_tokens(self._saturation_tokens)
+            busy = self._saturation_tokens
         self.engine.scheduler.limits = replace(limits, saturation_tokens=busy)
 
 
-def _grammar_tokens(folder: Path) -> Any:
-    """The tokenizer as structured output needs it, or None (logged) if this model's cannot serve that."""
+def _load_grammar_tokens(folder: Path) -> Any:
+    """The tokenizer in the form that structured output needs, or None (logged) if this model cannot do it."""
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-        return grammar.load(tokenizer, _end_ids(folder, tokenizer))
-    except (GrammarError, OSError, ValueError) as error:
+        tokenizer = ModelTokenizer.load(folder)
+        return grammar.build_tokenizer(tokenizer.backend, tokenizer.end_ids(folder))
+    except (GrammarError, ModelError, OSError, ValueError) as error:
         log.warning("structured output is not possible with this model: %s", error)
         return None
-
-
-def _end_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Every id that ends an answer of this model, as the gateway reads them."""
-    ends: list[Any] = [tokenizer.eos_token_id]
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            ends.append(json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id"))
-    listed = [end if isinstance(end, list) else [end] for end in ends if end is not None]
-    return {int(token) for end in listed for token in end}

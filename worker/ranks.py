@@ -1,23 +1,25 @@
-"""The ranks of one worker: child processes that run what rank 0, the worker's own process, tells them.
+"""The other ranks of one worker: child processes that compute their shard of the model in every step of rank 0.
 
     rank 0   link to the gateway, engine, its part of the model ──step──▶ ranks 1 ...: a part of the model, nothing else
                                                                 ◀─done──
-    standard input of a rank   a socket to rank 0: `Orders` (JSON), then steps (`engine.parallel.encode`); the way back
-                               carries what became of loading, and of every step
+    standard input of a rank   a socket to rank 0: `RankSpec` (JSON), then steps
+                               (`engine.cpu.tensor_parallel.encode_step`); each is answered by a `RankReply`,
+                               as is loading the weights
 
-All pools are memory that rank 0 made and has mapped, so KV comes and goes through rank 0 alone. A rank never outlives
-rank 0: the kernel kills it. When one dies, or does not answer, the worker ends at once, and its supervisor starts it
-again: a model that lacks a part can do nothing. `python -m worker.ranks` is such a rank.
+Rank 0 is the worker's own process. It creates and maps the pools of all ranks, so KV is transferred through rank 0
+alone. The kernel kills a rank when rank 0 dies. When a rank dies or does not answer, the worker ends at once and its
+supervisor starts it again: a model that lacks a shard cannot compute. `python -m worker.ranks` is the program of such a
+rank.
 """
 
 from __future__ import annotations
 
 import sys
 
-from worker.start import EXPECTED, FATAL, core_of, pin, settle
+from diptych.process import EXIT_EXPECTED, EXIT_FATAL, configure_process, core_of_rank, pin_to_core
 
 if __name__ == "__main__":
-    settle()
+    configure_process()
 
 import logging
 import mmap
@@ -39,159 +41,185 @@ import msgspec
 import torch
 
 from diptych.errors import DiptychError, StartError
-from engine.model.decoder import Decoder
-from engine.model.shape import Shape
-from engine.model.weights import Weights
-from engine.parallel import STALL_S, Group, Place, decode
-from engine.runner import Runner
-from kvcache.layout import KVLayout, Shard
-from kvcache.pool import Pool
-from kvtransfer.memory import PAGE, SharedMemory
+from engine.cpu.coded.sink_table import DEFAULT_SLOTS
+from engine.cpu.decoder import CpuDecoder
+from engine.cpu.model_runner import CpuModelRunner
+from engine.cpu.tensor_parallel import EXCHANGE_TIMEOUT_S, RankGroup, RankPlacement, decode_step
+from engine.model.architecture import ModelConfig
+from engine.model.weights import WeightReader
+from kvcache.codecs.calibration import CalibratedModel, read_calibration
+from kvcache.layout import KvLayout, Shard
+from kvcache.pool import KvPool
+from kvtransfer.shared_memory import PAGE_BYTES, SharedMemory
 
-GRACE_S = 5.0  # how long a rank may take to end when its work is over
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # else gloo listens where the host's name leads
-AGAIN = "the worker is started again by its supervisor"
+# Seconds that a rank may take to end after rank 0 has closed the connection.
+END_GRACE_S = 5.0
+# Keeps gloo on the loopback interface; by default it listens on the address of the host name.
+LOOPBACK_ENV = {"GLOO_SOCKET_IFNAME": "lo"}
+RESTART_HINT = "the worker is started again by its supervisor"
 
 log = logging.getLogger(__name__)
 
 
-class Orders(msgspec.Struct, frozen=True):
-    """All that one rank is told; what rank 0 found out about the model it need not find again."""
+class RankSpec(msgspec.Struct, frozen=True):
+    """Everything that a rank needs to know. Rank 0 has inspected the model, so the other ranks need not."""
 
     worker: str
-    place: Place
+    place: RankPlacement
     shard: Shard
-    shape: Shape
-    weights: dict[str, str]  # tensor name -> file
+    shape: ModelConfig
+    # The file of each tensor, by tensor name.
+    weights: dict[str, str]
     dtype: str
     max_model_len: int
     num_slabs: int
-    memory: tuple[int, int] = (-1, 0)  # an inherited descriptor of a `SharedMemory`, and its bytes
-    meeting: str = ""  # a file in a private folder, where the ranks find each other
-    core: int | None = None  # that of rank 0
+    # The canonical id of the pool's codec; empty: it has none.
+    codec: str = ""
+    # The file of the codec's calibration, and the model that it must be of; None for codecs without one.
+    calibration: tuple[str, CalibratedModel] | None = None
+    # How many first tokens' exact KV the ranks keep, if there is a codec.
+    sink_slots: int = DEFAULT_SLOTS
+    # An inherited file descriptor of a `SharedMemory`, and its size in bytes.
+    memory: tuple[int, int] = (-1, 0)
+    # A file in a private folder, through which the ranks find each other.
+    meeting: str = ""
+    # The core that rank 0 is pinned to; None if it is not pinned.
+    core: int | None = None
     threads: int = 1
-    stall_s: float = STALL_S  # longest wait for another rank within a step
+    # Seconds to wait for another rank within a step.
+    stall_s: float = EXCHANGE_TIMEOUT_S
     log_level: str = "warning"
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says: all is well, or what went wrong."""
+class RankReply(msgspec.Struct, frozen=True, array_like=True):
+    """The answer of a rank after loading or after a step: success, or the error."""
 
-    kind: str = ""  # "" | "start" (of a `DiptychError`) | the type of an exception in a step
+    # "" means success; "start" a `DiptychError` while loading; anything else is the type of an exception in a step.
+    kind: str = ""
     what: str = ""
     why: str = ""
     fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
+class _RankProcess:
     number: int
     process: subprocess.Popen[bytes]
     line: Connection
 
 
-class Ranks:
-    """Ranks 1 and up of the worker `name`. `fatal` is told, once, why the worker has to end; it should not return."""
+class RankProcesses:
+    """Ranks 1 and up of the worker `name`. `fatal` is called once, when the worker must end; it should not return."""
 
     def __init__(
         self, name: str, fatal: Callable[[DiptychError], object], module: str = "worker.ranks"
     ) -> None:
         self.name = name
         self._fatal, self._module = fatal, module
-        self._stall_s = STALL_S
-        self._ranks: list[_Rank] = []
-        self._group: Group | None = None
+        self._stall_s = EXCHANGE_TIMEOUT_S
+        self._ranks: list[_RankProcess] = []
+        self._group: RankGroup | None = None
         self._lock, self._over = threading.Lock(), threading.Event()
         self._closing = False
         self._lost: DiptychError | None = None
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, from rank 1 on."""
+        """Process ids, from rank 1 on."""
         return [rank.process.pid for rank in self._ranks]
 
-    def start(self, orders: Sequence[Orders], memories: Sequence[SharedMemory]) -> None:
-        """Start a process for each of `orders`, with its pool, which begins to load. They end with this thread."""
-        self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")  # nobody else can enter it
+    def start_ranks(self, orders: Sequence[RankSpec], memories: Sequence[SharedMemory]) -> None:
+        """Start a process for each of `orders`, with its pool; it begins to load.
+
+        The processes end with this thread.
+        """
+        # The folder is private: no other user can enter it.
+        self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
         for order, memory in zip(orders, memories, strict=True):
             self._stall_s = order.stall_s
             ours, theirs = socket.socketpair()
-            # A step may be longer than what the socket takes at once: writing it waits for the rank, too.
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(order.stall_s))
+            # A step may be longer than the socket's buffer. Sending it then waits for the rank, so sending has a time
+            # limit, too.
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _pack_timeval(order.stall_s))
             with theirs:
                 process = subprocess.Popen(
                     [sys.executable, "-m", self._module],
                     stdin=theirs.fileno(),
                     pass_fds=[memory.fd],
-                    env=dict(os.environ) | LOOPBACK,
+                    env=dict(os.environ) | LOOPBACK_ENV,
                 )
-            rank = _Rank(order.place.rank, process, Connection(ours.detach()))
+            rank = _RankProcess(order.place.rank, process, Connection(ours.detach()))
             self._ranks.append(rank)
-            told = msgspec.structs.replace(
+            rank_spec = msgspec.structs.replace(
                 order, memory=(memory.fd, memory.num_bytes), meeting=str(Path(self._folder) / "meeting")
             )
-            rank.line.send_bytes(msgspec.json.encode(told))
+            rank.line.send_bytes(msgspec.json.encode(rank_spec))
 
-    def meet(self, group: Group) -> None:
-        """Wait until all have loaded, connect, and watch over them from now on.
+    def join_ranks(self, group: RankGroup) -> None:
+        """Wait until all ranks have loaded, connect them, and watch their processes from now on.
 
         Raises:
-            StartError: one of them could not load.
+            StartError: a rank could not load.
         """
         for rank in self._ranks:
             try:
-                reply = msgspec.msgpack.decode(rank.line.recv_bytes(), type=Reply)
+                reply = msgspec.msgpack.decode(rank.line.recv_bytes(), type=RankReply)
             except EOFError:
-                why = _ended(rank.process.wait())
+                why = _describe_exit(rank.process.wait())
                 raise StartError(f"rank {rank.number} of {self.name} ended while loading", why) from None
             if reply.kind:
                 raise StartError(reply.what, reply.why, reply.fix)
         for rank in self._ranks:
             name = f"watch rank {rank.number}"
-            threading.Thread(target=self._watch, args=(rank,), name=name, daemon=True).start()
-        os.environ.update(LOOPBACK)
+            threading.Thread(target=self._watch_rank, args=(rank,), name=name, daemon=True).start()
+        os.environ.update(LOOPBACK_ENV)
         self._group = group
         group.join(Path(self._folder) / "meeting")
         shutil.rmtree(self._folder)
 
-    def tell(self, step: bytes) -> None:
-        """Let all of them run their part of a step."""
+    def send_step(self, step: bytes) -> None:
+        """Send a step to all ranks, which begin to compute it."""
         for rank in self._ranks:
             try:
                 rank.line.send_bytes(step)
             except OSError as error:
-                self.lose(f"rank {rank.number} does not listen", error)
+                self.fail_worker(f"rank {rank.number} does not listen", error)
 
-    def hear(self) -> Exception | None:
-        """Wait until all of them are through with a step; what went wrong on one of them."""
+    def wait_for_step(self) -> Exception | None:
+        """Wait until all ranks have answered a step; returns the error of one of them, if any failed."""
         wrong: Exception | None = None
         for rank in self._ranks:
             try:
                 if not rank.line.poll(self._stall_s):
-                    self.lose(f"rank {rank.number} does not answer", TimeoutError(f"{self._stall_s:.0f} s"))
-                reply = msgspec.msgpack.decode(rank.line.recv_bytes(), type=Reply)
+                    self.fail_worker(
+                        f"rank {rank.number} does not answer", TimeoutError(f"{self._stall_s:.0f} s")
+                    )
+                reply = msgspec.msgpack.decode(rank.line.recv_bytes(), type=RankReply)
             except (EOFError, OSError) as error:
-                self.lose(f"rank {rank.number} has gone", error)
+                self.fail_worker(f"rank {rank.number} has gone", error)
             if reply.kind:
                 kind = MemoryError if reply.kind == "MemoryError" else RuntimeError
                 wrong = kind(f"rank {rank.number}: {reply.kind}: {reply.what}")
         return wrong
 
-    def lose(self, what: str, error: Exception) -> NoReturn:
-        """The ranks are out of step: the worker has to end."""
-        # It may be the death of one that the others stumble over; then that is what is told.
+    def fail_worker(self, what: str, error: Exception) -> NoReturn:
+        """End the worker, because the ranks are out of step."""
+        # The cause may be the death of another rank. The thread that watches that rank reports it within a second, so
+        # wait for the report.
         if not self._over.wait(1.0):
-            self._tell(f"{what} ({self.name})", " ".join(f"{type(error).__name__}: {error}".split())[:300])
+            self._report_fatal(
+                f"{what} ({self.name})", " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            )
         raise self._lost or error
 
     def close(self) -> None:
-        """End them all. Idempotent."""
+        """End all ranks. Idempotent."""
         self._closing = True
         for rank in self._ranks:
             rank.line.close()
         for rank in self._ranks:
             try:
-                rank.process.wait(GRACE_S)
+                rank.process.wait(END_GRACE_S)
             except subprocess.TimeoutExpired:
                 rank.process.kill()
                 rank.process.wait()
@@ -202,108 +230,139 @@ class Ranks:
             self._group.leave()
             self._group = None
 
-    def _watch(self, rank: _Rank) -> None:
+    def _watch_rank(self, rank: _RankProcess) -> None:
+        """A thread: wait for the end of a rank's process, which is fatal unless the worker is closing."""
         rank.process.wait()
         if not self._closing:
-            self._end(rank)
+            self._on_rank_ended(rank)
 
-    def _end(self, rank: _Rank) -> None:
-        self._tell(f"rank {rank.number} of {self.name} has ended", _ended(rank.process.returncode))
+    def _on_rank_ended(self, rank: _RankProcess) -> None:
+        self._report_fatal(
+            f"rank {rank.number} of {self.name} has ended", _describe_exit(rank.process.returncode)
+        )
 
-    def _tell(self, what: str, why: str) -> None:
+    def _report_fatal(self, what: str, why: str) -> None:
+        """Keep the first reason for which the worker must end, and call `fatal` with it."""
         with self._lock:
             if self._lost is None:
-                self._lost = DiptychError(what, why, AGAIN)
+                self._lost = DiptychError(what, why, RESTART_HINT)
                 self._fatal(self._lost)
                 self._over.set()
 
 
-def _timeval(seconds: float) -> bytes:
-    """A `struct timeval`; never zero, which would mean no limit."""
+def _pack_timeval(seconds: float) -> bytes:
+    """`seconds` as a `struct timeval`; never zero, which would mean no limit."""
     return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
 
 
-def _ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
-def lead(orders: Orders, shards: Sequence[Shard], memories: Sequence[SharedMemory], ranks: Ranks) -> Runner:
-    """The runner of a model that is spread over ranks. `orders` are rank 0's; `shards` and `memories` are by rank.
+def load_leader(
+    orders: RankSpec, shards: Sequence[Shard], memories: Sequence[SharedMemory], ranks: RankProcesses
+) -> CpuModelRunner:
+    """Start the other ranks and load rank 0's shard. `orders` is for rank 0; `shards` and `memories` are by rank.
 
     Raises:
         ModelError: the checkpoint cannot be read.
-        StartError: another rank could not load its part.
+        StartError: another rank could not load its shard.
     """
     others = [
         msgspec.structs.replace(orders, place=replace(orders.place, rank=rank), shard=shard)
         for rank, shard in enumerate(shards)
     ]
-    ranks.start(others[1:], memories[1:])
-    group = _group(orders, lambda error: ranks.lose("an exchange failed", error))
-    runner = _load(orders, group, memories[0].view, ranks)
-    ranks.meet(group)
+    ranks.start_ranks(others[1:], memories[1:])
+    group = _make_group(orders, lambda error: ranks.fail_worker("an exchange failed", error))
+    runner = _load_runner(orders, group, memories[0].view, ranks)
+    ranks.join_ranks(group)
     return runner
 
 
-def serve(orders: Orders, line: Connection) -> None:
-    """The life of a rank: load, meet the others, run steps until rank 0 hangs up."""
+def serve_rank(orders: RankSpec, line: Connection) -> None:
+    """Run one rank: load its shard, connect to the other ranks, and compute steps until rank 0 hangs up."""
     torch.set_num_threads(orders.threads)
-    group = _group(orders, _broken)
+    group = _make_group(orders, _exit_broken)
     descriptor, num_bytes = orders.memory
-    runner = _load(orders, group, memoryview(mmap.mmap(descriptor, PAGE + num_bytes))[PAGE:])
-    line.send_bytes(msgspec.msgpack.encode(Reply()))
+    runner = _load_runner(
+        orders, group, memoryview(mmap.mmap(descriptor, PAGE_BYTES + num_bytes))[PAGE_BYTES:]
+    )
+    line.send_bytes(msgspec.msgpack.encode(RankReply()))
     group.join(Path(orders.meeting))
-    pin(core_of(orders.core, orders.place.rank))
+    pin_to_core(core_of_rank(orders.core, orders.place.rank))
     while True:
         try:
             step = line.recv_bytes()
         except EOFError:
             group.leave()
             return
-        line.send_bytes(msgspec.msgpack.encode(_run(runner, step)))
+        line.send_bytes(msgspec.msgpack.encode(_run_step(runner, step)))
 
 
-def _group(orders: Orders, broken: Callable[[Exception], NoReturn]) -> Group:
-    return Group(orders.place, orders.shape, orders.shard, broken, orders.stall_s)
+def _make_group(orders: RankSpec, broken: Callable[[Exception], NoReturn]) -> RankGroup:
+    return RankGroup(orders.place, orders.shape, orders.shard, broken, orders.stall_s)
 
 
-def _run(runner: Runner, step: bytes) -> Reply:
-    works = decode(step)
+def _run_step(runner: CpuModelRunner, step: bytes) -> RankReply:
+    """Compute this rank's part of an encoded step; an exception becomes the reply."""
+    works, sinks = decode_step(step)
     try:
-        runner.part(works)
+        runner.part(works, sinks)
     except Exception as error:
-        return Reply(type(error).__name__, str(error)[:500])
-    return Reply()
+        return RankReply(type(error).__name__, str(error)[:500])
+    return RankReply()
 
 
-def _load(orders: Orders, wire: Group, memory: memoryview, crew: Ranks | None = None) -> Runner:
+def _load_runner(
+    orders: RankSpec, wire: RankGroup, memory: memoryview, followers: RankProcesses | None = None
+) -> CpuModelRunner:
+    """Load the shard of one rank, and bind it to its pool in `memory`."""
     shape, shard = orders.shape, orders.shard
-    layout = KVLayout(shape.layers, shape.kv_heads, shape.head_dim, orders.dtype).part(shard)
+    whole = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, orders.dtype, orders.codec)
+    layout = whole.shard_layout(shard)
+    calibration = None
+    if orders.calibration is not None:
+        file, model = orders.calibration
+        calibration = read_calibration(Path(file), model)
     files = {name: Path(file) for name, file in orders.weights.items()}
-    with torch.no_grad(), Weights(files) as weights:
-        decoder = Decoder(shape, weights, orders.max_model_len, place=orders.place, shard=shard, wire=wire)
-    return Runner(decoder, Pool(layout, orders.num_slabs, memory), orders.max_model_len, crew)
+    with torch.no_grad(), WeightReader(files) as weights:
+        decoder = CpuDecoder(shape, weights, orders.max_model_len, place=orders.place, shard=shard, wire=wire)
+    pool = KvPool(layout, orders.num_slabs, memory)
+    return CpuModelRunner(
+        decoder,
+        pool,
+        orders.max_model_len,
+        followers,
+        calibration=calibration,
+        shard=shard,
+        sink_slots=orders.sink_slots,
+    )
 
 
-def _broken(error: Exception) -> NoReturn:
+def _exit_broken(error: Exception) -> NoReturn:
+    """End this rank's process, because an exchange failed."""
     log.error("the ranks are out of step: %s", " ".join(str(error).split())[:300])
-    os._exit(FATAL)
+    os._exit(EXIT_FATAL)
 
 
 def main() -> int:
-    """One rank, commanded over standard input; returns the exit status."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 drains, then hangs up
+    """The program of one rank, commanded by rank 0 over standard input; returns the exit status."""
+    # SIGTERM is ignored, since rank 0 drains first and then closes the connection, which ends this rank.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     line = Connection(os.dup(0))
-    orders = msgspec.json.decode(line.recv_bytes(), type=Orders)
+    orders = msgspec.json.decode(line.recv_bytes(), type=RankSpec)
     name = f"{orders.worker} rank {orders.place.rank}"
-    logging.basicConfig(level=orders.log_level.upper(), format=f"%(levelname)s {name} %(message)s")
+    logging.basicConfig(
+        level=orders.log_level.upper(),
+        format=f"%(levelname)s {name} %(message)s",
+    )
     try:
-        serve(orders, line)
+        serve_rank(orders, line)
     except DiptychError as error:
-        line.send_bytes(msgspec.msgpack.encode(Reply("start", error.what, error.why, error.fix)))
-        return EXPECTED
+        line.send_bytes(msgspec.msgpack.encode(RankReply("start", error.what, error.why, error.fix)))
+        return EXIT_EXPECTED
     except Exception as error:
-        _broken(error)
+        _exit_broken(error)
     return 0
 
 

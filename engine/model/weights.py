@@ -1,8 +1,8 @@
-"""Tensors read straight from safetensors files, cast once to the compute dtype.
+"""Reads tensors from safetensors files and casts them once to the compute dtype.
 
-Files are read, not mapped: pages of a mapped file would count as memory of the process beside the tensors made from
-them, and the peak while loading would be twice what is announced. The format: 8 bytes with the length of a JSON header
-(little-endian), the header (name -> dtype, shape, range of bytes), the bytes (https://github.com/huggingface/safetensors).
+Files are read, not mapped: the pages of a mapped file would count as memory of the process, beside the tensors made
+from them, and the peak during loading would be twice the announced memory. The file format is described in
+`engine.model.safetensors_header`.
 """
 
 from __future__ import annotations
@@ -18,45 +18,50 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from diptych.errors import ModelError
-from engine.model.memory import frugal
+from engine.model.memory_plan import return_freed_memory
 
-READABLE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-ALL = slice(None)
-PIECE_BYTES = 8 << 20  # read and cast at a time
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+WHOLE_RANGE = slice(None)
+# Number of bytes that are read and cast at a time.
+PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a tensor lies: an open file, the first byte, and what it holds."""
+class OpenTensor:
+    """The location of a tensor: an open file, its first byte, and its shape and type."""
 
     file: int
     start: int
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it
+    # The type in safetensors' notation.
+    dtype: str
 
 
-class Weights:
-    """The tensors of a checkpoint, by name. A context manager: the files are open inside it.
+class WeightReader:
+    """The tensors of a checkpoint, by name. A context manager, within which the files are open.
 
     Raises:
         ModelError: a file cannot be read as safetensors.
     """
 
     def __init__(self, files: dict[str, Path]) -> None:
-        self._files = files  # tensor name -> file
+        # The file of each tensor, by tensor name.
+        self._files = files
         self._stack = ExitStack()
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, OpenTensor] = {}
 
-    def __enter__(self) -> Weights:
+    def __enter__(self) -> WeightReader:
         with ExitStack() as opened:
-            opened.enter_context(frugal())  # what is cast and packed leaves pieces behind
+            # Casting and packing leaves much freed memory behind.
+            opened.enter_context(return_freed_memory())
             for path in sorted(set(self._files.values())):
                 try:
                     with safe_open(path, framework="pt"):
-                        pass  # the header is sound, and its ranges are within the file
+                        # Opening the file checks its header, and that its ranges lie within the file.
+                        pass
                     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                     opened.callback(os.close, file)
-                    self._entries |= _header(file)
+                    self._entries |= _read_header(file)
                 except (SafetensorError, OSError, ValueError, KeyError) as error:
                     raise ModelError(f"the weights file {path} cannot be read", str(error)[:200]) from error
             self._stack = opened.pop_all()
@@ -67,42 +72,49 @@ class Weights:
     ) -> None:
         self._stack.close()
 
-    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
-        """One tensor as contiguous float32, which must have this shape in the file, or a part of it.
+    def read_tensor(
+        self, name: str, *shape: int, rows: slice = WHOLE_RANGE, columns: slice = WHOLE_RANGE
+    ) -> torch.Tensor:
+        """One tensor, or a part of it, as contiguous float32. `shape` is the expected shape in the file.
 
-        Only what is asked for is kept: `rows` of the first dimension, `columns` of the second.
+        Only `rows` of the first dimension and `columns` of the second are kept.
 
         Raises:
-            ModelError: it is missing, of another shape, or of a dtype that is not fp32, fp16 or bf16.
+            ModelError: the tensor is missing, has another shape, or its dtype is not fp32, fp16 or bf16.
         """
-        return self._gather([(name, shape[0], rows)], shape[1:], columns)
+        return self._gather_rows([(name, shape[0], rows)], shape[1:], columns)
 
-    def stack(self, names: list[tuple[str, int, slice]], *rest: int) -> torch.Tensor:
-        """Several tensors (name, first dimension, which part of that), one below the other. Raises as `take` does."""
-        return self._gather(names, rest, ALL)
+    def read_stacked(self, names: list[tuple[str, int, slice]], *rest: int) -> torch.Tensor:
+        """Several tensors stacked along the first dimension, as (name, its size, rows to keep).
 
-    def _gather(
+        Raises as `read_tensor`.
+        """
+        return self._gather_rows(names, rest, WHOLE_RANGE)
+
+    def _gather_rows(
         self, names: list[tuple[str, int, slice]], rest: tuple[int, ...], columns: slice
     ) -> torch.Tensor:
-        entries = [self._entry(name, (first, *rest)) for name, first, _ in names]
+        """Allocate the result of `read_tensor` or `read_stacked`, and fill it tensor by tensor."""
+        entries = [self._find_tensor(name, (first, *rest)) for name, first, _ in names]
         ranges = [range(first)[rows] for _, first, rows in names]
         shape = [len(range(size)[columns]) for size in rest]
         out = torch.empty(sum(map(len, ranges)), *shape)
         place = 0
         for entry, rows in zip(entries, ranges, strict=True):
-            _read(entry, rows, columns, out[place : place + len(rows)])
+            _read_rows(entry, rows, columns, out[place : place + len(rows)])
             place += len(rows)
         return out
 
-    def _entry(self, name: str, shape: tuple[int, ...]) -> Entry:
+    def _find_tensor(self, name: str, shape: tuple[int, ...]) -> OpenTensor:
+        """The entry of a tensor, after checking its dtype and shape. Raises ModelError."""
         entry = self._entries.get(name)
         if entry is None:
             raise ModelError(
                 f"the checkpoint has no tensor {name}", f"it holds {len(self._files)} tensors in all"
             )
-        if entry.dtype not in READABLE:
+        if entry.dtype not in TORCH_DTYPES:
             raise ModelError(
-                f"the tensor {name} is {entry.dtype}", f"readable are {', '.join(READABLE)} (safetensors)"
+                f"the tensor {name} is {entry.dtype}", f"readable are {', '.join(TORCH_DTYPES)} (safetensors)"
             )
         if entry.shape != shape:
             raise ModelError(
@@ -113,28 +125,20 @@ class Weights:
         return entry
 
 
-def dtype_of(path: Path, name: str) -> str | None:
-    """What safetensors calls the dtype of a tensor; None if the file has no such tensor, or cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return str(file.get_slice(name).get_dtype())
-    except (SafetensorError, OSError):
-        return None
-
-
-def _header(file: int) -> dict[str, Entry]:
+def _read_header(file: int) -> dict[str, OpenTensor]:
+    """The entries of all tensors in an open safetensors file."""
     length = int.from_bytes(os.pread(file, 8, 0), "little")
-    told = json.loads(os.pread(file, length, 8))
+    header = json.loads(os.pread(file, length, 8))
     return {
-        name: Entry(file, 8 + length + one["data_offsets"][0], tuple(one["shape"]), one["dtype"])
-        for name, one in told.items()
+        name: OpenTensor(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
         if name != "__metadata__"
     }
 
 
-def _read(entry: Entry, rows: range, columns: slice, out: torch.Tensor) -> None:
-    """Rows of a tensor, and of these the columns, into `out`, piece by piece."""
-    dtype = READABLE[entry.dtype]
+def _read_rows(entry: OpenTensor, rows: range, columns: slice, out: torch.Tensor) -> None:
+    """Copy rows of a tensor, only these columns, into `out`, piece by piece."""
+    dtype = TORCH_DTYPES[entry.dtype]
     width = torch.Size(entry.shape[1:]).numel()
     step = max(1, PIECE_BYTES // (width * dtype.itemsize))
     for begin in range(0, len(rows), step):

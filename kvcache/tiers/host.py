@@ -1,67 +1,78 @@
-"""The host tier: KV of preempted sequences, in memory outside the pool, until they come back.
+"""The host tier: keeps the KV of preempted sequences in memory outside the pool until the sequences continue.
 
-Plain bytes, slab by slab, of every rank's pool. Bounded; what does not fit is refused, and then computed again.
+KV is stored as plain bytes, slab by slab, from the pool of every rank. The tier has a fixed capacity: KV that does not
+fit is dropped, and has to be computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
-class Memory(Protocol):
-    """A pool's memory (`kvcache.pool.Pool`): a writable window on each slab."""
+class SlabMemory(Protocol):
+    """A pool's memory as the host tier needs it (`kvcache.pool.KvPool`)."""
 
-    def slab_bytes(self, slab: int) -> memoryview: ...
+    def slab_bytes(self, slab: int) -> memoryview:
+        """A writable view of the bytes of `slab`."""
 
 
 class HostTier:
-    """Room for `capacity_bytes` of slabs, each of them `slab_bytes` over all `pools` (one per rank)."""
+    """Stores up to `capacity_bytes`. `slab_bytes` is the size of one slab, summed over `pools` (one per rank).
 
-    def __init__(self, pools: Sequence[Memory], capacity_bytes: int) -> None:
+    `first` is the number of the pools' first slab.
+    """
+
+    def __init__(self, pools: Sequence[SlabMemory], capacity_bytes: int, first: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
         self._pools = list(pools)
-        self.slab_bytes = sum(pool.slab_bytes(0).nbytes for pool in self._pools)
+        self.slab_bytes = sum(pool.slab_bytes(first).nbytes for pool in self._pools)
         self._held: dict[str, list[bytearray]] = {}
         self.used_bytes = 0
 
-    def fits(self, n: int) -> bool:
-        """Is there room for `n` more slabs?"""
+    def arena_of(self, kv_class: str) -> HostTier:
+        """The tier for KV of a class: itself, since a worker with one pool has one class."""
+        return self
+
+    def has_room(self, n: int) -> bool:
+        """Whether `n` more slabs fit."""
         return self.used_bytes + n * self.slab_bytes <= self.capacity_bytes
 
-    def put(self, key: str, slabs: Sequence[int]) -> int:
-        """Copy `slabs` here, under `key`; the bytes copied.
+    def put_slabs(self, key: str, slabs: Sequence[int]) -> int:
+        """Copy `slabs` from the pools into the tier, under `key`; returns the bytes copied.
 
         Raises:
-            ValueError: they do not fit, or `key` is here already.
-            MemoryError: the machine has no memory for them; nothing is held.
+            ValueError: the slabs do not fit, or the tier has `key` already.
+            MemoryError: the machine has no memory for the copy; nothing is stored.
         """
-        if key in self._held or not self.fits(len(slabs)):
+        if key in self._held or not self.has_room(len(slabs)):
             raise ValueError(f"{len(slabs)} slabs of {key} do not fit, or are here already")
-        self._held[key] = [self._read(slab) for slab in slabs]
+        self._held[key] = [self._read_slab(slab) for slab in slabs]
         num_bytes = len(slabs) * self.slab_bytes
         self.used_bytes += num_bytes
         return num_bytes
 
-    def get(self, key: str, slabs: Sequence[int], start: int = 0) -> int:
-        """Copy what `key` holds into `slabs`, from its slab `start` on, and forget it; the bytes copied.
+    def restore_slabs(self, key: str, slabs: Sequence[int], start: int = 0) -> int:
+        """Copy the stored slabs of `key`, from index `start` on, back into `slabs`, and drop `key`; returns the bytes
+        copied.
 
-        `slabs` may be longer than what is held. Raises KeyError if nothing is here for `key`.
+        `slabs` may be longer than the stored list. Raises KeyError if the tier has nothing for `key`.
         """
         held = self._held[key]
         for slab, content in zip(slabs[start : len(held)], held[start:], strict=True):
-            self._write(slab, content)
-        self.drop(key)
+            self._write_slab(slab, content)
+        self.drop_slabs(key)
         return max(0, len(held) - start) * self.slab_bytes
 
-    def drop(self, key: str) -> None:
-        """Forget what `key` holds. Idempotent."""
+    def drop_slabs(self, key: str) -> None:
+        """Drop the stored slabs of `key`. Idempotent."""
         self.used_bytes -= len(self._held.pop(key, ())) * self.slab_bytes
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def _read(self, slab: int) -> bytearray:
+    def _read_slab(self, slab: int) -> bytearray:
+        """A copy of one slab's bytes, from all ranks' pools one after the other."""
         content = bytearray(self.slab_bytes)
         at = 0
         for pool in self._pools:
@@ -70,9 +81,29 @@ class HostTier:
             at += window.nbytes
         return content
 
-    def _write(self, slab: int, content: bytearray) -> None:
+    def _write_slab(self, slab: int, content: bytearray) -> None:
+        """Write bytes from `_read_slab` back into a slab of all ranks' pools."""
         at = 0
         for pool in self._pools:
             window = pool.slab_bytes(slab)
             window[:] = memoryview(content)[at : at + window.nbytes]
             at += window.nbytes
+
+
+class HostArenas:
+    """A host tier per KV class, each with its share of the capacity (`kvcache.arenas.KvArenas`)."""
+
+    def __init__(self, tiers: Mapping[str, HostTier]) -> None:
+        self._tiers = dict(tiers)
+
+    def arena_of(self, kv_class: str) -> HostTier:
+        """The tier for KV of a class. Raises KeyError."""
+        return self._tiers[kv_class]
+
+    def drop_slabs(self, key: str) -> None:
+        """Drop the stored slabs of `key`, in whichever tier they are. Idempotent."""
+        for tier in self._tiers.values():
+            tier.drop_slabs(key)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tiers.values()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,22 @@ from rich.console import Console
 from rich.table import Table
 
 from diptych.errors import ConfigError, StartError
-from planner.goodput import Goodput
-from planner.workload import named
+from diptych.file_limits import raise_open_file_limit
+from planner.workload.workload import find_workload
 from services.bench import report
-from services.bench.drive import Plan
-from services.bench.live import Live
-from services.bench.options import REPLAY, Options
+from services.bench.goodput import GoodputEstimate
+from services.bench.load_generator import RunOptions
+from services.bench.options import REPLAY, BenchOptions
+from services.bench.progress import BenchProgress
+from services.bench.rate_search import BenchLoad, GoodputSearch, RateStudy
 from services.bench.report import TIMES
-from services.bench.study import Load, Search, Study
-from services.bench.target import Target, meet
+from services.bench.server import BenchServer, probe_server
 
 INTERRUPTED = 130
 DEFAULT_RATE, DEFAULT_HIGHEST = 1.0, 1e4
 
 
-def bench(options: Options) -> int:
+def run_bench(options: BenchOptions) -> int:
     """Measure and print. Returns the exit status. Interrupted, it reports the runs that it has.
 
     Raises:
@@ -39,39 +39,35 @@ def bench(options: Options) -> int:
     """
     slo = options.slo
     ended: BaseException | None = None
-    _allow_sockets()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, Live(slo) as live:
-        target = runner.run(meet(options.url, options.api_key, options.model, options.endpoint))
-        plan = Plan(slo, 0.0, options.timeout_s, options.max_concurrency)
-        load, cut = _load(options, target)
-        study = Study(target, load, plan, live.told, live.watch)
-        runner.run(study.prepare())
+    # An open loop may have thousands of requests open.
+    raise_open_file_limit()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, BenchProgress(slo) as live:
+        target = runner.run(probe_server(options.url, options.api_key, options.model, options.endpoint))
+        plan = RunOptions(slo, 0.0, options.timeout_s, options.max_concurrency)
+        load, cut = _make_load(options, target)
+        study = RateStudy(target, load, plan, live.run_ended, live.show_progress)
+        runner.run(study.measure_idle_latency())
         found = None
         try:
             if options.search:
-                found = _search(options, study, lambda rate, seed: runner.run(study.attained(rate, seed)))
+                found = _run_search(
+                    options, study, lambda rate, seed: runner.run(study.measure_attainment(rate, seed))
+                )
             else:
-                runner.run(study.curve(_rates(options), range(options.seeds)))
+                runner.run(study.run_rates(_chosen_rates(options), range(options.seeds)))
         except (KeyboardInterrupt, StartError) as error:
             ended = error
-        target.client.close()
+        target.client.close_idle()
     if study.runs:
-        _publish(options, target, study, found, cut, load.whole)
+        _publish_report(options, target, study, found, cut, load.trace_requests)
     if isinstance(ended, StartError):
         raise ended
     return INTERRUPTED if ended is not None else 0
 
 
-def _allow_sockets() -> None:
-    """An open loop may have thousands of requests open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _load(options: Options, target: Target) -> tuple[Load, str]:
-    """What is sent: the workload, cut to what the server takes; and what is told of requests that are cut."""
-    workload, most = named(options.workload), options.context or target.context_tokens
+def _make_load(options: BenchOptions, target: BenchServer) -> tuple[BenchLoad, str]:
+    """What is sent: the workload, cut to what the server takes; and a remark on the requests that are cut."""
+    workload, most = find_workload(options.workload), options.context or target.max_model_len
     if options.fit:
         workload = workload.fitted()
     cut = ""
@@ -80,110 +76,120 @@ def _load(options: Options, target: Target) -> tuple[Load, str]:
     if options.shrink != 1.0 or most is not None:
         workload = workload.shrunk(options.shrink, most or 1 << 20)
     cv = options.cv if options.cv is not None else 1.0
-    load = Load(
+    load = BenchLoad(
         workload, options.arrivals == REPLAY, cv, options.seconds, options.num_requests, options.warmup_s
     )
     return load, cut
 
 
-def _rates(options: Options) -> Sequence[float | None]:
+def _chosen_rates(options: BenchOptions) -> Sequence[float | None]:
     if options.rates:
-        return options.many
+        return options.rate_list
     return [options.rate if options.rate or options.arrivals == REPLAY else DEFAULT_RATE]
 
 
-def _search(options: Options, study: Study, attained: Callable[[float, int], float]) -> Goodput:
-    search = Search(attained, options.attainment, options.width)
+def _run_search(
+    options: BenchOptions, study: RateStudy, attained: Callable[[float, int], float]
+) -> GoodputEstimate:
+    search = GoodputSearch(attained, options.attainment, options.width)
     start, highest = options.rate or DEFAULT_RATE, options.max_rate or DEFAULT_HIGHEST
-    return search.goodput(range(options.seeds), start, highest, study.size)
+    return search.find_goodput(range(options.seeds), start, highest, study.run_size)
 
 
-def _publish(
-    options: Options, target: Target, study: Study, found: Goodput | None, cut: str, trace: int | None
+def _publish_report(
+    options: BenchOptions,
+    target: BenchServer,
+    study: RateStudy,
+    found: GoodputEstimate | None,
+    cut: str,
+    trace: int | None,
 ) -> None:
-    points = study.points()
-    told = report.whole(target, {"asked": options.told()}, options.slo, points, found, trace)
+    points = study.rate_points()
+    full = report.full_report(target, {"asked": options.report_fields()}, options.slo, points, found, trace)
     if cut:
-        told["cut"] = cut
+        full["cut"] = cut
     if options.save is not None:
-        _write(options.save, b"".join(msgspec.json.encode(row) + b"\n" for row in report.rows(study.runs)))
+        _write_rows(
+            options.save,
+            b"".join(msgspec.json.encode(row) + b"\n" for row in report.request_rows(study.runs)),
+        )
     if options.plot is not None:
-        draw = importlib.import_module("services.bench.drawing").draw
-        told["plot"] = [str(path) for path in draw(options.plot, target.model, points, options.slo)]
+        draw = importlib.import_module("services.bench.plot").draw_curve
+        full["plot"] = [str(path) for path in draw(options.plot, target.model, points, options.slo)]
     if options.json:
-        print(json.dumps(told))
+        print(json.dumps(full))
     else:
-        show(told)
+        print_report(full)
 
 
-def _write(path: Path, lines: bytes) -> None:
+def _write_rows(path: Path, lines: bytes) -> None:
     try:
         path.write_bytes(lines)
     except OSError as error:
         raise ConfigError("--save cannot be written", f"{path}: {error.strerror}", "another file") from None
 
 
-def show(told: dict[str, Any]) -> None:
-    """The report for a reader."""
+def print_report(full: dict[str, Any]) -> None:
+    """Print the report as text for a person."""
     console = Console()
     heads = [f"{name.upper()} ms p50/p90/p99" for name in ("ttft", "tpot")]
-    grid = _grid("rate/s", "attained", "95 %", *heads, "failed")
-    for figures in told["points"]:
+    grid = _make_grid("rate/s", "attained", "95 %", *heads, "failed")
+    for figures in full["points"]:
         low, high = figures["attainment_interval"]
         kept = f"{'≤ ' * figures['given_up']}{figures['attainment']:.1%}"
         spans = (
-            "/".join(_short(figures[f"{name}_ms"][at]) for at in ("p50", "p90", "p99"))
+            "/".join(_short_number(figures[f"{name}_ms"][at]) for at in ("p50", "p90", "p99"))
             for name in ("ttft", "tpot")
         )
         failed = ", ".join(f"{count} {kind}" for kind, count in figures["errors"].items()) or "0"
         grid.add_row(f"{figures['rate']:.4g}", kept, f"{low:.1%}-{high:.1%}", *spans, failed)
     console.print(grid)
-    if len(told["points"]) == 1:
-        (figures,) = told["points"]
-        every = _grid("ms", *figures["ttft_ms"])
+    if len(full["points"]) == 1:
+        (figures,) = full["points"]
+        every = _make_grid("ms", *figures["ttft_ms"])
         for name in TIMES:
-            every.add_row(name.upper(), *map(_short, figures[f"{name}_ms"].values()))
+            every.add_row(name.upper(), *map(_short_number, figures[f"{name}_ms"].values()))
         console.print(every)
-    for line in _remarks(told):
+    for line in _report_remarks(full):
         console.print(line, highlight=False, markup=False)
 
 
-def _grid(*heads: str) -> Table:
+def _make_grid(*heads: str) -> Table:
     grid = Table(*heads, box=None, padding=(0, 2, 0, 0))
     for column in grid.columns:
         column.overflow = "fold"
     return grid
 
 
-def _short(value: float | None) -> str:
+def _short_number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _remarks(told: dict[str, Any]) -> list[str]:
+def _report_remarks(full: dict[str, Any]) -> list[str]:
     lines = []
-    if "goodput" in told:
-        found = told["goodput"]
+    if "goodput" in full:
+        found = full["goodput"]
         interval = found["interval"]
         doubt = f", 95 % {interval[0]:.4g} to {interval[1]:.4g}" if interval else ", of one seed"
         lines.append(f"goodput {found['rate']:.4g} requests/s{doubt}; {found['requests']} requests a run")
-    clients = [one["client"] for one in told["points"]]
+    clients = [one["client"] for one in full["points"]]
     late = max((one["late_ms"]["p99"] or 0.0 for one in clients), default=0.0)
     share = max((one["cpu_share"] for one in clients), default=0.0)
-    waited = ", waiting for --max-concurrency included" if told["asked"]["max_concurrency"] else ""
+    waited = ", waiting for --max-concurrency included" if full["asked"]["max_concurrency"] else ""
     lines.append(
-        f"the client used at most {share:.0%} of a core, and sent {_short(late)} ms late (p99{waited})"
+        f"the client used at most {share:.0%} of a core, and sent {_short_number(late)} ms late (p99{waited})"
     )
-    if busy := sum(one["began_busy"] for one in told["points"]):
+    if busy := sum(one["began_busy"] for one in full["points"]):
         lines.append(f"{busy} runs began although the server had not come to rest")
-    if "cut" in told:
-        lines.append(f"the workload {told['asked']['workload']}: {told['cut']}")
-    if short := report.cut(told):
+    if "cut" in full:
+        lines.append(f"the workload {full['asked']['workload']}: {full['cut']}")
+    if short := report.replay_cut_note(full):
         lines.append(short)
-    if not told["lengths_forced"]:
-        fewer = sum(one["short_answers"] for one in told["points"])
+    if not full["lengths_forced"]:
+        fewer = sum(one["short_answers"] for one in full["points"])
         lines.append(f"the server takes no ignore_eos: {fewer} answers are shorter than asked for")
-    if not told["prompts_counted"]:
+    if not full["prompts_counted"]:
         lines.append("the server does not count prompts: a word was taken for a token")
     return lines

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count as numbers
 
-from planner.terms import Job
+from planner.types import Job
 
 ANCHOR = "the"
 WORDS = (
@@ -23,11 +23,14 @@ WORDS = (
     "they", "so", "out", "up", "into", "its", "time", "no", "if", "two", "there", "first",
     "been", "some", "more", "only", "can",
 )  # fmt: skip
-REPEATS = 32  # of a word in the text that is counted: parts of a token show
-ENOUGH = 16  # words that cost the same; 16 of them make four words unlike any others
-UNLIKE = 4  # fewer than so many words of a cost, and texts would hardly differ
+# Each word is counted this many times in a row, so that fractions of a token show.
+REPEATS = 32
+# Number of words with the same number of tokens that suffice: four words drawn from 16 hardly ever repeat.
+ENOUGH_WORDS = 16
+# With fewer words of one token count, texts would hardly differ.
+MIN_WORDS = 4
 
-Count = Callable[[str], Awaitable[int | None]]
+CountTokens = Callable[[str], Awaitable[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Vocabulary:
     checked: bool = False
 
 
-async def learn(count: Count) -> Vocabulary:
+async def learn_vocabulary(count: CountTokens) -> Vocabulary:
     """Ask what words cost, until enough are known that cost the same. `count` gives None if the server does not say."""
     base = await count(ANCHOR)
     if base is None:
@@ -56,28 +59,28 @@ async def learn(count: Count) -> Vocabulary:
         if counted > base and (counted - base) % REPEATS == 0:
             same = costs.setdefault((counted - base) // REPEATS, [])
             same.append(word)
-            if len(same) == ENOUGH:
+            if len(same) == ENOUGH_WORDS:
                 break
-    return _cheapest(costs, base)
+    return _cheapest_words(costs, base)
 
 
-def _cheapest(costs: dict[int, list[str]], base: int) -> Vocabulary:
+def _cheapest_words(costs: dict[int, list[str]], base: int) -> Vocabulary:
     for each, words in sorted(costs.items()):
-        if len(words) >= UNLIKE:
+        if len(words) >= MIN_WORDS:
             return Vocabulary(tuple(words), base, each, True)
     return Vocabulary(WORDS, base)
 
 
-class Writer:
+class PromptWriter:
     """Makes the prompts of one run. Two runs with different `name`s share no text, not even blocks of the same number:
     what a server has cached in the one is of no use in the other.
     """
 
     def __init__(self, vocabulary: Vocabulary, name: str) -> None:
         self._vocabulary, self._name, self._numbers = vocabulary, name, numbers()
-        self._block = lru_cache(maxsize=4096)(self._made)
+        self._block = lru_cache(maxsize=4096)(self._make_block)
 
-    def text(self, job: Job) -> str:
+    def prompt_text(self, job: Job) -> str:
         """A prompt of `job.prompt` tokens, as near as whole words come, that begins with the blocks of `job.prefix`."""
         known = self._vocabulary
         wanted = max(0, round((job.prompt - known.base) / known.each))
@@ -88,11 +91,11 @@ class Writer:
                 break
             words += self._block(block, size)
         words = words[:wanted]
-        words += self._words(f"{self._name} tail {next(self._numbers)}", wanted - len(words))
+        words += self._draw_words(f"{self._name} tail {next(self._numbers)}", wanted - len(words))
         return " ".join([ANCHOR, *words])
 
-    def _made(self, block: int, size: int) -> Sequence[str]:
-        return self._words(f"{self._name} block {block}", size)
+    def _make_block(self, block: int, size: int) -> Sequence[str]:
+        return self._draw_words(f"{self._name} block {block}", size)
 
-    def _words(self, seed: str, size: int) -> list[str]:
+    def _draw_words(self, seed: str, size: int) -> list[str]:
         return random.Random(seed).choices(self._vocabulary.words, k=size)

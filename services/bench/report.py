@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from planner.goodput import Goodput
-from planner.terms import Slo
-from services.bench.drive import Run, Seen
-from services.bench.study import Point
-from services.bench.target import Target
+from diptych.slo import Slo
+from services.bench.goodput import GoodputEstimate
+from services.bench.load_generator import LoadRun, RequestRecord
+from services.bench.rate_search import RatePoint
+from services.bench.server import BenchServer
 
 PERCENTS = (50, 90, 95, 99)
 TIMES = ("ttft", "tpot", "itl", "e2e")
@@ -31,15 +31,15 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 def spread_ms(values: Iterable[float]) -> dict[str, float | None]:
     """Mean, percentiles and largest of seconds, in milliseconds; None of none."""
     ordered = sorted(values)
-    told = {"mean": sum(ordered) / len(ordered) if ordered else math.nan}
-    told |= {f"p{percent}": percentile(ordered, percent) for percent in PERCENTS}
-    told["max"] = ordered[-1] if ordered else math.nan
-    return {name: None if math.isnan(value) else round(value * 1e3, 3) for name, value in told.items()}
+    figures = {"mean": sum(ordered) / len(ordered) if ordered else math.nan}
+    figures |= {f"p{percent}": percentile(ordered, percent) for percent in PERCENTS}
+    figures["max"] = ordered[-1] if ordered else math.nan
+    return {name: None if math.isnan(value) else round(value * 1e3, 3) for name, value in figures.items()}
 
 
-def times(seen: Iterable[Seen]) -> dict[str, list[float]]:
+def request_times(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
     """Seconds of the requests that were answered; answers of one token have no TPOT."""
-    well = [one for one in seen if not one.served.failed]
+    well = [one for one in records if not one.served.failed]
     return {
         "ttft": [one.served.ttft_s for one in well],
         "tpot": [one.served.tpot_s for one in well if one.tokens > 1],
@@ -48,62 +48,64 @@ def times(seen: Iterable[Seen]) -> dict[str, list[float]]:
     }
 
 
-def point(one: Point, slo: Slo) -> dict[str, Any]:
-    """All runs at one rate."""
-    seen = [request for run in one.runs for request in run.counted]
-    well = [request for request in seen if not request.served.failed]
+def point_report(one: RatePoint, slo: Slo) -> dict[str, Any]:
+    """The figures of all runs at one rate."""
+    records = [request for run in one.runs for request in run.counted_records]
+    well = [request for request in records if not request.served.failed]
     wall_s = sum(run.wall_s for run in one.runs)
-    span_s = sum(max((r.served.job.at_s for r in run.seen), default=0.0) - run.warmup_s for run in one.runs)
-    goods = sum(request.served.attains(slo) for request in seen)
+    span_s = sum(
+        max((r.served.job.at_s for r in run.records), default=0.0) - run.warmup_s for run in one.runs
+    )
+    goods = sum(request.served.meets_slo(slo) for request in records)
     return {
         "rate": round(one.rate, 6),
-        "attainment": _number(one.attainment),
+        "attainment": _rounded_or_none(one.attainment),
         "attainment_interval": [round(one.low, 5), round(one.high, 5)],
         "given_up": one.hopeless,
-        "began_busy": sum(not run.rested for run in one.runs),
-        "run_requests": max((run.jobs for run in one.runs), default=0),
-        "requests": len(seen),
-        "warmup_requests": sum(len(run.seen) - len(run.counted) for run in one.runs),
+        "began_busy": sum(not run.began_idle for run in one.runs),
+        "run_requests": max((run.num_jobs for run in one.runs), default=0),
+        "requests": len(records),
+        "warmup_requests": sum(len(run.records) - len(run.counted_records) for run in one.runs),
         "seeds": sorted({run.seed for run in one.runs}),
         "seconds": round(wall_s, 3),
         "answered": len(well),
         "good_per_s": round(goods / span_s, 4) if span_s > 0 else None,
         "output_tokens_per_s": round(
-            sum(r.tokens for run in one.runs for r in run.seen) / max(wall_s, 1e-9), 2
+            sum(r.tokens for run in one.runs for r in run.records) / max(wall_s, 1e-9), 2
         ),
-        "errors": dict(Counter(request.served.failed for request in seen if request.served.failed)),
+        "errors": dict(Counter(request.served.failed for request in records if request.served.failed)),
         "short_answers": sum(request.tokens < request.served.job.output for request in well),
-        **{f"{name}_ms": spread_ms(values) for name, values in times(seen).items()},
-        "client": client(one.runs, well),
+        **{f"{name}_ms": spread_ms(values) for name, values in request_times(records).items()},
+        "client": client_report(one.runs, well),
     }
 
 
-def client(runs: Sequence[Run], well: Sequence[Seen]) -> dict[str, Any]:
+def client_report(runs: Sequence[LoadRun], well: Sequence[RequestRecord]) -> dict[str, Any]:
     """What the client adds: its share of one core, how late it sent, how far its prompts are from what was wanted."""
-    late = spread_ms(one.late_s for run in runs for one in run.seen if math.isfinite(one.served.ended_s))
+    late = spread_ms(one.late_s for run in runs for one in run.records if math.isfinite(one.served.ended_s))
     off = [abs(one.prompt - one.served.job.prompt) / one.served.job.prompt for one in well if one.prompt]
     return {
         "cpu_share": round(sum(run.cpu_s for run in runs) / max(1e-9, sum(run.wall_s for run in runs)), 4),
-        "cpu_ms_per_request": _number(
-            1e3 * sum(run.cpu_s for run in runs) / max(1, sum(run.sent for run in runs))
+        "cpu_ms_per_request": _rounded_or_none(
+            1e3 * sum(run.cpu_s for run in runs) / max(1, sum(run.num_sent for run in runs))
         ),
         "late_ms": {name: late[name] for name in ("p50", "p99", "max")},
-        "most_open": max((run.open_most for run in runs), default=0),
+        "most_open": max((run.max_open for run in runs), default=0),
         "prompt_length_error": round(sum(off) / len(off), 5) if off else None,
     }
 
 
-def whole(
-    target: Target,
+def full_report(
+    target: BenchServer,
     asked: Mapping[str, Any],
     slo: Slo,
-    points: Sequence[Point],
-    found: Goodput | None,
+    points: Sequence[RatePoint],
+    found: GoodputEstimate | None,
     trace: int | None = None,
 ) -> dict[str, Any]:
     """The report, as `--json` prints it. `asked` is how it was called, `trace` the requests of one that is replayed."""
-    way = target.way
-    told: dict[str, Any] = {
+    way = target.length_fields
+    report: dict[str, Any] = {
         "server": target.client.origin.url,
         "model": target.model,
         "route": target.route,
@@ -111,28 +113,28 @@ def whole(
         "prompts_counted": target.vocabulary.checked,
         **asked,
         "slo": {
-            "ttft_ms": _milliseconds(slo.ttft_s),
-            "tpot_ms": _milliseconds(slo.tpot_s),
+            "ttft_ms": _to_milliseconds(slo.ttft_s),
+            "tpot_ms": _to_milliseconds(slo.tpot_s),
             "attainment": slo.attainment,
         },
         "trace_requests": trace,
-        "points": [point(one, slo) for one in points],
+        "points": [point_report(one, slo) for one in points],
     }
-    return told | ({"goodput": goodput(found)} if found is not None else {})
+    return report | ({"goodput": goodput_report(found)} if found is not None else {})
 
 
-def cut(told: Mapping[str, Any]) -> str:
+def replay_cut_note(full: Mapping[str, Any]) -> str:
     """How much of a replayed trace was sent, by a report; "" where all of it was, or nothing is replayed."""
-    every = told["trace_requests"]
-    sent = sorted({one["run_requests"] for one in told["points"]})
+    every = full["trace_requests"]
+    sent = sorted({one["run_requests"] for one in full["points"]})
     if every is None or not sent or sent[0] == every:
         return ""
     first = f"{sent[0]:,}" if len(sent) == 1 else f"{sent[0]:,} to {sent[-1]:,}"
     return f"of the trace's {every:,} requests a run sent the first {first}, as --duration or --num-requests asks"
 
 
-def goodput(found: Goodput) -> dict[str, Any]:
-    """The largest rate that keeps the objectives: mean over seeds, its 95 % interval (None of one seed), brackets."""
+def goodput_report(found: GoodputEstimate) -> dict[str, Any]:
+    """The largest rate that meets the SLOs: mean over seeds, its 95 % interval (None of one seed), brackets."""
     bounded = all(math.isfinite(one) for one in found.interval)
     return {
         "rate": round(found.rate, 6),
@@ -141,14 +143,14 @@ def goodput(found: Goodput) -> dict[str, Any]:
         "warmup_requests": found.warmup,
         "seeds": list(found.seeds),
         "rates": [round(one, 6) for one in found.rates],
-        "brackets": [[round(one.low, 6), _number(one.high)] for one in found.found],
+        "brackets": [[round(one.low, 6), _rounded_or_none(one.high)] for one in found.found],
     }
 
 
-def rows(runs: Iterable[Run]) -> Iterable[dict[str, Any]]:
+def request_rows(runs: Iterable[LoadRun]) -> Iterable[dict[str, Any]]:
     """Each request of each run, so that every figure can be computed again."""
     for run in runs:
-        for one in run.seen:
+        for one in run.records:
             job, served = one.served.job, one.served
             yield {
                 "rate": run.rate,
@@ -159,21 +161,21 @@ def rows(runs: Iterable[Run]) -> Iterable[dict[str, Any]]:
                 "counted": job.at_s >= run.warmup_s,
                 "prompt_tokens": one.prompt,
                 "output_tokens": one.tokens,
-                "ttft_s": _finite(served.ttft_s),
-                "tpot_s": _finite(served.tpot_s),
-                "ended_s": _finite(served.ended_s),
+                "ttft_s": _finite_or_none(served.ttft_s),
+                "tpot_s": _finite_or_none(served.tpot_s),
+                "ended_s": _finite_or_none(served.ended_s),
                 "late_s": one.late_s,
                 "failed": served.failed,
             }
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _number(value: float) -> float | None:
+def _rounded_or_none(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None
 
 
-def _milliseconds(value_s: float) -> float | None:
+def _to_milliseconds(value_s: float) -> float | None:
     return round(value_s * 1e3, 6) if math.isfinite(value_s) else None

@@ -1,4 +1,4 @@
-"""How a measurement ends before its time, so that the deployments it has started end with it."""
+"""Ends a measurement early on a signal, together with the deployments that it has started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interrupt_on_sigterm() -> Iterator[None]:
     """SIGTERM is as if ^C had been pressed: KeyboardInterrupt where the program waits.
 
     An exception that a handler raises may come up in any task of an event loop, and end that one only. ^C is what
@@ -19,7 +19,7 @@ def interruptible() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     if before[signal.SIGINT] is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _raise_sigint)
     try:
         yield
     finally:
@@ -27,5 +27,5 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _raise_sigint(number: int, frame: FrameType | None) -> None:
     signal.raise_signal(signal.SIGINT)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
 
 HELP = """Measure this machine's workers for the planner: step costs, room for KV, and what a request costs beside.
@@ -17,7 +18,18 @@ HELP = """Measure this machine's workers for the planner: step costs, room for K
   diptych profile ./my-model --out P.json --workload trace.jsonl --seconds 120
 """
 
-MEASURE = "Measurement"
+MEASUREMENT_PANEL = "Measurement"
+
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Their calibration, as in `serve`; default: the model's",
+        rich_help_panel=MEASUREMENT_PANEL,
+    ),
+]
 
 
 def profile(
@@ -32,38 +44,49 @@ def profile(
         typer.Option(
             metavar="NAME|FILE",
             help="Requests to measure with, as in `diptych bench`",
-            rich_help_panel=MEASURE,
+            rich_help_panel=MEASUREMENT_PANEL,
         ),
     ] = "sharegpt",
     shrink: Annotated[
-        float, typer.Option(min=0.001, help="Divide their lengths by this", rich_help_panel=MEASURE)
+        float, typer.Option(min=0.001, help="Divide their lengths by this", rich_help_panel=MEASUREMENT_PANEL)
     ] = 1.0,
     colocated: Annotated[
         int,
         typer.Option(
-            min=0, help="Measure so many workers that do both, not one of each kind", rich_help_panel=MEASURE
+            min=0,
+            help="Measure so many workers that do both, not one of each kind",
+            rich_help_panel=MEASUREMENT_PANEL,
         ),
     ] = 0,
     seconds: Annotated[
-        float, typer.Option(min=1.0, max=86_400.0, help="Seconds of load, about", rich_help_panel=MEASURE)
+        float,
+        typer.Option(min=1.0, max=86_400.0, help="Seconds of load, about", rich_help_panel=MEASUREMENT_PANEL),
     ] = 40.0,
     depths: Annotated[
         str,
         typer.Option(
             metavar="N,…",
             help="Requests open at a time; afterwards they come at 0.4, 0.6 and 0.8 of the best pace",
-            rich_help_panel=MEASURE,
+            rich_help_panel=MEASUREMENT_PANEL,
         ),
     ] = "1,2,4,8,16",
-    seed: Annotated[int, typer.Option(help="Of the requests", rich_help_panel=MEASURE)] = 1,
+    kv_cache_codec: Annotated[
+        str,
+        typer.Option(
+            metavar="CODEC", help="How workers keep KV, as in `serve`", rich_help_panel=MEASUREMENT_PANEL
+        ),
+    ] = RAW_CLASS,
+    kv_cache_calibration: CalibrationFile = None,
+    seed: Annotated[int, typer.Option(help="Of the requests", rich_help_panel=MEASUREMENT_PANEL)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile's figures as JSON")] = False,
 ) -> None:
     """Bound in `services.cli.main`."""
-    run: Any = importlib.import_module("services.bench.profiling").run
-    raise typer.Exit(run(model, out, workload, shrink, colocated, seconds, _depths(depths), seed, as_json))
+    run: Any = importlib.import_module("services.bench.profile_command").run_profile
+    load = workload, shrink, colocated, seconds, _parse_depths(depths), seed
+    raise typer.Exit(run(model, out, *load, as_json, kv_cache_codec, kv_cache_calibration))
 
 
-def _depths(text: str) -> tuple[int, ...]:
+def _parse_depths(text: str) -> tuple[int, ...]:
     try:
         found = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:

@@ -7,52 +7,57 @@ from itertools import chain
 from pathlib import Path
 
 from diptych.errors import ConfigError
-from planner.decide import Action
-from planner.journal import Head, lives, read
-from planner.replan import Replayed, replay
+from planner.replan.decide import FleetAction
+from planner.replan.journal import JournalHead, read_journal, split_runs
+from planner.replan.replanner import ReplayedDecision, replay_decisions
 
 SAME, DIFFERENT = 0, 1
 
 
-def run(path: Path, as_json: bool) -> int:
+def replay_log(path: Path, as_json: bool) -> int:
     """Print every decision of the log at `path`, or one JSON object; 1 if any comes out differently now.
 
     A log has the decisions of every deployment that was started with it, each of which is replayed for itself.
 
     Raises ConfigError: no such file, no such line, no decision log.
     """
-    _check(path)
-    found: list[tuple[Head, list[Replayed]]] = []
-    for life in lives(read(path)):
+    _check_log(path)
+    found: list[tuple[JournalHead, list[ReplayedDecision]]] = []
+    for life in split_runs(read_journal(path)):
         head = next(life)
-        assert isinstance(head, Head)
-        found.append((head, list(replay(chain([head], life)))))
+        assert isinstance(head, JournalHead)
+        found.append((head, list(replay_decisions(chain([head], life)))))
     every = [again for _, one in found for again in one]
     different = [again for again in every if not again.same]
     if as_json:
         counts = {"decisions": len(every), "same": len(every) - len(different)}
-        judge = found[-1][0].judge
-        rows = {"lives": len(found), "judge": judge, **counts, "different": [_row(one) for one in different]}
+        evaluator = found[-1][0].evaluator
+        rows = {
+            "lives": len(found),
+            "judge": evaluator,
+            **counts,
+            "different": [_difference_row(one) for one in different],
+        }
         print(json.dumps({"log": str(path), **rows}))
         return DIFFERENT if different else SAME
     for number, (head, one) in enumerate(found, 1):
-        about = head.judge.get("about") or "an unnamed model"
+        about = head.evaluator.get("about") or "an unnamed model"
         which = f", start {number} of {len(found)}" if len(found) > 1 else ""
         print(f"{about}, budget {head.policy.budget}, target {head.policy.target}{which}")
         for again in one:
-            print("\n".join(_told(again, head.start_s)))
+            print("\n".join(_decision_lines(again, head.start_s)))
     print(f"{len(every)} decisions, {len(every) - len(different)} come out as they are written")
     return DIFFERENT if different else SAME
 
 
-def _check(path: Path) -> None:
-    first = next(read(path), None)
-    if not isinstance(first, Head):
+def _check_log(path: Path) -> None:
+    first = next(read_journal(path), None)
+    if not isinstance(first, JournalHead):
         why = "it is empty" if first is None else "its first line is not a head"
         raise ConfigError(f"{path} is not a decision log", why, "name a file that --replan-journal wrote")
 
 
-def _told(again: Replayed, start_s: float) -> list[str]:
+def _decision_lines(again: ReplayedDecision, start_s: float) -> list[str]:
     written = again.written
     lines = [f"{written.at_s - start_s:9.0f} s  {written.trigger or 'nothing'}: {written.reason or 'held'}"]
     lines += [f"             {action_text(action)}" for action in written.actions]
@@ -62,13 +67,13 @@ def _told(again: Replayed, start_s: float) -> list[str]:
     return lines
 
 
-def _row(again: Replayed) -> dict[str, object]:
+def _difference_row(again: ReplayedDecision) -> dict[str, object]:
     now = [action_text(action) for action in again.now.actions] if again.now else None
     written = [action_text(action) for action in again.written.actions]
     return {"at_s": again.written.at_s, "written": written, "now": now, "why": again.why}
 
 
-def action_text(action: Action) -> str:
+def action_text(action: FleetAction) -> str:
     """An action in a few words."""
     fields = {name: getattr(action, name) for name in action.__struct_fields__}
     return " ".join([type(action).__name__.lower(), *map(str, fields.values())])

@@ -1,169 +1,210 @@
-"""All parts of one deployment on this machine: the gateway's process, the Ray head, and the workers' actors.
+"""Runs all parts of one deployment on this machine: the gateway's process, the Ray head, and the workers' actors.
 
-The gateway is a child of `diptych serve` itself, not an actor: requests do not depend on Ray in any way.
+The gateway is a child of `diptych serve` itself, not an actor, so that requests do not depend on Ray in any way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from diptych.config import WorkerSpec
-from diptych.errors import StartError
-from diptych.keys import make_keys
-from services.cluster.environment import child_environ
-from services.cluster.head import GONE, Head, Worker
-from services.cluster.parts import Bundle, Plan
-from services.cluster.supervisor import Status, Supervisor
+from diptych.channel.keys import KeyBackup, make_keys
+from diptych.errors import DiptychError, StartError
+from diptych.specs import WorkerSpec
+from services.cluster.spec import SUPERVISOR_DIED, Bundle, DeploymentSpec
+from services.host.child_environment import child_environment
+from services.host.supervisor import ChildStatus, Supervisor
 
-Hear = Callable[[Status], None]
+# Imported for types only. Ray itself is imported later: that takes about a second, in which the gateway starts
+# already.
+if TYPE_CHECKING:
+    from services.cluster.ray_cluster import RayCluster, RayWorker
+
+log = logging.getLogger(__name__)
+
+OnStatus = Callable[[ChildStatus], None]
 GATEWAY_GRACE_S = 2.0
-WORKER_GRACE_S = 2.0  # after the gateway has drained nothing is left to wait for
-WAIT_S, PAUSE_S = 20.0, 0.2
-RAY = "ray"  # whose status is told when a part of it ends: "failed", with the part as its phase
+# Seconds that workers get to stop. They are few, because workers have no requests left once the gateway has drained.
+WORKER_GRACE_S = 2.0
+STATUS_WAIT_S, LOST_ACTOR_PAUSE_S = 20.0, 0.2
+# The gateway's name in statuses and logs.
+GATEWAY = "gateway"
+# The name under which the end of one of Ray's processes is reported, with state "failed" and the process's name as
+# phase.
+RAY = "ray"
 
 
-class Deployment:
-    """Gateway and workers, under a Ray head that runs already. `hear` is told every change."""
+class LocalDeployment:
+    """A gateway, and workers under a Ray head. `on_status` is called with every change of a status."""
 
-    def __init__(self, plan: Plan, head: Head, hear: Hear) -> None:
-        self._plan, self._head, self._hear = plan, head, hear
-        self.workers: dict[str, Worker] = {}
-        self.specs: dict[str, WorkerSpec] = {}  # what those workers were told when they were started
-        self.statuses: dict[str, Status] = {}  # the latest of each of them
+    def __init__(self, plan: DeploymentSpec, on_status: OnStatus) -> None:
+        self._plan, self._on_status = plan, on_status
+        # `start_workers` sets this attribute.
+        self._head: RayCluster
+        self.workers: dict[str, RayWorker] = {}
+        # The specification that each worker was started with.
+        self.specs: dict[str, WorkerSpec] = {}
+        self.statuses: dict[str, ChildStatus] = {}  # the latest status of each worker
+        self._keys = KeyBackup(plan.gateway.keys_dir)
         self._gateway = Supervisor(
-            "gateway",
+            GATEWAY,
             [sys.executable, "-m", plan.gateway_module],
             msgspec.json.encode(plan.gateway),
-            plan.log("gateway"),
-            child_environ(1, os.environ),
+            plan.log_path(GATEWAY),
+            child_environment(1, os.environ),
+            prepare=self._keys.restore_keys,
         )
-        self._watching: list[asyncio.Task[None]] = []
-        self._watched: dict[str, asyncio.Task[None]] = {}  # of these, by worker
-        self._number = Counter(spec.worker.rsplit("-", 1)[0] for spec in plan.workers)  # of a role, ever
-        self._blind = False
+        self._watchers: list[asyncio.Task[None]] = []
+        self._worker_watchers: dict[str, asyncio.Task[None]] = {}  # by worker
+        # Number of workers of each role that were ever started. It gives the next worker its number.
+        self._started_count = Counter(spec.worker.rsplit("-", 1)[0] for spec in plan.workers)
+        self._ray_lost = False
 
-    def start(self) -> None:
-        """Make this deployment's keys, start the gateway's process and the workers' actors."""
+    def start_gateway(self) -> None:
+        """Make this deployment's keys and start the gateway's process. The Ray head may start later."""
         make_keys(self._plan.gateway.keys_dir)
         self._gateway.start()
-        self._watching.append(asyncio.create_task(self._watch_gateway()))
-        for group in self._plan.groups:
-            self._head.places.reserve(group)
-        for spec in self._plan.workers:
-            self._launch(spec)
-        for part, pid in self._head.parts().items():
-            self._watching.append(asyncio.create_task(self._watch_ray(part, pid)))
+        self._watchers.append(asyncio.create_task(self._watch_gateway()))
 
-    def _launch(self, spec: WorkerSpec) -> None:
-        worker = self._head.launch(spec, self._plan.log(spec.worker), self._plan.worker_module)
+    def start_workers(self, head: RayCluster) -> None:
+        """Start the workers' actors under a running Ray head, and watch them and Ray's processes."""
+        self._head = head
+        for group in self._plan.node_groups:
+            self._head.groups.reserve_group(group)
+        for spec in self._plan.workers:
+            self._launch_worker(spec)
+        for part, pid in self._head.process_ids().items():
+            self._watchers.append(asyncio.create_task(self._watch_ray(part, pid)))
+
+    def _launch_worker(self, spec: WorkerSpec) -> None:
+        """Start the actor of a worker and a task that watches it."""
+        worker = self._head.launch_worker(spec, self._plan.log_path(spec.worker), self._plan.worker_module)
         self.workers[spec.worker], self.specs[spec.worker] = worker, spec
-        self.statuses[spec.worker] = Status(spec.worker)
-        self._watched[spec.worker] = asyncio.create_task(self._watch_worker(worker))
+        self.statuses[spec.worker] = ChildStatus(spec.worker)
+        self._worker_watchers[spec.worker] = asyncio.create_task(self._watch_worker(worker))
 
     # --- replicas ---
 
     @property
     def states(self) -> dict[str, str]:
-        """Of the supervisors, by worker."""
+        """The state of each worker's supervisor, by worker."""
         return {name: status.state for name, status in self.statuses.items()}
 
     @property
     def pools(self) -> tuple[int, int]:
-        """How many of the workers there are were started as prefill and as decode workers."""
+        """Number of workers that were started for the (prefill, decode) pool and have not retired."""
         roles = [spec.role for name, spec in self.specs.items() if self.states[name] != "retired"]
         return roles.count("prefill"), roles.count("decode")
 
     @property
-    def held(self) -> int:
-        """Devices of all workers that there are, those included that start or end."""
+    def held_devices(self) -> int:
+        """Devices held by all workers, including those that start or end."""
         return sum(spec.tp * spec.pp for spec in self.specs.values())
 
-    def grow(self, role: str) -> str:
-        """Start one worker more, like the first of its role; returns its name. It is ready when its status says so.
+    def start_worker(self, role: str) -> str:
+        """Start one more worker with the settings of the first one of its role; return its name.
 
-        Raises StartError: the budget is spent, or Ray is not there any more.
+        The worker is usable once its status is "ready". Raises StartError if the device budget is used up or Ray is
+        lost.
         """
         like = next(spec for spec in self._plan.workers if spec.role == role)
         devices = like.tp * like.pp
-        if self.held + devices > self._plan.budget:
-            why = f"{self.held} of {self._plan.budget} devices are held, and it needs {devices}"
+        if self.held_devices + devices > self._plan.device_budget:
+            why = (
+                f"{self.held_devices} of {self._plan.device_budget} devices are held, and it needs {devices}"
+            )
             raise StartError(f"no room for another {role} worker", why)
-        if self._blind:
+        if self._ray_lost:
             raise StartError(f"no {role} worker can be started", "the control plane is lost")
-        name = f"{role}-{self._number[role]}"
-        self._number[role] += 1
-        self._head.places.reserve((Bundle(name, devices),))
-        self._launch(msgspec.structs.replace(like, worker=name, core=self._core(like)))
+        name = f"{role}-{self._started_count[role]}"
+        self._started_count[role] += 1
+        self._head.groups.reserve_group((Bundle(name, devices),))
+        self._launch_worker(msgspec.structs.replace(like, worker=name, core=self._pick_core(like)))
         return name
 
-    async def retire(self, name: str) -> None:
-        """End what is left of a worker, at once, and give its place back. Idempotent."""
+    async def remove_worker(self, name: str) -> None:
+        """Kill what is left of a worker and release its devices. Idempotent."""
         worker = self.workers.pop(name, None)
         if worker is None:
             return
-        watching = self._watched.pop(name)
+        watching = self._worker_watchers.pop(name)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await worker.stop(WORKER_GRACE_S)
-        self._head.places.release(name)
+        self._head.groups.release_bundle(name)
         del self.specs[name], self.statuses[name]
 
-    def _core(self, like: WorkerSpec) -> int | None:
-        """The core that the fewest workers are pinned to; none where they are not."""
+    def _pick_core(self, like: WorkerSpec) -> int | None:
+        """The CPU core with the fewest workers pinned to it; None if workers are not pinned."""
         if like.core is None:
             return None
         taken = Counter(spec.core for spec in self.specs.values())
         return min(sorted(os.sched_getaffinity(0)), key=lambda core: taken[core])
 
     async def _watch_ray(self, part: str, pid: int) -> None:
-        """Say once that a part of Ray has ended. Requests do not go through it, and need not notice."""
+        """Report once that one of Ray's processes has ended. Requests do not go through Ray and are not affected."""
         over, loop = asyncio.Event(), asyncio.get_running_loop()
         descriptor = os.pidfd_open(pid)
         loop.add_reader(descriptor, over.set)
         try:
             await over.wait()
-            self._blind = True  # actors live on beside their workers, but Ray may call them dead from now on
-            self._head.hush()
-            self._hear(Status(RAY, "failed", phase=part))
+            # The actors and their workers continue, but from now on Ray may report the actors as dead.
+            self._ray_lost = True
+            self._head.stop_error_listener()
+            self._on_status(ChildStatus(RAY, "failed", phase=part))
         finally:
             loop.remove_reader(descriptor)
             os.close(descriptor)
 
     async def _watch_gateway(self) -> None:
-        seen = -1
+        """Report each new status of the gateway until it has stopped."""
+        version = -1
         while True:
-            status = await asyncio.to_thread(self._gateway.wait, seen, WAIT_S)
-            if status.version != seen:
-                seen = status.version
-                self._hear(status)
+            status = await asyncio.to_thread(self._gateway.wait_status, version, STATUS_WAIT_S)
+            if status.version != version:
+                version = status.version
+                self._on_status(status)
             if status.state == "stopped":
                 return
 
-    async def _watch_worker(self, worker: Worker) -> None:
+    async def _watch_worker(self, worker: RayWorker) -> None:
+        """Report each new status of a worker until it has stopped or retired."""
         while True:
-            status = await worker.next(WAIT_S)
-            if status is None or (self._blind and status.ended == GONE):
-                await asyncio.sleep(PAUSE_S)  # Ray answers at once, again and again, while an actor is away
+            status = await worker.next_status(STATUS_WAIT_S)
+            if status is None or (self._ray_lost and status.ended == SUPERVISOR_DIED):
+                # Ray answers at once while an actor is away, so without a pause this would be a busy loop.
+                await asyncio.sleep(LOST_ACTOR_PAUSE_S)
                 continue
+            if status.ended == SUPERVISOR_DIED:
+                self._restore_keys()
             self.statuses[status.name] = status
-            self._hear(status)
+            self._on_status(status)
             if status.state in ("stopped", "retired"):
                 return
 
+    def _restore_keys(self) -> None:
+        """Write the key files again if they are gone, since an actor that Ray restarts reads them."""
+        try:
+            self._keys.restore_keys()
+        except (OSError, DiptychError) as error:
+            log.warning("the keys of this deployment cannot be written again: %s", error)
+
     async def stop(self, drain_s: float) -> None:
-        """Gateway first, which lets open requests finish for `drain_s`; then the workers. Idempotent."""
+        """Stop the gateway, which lets open requests finish for up to `drain_s`, then the workers. Idempotent."""
         await asyncio.to_thread(self._gateway.stop, drain_s + GATEWAY_GRACE_S)
-        watching = [*self._watching, *self._watched.values()]
-        for task in watching:  # what the workers say from here on is no news
+        watching = [*self._watchers, *self._worker_watchers.values()]
+        # Status changes are expected from here on, and are not reported.
+        for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
-        self._watching.clear()
-        self._watched.clear()
+        self._watchers.clear()
+        self._worker_watchers.clear()
         await asyncio.gather(*(worker.stop(WORKER_GRACE_S) for worker in self.workers.values()))
         self.workers.clear()

@@ -1,12 +1,13 @@
-"""`python -m services.gateway`: the gateway process. Started by `diptych serve`; see `worker.start` for the manners.
+"""`python -m services.gateway`: the gateway process, which `diptych serve` starts.
 
-Reads a `GatewaySpec` from standard input, tells its progress on standard output, ends with 0 after SIGTERM and with 3
-after an error that it has told.
+It reads a `GatewaySpec` from standard input and reports its progress on standard output (see `diptych.process`). It
+exits with 0 after SIGTERM, with 3 after an expected error and with 1 after a bug; it reports either error first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
 import logging
 import os
@@ -14,127 +15,169 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import msgspec
 import uvloop
+from starlette.types import ASGIApp
 
-from diptych.channel import Hub
-from diptych.config import GatewaySpec
-from diptych.errors import ConfigError, DiptychError
-from diptych.keys import load_server_keys
-from diptych.metrics import Metrics, Objectives
-from router.admission import Admission
-from router.admission import Limits as Openings
-from router.prefix_index import PrefixIndex
-from router.relay import Relay
-from services.gateway.admin import Admin
-from services.gateway.app import Api, build
-from services.gateway.auth import Keys
-from services.gateway.backend import RelayBackend
-from services.gateway.grammars import Grammars
-from services.gateway.limits import MAX_SEQUENCES, Limits
-from services.gateway.ready import Prober
-from services.gateway.replan import Replanning
-from services.gateway.request_log import LogFile, RequestLog
-from services.gateway.server import Server, listen
-from services.gateway.service import Patience, Service
-from services.gateway.status import LiveProbes
-from services.gateway.tokens import Tokens
-from services.gateway.traffic import Traffic
-from services.gateway.validate import Rules
-from worker.start import EXPECTED, FATAL, Voice, die_with_parent
+from diptych.channel.hub import ChannelHub
+from diptych.channel.keys import load_server_keys
+from diptych.errors import DiptychError
+from diptych.process import EXIT_EXPECTED, EXIT_FATAL, SupervisorPipe, die_with_parent, exit_fatally
+from diptych.slo import Slo
+from diptych.specs import GatewaySpec
+from engine.model.checkpoint import DESCRIPTION_FILES, locate_folder, tokenizer_identity
+from router.requests.admission import Admission
+from router.requests.admission import AdmissionLimits as Openings
+from router.requests.relay import Relay
+from router.routing.fleet import Fleet
+from router.routing.prefix_index import PrefixIndex
+from services.gateway.app import ApiRoutes, build_app
+from services.gateway.generation.relay_backend import RelayBackend
+from services.gateway.http.auth import BearerKeys
+from services.gateway.metrics.loop_lag import observe_loop_lag
+from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.metrics.request_log import RequestLog, RequestLogFile
+from services.gateway.metrics.traffic_feed import TrafficFeed
+from services.gateway.openai.request_limits import MAX_SEQUENCES, RequestLimits
+from services.gateway.openai.sampling_defaults import SamplingDefaults
+from services.gateway.openai.validate import RequestRules
+from services.gateway.ops.admin import AdminRoutes
+from services.gateway.ops.loop_watchdog import watch_event_loop
+from services.gateway.ops.readiness import CanaryProber
+from services.gateway.ops.replan_endpoint import ReplanRoute
+from services.gateway.preparation.preparer_pool import PreparerPool
+from services.gateway.server import GatewayServer, open_listener
+from services.gateway.service import GatewayService, RequestTimeouts
+from services.gateway.spec_reader import SpecReader
+from services.gateway.status import LiveHealthProbes
+from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
-CANARY_PROMPT_TOKENS = 4
+log = logging.getLogger(__name__)
+
+CANARY_PROMPT_LENGTH = 4
 
 
 def main() -> int:
-    """Run until a signal; returns the exit status, shows no traceback of an expected error."""
-    voice = Voice(os.fdopen(os.dup(1), "w", encoding="utf-8"))
-    os.dup2(2, 1)  # whatever libraries print is not for the supervisor
+    """Run until a signal arrives. Returns the exit status; an expected error is reported without a traceback."""
+    supervisor = SupervisorPipe(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    # What libraries print must not reach the supervisor, so it goes to standard error.
+    os.dup2(2, 1)
     try:
         die_with_parent()
-        spec = read_spec(sys.stdin.buffer.readline())
+        reader = SpecReader(sys.stdin.buffer)
+        spec = reader.read_without_keys()
         logging.basicConfig(
-            level=spec.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+            level=spec.log_level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
-        with listen(spec.host, spec.port) as bound:
-            voice.tell("load", 0)
-            tokens = Tokens.load(spec.model, spec.revision, spec.chat_template)
-            tokens.warm()
-            voice.tell("load", 1)
-            uvloop.run(serve(spec, tokens, bound, voice))
+        with open_listener(spec.host, spec.port) as bound:
+            supervisor.report_progress("load", 0)
+            tokens = GatewayTokenizer.load(spec.model, spec.revision, spec.chat_template)
+            tokens.warm_up()
+            supervisor.report_progress("load", 1)
+            rules = make_request_rules(spec, tokens)
+            # The pool forks this process, so it is made before API keys are read.
+            preparers = PreparerPool(rules)
+            uvloop.run(serve_gateway(reader.read_with_keys(), rules, preparers, bound, supervisor))
     except DiptychError as error:
-        voice.fail(error)
-        return EXPECTED
+        supervisor.report_error(error)
+        return EXIT_EXPECTED
     except BaseException as error:
         logging.getLogger(__name__).critical("the gateway failed", exc_info=True)
-        voice.fail(
+        supervisor.report_error(
             DiptychError("the gateway failed", f"{type(error).__name__}: {error}"[:300], "see its log")
         )
-        return FATAL
+        return EXIT_FATAL
     return 0
 
 
-def read_spec(line: bytes) -> GatewaySpec:
-    """Raises ConfigError."""
-    try:
-        return msgspec.json.decode(line, type=GatewaySpec)
-    except msgspec.MsgspecError as error:
-        why = str(error)
-        raise ConfigError(
-            "the gateway's specification cannot be read", why, "start it with `diptych serve`"
-        ) from None
-
-
-async def serve(spec: GatewaySpec, tokens: Tokens, bound: socket.socket, voice: Voice) -> None:
-    """Wire everything together and serve until told to stop."""
-    metrics, relay = Metrics(objectives(spec)), relay_of(spec)
-    log_file = LogFile(spec.request_log) if spec.request_log else None
-    hub = Hub(
-        spec.channel,
-        load_server_keys(spec.keys_dir),
-        f"gateway-{secrets.token_hex(4)}",
-        beat_s=spec.beat_s,
-        lease_s=spec.lease_s,
-    )
-    backend = RelayBackend(relay, hub, metrics, request_log=RequestLog(log_file) if log_file else None)
-    limits = Limits(
+def make_request_rules(spec: GatewaySpec, tokens: GatewayTokenizer) -> RequestRules:
+    """The rules that every request of this deployment is checked against."""
+    limits = RequestLimits(
         max_body_bytes=spec.max_body_bytes,
-        # Who asks for more than will ever be taken in at once is told that (400), not to come back later.
-        max_sequences=min(MAX_SEQUENCES, spec.max_open_requests),
+        # If a request has more sequences than admission can ever take at once, it is refused for good (400). If it
+        # has more than fit at the moment, it is refused for now (429).
+        max_sequences=min(MAX_SEQUENCES, admission_limits(spec).max_group),
     )
     context_tokens = min(spec.max_model_len or tokens.context_tokens, tokens.context_tokens)
-    service = Service(
-        Rules(tokens, spec.served_names, context_tokens, limits),
+    return RequestRules(tokens, spec.served_names, context_tokens, limits, load_sampling_defaults(spec))
+
+
+def load_sampling_defaults(spec: GatewaySpec) -> SamplingDefaults:
+    """The values of sampling fields that requests do not set, as `--generation-config` says. Logs them once.
+
+    Raises:
+        ModelError: the file is missing, cannot be read, or holds an invalid value.
+    """
+    if spec.generation_config == "none":
+        return SamplingDefaults()
+    if spec.generation_config == "model":
+        defaults = SamplingDefaults.load(locate_folder(spec.model, spec.revision, DESCRIPTION_FILES))
+    else:
+        defaults = SamplingDefaults.load(Path(spec.generation_config), required=True)
+    if defaults != SamplingDefaults():
+        log.warning("sampling defaults, where a request sets none (--generation-config): %s", defaults)
+    return defaults
+
+
+async def serve_gateway(
+    spec: GatewaySpec,
+    rules: RequestRules,
+    preparers: PreparerPool,
+    bound: socket.socket,
+    supervisor: SupervisorPipe,
+) -> None:
+    """Create all parts of the gateway, connect them, and serve until a signal ends the server."""
+    metrics, relay = (
+        GatewayMetrics(Slo.from_ms(spec.slo_ttft_ms, spec.slo_tpot_ms)),
+        build_relay(spec, tokenizer_identity(spec.model, spec.revision)),
+    )
+    log_file = RequestLogFile(spec.request_log) if spec.request_log else None
+    hub = make_hub(spec)
+    backend = RelayBackend(relay, hub, metrics, request_log=RequestLog(log_file) if log_file else None)
+    service = GatewayService(
+        rules,
         backend,
         metrics,
-        Grammars(tokens),
-        lambda: fingerprint(relay),
-        Patience(request_s=spec.request_timeout_s, stall_s=spec.reader_stall_s),
+        preparers,
+        lambda: system_fingerprint(relay),
+        RequestTimeouts(request_s=spec.request_timeout_s, stall_s=spec.reader_stall_s),
+        longest=lambda: relay.pairs.max_model_len,
+        kv_classes=lambda: relay.pairs.kv_classes,
     )
-    metrics.watch(backend.books, backend.links, spec.served_names[0])
-    prober = Prober(
-        backend, metrics, [tokens.start_id] * CANARY_PROMPT_TOKENS, (spec.num_prefill, spec.num_decode)
+    metrics.watch_workers(backend.worker_stats, backend.link_speeds, spec.served_names[0])
+    prober = CanaryProber(
+        backend,
+        metrics,
+        [rules.tokenizer.start_id] * CANARY_PROMPT_LENGTH,
+        (spec.num_prefill, spec.num_decode),
     )
-    replanning = None
-    if spec.replan:
-        metrics.listener = traffic = Traffic()
-        replanning = Replanning(traffic, prober, metrics)
-    admin, admin_keys = (
-        (Admin(backend, replanning), Keys([spec.admin_key])) if spec.admin_key else (None, None)
+    app = build_http_app(spec, service, backend, prober, metrics)
+    server = GatewayServer(
+        app, service, spec.drain_s, lambda: supervisor.report_progress("ready"), spec.max_connections
     )
-    api = Api(service, LiveProbes(service, backend, prober), version(), int(time.time()), admin)
-    app = build(api, Keys(spec.api_keys), spec.host, admin_keys)
-    server = Server(app, service, spec.drain_s, lambda: voice.tell("ready"))
     hub.open()
+    preparers.open()
+    # All objects that exist by now stay for good. Frozen, they no longer cost each full garbage collection about 60
+    # ms.
+    gc.collect()
+    gc.freeze()
     try:
-        async with asyncio.TaskGroup() as tasks:
-            chores = [tasks.create_task(backend.run()), tasks.create_task(prober.run())]
-            await server.serve(sockets=[bound])
-            for chore in chores:
-                chore.cancel()
+        with watch_event_loop(lambda: backend.ticks, partial(exit_fatally, supervisor)):
+            await serve_with_tasks(
+                server,
+                bound,
+                backend.run_tasks(),
+                prober.run_forever(),
+                preparers.wait_for_failure(),
+                observe_loop_lag(metrics),
+            )
     finally:
         service.close()
         hub.close()
@@ -142,37 +185,88 @@ async def serve(spec: GatewaySpec, tokens: Tokens, bound: socket.socket, voice: 
             log_file.close()
 
 
-def relay_of(spec: GatewaySpec) -> Relay:
-    openings = Openings(max_requests=spec.max_open_requests, max_wait_s=spec.max_queue_wait_s)
+def make_hub(spec: GatewaySpec) -> ChannelHub:
+    """The gateway's end of the channel to its workers, under a name of its own; not opened yet."""
+    return ChannelHub(
+        spec.channel,
+        load_server_keys(spec.keys_dir),
+        f"gateway-{secrets.token_hex(4)}",
+        beat_s=spec.beat_s,
+        lease_s=spec.lease_s,
+        silence_s=spec.silence_s,
+    )
+
+
+def build_http_app(
+    spec: GatewaySpec,
+    service: GatewayService,
+    backend: RelayBackend,
+    prober: CanaryProber,
+    metrics: GatewayMetrics,
+) -> ASGIApp:
+    """The HTTP application: the API, and the admin and replanning routes if `spec` asks for them."""
+    replanning = None
+    if spec.replan:
+        metrics.listener = traffic = TrafficFeed()
+        replanning = ReplanRoute(traffic, prober, metrics)
+    admin, admin_keys = (
+        (AdminRoutes(backend, replanning), BearerKeys([spec.admin_key])) if spec.admin_key else (None, None)
+    )
+    api = ApiRoutes(
+        service, LiveHealthProbes(service, backend, prober), diptych_version(), int(time.time()), admin
+    )
+    figures, urgent = BearerKeys(spec.figure_keys), BearerKeys(spec.priority_keys)
+    return build_app(api, BearerKeys(spec.api_keys), spec.host, admin_keys, figures, urgent)
+
+
+async def serve_with_tasks(
+    server: GatewayServer, bound: socket.socket, *chores: Coroutine[Any, Any, None]
+) -> None:
+    """Serve on `bound` until a signal arrives. `chores` run meanwhile; if one of them fails, everything ends."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(chore) for chore in chores]
+        await server.serve(sockets=[bound])
+        for task in running:
+            task.cancel()
+
+
+def admission_limits(spec: GatewaySpec) -> Openings:
+    """How many requests and tokens the gateway admits. With several API keys, tenants share these limits."""
+    return Openings(
+        max_requests=spec.max_open_requests,
+        max_queued_tokens=spec.max_queued_tokens,
+        max_wait_s=spec.max_queue_wait_s,
+        shared=len(spec.api_keys) > 1,
+    )
+
+
+def build_relay(spec: GatewaySpec, tokenizer: str) -> Relay:
+    """The relay for this deployment. `tokenizer` is the identity that workers must have to serve with it."""
     return Relay(
-        admission=Admission(openings),
+        Fleet(spec.silence_s, tokenizer=tokenizer),
+        admission=Admission(admission_limits(spec)),
         split=spec.num_prefill > 0,
         lease_s=spec.lease_s,
         index=PrefixIndex() if spec.prefix_caching else None,
         pipelined=spec.pipelined,
         recovery_s=spec.recovery_s,
         local_prefill=spec.local_prefill,
-        tpot_s=spec.slo_tpot_ms / 1e3 if spec.slo_tpot_ms else None,
+        tpot_s=Slo.from_ms(None, spec.slo_tpot_ms).limits_s()["tpot"],
     )
 
 
-def objectives(spec: GatewaySpec) -> Objectives:
-    ttft_ms, tpot_ms = spec.slo_ttft_ms, spec.slo_tpot_ms
-    return Objectives(
-        ttft_s=None if ttft_ms is None else ttft_ms / 1000, tpot_s=None if tpot_ms is None else tpot_ms / 1000
-    )
-
-
-def fingerprint(relay: Relay) -> str | None:
-    """What OpenAI calls `system_fingerprint`: from the fingerprint that all workers share."""
-    members = relay.fleet.role("decode")
+def system_fingerprint(relay: Relay) -> str | None:
+    """The part of `system_fingerprint` that all workers share: the model's fingerprint. None without workers."""
+    members = relay.fleet.workers_of("decode")
     return f"fp_{members[0].hello.fingerprint[:12]}" if members else None
 
 
-def version() -> str:
+def diptych_version() -> str:
+    """The version of the installed package; a fixed one in a checkout that is not installed."""
     try:
         return importlib.metadata.version("diptych")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+    except importlib.metadata.PackageNotFoundError:
+        # The package is not installed: it runs from a checkout.
         return "0.1.0"
 
 

@@ -1,17 +1,20 @@
-"""Routes and layers, outermost first:
+"""Builds the HTTP application: its routes, and the middleware around them, from the outside to the inside:
 
-    Envelope (id, count, 500) ─▶ CORS ─▶ Auth ─▶ BodyLimit ─▶ routes
+    UnreadBodyMiddleware ─▶ RequestIdMiddleware (id, count, 500) ─▶ CORSMiddleware
+        ─▶ CrossOriginMiddleware (without API keys only) ─▶ AuthMiddleware ─▶ RequestBodyMiddleware ─▶ routes
 
-All layers are plain ASGI: nothing buffers a stream or hides a disconnect.
+All middleware is plain ASGI, so nothing buffers a stream or hides a disconnect. A route reads its request's body
+itself, after every check that can refuse the request without reading it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI
+from msgspec import structs
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -19,188 +22,278 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
-from services.gateway.admin import Admin
-from services.gateway.auth import Auth, Keys
-from services.gateway.envelope import Envelope
-from services.gateway.errors import JSON, error_response, internal_error, not_allowed, not_found
-from services.gateway.limits import BodyLimit
-from services.gateway.openapi import document, page
-from services.gateway.origin import Caller, timeout_of
-from services.gateway.parse import parse
-from services.gateway.replies import ModelCard, ModelList, Readiness, Version
-from services.gateway.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from services.gateway.service import Service
-from services.gateway.validate import check_model
+from diptych.failure_statuses import FailureReason, RequestFailure
+from services.gateway.generation.formats import KV_CLASS_HEADER
+from services.gateway.http.auth import AuthMiddleware, BearerKeys
+from services.gateway.http.cross_origin import LOCAL_ORIGINS, CrossOriginMiddleware
+from services.gateway.http.error_response import (
+    JSON_TYPE,
+    error_response,
+    internal_failure,
+    method_not_allowed_failure,
+    unknown_route_failure,
+)
+from services.gateway.http.request_body import (
+    BodyMemory,
+    RequestBody,
+    RequestBodyMiddleware,
+    UnreadBodyMiddleware,
+)
+from services.gateway.http.request_id import RequestIdMiddleware
+from services.gateway.openai.openapi import docs_page, openapi_document
+from services.gateway.openai.response_schema import ModelCard, ModelList, Readiness, Version
+from services.gateway.openai.tenancy import Caller, parse_timeout_header
+from services.gateway.openai.validate import check_model_name
+from services.gateway.ops.admin import AdminRoutes
+from services.gateway.service import GatewayService
 
-LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
 
 
-class Probes:
-    """What the gateway says about itself. The defaults are those of a gateway without workers (tests)."""
+class HealthProbes:
+    """The gateway's reports about its own health.
 
-    def alive(self) -> bool:
+    These defaults describe a gateway without workers, as tests use it.
+    """
+
+    def is_alive(self) -> bool:
+        """Whether the gateway's event loop still makes progress."""
         return True
 
-    async def ready(self) -> Readiness:
+    async def check_readiness(self, known: bool = True) -> Readiness:
+        """Whether requests can be served, and why not.
+
+        Worker names are in the reasons only if the client is `known`.
+        """
         return Readiness(ready=True, reasons=[])
 
-    def status(self) -> Mapping[str, Any]:
+    def status_report(self) -> Mapping[str, Any]:
+        """The body of `/status`, ready to be written as JSON."""
         return {}
 
 
-class Api:
-    """One method per route."""
+class ApiRoutes:
+    """The handlers of all routes, one method per route. Errors leave them as `RequestError`; see `build_app`."""
 
     def __init__(
-        self, service: Service, probes: Probes, version: str, created: int, admin: Admin | None = None
+        self,
+        service: GatewayService,
+        probes: HealthProbes,
+        version: str,
+        created: int,
+        admin: AdminRoutes | None = None,
     ) -> None:
-        """Without `admin` there are no routes for orders to workers."""
+        """`created` is the models' creation time in Unix seconds. Without `admin` there are no `/admin` routes.
+
+        With `lenient`, a body without a content type is taken for JSON.
+        """
+        self.lenient = False
         self.service, self.probes, self.admin = service, probes, admin
         self._version, self._created = version, created
-        told = document(version)
-        self._document, self._page = msgspec.json.encode(told), page(told)
+        document = openapi_document(version)
+        self._document, self._page = msgspec.json.encode(document), docs_page(document)
 
-    async def chat(self, request: Request) -> Response:
-        self.service.admit()
-        return await self.service.chat(await self._body(request, ChatRequest), _caller(request))
+    async def create_chat_completion(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`. Raises RequestError if the request is refused."""
+        with self.service.count_refusals():
+            self.service.check_admission(request.state.tenant)
+            async with self._body(request) as body:
+                return await self.service.create_chat_completion(body, _caller_of(request))
 
-    async def completion(self, request: Request) -> Response:
-        self.service.admit()
-        return await self.service.completion(await self._body(request, CompletionRequest), _caller(request))
+    async def create_completion(self, request: Request) -> Response:
+        """`POST /v1/completions`. Raises RequestError if the request is refused."""
+        with self.service.count_refusals():
+            self.service.check_admission(request.state.tenant)
+            async with self._body(request) as body:
+                return await self.service.create_completion(body, _caller_of(request))
 
     async def tokenize(self, request: Request) -> Response:
-        return reply(await self.service.tokenize(await self._body(request, TokenizeRequest)))
+        """`POST /tokenize`. Raises RequestError if the request is refused."""
+        self.service.check_admission(request.state.tenant)
+        async with self._body(request) as body:
+            return await self.service.tokenize(body, _caller_of(request))
 
     async def detokenize(self, request: Request) -> Response:
-        return reply(await self.service.detokenize(await self._body(request, DetokenizeRequest)))
+        """`POST /detokenize`. Raises RequestError if the request is refused."""
+        self.service.check_admission(request.state.tenant)
+        async with self._body(request) as body:
+            return await self.service.detokenize(body, _caller_of(request))
 
-    async def models(self, request: Request) -> Response:
-        return reply(ModelList([self._card(name) for name in self.service.rules.names]))
+    async def list_models(self, request: Request) -> Response:
+        """`GET /v1/models`: one entry per served name."""
+        return json_response(ModelList([self._model_card(name) for name in self.service.rules.served_names]))
 
-    async def model(self, request: Request) -> Response:
-        return reply(self._card(check_model(request.path_params["id"], self.service.rules)))
+    async def get_model(self, request: Request) -> Response:
+        """`GET /v1/models/{id}`. Raises RequestError (404) for a name that is not served."""
+        return json_response(
+            self._model_card(check_model_name(request.path_params["id"], self.service.rules))
+        )
 
     async def health(self, request: Request) -> Response:
-        return Response(status_code=200 if self.probes.alive() else 503)
+        """`GET /health` and `GET /ping`: 200 while the gateway is alive, else 503. Workers do not matter here."""
+        return Response(status_code=200 if self.probes.is_alive() else 503)
 
     async def ready(self, request: Request) -> Response:
-        state = await self.probes.ready()
-        return reply(state, 200 if state.ready else 503)
+        """`GET /ready`: 200 if requests can be served, else 503, with the reasons."""
+        state = await self.probes.check_readiness(request.state.known)
+        return json_response(state, 200 if state.ready else 503)
 
     async def status(self, request: Request) -> Response:
-        return reply(self.probes.status())
+        """`GET /status`: workers, links and queues, for operators."""
+        return json_response(self.probes.status_report())
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self.service.metrics.text(), headers={"content-type": METRICS_TYPE})
+        """`GET /metrics`: all metrics in Prometheus' text format."""
+        return Response(self.service.metrics.render_text(), headers={"content-type": METRICS_TYPE})
 
     async def version(self, request: Request) -> Response:
-        return reply(Version(self._version))
+        """`GET /version`."""
+        return json_response(Version(self._version))
 
-    async def openapi(self, request: Request) -> Response:
-        return Response(self._document, media_type=JSON)
+    async def show_openapi(self, request: Request) -> Response:
+        """`GET /openapi.json`: the description of this API."""
+        return Response(self._document, media_type=JSON_TYPE)
 
-    async def docs(self, request: Request) -> Response:
+    async def show_docs(self, request: Request) -> Response:
+        """`GET /docs`: the same description as an HTML page."""
         return Response(self._page, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
 
-    async def _body(self, request: Request, kind: type[Any]) -> Any:
-        """The checked body. Clients that name no content type are forgiven, those that name another are not."""
-        named = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
-        if named != JSON and not named.endswith("+json"):
-            raise RequestError(
-                f"the content type must be {JSON}",
-                status=415,
-                code="unsupported_media_type",
-                param="content-type",
-            )
-        return parse(await request.body(), kind, self.service.rules.limits.max_depth)
+    def _body(self, request: Request) -> RequestBody:
+        """The request's body. Entering it reads the bytes, which count as held memory until it is left.
 
-    def _card(self, name: str) -> ModelCard:
-        rules = self.service.rules
-        return ModelCard(name, self._created, rules.names[0], rules.context_tokens)
+        Raises:
+            RequestError: 415 if the content type is not JSON, or if it is missing and no API key protects the server.
+        """
+        named = request.headers.get("content-type", JSON_TYPE if self.lenient else "")
+        kind = named.partition(";")[0].strip().lower()
+        if kind != JSON_TYPE and not kind.endswith("+json"):
+            problem = f"the content type must be {JSON_TYPE}"
+            raise RequestError(RequestFailure(FailureReason.UNSUPPORTED_MEDIA_TYPE, problem, "content-type"))
+        body: RequestBody = request.state.body
+        return body
 
-    def routes(self) -> list[Route]:
+    def _model_card(self, name: str) -> ModelCard:
+        """The entry of a served name in `/v1/models`."""
+        rules, classes = self.service.rules, list(self.service.kv_classes())
+        card = ModelCard(name, self._created, rules.served_names[0], self.service.context_tokens)
+        return card if classes in ([], [RAW_CLASS]) else structs.replace(card, kv_classes=classes)
+
+    def make_routes(self) -> list[Route]:
+        """All routes with their handlers. The `/admin` routes exist only if there is an admin key."""
         gets: dict[str, Endpoint] = {
-            "/v1/models": self.models,
-            "/v1/models/{id:path}": self.model,
+            "/v1/models": self.list_models,
+            "/v1/models/{id:path}": self.get_model,
             "/health": self.health,
             "/ping": self.health,
             "/ready": self.ready,
             "/status": self.status,
             "/metrics": self.metrics,
             "/version": self.version,
-            "/openapi.json": self.openapi,
-            "/docs": self.docs,
+            "/openapi.json": self.show_openapi,
+            "/docs": self.show_docs,
         }
         posts: dict[str, Endpoint] = {
-            "/v1/chat/completions": self.chat,
-            "/v1/completions": self.completion,
+            "/v1/chat/completions": self.create_chat_completion,
+            "/v1/completions": self.create_completion,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }
         if self.admin is not None:
             posts["/admin/workers/{name}/drain"] = self.admin.drain
-            posts["/admin/workers/{name}/turn"] = self.admin.turn
+            posts["/admin/workers/{name}/turn"] = self.admin.switch_role
             if self.admin.replanning is not None:
-                posts["/admin/replan"] = self.admin.replanning.meet
+                posts["/admin/replan"] = self.admin.replanning.exchange_report
         return [
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
         ]
 
 
-def build(api: Api, keys: Keys, host: str, admin: Keys | None = None) -> ASGIApp:
-    """The whole application. `host` is the address it will be bound to, `admin` the key for orders to workers."""
-    routes = api.routes()
-    # FastAPI's own schema is off: bodies are decoded and checked in one pass by the classes of `schema`, which
-    # also make the OpenAPI document, so its 422 and its validation models never come into play.
+def build_app(
+    api: ApiRoutes,
+    keys: BearerKeys,
+    host: str,
+    admin: BearerKeys | None = None,
+    figures: BearerKeys | None = None,
+    urgent: BearerKeys | None = None,
+) -> ASGIApp:
+    """The whole application with its middleware.
+
+    `host` is the address that the server will be bound to. `AuthMiddleware` describes the kinds of keys.
+    """
+    routes = api.make_routes()
+    # FastAPI's own schema is off. The classes of `request_schema` decode and check bodies in one pass, and also make
+    # the OpenAPI document. FastAPI's 422 responses and validation models are therefore never used.
     app = FastAPI(
         routes=[*routes],
         openapi_url=None,
-        exception_handlers={RequestError: _refused, HTTPException: _unrouted, Exception: _failed},
+        exception_handlers={
+            RequestError: _request_error_response,
+            HTTPException: _unknown_route_response,
+            Exception: _internal_error_response,
+        },
     )
-    app.router.redirect_slashes = False  # a redirected POST loses its body
+    # A redirected POST would lose its body.
+    app.router.redirect_slashes = False
     limits = api.service.rules.limits
-    layered: ASGIApp = BodyLimit(app, limits.max_body_bytes, limits.body_s)
-    layered = Auth(layered, keys, host, admin)
+    # If keys are required, pages of other sites cannot send requests, so a missing content type is harmless.
+    api.lenient = bool(keys)
+    layered: ASGIApp = RequestBodyMiddleware(
+        app, BodyMemory(limits.max_bodies_bytes), limits.max_body_bytes, limits.body_s
+    )
+    layered = AuthMiddleware(layered, keys, host, admin, figures, urgent)
+    if not keys:
+        layered = CrossOriginMiddleware(layered)
     layered = CORSMiddleware(
         layered,
-        allow_origins=["*"] if keys else [],  # without a key only pages of this machine may speak to it
+        # Without a key only pages of this machine may send requests.
+        allow_origins=["*"] if keys else [],
         allow_origin_regex=None if keys else LOCAL_ORIGINS,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "retry-after", KV_CLASS_HEADER],
     )
-    return Envelope(layered, api.service.metrics, frozenset(route.path for route in routes))
+    enveloped = RequestIdMiddleware(layered, api.service.metrics, frozenset(route.path for route in routes))
+    return UnreadBodyMiddleware(enveloped)
 
 
-def _caller(request: Request) -> Caller:
+def _caller_of(request: Request) -> Caller:
+    """The facts about the client that the service needs: arrival, tenant, timeout, priority right, and request id."""
     state = request.state
-    return Caller(state.arrived_s, state.tenant, timeout_of(request.scope["headers"]))
+    timeout_s = parse_timeout_header(request.scope["headers"])
+    return Caller(state.arrived_s, state.tenant, timeout_s, state.urgent, getattr(state, "request_id", ""))
 
 
-def reply(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type=JSON)
+def json_response(body: Any, status: int = 200) -> Response:
+    """A response with `body` as JSON. `body` is a struct or anything else that msgspec can encode."""
+    return Response(msgspec.json.encode(body), status, media_type=JSON_TYPE)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _request_error_response(request: Request, error: Exception) -> Response:
+    """The response for a `RequestError` that leaves a route."""
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error.failure)
 
 
-async def _unrouted(request: Request, error: Exception) -> Response:
+async def _unknown_route_response(request: Request, error: Exception) -> Response:
+    """The response (404 or 405) for a path or method that no route handles."""
     assert isinstance(error, HTTPException)
     path, method = request.scope["path"], request.method
     response = error_response(
-        not_allowed(path, method) if error.status_code == 405 else not_found(path, method)
+        method_not_allowed_failure(path, method)
+        if error.status_code == 405
+        else unknown_route_failure(path, method)
     )
     response.headers.update(error.headers or {})
     return response
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    return error_response(internal_error(request.state.request_id))
+async def _internal_error_response(request: Request, error: Exception) -> Response:
+    """The response (500) for an unexpected exception in a route."""
+    return error_response(internal_failure(request.state.request_id))

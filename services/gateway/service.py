@@ -1,180 +1,166 @@
-"""What the routes do: check, tokenise, generate, describe. Owns the open generations."""
+"""Does the work behind the generation and tokenization routes: prepare a body, start its generation, make the response.
+
+The service owns the open generations, so that a shutdown can end them.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import secrets
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from starlette.responses import Response
 
-from diptych.metrics import Metrics
-from services.gateway.chat import ChatView
-from services.gateway.completions import CompletionView
-from services.gateway.errors import shutting_down
-from services.gateway.generation import Backend, Generation
-from services.gateway.grammars import Grammars
-from services.gateway.origin import Caller
-from services.gateway.replies import Detokenized, Tokenized
-from services.gateway.respond import PING_S, Respond
-from services.gateway.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Message,
-    TokenizeRequest,
+from diptych.chunks import RAW_CLASS
+from diptych.errors import RequestError
+from services.gateway.generation.answer_memory import AnswerMemory
+from services.gateway.generation.chat_format import ChatFormat
+from services.gateway.generation.completion_format import CompletionFormat
+from services.gateway.generation.formats import OutputFormat, ResponseHead
+from services.gateway.generation.generation import Generation, GenerationBackend
+from services.gateway.generation.logprob_json import LogprobJson
+from services.gateway.generation.streaming import PING_INTERVAL_S, GenerationResponse
+from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
+from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.openai.resolve import ResolvedRequest, check_kv_class, fit_worker_context
+from services.gateway.openai.tenancy import Caller
+from services.gateway.openai.validate import RequestRules
+from services.gateway.preparation.preparation_job import (
+    PreparationJob,
+    PreparedReply,
+    PreparedRequest,
 )
-from services.gateway.validate import (
-    Ask,
-    Prompt,
-    Rules,
-    ask_chat,
-    ask_completion,
-    check_chat,
-    check_completion,
-    check_length,
-    check_model,
-    conversation,
-    grammar_of,
-    split_prompts,
-    wrong,
-)
-from services.gateway.views import Head, View
-
-INLINE_CHARS = 8192  # tokenised on the event loop; longer texts in a thread, so that streams do not wait
-
-T = TypeVar("T")
+from services.gateway.preparation.preparer_pool import PreparerPool
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long things may take, in seconds."""
+class RequestTimeouts:
+    """Time limits of requests, in seconds."""
 
     request_s: float = 600.0
     stall_s: float = 30.0
-    ping_s: float = PING_S
+    ping_s: float = PING_INTERVAL_S
 
 
 @dataclass
-class Service:
-    """`fingerprint` names what produces the answers (model, weights, numerics) to clients; None until known."""
+class GatewayService:
+    """Does the work of the generation and tokenization routes, and holds the open generations.
 
-    rules: Rules
-    backend: Backend
-    metrics: Metrics
-    grammars: Grammars
+    `fingerprint` returns the `system_fingerprint` of answers (model, weights, numerics), or None until it is known.
+    `longest` returns how many tokens (prompt and answer) the workers can take, or None until that is known.
+    `kv_classes` returns the KV classes that the workers have.
+    `open` holds the generations whose response is being written.
+    """
+
+    rules: RequestRules
+    backend: GenerationBackend
+    metrics: GatewayMetrics
+    preparers: PreparerPool
     fingerprint: Callable[[], str | None]
-    patience: Patience = Patience()
+    patience: RequestTimeouts = RequestTimeouts()
     draining: bool = False
     open: set[Generation] = field(default_factory=set)
-    _pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenise")
-    )
+    longest: Callable[[], int | None] = lambda: None
+    kv_classes: Callable[[], Sequence[str]] = lambda: (RAW_CLASS,)
 
-    def admit(self) -> None:
-        """Asked before a body is even read, so that refusals stay cheap when there are many.
+    def __post_init__(self) -> None:
+        self._names = LogprobJson(self.rules.tokenizer)
+        self._answers = AnswerMemory(self.rules.limits.max_answer_bytes)
+
+    def check_admission(self, tenant: str) -> None:
+        """Refuse a request before its body is read, so that a refusal costs little.
 
         Raises:
-            RequestError: nothing can be taken in now.
+            RequestError: the server is shutting down, or admits no more requests of this tenant now.
         """
         if self.draining:
-            raise shutting_down()
-        if (refusal := self.backend.refusal(1)) is not None:
-            self.metrics.refused(refusal.code or "unknown")
-            raise refusal
+            raise RequestError(SHUTTING_DOWN)
+        if (refusal := self.backend.find_refusal(1, tenant)) is not None:
+            raise RequestError(refusal)
 
-    async def chat(self, body: ChatRequest, caller: Caller) -> Response:
-        """`POST /v1/chat/completions`."""
-        check_chat(body, self.rules)
-        await self.grammars.check(grammar_of(body.response_format, self.rules.limits))
-        resume = bool(body.continue_final_message)
-        generate = body.add_generation_prompt is not False and not resume
-        prompt = await self._render(body.messages, generate, resume, bool(body.add_special_tokens))
-        ask = ask_chat(body, prompt, self.rules, caller.tenant)
-        head = self._head("chatcmpl", ask)
-        return self._respond(head, ask, ChatView(head, ask, self.rules.tokens), caller)
+    @contextmanager
+    def count_refusals(self) -> Iterator[None]:
+        """Count requests refused because of load (429, 503) before they become a generation. They met no SLO."""
+        try:
+            yield
+        except RequestError as error:
+            if error.failure.is_overload:
+                self.metrics.on_refused(error.failure.code)
+            raise
 
-    async def completion(self, body: CompletionRequest, caller: Caller) -> Response:
-        """`POST /v1/completions`."""
-        prompts = split_prompts(body.prompt, self.rules)
-        check_completion(body, len(prompts), self.rules)
-        await self.grammars.check(grammar_of(body.response_format, self.rules.limits))
-        special = body.add_special_tokens is not False
-        told = [await self._prompt(prompt, special) for prompt in prompts]
-        ask = ask_completion(body, told, self.rules, caller.tenant)
-        head = self._head("cmpl", ask)
-        return self._respond(head, ask, CompletionView(head, ask, self.rules.tokens), caller)
+    async def create_chat_completion(self, body: bytes, caller: Caller) -> Response:
+        """The response to `POST /v1/chat/completions`; the generation starts when the response is sent.
 
-    async def tokenize(self, body: TokenizeRequest) -> Tokenized:
-        """`POST /tokenize`."""
-        check_model(body.model, self.rules)
-        if (body.prompt is None) == (body.messages is None):
-            raise wrong("prompt", "or 'messages' must be given, and not both")
-        if body.messages is not None:
-            resume = bool(body.continue_final_message)
-            generate = body.add_generation_prompt is not False and not resume
-            ids = (await self._render(body.messages, generate, resume, bool(body.add_special_tokens))).tokens
-        else:
-            text, special = body.prompt or "", body.add_special_tokens is not False
-            ids = await self._offload(len(text), self.rules.tokens.encode, text, special)
-        names = [self.rules.tokens.text_of(token) for token in ids] if body.return_token_strs else None
-        return Tokenized(len(ids), self.rules.context_tokens, ids, names)
+        Raises RequestError if the request is refused.
+        """
+        ask = await self._resolve_request("chat", body, caller)
+        head = self._response_head("chatcmpl", ask, caller)
+        return self._generation_response(head, ask, ChatFormat(head, ask, self._names), caller)
 
-    async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
-        """`POST /detokenize`."""
-        check_model(body.model, self.rules)
-        tokens = self.rules.tokens
-        if any(token >= tokens.size for token in body.tokens):
-            raise wrong("tokens", f"holds ids beyond the vocabulary of {tokens.size}")
-        skip = bool(body.skip_special_tokens)
-        return Detokenized(await self._offload(len(body.tokens), tokens.decode, list(body.tokens), skip))
+    async def create_completion(self, body: bytes, caller: Caller) -> Response:
+        """The response to `POST /v1/completions`; the generation starts when the response is sent.
 
-    def shut(self) -> None:
+        Raises RequestError if the request is refused.
+        """
+        ask = await self._resolve_request("completion", body, caller)
+        head = self._response_head("cmpl", ask, caller)
+        return self._generation_response(head, ask, CompletionFormat(head, ask, self._names), caller)
+
+    async def tokenize(self, body: bytes, caller: Caller) -> Response:
+        """The response to `POST /tokenize`. Raises RequestError if the request is refused."""
+        return await self._prepared_response("tokenize", body, caller)
+
+    async def detokenize(self, body: bytes, caller: Caller) -> Response:
+        """The response to `POST /detokenize`. Raises RequestError if the request is refused."""
+        return await self._prepared_response("detokenize", body, caller)
+
+    def end_generations(self) -> None:
         """End all open generations with an error that their clients see."""
         for generation in list(self.open):
-            generation.give_up(shutting_down())
+            generation.fail_request(SHUTTING_DOWN)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self.grammars.close()
+        """End the preparer processes. Idempotent."""
+        self.preparers.close()
 
-    async def _render(self, messages: list[Message], generate: bool, resume: bool, special: bool) -> Prompt:
-        turns = conversation(messages)
-        size = sum(len(turn["content"] or "") for turn in turns)
-        text = await self._offload(size, self.rules.tokens.render, turns, generate, resume)
-        check_length(text, self.rules, "messages")
-        return Prompt(await self._offload(len(text), self.rules.tokens.encode, text, special), text)
+    async def _resolve_request(self, route: str, body: bytes, caller: Caller) -> ResolvedRequest:
+        """Parse, validate and tokenize a body in a preparer process. Raises RequestError if it is refused."""
+        prepared = await self.preparers.prepare_body(PreparationJob(route, body, caller))
+        assert isinstance(prepared, PreparedRequest)
+        ask = fit_worker_context(prepared.ask, self.context_tokens)
+        return ask if ask.kv is None else check_kv_class(ask, self.kv_classes())
 
-    async def _prompt(self, prompt: str | list[int], special: bool) -> Prompt:
-        if isinstance(prompt, list):
-            return Prompt(prompt)
-        check_length(prompt, self.rules, "prompt")
-        ids = await self._offload(len(prompt), self.rules.tokens.encode, prompt, special)
-        return Prompt(ids or [self.rules.tokens.start_id], prompt)
+    @property
+    def context_tokens(self) -> int:
+        """The most tokens of prompt and answer together that can be served now."""
+        return min(self.rules.context_tokens, self.longest() or self.rules.context_tokens)
 
-    async def _offload(self, size: int, call: Callable[..., T], *arguments: object) -> T:
-        if size <= INLINE_CHARS:
-            return call(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._pool, functools.partial(call, *arguments)
-        )
+    async def _prepared_response(self, route: str, body: bytes, caller: Caller) -> Response:
+        """A response that a preparer process makes completely (`/tokenize`, `/detokenize`)."""
+        prepared = await self.preparers.prepare_body(PreparationJob(route, body, caller))
+        assert isinstance(prepared, PreparedReply)
+        return Response(prepared.body, media_type=JSON_TYPE)
 
-    def _head(self, prefix: str, ask: Ask) -> Head:
-        return Head(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), ask.model, self.fingerprint())
+    def _response_head(self, prefix: str, ask: ResolvedRequest, caller: Caller) -> ResponseHead:
+        """The head of an answer. Its id contains the HTTP request's id, so that logs can be searched for it."""
+        digits = caller.request_id.removeprefix("req_") or secrets.token_hex(16)
+        return ResponseHead(f"{prefix}-{digits}", int(time.time()), ask.model, self.fingerprint())
 
-    def _respond(self, head: Head, ask: Ask, view: View, caller: Caller) -> Response:
+    def _generation_response(
+        self, head: ResponseHead, ask: ResolvedRequest, view: OutputFormat, caller: Caller
+    ) -> Response:
+        """The response that runs and writes the generation. Raises RequestError if the server is shutting down."""
         if self.draining:
-            raise shutting_down()
+            raise RequestError(SHUTTING_DOWN)
         patience = self.patience
         allowed_s = min(patience.request_s, caller.timeout_s or patience.request_s)
         max_bytes = self.rules.limits.max_stream_bytes
-        generation = Generation(head.id, ask, self.rules.tokens, self.backend, self.metrics, max_bytes)
-        return Respond(
+        generation = Generation(
+            head.id, ask, self.rules.tokenizer, self.backend, self.metrics, max_bytes, self._answers
+        )
+        return GenerationResponse(
             generation,
             view,
             self.open,

@@ -1,4 +1,4 @@
-"""What `/status` tells operators and `diptych status`: pools, workers with their books, links, and readiness."""
+"""Builds the body of `/status` for operators and `diptych status`: readiness, queue, pools, workers and links."""
 
 from __future__ import annotations
 
@@ -8,111 +8,123 @@ from typing import Any
 
 import msgspec
 
-from diptych.messages import Stats
-from services.gateway.app import Probes
-from services.gateway.backend import RelayBackend
-from services.gateway.ready import Prober
-from services.gateway.replies import Readiness
-from services.gateway.service import Service
+from diptych.messages import WorkerStats
+from services.gateway.app import HealthProbes
+from services.gateway.generation.relay_backend import RelayBackend
+from services.gateway.openai.response_schema import Readiness
+from services.gateway.ops.readiness import CanaryProber
+from services.gateway.service import GatewayService
 
 
-def summed(books: Iterable[Stats]) -> Stats:
-    """Several workers' books as one: numbers added, those kept by name added name by name."""
-    totals: dict[str, Any] = msgspec.structs.asdict(Stats())
-    for book in books:
-        for name, value in msgspec.structs.asdict(book).items():
+def sum_stats(stats: Iterable[WorkerStats]) -> WorkerStats:
+    """The sum of several workers' statistics. Numbers are added; dictionaries are added key by key."""
+    totals: dict[str, Any] = msgspec.structs.asdict(WorkerStats())
+    for one in stats:
+        for name, value in msgspec.structs.asdict(one).items():
             if isinstance(value, dict):
                 totals[name] = {
                     key: totals[name].get(key, 0) + value.get(key, 0) for key in totals[name] | value
                 }
             else:
                 totals[name] += value
-    return Stats(**totals)
+    return WorkerStats(**totals)
 
 
-class LiveProbes(Probes):
-    """Probes of a gateway with workers."""
+class LiveHealthProbes(HealthProbes):
+    """The probes of a gateway with workers."""
 
-    def __init__(self, service: Service, backend: RelayBackend, prober: Prober) -> None:
+    def __init__(self, service: GatewayService, backend: RelayBackend, prober: CanaryProber) -> None:
         self._service, self._backend, self._prober = service, backend, prober
 
-    def alive(self) -> bool:
-        return self._backend.alive
+    def is_alive(self) -> bool:
+        """Whether the relay's clock task ran lately."""
+        return self._backend.is_alive
 
-    async def ready(self) -> Readiness:
+    async def check_readiness(self, known: bool = True) -> Readiness:
+        """Readiness from canaries; never ready during a shutdown.
+
+        If the client is `known`, workers not proven lately are tested first, and the reasons hold worker names.
+        """
         if self._service.draining:
             return Readiness(ready=False, reasons=["shutting down"])
-        return await self._prober.fresh()
+        return await self._prober.fresh_readiness(known)
 
-    def status(self) -> Mapping[str, Any]:
-        readiness, relay = self._prober.state(), self._backend.relay
+    def status_report(self) -> Mapping[str, Any]:
+        """The body of `/status`. No canaries are sent for it."""
+        readiness, relay = self._prober.current_readiness(), self._backend.relay
         return {
             "ready": readiness.ready,
             "reasons": readiness.reasons,
-            "model": self._service.rules.names[0],
-            "max_model_len": self._service.rules.context_tokens,
+            "model": self._service.rules.served_names[0],
+            "max_model_len": self._service.context_tokens,
             "split": relay.split,
             "open_requests": len(self._service.open),
             "sequences": len(relay.live),
-            "queue": self._queue(),
-            "stages": dict(relay.stages()),
+            "queue": self._queue_status(),
+            "stages": dict(relay.count_stages()),
             "queued_tokens": relay.admission.queued_tokens,
-            "late_messages": dict(relay.late),
-            "suspects": len(relay.docket),
-            "quarantined": relay.docket.num_quarantined,
-            "local_prefill": relay.split and any(source is None for source, _ in self._backend.ways()),
+            "late_messages": dict(relay.late_messages),
+            "suspects": len(relay.quarantine),
+            "quarantined": relay.quarantine.num_quarantined,
+            "local_prefill": relay.split
+            and any(source is None for source, _ in self._backend.worker_pairs()),
             "channel_refused": dict(self._backend.hub.refused),
-            "pools": {role: self._pool(role) for role in ("prefill", "decode")},
-            "workers": [self._worker(name) for name in sorted(relay.fleet.members)],
-            "links": [dataclasses.asdict(link) for link in self._backend.links()],
-            "links_out": self._links_out(),
-            "objectives": self._objectives(),
+            "pools": {role: self._pool_status(role) for role in ("prefill", "decode")},
+            "workers": [self._worker_status(name) for name in sorted(relay.fleet.workers)],
+            "links": [dataclasses.asdict(link) for link in self._backend.link_speeds()],
+            "links_out": self._missing_links(),
+            "objectives": self._slo_limits(),
         }
 
-    def _queue(self) -> dict[str, Any]:
-        """Sequences whose prompt has not been read, and how long a first token is predicted to take."""
+    def _queue_status(self) -> dict[str, Any]:
+        """Sequences whose prompt is not prefilled yet, and the predicted time to first token of a new request."""
         admission = self._backend.relay.admission
         return {
-            "sequences": admission.num_unread,
-            "predicted_wait_s": round(admission.wait_s(self._backend.clock()), 3),
+            "sequences": admission.num_unprefilled,
+            "predicted_wait_s": round(admission.predicted_wait_s(self._backend.clock()), 3),
             "max_wait_s": admission.limits.max_wait_s,
         }
 
-    def _links_out(self) -> list[dict[str, Any]]:
-        """Pairs of workers that are not linked, or not used, and why."""
+    def _missing_links(self) -> list[dict[str, Any]]:
+        """Pairs of workers whose link failed or is unused, why, and in how many seconds it is tried again."""
         now_s = self._backend.clock()
         return [
             {
                 "source": source,
                 "target": member.name,
                 "why": why,
-                "again_s": round(max(0.0, member.relink_s.get(source, now_s) - now_s), 3),
+                "again_s": round(max(0.0, member.link_retry_s.get(source, now_s) - now_s), 3),
             }
-            for member in self._backend.relay.fleet.role("decode")
-            for source, why in sorted(member.troubles.items())
+            for member in self._backend.relay.fleet.workers_of("decode")
+            for source, why in sorted(member.link_errors.items())
         ]
 
-    def _pool(self, role: str) -> dict[str, Any]:
-        """The books of all workers of a role, added up."""
-        books = [book.stats for book in self._backend.books() if book.role == role]
-        return {"workers": len(books), **msgspec.structs.asdict(summed(books))}
+    def _pool_status(self, role: str) -> dict[str, Any]:
+        """The statistics of all workers of a role, added up."""
+        stats = [worker.stats for worker in self._backend.worker_stats() if worker.role == role]
+        return {"workers": len(stats), **msgspec.structs.asdict(sum_stats(stats))}
 
-    def _worker(self, name: str) -> dict[str, Any]:
-        member = self._backend.relay.fleet.members[name]
+    def _worker_status(self, name: str) -> dict[str, Any]:
+        """The entry of one worker."""
+        member = self._backend.relay.fleet.workers[name]
         hello = member.hello
-        state = "draining" if member.draining else "unfit" if name in self._backend.unfit else "up"
+        state = "draining" if member.draining else "unfit" if name in self._backend.unfit_workers else "up"
         return {
             "worker": name,
             "role": member.role,
             "state": state,
             "incarnation": hello.incarnation,
             "fingerprint": hello.fingerprint,
+            "kv_classes": {
+                name: {"slabs": num_slabs, "chunk_bytes": chunk_bytes}
+                for name, (num_slabs, chunk_bytes) in hello.kv_classes.items()
+            },
             "host": hello.host,
             "pid": hello.pid,
             "silent_s": round(self._backend.clock() - member.seen_s, 3),
             "stats": msgspec.structs.asdict(member.stats),
         }
 
-    def _objectives(self) -> dict[str, float | None]:
-        slo = self._service.metrics.objectives
-        return {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
+    def _slo_limits(self) -> dict[str, float | None]:
+        """The SLOs in seconds; None where none is set."""
+        return {f"{name}_s": limit_s for name, limit_s in self._service.metrics.slo.limits_s().items()}

@@ -1,23 +1,23 @@
-"""`python -m services.worker`: a process that reads prompts or writes answers, started by a supervisor."""
+"""`python -m services.worker`: a prefill or decode worker process, started by a supervisor."""
 
 from __future__ import annotations
 
 import sys
 
-from worker.start import Voice, prepare, supervised
+from diptych.process import SupervisorPipe, configure_and_report, run_supervised
 
 if __name__ == "__main__":
-    prepare()
+    configure_and_report()
 
-from diptych.config import WorkerSpec
-from services.worker.compose import run
-from services.worker.real import build
+from diptych.specs import WorkerSpec
+from services.worker.model_worker import build_worker
+from services.worker.role_lifecycle import run_worker
 
 
-def main(spec: WorkerSpec, voice: Voice) -> int:
+def main(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
     """Build a worker and run it until it is drained; returns the exit status."""
-    return run(spec, voice, build(spec, voice))
+    return run_worker(spec, supervisor, build_worker(spec, supervisor))
 
 
 if __name__ == "__main__":
-    sys.exit(supervised(main))
+    sys.exit(run_supervised(main))

@@ -7,15 +7,15 @@ from multiprocessing import shared_memory
 import pytest
 import torch
 
-from kvcache.layout import KVLayout
-from kvcache.pool import Pool
+from kvcache.layout import KvLayout
+from kvcache.pool import KvPool
 
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype="float32")
+LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=4, dtype="float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_slab_bytes_are_the_tensor(dtype: str) -> None:
-    pool = Pool(KVLayout(1, 2, 4, dtype), 3)
+    pool = KvPool(KvLayout(1, 2, 4, dtype), 3)
     pool.data[1] = 1.5
     expected = torch.full(
         (pool.layout.chunk_bytes // pool.layout.itemsize,), 1.5, dtype=getattr(torch, dtype)
@@ -33,7 +33,7 @@ def test_pool_over_shared_memory_is_not_a_copy() -> None:
     try:
         assert shared.buf is not None
         view = shared.buf[: 3 * LAYOUT.chunk_bytes]
-        pool = Pool(LAYOUT, 3, view)
+        pool = KvPool(LAYOUT, 3, view)
         pool.data[2, 1, 0, 1, 63, 3] = 7.0
         assert bytes(view[-2 * 64 * 4 * 4 - 4 :][:4]) == torch.tensor([7.0]).numpy().tobytes()
         view[:4] = torch.tensor([3.0]).numpy().tobytes()
@@ -51,4 +51,4 @@ def test_pool_over_shared_memory_is_not_a_copy() -> None:
 )
 def test_unfit_memory_is_refused(memory: memoryview) -> None:
     with pytest.raises(ValueError, match="writable contiguous"):
-        Pool(LAYOUT, 2, memory)
+        KvPool(LAYOUT, 2, memory)

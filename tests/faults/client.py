@@ -9,19 +9,19 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from diptych.request import Grammar, Sampling
-from tests.faults.toy_model import END
+from diptych.request import Grammar, SamplingParams
+from tests.faults.toy_model import END_TOKEN
 
 HEAD_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
-class Ask:
+class ClientRequest:
     """One request: what is sent, and what it means (`sampling`), so that the oracle can be asked."""
 
     nonce: int
     prompt: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     phase: str = "free"
     stop: tuple[str, ...] = ()
 
@@ -48,20 +48,20 @@ class Ask:
         if asked.logprobs is not None:
             body["logprobs"] = asked.logprobs
         if asked.grammar is not None:
-            body["response_format"] = _format(asked.grammar)
+            body["response_format"] = _response_format(asked.grammar)
         return body
 
 
-def _format(grammar: Grammar) -> dict[str, Any]:
+def _response_format(grammar: Grammar) -> dict[str, Any]:
     assert grammar.kind == "json_schema", "the only kind that is asked for here"
     return {"type": "json_schema", "json_schema": {"name": "toy", "schema": json.loads(grammar.text)}}
 
 
 @dataclass(slots=True)
-class Answer:
+class ClientAnswer:
     """What came back. `ends` are the endings that were seen, in order: "finish", "done", "error", "status", "cut"."""
 
-    ask: Ask
+    ask: ClientRequest
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     text: str = ""
@@ -72,7 +72,7 @@ class Answer:
     ends: list[str] = field(default_factory=list)
     began_s: float = 0.0
     ended_s: float = 0.0
-    heard_s: list[float] = field(default_factory=list)  # when pieces of text came
+    received_s: list[float] = field(default_factory=list)  # when pieces of text came
     id: str = ""
     left: bool = False  # we went away
 
@@ -88,19 +88,21 @@ class Answer:
     @property
     def gap_s(self) -> float:
         """The longest pause between two pieces."""
-        moments = [self.began_s, *self.heard_s]
+        moments = [self.began_s, *self.received_s]
         return max((b - a for a, b in zip(moments, moments[1:], strict=False)), default=0.0)
 
 
-class Client:
+class StreamingClient:
     """Asks one gateway on 127.0.0.1; a connection per request."""
 
     def __init__(self, port: int) -> None:
         self.port = port
 
-    async def ask(self, ask: Ask, leave: asyncio.Event | None = None, timeout_s: float = 120.0) -> Answer:
+    async def ask(
+        self, ask: ClientRequest, leave: asyncio.Event | None = None, timeout_s: float = 120.0
+    ) -> ClientAnswer:
         """Send and read to the end, or until `leave` is set. Whatever happens is in the answer."""
-        answer = Answer(ask, began_s=time.monotonic())
+        answer = ClientAnswer(ask, began_s=time.monotonic())
         reading = asyncio.ensure_future(self._exchange(answer))
         going = asyncio.ensure_future(leave.wait()) if leave is not None else None
         try:
@@ -119,7 +121,7 @@ class Client:
             answer.ended_s = time.monotonic()
         return answer
 
-    async def _exchange(self, answer: Answer) -> None:
+    async def _exchange(self, answer: ClientAnswer) -> None:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
         except OSError:
@@ -139,7 +141,7 @@ class Client:
         finally:
             writer.transport.abort()
 
-    async def _head(self, answer: Answer, reader: asyncio.StreamReader) -> None:
+    async def _head(self, answer: ClientAnswer, reader: asyncio.StreamReader) -> None:
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         answer.status = int(first.split()[1])
         for line in lines:
@@ -147,12 +149,12 @@ class Client:
                 name, _, value = line.partition(":")
                 answer.headers[name.lower()] = value.strip()
 
-    async def _refusal(self, answer: Answer, reader: asyncio.StreamReader) -> None:
+    async def _refusal(self, answer: ClientAnswer, reader: asyncio.StreamReader) -> None:
         size = int(answer.headers.get("content-length", "0"))
         answer.error = json.loads(await reader.readexactly(size))["error"] if size else {}
         answer.ends.append("status")
 
-    async def _stream(self, answer: Answer, reader: asyncio.StreamReader) -> None:
+    async def _stream(self, answer: ClientAnswer, reader: asyncio.StreamReader) -> None:
         """Chunks of HTTP, events of SSE in them; a body that ends without its last chunk raises EOFError."""
         rest = b""
         while size := int(await reader.readuntil(b"\r\n"), 16):
@@ -163,7 +165,7 @@ class Client:
                     self._take(answer, event[6:])
         await reader.readexactly(2)
 
-    def _take(self, answer: Answer, data: bytes) -> None:
+    def _take(self, answer: ClientAnswer, data: bytes) -> None:
         if data == b"[DONE]":
             answer.ends.append("done")
             return
@@ -178,7 +180,7 @@ class Client:
         for choice in piece["choices"]:
             if choice["text"]:
                 answer.text += choice["text"]
-                answer.heard_s.append(time.monotonic())
+                answer.received_s.append(time.monotonic())
             if choice.get("logprobs"):
                 answer.logprobs += choice["logprobs"]["token_logprobs"]
             if choice["finish_reason"]:
@@ -186,6 +188,6 @@ class Client:
                 answer.ends.append("finish")
 
 
-def stops(eos: bool) -> tuple[int, ...]:
+def stop_token_ids(eos: bool) -> tuple[int, ...]:
     """`stop_token_ids` as the gateway resolves them."""
-    return (END,) if eos else ()
+    return (END_TOKEN,) if eos else ()

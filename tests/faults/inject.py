@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Protocol
 
 from tests.faults import proxy
-from tests.faults.fleet import PATIENCE_S, Fleet
-from tests.faults.proxy import Line
+from tests.faults.deployment import PATIENCE_S, FaultDeployment
+from tests.faults.proxy import ProxyLine
 from tests.waiting import comes_true
 
 
-class Unproven(AssertionError):
+class FaultUnproven(AssertionError):
     """The fault that was injected did not happen."""
 
 
-class Fault(Protocol):
+class InjectedFault(Protocol):
     """Something that happens to `target`, a part's name or several joined by "+"."""
 
     target: str
@@ -35,22 +35,22 @@ class Fault(Protocol):
         """What was seen of the fault. Raises Unproven."""
 
 
-def state_of(pid: int) -> str:
+def process_state(pid: int) -> str:
     """The letter of a process's state ("T" is stopped); "" if there is none."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
-def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
+def holds_in_time(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
     """Whether `condition` came true in time."""
     return comes_true(condition, timeout_s, 0.01) is not None
 
 
-class Kill:
+class KillFault:
     """SIGKILL. Its supervisor starts another process; `heal` waits until that one serves."""
 
-    def __init__(self, fleet: Fleet, target: str) -> None:
+    def __init__(self, fleet: FaultDeployment, target: str) -> None:
         self.fleet, self.target = fleet, target
         self._pid = 0
         self._gone = False
@@ -62,22 +62,22 @@ class Kill:
 
     def heal(self) -> None:
         part = self.fleet.parts[self.target]
-        self._gone = until(lambda: part.status().pid not in (0, self._pid))
+        self._gone = holds_in_time(lambda: part.status().pid not in (0, self._pid))
         self.fleet.until_ready(part)
 
     def verify(self) -> str:
         ended = self.fleet.parts[self.target].status().ended
-        if not self._gone or state_of(self._pid) not in ("", "Z") or "SIGKILL" not in ended:
-            raise Unproven(
-                f"{self.target} was not killed: {ended!r}, process {self._pid} is {state_of(self._pid)!r}"
+        if not self._gone or process_state(self._pid) not in ("", "Z") or "SIGKILL" not in ended:
+            raise FaultUnproven(
+                f"{self.target} was not killed: {ended!r}, process {self._pid} is {process_state(self._pid)!r}"
             )
         return f"process {self.target} {ended}, another one serves"
 
 
-class Stop:
+class StopFault:
     """SIGSTOP until it is healed: sockets stay open, nothing answers."""
 
-    def __init__(self, fleet: Fleet, target: str) -> None:
+    def __init__(self, fleet: FaultDeployment, target: str) -> None:
         self.fleet, self.target = fleet, target
         self._pid = 0
         self._states = ["", ""]
@@ -86,33 +86,33 @@ class Stop:
         self._pid = self.fleet.pid(self.target)
         assert self._pid, f"{self.target} does not run"
         os.kill(self._pid, signal.SIGSTOP)
-        until(lambda: state_of(self._pid) == "T", 5.0)
-        self._states[0] = state_of(self._pid)
+        holds_in_time(lambda: process_state(self._pid) == "T", 5.0)
+        self._states[0] = process_state(self._pid)
 
     def heal(self) -> None:
-        self._states[1] = state_of(self._pid)
+        self._states[1] = process_state(self._pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGCONT)
-        until(lambda: state_of(self._pid) != "T", 5.0)
+        holds_in_time(lambda: process_state(self._pid) != "T", 5.0)
 
     def verify(self) -> str:
         if self._states != ["T", "T"]:
-            raise Unproven(f"{self.target} was not stopped all the time: states {self._states}")
+            raise FaultUnproven(f"{self.target} was not stopped all the time: states {self._states}")
         return f"process {self.target} in state T from the first to the last moment"
 
 
-class Wire:
+class ProxyFault:
     """What a proxy does to the connections between the gateway and workers: all of `target`'s, or all there are.
 
-    `kind` is "partition" (nothing passes, nobody is told), "slow" (so few bytes a second) or "cut" (RST at both ends).
+    `kind` is "partition" (nothing passes, silently), "slow" (so few bytes a second) or "cut" (RST at both ends).
     """
 
     def __init__(
-        self, lines: Mapping[str, Line], target: str, kind: str, bytes_per_s: float = 8000.0
+        self, lines: Mapping[str, ProxyLine], target: str, kind: str, bytes_per_s: float = 8000.0
     ) -> None:
         self.target, self.kind, self._bytes_per_s = target, kind, bytes_per_s
         self._lines = list(lines.values()) if target == "gateway" else [lines[target]]
-        self._faults: list[proxy.Fault] = []
+        self._faults: list[proxy.ProxyRuleHandle] = []
 
     def strike(self) -> None:
         for line in self._lines:
@@ -132,7 +132,7 @@ class Wire:
         try:
             seen = [fault.verify() for fault in self._faults]
         except AssertionError as error:
-            raise Unproven(f"{self.kind} of {self.target}: {error}") from error
+            raise FaultUnproven(f"{self.kind} of {self.target}: {error}") from error
         kept, passed = sum(one["bytes_in"] for one in seen), sum(one["bytes_out"] for one in seen)
         match self.kind:
             case "cut":
@@ -144,13 +144,15 @@ class Wire:
         return f"{len(self._lines)} lines of {self.target}: {kept} bytes came, {passed} passed meanwhile"
 
 
-def fault(fleet: Fleet, lines: Mapping[str, Line], kind: str, target: str) -> Fault:
+def make_fault(
+    fleet: FaultDeployment, lines: Mapping[str, ProxyLine], kind: str, target: str
+) -> InjectedFault:
     """The fault of that name, not yet struck."""
     match kind:
         case "kill":
-            return Kill(fleet, target)
+            return KillFault(fleet, target)
         case "stop":
-            return Stop(fleet, target)
+            return StopFault(fleet, target)
         case "partition" | "slow" | "cut":
-            return Wire(lines, target, kind)
+            return ProxyFault(lines, target, kind)
     raise ValueError(f"there is no fault {kind!r}")

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tests.faults.zmtp import Piece
+from tests.faults.zmtp_frames import WirePiece
 
-WAYS = ("up", "down")  # from the one who connected, and back
+DIRECTIONS = ("up", "down")  # from the one who connected, and back
 LASTING = ("delay", "drip", "blackhole")
 INJURIES = ("flip", "truncate", "swap", "duplicate", "replay", "drop")
 CUTS = ("reset", "half_close")
@@ -22,7 +22,7 @@ REMEMBERED_BYTES = 1 << 20  # of what has passed one way, to be replayed
 
 
 @dataclass(slots=True)
-class Rule:
+class ProxyRule:
     """One fault. `value` is seconds (delay) or bytes a second (drip).
 
     Evidence: `applied` counts pieces (or connections) it was done to, `bytes_in` and `bytes_out` what went into and
@@ -51,8 +51,8 @@ class Rule:
     def concerns(self, way: str) -> bool:
         return self.standing and self.way in (way, "both")
 
-    def wants(self, way: str, piece: Piece) -> bool:
-        """Is it this piece's turn?"""
+    def wants(self, way: str, piece: WirePiece) -> bool:
+        """Does this rule apply to this piece?"""
         if not self.concerns(way) or self.kind not in INJURIES or self.applied >= self.times:
             return False
         if piece.kind != self.on:
@@ -68,12 +68,12 @@ class Rule:
         self.bytes_out += sum(map(len, after))
         self.changed = self.changed and before != after
 
-    def told(self) -> dict[str, Any]:
+    def evidence(self) -> dict[str, Any]:
         """The evidence, as it goes over the control socket."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
 
-class Memory:
+class PassedMessages:
     """Messages that have passed one way of a line, oldest first, at most `REMEMBERED_BYTES`."""
 
     def __init__(self) -> None:
@@ -91,7 +91,9 @@ class Memory:
         return next((raw for number, raw in self._kept if (number < connection) == earlier), None)
 
 
-def injure(rule: Rule, piece: Piece, connection: int, memory: Memory) -> list[bytes] | None:
+def injure_piece(
+    rule: ProxyRule, piece: WirePiece, connection: int, memory: PassedMessages
+) -> list[bytes] | None:
     """What goes out instead of `piece`; None if the rule could not be applied to it.
 
     Of a swap the first of the two is kept until the second has come.

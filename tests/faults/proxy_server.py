@@ -3,7 +3,7 @@
     worker ──TCP──▶ line (a port of its own) ──TCP──▶ gateway            one line per worker, any number of connections
 
 The control socket takes a JSON object per line and answers with one: `{"do": "line", "name", "host", "port",
-"framing"}`, `{"do": "rule", "line", "rule": {...}}`, `{"do": "told", "line", "rule": n}`, `{"do": "heal", ...}`,
+"framing"}`, `{"do": "rule", "line", "rule": {...}}`, `{"do": "evidence", "line", "rule": n}`, `{"do": "heal", ...}`,
 `{"do": "counters", "line"}`.
 The process ends when the one that holds the control socket closes it.
 """
@@ -22,16 +22,23 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.faults.proxy_rules import CUTS, LASTING, WAYS, Memory, Rule, injure
-from tests.faults.zmtp import SPLITTERS, Piece
+from tests.faults.proxy_rules import (
+    CUTS,
+    DIRECTIONS,
+    LASTING,
+    PassedMessages,
+    ProxyRule,
+    injure_piece,
+)
+from tests.faults.zmtp_frames import SPLITTERS, WirePiece
 
 READ_BYTES = 64 << 10
-QUEUED = 64  # pieces between the two ends of a way
-TURN_S = 0.02  # a drip's
+MAX_QUEUED = 64  # pieces between the two ends of a way
+POLL_S = 0.02  # a drip's
 
 
 @dataclass(slots=True)
-class Count:
+class ByteCount:
     """What has passed one way of a line, at both of its ends."""
 
     bytes_in: int = 0
@@ -42,15 +49,15 @@ class Count:
     messages_out: int = 0
 
 
-class Line:
+class ServedLine:
     """One address that stands for another, and the rules that hold there."""
 
     def __init__(self, name: str, host: str, port: int, framing: str) -> None:
         self.name, self.target, self.framing = name, (host, port), framing
-        self.rules: list[Rule] = []
-        self.counts = {way: Count() for way in WAYS}
-        self.memories = {way: Memory() for way in WAYS}
-        self.open: dict[int, Connection] = {}
+        self.rules: list[ProxyRule] = []
+        self.counts = {way: ByteCount() for way in DIRECTIONS}
+        self.memories = {way: PassedMessages() for way in DIRECTIONS}
+        self.open: dict[int, ProxyConnection] = {}
         self.accepted = self.refused = 0
         self.changed = asyncio.Event()  # set, and replaced, whenever a rule comes or goes
         self._server: asyncio.Server | None = None
@@ -76,7 +83,7 @@ class Line:
             self.refused += 1
             writer.transport.abort()
             return
-        connection = Connection(self, number, (reader, writer), far)
+        connection = ProxyConnection(self, number, (reader, writer), far)
         self.open[number] = connection
         try:
             await connection.run()
@@ -84,7 +91,7 @@ class Line:
             del self.open[number]
             connection.close()
 
-    def lasting(self, kind: str, way: str) -> Rule | None:
+    def lasting(self, kind: str, way: str) -> ProxyRule | None:
         """The rule of a lasting kind that stands for this way, the newest."""
         return next((rule for rule in reversed(self.rules) if rule.kind == kind and rule.concerns(way)), None)
 
@@ -98,39 +105,39 @@ class Line:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def add(self, rule: Rule) -> int:
+    def add(self, rule: ProxyRule) -> int:
         """A rule from now on; its number."""
         rule.began_s = time.monotonic()
         if rule.kind in CUTS:
             for connection in list(self.open.values()):
                 connection.cut(rule)
         if rule.kind == "blackhole":
-            rule.bytes_out = -sum(self.counts[way].bytes_out for way in WAYS if rule.concerns(way))
+            rule.bytes_out = -sum(self.counts[way].bytes_out for way in DIRECTIONS if rule.concerns(way))
         self.rules.append(rule)
         self.stir()
         return len(self.rules) - 1
 
-    def told(self, number: int) -> dict[str, Any]:
+    def evidence(self, number: int) -> dict[str, Any]:
         """The evidence of a rule. Of a black hole: bytes that wait in front of it, bytes that came out since."""
         rule = self.rules[number]
-        told = rule.told() | {"lasted_s": time.monotonic() - rule.began_s}
+        fields = rule.evidence() | {"lasted_s": time.monotonic() - rule.began_s}
         if rule.kind == "blackhole" and rule.standing:
-            ways = [way for way in WAYS if rule.concerns(way)]
+            ways = [way for way in DIRECTIONS if rule.concerns(way)]
             waiting = sum(connection.waiting(way) for connection in self.open.values() for way in ways)
-            told["bytes_in"] = waiting
-            told["bytes_out"] = rule.bytes_out + sum(self.counts[way].bytes_out for way in ways)
-            told["applied"] = int(waiting > 0) + len(self._tasks) - len(self.open)
-        return told
+            fields["bytes_in"] = waiting
+            fields["bytes_out"] = rule.bytes_out + sum(self.counts[way].bytes_out for way in ways)
+            fields["applied"] = int(waiting > 0) + len(self._tasks) - len(self.open)
+        return fields
 
     def heal(self, number: int) -> dict[str, Any]:
-        told = self.told(number)
+        fields = self.evidence(number)
         self.rules[number].standing = False
         self.stir()
-        return told
+        return fields
 
     def counters(self) -> dict[str, Any]:
         ways = {
-            way: {name: getattr(count, name) for name in Count.__slots__}
+            way: {name: getattr(count, name) for name in ByteCount.__slots__}
             for way, count in self.counts.items()
         }
         return {"accepted": self.accepted, "refused": self.refused, "open": len(self.open), **ways}
@@ -139,23 +146,23 @@ class Line:
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Connection:
+class ProxyConnection:
     """One connection through a line: two ways, each read by one task and written by another."""
 
-    def __init__(self, line: Line, number: int, near: Ends, far: Ends) -> None:
+    def __init__(self, line: ServedLine, number: int, near: Ends, far: Ends) -> None:
         self.line, self.number = line, number
         self._ends = {"up": (near[0], far[1]), "down": (far[0], near[1])}
-        self._queues: dict[str, asyncio.Queue[tuple[float, Piece] | None]] = {
-            way: asyncio.Queue(QUEUED) for way in WAYS
+        self._queues: dict[str, asyncio.Queue[tuple[float, WirePiece] | None]] = {
+            way: asyncio.Queue(MAX_QUEUED) for way in DIRECTIONS
         }
         self._shut: set[str] = set()  # ways that were half-closed: what still comes is swallowed
-        self._kept: dict[str, int] = dict.fromkeys(WAYS, 0)  # bytes read and not written yet
+        self._kept: dict[str, int] = dict.fromkeys(DIRECTIONS, 0)  # bytes read and not written yet
 
     async def run(self) -> None:
         """Until both ways have ended, or one of them broke."""
         with contextlib.suppress(OSError, ExceptionGroup):
             async with asyncio.TaskGroup() as tasks:
-                for way in WAYS:
+                for way in DIRECTIONS:
                     tasks.create_task(self._read(way))
                     tasks.create_task(self._write(way))
 
@@ -163,7 +170,7 @@ class Connection:
         for _, writer in self._ends.values():
             writer.transport.abort()
 
-    def cut(self, rule: Rule) -> None:
+    def cut(self, rule: ProxyRule) -> None:
         """Reset both ends, or tell one of them that nothing more will come."""
         if rule.kind == "reset":
             for _, writer in self._ends.values():
@@ -171,7 +178,7 @@ class Connection:
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 writer.transport.abort()
         else:
-            for way in WAYS:
+            for way in DIRECTIONS:
                 if rule.concerns(way) and way not in self._shut:
                     self._shut.add(way)
                     self._ends[way][1].write_eof()
@@ -196,16 +203,16 @@ class Connection:
                     self._kept[way] += len(out.raw)
                     await queue.put((time.monotonic(), out))
         if splitter.rest:
-            await queue.put((time.monotonic(), Piece("bytes", splitter.rest)))
+            await queue.put((time.monotonic(), WirePiece("bytes", splitter.rest)))
         await queue.put(None)
 
-    def _injured(self, way: str, piece: Piece) -> list[Piece]:
+    def _injured(self, way: str, piece: WirePiece) -> list[WirePiece]:
         memory, out = self.line.memories[way], [piece]
         for rule in self.line.rules:
             if rule.wants(way, piece):
-                changed = injure(rule, piece, self.number, memory)
+                changed = injure_piece(rule, piece, self.number, memory)
                 if changed is not None:
-                    out = [Piece(piece.kind, raw, piece.body_at) for raw in changed]
+                    out = [WirePiece(piece.kind, raw, piece.body_at) for raw in changed]
                     break
         if piece.kind == "message":
             memory.add(self.number, piece.raw)
@@ -244,7 +251,7 @@ class Connection:
         rule = self.line.lasting("drip", way)
         if rule is None:
             return [raw]
-        size = max(1, int(rule.value * TURN_S))
+        size = max(1, int(rule.value * POLL_S))
         return [raw[at : at + size] for at in range(0, len(raw), size)]
 
     async def _drip(self, way: str, size: int) -> None:
@@ -256,35 +263,35 @@ class Connection:
 
 
 @dataclass(slots=True)
-class Proxy:
+class ProxyServer:
     """All lines of the process."""
 
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, ServedLine] = field(default_factory=dict)
 
-    async def answer(self, told: dict[str, Any]) -> dict[str, Any]:
-        match told["do"]:
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request["do"]:
             case "line":
-                line = Line(told["name"], told["host"], told["port"], told["framing"])
+                line = ServedLine(request["name"], request["host"], request["port"], request["framing"])
                 self.lines[line.name] = line
-                return {"port": await line.listen(told["listen"])}
+                return {"port": await line.listen(request["listen"])}
             case "rule":
-                rule = Rule(**told["rule"])
+                rule = ProxyRule(**request["rule"])
                 if rule.kind in LASTING:
                     rule.times = 0
-                return {"rule": self.lines[told["line"]].add(rule)}
-            case "told":
-                return self.lines[told["line"]].told(told["rule"])
+                return {"rule": self.lines[request["line"]].add(rule)}
+            case "evidence":
+                return self.lines[request["line"]].evidence(request["rule"])
             case "heal":
-                return self.lines[told["line"]].heal(told["rule"])
+                return self.lines[request["line"]].heal(request["rule"])
             case "counters":
-                return self.lines[told["line"]].counters()
-        raise ValueError(f"a proxy does not know {told['do']!r}")
+                return self.lines[request["line"]].counters()
+        raise ValueError(f"a proxy does not know {request['do']!r}")
 
 
-async def serve(path: str) -> None:
+async def serve_control(path: str) -> None:
     """Serve one holder of the control socket, until it is gone."""
     reader, writer = await asyncio.open_unix_connection(path)
-    proxy = Proxy()
+    proxy = ProxyServer()
     while line := await reader.readline():
         try:
             answer = await proxy.answer(json.loads(line))
@@ -295,4 +302,4 @@ async def serve(path: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1]))
+    asyncio.run(serve_control(sys.argv[1]))

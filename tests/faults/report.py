@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tests.faults.rounds import ORDER
+from tests.faults.fault_rounds import PHASE_ORDER
 
 if TYPE_CHECKING:
-    from tests.faults.run import Result
+    from tests.faults.run import ScenarioResult
 
 
-def line(result: Result) -> str:
+def scenario_line(result: ScenarioResult) -> str:
     """A scenario in one line."""
     figures = ", ".join(f"{name} {value:.4g}" for name, value in result.figures.items())
     if result.skipped:
@@ -20,16 +20,16 @@ def line(result: Result) -> str:
     return f"  {state} in {result.seconds:.0f} s: {figures}"
 
 
-def page(results: Iterable[Result]) -> str:
+def report_page(results: Iterable[ScenarioResult]) -> str:
     """The report, as Markdown."""
     results = list(results)
-    parts = ["# Faults", *_cells(results)]
+    parts = ["# Faults", *_cell_table(results)]
     for result in results:
-        parts += _scenario(result)
+        parts += _scenario_section(result)
     return "\n".join(parts) + "\n"
 
 
-def _cells(results: list[Result]) -> list[str]:
+def _cell_table(results: list[ScenarioResult]) -> list[str]:
     """Faults by phase: requests, of them at the worker that was hit, client-visible failures, invariants broken."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     counts = {"cells": 0, "requests": 0, "hit": 0, "failures": 0, "broken": 0}
@@ -44,22 +44,29 @@ def _cells(results: list[Result]) -> list[str]:
     if not rows:
         return []
     lines = ["", "Requests held in each phase / of them at the very worker or link that was hit.", ""]
-    lines += ["| fault | target | " + " | ".join(ORDER) + " |", "|---" * (2 + len(ORDER)) + "|"]
+    lines += ["| fault | target | " + " | ".join(PHASE_ORDER) + " |", "|---" * (2 + len(PHASE_ORDER)) + "|"]
     lines += [
-        f"| {kind} | {target} | " + " | ".join(row.get(phase, "–") for phase in ORDER) + " |"
+        f"| {kind} | {target} | " + " | ".join(row.get(phase, "–") for phase in PHASE_ORDER) + " |"
         for (kind, target), row in sorted(rows.items())
     ]
     return [*lines, "", "Together: " + ", ".join(f"{count} {name}" for name, count in counts.items()) + "."]
 
 
-def _scenario(result: Result) -> list[str]:
+def _scenario_section(result: ScenarioResult) -> list[str]:
     scenario, verdict = result.scenario, result.verdict
-    lines = ["", f"## {scenario.name}", "", scenario.about, "", f"Seed {scenario.seed}."]
+    lines = [
+        "",
+        f"## {scenario.name}",
+        "",
+        scenario.about,
+        "",
+        f"Seed {scenario.seed}, {result.seconds:.0f} s.",
+    ]
     if result.skipped:
         lines.append(f"- SKIPPED: {result.skipped}")
     lines += [f"- {name}: {value:.4g}" for name, value in result.figures.items()]
     if verdict.failed:
-        lines.append("- client-visible failures by code: " + _told(verdict.failed))
+        lines.append("- client-visible failures by code: " + _format_counts(verdict.failed))
     if result.missed:
         lines.append(f"- phases not reached: {'; '.join(sorted(set(result.missed)))}")
     lines += [f"- BROKEN: {what}" for what in result.broken[:40]]
@@ -67,5 +74,5 @@ def _scenario(result: Result) -> list[str]:
     return [*lines, *(f"    {what}" for what in result.evidence[:12])]
 
 
-def _told(counts: dict[str, int]) -> str:
+def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import shutil
 import statistics
@@ -21,26 +22,41 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tests.faults import netns, proxy, report, village
-from tests.faults.check import Verdict, check_answers, check_run, lives, read_log
-from tests.faults.client import Answer, Client
-from tests.faults.fleet import Fleet, Said, running
-from tests.faults.inject import Fault, Kill, Unproven, fault, until
-from tests.faults.load import Book, stream
-from tests.faults.proxy import Line
-from tests.faults.recovery import Strike, recoveries, waits
-from tests.faults.rounds import REACH_S, Cell, Holding, Places, Round, Ways, play, summed
-from tests.faults.scenario import Event, Scenario, all_of
-from tests.faults.village import link_fault
+from tests.faults import namespace_deployment, network_namespaces, proxy, report
+from tests.faults.client import ClientAnswer, StreamingClient
+from tests.faults.deployment import FaultDeployment, ToyReports, running_deployment
+from tests.faults.fault_rounds import (
+    REACH_S,
+    FaultCell,
+    FaultRound,
+    HeldAt,
+    HeldRequests,
+    PairOf,
+    play_round,
+    sum_cells,
+)
+from tests.faults.inject import FaultUnproven, InjectedFault, KillFault, holds_in_time, make_fault
+from tests.faults.invariants import (
+    RunVerdict,
+    check_answers,
+    check_run,
+    histories_by_request,
+    read_log,
+)
+from tests.faults.namespace_deployment import make_link_fault
+from tests.faults.proxy import ProxyLine
+from tests.faults.recovery import FaultStrike, recovery_waits, stream_waits
+from tests.faults.scenario import FaultEvent, Scenario, read_scenarios
+from tests.faults.workload import RequestBook, keep_streaming
 
 
 @dataclass(slots=True)
-class Result:
+class ScenarioResult:
     """What a scenario came to. `figures` are named numbers for the report."""
 
     scenario: Scenario
-    cells: list[Cell] = field(default_factory=list)
-    verdict: Verdict = field(default_factory=Verdict)
+    cells: list[FaultCell] = field(default_factory=list)
+    verdict: RunVerdict = field(default_factory=RunVerdict)
     figures: dict[str, float] = field(default_factory=dict)
     evidence: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
@@ -50,67 +66,67 @@ class Result:
 
 
 @dataclass(slots=True)
-class Field:
+class FaultField:
     """A deployment with a proxy before the gateway's channel."""
 
-    fleet: Fleet
-    lines: Mapping[str, Line]
+    fleet: FaultDeployment
+    lines: Mapping[str, ProxyLine]
     folder: Path
 
 
 @contextmanager
-def deployed(scenario: Scenario) -> Iterator[Field]:
+def deploy_scenario(scenario: Scenario) -> Iterator[FaultField]:
     """The scenario's deployment, ready, in a temporary folder (sockets need short paths)."""
     folder = Path(tempfile.mkdtemp(prefix="dpt"))
-    lines: dict[str, Line] = {}
+    lines: dict[str, ProxyLine] = {}
     try:
         if scenario.deployment.houses:
-            with village.running(folder, scenario.deployment) as housed:
-                yield Field(housed, lines, folder)
+            with namespace_deployment.running_deployment(folder, scenario.deployment) as housed:
+                yield FaultField(housed, lines, folder)
             return
-        with proxy.running(folder) as wires:
+        with proxy.running_proxy(folder) as wires:
 
             def through(worker: str, real: str) -> str:
                 host, _, port = real.removeprefix("tcp://").partition(":")
                 lines[worker] = wires.line(worker, host, int(port))
                 return lines[worker].address
 
-            with running(folder, scenario.deployment, through) as fleet:
-                yield Field(fleet, lines, folder)
+            with running_deployment(folder, scenario.deployment, through) as fleet:
+                yield FaultField(fleet, lines, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run(scenario: Scenario, keep: Path | None = None) -> Result:
+def run_scenario(scenario: Scenario, keep: Path | None = None) -> ScenarioResult:
     """Play one scenario; `keep` is where its logs are copied to."""
-    began_s, result = time.monotonic(), Result(scenario)
-    if scenario.deployment.houses and (why := netns.missing()):
+    began_s, result = time.monotonic(), ScenarioResult(scenario)
+    if scenario.deployment.houses and (why := network_namespaces.why_unavailable()):
         result.skipped = why
         return result
-    with deployed(scenario) as ground:
+    with deploy_scenario(scenario) as ground:
         try:
-            asyncio.run(PLAYS[scenario.kind](ground, scenario, result))
-        except Unproven as error:
+            asyncio.run(SCENARIO_KINDS[scenario.kind](ground, scenario, result))
+        except FaultUnproven as error:
             result.broken.append(f"unproven: {error}")
         finally:
             if keep is not None:
-                _keep(ground, keep / scenario.name)
+                _keep_logs(ground, keep / scenario.name)
     result.broken += result.verdict.broken
-    result.broken += _bounds(result)
+    result.broken += _broken_bounds(result)
     result.seconds = time.monotonic() - began_s
     return result
 
 
-def _keep(ground: Field, folder: Path) -> None:
+def _keep_logs(ground: FaultField, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ground.folder / "logs", folder)
     if ground.fleet.log.exists():
         shutil.copy(ground.fleet.log, folder / "requests.jsonl")
 
 
-def _bounds(result: Result) -> list[str]:
+def _broken_bounds(result: ScenarioResult) -> list[str]:
     """Which of the scenario's bounds were not kept."""
-    checks, told = result.scenario.checks, []
+    checks, broken = result.scenario.checks, []
     limits = {
         "client_failures": checks.client_failures,
         "recovery_p95_s": checks.recovery_p95_s,
@@ -119,25 +135,25 @@ def _bounds(result: Result) -> list[str]:
     }
     for name, limit in limits.items():
         if limit is not None and result.figures.get(name, 0.0) > limit:
-            told.append(f"{name} is {result.figures[name]:.3f}, at most {limit} is allowed")
-    if checks.success is not None and result.figures.get("success", 0.0) < checks.success:
-        told.append(
-            f"success is {result.figures.get('success', 0.0):.4f}, at least {checks.success} is wanted"
-        )
-    return told
+            broken.append(f"{name} is {result.figures[name]:.3f}, at most {limit} is allowed")
+    wanted = {"success": checks.success, "migrated": checks.migrated}
+    for name, least in wanted.items():
+        if least is not None and result.figures.get(name, 0.0) < least:
+            broken.append(f"{name} is {result.figures.get(name, 0.0):.4f}, at least {least} is wanted")
+    return broken
 
 
 # ---- what is played
 
 
-async def phases(ground: Field, scenario: Scenario, result: Result) -> None:
+async def play_phases(ground: FaultField, scenario: Scenario, result: ScenarioResult) -> None:
     """Every event once per round, shared by requests that are held in all phases."""
-    book, rounds = Book(scenario.seed), list[Round]()
+    book, rounds = RequestBook(scenario.seed, scenario.deployment.codec), list[FaultRound]()
     unexpected = 0
     for _ in range(scenario.rounds):
         for event in scenario.events:
-            make = partial(_aimed, ground, event, summed(rounds))
-            one = await play(ground.fleet, book, make, event.fault, scenario.phases, event.lasts_s)
+            make = partial(_aim_fault, ground, event, sum_cells(rounds))
+            one = await play_round(ground.fleet, book, make, event.fault, scenario.phases, event.lasts_s)
             rounds.append(one)
             result.verdict.add(one.verdict)
             result.evidence.append(f"{event.fault} {one.target}: {one.evidence}")
@@ -147,19 +163,21 @@ async def phases(ground: Field, scenario: Scenario, result: Result) -> None:
                 result.broken.append(f"{event.fault} {one.target}: {moved} requests went another way")
             result.missed += [f"{event.fault} {event.target}: {phase}" for phase in one.missed]
             unexpected += one.verdict.failures if event.spares else 0
-            await asyncio.to_thread(_mended, ground)
-    result.cells = summed(rounds)
+            await asyncio.to_thread(_wait_until_mended, ground)
+    result.cells = sum_cells(rounds)
     result.figures["client_failures"] = unexpected
     result.figures["recovery_most_s"] = max(one.recovery_s for one in rounds)
     result.figures["rest_most_s"] = max(one.rest_s for one in rounds)
 
 
-def _aimed(ground: Field, event: Event, before: list[Cell], places: Places, ways: Ways) -> Fault:
+def _aim_fault(
+    ground: FaultField, event: FaultEvent, before: list[FaultCell], places: HeldAt, ways: PairOf
+) -> InjectedFault:
     """The event's fault, at the target where there is most to hit."""
     target, fleet = event.target, ground.fleet
     if target == "link":
         pairs = Counter(ways.values()).most_common(1)
-        return link_fault(fleet, event.fault, pairs[0][0] if pairs else "prefill-0~decode-0")
+        return make_link_fault(fleet, event.fault, pairs[0][0] if pairs else "prefill-0~decode-0")
     if target in ("prefill", "decode"):
         hit = {
             cell.phase for cell in before if cell.target == target and cell.fault == event.fault and cell.hit
@@ -170,10 +188,10 @@ def _aimed(ground: Field, event: Event, before: list[Cell], places: Places, ways
             return len({*there} - hit), len(there)
 
         target = max((name for name in fleet.names if name.startswith(target)), key=worth)
-    return fault(fleet, ground.lines, event.fault, target)
+    return make_fault(fleet, ground.lines, event.fault, target)
 
 
-def _mended(ground: Field) -> None:
+def _wait_until_mended(ground: FaultField) -> None:
     """Wait until all workers are there and all ways are proven again."""
     fleet = ground.fleet
     fleet.until(lambda: len(fleet.status()["workers"]) == len(fleet.names) and fleet.ready())
@@ -181,59 +199,57 @@ def _mended(ground: Field) -> None:
     fleet.until(lambda: len(fleet.status()["links"]) == pairs and not fleet.held())
 
 
-async def migrate(ground: Field, scenario: Scenario, result: Result) -> None:
+async def play_migrate(ground: FaultField, scenario: Scenario, result: ScenarioResult) -> None:
     """Streams of mixed sampling; decode workers are killed, one after the other, until enough streams have moved."""
-    book, client, load = Book(scenario.seed), Client(ground.fleet.port), scenario.load
-    answers: list[Answer] = []
+    book, client, load = (
+        RequestBook(scenario.seed, scenario.deployment.codec),
+        StreamingClient(ground.fleet.port),
+        scenario.load,
+    )
+    answers: list[ClientAnswer] = []
     ending = asyncio.Event()
-    killing = asyncio.create_task(_kill_on(ground, scenario, answers, book, result, ending))
+    killing = asyncio.create_task(_kill_on(ground, scenario, result, ending))
     make = lambda: book.ask(prompt=load.prompt, answer=load.answer)  # noqa: E731
-    async for answer in stream(client, make, load.streams, ending.is_set):
+    async for answer in keep_streaming(client, make, load.streams, ending.is_set):
         answers.append(answer)
     await killing
     await asyncio.to_thread(ground.fleet.until, lambda: not ground.fleet.held())
     result.verdict = check_run(book, answers, ground.fleet.log)
-    result.figures |= _counted(result.verdict)
+    result.figures |= _count_outcomes(result.verdict)
 
 
 async def _kill_on(
-    ground: Field,
-    scenario: Scenario,
-    answers: list[Answer],
-    book: Book,
-    result: Result,
-    ending: asyncio.Event,
+    ground: FaultField, scenario: Scenario, result: ScenarioResult, ending: asyncio.Event
 ) -> None:
     ends_s, load = time.monotonic() + scenario.load.seconds, scenario.load
     try:
         for target in (event.target for _ in range(10_000) for event in scenario.events):
             await asyncio.sleep(load.pause_s)
-            if time.monotonic() > ends_s or (load.migrated and _moved(ground, answers) >= load.migrated):
+            if time.monotonic() > ends_s or (load.migrated and _count_moved(ground) >= load.migrated):
                 return
-            kill = Kill(ground.fleet, target)
+            kill = KillFault(ground.fleet, target)
             kill.strike()
             await asyncio.to_thread(kill.heal)
             result.evidence.append(kill.verify())
-            await asyncio.to_thread(_all_there, ground)
+            await asyncio.to_thread(_all_present, ground)
     finally:
         ending.set()
 
 
-def _all_there(ground: Field) -> None:
+def _all_present(ground: FaultField) -> None:
     fleet = ground.fleet
     pairs = fleet.shape.prefill * fleet.shape.decode
     fleet.until(lambda: len(fleet.status()["links"]) == pairs)
 
 
-def _moved(ground: Field, answers: list[Answer]) -> int:
-    """A cheap look at how many streams have moved so far."""
+def _count_moved(ground: FaultField) -> int:
+    """A cheap look at how many streams have moved so far, however often each of them."""
     text = ground.fleet.log.read_text("utf-8", "replace") if ground.fleet.log.exists() else ""
-    return sum(
-        '"retried"' in line and '"delivered":0' not in line.replace(" ", "") for line in text.splitlines()
-    )
+    events = [json.loads(line) for line in text.splitlines()[:-1] if '"retried"' in line]
+    return len({event["request"] for event in events if event["delivered"]})
 
 
-def _counted(verdict: Verdict) -> dict[str, float]:
+def _count_outcomes(verdict: RunVerdict) -> dict[str, float]:
     decided = verdict.asked - verdict.left
     return {
         "requests": verdict.asked,
@@ -244,11 +260,11 @@ def _counted(verdict: Verdict) -> dict[str, float]:
     }
 
 
-async def leave(ground: Field, scenario: Scenario, result: Result) -> None:
+async def play_leave(ground: FaultField, scenario: Scenario, result: ScenarioResult) -> None:
     """A client goes away in each phase, many times: how long until nobody holds anything of its request."""
-    book, times = Book(scenario.seed), dict[str, list[float]]()
+    book, times = RequestBook(scenario.seed, scenario.deployment.codec), dict[str, list[float]]()
     for phase in scenario.phases:
-        holding = Holding(ground.fleet, book)
+        holding = HeldRequests(ground.fleet, book)
         if phase == "waiting":
             await holding.plug()
         once = _leave_queue if phase == "waiting" else _leave_worker
@@ -263,18 +279,18 @@ async def leave(ground: Field, scenario: Scenario, result: Result) -> None:
     for phase, taken_s in times.items():
         result.figures[f"{phase}_median_s"] = statistics.median(taken_s)
         result.figures[f"{phase}_most_s"] = max(taken_s)
-        result.cells.append(Cell("leave", "client", phase, requests=len(taken_s), hit=len(taken_s)))
+        result.cells.append(FaultCell("leave", "client", phase, requests=len(taken_s), hit=len(taken_s)))
     every = [one for each in times.values() for one in each]
     result.figures["free_median_s"] = statistics.median(every)
     result.figures["free_most_s"] = max(every)
 
 
-async def _leave_worker(holding: Holding, phase: str, result: Result) -> float | None:
+async def _leave_worker(holding: HeldRequests, phase: str, result: ScenarioResult) -> float | None:
     """Seconds from the client's going to the last worker's rest; None if the phase is not reached."""
     control, ask, going = holding.fleet.control, holding.prepare(phase), asyncio.Event()
     asking = asyncio.create_task(holding.client.ask(ask, leave=going))
 
-    def there(said: Said) -> bool:
+    def there(said: ToyReports) -> bool:
         return ask.nonce in said.held and not all(resting for resting, _ in said.rest.values())
 
     reached = await asyncio.to_thread(control.wait, there, REACH_S)
@@ -292,35 +308,41 @@ async def _leave_worker(holding: Holding, phase: str, result: Result) -> float |
     return free_s - left_s if reached else None
 
 
-async def _leave_queue(holding: Holding, phase: str, result: Result) -> float | None:
-    """Seconds until the gateway has forgotten a request that waits in its queue; no worker has heard of it."""
+async def _leave_queue(holding: HeldRequests, phase: str, result: ScenarioResult) -> float | None:
+    """Seconds until the gateway has forgotten a request that waits in its queue; no worker has received it."""
     fleet, ask, going = holding.fleet, holding.prepare(phase), asyncio.Event()
     before = fleet.status()["sequences"]
     asking = asyncio.create_task(holding.client.ask(ask, leave=going))
-    reached = await asyncio.to_thread(until, lambda: len(ask.prompt) in holding.tail.waiting(), REACH_S)
+    reached = await asyncio.to_thread(
+        holds_in_time, lambda: len(ask.prompt) in holding.tail.waiting(), REACH_S
+    )
     left_s = time.monotonic()
     going.set()
     answer = await asking
-    await asyncio.to_thread(until, lambda: fleet.status()["sequences"] <= before)
+    await asyncio.to_thread(holds_in_time, lambda: fleet.status()["sequences"] <= before)
     result.verdict.add(check_answers(holding.book, [answer]))
     return time.monotonic() - left_s if reached else None
 
 
-async def chaos(ground: Field, scenario: Scenario, result: Result) -> None:
+async def play_chaos(ground: FaultField, scenario: Scenario, result: ScenarioResult) -> None:
     """Streams, and faults at random moments, one after the other."""
-    book, client, load = Book(scenario.seed), Client(ground.fleet.port), scenario.load
-    dice, answers, struck = random.Random(scenario.seed), list[Answer](), list[Strike]()
+    book, client, load = (
+        RequestBook(scenario.seed, scenario.deployment.codec),
+        StreamingClient(ground.fleet.port),
+        scenario.load,
+    )
+    dice, answers, struck = random.Random(scenario.seed), list[ClientAnswer](), list[FaultStrike]()
     ending = asyncio.Event()
-    trouble = asyncio.create_task(_trouble(ground, scenario, dice, struck, result, ending))
+    trouble = asyncio.create_task(_cause_trouble(ground, scenario, dice, struck, result, ending))
     make = lambda: book.ask(prompt=load.prompt, answer=load.answer)  # noqa: E731
-    async for answer in stream(client, make, load.streams, ending.is_set):
+    async for answer in keep_streaming(client, make, load.streams, ending.is_set):
         answers.append(answer)
     await trouble
-    await asyncio.to_thread(_mended, ground)
+    await asyncio.to_thread(_wait_until_mended, ground)
     result.verdict = check_run(book, answers, ground.fleet.log)
-    result.figures |= _counted(result.verdict)
-    pauses = sorted(recoveries(answers, struck, lives(read_log(ground.fleet.log))))
-    silent = sorted(wait_s for _, _, wait_s in waits(answers, struck))
+    result.figures |= _count_outcomes(result.verdict)
+    pauses = sorted(recovery_waits(answers, struck, histories_by_request(read_log(ground.fleet.log))))
+    silent = sorted(wait_s for _, _, wait_s in stream_waits(answers, struck))
     result.figures["faults"] = len(struck)
     if pauses:
         result.figures["streams_hit"] = len(pauses)
@@ -330,12 +352,12 @@ async def chaos(ground: Field, scenario: Scenario, result: Result) -> None:
         result.figures["silent_p95_s"] = silent[int(0.95 * (len(silent) - 1))]
 
 
-async def _trouble(
-    ground: Field,
+async def _cause_trouble(
+    ground: FaultField,
     scenario: Scenario,
     dice: random.Random,
-    struck: list[Strike],
-    result: Result,
+    struck: list[FaultStrike],
+    result: ScenarioResult,
     ending: asyncio.Event,
 ) -> None:
     ends_s, healing = time.monotonic() + scenario.load.seconds, set[asyncio.Task[None]]()
@@ -352,24 +374,24 @@ async def _trouble(
             if {event.target.split("-")[0]} & {name.split("-")[0] for name in busy}:
                 continue  # one worker of each role is always left
             busy.add(event.target)
-            struck.append(Strike(time.monotonic(), event.target))
-            healing.add(asyncio.create_task(_one(ground, event, result, busy)))
+            struck.append(FaultStrike(time.monotonic(), event.target))
+            healing.add(asyncio.create_task(_inject_one(ground, event, result, busy)))
         await asyncio.gather(*healing)
     finally:
         ending.set()
 
 
-async def _one(ground: Field, event: Event, result: Result, busy: set[str]) -> None:
-    bad: Fault = fault(ground.fleet, ground.lines, event.fault, event.target)
+async def _inject_one(ground: FaultField, event: FaultEvent, result: ScenarioResult, busy: set[str]) -> None:
+    bad: InjectedFault = make_fault(ground.fleet, ground.lines, event.fault, event.target)
     await asyncio.to_thread(bad.strike)
     await asyncio.sleep(event.lasts_s)
     await asyncio.to_thread(bad.heal)
     result.evidence.append(f"{event.fault} {event.target}: {bad.verify()}")
-    await asyncio.to_thread(_all_there, ground)
+    await asyncio.to_thread(_all_present, ground)
     busy.discard(event.target)
 
 
-PLAYS = {"phases": phases, "migrate": migrate, "leave": leave, "chaos": chaos}
+SCENARIO_KINDS = {"phases": play_phases, "migrate": play_migrate, "leave": play_leave, "chaos": play_chaos}
 
 
 def main() -> int:
@@ -379,13 +401,13 @@ def main() -> int:
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     results = []
-    for scenario in all_of():
+    for scenario in read_scenarios():
         if not asked.names or scenario.name in asked.names:
             print(f"{scenario.name}: {scenario.about}", flush=True)
-            results.append(run(scenario, asked.out))
-            print(report.line(results[-1]), flush=True)
-            (asked.out / "report.md").write_text(report.page(results), encoding="utf-8")
-    print(report.page(results))
+            results.append(run_scenario(scenario, asked.out))
+            print(report.scenario_line(results[-1]), flush=True)
+            (asked.out / "report.md").write_text(report.report_page(results), encoding="utf-8")
+    print(report.report_page(results))
     return 1 if any(result.broken for result in results) else 0
 
 

@@ -1,7 +1,7 @@
 """Scenario files: what is deployed, what is asked, what happens to it, and what must hold. All is data (YAML).
 
 name: kill                       seed: 1
-deployment: {prefill: 2, decode: 2, …}             # tests.faults.fleet.Shape
+deployment: {prefill: 2, decode: 2, …}             # tests.faults.deployment.DeploymentShape
 kind: phases | migrate | leave | chaos             # what is played, see tests.faults.run
 phases: {queued: 3, reading: 3, …}                 # requests to be held in each
 events: [{fault: kill, target: prefill-0, lasts_s: 0.5}, …]
@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from tests.faults.fleet import Shape
+from tests.faults.deployment import DeploymentShape
 
-FOLDER = Path(__file__).parent / "scenarios"
+SCENARIO_FOLDER = Path(__file__).parent / "scenarios"
 KINDS = ("phases", "migrate", "leave", "chaos")
 
 
-class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FaultEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One fault, healed after `lasts_s`. `spares` is false if clients may see failures of it (a killed gateway).
 
     `target` "prefill" or "decode" is the worker of that pool where there is most to hit that was not hit before, "link"
@@ -36,7 +36,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     moves: bool | None = None
 
 
-class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StreamLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Streams at once; how long they are kept up; the longest answer; what has to be reached."""
 
     streams: int = 20
@@ -48,11 +48,12 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pause_s: float = 5.0  # between faults, on average
 
 
-class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScenarioChecks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds; None: reported only. Invariants are always checked."""
 
     client_failures: int | None = None
     success: float | None = None
+    migrated: int | None = None  # at least so many streams that went on elsewhere, every token right
     recovery_p95_s: float | None = None
     free_median_s: float | None = None
     free_most_s: float | None = None
@@ -65,15 +66,15 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     about: str
     kind: str
     seed: int
-    deployment: Shape = Shape()
+    deployment: DeploymentShape = DeploymentShape()
     rounds: int = 1
     phases: dict[str, int] = {}
-    events: tuple[Event, ...] = ()
-    load: Load = Load()
-    checks: Checks = Checks()
+    events: tuple[FaultEvent, ...] = ()
+    load: StreamLoad = StreamLoad()
+    checks: ScenarioChecks = ScenarioChecks()
 
 
-def read(path: Path) -> Scenario:
+def read_scenario(path: Path) -> Scenario:
     """One file. Raises ValueError if it is not a scenario."""
     scenario = msgspec.convert(yaml.safe_load(path.read_text("utf-8")), Scenario)
     if scenario.kind not in KINDS or scenario.name != path.stem:
@@ -81,6 +82,6 @@ def read(path: Path) -> Scenario:
     return scenario
 
 
-def all_of(folder: Path = FOLDER) -> list[Scenario]:
+def read_scenarios(folder: Path = SCENARIO_FOLDER) -> list[Scenario]:
     """Every scenario there is, by name of its file."""
-    return [read(path) for path in sorted(folder.glob("*.yaml"))]
+    return [read_scenario(path) for path in sorted(folder.glob("*.yaml"))]

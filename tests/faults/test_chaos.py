@@ -1,19 +1,24 @@
-"""A short while of random faults under streams; `make faults` does three minutes."""
+"""A short while of random faults under streams of coded KV; `make faults` does three minutes of raw KV."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import msgspec
 import pytest
 
-from tests.faults.run import run
-from tests.faults.scenario import FOLDER, Checks, read
+from tests.faults.run import run_scenario
+from tests.faults.scenario import SCENARIO_FOLDER, ScenarioChecks, read_scenario
+from tests.faults.toy_model import CODED
 
 
 @pytest.mark.timeout(600)
 def test_random_faults_break_no_invariant() -> None:
-    scenario = read(FOLDER / "chaos.yaml")
+    scenario = read_scenario(SCENARIO_FOLDER / "chaos.yaml")
     load = msgspec.structs.replace(scenario.load, seconds=12.0, pause_s=2.5, streams=12)
-    result = run(msgspec.structs.replace(scenario, load=load, checks=Checks()))
+    coded = replace(scenario.deployment, codec=CODED)
+    checks = ScenarioChecks()
+    result = run_scenario(msgspec.structs.replace(scenario, load=load, checks=checks, deployment=coded))
     assert not result.broken, "\n".join(result.broken)
     assert result.figures["faults"] >= 1
     assert result.verdict.whole >= 0.9 * result.verdict.asked, result.verdict

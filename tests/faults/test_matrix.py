@@ -7,34 +7,42 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.work import Work
+from engine.step_work import StepWork
 from tests.faults import proxy
-from tests.faults.check import check_answers, check_log, check_run
-from tests.faults.client import Answer
-from tests.faults.fleet import Fleet, Shape
-from tests.faults.inject import Kill, Stop, Unproven, Wire
-from tests.faults.load import Book
-from tests.faults.run import run
-from tests.faults.scenario import FOLDER, Event, all_of, read
-from tests.faults.toy_model import LAYOUT, Memory, Oracle, ToyRunner, guide, logits
+from tests.faults.client import ClientAnswer
+from tests.faults.deployment import DeploymentShape, FaultDeployment
+from tests.faults.inject import FaultUnproven, KillFault, ProxyFault, StopFault
+from tests.faults.invariants import check_answers, check_log, check_run
+from tests.faults.run import run_scenario
+from tests.faults.scenario import SCENARIO_FOLDER, FaultEvent, read_scenario, read_scenarios
+from tests.faults.toy_model import (
+    CODED,
+    ToyOracle,
+    ToyPool,
+    ToyRunner,
+    grammar_tokenizer,
+    make_logits,
+    toy_layout,
+)
+from tests.faults.workload import RequestBook
 
 pytestmark = pytest.mark.timeout(900)
 
 
 STRUCK = (
-    Event("kill", "prefill-0", 0.2),
-    Event("kill", "decode-0", 0.2),
-    Event("stop", "decode-1", 3.0),
-    Event("partition", "prefill-1", 3.0),
-    Event("slow", "decode-0", 2.0),
-    Event("kill", "gateway", 0.2, spares=False),
+    FaultEvent("kill", "prefill-0", 0.2),
+    FaultEvent("kill", "decode-0", 0.2),
+    FaultEvent("stop", "decode-1", 3.0),
+    FaultEvent("partition", "prefill-1", 3.0),
+    FaultEvent("slow", "decode-0", 2.0),
+    FaultEvent("kill", "gateway", 0.2, spares=False),
 )
 
 
 def test_faults_in_every_phase_cost_no_client_an_answer_while_a_spare_is_left() -> None:
-    scenario = read(FOLDER / "kill.yaml")
+    scenario = read_scenario(SCENARIO_FOLDER / "kill.yaml")
     few = msgspec.structs.replace(scenario, events=STRUCK, phases=dict.fromkeys(scenario.phases, 2))
-    result = run(few)
+    result = run_scenario(few)
     assert not result.broken, "\n".join(result.broken)
     assert result.figures["client_failures"] == 0
     assert {cell.phase for cell in result.cells} == set(scenario.phases), result.missed
@@ -43,7 +51,7 @@ def test_faults_in_every_phase_cost_no_client_an_answer_while_a_spare_is_left() 
 
 
 def test_all_scenario_files_can_be_read() -> None:
-    assert {scenario.name for scenario in all_of()} >= {
+    assert {scenario.name for scenario in read_scenarios()} >= {
         "kill",
         "stop",
         "partition",
@@ -58,39 +66,43 @@ def test_all_scenario_files_can_be_read() -> None:
 # ---- the proving ground sees
 
 
-def test_every_byte_of_the_prefix_changes_the_next_token() -> None:
+@pytest.mark.parametrize("codec", ["", CODED])
+def test_every_byte_of_the_prefix_changes_the_next_token(codec: str) -> None:
+    layout = toy_layout(codec)
     tokens = [1 + byte for byte in b"any prompt at all, longer than a chunk" * 3]
-    memory = Memory(bytearray(4 * LAYOUT.chunk_bytes))
+    memory = ToyPool(bytearray(4 * layout.chunk_bytes), layout)
     from_slabs = [2, 0, 1]
-    ToyRunner(memory).run([Work(tokens, 0, from_slabs, "last")])
-    before = logits(memory.read(from_slabs, len(tokens)))
+    ToyRunner(memory).run([StepWork(tokens, 0, from_slabs, "last")])
+    before = make_logits(memory.read(from_slabs, len(tokens)))
     raw = memory.words.view("uint8").reshape(4, -1)
-    whole = range(0, LAYOUT.chunk_bytes, 997)
+    whole = range(0, layout.chunk_bytes, 997)
     for slab, places in ((2, whole), (0, range(0, 128, 9))):
         for place in places:
             raw[slab, place] ^= 1
-            if (logits(memory.read(from_slabs, len(tokens))) == before).all():
+            if (make_logits(memory.read(from_slabs, len(tokens))) == before).all():
                 assert slab == 0, f"byte {place} of a full chunk is not looked at"
             raw[slab, place] ^= 1
-    assert (logits(memory.read(from_slabs, len(tokens))) == before).all()
-    assert (logits(memory.read([0, 2, 1], len(tokens))) != before).any(), (
+    assert (make_logits(memory.read(from_slabs, len(tokens))) == before).all()
+    assert (make_logits(memory.read([0, 2, 1], len(tokens))) != before).any(), (
         "chunks that change places go unseen"
     )
 
 
 def test_slices_and_company_do_not_change_an_answer() -> None:
-    book = Book(5)
+    book = RequestBook(5)
     ask = book.ask(prompt=(150, 150), kind="penalised")
-    oracle = Oracle(guide())
-    assert oracle.answer(ask.prompt, ask.sampling) == Oracle(guide()).answer(ask.prompt, ask.sampling)
+    oracle = ToyOracle(grammar_tokenizer())
+    assert oracle.answer(ask.prompt, ask.sampling) == ToyOracle(grammar_tokenizer()).answer(
+        ask.prompt, ask.sampling
+    )
     assert oracle.answer(ask.prompt[:-1], ask.sampling) != oracle.answer(ask.prompt, ask.sampling)
 
 
-def answered(book: Book, text: str, ends: list[str]) -> Answer:
+def answered(book: RequestBook, text: str, ends: list[str]) -> ClientAnswer:
     ask = book.ask(kind="greedy")
     expected = book.expected(ask)
     usage = [{"completion_tokens": expected.completion_tokens, "prompt_tokens": len(ask.prompt)}]
-    answer = Answer(
+    answer = ClientAnswer(
         ask, 200, text=expected.text if text == "right" else text, finish=expected.finish, ends=ends
     )
     answer.usage = usage if answer.whole else []
@@ -109,7 +121,7 @@ def answered(book: Book, text: str, ends: list[str]) -> Answer:
     ],
 )
 def test_answers_that_must_not_be_are_seen(text: str, ends: list[str], word: str) -> None:
-    book = Book(3)
+    book = RequestBook(3)
     broken = check_answers(book, [answered(book, text, ends)]).broken
     assert [line.split()[0] for line in broken] == ([word] if word else [])
 
@@ -134,12 +146,12 @@ ENDED = {"t": 9.0, "event": "end", "request": "r", "outcome": "done", "output_to
 )
 def test_logs_that_must_not_be_are_seen(events: list[dict[str, object]], word: str) -> None:
     log = [ARRIVED, *({"t": 1.0, "request": "r", **event} for event in events), ENDED]
-    told = [line.split()[1] for line in check_log(log)]
-    assert (word in told) if word else not told
+    found = [line.split()[1] for line in check_log(log)]
+    assert (word in found) if word else not found
 
 
 def test_a_run_without_its_log_proves_nothing(tmp_path: Path) -> None:
-    book, log = Book(3), tmp_path / "requests.jsonl"
+    book, log = RequestBook(3), tmp_path / "requests.jsonl"
     answer = answered(book, "right", ["finish", "done"])
     answer.id = "cmpl-1"
     assert [line.split()[0] for line in check_run(book, [answer], log).broken] == ["I3"]
@@ -150,18 +162,18 @@ def test_a_run_without_its_log_proves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_fault_that_did_not_happen_is_not_believed(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, Shape(prefill=1, decode=1))
+    fleet = FaultDeployment(tmp_path, DeploymentShape(prefill=1, decode=1))
     try:
-        for fault in (Stop(fleet, "decode-0"), Kill(fleet, "decode-0")):
-            with pytest.raises(Unproven):
+        for fault in (StopFault(fleet, "decode-0"), KillFault(fleet, "decode-0")):
+            with pytest.raises(FaultUnproven):
                 fault.verify()
-        with proxy.running(tmp_path) as wires:
+        with proxy.running_proxy(tmp_path) as wires:
             line = wires.line("nobody", "127.0.0.1", fleet.port)
             for kind in ("partition", "slow", "cut"):
-                wire = Wire({"nobody": line}, "nobody", kind)
+                wire = ProxyFault({"nobody": line}, "nobody", kind)
                 wire.strike()
                 wire.heal()
-                with pytest.raises(Unproven):
+                with pytest.raises(FaultUnproven):
                     wire.verify()
     finally:
         fleet.stop()

@@ -1,6 +1,6 @@
 """Workers in network namespaces of their own: silent partitions of ten seconds, links of 64 kbit/s, KV over NIXL.
 
-Nothing here is told of a cut. Where the machine has no namespaces these tests are skipped, and say why.
+Nothing here is informed of a cut. Where the machine has no namespaces these tests are skipped, and say why.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from diptych.config import GatewaySpec, WorkerSpec
+from diptych.specs import GatewaySpec, WorkerSpec
 from kvtransfer.transports import nixl
-from services.cli.ports import claim
-from services.cluster.supervisor import Supervisor
-from tests.engine.transport_source import Remote
-from tests.faults import netns
-from tests.faults.client import Answer, Ask, Client
-from tests.faults.corrupt import NUM_SLABS, SLABS, Target, offer
-from tests.faults.fleet import Fleet, Shape
-from tests.faults.load import Book, stream
-from tests.faults.netns import House, Net
+from services.host.ports import claim_port
+from services.host.supervisor import Supervisor
+from tests.engine.transport.transport_source import LAYOUT, RemoteSource
+from tests.faults import network_namespaces
+from tests.faults.client import ClientAnswer, ClientRequest, StreamingClient
+from tests.faults.corruption import NUM_SLABS, SLABS, PullTarget, offer_kv
+from tests.faults.deployment import DeploymentShape, FaultDeployment
+from tests.faults.kv_cables import CableFault, KvCable
+from tests.faults.network_namespaces import NamespaceBridge, NamespaceHost
+from tests.faults.workload import RequestBook, keep_streaming
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -38,22 +39,56 @@ SLOW_S = 5.0
 SLOW_BITS = 64_000
 PATIENCE_S = 120.0
 STALL_S = 4.0
+HELD_PACKETS, HELD_BYTES = 40, 1400
 PLAIN = ("greedy", "seeded", "penalised", "biased", "stopped", "scored")
 
 
 @pytest.fixture(scope="module")
-def net() -> Iterator[Net]:
-    if why := netns.missing():
+def net() -> Iterator[NamespaceBridge]:
+    if why := network_namespaces.why_unavailable():
         pytest.skip(why)
-    with netns.running() as net:
+    with network_namespaces.running_bridge() as net:
         yield net
 
 
-class Housed(Remote):
+LEFT_BEHIND = """
+import os
+from tests.faults.network_namespaces import NamespaceBridge
+net = NamespaceBridge()
+net.house()
+print(net.name, flush=True)
+os._exit(0)
+"""
+
+
+def test_what_a_killed_process_has_left_behind_is_removed(net: NamespaceBridge) -> None:
+    left = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, check=True)
+    name = left.stdout.strip()
+
+    def listed() -> str:
+        run = network_namespaces.run_command
+        return run("ip", "netns", "list") + run("ip", "link")
+
+    assert f"{name}-0" in listed() and f"{name}b" in listed()
+    network_namespaces.remove_leftovers()
+    assert name not in listed() and net.name in listed()
+
+
+class NamespacedSource(RemoteSource):
     """A source of KV that lives elsewhere; NIXL is the only way to it."""
 
-    def __init__(self, house: House) -> None:
-        words = [sys.executable, "-m", "tests.engine.transport_source", "nixl", str(NUM_SLABS), "1", "1"]
+    def __init__(self, house: NamespaceHost) -> None:
+        self.layout = LAYOUT
+        words = [
+            sys.executable,
+            "-m",
+            "tests.engine.transport.transport_source",
+            "nixl",
+            str(NUM_SLABS),
+            "1",
+            "1",
+            LAYOUT.codec,
+        ]
         environ = os.environ | {"UCX_NET_DEVICES": "eth0"}
         self.process = subprocess.Popen(
             house.command(words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
@@ -64,59 +99,76 @@ class Housed(Remote):
 
 
 @pytest.fixture
-def away(net: Net, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[House, Target]]:
+def away(net: NamespaceBridge, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NamespaceHost, PullTarget]]:
     """A house with a source of KV in it, and a target out here."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setenv("UCX_NET_DEVICES", net.bridge)
     monkeypatch.setenv("UCX_TCP_BRIDGE_ENABLE", "y")
     monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")
     house = net.house()
-    with closing(Housed(house)) as source, closing(Target("nixl", source)) as target:
+    with closing(NamespacedSource(house)) as source, closing(PullTarget("nixl", source)) as target:
         for puller in target.links._pullers.values():
-            assert isinstance(puller, nixl.Puller)
+            assert isinstance(puller, nixl.NixlPuller)
             puller._stall_s = STALL_S
         yield house, target
 
 
-def test_a_slow_transfer_that_moves_is_left_alone(away: tuple[House, Target]) -> None:
+def test_a_slow_transfer_that_moves_is_left_alone(away: tuple[NamespaceHost, PullTarget]) -> None:
     """At 64 kbit/s it takes several times as long as one that stands still is given."""
     house, target = away
-    offered = offer(target.source, 1)
+    offered = offer_kv(target.source, 1)
     slow = house.slow(SLOW_BITS, queue="20s")  # nothing is dropped: it moves all the time
     began_s = time.monotonic()
-    assert target.late(offered) == "exact"
+    assert target.pull_late(offered) == "exact"
     assert time.monotonic() - began_s > STALL_S and len(SLABS) == 3
     slow.verify()
     slow.heal()
 
 
-def test_a_transfer_that_is_cut_off_is_given_up_and_can_be_had_later(away: tuple[House, Target]) -> None:
+def test_a_transfer_that_is_cut_off_is_given_up_and_can_be_had_later(
+    away: tuple[NamespaceHost, PullTarget],
+) -> None:
     """What was given up writes to nothing any more, also when the partition ends and old packets arrive."""
     house, target = away
-    assert target.late(offer(target.source, 1)) == "exact"
-    offered = offer(target.source, 2)
+    assert target.pull_late(offer_kv(target.source, 1)) == "exact"
+    offered = offer_kv(target.source, 2)
     cut = house.cut()
     with pytest.raises(AssertionError, match="stalled"):
-        target.late(offered)
+        target.pull_late(offered)
     assert target.pool.used == 0
     cut.verify()
     before = [target.spread.read(slab) for slab in range(NUM_SLABS)]
     cut.heal()
-    target.links.link("prefill-0", target.source.incarnation, target.source.endpoints)
+    target.links.link_worker("prefill-0", target.source.incarnation, target.source.endpoints)
     assert [target.spread.read(slab) for slab in range(NUM_SLABS)] == before
-    assert target.late(offered) == "exact"
+    assert target.pull_late(offered) == "exact"
 
 
-class Village(Fleet):
+@pytest.mark.parametrize("kind", ["slow", "stop"])
+def test_a_cable_that_heals_passes_on_what_it_held(net: NamespaceBridge, kind: str) -> None:
+    """What it lost instead TCP would send again only after seconds: a stall that nobody had asked for."""
+    cable = KvCable(net.house(), net.house(), 0)
+    fault = CableFault(cable, kind)
+    there, size = cable.addresses[1], HELD_PACKETS * HELD_BYTES
+    send = f"for _ in {{1..{HELD_PACKETS}}}; do printf %{HELD_BYTES}s > /dev/udp/{there}/9; done"
+    network_namespaces.run_command(*cable.ends[0].command(["bash", "-c", send]))
+    assert cable.tc_statistics()[0]["backlog"] > size / 2
+    fault.heal()
+    fault.verify()
+    count = ["cat", f"/sys/class/net/{cable.device}/statistics/rx_bytes"]
+    assert int(network_namespaces.run_command(*cable.ends[1].command(count))) > size
+
+
+class PartitionDeployment(FaultDeployment):
     """A deployment whose workers each live in a house; the gateway is out here."""
 
-    def __init__(self, folder: Path, shape: Shape, net: Net) -> None:
+    def __init__(self, folder: Path, shape: DeploymentShape, net: NamespaceBridge) -> None:
         self.net = net
-        self.houses: dict[str, House] = {}
+        self.houses: dict[str, NamespaceHost] = {}
         super().__init__(folder, shape)
 
     def _gateway(self) -> GatewaySpec:
-        self.channel = f"tcp://{self.net.address}:{claim(self.net.address, 0)}"
+        self.channel = f"tcp://{self.net.address}:{claim_port(self.net.address, 0)}"
         return super()._gateway()
 
     def _worker(self, name: str, address: str) -> WorkerSpec:
@@ -132,9 +184,9 @@ class Village(Fleet):
 
 
 @pytest.fixture(scope="module")
-def village(net: Net) -> Iterator[Village]:
+def village(net: NamespaceBridge) -> Iterator[PartitionDeployment]:
     folder = Path(tempfile.mkdtemp(prefix="dpt"))
-    village = Village(folder, Shape(prefill=2, decode=2, transports=("nixl",)), net)
+    village = PartitionDeployment(folder, DeploymentShape(prefill=2, decode=2, transports=("nixl",)), net)
     try:
         village.start()
         yield village
@@ -143,26 +195,30 @@ def village(net: Net) -> Iterator[Village]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def through(village: Village, book: Book, lasts_s: float, streams: int = 6) -> list[Answer]:
+async def through(
+    village: PartitionDeployment, book: RequestBook, lasts_s: float, streams: int = 6
+) -> list[ClientAnswer]:
     """The answers to streams that are asked for during `lasts_s`."""
     ends_s = time.monotonic() + lasts_s
-    client = Client(village.port)
+    client = StreamingClient(village.port)
 
-    def ask() -> Ask:
+    def ask() -> ClientRequest:
         return book.ask(prompt=(64, 300), kind=book.dice.choice(PLAIN))
 
-    return [answer async for answer in stream(client, ask, streams, lambda: time.monotonic() > ends_s)]
+    return [
+        answer async for answer in keep_streaming(client, ask, streams, lambda: time.monotonic() > ends_s)
+    ]
 
 
-def check(book: Book, answers: list[Answer]) -> None:
+def check(book: RequestBook, answers: list[ClientAnswer]) -> None:
     assert answers
     for answer in answers:
         assert answer.whole and not book.wrong(answer), (answer.code, answer.error, book.wrong(answer))
 
 
-def test_two_workers_are_cut_off_for_ten_seconds_and_no_client_notices(village: Village) -> None:
+def test_two_workers_are_cut_off_for_ten_seconds_and_no_client_notices(village: PartitionDeployment) -> None:
     """One of each pool, and a spare of each is left."""
-    book = Book(1)
+    book = RequestBook(1)
     check(book, asyncio.run(through(village, book, 0.5)))
     cuts = [village.houses[name].cut() for name in ("prefill-0", "decode-0")]
     check(book, asyncio.run(through(village, book, CUT_S)))
@@ -174,8 +230,8 @@ def test_two_workers_are_cut_off_for_ten_seconds_and_no_client_notices(village: 
     village.until(lambda: not village.held(), PATIENCE_S)
 
 
-def test_a_worker_behind_a_slow_link_costs_no_client_its_answer(village: Village) -> None:
-    book = Book(5)
+def test_a_worker_behind_a_slow_link_costs_no_client_its_answer(village: PartitionDeployment) -> None:
+    book = RequestBook(5)
     slow = village.houses["decode-1"].slow(SLOW_BITS)
     check(book, asyncio.run(through(village, book, SLOW_S, streams=1)))
     slow.heal()

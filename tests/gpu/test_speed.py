@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip(
-    "engine.attention.triton",
+    "engine.gpu.attention",
     reason="triton is not installed (it has wheels for Linux only)",
     exc_type=ImportError,
 )

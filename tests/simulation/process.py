@@ -2,7 +2,7 @@
 
     Post (a name, supervised) ── starts ──▶ Process (a pool and an engine, once) ── role after role ──▶ Life
 
-A turn of the loop happens at one moment, and takes as long as the step in it; what it says leaves when it ends. The
+A round of the loop happens at one moment, and takes as long as the step in it; what it says leaves when it ends. The
 connection of a process that was killed is closed, that of one that was stopped is not.
 """
 
@@ -11,87 +11,104 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
-from decode_worker.worker import Decoder
+from decode_worker.worker import DecodeWorker
+from diptych.chunks import RAW_CLASS
 from diptych.messages import Hello
 from engine.loop import Engine
-from engine.scheduler import Limits, Scheduler
-from kvcache.holdings import Holdings
+from engine.scheduler import Scheduler
+from engine.sequence import EngineLimits
+from kvcache.allocator import KvAllocator
 from kvcache.prefix_tree import PrefixTree
-from kvcache.slabs import Slabs
+from kvcache.slab_ledger import SlabLedger
 from kvcache.tiers.host import HostTier
-from kvtransfer.board import ENTRY_BYTES, Board
+from kvtransfer.layer_progress import ENTRY_BYTES, LayerProgress
 from kvtransfer.leases import LeaseLedger
-from kvtransfer.parts import Parts, whole
-from prefill_worker.worker import Issuer, Prefiller
-from tests.simulation.agenda import Agenda, Entry
-from tests.simulation.channel import LEASE_S, Line, Network
-from tests.simulation.toy import FINGERPRINT, LAYOUT, Crash, Memory, ToyRunner, ToySampler
-from tests.simulation.transport import Pipes, VirtualCourier
-from worker.shell import Books, Role, Shell
+from kvtransfer.resharding import ShardedPool, unsharded_pool
+from prefill_worker.worker import PrefillWorker, TicketIssuer
+from tests.simulation.channel import LEASE_S, VirtualLink, VirtualNetwork
+from tests.simulation.event_queue import ScheduledEvent, VirtualEventQueue
+from tests.simulation.toy_model import (
+    FINGERPRINT,
+    LAYERS,
+    ProcessCrash,
+    VirtualMemory,
+    VirtualRunner,
+    VirtualSampler,
+)
+from tests.simulation.transport import VirtualKvFetcher, VirtualPipes
+from worker.loop import LatestStats, WorkerLoop, WorkerRole
 
 KEY = bytes(range(32))
 MODEL_LEN = 320
-STEP_S, TOKEN_S, TURN_S = 0.004, 0.00005, 0.0001  # a step, each of its tokens, and a turn without any step
+STEP_S, TOKEN_S, ROUND_S = 0.004, 0.00005, 0.0001  # a step, each of its tokens, and a round without any step
 DRAIN_S = 3.0
 
 
-class Surroundings(Protocol):
+class ProcessWorld(Protocol):
     """What a process needs of the world around it."""
 
-    agenda: Agenda
-    network: Network
-    pipes: Pipes
+    agenda: VirtualEventQueue
+    network: VirtualNetwork
+    pipes: VirtualPipes
     num_slabs: int
-    writers: type[Decoder]
-    readers: type[Prefiller]
+    # The KV class of each worker that has one, for its next process; the others are raw.
+    kv_classes: dict[str, str]
+    writers: type[DecodeWorker]
+    readers: type[PrefillWorker]
+    runners: type[VirtualRunner]
 
-    def ended(self, process: Process, how: str) -> None:
-        """A process is over: "crashed", "killed", or "" if it had been told to end."""
+    def ended(self, process: VirtualProcess, how: str) -> None:
+        """A process is over: "crashed", "killed", or "" if it had been asked to end."""
 
 
-class Process:
+class VirtualProcess:
     """One process: what was built, and the life that it leads now."""
 
-    def __init__(self, world: Surroundings, name: str, role: str, number: int, ended: str) -> None:
+    def __init__(self, world: ProcessWorld, name: str, role: str, number: int, ended: str) -> None:
         self.world, self.name, self.number = world, name, number
         self.alive, self.stopped = True, False
-        self.retires = False  # told to end, for good
+        self.retires = False  # asked to end, for good
         self._elapsed_s, self._awake, self._lives = 0.0, False, 0
-        self._due: Entry | None = None
-        self._turning, self._busy_s = False, 0.0
-        self.memory = Memory(world.num_slabs)
+        self._due: ScheduledEvent | None = None
+        self._round_planned, self._busy_s = False, 0.0
+        self.kv_class = world.kv_classes.get(name, RAW_CLASS)
+        self.memory = VirtualMemory(world.num_slabs, self.kv_class)
+        self.layout = self.memory.layout
         self.board_memory = memoryview(bytearray(world.num_slabs * ENTRY_BYTES))
-        self.parts: Parts = whole(LAYOUT, self.memory.bytes)
-        self.holdings = Holdings(Slabs(world.num_slabs), PrefixTree())
-        limits = Limits(world.num_slabs, MODEL_LEN, max_num_seqs=6, max_num_batched_tokens=96, max_waiting=64)
-        runner = ToyRunner(self.memory, self._spend)
-        self.host = HostTier([self.memory], 4 * LAYOUT.chunk_bytes)
-        self.engine = Engine(runner, Scheduler(limits), self.holdings, ToySampler(), self.host)
+        self.parts: ShardedPool = unsharded_pool(self.layout, self.memory.bytes)
+        self.holdings = KvAllocator(SlabLedger(world.num_slabs), PrefixTree())
+        limits = EngineLimits(
+            world.num_slabs, MODEL_LEN, max_num_seqs=6, max_num_batched_tokens=96, max_waiting=64
+        )
+        runner = world.runners(self.memory, self._spend)
+        self.host = HostTier([self.memory], 4 * self.layout.chunk_bytes)
+        self.engine = Engine(runner, Scheduler(limits), self.holdings, VirtualSampler(), self.host)
         self.begin(role, ended)
 
     # ---- lives
 
     def begin(self, role: str, ended: str = "") -> None:
-        """A life in `role`, as `services.worker.compose` makes one."""
+        """A life in `role`, as `services.worker.role_lifecycle` makes one."""
         self._lives += 1
         self.kind, self.incarnation = role, f"{self.name}/{self.number}.{self._lives}"
-        self.line = Line(self.world.network, self.name, self.clock, self.stir)
-        self.books = Books()
-        self.courier: VirtualCourier | None = None
+        self.line = VirtualLink(self.world.network, self.name, self.clock, self.wake_process)
+        self.books = LatestStats()
+        self.courier: VirtualKvFetcher | None = None
         endpoints = {"virtual": self.incarnation.encode()} if role == "prefill" else {}
         self.world.pipes.open(self.incarnation, self)
         self.role = self._prefiller() if role == "prefill" else self._decoder()
-        self.shell = Shell(
+        self.shell = WorkerLoop(
             self.line,
             self.engine,
             self.role,
             self.holdings,
             self.books,
             fingerprint=FINGERPRINT,
+            codecs={self.kv_class: "" if self.kv_class == RAW_CLASS else self.kv_class},
             drain_s=DRAIN_S,
             clock=self.clock,
         )
-        self.line.stats = self.books.read
+        self.line.stats = self.books.read_stats
         self.line.open(
             Hello(
                 self.name,
@@ -102,71 +119,74 @@ class Process:
                 "host",
                 self.number,
                 self.world.num_slabs,
-                LAYOUT.chunk_bytes,
+                self.layout.chunk_bytes,
                 MODEL_LEN,
                 endpoints,
                 ended=ended,
+                kv_classes={self.kv_class: (self.world.num_slabs, self.layout.chunk_bytes)},
             )
         )
-        self.stir()
+        self.wake_process()
 
-    def _prefiller(self) -> Role:
-        issuer = Issuer(KEY, self.name, self.incarnation, FINGERPRINT, "xxh3")
-        board = Board(self.world.num_slabs, self.board_memory)
+    def _prefiller(self) -> WorkerRole:
+        issuer = TicketIssuer(KEY, self.name, self.incarnation, FINGERPRINT, "xxh3")
+        board = LayerProgress(self.world.num_slabs, self.board_memory)
         self.ledger = LeaseLedger(LEASE_S)
         return self.world.readers(
             self.line, self.engine, self.holdings, self.parts, self.ledger, issuer, board
         )
 
-    def _decoder(self) -> Role:
-        courier = VirtualCourier(self.world.pipes, self, self.line.send, self.line.wake)
+    def _decoder(self) -> WorkerRole:
+        courier = VirtualKvFetcher(self.world.pipes, self, self.line.send, self.line.wake_poll)
         self.courier = courier
-        return self.world.writers(self.line, self.engine, self.holdings, LAYOUT, courier, KEY, FINGERPRINT)
+        return self.world.writers(
+            self.line, self.engine, self.holdings, lambda kv_class: self.layout, courier, KEY, FINGERPRINT
+        )
 
-    # ---- turns
+    # ---- rounds
 
     def clock(self) -> float:
         return self.world.agenda.now_s + self._elapsed_s
 
     def _spend(self, tokens: int) -> None:
         """Half a step passes, with what others do meanwhile to the memory that is read and written."""
-        self._elapsed_s += (STEP_S + TOKEN_S * tokens) / LAYOUT.layers
+        self._elapsed_s += (STEP_S + TOKEN_S * tokens) / LAYERS
         self.world.pipes.advance(self.clock())
 
-    def stir(self) -> None:
+    def wake_process(self) -> None:
         """Something has come that the loop waits for."""
         self._awake = True
-        if self.alive and not self.stopped and not self._turning:
-            self._plan(max(self.world.agenda.now_s, self._busy_s))
+        if self.alive and not self.stopped and not self._round_planned:
+            self._plan_round(max(self.world.agenda.now_s, self._busy_s))
 
-    def _plan(self, at_s: float) -> None:
+    def _plan_round(self, at_s: float) -> None:
         if self._due is not None:
             if not self._due.cancelled and self._due.at_s <= at_s:
                 return
             self._due.cancel()
-        self._due = self.world.agenda.at(at_s, self._turn, f"{self.kind} turn")
+        self._due = self.world.agenda.schedule_at(at_s, self._run_round, f"{self.kind} round")
 
-    def _turn(self) -> None:
+    def _run_round(self) -> None:
         self._due = None
         if not self.alive or self.stopped:
             return
-        self._elapsed_s, self._awake, self._turning = TURN_S, False, True
+        self._elapsed_s, self._awake, self._round_planned = ROUND_S, False, True
         try:
-            self.shell.turn()
-            over = self.shell.over
+            self.shell.run_once()
+            over = self.shell.is_over
             if over:
-                self.shell.run()  # it is over: what is left is told as failed
-        except Crash:
+                self.shell.run_until_drained()  # it is over: what is left is reported as failed
+        except ProcessCrash:
             return self.end("crashed")
         finally:
-            self._turning = False
+            self._round_planned = False
         self._busy_s = self.clock()
-        patience_s = 0.0 if self._awake or self.line.waiting else self.shell.patience
+        patience_s = 0.0 if self._awake or self.line.waiting else self.shell.max_wait_s
         self._elapsed_s = 0.0
         if over:
-            self.world.agenda.at(self._busy_s, self._over, "life ends")
+            self.world.agenda.schedule_at(self._busy_s, self._over, "life ends")
         else:
-            self._plan(self._busy_s + patience_s)
+            self._plan_round(self._busy_s + patience_s)
 
     def _over(self) -> None:
         """The role is drained: on to the next, or to the end."""
@@ -176,9 +196,9 @@ class Process:
             self.courier.close()
         self.line.close()
         self.world.pipes.close(self.incarnation)
-        role = self.shell.turned
+        role = self.shell.next_role
         if role:
-            self.shell.settle()
+            self.shell.check_settled()
             self.begin(role)
         else:
             self.end("")
@@ -209,30 +229,30 @@ class Process:
         if self.alive and self.stopped:
             self.stopped = False
             self.line.thaw(silence_first)
-            self.stir()
+            self.wake_process()
 
     def term(self) -> None:
         """SIGTERM."""
         self.retires = True
-        self.shell.drain()
-        self.stir()
+        self.shell.start_drain()
+        self.wake_process()
 
 
-class Post:
+class VirtualSupervisor:
     """A name at which a process lives, started again whenever one ends."""
 
-    def __init__(self, world: Surroundings, name: str, role: str) -> None:
+    def __init__(self, world: ProcessWorld, name: str, role: str) -> None:
         self.world, self.name, self.role, self.number = world, name, role, 0
-        self.process: Process | None = None
+        self.process: VirtualProcess | None = None
         self.start("")
 
     def start(self, ended: str) -> None:
         self.number += 1
-        self.process = Process(self.world, self.name, self.role, self.number, ended)
+        self.process = VirtualProcess(self.world, self.name, self.role, self.number, ended)
 
     def again(self, after_s: float, ended: str) -> None:
         """The supervisor starts another one, after a pause."""
         if self.process is not None:
             self.role = self.process.kind
         self.process = None
-        self.world.agenda.after(after_s, partial(self.start, ended), "start")
+        self.world.agenda.schedule_after(after_s, partial(self.start, ended), "start")

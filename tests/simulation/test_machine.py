@@ -15,27 +15,30 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from diptych.request import Origin
-from tests.simulation.laws import Laws, settle
-from tests.simulation.toy import POISON
-from tests.simulation.world import PATIENCE_S, World, sampling
+from diptych.chunks import RAW_CLASS
+from diptych.request import Tenancy
+from tests.simulation.invariants import InvariantChecker, settle_world
+from tests.simulation.toy_model import CODED, POISON
+from tests.simulation.world import PATIENCE_S, VirtualWorld, random_sampling
 
 STEPS: list[int] = []  # of each example
-LEAST = 15_000  # in all
+MIN_STEPS = 15_000  # in all
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 workers = st.sampled_from(PREFILL + DECODE)
 short = st.sampled_from([0.2, 1.0, 2.5, 5.0])
 
 
-class Deployment(RuleBasedStateMachine):
+class DeploymentMachine(RuleBasedStateMachine):
     """Two prefill and two decode workers, and whoever asks."""
 
-    world: World
+    world: VirtualWorld
 
-    @initialize(seed=st.integers(0, 1 << 16), shared=st.booleans())
-    def begin(self, seed: int, shared: bool) -> None:
-        self.world = World(seed, shared=shared)
-        self.laws, self.rng = Laws(self.world), Random(seed)
+    @initialize(
+        seed=st.integers(0, 1 << 16), shared=st.booleans(), kv_class=st.sampled_from([RAW_CLASS, CODED])
+    )
+    def begin(self, seed: int, shared: bool, kv_class: str) -> None:
+        self.world = VirtualWorld(seed, shared=shared, kv_class=kv_class)
+        self.laws, self.rng = InvariantChecker(self.world), Random(seed)
         assert self.world.run(lambda: self.world.whole, 5.0)
         self.family = [self.rng.randrange(POISON) for _ in range(300)]
         for _ in range(4):
@@ -51,7 +54,9 @@ class Deployment(RuleBasedStateMachine):
     def ask(self, length: int, common: int, tokens: int, patience_s: float, priority: int) -> None:
         prompt = self.family[: min(length, common)]
         prompt += [self.rng.randrange(POISON) for _ in range(length - len(prompt))]
-        self.world.ask(prompt, sampling(self.rng, tokens), Origin("ab"[length % 2], "", priority), patience_s)
+        self.world.ask(
+            prompt, random_sampling(self.rng, tokens), Tenancy("ab"[length % 2], "", priority), patience_s
+        )
 
     @rule(which=st.integers(0, 1 << 16))
     def leave(self, which: int) -> None:
@@ -71,7 +76,7 @@ class Deployment(RuleBasedStateMachine):
     def cut(self, name: str, for_s: float) -> None:
         self.world.cut(name, for_s)
 
-    @rule(name=workers, what=st.sampled_from(["reset", "drain", "command", "turn"]))
+    @rule(name=workers, what=st.sampled_from(["reset", "drain", "command", "switch_role"]))
     def disturb(self, name: str, what: str) -> None:
         getattr(self.world, what)(name)
 
@@ -91,16 +96,16 @@ class Deployment(RuleBasedStateMachine):
     @rule(for_s=st.sampled_from([0.005, 0.02, 0.1, 0.5, 2.0]))
     def go_on(self, for_s: float) -> None:
         until_s = self.world.agenda.now_s + for_s
-        self.world.run(lambda: self.world.agenda.now_s >= until_s, for_s + 1.0, self.laws.hold)
+        self.world.run(lambda: self.world.agenda.now_s >= until_s, for_s + 1.0, self.laws.check_running)
 
     @invariant()
     def no_law_is_broken(self) -> None:
         if hasattr(self, "world"):
-            self.laws.hold()
+            self.laws.check_running()
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
-            settle(self.world, self.laws)
+            settle_world(self.world, self.laws)
             STEPS.append(self.world.agenda.steps)
 
 
@@ -109,10 +114,10 @@ def test_whatever_hypothesis_thinks_of() -> None:
     chosen = settings(
         max_examples=80,
         stateful_step_count=30,
-        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes; the seed is told
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes; the seed is printed
         suppress_health_check=list(HealthCheck),
         print_blob=True,
     )
-    run_state_machine_as_test(Deployment, settings=chosen)
+    run_state_machine_as_test(DeploymentMachine, settings=chosen)
     print(f"{sum(STEPS)} steps in {len(STEPS)} examples")
-    assert sum(STEPS) >= LEAST
+    assert sum(STEPS) >= MIN_STEPS

@@ -1,7 +1,7 @@
 """KV that moves in virtual time: piece by piece between two pools, with stalls, deaths, and bytes that were altered.
 
-Links, early pulling, hand-off and courier are the product's; only the wire (`VirtualLane`) and the threads
-(`VirtualRounds`) are not.
+Links, early pulling, hand-off and courier are the product's; only the wire (`VirtualConnection`) and the threads
+(`VirtualTaskThread`) are not.
 A piece is one layer of one chunk. It is copied when its moment comes, from whatever the source's memory holds then: a
 slab that was given to somebody else meanwhile is read as it is, and the digests have to see that.
 """
@@ -15,30 +15,30 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from decode_worker.courier import Courier
+from decode_worker.kv_fetcher import KvFetcher
 from diptych.errors import StaleTicket, TransferError
 from diptych.messages import ToGateway
-from kvtransfer import turns
-from kvtransfer.board import Entries, entries
-from kvtransfer.digests import HASHERS, Hasher
-from kvtransfer.early import Copy
-from kvtransfer.handoff import Aborted
-from kvtransfer.links import Links
-from tests.simulation.agenda import Agenda, Entry
-from tests.simulation.toy import LAYOUT
+from kvtransfer import cooperative
+from kvtransfer.digests import STREAM_HASHERS, PayloadHasher
+from kvtransfer.handoff import HandoffAborted
+from kvtransfer.layer_progress import ProgressEntries, view_entries
+from kvtransfer.pipelined_pull import LayerCopy
+from kvtransfer.transports.links import TransportLinks
+from tests.simulation.event_queue import ScheduledEvent, VirtualEventQueue
+from tests.simulation.toy_model import LAYERS
 
 if TYPE_CHECKING:
-    from tests.simulation.process import Process
+    from tests.simulation.process import VirtualProcess
 
 STALL_S = 3.0  # without a byte a pull is given up
 LOOK_S = 0.05  # between two looks at a wire that stands still
 LINK_S = 0.02
 RATE = 2e6  # bytes per second: a chunk takes a millisecond
-SOON_S = 1e-5  # a turn takes at least so long
+SOON_S = 1e-5  # a round takes at least so long
 
 
 @dataclass(slots=True)
-class Pipe:
+class VirtualPipe:
     """The wire from one worker to another. `corrupt` is the chance of a piece to arrive altered."""
 
     rate: float = RATE
@@ -46,16 +46,16 @@ class Pipe:
     corrupt: float = 0.0
 
 
-class Pipes:
+class VirtualPipes:
     """All pools and all wires. `shared`: memory stays readable when its owner is stopped or dead."""
 
-    def __init__(self, agenda: Agenda, rng: Random, shared: bool = True) -> None:
+    def __init__(self, agenda: VirtualEventQueue, rng: Random, shared: bool = True) -> None:
         self.agenda, self.rng, self.shared = agenda, rng, shared
         self.pieces = self.early = self.corrupted = 0
-        self.rounds: list[VirtualRounds] = []
+        self.rounds: list[VirtualTaskThread] = []
         self._ahead_s = 0.0
-        self._pipes: dict[tuple[str, str], Pipe] = {}
-        self._lives: dict[str, Process] = {}
+        self._pipes: dict[tuple[str, str], VirtualPipe] = {}
+        self._lives: dict[str, VirtualProcess] = {}
 
     @property
     def moving(self) -> int:
@@ -77,45 +77,47 @@ class Pipes:
         for rounds in list(self.rounds):
             rounds.catch_up(now_s)
 
-    def pipe(self, source: str, target: str) -> Pipe:
-        return self._pipes.setdefault((source, target), Pipe())
+    def pipe(self, source: str, target: str) -> VirtualPipe:
+        return self._pipes.setdefault((source, target), VirtualPipe())
 
-    def open(self, incarnation: str, process: Process) -> None:
+    def open(self, incarnation: str, process: VirtualProcess) -> None:
         self._lives[incarnation] = process
 
     def close(self, incarnation: str) -> None:
         """That life is over. Who is linked to it stays so, and may even read what it left."""
         self._lives.pop(incarnation, None)
 
-    def reach(self, incarnation: str) -> Process | None:
+    def reach(self, incarnation: str) -> VirtualProcess | None:
         """The process that lives as `incarnation`, if it does."""
         return self._lives.get(incarnation)
 
 
-class VirtualRounds:
-    """`decode_worker.rounds.Rounds`: the same work, in turns that the agenda gives. Stands still with its process."""
+class VirtualTaskThread:
+    """`decode_worker.task_thread.TaskThread`: the same work, in rounds that the agenda schedules. Stands still
+    with its process.
+    """
 
-    def __init__(self, pipes: Pipes, own: Process, name: str) -> None:
+    def __init__(self, pipes: VirtualPipes, own: VirtualProcess, name: str) -> None:
         self.pipes, self.own, self.name = pipes, own, name
-        self.works: dict[turns.Turns[None], float] = {}  # when each is to have its next turn
-        self._due: Entry | None = None
+        self.works: dict[cooperative.CoopTask[None], float] = {}  # when each is to run next
+        self._due: ScheduledEvent | None = None
         pipes.rounds.append(self)
 
     def open(self) -> None:
         """There is no thread to start."""
 
-    def add(self, work: turns.Turns[None]) -> None:
+    def add_task(self, work: cooperative.CoopTask[None]) -> None:
         self.works[work] = self.pipes.clock()
         self._plan()
 
-    def stir(self) -> None:
+    def wake_tasks(self) -> None:
         self.works = dict.fromkeys(self.works, self.pipes.clock())
         self._plan()
 
     def close(self) -> None:
         """Whoever closes has said "stop" to all pulls: let them end. Nobody needs links that are being made."""
         for work in list(self.works) if self.name == "pull" else ():
-            turns.finish(work, self._at_once)
+            cooperative.run_to_end(work, self._at_once)
         self.end()
 
     def _at_once(self, pause_s: float) -> None:
@@ -132,16 +134,16 @@ class VirtualRounds:
             self._due.cancel()
 
     def catch_up(self, now_s: float) -> None:
-        """Give a turn to whatever is due by `now_s`."""
+        """Run whatever is due by `now_s`."""
         while not self.own.stopped:
             due = [work for work, due_s in self.works.items() if due_s <= now_s]
             if not due:
                 break
             for work in due:
-                self._turn(work)
+                self._resume_task(work)
         self._plan()
 
-    def _turn(self, work: turns.Turns[None]) -> None:
+    def _resume_task(self, work: cooperative.CoopTask[None]) -> None:
         pause_s = next(work, None)
         if pause_s is None:
             self.works.pop(work, None)
@@ -154,48 +156,52 @@ class VirtualRounds:
             self._due.cancel()
         if due_s < math.inf:
             due_s = max(due_s, self.pipes.agenda.now_s + (LOOK_S if self.own.stopped else SOON_S))
-            self._due = self.pipes.agenda.at(due_s, self._come, self.name)
+            self._due = self.pipes.agenda.schedule_at(due_s, self._come, self.name)
 
     def _come(self) -> None:
         self.catch_up(self.pipes.agenda.now_s)
 
 
-class VirtualLane:
-    """`kvtransfer.early.Lane`: the wire from one life of a worker."""
+class VirtualConnection:
+    """`kvtransfer.pipelined_pull.SourceConnection`: the wire from one life of a worker."""
 
-    layers = LAYOUT.layers
+    layers = LAYERS
 
-    def __init__(self, pipes: Pipes, source: Process, own: Process) -> None:
+    def __init__(self, pipes: VirtualPipes, source: VirtualProcess, own: VirtualProcess) -> None:
         self.num_slabs = source.memory.num_slabs
         self._pipes, self._source, self._own = pipes, source, own
         self._pipe = pipes.pipe(source.name, own.name)
-        self._board: Entries = entries(source.board_memory)
+        self._board: ProgressEntries = view_entries(source.board_memory)
 
-    def look(self, slabs: Sequence[int]) -> turns.Turns[Entries | None]:
+    def read_progress(self, slabs: Sequence[int]) -> cooperative.CoopTask[ProgressEntries | None]:
         yield from self._wait(0.0, lambda: False)
         return self._board[list(slabs)]
 
-    def copy(self, copies: Sequence[Copy], stop: Callable[[], bool]) -> turns.Turns[None]:
+    def copy_layers(
+        self, copies: Sequence[LayerCopy], stop: Callable[[], bool]
+    ) -> cooperative.CoopTask[None]:
         for one in copies:
             for layer in range(one.first, one.end):
                 yield from self._piece(one.far, one.own, layer, one.payload, stop)
                 self._pipes.early += 1
 
-    def pull(self, pairs: Sequence[tuple[int, int]], stop: Callable[[], bool]) -> turns.Turns[list[bytes]]:
+    def pull_chunks(
+        self, pairs: Sequence[tuple[int, int]], stop: Callable[[], bool]
+    ) -> cooperative.CoopTask[list[bytes]]:
         payloads = []
         for source, target in pairs:
-            payload = HASHERS["xxh3"]()
+            payload = STREAM_HASHERS["xxh3"]()
             for layer in range(self.layers):
                 yield from self._piece(source, target, layer, payload, stop)
             payloads.append(payload.digest())
         return payloads
 
     def _piece(
-        self, source: int, target: int, layer: int, payload: Hasher, stop: Callable[[], bool]
-    ) -> turns.Turns[None]:
+        self, source: int, target: int, layer: int, payload: PayloadHasher, stop: Callable[[], bool]
+    ) -> cooperative.CoopTask[None]:
         if not (0 <= source < self.num_slabs and 0 <= target < self._own.memory.num_slabs):
             raise TransferError(f"slab {source} or {target} does not exist")
-        yield from self._wait(LAYOUT.layer_bytes / self._pipe.rate, stop)
+        yield from self._wait(self._source.layout.layer_bytes / self._pipe.rate, stop)
         own, dice = self._own.memory.layer_bytes(target, layer), self._pipes.rng
         own[:] = self._source.memory.layer_bytes(source, layer)
         self._pipes.pieces += 1
@@ -204,13 +210,13 @@ class VirtualLane:
             self._pipes.corrupted += 1
         payload.update(own)
 
-    def _wait(self, seconds: float, stop: Callable[[], bool]) -> turns.Turns[None]:
+    def _wait(self, seconds: float, stop: Callable[[], bool]) -> cooperative.CoopTask[None]:
         """Until so much time has passed on a wire that moves; who is stirred meanwhile looks and waits on."""
         began_s = last_s = self._pipes.clock()
         moved_s = 0.0
         while True:
             if stop():
-                raise Aborted("the pull was stopped")
+                raise HandoffAborted("the pull was stopped")
             if not self._pipes.shared and not self._source.alive:
                 raise TransferError("the peer is gone", "its connection was closed")
             now_s = self._pipes.clock()
@@ -224,26 +230,28 @@ class VirtualLane:
 
 
 class VirtualPuller:
-    """`kvtransfer.links.Puller` over virtual wires."""
+    """`kvtransfer.transports.links.KvPuller` over virtual wires."""
 
-    def __init__(self, pipes: Pipes, own: Process) -> None:
+    def __init__(self, pipes: VirtualPipes, own: VirtualProcess) -> None:
         self._pipes, self._own = pipes, own
-        self._lanes: dict[str, tuple[str, VirtualLane]] = {}
+        self._lanes: dict[str, tuple[str, VirtualConnection]] = {}
 
-    def linking(self, worker: str, incarnation: str, endpoint: bytes) -> turns.Turns[None]:
+    def link_task(self, worker: str, incarnation: str, endpoint: bytes) -> cooperative.CoopTask[None]:
         until_s = self._pipes.clock() + LINK_S
         while (left_s := until_s - self._pipes.clock()) > 0:
             yield left_s
         source = self._pipes.reach(endpoint.decode())
         if source is None:
             raise TransferError(f"no wire to {worker}", "it is not there")
-        self._lanes[worker] = incarnation, VirtualLane(self._pipes, source, self._own)
+        if source.layout != self._own.layout:
+            raise TransferError(f"no wire to {worker}", f"{source.layout} is not {self._own.layout}")
+        self._lanes[worker] = incarnation, VirtualConnection(self._pipes, source, self._own)
 
-    def measuring(self, worker: str) -> turns.Turns[tuple[float, float]]:
+    def measure_task(self, worker: str) -> cooperative.CoopTask[tuple[float, float]]:
         yield from ()
         return RATE / 1e9, 5.0
 
-    def lane(self, worker: str, incarnation: str) -> VirtualLane:
+    def connection_to(self, worker: str, incarnation: str) -> VirtualConnection:
         linked, lane = self._lanes.get(worker, ("none", None))
         if lane is None or linked != incarnation:
             raise StaleTicket(
@@ -251,15 +259,15 @@ class VirtualPuller:
             )
         return lane
 
-    def pulling(
+    def pull_task(
         self,
         worker: str,
         incarnation: str,
         pairs: Sequence[tuple[int, int]],
         stop: Callable[[], bool] | None = None,
-    ) -> turns.Turns[list[bytes]]:
-        lane = self.lane(worker, incarnation)
-        return (yield from lane.pull(pairs, stop or (lambda: False)))
+    ) -> cooperative.CoopTask[list[bytes]]:
+        lane = self.connection_to(worker, incarnation)
+        return (yield from lane.pull_chunks(pairs, stop or (lambda: False)))
 
     def unlink(self, worker: str) -> None:
         self._lanes.pop(worker, None)
@@ -268,20 +276,24 @@ class VirtualPuller:
         self._lanes.clear()
 
 
-class VirtualCourier(Courier):
+class VirtualKvFetcher(KvFetcher):
     """The courier, whose two threads are of this world."""
 
     def __init__(
-        self, pipes: Pipes, own: Process, send: Callable[[ToGateway], None], wake: Callable[[], None]
+        self,
+        pipes: VirtualPipes,
+        own: VirtualProcess,
+        send: Callable[[ToGateway], None],
+        wake: Callable[[], None],
     ) -> None:
-        links = Links((), own.parts)
+        links = TransportLinks((), own.parts)
         links._pullers["virtual"] = VirtualPuller(pipes, own)
         super().__init__(links, send, wake, pipes.clock)
-        rounds = partial(VirtualRounds, pipes, own)
+        rounds = partial(VirtualTaskThread, pipes, own)
         self._linking, self._pulling = rounds("link"), rounds("pull")  # type: ignore[assignment]
 
     def end(self) -> None:
         """The process is gone."""
         for rounds in (self._linking, self._pulling):
-            assert isinstance(rounds, VirtualRounds)
+            assert isinstance(rounds, VirtualTaskThread)
             rounds.end()

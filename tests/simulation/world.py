@@ -14,27 +14,28 @@ from random import Random
 
 import msgspec
 
-from decode_worker.worker import Decoder
-from diptych.messages import Drain, Turn
-from diptych.request import Grammar, Origin, Sampling
-from prefill_worker.worker import Prefiller
-from router.admission import Admission, Limits
-from router.effects import Command
-from router.fleet import Fleet
-from router.prefix_index import PrefixIndex
-from router.relay import Relay
-from tests.simulation.agenda import Agenda
-from tests.simulation.channel import LEASE_S, Network
-from tests.simulation.gateway import Client, Gate
-from tests.simulation.process import MODEL_LEN, Post, Process
-from tests.simulation.toy import POISON, alone
-from tests.simulation.transport import Pipes
+from decode_worker.worker import DecodeWorker
+from diptych.chunks import RAW_CLASS
+from diptych.messages import Drain, SwitchRole
+from diptych.request import Grammar, SamplingParams, Tenancy
+from prefill_worker.worker import PrefillWorker
+from router.effects import WorkerCommand
+from router.requests.admission import Admission, AdmissionLimits
+from router.requests.relay import Relay
+from router.routing.fleet import Fleet
+from router.routing.prefix_index import PrefixIndex
+from tests.simulation.channel import LEASE_S, VirtualNetwork
+from tests.simulation.event_queue import VirtualEventQueue
+from tests.simulation.gateway import VirtualClient, VirtualGateway
+from tests.simulation.process import MODEL_LEN, VirtualProcess, VirtualSupervisor
+from tests.simulation.toy_model import POISON, VirtualRunner, undisturbed_answer
+from tests.simulation.transport import VirtualPipes
 
 PATIENCE_S = 60.0  # the deadline of an ordinary request
 RESTART_S = 0.5
 
 
-class World:
+class VirtualWorld:
     """`prefill` and `decode` are numbers of workers; without any prefill worker the deployment is colocated."""
 
     def __init__(
@@ -47,25 +48,31 @@ class World:
         shared: bool = True,
         relays: type[Relay] = Relay,
         local_prefill: str = "fallback",
-        writers: type[Decoder] = Decoder,
-        readers: type[Prefiller] = Prefiller,
+        writers: type[DecodeWorker] = DecodeWorker,
+        readers: type[PrefillWorker] = PrefillWorker,
+        runners: type[VirtualRunner] = VirtualRunner,
+        kv_classes: dict[str, str] | None = None,
+        kv_class: str = RAW_CLASS,
     ) -> None:
+        """`kv_class` is that of all workers that `kv_classes` does not name."""
         self.seed, self.rng = seed, Random(seed)
-        self.agenda = Agenda()
-        self.network = Network(self.agenda)
-        self.pipes = Pipes(self.agenda, Random(seed + 1), shared)
+        self.agenda = VirtualEventQueue()
+        self.network = VirtualNetwork(self.agenda)
+        self.pipes = VirtualPipes(self.agenda, Random(seed + 1), shared)
         self.num_slabs, self.split, self.local_prefill = num_slabs, prefill > 0, local_prefill
         self.relays, self.writers, self.readers = relays, writers, readers
-        self.clients: list[Client] = []
-        self.over: list[Client] = []  # as they ended
+        self.runners, self.kv_class = runners, kv_class
+        self.clients: list[VirtualClient] = []
+        self.over: list[VirtualClient] = []  # as they ended
         self.faults: Counter[str] = Counter()
         self.crashes: list[str] = []
         self._wanted: dict[bytes, tuple[list[int], str]] = {}
         self._digest = hashlib.blake2b(digest_size=16)
         self.network.frames = self._note
         names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
-        self.posts = {name: Post(self, name, name.partition("-")[0]) for name in names}
-        self.gate: Gate | None = None
+        self.kv_classes = dict.fromkeys(names, kv_class) | (kv_classes or {})
+        self.posts = {name: VirtualSupervisor(self, name, name.partition("-")[0]) for name in names}
+        self.gate: VirtualGateway | None = None
         self.open()
 
     def _note(self, name: str, payload: bytes) -> None:
@@ -80,10 +87,12 @@ class World:
 
     def open(self) -> None:
         """A gateway starts."""
-        self.gate = Gate(self.agenda, self.network, self.make_relay(), self.over)
+        self.gate = VirtualGateway(
+            self.agenda, self.network, self.make_relay(), self.over, self.wanted_answer
+        )
 
     def make_relay(self) -> Relay:
-        limits = Limits(max_requests=200, max_queued_tokens=100_000, max_wait_s=PATIENCE_S)
+        limits = AdmissionLimits(max_requests=200, max_queued_tokens=100_000, max_wait_s=PATIENCE_S)
         return self.relays(
             Fleet(),
             Admission(limits),
@@ -100,14 +109,14 @@ class World:
 
     # ---- clients
 
-    def ask(self, prompt: list[int], sampling: Sampling, origin: Origin, patience_s: float) -> Client:
+    def ask(
+        self, prompt: list[int], sampling: SamplingParams, origin: Tenancy, patience_s: float
+    ) -> VirtualClient:
         """A request; without a gateway it has ended at once."""
-        key = msgspec.msgpack.encode((prompt, sampling))
-        if key not in self._wanted:
-            self._wanted[key] = ([], "") if POISON in prompt else alone(prompt, sampling, MODEL_LEN)
         now_s = self.agenda.now_s
         name = f"r{len(self.clients)}"
-        client = Client(name, prompt, sampling, origin, now_s + patience_s, self._wanted[key], now_s)
+        wanted = self.wanted_answer(prompt, sampling)
+        client = VirtualClient(name, prompt, sampling, origin, now_s + patience_s, wanted, now_s)
         self.clients.append(client)
         if self.gate is None:
             client.end, client.ended_s = "gateway", now_s
@@ -116,26 +125,39 @@ class World:
             self.gate.ask(client)
         return client
 
-    def leave(self, client: Client) -> None:
+    def wanted_answer(
+        self, prompt: list[int], sampling: SamplingParams, kv_class: str = RAW_CLASS
+    ) -> tuple[list[int], str]:
+        """What an undisturbed run would answer with KV of this class."""
+        key = msgspec.msgpack.encode((prompt, sampling, kv_class))
+        if key not in self._wanted:
+            self._wanted[key] = (
+                ([], "")
+                if POISON in prompt
+                else undisturbed_answer(prompt, sampling, MODEL_LEN, kv_class, self.runners)
+            )
+        return self._wanted[key]
+
+    def leave(self, client: VirtualClient) -> None:
         if client.end is None and self.gate is not None:
             self.gate.leave(client.name)
 
     # ---- what may happen
 
-    def living(self, role: str = "") -> list[Process]:
+    def living(self, role: str = "") -> list[VirtualProcess]:
         found = [post.process for post in self.posts.values() if post.process is not None]
         return [one for one in found if one.alive and role in ("", one.kind)]
 
-    def ended(self, process: Process, how: str) -> None:
+    def ended(self, process: VirtualProcess, how: str) -> None:
         """A process is over: its connection closes, its supervisor starts another."""
         if how == "crashed":
             self.crashes.append(process.name)
         gate = self.gate
         if gate is not None and not self.network.wires(process.name)[0].cut:
-            self.agenda.after(0.002, partial(self._hang_up, gate, process), "hang up")
+            self.agenda.schedule_after(0.002, partial(self._hang_up, gate, process), "hang up")
         self.posts[process.name].again(RESTART_S, how)
 
-    def _hang_up(self, gate: Gate, process: Process) -> None:
+    def _hang_up(self, gate: VirtualGateway, process: VirtualProcess) -> None:
         line = self.network.lines.get(process.name)
         if line is None or line is process.line:  # else the next one is connected already
             gate.exchange.hang_up(process.name)
@@ -153,25 +175,25 @@ class World:
         self.faults["stop"] += 1
         process.stop()
         first = self.rng.random() < 0.5
-        self.agenda.after(for_s, partial(process.cont, first), "continue")
+        self.agenda.schedule_after(for_s, partial(process.cont, first), "continue")
 
     def cut(self, name: str, for_s: float) -> None:
         """A silent partition between the gateway and a worker."""
         if not self.network.wires(name)[0].cut:
             self.faults["cut"] += 1
             self.network.cut(name)
-            self.agenda.after(for_s, partial(self.network.heal, name), "heal")
+            self.agenda.schedule_after(for_s, partial(self.network.heal, name), "heal")
 
     def slow(self, name: str, delay_s: float, for_s: float) -> None:
         self.faults["slow"] += 1
         self.network.slow(name, delay_s)
-        self.agenda.after(for_s, partial(self.network.slow, name, 0.0005), "heal")
+        self.agenda.schedule_after(for_s, partial(self.network.slow, name, 0.0005), "heal")
 
     def reset(self, name: str) -> None:
         """The worker's session breaks, for instance since frames were lost."""
         if (line := self.network.lines.get(name)) is not None:
             self.faults["reset"] += 1
-            line.break_off()
+            line.end_session()
 
     def stall(self, source: str, target: str, for_s: float) -> None:
         """Nothing moves between two workers."""
@@ -179,19 +201,19 @@ class World:
         if not pipe.stalled:
             self.faults["stall"] += 1
             pipe.stalled = True
-            self.agenda.after(for_s, lambda: setattr(pipe, "stalled", False), "heal")
+            self.agenda.schedule_after(for_s, lambda: setattr(pipe, "stalled", False), "heal")
 
     def throttle(self, source: str, target: str, rate: float, for_s: float) -> None:
         pipe = self.pipes.pipe(source, target)
         self.faults["throttle"] += 1
         pipe.rate, usual = rate, 2e6
-        self.agenda.after(for_s, lambda: setattr(pipe, "rate", usual), "heal")
+        self.agenda.schedule_after(for_s, lambda: setattr(pipe, "rate", usual), "heal")
 
     def corrupt(self, source: str, target: str, chance: float, for_s: float) -> None:
         pipe = self.pipes.pipe(source, target)
         self.faults["corrupt"] += 1
         pipe.corrupt = chance
-        self.agenda.after(for_s, lambda: setattr(pipe, "corrupt", 0.0), "heal")
+        self.agenda.schedule_after(for_s, lambda: setattr(pipe, "corrupt", 0.0), "heal")
 
     def drain(self, name: str) -> None:
         """SIGTERM; the supervisor starts another one."""
@@ -200,25 +222,32 @@ class World:
             self.faults["drain"] += 1
             process.term()
 
+    def upgrade(self, name: str, kv_class: str) -> None:
+        """A worker is asked to end, and its next process has another KV class."""
+        self.kv_classes[name] = kv_class
+        self.drain(name)
+
     def command(self, name: str) -> None:
         """The gateway tells a worker to drain."""
-        if self.gate is not None and name in self.relay.fleet.members:
+        if self.gate is not None and name in self.relay.fleet.workers:
             self.faults["command"] += 1
-            self.gate.handle(Command(name, Drain()))
+            self.gate.handle(WorkerCommand(name, Drain()))
 
-    def turn(self, name: str) -> None:
+    def switch_role(self, name: str) -> None:
         """The gateway tells a worker to change its pool, if that is not the last of its own."""
         process = self.posts[name].process
         if self.gate is None or process is None:
             return
-        staying = {one.name for one in self.living(process.kind) if not one.shell.turned}
-        staying &= {member.name for member in self.relay.fleet.role(process.kind) if not member.draining}
+        staying = {one.name for one in self.living(process.kind) if not one.shell.next_role}
+        staying &= {
+            member.name for member in self.relay.fleet.workers_of(process.kind) if not member.draining
+        }
         if len(staying) < 2:
             return
-        if self.split and name in self.relay.fleet.members:
-            self.faults["turn"] += 1
+        if self.split and name in self.relay.fleet.workers:
+            self.faults["switch_role"] += 1
             role = "decode" if process.kind == "prefill" else "prefill"
-            self.gate.handle(Command(name, Turn(role)))
+            self.gate.handle(WorkerCommand(name, SwitchRole(role)))
 
     def kill_gateway(self, for_s: float) -> None:
         gate = self.gate
@@ -226,7 +255,19 @@ class World:
             self.faults["gateway"] += 1
             gate.die()
             self.gate = self.network.exchange = None
-            self.agenda.after(for_s, self.open, "start")
+            self.agenda.schedule_after(for_s, self.open, "start")
+
+    def stop_gateway(self, for_s: float) -> None:
+        """SIGSTOP, and SIGCONT later."""
+        if self.gate is not None and not self.gate.blocked:
+            self.faults["stop gateway"] += 1
+            self.gate.stop(for_s)
+
+    def block_gateway(self, for_s: float) -> None:
+        """The gateway's event loop stands still; its other threads do not."""
+        if self.gate is not None and not self.gate.blocked:
+            self.faults["block gateway"] += 1
+            self.gate.block(for_s)
 
     # ---- running
 
@@ -234,12 +275,12 @@ class World:
     def whole(self) -> bool:
         """Everybody lives, and is linked to everybody."""
         living = [one for one in self.living() if not one.stopped]
-        if self.gate is None or len(living) < len(self.posts):
+        if self.gate is None or self.gate.blocked or len(living) < len(self.posts):
             return False
         fleet = self.relay.fleet
         sources, targets = len(self.living("prefill")), len(self.living("decode"))
-        linked = not self.split or len(fleet.pairs()) == sources * targets
-        return len(fleet.members) == len(living) and linked
+        linked = not self.split or len(fleet.linked_pairs()) == sources * targets
+        return len(fleet.workers) == len(living) and linked
 
     @property
     def hurt(self) -> bool:
@@ -253,14 +294,16 @@ class World:
         while not until():
             if self.agenda.now_s > end_s:
                 return False
-            assert self.agenda.step()
+            assert self.agenda.run_next()
             if each is not None:
                 each()
         return True
 
 
-def sampling(rng: Random, max_tokens: int) -> Sampling:
+def random_sampling(rng: Random, max_tokens: int) -> SamplingParams:
     """Any way of choosing tokens that the toy model knows."""
     grammar = Grammar("lark", str(rng.choice([7, 23]))) if rng.random() < 0.2 else None
     stops = tuple(rng.sample(range(POISON), 2)) if rng.random() < 0.5 else ()
-    return Sampling(max_tokens=max_tokens, seed=rng.randrange(1 << 30), stop_token_ids=stops, grammar=grammar)
+    return SamplingParams(
+        max_tokens=max_tokens, seed=rng.randrange(1 << 30), stop_token_ids=stops, grammar=grammar
+    )

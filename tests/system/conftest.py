@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from tests.system.scripted import Running, scripted
-from tests.unit.gateway.folder import make_folder
+from tests.system.scripted_gateway import Running, scripted
+from tests.unit.gateway.model_folder import make_folder
 
 
 @pytest.fixture(scope="module")

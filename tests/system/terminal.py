@@ -8,24 +8,28 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
 
+from services.host.process_guard import tied_command
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 400.0  # far beyond what anything takes, compiling all kernels included
 
-# The command line with `tests.system.stub` in place of the workers and the gateway: all of the start-up, no model.
+# The command line with `tests.system.stub_child` in place of the workers and the gateway: all of the
+# start-up, no model.
 STUBBED = """
 import functools, sys
 import services.cli.main as main
-import services.cli.plan as plan
-plan.Plan = functools.partial(plan.Plan, worker_module="tests.system.stub", gateway_module="tests.system.stub")
-import services.cli.model as model
-async def find(config, num_workers):
-    return model.Model("/" + config.model, "a stub", True, 64, 1 << 20, 6)
-model.find = find
+import services.cli.serve.specs as specs
+specs.DeploymentSpec = functools.partial(specs.DeploymentSpec, worker_module="tests.system.stub_child",
+    gateway_module="tests.system.stub_child")
+import services.host.model_probe as model_probe
+async def resolve_model(config, num_workers):
+    return model_probe.ProbedModel("/" + config.model, "a stub", True, 64, 1 << 20, 6)
+model_probe.resolve_model = resolve_model
 main.main()
 """
 
@@ -36,24 +40,40 @@ def clean_environ(**more: str) -> dict[str, str]:
     return kept | {"COLUMNS": "200", "NO_COLOR": "1"} | more
 
 
+def traps(folder: Path, names: Iterable[str]) -> Path:
+    """Packages of these names in `folder`. The file that is returned comes to exist when one of them is imported."""
+    marker = folder / "imported"
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"open({str(marker)!r}, 'a').write(__name__)\n")
+    return marker
+
+
 def run(*arguments: str, says: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """Run `diptych` to its end, with `says` on its standard input."""
     command = [sys.executable, "-m", "services.cli.main", *arguments]
     environ = clean_environ(**env)
     return subprocess.run(
-        command, cwd=ROOT, env=environ, input=says, capture_output=True, text=True, timeout=PATIENCE_S
+        tied_command(command),
+        cwd=ROOT,
+        env=environ,
+        input=says,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 
 class Terminal:
     """One running `diptych` command. A context manager: at its end nothing of it is left, however the test went."""
 
-    def __init__(self, *arguments: str, stubbed: bool = False, **env: str) -> None:
+    def __init__(self, *arguments: str, stubbed: bool = False, cwd: Path = ROOT, **env: str) -> None:
         program = ["-c", STUBBED] if stubbed else ["-m", "services.cli.main"]
+        # `-P`: as the installed command, which does not look for modules in the working directory.
+        command = [sys.executable, "-P", *program, *arguments]
         self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
-            cwd=ROOT, env=clean_environ(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
+            tied_command(command), cwd=cwd, env=clean_environ(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, start_new_session=True,
         )  # fmt: skip
         self.lines: list[str] = []
         self._grown = threading.Condition()
@@ -111,6 +131,13 @@ class Terminal:
     def find(self, words: str) -> list[psutil.Process]:
         """Living descendants whose command line contains `words`."""
         return [one for one in self.remember() if one.is_running() and words in " ".join(_command(one))]
+
+    def gateway(self) -> psutil.Process:
+        """The gateway's process; those that it forks have its command line."""
+        found = self.find("-m services.gateway")
+        pids = {one.pid for one in found}
+        (gateway,) = [one for one in found if one.ppid() not in pids]
+        return gateway
 
     def interrupt(self) -> int:
         """Press Ctrl-C, which reaches the whole session as in a terminal, and wait; returns the exit status."""

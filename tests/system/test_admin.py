@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.messages import Admit, Drain, Turn
-from tests.system.gateways import WAIT_S, Gateway, serving, until
-from tests.system.puppets import MUTE, Puppet
-from tests.system.scripted import scripted
-from tests.unit.gateway.folder import make_folder
+from diptych.messages import Admit, Drain, SwitchRole
+from tests.system.fake_workers import MUTE, Puppet
+from tests.system.gateway_process import WAIT_S, Gateway, serving, until
+from tests.system.scripted_gateway import scripted
+from tests.unit.gateway.model_folder import make_folder
 
 KEY = "an admin key"
 ADMIN = {"Authorization": f"Bearer {KEY}"}
@@ -113,21 +113,21 @@ def test_a_worker_drains_and_the_last_of_its_role_only_by_force(
 
 def test_a_worker_changes_pools(gateway: Gateway, puppets: list[Puppet]) -> None:
     assert order(gateway, "decode-1", "turn", {"role": "prefill"}).json()["role"] == "prefill"
-    until(lambda: any(message == Turn("prefill") for message in puppets[3].seen))
+    until(lambda: any(message == SwitchRole("prefill") for message in puppets[3].seen))
 
-    def turned() -> bool:
+    def has_switched() -> bool:
         roles = [worker["role"] for worker in gateway.status()["workers"]]
         return sorted(roles) == ["decode", *["prefill"] * 3] and len(gateway.status()["links"]) == 3
 
-    until(turned)
-    assert gateway.ready() == {"ready": True, "reasons": []}, "the pools are as they were told to be"
+    until(has_switched)
+    assert gateway.ready() == {"ready": True, "reasons": []}, "the pools are as they were asked to be"
 
 
 def test_a_replanner_hears_of_requests_and_what_it_does_becomes_metrics(
     gateway: Gateway, puppets: list[Puppet]
 ) -> None:
-    def meet(**told: Any) -> Any:
-        answer = gateway.http.post("/admin/replan", json=told, headers=ADMIN)
+    def meet(**report: Any) -> Any:
+        answer = gateway.http.post("/admin/replan", json=report, headers=ADMIN)
         assert answer.status_code == 200
         return answer.json()
 
@@ -137,11 +137,11 @@ def test_a_replanner_hears_of_requests_and_what_it_does_becomes_metrics(
     assert gateway.http.post("/v1/completions", json=body).status_code == 200
     known: dict[str, Any] = {"boot": before["boot"], "after": before["after"]}
     until(lambda: len(meet(**known)["events"]) == 2)
-    heard = meet(**known)
-    assert [event[1:] for event in heard["events"]] == [["a", 3, 0, False, 0], ["e", 3, 4, True, 0]]
-    assert heard["lost"] == 0 and heard["after"] == before["after"] + 2
+    received = meet(**known)
+    assert [event[1:] for event in received["events"]] == [["a", 3, 0, False, 0], ["e", 3, 4, True, 0]]
+    assert received["lost"] == 0 and received["after"] == before["after"] + 2
     actions = {"flip": {"done": 2, "failed": 1}}
-    for _ in range(2):  # totals, however often they are told
+    for _ in range(2):  # totals, however often they are sent
         meet(
             decisions={"first": 1},
             alarms={"rate": 3},
@@ -174,7 +174,7 @@ def test_decode_workers_read_prompts_while_no_prefill_worker_can(
     reasons = gateway.ready()["reasons"]
     assert reasons == [
         "0 of 1 prefill workers are up",
-        "prompts are read by decode workers: no prefill worker can",
+        "decode workers prefill the prompts: no prefill worker can",
     ]
     body = {"model": "toy", "prompt": [9], "max_tokens": 4}
     assert gateway.http.post("/v1/completions", json=body).status_code == 200

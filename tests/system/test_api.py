@@ -10,9 +10,10 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.respond import DONE
-from tests.system.scripted import SCRIPT, Running, scripted
-from tests.unit.gateway.folder import CONTEXT
+from services.gateway.generation.streaming import SSE_DONE
+from tests.system.scripted_gateway import SCRIPT, Running, scripted
+from tests.unit.gateway.chat_template_samples import CHATML
+from tests.unit.gateway.model_folder import CONTEXT, make_folder
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 LENGTH = 67  # tokens of the script with its end token
@@ -24,7 +25,7 @@ def events(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["cache-control"] == "no-cache"
-    assert answer.content.endswith(DONE)
+    assert answer.content.endswith(SSE_DONE)
     frames = [frame for frame in answer.text.split("\n\n") if frame and not frame.startswith(":")]
     assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
     assert [frame for frame in frames if frame == "data: [DONE]"] == frames[-1:]
@@ -60,9 +61,9 @@ def test_a_chat_answer_is_whole(client: openai.OpenAI) -> None:
 
 
 def test_required_fields_are_there_even_when_null(http: httpx.Client) -> None:
-    told = http.post("/v1/chat/completions", json={"model": "toy", "messages": HI, "max_tokens": 2}).json()
-    assert isinstance(told["created"], int)
-    assert told["choices"] == [
+    answer = http.post("/v1/chat/completions", json={"model": "toy", "messages": HI, "max_tokens": 2}).json()
+    assert isinstance(answer["created"], int)
+    assert answer["choices"] == [
         {
             "index": 0,
             "message": {"content": "Gr", "role": "assistant", "refusal": None},
@@ -164,9 +165,9 @@ def test_an_empty_prompt_begins_with_the_first_token(client: openai.OpenAI, gate
 
 
 def test_the_grammar_of_a_chat_stream(http: httpx.Client) -> None:
-    told = events(http, "/v1/chat/completions", messages=HI, stream_options={"include_usage": True})
-    *chunks, usage = told
-    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in told}) == 1
+    sent = events(http, "/v1/chat/completions", messages=HI, stream_options={"include_usage": True})
+    *chunks, usage = sent
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in sent}) == 1
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert chunks[-1]["choices"][0]["delta"] == {}
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
@@ -186,24 +187,24 @@ def test_usage_is_absent_unless_asked_for(http: httpx.Client) -> None:
 
 
 def test_choices_of_a_stream_each_begin_and_end_once(http: httpx.Client) -> None:
-    told = events(http, "/v1/chat/completions", messages=HI, n=3, max_tokens=12)
+    chunks = events(http, "/v1/chat/completions", messages=HI, n=3, max_tokens=12)
     for index in range(3):
-        own = [chunk["choices"][0] for chunk in told if chunk["choices"][0]["index"] == index]
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
         assert [choice for choice in own if "role" in choice["delta"]] == own[:1]
         assert [choice for choice in own if choice["finish_reason"]] == own[-1:]
 
 
 def test_the_grammar_of_a_completion_stream(http: httpx.Client) -> None:
-    told = events(http, "/v1/completions", prompt="say ", echo=True, max_tokens=11)
-    assert all(chunk["object"] == "text_completion" for chunk in told)
-    assert told[-1]["choices"][0]["finish_reason"] == "length"
-    assert "".join(chunk["choices"][0]["text"] for chunk in told) == "say " + SCRIPT[:8]
+    chunks = events(http, "/v1/completions", prompt="say ", echo=True, max_tokens=11)
+    assert all(chunk["object"] == "text_completion" for chunk in chunks)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "say " + SCRIPT[:8]
 
 
 def test_padding_hides_the_length_of_chunks(http: httpx.Client) -> None:
     options = {"include_obfuscation": True}
-    told = events(http, "/v1/chat/completions", messages=HI, max_tokens=30, stream_options=options)
-    chunks = [chunk for chunk in told if "obfuscation" in chunk]
+    sent = events(http, "/v1/chat/completions", messages=HI, max_tokens=30, stream_options=options)
+    chunks = [chunk for chunk in sent if "obfuscation" in chunk]
     padded = [(chunk["choices"][0]["delta"]["content"], chunk["obfuscation"]) for chunk in chunks]
     assert padded
     assert all((len(text.encode()) + len(padding)) % 16 == 0 for text, padding in padded)
@@ -221,14 +222,25 @@ def test_padding_hides_the_length_of_chunks(http: httpx.Client) -> None:
 )
 def test_a_stream_and_a_whole_answer_say_the_same(http: httpx.Client, body: dict[str, Any]) -> None:
     whole = http.post("/v1/chat/completions", json={"model": "toy", "messages": HI, **body}).json()
-    told = events(http, "/v1/chat/completions", messages=HI, stream_options={"include_usage": True}, **body)
-    assert told[-1]["usage"] == whole["usage"]
+    chunks = events(http, "/v1/chat/completions", messages=HI, stream_options={"include_usage": True}, **body)
+    assert chunks[-1]["usage"] == whole["usage"]
     for choice in whole["choices"]:
-        own = [c["choices"][0] for c in told[:-1] if c["choices"][0]["index"] == choice["index"]]
+        own = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == choice["index"]]
         assert "".join(part["delta"].get("content", "") for part in own) == choice["message"]["content"]
         assert own[-1]["finish_reason"] == choice["finish_reason"]
         scores = [entry for part in own if part["logprobs"] for entry in part["logprobs"]["content"]]
         assert scores == (choice["logprobs"]["content"] if choice["logprobs"] else [])
+
+
+def test_a_large_whole_answer_comes_in_chunks(http: httpx.Client) -> None:
+    asked = {"model": "toy", "messages": HI, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    small = http.post("/v1/chat/completions", json=asked | {"max_tokens": 5, "n": 1})
+    assert "content-length" in small.headers
+    large = http.post("/v1/chat/completions", json=asked | {"max_tokens": 100, "n": 8})
+    assert large.headers["transfer-encoding"] == "chunked" and len(large.content) > 1 << 19
+    for choice in large.json()["choices"]:
+        content = choice["logprobs"]["content"]
+        assert len(content) == 100 and all(len(entry["top_logprobs"]) == 20 for entry in content)
 
 
 def test_structured_output_is_checked_before_any_work(http: httpx.Client, gateway: Running) -> None:
@@ -285,6 +297,11 @@ def test_a_late_failure_of_a_whole_answer_is_an_http_error(http: httpx.Client) -
         ({"model": "toy"}, "missing_required_parameter", "messages"),
         ({"model": "toy", "messages": HI, "temperature": 9}, "invalid_value", "temperature"),
         ({"model": "toy", "messages": HI, "cache_salt": ""}, "invalid_value", "cache_salt"),
+        (
+            {"model": "toy", "messages": HI, "repetition_penalty": 1e-50},
+            "invalid_value",
+            "repetition_penalty",
+        ),
         ({"model": "toy", "messages": HI, "priority": 99}, "invalid_value", "priority"),
         ({"model": "toy", "messages": HI, "tools": [{}]}, "unsupported_parameter", "tools"),
         ({"model": "toy", "messages": HI, "frobnicate": 1}, "unrecognized_request_argument", "frobnicate"),
@@ -337,7 +354,7 @@ def test_a_crash_of_ours_tells_nothing_but_the_request_id(
     def crash(*_: object) -> None:
         raise RuntimeError("secret of the inside")
 
-    monkeypatch.setattr(gateway.script, "arrive", crash)
+    monkeypatch.setattr(gateway.script, "submit_requests", crash)
     answer = http.post("/v1/completions", json={"model": "toy", "prompt": "x"})
     check_error(answer, 500, "internal_error")
     assert "secret" not in answer.text
@@ -356,16 +373,40 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_tokenize_and_back(http: httpx.Client) -> None:
-    told = http.post(
+    body = http.post(
         "/tokenize", json={"model": "toy", "prompt": "größer 👩", "return_token_strs": True}
     ).json()
-    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), CONTEXT)
-    assert len(told["token_strs"]) == told["count"]
-    assert http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "größer 👩"}
+    assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), CONTEXT)
+    assert len(body["token_strs"]) == body["count"]
+    assert http.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": "größer 👩"}
     chat = http.post("/tokenize", json={"messages": HI}).json()
     assert chat["tokens"][0] == 1
     check_error(http.post("/tokenize", json={}), 400, "invalid_value", "prompt")
     check_error(http.post("/detokenize", json={"tokens": [99999]}), 400, "invalid_value", "tokens")
+
+
+def test_a_developer_message_changes_the_prompt_of_a_template_without_that_role(tmp_path: Path) -> None:
+    template = make_folder(tmp_path) / "chat_template.jinja"
+    template.write_text(CHATML)
+    developer = {"role": "developer", "content": "Be kind."}
+    with (
+        scripted(tmp_path) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60) as http,
+    ):
+        prompts = []
+        for messages in (HI, [developer, *HI], [developer | {"role": "system"}, *HI]):
+            answer = http.post("/v1/chat/completions", json={"model": "toy", "messages": messages})
+            assert answer.status_code == 200, answer.text
+            prompts.append(running.script.seen[-1].prompt)
+        assert prompts[0] != prompts[1] == prompts[2]
+        dropped = [*HI, {"role": "function", "content": "found", "name": "f"}]
+        answer = http.post("/v1/chat/completions", json={"model": "toy", "messages": dropped})
+        check_error(answer, 400, "invalid_value", "messages[1]")
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 900 + "]" * 900}}
+        nested = [*HI, {"role": "assistant", "tool_calls": [call]}]
+        answer = http.post("/v1/chat/completions", json={"model": "toy", "messages": nested})
+        # Too deep to be written out or, where the stack has room for it, too long.
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
 
 
 def test_probes_and_pages(http: httpx.Client) -> None:
@@ -398,6 +439,39 @@ def test_pages_of_this_machine_may_speak_to_it(http: httpx.Client) -> None:
     assert "access-control-allow-origin" not in bad.headers
 
 
+def test_a_better_priority_is_for_keys_that_may(folder: Path) -> None:
+    routes: dict[str, dict[str, object]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/completions": {"prompt": "x"},
+    }
+    with (
+        scripted(folder, keys=("sk-usual", "sk-urgent"), urgent=("sk-urgent",)) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60) as http,
+    ):
+        for path, fields in routes.items():
+            for key, priority, status in (
+                ("sk-usual", -1, 403),
+                ("sk-usual", 0, 200),
+                ("sk-usual", 10, 200),
+                ("sk-usual", None, 200),
+                ("sk-urgent", -10, 200),
+            ):
+                body: dict[str, object] = {"model": "toy", "max_tokens": 2, "priority": priority, **fields}
+                answer = http.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+                assert answer.status_code == status, (path, key, priority)
+                if status == 403:
+                    error = answer.json()["error"]
+                    assert (error["code"], error["param"]) == ("priority_not_allowed", "priority")
+                    assert "--priority-keys" in error["message"]
+        assert [request.origin.priority for request in running.script.seen] == 2 * [0, 10, 0, -10]
+    with (
+        scripted(folder) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60) as http,
+    ):  # without keys there are no strangers
+        body = {"model": "toy", "max_tokens": 2, "priority": -10, "prompt": "x"}
+        assert http.post("/v1/completions", json=body).status_code == 200
+
+
 def test_keys_close_everything_but_the_probes(folder: Path) -> None:
     with (
         scripted(folder, keys=("sk-right",)) as running,
@@ -410,6 +484,9 @@ def test_keys_close_everything_but_the_probes(folder: Path) -> None:
             assert http.get(path, headers={"authorization": "Bearer sk-wrong"}).status_code == 401
         assert http.get("/v1/models", headers={"authorization": "Bearer sk-right"}).status_code == 200
         assert http.get("/health").status_code == 200
-        with pytest.raises(openai.AuthenticationError) as caught:
-            openai.OpenAI(base_url=running.api, api_key="sk-wrong", max_retries=0).models.list()
+        with (
+            openai.OpenAI(base_url=running.api, api_key="sk-wrong", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError) as caught,
+        ):
+            client.models.list()
         assert caught.value.code == "invalid_api_key"

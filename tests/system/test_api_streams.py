@@ -14,10 +14,10 @@ import msgspec
 import openai
 import pytest
 
-from services.gateway.limits import Limits
-from services.gateway.service import Patience
-from tests.system.scripted import SCRIPT, Running, scripted
-from tests.unit.gateway.folder import make_folder
+from services.gateway.openai.request_limits import RequestLimits
+from services.gateway.service import RequestTimeouts
+from tests.system.scripted_gateway import SCRIPT, Running, scripted
+from tests.unit.gateway.model_folder import make_folder
 
 WAIT_S = 90.0  # far beyond what anything takes
 
@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gateway(folder: Path) -> Iterator[Running]:
     """Patient, except that it shows life often: a test on a busy machine is a slow client, too."""
-    limits = Limits(max_body_bytes=100_000, body_s=WAIT_S)
-    with scripted(folder, limits=limits, patience=Patience(stall_s=WAIT_S, ping_s=0.1)) as running:
+    limits = RequestLimits(max_body_bytes=100_000, body_s=WAIT_S)
+    with scripted(folder, limits=limits, patience=RequestTimeouts(stall_s=WAIT_S, ping_s=0.1)) as running:
         yield running
 
 
@@ -60,9 +60,14 @@ def post(
     connection.settimeout(WAIT_S)
     connection.connect((host, int(port)))
     body = msgspec.json.encode({"model": "toy", "prompt": prompt, "stream": stream, **fields})
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    connection.sendall(head(host, len(body)) + body)
     return connection
+
+
+def head(host: str, num_bytes: int) -> bytes:
+    """Of a completion request whose body has so many bytes."""
+    lines = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    return f"{lines}content-length: {num_bytes}\r\n\r\n".encode()
 
 
 def read_all(connection: socket.socket) -> tuple[bytes, bool]:
@@ -95,18 +100,31 @@ def test_all_sequences_of_a_client_that_leaves_are_given_up(gateway: Running) ->
     until(lambda: not gateway.script.open)
 
 
-def test_a_waiting_stream_shows_life(gateway: Running) -> None:
-    with post(gateway, "HANG", True) as connection:
+def test_a_stream_that_waits_after_its_first_token_shows_life(gateway: Running) -> None:
+    with post(gateway, "HANG-LATE", True) as connection:
         seen = b""
         while seen.count(b": ping\n\n") < 3:
             seen += connection.recv(65536)
-        assert b"data:" not in seen
+        assert seen.index(b"data:") < seen.index(b": ping")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failure_before_the_first_token_keeps_its_status_however_late(
+    gateway: Running, stream: bool
+) -> None:
+    """The script fails after five times the interval of pings."""
+    with post(gateway, "FAIL-SLOWLY", stream) as connection:
+        seen = b""
+        while b"}}" not in seen and b"[DONE]" not in seen:
+            seen += connection.recv(65536)
+    assert seen.startswith(b"HTTP/1.1 503 "), seen
+    assert b'"code":"no_workers"' in seen and b"x-should-retry: true" in seen
 
 
 def test_a_reader_who_takes_nothing_is_cut_and_others_never_feel_it(folder: Path) -> None:
     asked = {"model": "toy", "prompt": "x", "max_tokens": 20, "stream": True}
     with (
-        scripted(folder, patience=Patience(stall_s=2.0)) as running,
+        scripted(folder, patience=RequestTimeouts(stall_s=2.0)) as running,
         httpx.Client(base_url=running.url, trust_env=False, timeout=WAIT_S) as http,
     ):
         stuck = [post(running, "FLOOD", True, 4096, max_tokens=1_000_000, ignore_eos=True) for _ in range(3)]
@@ -134,15 +152,15 @@ def test_a_slow_reader_gets_everything(gateway: Running) -> None:
 
 
 def test_a_reader_too_far_behind_is_cut_before_memory_fills(folder: Path) -> None:
-    limits = Limits(max_stream_bytes=20_000)
+    limits = RequestLimits(max_stream_bytes=20_000)
     with (
-        scripted(folder, limits=limits, patience=Patience(stall_s=60.0)) as running,
+        scripted(folder, limits=limits, patience=RequestTimeouts(stall_s=60.0)) as running,
         post(running, "FLOOD", True, 4096, max_tokens=1_000_000, ignore_eos=True, logprobs=5),
     ):
         until(lambda: running.script.left == 1)  # given up; it may have been open for a moment only
         assert not running.script.open
         assert (
-            sum(voice.answer.waiting_bytes for one in running.service.open for voice in one.voices) < 100_000
+            sum(voice.answer.waiting_bytes for one in running.service.open for voice in one.streams) < 100_000
         )
 
 
@@ -161,14 +179,14 @@ def test_our_own_crash_within_a_stream_resets_the_connection(
     def crash(*_: object) -> None:
         raise RuntimeError("inside")
 
-    monkeypatch.setattr("services.gateway.completions.CompletionView.end", crash)
+    monkeypatch.setattr("services.gateway.generation.completion_format.CompletionFormat.end_chunk", crash)
     with post(gateway, "x", True, max_tokens=5) as connection:
         read, _ = read_all(connection)
     assert b"data:" not in read or b"[DONE]" not in read
     assert not read.endswith(b"0\r\n\r\n")
     monkeypatch.undo()
     with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as client:
-        monkeypatch.setattr("services.gateway.completions.CompletionView.end", crash)
+        monkeypatch.setattr("services.gateway.generation.completion_format.CompletionFormat.end_chunk", crash)
         with pytest.raises((openai.APIConnectionError, httpx.RemoteProtocolError, httpx.ReadError)):
             list(client.completions.create(model="toy", prompt="x", max_tokens=5, stream=True))
 
@@ -176,7 +194,7 @@ def test_our_own_crash_within_a_stream_resets_the_connection(
 @pytest.mark.parametrize(("tokens", "drain_s"), [(30, WAIT_S), (1_000_000, 0.3)])
 def test_a_shutdown_drains_then_says_so_in_the_stream(folder: Path, tokens: int, drain_s: float) -> None:
     """An answer that ends in time is given whole; one that does not ends in an error that its reader sees."""
-    told: list[str] = []
+    texts: list[str] = []
     failed: list[str | None] = []
 
     def read(running: Running) -> None:
@@ -184,7 +202,7 @@ def test_a_shutdown_drains_then_says_so_in_the_stream(folder: Path, tokens: int,
             asked: dict[str, Any] = {"model": "toy", "prompt": "SLOW", "max_tokens": tokens}
             try:
                 parts = list(client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}))
-                told.append("".join(part.choices[0].text for part in parts))
+                texts.append("".join(part.choices[0].text for part in parts))
             except openai.APIError as error:
                 failed.append(error.code)
 
@@ -194,9 +212,9 @@ def test_a_shutdown_drains_then_says_so_in_the_stream(folder: Path, tokens: int,
         until(lambda: bool(running.script.seen))
     thread.join(WAIT_S)
     if tokens == 30:
-        assert told == [SCRIPT[: len(told[0])]] and told[0] and not failed
+        assert texts == [SCRIPT[: len(texts[0])]] and texts[0] and not failed
     else:
-        assert failed == ["server_shutting_down"] and not told
+        assert failed == ["server_shutting_down"] and not texts
 
 
 # ---- raw HTTP
@@ -230,8 +248,7 @@ def test_endless_headers_are_refused(gateway: Running, endless: bytes) -> None:
 
 
 def test_a_body_that_is_announced_too_large_is_not_read(gateway: Running) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999999\r\n\r\n"
-    answer = raw(gateway, head)
+    answer = raw(gateway, head("localhost", 999_999_999))
     assert answer.startswith(b"HTTP/1.1 413")
     assert b'"code":"request_too_large"' in answer
 
@@ -241,11 +258,10 @@ def test_a_body_that_grows_too_large_is_not_read_on(gateway: Running, http: http
         for _ in range(20):
             yield b" " * 10_000
 
-    answer = http.post("/v1/completions", content=parts())
+    answer = http.post("/v1/completions", content=parts(), headers={"content-type": "application/json"})
     assert answer.status_code == 413
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(folder: Path) -> None:
-    asked = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{"
-    with scripted(folder, limits=Limits(body_s=0.3)) as running:
-        assert raw(running, asked).startswith(b"HTTP/1.1 408")
+    with scripted(folder, limits=RequestLimits(body_s=0.3)) as running:
+        assert raw(running, head("localhost", 10) + b"{").startswith(b"HTTP/1.1 408")

@@ -1,6 +1,6 @@
 """Mistakes of the person at the keyboard: six lines at most, what and why and what to do, and an exit status not 0.
 
-What can be wrong with a model folder is looked at one by one in tests/engine/test_look.py.
+What can be wrong with a model folder is looked at one by one in tests/engine/test_model_probe.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.ports import claim
+from services.host.ports import claim_port
 from tests.system.terminal import ROOT, Terminal, run
 
 TINY = ROOT / "models" / "tiny"
@@ -25,63 +25,77 @@ pytestmark = pytest.mark.timeout(600)
 def refused(*arguments: str, status: int = 1) -> str:
     """The message of `diptych serve` with these arguments, which must be one of ours."""
     port = [] if "--port" in arguments else ["--port", "0"]
-    told = run("serve", *arguments, *port)
-    assert told.returncode == status, told
-    lines = told.stderr.strip().splitlines()
-    assert 2 <= len(lines) <= 6, told.stderr
-    assert lines[0].startswith("error: ") and "Traceback" not in told.stdout + told.stderr
-    return told.stderr
+    result = run("serve", *arguments, *port)
+    assert result.returncode == status, result
+    lines = result.stderr.strip().splitlines()
+    assert 2 <= len(lines) <= 6, result.stderr
+    assert lines[0].startswith("error: ") and "Traceback" not in result.stdout + result.stderr
+    return result.stderr
 
 
 # ---- refused before anything is started
 
 
 def test_a_missing_key_file() -> None:
-    told = refused("--api-key-file", "/absent/keys", status=2)
-    assert "the API key file /absent/keys cannot be read" in told
-    assert "No such file" in told and "openssl rand" in told
+    message = refused("--api-key-file", "/absent/keys", status=2)
+    assert "the API key file /absent/keys cannot be read" in message
+    assert "No such file" in message and "openssl rand" in message
 
 
 def test_an_unknown_yaml_key(tmp_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text("max_model_length: 100\n")
-    told = refused("--config", str(file), status=2)
-    assert "unknown key 'max_model_length'" in told and "did you mean 'max_model_len'?" in told
+    message = refused("--config", str(file), status=2)
+    assert "unknown key 'max_model_length'" in message and "did you mean 'max_model_len'?" in message
 
 
 def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        told = refused("--port", str(port))
-    assert f"port {port} on 127.0.0.1 is in use" in told and "holds it: " in told and "--port " in told
+        message = refused("--port", str(port))
+    assert (
+        f"port {port} on 127.0.0.1 is in use" in message and "holds it: " in message and "--port " in message
+    )
 
 
 # ---- refused once the model's files were read
 
 
 def test_a_model_that_is_not_there() -> None:
-    told = refused("no-such-model")
-    assert "there is no model at no-such-model" in told and "Qwen/Qwen2.5-0.5B-Instruct" in told
+    message = refused("no-such-model")
+    assert "there is no model at no-such-model" in message and "Qwen/Qwen2.5-0.5B-Instruct" in message
 
 
 def test_a_model_that_does_not_fit_shows_the_arithmetic_and_what_would_fit() -> None:
-    told = refused("tiny", "--kv-cache-memory-bytes", "1MiB")
-    assert "does not fit in memory" in told
-    assert "weights " in told and "KV pool 1.00 MiB" in told
-    assert "the largest context that fits is 128 tokens" in told
-    assert "--max-model-len 128 or less" in told
+    message = refused("tiny", "--kv-cache-memory-bytes", "1MiB")
+    assert "does not fit in memory" in message
+    assert "weights " in message and "KV pool 1.00 MiB" in message
+    assert "the largest context that fits is 128 tokens" in message
+    assert "--max-model-len 128 or less" in message
 
 
 def test_a_split_that_does_not_divide_the_heads() -> None:
-    told = refused("tiny", "--decode-tp", "3")
+    message = refused("tiny", "--decode-tp", "3")
     assert (
-        "cannot be split into 1 stages of 3 ranks" in told and "KV heads" in told and "tp of 1, 2, 4" in told
+        "cannot be split into 1 stages of 3 ranks" in message
+        and "KV heads" in message
+        and "tp of 1, 2, 4" in message
     )
 
 
+def test_a_codec_that_there_is_not() -> None:
+    message = refused("tiny", "--kv-cache-codec", "zip", status=2)
+    assert "'zip' is not a KV codec" in message and "known codecs: raw, " in message and "nuq4-1%" in message
+
+
+def test_a_calibration_that_the_codec_does_not_use(tmp_path: Path) -> None:
+    message = refused("tiny", "--kv-cache-codec", "tq4", "--kv-cache-calibration", str(tmp_path), status=2)
+    assert "the KV codec tq4 takes no calibration" in message and "nuq4-1%" in message
+
+
 def test_prefill_ranks_without_prefill_workers() -> None:
-    told = refused("tiny", "--colocated", "1", "--prefill-tp", "2", status=2)
-    assert "no prefill workers to split" in told and "--decode-tp" in told
+    message = refused("tiny", "--colocated", "1", "--prefill-tp", "2", status=2)
+    assert "no prefill workers to split" in message and "--decode-tp" in message
 
 
 # ---- refused by a worker
@@ -109,8 +123,8 @@ def mixed(other: Path, tmp_path: Path) -> Iterator[str]:
     """The URL of a gateway whose prefill worker has one model and whose decode worker has another."""
     keys = tmp_path / "keys"
     assert run("keys", str(keys)).returncode == 0
-    apart = ["--channel", f"tcp://127.0.0.1:{claim('127.0.0.1', 0)}", "--keys-dir", str(keys)]
-    port = str(claim("127.0.0.1", 0))
+    apart = ["--channel", f"tcp://127.0.0.1:{claim_port('127.0.0.1', 0)}", "--keys-dir", str(keys)]
+    port = str(claim_port("127.0.0.1", 0))
     with (
         Terminal("gateway", "--port", port, *apart) as gateway,
         Terminal("worker", "prefill", *apart) as prefill,
@@ -131,9 +145,9 @@ def test_pools_of_different_models_are_not_paired_and_both_are_shown(mixed: str)
     with caught.value as answer:
         assert answer.code == 503
         reasons = json.loads(answer.read())["reasons"]
-    told = next(reason for reason in reasons if "does not fit" in reason)
-    assert "prefill" in told and "decode" in told and "config" in told
-    assert len(told.splitlines()) <= 6
+    mismatch = next(reason for reason in reasons if "does not fit" in reason)
+    assert "prefill" in mismatch and "decode" in mismatch and "config" in mismatch
+    assert len(mismatch.splitlines()) <= 6
     shown = run("status", "--url", mixed)
     assert shown.returncode == 1 and "not ready" in shown.stdout
-    assert all(line in shown.stdout for line in told.splitlines())
+    assert all(line in shown.stdout for line in mismatch.splitlines())

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.system.scripted import Running, scripted
-from tests.unit.gateway.folder import make_folder
+from tests.system.scripted_gateway import Running, scripted
+from tests.unit.gateway.model_folder import make_folder
 
 CONTEXT = 512
 PATIENCE_S = 120
@@ -48,7 +48,7 @@ services.cli.main.main()
 """
 
 
-def told(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def read_report(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -69,7 +69,7 @@ def test_figures_are_those_of_the_rows(gateway: Running, tmp_path: Path) -> None
         str(plot),
         "--json",
     )
-    report = told(bench(gateway.url, *SHORT, *flags))
+    report = read_report(bench(gateway.url, *SHORT, *flags))
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
     assert len(rows) == 2 * (15 + 30) and report["lengths_forced"] and report["prompts_counted"]
     for point in report["points"]:
@@ -90,7 +90,7 @@ def test_figures_are_those_of_the_rows(gateway: Running, tmp_path: Path) -> None
 
 def test_a_search_of_a_chat_tells_its_rate_and_what_it_rests_on(gateway: Running) -> None:
     flags = ("--search", "--rate", "8", "--max-rate", "16", "--width", "4", "--slo-ttft-ms", "60000")
-    report = told(bench(gateway.url, *SHORT, *flags, "--endpoint", "chat", "--json"))
+    report = read_report(bench(gateway.url, *SHORT, *flags, "--endpoint", "chat", "--json"))
     assert report["goodput"]["rate"] == 16.0 and report["goodput"]["requests"] == 24
     assert report["route"] == "/v1/chat/completions"
     assert [point["rate"] for point in report["points"]] == [8.0, 16.0]
@@ -102,10 +102,10 @@ def test_a_trace_is_replayed_and_errors_are_counted_by_kind(gateway: Running, tm
     rows = (f"{number / 5},{prompt},{output}" for number, (prompt, output) in enumerate(lengths))
     trace.write_text("\n".join(["arrival_s,prompt_len,output_len", *rows]) + "\n")
     flags = ("--workload", str(trace), "--arrivals", "replay", "--warmup", "0", "--context", "1000", "--json")
-    (point,) = told(bench(gateway.url, *flags))["points"]
+    (point,) = read_report(bench(gateway.url, *flags))["points"]
     assert point["errors"] == {"400 context_length_exceeded": 1}
     assert (point["requests"], point["answered"]) == (4, 3)
-    report = told(bench(gateway.url, *flags[:-3], "--json"))
+    report = read_report(bench(gateway.url, *flags[:-3], "--json"))
     whole = report["points"][0]
     assert (whole["answered"], whole["errors"]) == (4, {}), "cut to what the server says it takes"
     assert report["cut"] == "1 of its 4 requests are longer than 512 tokens, and are cut to that"
@@ -127,7 +127,7 @@ def test_lengths_may_be_drawn_from_what_fits_a_trace(gateway: Running, tmp_path:
     rows = (f"{number},{40 + number},{5 + number % 3}" for number in range(20))
     trace.write_text("\n".join(["arrival_s,prompt_len,output_len", *rows]))
     flags = ("--workload", str(trace), "--fit", "--num-requests", "20", "--rate", "20", "--json")
-    report = told(bench(gateway.url, *flags))
+    report = read_report(bench(gateway.url, *flags))
     assert report["asked"]["fit"] and report["points"][0]["requests"] <= 20
 
 

@@ -7,6 +7,7 @@ Parts are kept dead for as long as a test looks: their supervisors are stopped m
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,19 +15,20 @@ import openai
 import psutil
 import pytest
 
-from services.cli import admin
-from tests.system.served import Served, serve, wait_for
+from diptych.messages import SILENCE_S
+from services.cli.client import admin
+from tests.system.deployment import Launched, serve, wait_for
 
 SOURCE = "def read(self, size=-1):\n    return self.buffer.read(size)\n\n"
 PROMPTS = [f"# module {name}\n" + SOURCE * 12 for name in ("io", "pickle", "socket")]
 OPEN = 12  # streams under way when something dies
 TOKENS = 300
-ADMIN = "an admin's key"
+ADMIN = "the admin's secret key"
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[Launched]:
     # As long as it takes: a slow machine needs longer to start a worker than people are to wait.
     with serve(
         "--prefill", "2", "--decode", "2", "--recovery-s", "300", "--drain-s", "0.5", "--admin-key", ADMIN
@@ -35,21 +37,21 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def told(served: Served) -> dict[str, str]:
+def undisturbed(served: Launched) -> dict[str, str]:
     """The whole answer to each prompt when nothing happens."""
-    client = served.client(timeout=600)
-    return {
-        prompt: client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body={"ignore_eos": True}
-        )
-        .choices[0]
-        .text
-        for prompt in PROMPTS
-    }
+    with served.client(timeout=600) as client:
+        return {
+            prompt: client.completions.create(
+                model="tiny", prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body={"ignore_eos": True}
+            )
+            .choices[0]
+            .text
+            for prompt in PROMPTS
+        }
 
 
 @pytest.fixture(autouse=True)
-def whole(served: Served) -> Iterator[None]:
+def whole(served: Launched) -> Iterator[None]:
     """Every test begins with all workers, and has to leave nothing behind."""
     wait_for(lambda: served.ready() and len(served.status()["workers"]) == 4)
     yield
@@ -59,9 +61,9 @@ def whole(served: Served) -> Iterator[None]:
 class Load:
     """Streams of greedy answers, and what came of them."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Launched) -> None:
         self.served = served
-        self.texts: list[tuple[str, str]] = []  # prompt and answer of those that were told to the end
+        self.texts: list[tuple[str, str]] = []  # prompt and answer of those that were received to the end
         self.failed: list[str] = []
         self.begun = 0  # that have had a token
 
@@ -99,7 +101,7 @@ class Load:
             self.failed.append("silence: a stream ended without a finish")
 
 
-def under_load(served: Served, fault: object) -> Load:
+def under_load(served: Launched, fault: object) -> Load:
     """Run `fault()` in a thread of its own when all streams are under way, then wait for all of them."""
     load = Load(served)
 
@@ -129,13 +131,13 @@ def nobody_restarts(*workers: psutil.Process) -> Iterator[None]:
             parent.resume()
 
 
-def exact(load: Load, told: dict[str, str]) -> None:
+def exact(load: Load, undisturbed: dict[str, str]) -> None:
     """Nobody saw an error, and every answer is the undisturbed one."""
     assert load.failed == []
-    assert len(load.texts) >= OPEN and set(load.texts) <= set(told.items())
+    assert len(load.texts) >= OPEN and set(load.texts) <= set(undisturbed.items())
 
 
-def test_a_dead_ray_head_is_not_noticed_by_requests(served: Served, told: dict[str, str]) -> None:
+def test_a_dead_ray_head_is_not_noticed_by_requests(served: Launched, undisturbed: dict[str, str]) -> None:
     """It comes first: all that follows happens without a head."""
 
     def strike() -> None:
@@ -143,11 +145,19 @@ def test_a_dead_ray_head_is_not_noticed_by_requests(served: Served, told: dict[s
         head.kill()
         served.terminal.expect("the control plane is lost (gcs_server has ended)")
 
-    exact(under_load(served, strike), told)
+    exact(under_load(served, strike), undisturbed)
     assert served.ready() and served.terminal.process.poll() is None
 
 
-def test_with_spares_killed_workers_cost_no_request(served: Served, told: dict[str, str]) -> None:
+def test_workers_of_one_host_listen_on_no_port(served: Launched) -> None:
+    """KV moves over shared memory. NIXL's port would give whoever reaches it the worker's memory."""
+    wait_for(lambda: len(served.status()["links"]) == 4)
+    for one in served.status()["workers"]:
+        process = served.worker(one["worker"])
+        assert [at for at in process.net_connections() if at.status == psutil.CONN_LISTEN] == []
+
+
+def test_with_spares_killed_workers_cost_no_request(served: Launched, undisturbed: dict[str, str]) -> None:
     names = ("prefill-0", "decode-0")
     victims = [served.worker(name) for name in names]
 
@@ -158,13 +168,13 @@ def test_with_spares_killed_workers_cost_no_request(served: Served, told: dict[s
             wait_for(lambda: not {one["worker"] for one in served.status()["workers"]} & set(names))
             assert served.ready()  # there is another way
 
-    exact(under_load(served, strike), told)
+    exact(under_load(served, strike), undisturbed)
     wait_for(lambda: len(served.status()["workers"]) == 4)
     assert {served.worker(name).pid for name in names}.isdisjoint(victim.pid for victim in victims)
 
 
 def test_without_a_spare_streams_wait_for_a_decode_worker_to_come_back(
-    served: Served, told: dict[str, str]
+    served: Launched, undisturbed: dict[str, str]
 ) -> None:
     victims = [served.worker(f"decode-{index}") for index in range(2)]
 
@@ -173,41 +183,75 @@ def test_without_a_spare_streams_wait_for_a_decode_worker_to_come_back(
             for victim in victims:
                 victim.kill()
             wait_for(lambda: not served.ready())
-            assert served.status()["sequences"] >= OPEN  # nobody was sent away
+            # Nobody is sent away. A client may be between two streams just now.
+            wait_for(lambda: served.status()["sequences"] >= OPEN)
 
-    exact(under_load(served, strike), told)
+    exact(under_load(served, strike), undisturbed)
 
 
-def test_a_worker_that_changes_pool_under_load_costs_no_request(served: Served, told: dict[str, str]) -> None:
-    """It is told to wait for half a second only: what it has not written by then goes on elsewhere."""
+def test_a_worker_that_changes_pool_under_load_costs_no_request(
+    served: Launched, undisturbed: dict[str, str]
+) -> None:
+    """It is configured to wait for half a second only: what it has not written by then goes on elsewhere."""
     before = served.worker("decode-1").pid
 
-    def turn(role: str) -> None:
-        assert admin.turn(served.url, ADMIN, "decode-1", role, force=False) == 0
+    def switch_role(role: str) -> None:
+        assert admin.switch_role(served.url, ADMIN, "decode-1", role, force=False) == 0
         wait_for(
             lambda: ("decode-1", role) in {(one["worker"], one["role"]) for one in served.status()["workers"]}
         )
 
     def strike() -> None:
-        turn("prefill")
+        switch_role("prefill")
         wait_for(
             lambda: (
                 ("decode-1", "decode-0")
                 in {(one["source"], one["target"]) for one in served.status()["links"]}
             )
         )
-        turn("decode")
+        switch_role("decode")
 
-    exact(under_load(served, strike), told)
+    exact(under_load(served, strike), undisturbed)
     assert served.worker("decode-1").pid == before
 
 
-def test_a_killed_gateway_leaves_no_orphans(served: Served) -> None:
+def stop_gateway(served: Launched, seconds: float) -> None:
+    """SIGSTOP, and SIGCONT later."""
+    gateway = served.terminal.gateway()
+    gateway.suspend()
+    time.sleep(seconds)
+    gateway.resume()
+
+
+def lost_workers(served: Launched) -> float:
+    return served.metric("diptych:workers_lost_total")
+
+
+def test_a_gateway_that_is_stopped_for_eight_seconds_loses_nothing(
+    served: Launched, undisturbed: dict[str, str]
+) -> None:
+    """Not even a retry: workers keep what they have, and what they say meanwhile arrives afterwards."""
+    before = lost_workers(served)
+    exact(under_load(served, lambda: stop_gateway(served, 8.0)), undisturbed)
+    assert lost_workers(served) == before
+
+
+def test_beyond_the_silence_limit_every_request_has_one_clear_end(
+    served: Launched, undisturbed: dict[str, str]
+) -> None:
+    """Workers give a gateway up that is silent for so long; when it is back, its streams go on."""
+    load = under_load(served, lambda: stop_gateway(served, 1.5 * SILENCE_S))
+    assert set(load.texts) <= set(undisturbed.items())
+    assert not [failure for failure in load.failed if failure.startswith("silence")]
+    assert len(load.texts) + len(load.failed) >= OPEN
+    wait_for(lambda: served.ready() and len(served.status()["workers"]) == 4)
+
+
+def test_a_killed_gateway_leaves_no_orphans(served: Launched) -> None:
     pids = {one["worker"]: one["pid"] for one in served.status()["workers"]}
 
     def strike() -> None:
-        (gateway,) = served.terminal.find("-m services.gateway")
-        gateway.kill()
+        served.terminal.gateway().kill()
 
     load = under_load(served, strike)
     assert len(load.failed) >= 1  # their streams ended with it

@@ -17,16 +17,16 @@ from typing import Any
 import openai
 import pytest
 
-from diptych.config import GatewaySpec
 from diptych.messages import Admit
-from tests.system.gateways import ROOT, WAIT_S, Gateway, serving, specification, start, until
-from tests.system.puppets import HALF, MUTE, TOKENS, Puppet
+from diptych.specs import GatewaySpec
+from tests.system.fake_workers import HALF, MUTE, TOKENS, Puppet
+from tests.system.gateway_process import ROOT, WAIT_S, Gateway, serving, specification, start, until
 
 LOG = "requests.jsonl"
 
 
 def muted(decode: Puppet) -> bool:
-    """Whether a client's request, not a canary, has reached it; it holds that until it is told to let go."""
+    """Whether a client's request, not a canary, has reached it; it holds that until it is asked to let go."""
     return any(isinstance(message, Admit) and message.prompt[0] == MUTE for message in list(decode.seen))
 
 
@@ -157,14 +157,14 @@ def test_a_stream_goes_on_at_another_worker(gateway: Gateway, puppets: tuple[Pup
         old.kill()
         rest = list(chunks)
         assert rest[-1].choices[0].finish_reason == "length"
-    told = ended(gateway, name)
-    assert [line["event"] for line in told].count("end") == 1
-    assert told[-1] == told[-1] | {"outcome": "done", "status": 200, "output_tokens": 12}
-    (retried,) = [line for line in told if line["event"] == "retried"]
+    events = ended(gateway, name)
+    assert [line["event"] for line in events].count("end") == 1
+    assert events[-1] == events[-1] | {"outcome": "done", "status": 200, "output_tokens": 12}
+    (retried,) = [line for line in events if line["event"] == "retried"]
     assert (retried["code"], retried["delivered"]) == ("worker_lost", 5)
-    begun = [line for line in told if line["event"] == "begin"]
+    begun = [line for line in events if line["event"] == "begin"]
     assert [line["decode"] for line in begun] == ["decode-0", "decode-1"]
-    totals = [line["total"] for line in told if line["event"] == "tokens"]
+    totals = [line["total"] for line in events if line["event"] == "tokens"]
     assert totals == list(range(1, 13)), "each token once"
     text = gateway.http.get("/metrics").text
     assert 'diptych:migrated_streams_total{code="worker_lost"} 1.0' in text
@@ -227,7 +227,7 @@ def test_a_worker_that_restarts_at_once_is_taken_in_once(
         new.kill()
 
 
-def test_pools_of_different_models_are_told_apart(gateway: Gateway) -> None:
+def test_pools_of_different_models_are_distinguished(gateway: Gateway) -> None:
     prefill = gateway.puppet("prefill", fingerprint="llama")
     until(lambda: len(gateway.status()["workers"]) == 1)
     decode = gateway.puppet("decode", fingerprint="qwen")
@@ -256,7 +256,7 @@ def test_sigterm_ends_it_well(tmp_path: Path) -> None:
             gateway.process.send_signal(signal.SIGTERM)
             with pytest.raises(openai.APIError) as caught:
                 list(chunks)
-        assert caught.value.code == "server_shutting_down", "told within the stream"
+        assert caught.value.code == "server_shutting_down", "said within the stream"
         assert gateway.process.wait(WAIT_S) == 0
         for worker in workers:
             worker.kill()
@@ -289,16 +289,16 @@ def test_a_busy_port_names_its_holder(tmp_path: Path) -> None:
     assert f"process {os.getpid()} holds it" in error["why"]
 
 
-def test_a_folder_without_tokenizer_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "tokenizer" in failed(specification(tmp_path, model=str(tmp_path / "empty")))["what"]
 
 
-def test_missing_keys_are_told(tmp_path: Path) -> None:
+def test_missing_keys_are_named(tmp_path: Path) -> None:
     assert failed(specification(tmp_path, keys_dir=str(tmp_path / "nothing")))["what"]
 
 
-def test_a_bad_specification_is_told() -> None:
+def test_a_bad_specification_is_refused() -> None:
     process = subprocess.run(
         [sys.executable, "-m", "services.gateway"], cwd=ROOT, input=b"{}\n", capture_output=True, check=False
     )

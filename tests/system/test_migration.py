@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from tests.system.served import Served, serve, wait_for
+from tests.system.deployment import Served, serve_parts, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -24,6 +25,7 @@ TOKENS = 160
 LONG = 100
 ROUNDS = 6  # of killing; two or three are usually enough for every way of asking to be cut in the middle
 TEXT = "def read(self, size=-1):\n    return self.buffer.read(size)\n\n"
+BEGUN = 3  # pieces: a stream that is killed at its first was not yet decoding, and is not cut in the middle
 LOGPROB_ERROR = 2e-3  # KV that was read again is summed up in another order
 MANY_BYTES = {"type": "string", "pattern": "^[😀🎉é漢字]{80}$"}
 HEX = {"type": "string", "pattern": "^([a-f0-9]{4}-){60}[a-f0-9]{4}$"}
@@ -76,26 +78,26 @@ MARKS = ("greedy", "n")  # long streams that are asked beside what is left to be
 
 @dataclass
 class Choice:
-    """What was told of one choice."""
+    """What was received of one choice."""
 
     text: str = ""
     finish: str | None = None
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
-    def add(self, told: dict[str, Any]) -> None:
+    def add(self, answer: dict[str, Any]) -> None:
         """Take in a choice of an answer, or of an event."""
-        content = told.get("message") or told.get("delta") or {}
-        self.text += (told.get("text") or "") + (content.get("content") or "")
-        self.finish = told.get("finish_reason") or self.finish
-        if (logprobs := told.get("logprobs")) is not None:
+        content = answer.get("message") or answer.get("delta") or {}
+        self.text += (answer.get("text") or "") + (content.get("content") or "")
+        self.finish = answer.get("finish_reason") or self.finish
+        if (logprobs := answer.get("logprobs")) is not None:
             entries = logprobs.get("content") or []
             self.tokens += logprobs.get("tokens") or [entry["token"] for entry in entries]
             self.logprobs += logprobs.get("token_logprobs") or [entry["logprob"] for entry in entries]
 
 
 @dataclass
-class Told:
+class StreamedAnswer:
     """A whole answer. `errors` are what a client would raise."""
 
     name: str = ""
@@ -114,32 +116,38 @@ class Told:
             self.usage = usage["prompt_tokens"], usage["completion_tokens"]
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any], told: Told, begun: asyncio.Event) -> None:
-    """One request to its end; `begun` is set with the first that is heard of its answer."""
+async def ask(
+    client: httpx.AsyncClient, body: dict[str, Any], answer: StreamedAnswer, begun: asyncio.Event
+) -> None:
+    """One request to its end; `begun` is set when it is in the middle of its answer, or over."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     body = {"model": "tiny", "stream": True, **body}
     if not body["stream"]:
         reply = await client.post(path, json=body)
-        told.add(reply.json())
-        told.done = reply.status_code == 200
+        answer.add(reply.json())
+        answer.done = reply.status_code == 200
         return
     body["stream_options"] = {"include_usage": True}
+    pieces = 0
     async with client.stream("POST", path, json=body) as reply:
         if reply.status_code != 200:
-            told.errors.append(await reply.aread())
+            answer.errors.append(await reply.aread())
         async for line in reply.aiter_lines():
             if line == "data: [DONE]":
-                told.done = True
+                answer.done = True
             elif line.startswith("data: "):
-                told.add(json.loads(line.removeprefix("data: ")))
-                if any(choice.text for choice in told.choices.values()):
+                answer.add(json.loads(line.removeprefix("data: ")))
+                pieces += any(choice.text for choice in answer.choices.values())
+                if pieces == BEGUN:
                     begun.set()
     begun.set()
 
 
-async def ask_all(served: Served, victims: tuple[str, ...], ways: Collection[str] = WAYS) -> dict[str, Told]:
-    """These ways of asking at once; when every stream has begun, `victims` are killed."""
-    answers = {name: Told() for name in ways}
+async def ask_all(
+    served: Served, victims: Sequence[psutil.Process], ways: Collection[str] = WAYS
+) -> dict[str, StreamedAnswer]:
+    """These ways of asking at once; when every stream is in the middle of its answer, `victims` are killed."""
+    answers = {name: StreamedAnswer() for name in ways}
     begun = {name: asyncio.Event() for name in ways if WAYS[name].get("stream", True)}
     async with httpx.AsyncClient(base_url=served.url, timeout=600, trust_env=False) as client:
         tasks = [
@@ -147,9 +155,8 @@ async def ask_all(served: Served, victims: tuple[str, ...], ways: Collection[str
             for name in ways
         ]
         if victims:
-            workers = [await asyncio.to_thread(served.worker, name) for name in victims]
             await asyncio.gather(*(event.wait() for event in begun.values()))
-            for worker in workers:
+            for worker in victims:
                 worker.kill()
         await asyncio.gather(*tasks)
     return answers
@@ -162,11 +169,11 @@ class Deployment:
         self.served, self.log = served, log
         self.undisturbed = asyncio.run(ask_all(served, ()))
         # Shorter ones may be over when the last of all has begun.
-        self.long = {name for name, told in self.undisturbed.items() if told.usage[1] >= LONG}
+        self.long = {name for name, answer in self.undisturbed.items() if answer.usage[1] >= LONG}
 
-    def cut(self, answers: dict[str, Told]) -> set[str]:
+    def cut(self, answers: dict[str, StreamedAnswer]) -> set[str]:
         """The ways of asking whose answer went on elsewhere after it had begun."""
-        ids = {told.name: name for name, told in answers.items()}
+        ids = {answer.name: name for name, answer in answers.items()}
         moved = [e["request"] for e in self.events() if e["event"] == "retried" and e["delivered"] > 1]
         return {ids[own] for name in moved for own in ids if name.partition(".")[0] == own}
 
@@ -175,9 +182,15 @@ class Deployment:
         lines = self.log.read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line) for line in lines]
 
-    def rest(self) -> None:
-        """Everybody is back, and nothing is held."""
-        wait_for(lambda: self.served.ready() and len(self.served.status()["workers"]) == 4)
+    def rest(self, dead: Sequence[psutil.Process] = ()) -> None:
+        """Everybody is back, those who were killed too, and nothing is held."""
+        gone = {process.pid for process in dead}
+
+        def back() -> bool:
+            pids = {worker["pid"] for worker in self.served.status()["workers"]}
+            return self.served.ready() and len(pids) == 4 and pids.isdisjoint(gone)
+
+        wait_for(back)
         wait_for(lambda: self.served.held() == {})
 
 
@@ -185,16 +198,16 @@ class Deployment:
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     log = tmp_path_factory.mktemp("log") / "requests.jsonl"
     pools = ("--prefill", "2", "--decode", "2")
-    with serve(*pools, "--recovery-s", "300", "--request-log", str(log)) as served:
+    with serve_parts(*pools, "--recovery-s", "300", "--request-log", str(log)) as served:
         yield Deployment(served, log)
 
 
-def compare(undisturbed: Told, told: Told) -> None:
+def compare(undisturbed: StreamedAnswer, answer: StreamedAnswer) -> None:
     """The same answer, and counted once."""
-    assert told.done and not told.errors, told.errors
-    assert told.usage == undisturbed.usage
+    assert answer.done and not answer.errors, answer.errors
+    assert answer.usage == undisturbed.usage
     for index, choice in undisturbed.choices.items():
-        other = told.choices[index]
+        other = answer.choices[index]
         assert (other.text, other.finish, other.tokens) == (choice.text, choice.finish, choice.tokens)
         assert other.logprobs == pytest.approx(choice.logprobs, abs=LOGPROB_ERROR)
 
@@ -202,8 +215,8 @@ def compare(undisturbed: Told, told: Told) -> None:
 def test_the_ways_of_asking_are_what_they_say(deployment: Deployment) -> None:
     """Long enough to be cut, with characters of many bytes, several choices, and log-probabilities."""
     answers = deployment.undisturbed
-    for told in answers.values():
-        assert told.done and not told.errors, told.errors
+    for answer in answers.values():
+        assert answer.done and not answer.errors, answer.errors
     assert answers["greedy"].usage[1] == TOKENS and answers["n"].usage[1] == 2 * TOKENS
     assert len(answers["logprobs"].choices[0].logprobs) == TOKENS
     assert set("😀🎉é漢字") & set(answers["many bytes"].choices[0].text)
@@ -212,20 +225,23 @@ def test_the_ways_of_asking_are_what_they_say(deployment: Deployment) -> None:
 
 def test_answers_go_on_to_the_last_token_when_decode_workers_are_killed(deployment: Deployment) -> None:
     served, cut = deployment.served, set[str]()
+    victims: list[psutil.Process] = []
     for number in range(ROUNDS):
-        victims = ("decode-0",) if number == 0 else ("decode-0", "decode-1")
-        deployment.rest()
+        names = ("decode-0",) if number == 0 else ("decode-0", "decode-1")
+        deployment.rest(victims)
+        # Looked up before anything is asked: a busy gateway takes longer to answer than a stream to end.
+        victims = [served.worker(name) for name in names]
         # After two rounds of all, what was not cut is asked again, beside streams that tell when to kill: among few,
         # nobody is done before the last has begun.
         ways = WAYS if number < 2 else [*MARKS, *(deployment.long - cut - set(MARKS))]
         answers = asyncio.run(ask_all(served, victims, ways))
-        for name, told in answers.items():
+        for name, answer in answers.items():
             try:
-                compare(deployment.undisturbed[name], told)
+                compare(deployment.undisturbed[name], answer)
             except AssertionError as error:
-                raise AssertionError(f"{name}, when {' and '.join(victims)} died: {error}") from error
+                raise AssertionError(f"{name}, when {' and '.join(names)} died: {error}") from error
         cut |= deployment.cut(answers)
-        print(f"{' and '.join(victims)}: {len(cut)} of {len(WAYS)} ways of asking were cut by now")
+        print(f"{' and '.join(names)}: {len(cut)} of {len(WAYS)} ways of asking were cut by now")
         if number and cut >= deployment.long:
             break
     assert cut >= deployment.long, f"never cut in the middle: {deployment.long - cut}"

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diptych.messages import Offer, Output, Release
-from diptych.request import Sampling
-from tests.system.driver import Driver
-from tests.system.served import Served, serve, wait_for
+from diptych.request import SamplingParams
+from tests.system.deployment import Served, serve, wait_for
+from tests.system.worker_driver import Driver
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_transformers(
     prefill, decode, sampling = (
         f"prefill-{source}",
         f"decode-{target}",
-        Sampling(NEW_TOKENS, 0, temperature=0.0),
+        SamplingParams(NEW_TOKENS, 0, temperature=0.0),
     )
     requests = [f"{source}-{target}-{len(prompt)}" for prompt in prompts]
     for request, prompt in zip(requests, prompts, strict=True):
@@ -103,10 +103,11 @@ def served() -> Iterator[Served]:
 
 def complete(served: Served, prompt: list[int]) -> tuple[list[str], int]:
     """The new tokens, as strings, and how many prompt tokens were cached."""
-    done = served.client().completions.create(
-        model="tiny", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, logprobs=0,
-        extra_body={"ignore_eos": True, "skip_special_tokens": False},
-    )  # fmt: skip
+    with served.client() as client:
+        done = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, logprobs=0,
+            extra_body={"ignore_eos": True, "skip_special_tokens": False},
+        )  # fmt: skip
     logprobs, usage = done.choices[0].logprobs, done.usage
     assert logprobs is not None and logprobs.tokens is not None
     assert usage is not None and usage.prompt_tokens_details is not None

@@ -7,42 +7,48 @@ import asyncio
 import inspect
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai.types import Completion
+from transformers import AutoTokenizer
 
-from tests.system.served import Served, serve, wait_for
+from tests.system import transformers_oracle
+from tests.system.deployment import Served, serve_parts, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
 CHUNK = 64
 SLAB_BYTES = 393_216  # of the embedded model
-SMALL = ("--kv-cache-memory-bytes", "14MiB")  # 37 slabs; the longest prompt takes 32
+SMALL = (
+    "--kv-cache-memory-bytes",
+    "12MiB",
+    "--max-model-len",
+    "1472",
+)  # 32 slabs; the longest prompt takes 21
+# 24 slabs for 16 streams, of which each grows to 7: what is cached goes, and then some must wait again.
+SMALLER = ("--kv-cache-memory-bytes", "9MiB", "--max-model-len", "512")
 REST_S = 120.0
-NEW_TOKENS = 12
+NEW_TOKENS, LONG_TOKENS = 12, 240
+ANN, BEN = "ann of the tests", "ben of the tests"
 
 
-def text_ids(served: Served, key: str = "none") -> list[int]:
-    """The tokens of some real text."""
-    told = httpx.post(
-        f"{served.url}/tokenize",
-        json={"prompt": inspect.getsource(argparse)},
-        headers={"authorization": f"Bearer {key}"},
-        timeout=60,
+def text_ids() -> list[int]:
+    """The tokens of some real text, which is longer than any context."""
+    tokens: list[int] = AutoTokenizer.from_pretrained(transformers_oracle.TINY).encode(
+        inspect.getsource(argparse)
     )
-    return list(told.raise_for_status().json()["tokens"])
+    return tokens
 
 
 def ids_of(served: Served, words: list[str]) -> list[int]:
-    """The ids of these tokens, or none if they cannot be told from their text."""
-    told = httpx.post(
+    """The ids of these tokens, or none if they cannot be found from their text."""
+    response = httpx.post(
         f"{served.url}/tokenize", json={"prompt": "".join(words), "add_special_tokens": False}, timeout=60
     )
-    ids = list(told.raise_for_status().json()["tokens"])
+    ids = list(response.raise_for_status().json()["tokens"])
     singly = [
         httpx.post(f"{served.url}/detokenize", json={"tokens": [one]}, timeout=60).json()["prompt"]
         for one in ids
@@ -66,33 +72,28 @@ class Prompts:
                 return self._ids[at : at + tokens]
 
 
-@dataclass(frozen=True, slots=True)
-class Keyed(Served):
-    """A deployment that asks for a key."""
-
-    key: str
-
-    def status(self) -> dict[str, Any]:
-        bearer = {"authorization": f"Bearer {self.key}"}
-        told: dict[str, Any] = httpx.get(f"{self.url}/status", headers=bearer, timeout=60).json()
-        return told
-
-
 @pytest.fixture(scope="module")
 def split() -> Iterator[Served]:
-    with serve("--prefill", "1", "--decode", "1", "--transports", "shm", *SMALL) as served:
+    with serve_parts("--prefill", "1", "--decode", "1", "--transports", "shm", *SMALL) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def together() -> Iterator[Keyed]:
-    with serve("--colocated", "1", "--api-key", "ann", "--api-key", "ben", *SMALL) as served:
-        yield Keyed(served.terminal, served.url, "ann")
+def together() -> Iterator[Served]:
+    keys = ("--api-key", ANN, "--api-key", BEN)
+    with serve_parts("--colocated", "1", *keys, *SMALL) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
-def prompts(split: Served) -> Prompts:
-    return Prompts(text_ids(split))
+def swapping() -> Iterator[Served]:
+    with serve_parts("--colocated", "1", "--swap-space", "64MiB", *SMALLER) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    return Prompts(text_ids())
 
 
 def complete(served: Served, prompt: list[int], key: str = "none", **extra: Any) -> Completion:
@@ -216,7 +217,7 @@ async def burst(served: Served, asked: list[list[int]], key: str) -> list[list[s
 
 def overload(served: Served, key: str = "none") -> None:
     """More chunks than the pool has slabs, prompts with and without a beginning in common; nothing may go astray."""
-    prompts = Prompts(text_ids(served, key), seed=1)
+    prompts = Prompts(text_ids(), seed=1)
     common = prompts.take(300)
     asked = [common + prompts.take(20 + 40 * i) for i in range(8)]
     asked += [prompts.take(100 * i) for i in range(1, 7)]
@@ -239,16 +240,58 @@ def test_a_pool_too_small_forgets_and_never_errs(split: Served) -> None:
     overload(split)
 
 
-def test_a_pool_too_small_forgets_and_never_errs_where_prompts_and_answers_share_it(together: Keyed) -> None:
-    overload(together, "ann")
+def test_a_pool_too_small_forgets_and_never_errs_where_prompts_and_answers_share_it(together: Served) -> None:
+    overload(together, ANN)
 
 
-def test_keys_do_not_share_and_a_salt_that_two_know_does(together: Keyed) -> None:
-    prompt = Prompts(text_ids(together, "ann")).take(200)
-    seen = [cached(complete(together, prompt, key)) for key in ("ann", "ben", "ann", "ben")]
+def test_keys_do_not_share_and_a_salt_that_two_know_does(together: Served) -> None:
+    prompt = Prompts(text_ids()).take(200)
+    seen = [cached(complete(together, prompt, key)) for key in (ANN, BEN, ANN, BEN)]
     assert seen == [0, 0, 192, 192]
-    salted = [cached(complete(together, prompt, key, cache_salt="ours")) for key in ("ann", "ben")]
+    salted = [cached(complete(together, prompt, key, cache_salt="ours")) for key in (ANN, BEN)]
     assert salted == [0, 192]
+
+
+# ---- tokens of a pool that is too small
+
+
+@pytest.fixture(scope="module")
+def crowd() -> list[list[int]]:
+    """16 prompts of 190 tokens; four at a time begin with the same 128."""
+    text = transformers_oracle.read_text()
+    return [
+        text[group * 500 : group * 500 + 128] + text[3000 + 97 * one : 3062 + 97 * one]
+        for group in range(4)
+        for one in range(4 * group, 4 * group + 4)
+    ]
+
+
+@pytest.fixture(scope="module")
+def long_answers(crowd: list[list[int]]) -> list[list[str]]:
+    """What `transformers` says on the same weights."""
+    return transformers_oracle.Oracle().go_on(crowd, LONG_TOKENS)
+
+
+@pytest.mark.parametrize("name", ["split", "swapping"])
+def test_a_pool_too_small_for_the_load_changes_no_token(
+    name: str, request: pytest.FixtureRequest, crowd: list[list[int]], long_answers: list[list[str]]
+) -> None:
+    """16 streams in the room of three or four: prefixes are evicted and requests preempted, and nobody can tell."""
+    served: Served = request.getfixturevalue(name)
+    names = "vllm:num_preemptions_total", "diptych:queue_wait_seconds_count", "vllm:prefix_cache_hits_total"
+    before = [served.metric(one) for one in names]
+    # The gateway sends on as many as there is room for, if answers are as long as they lately were: so let it
+    # believe that they are short.
+    transformers_oracle.complete(served, crowd * 5, 16, num_tokens=1, temperature=0)
+    got = transformers_oracle.complete(served, crowd, 16, num_tokens=LONG_TOKENS, temperature=0)
+    wrong = [place for place, tokens in enumerate(got) if tokens != long_answers[place]]
+    assert not wrong, f"these went astray: {wrong}"
+    wait_for(lambda: served.metric(names[0]) > before[0])  # sent with the next heartbeat
+    assert served.metric(names[1]) > before[1]
+    wait_for(lambda: served.held() == {}, timeout_s=REST_S)
+    ways = "diptych:preemptions_total"  # a beat may fall between two looks
+    wait_for(lambda: served.metric(ways) == served.metric(names[0]))
+    assert served.metric(names[2]) > before[2]
 
 
 def test_nothing_is_left_behind(split: Served) -> None:

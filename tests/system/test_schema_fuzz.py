@@ -1,7 +1,7 @@
 """schemathesis against `/openapi.json`: whatever is sent, no 5xx, and every answer is what the description says.
 
 Valid bodies name the served model, so that they get past the first check; a 400 is still right for some of them (a
-token id beyond the vocabulary cannot be told in a schema).
+token id beyond the vocabulary cannot be expressed in a schema).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from services.gateway.openapi import document
-from tests.system.scripted import Running, scripted
-from tests.unit.gateway.folder import make_folder
+from services.gateway.openai.openapi import openapi_document
+from tests.system.scripted_gateway import Running, scripted
+from tests.unit.gateway.model_folder import make_folder
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 # fmt: off
@@ -37,7 +37,7 @@ REFUSED = frozenset({
     "stream_options", "logit_bias", "stop_token_ids", "response_format"
 })
 # fmt: on
-TURN = {
+MESSAGE_SCHEMA = {
     "type": "object",
     "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string", "maxLength": 30}},
     "required": ["role", "content"],
@@ -45,7 +45,7 @@ TURN = {
 }
 KNOWN: dict[str, Any] = {
     "model": {"enum": ["toy"]},
-    "messages": {"type": "array", "items": TURN, "minItems": 1, "maxItems": 3},
+    "messages": {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1, "maxItems": 3},
     "n": {"type": "integer", "minimum": 1, "maximum": 3},
     "max_tokens": {"type": "integer", "minimum": 1, "maximum": 20},
     "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 20},
@@ -60,7 +60,9 @@ KNOWN: dict[str, Any] = {
 }
 BUDGET_S = 6.0  # per operation and mode
 EXAMPLES = {"post": 40, "get": 5}
-OPERATIONS = [(path, method) for path, methods in document("test")["paths"].items() for method in methods]
+OPERATIONS = [
+    (path, method) for path, methods in openapi_document("test")["paths"].items() for method in methods
+]
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +72,19 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def published(gateway: Running) -> dict[str, Any]:
-    told: dict[str, Any] = httpx.get(f"{gateway.url}/openapi.json", trust_env=False, timeout=60).json()
-    return told
+    schema: dict[str, Any] = httpx.get(f"{gateway.url}/openapi.json", trust_env=False, timeout=60).json()
+    return schema
 
 
 def described(gateway: Running) -> dict[str, Any]:
     """The published description as a client of this very server would have it: its model, vocabulary and limits."""
-    told = published(gateway)
+    schema = published(gateway)
     for name in ("ChatRequest", "CompletionRequest"):
-        fields = told["components"]["schemas"][name]["properties"]
+        fields = schema["components"]["schemas"][name]["properties"]
         fields |= {field: known for field, known in KNOWN.items() if field in fields}
         for field in REFUSED & fields.keys():
             del fields[field]
-    return told
+    return schema
 
 
 def test_the_description_is_what_the_code_says(gateway: Running) -> None:
@@ -94,8 +96,8 @@ def test_the_description_is_what_the_code_says(gateway: Running) -> None:
 def test_nothing_sent_breaks_it(gateway: Running, path: str, method: str, mode: GenerationMode) -> None:
     if mode is GenerationMode.NEGATIVE and method == "get":
         mode = GenerationMode.POSITIVE  # there is nothing to get wrong
-    told = published(gateway) if mode is GenerationMode.NEGATIVE else described(gateway)
-    operation = schemathesis.openapi.from_dict(told)[path][method]
+    schema = published(gateway) if mode is GenerationMode.NEGATIVE else described(gateway)
+    operation = schemathesis.openapi.from_dict(schema)[path][method]
     checks = [*CHECKS, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CHECKS
     wanted = mode is GenerationMode.POSITIVE and "{id}" not in path
     answers: set[int] = set()

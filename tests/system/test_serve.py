@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,19 +15,26 @@ import grpc
 import psutil
 import pytest
 
-from services.cli.ports import claim
-from tests.system import stub
-from tests.system.terminal import Terminal, clean_environ, run
+from diptych.channel.keys import KEY_FILES
+from services.host.ports import claim_port
+from tests.system import stub_child
+from tests.system.terminal import ROOT, Terminal, clean_environ, run, traps
 
 KEY = "a-key-of-the-tests"
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Terminal]:
-    """The embedded model, from both pools, on a free port, with a key."""
-    with Terminal("serve", "--port", str(claim("127.0.0.1", 0)), "--api-key", KEY) as terminal:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    """The embedded model, from both pools, on a free port, with a key; the working directory is full of traps."""
+    folder = tmp_path_factory.mktemp("cwd")
+    packages = (path.parent.name for path in ROOT.glob("*/__init__.py"))
+    marker = traps(folder, [*packages, "json", "numpy", "ray", "torch"])
+    with Terminal(
+        "serve", "--port", str(claim_port("127.0.0.1", 0)), "--api-key", KEY, cwd=folder
+    ) as terminal:
         terminal.expect("stop with Ctrl-C")
+        assert not marker.exists(), marker.read_text()
         yield terminal
 
 
@@ -69,9 +80,9 @@ def _path() -> str:
 
 
 def test_status_tells_workers_links_and_books(served: Terminal, url: str) -> None:
-    told = run("status", "--url", url, "--api-key", KEY, "--json")
-    state = json.loads(told.stdout)
-    assert told.returncode == 0 and state["ready"]
+    result = run("status", "--url", url, "--api-key", KEY, "--json")
+    state = json.loads(result.stdout)
+    assert result.returncode == 0 and state["ready"]
     assert {one["worker"] for one in state["workers"]} == {"prefill-0", "decode-0"}
     table = run("status", "--url", url, DIPTYCH_API_KEY=KEY).stdout
     assert table.startswith("ready") and "decode-0" in table and "prefill-0 → decode-0 shm" in table
@@ -91,19 +102,20 @@ def test_chat_answers_one_question_and_holds_a_conversation(served: Terminal, ur
 
 def test_a_second_server_on_the_same_port_names_the_first(served: Terminal, url: str) -> None:
     port = url.rsplit(":", 1)[1]
-    told = run("serve", "--port", port)
-    assert told.returncode == 1
-    assert f"port {port} on 127.0.0.1 is in use" in told.stderr and "services.gateway" in told.stderr
-    assert len(told.stderr.splitlines()) <= 6
+    result = run("serve", "--port", port)
+    assert result.returncode == 1
+    assert f"port {port} on 127.0.0.1 is in use" in result.stderr and "services.gateway" in result.stderr
+    assert len(result.stderr.splitlines()) <= 6
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0", "gateway"])
 def test_a_killed_part_comes_back_and_serves_again(served: Terminal, url: str, name: str) -> None:
     if name == "gateway":
-        (part,) = served.find("-m services.gateway")
+        part = served.gateway()
     else:
         state = json.loads(run("status", "--url", url, "--api-key", KEY, "--json").stdout)
         part = psutil.Process(next(one["pid"] for one in state["workers"] if one["worker"] == name))
+    shutil.rmtree(folder_of(served) / "keys")  # as programs do that clean temporary folders
     part.kill()
     served.expect(f"{name} ended (killed by SIGKILL), starting it again")
     served.expect(f"{name} is back")
@@ -123,6 +135,13 @@ def test_a_killed_part_comes_back_and_serves_again(served: Terminal, url: str, n
     assert answer.returncode == 0, answer.stderr
 
 
+def folder_of(served: Terminal) -> Path:
+    """The private folder of a deployment."""
+    head = served.find("gcs_server")[0]
+    log_dir = next(word for word in head.cmdline() if word.startswith("--log_dir=")).split("=")[1]
+    return Path(log_dir.split("/ray/")[0])
+
+
 def test_ray_listens_on_this_machine_alone_and_wants_a_token(served: Terminal) -> None:
     heads = served.find("gcs_server")
     assert heads
@@ -134,6 +153,14 @@ def test_ray_listens_on_this_machine_alone_and_wants_a_token(served: Terminal) -
     right = heads[0].environ()["RAY_AUTH_TOKEN"]
     assert ask_ray(port, "0" * 64) is ask_ray(port, None) is grpc.StatusCode.UNAUTHENTICATED
     assert ask_ray(port, right) is grpc.StatusCode.OK
+
+
+def test_ray_has_no_process_that_nothing_needs(served: Terminal) -> None:
+    (raylet,) = served.find("raylet/raylet")
+    agents = [one for one in served.find("services/cluster/agent.py") if one != raylet]
+    assert [one.parent() for one in agents] == [raylet, raylet]
+    for unused in ("autoscaler/_private/monitor", "log_monitor", "dashboard/dashboard.py", "DashboardAgent"):
+        assert served.find(unused) == []
 
 
 def ask_ray(port: int, token: str | None) -> grpc.StatusCode:
@@ -160,44 +187,66 @@ def test_ctrl_c_stops_everything_and_leaves_nothing(served: Terminal) -> None:
 
 @pytest.fixture
 def stubbed() -> Iterator[Terminal]:
-    with Terminal("serve", stub.READY, "--port", str(claim("127.0.0.1", 0)), stubbed=True) as terminal:
+    with Terminal(
+        "serve", stub_child.READY, "--port", str(claim_port("127.0.0.1", 0)), stubbed=True
+    ) as terminal:
         terminal.expect("stop with Ctrl-C")
         yield terminal
 
 
-def test_a_killed_actor_is_placed_again_with_its_worker(stubbed: Terminal) -> None:
-    before = {one.pid for one in stubbed.find("-m tests.system.stub")}
-    actor = next(one.parent() for one in stubbed.find("-m tests.system.stub") if "ray" in _name(one.parent()))
+@pytest.fixture(scope="module")
+def outlasting() -> Iterator[Terminal]:
+    """For the tests of what it outlasts, one after the other; the last of them ends it."""
+    with Terminal(
+        "serve", stub_child.READY, "--port", str(claim_port("127.0.0.1", 0)), stubbed=True
+    ) as terminal:
+        terminal.expect("stop with Ctrl-C")
+        yield terminal
+
+
+def test_a_killed_actor_is_placed_again_with_its_worker(outlasting: Terminal) -> None:
+    stubbed = outlasting
+    before = {one.pid for one in stubbed.find("-m tests.system.stub_child")}
+    actor = next(
+        one.parent() for one in stubbed.find("-m tests.system.stub_child") if "ray" in _name(one.parent())
+    )
     assert actor is not None
+    keys = folder_of(stubbed) / "keys"
+    shutil.rmtree(keys)
     actor.kill()
     stubbed.expect("ended (its supervisor died), starting it again")
     stubbed.expect("is back")
-    assert len(before - {one.pid for one in stubbed.find("-m tests.system.stub")}) == 1
-    assert stubbed.interrupt() == 0 and stubbed.left() == []
+    assert len(before - {one.pid for one in stubbed.find("-m tests.system.stub_child")}) == 1
+    assert sorted(path.name for path in keys.iterdir()) == sorted(KEY_FILES)
 
 
 def _name(process: psutil.Process | None) -> str:
     return " ".join(process.cmdline()) if process else ""
 
 
-def test_a_dead_ray_head_stops_neither_serving_nor_restarts(stubbed: Terminal) -> None:
+def test_a_dead_ray_head_stops_neither_serving_nor_restarts(outlasting: Terminal) -> None:
+    stubbed, num_lines = outlasting, len(outlasting.lines)
     (head,) = stubbed.find("gcs_server")
     head.kill()
-    worker = next(one for one in stubbed.find("-m tests.system.stub") if "ray" in _name(one.parent()))
+    worker = next(one for one in stubbed.find("-m tests.system.stub_child") if "ray" in _name(one.parent()))
     worker.kill()
     stubbed.expect("ended (killed by SIGKILL), starting it again")
-    stubbed.expect("is back")
-    assert stubbed.interrupt() == 0 and stubbed.left() == []
+    stubbed.expect(lambda line: "is back" in line and line in stubbed.lines[num_lines:])
+
+
+def test_ctrl_c_stops_what_is_left_after_that(outlasting: Terminal) -> None:
+    """After all of the above; runs last of those that share this deployment."""
+    assert outlasting.interrupt() == 0 and outlasting.left() == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_dead_ray_head_is_outlived_beyond_its_reconnection_time(stubbed: Terminal) -> None:
-    before = {one.pid for one in stubbed.find("-m tests.system.stub")}
+    before = {one.pid for one in stubbed.find("-m tests.system.stub_child")}
     stubbed.find("gcs_server")[0].kill()
     with pytest.raises(subprocess.TimeoutExpired):
         stubbed.process.wait(90)  # Ray's own limit is 60 s
-    assert before == {one.pid for one in stubbed.find("-m tests.system.stub")}
+    assert before == {one.pid for one in stubbed.find("-m tests.system.stub_child")}
 
 
 def test_a_kill_of_serve_leaves_nothing(stubbed: Terminal) -> None:
@@ -208,24 +257,51 @@ def test_a_kill_of_serve_leaves_nothing(stubbed: Terminal) -> None:
     assert stubbed.left() == []
 
 
-def test_a_kill_of_the_guard_leaves_nothing(stubbed: Terminal) -> None:
-    (head,) = stubbed.find("gcs_server")
-    folder = (
-        next(word for word in head.cmdline() if word.startswith("--log_dir=")).split("=")[1].split("/ray/")[0]
-    )
-    assert Path(folder).is_dir()
-    stubbed.process.kill()
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_kill_of_the_guard_leaves_nothing(stubbed: Terminal, whole_group: bool) -> None:
+    folder = folder_of(stubbed)
+    assert folder.is_dir()
+    stubbed.remember()
+    if whole_group:
+        os.killpg(stubbed.process.pid, signal.SIGKILL)
+    else:
+        stubbed.process.kill()
     stubbed.expect("stopping")
     stubbed.wait()
     assert stubbed.left() == []
-    assert not Path(folder).exists()
+    assert not folder.exists()
+
+
+STARTS = """
+import signal, sys
+from tests.system.terminal import Terminal
+with Terminal(*sys.argv[1:], stubbed=True) as terminal:
+    terminal.expect("stop with Ctrl-C")
+    print(*(one.pid for one in [terminal.process, *terminal.remember()]), flush=True)
+    signal.pause()
+"""
+
+
+def test_a_deployment_that_a_test_started_ends_with_a_test_run_that_is_killed() -> None:
+    arguments = ["serve", stub_child.READY, "--port", str(claim_port("127.0.0.1", 0))]
+    run = subprocess.Popen(
+        [sys.executable, "-c", STARTS, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    started = [psutil.Process(int(pid)) for pid in run.stdout.readline().split()]
+    assert len(started) > 8
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    _, alive = psutil.wait_procs(started, timeout=90)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.parametrize(
     ("does", "said"),
     [
         (
-            stub.REFUSE,
+            stub_child.REFUSE,
             [
                 "error: the model does not fit",
                 "  why: needs 9 GiB",
@@ -234,22 +310,24 @@ def test_a_kill_of_the_guard_leaves_nothing(stubbed: Terminal) -> None:
             ],
         ),
         (
-            stub.SILENT,
+            stub_child.SILENT,
             ["ended while starting", "killed by SIGKILL, 3 times", "Segmentation fault in the tests"],
         ),
     ],
 )
-def test_a_part_that_fails_at_start_is_told_and_everything_ends(does: str, said: list[str]) -> None:
-    with Terminal("serve", does, "--port", str(claim("127.0.0.1", 0)), stubbed=True) as terminal:
+def test_a_part_that_fails_at_start_is_reported_and_everything_ends(does: str, said: list[str]) -> None:
+    with Terminal("serve", does, "--port", str(claim_port("127.0.0.1", 0)), stubbed=True) as terminal:
         terminal.expect("error: ")
         assert terminal.wait() == 1
-        told = terminal.lines[terminal.lines.index(terminal.expect("error: ")) :]
-        assert all(any(words in line for line in told) for words in said) and len(told) <= 6
+        lines = terminal.lines[terminal.lines.index(terminal.expect("error: ")) :]
+        assert all(any(words in line for line in lines) for words in said) and len(lines) <= 6
         assert terminal.left() == []
 
 
 def test_ctrl_c_while_starting_ends_with_130(tmp_path: Path) -> None:
-    with Terminal("serve", stub.READY, "--port", str(claim("127.0.0.1", 0)), stubbed=True) as terminal:
+    with Terminal(
+        "serve", stub_child.READY, "--port", str(claim_port("127.0.0.1", 0)), stubbed=True
+    ) as terminal:
         terminal.expect("diptych ")
         assert terminal.interrupt() == 130
         assert terminal.left() == []

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from diptych.config import Config
-from planner.hardware import Node, device
-from planner.profile import FOLDER, built_in, save
-from planner.shape import known, on_cpu
-from planner.simulator import Deployment, simulate
-from planner.terms import Job, Link, Served, Split
-from planner.traces import write_trace
-from services.cli import simulate_real
+from diptych.config.options import Config
+from planner.costs.model import dims_on_cpu, find_model
+from planner.costs.profile_file import PROFILE_FOLDER, built_in_profile, save_profile
+from planner.hardware import NodeSpec, find_device
+from planner.sim.exact.simulate import SimDeployment, simulate_exact
+from planner.types import Job, JobResult, LinkSpec, Parallelism
+from planner.workload.traces import write_trace
 from services.cli.main import main
-from tests.unit.planner.data import distserve
+from services.cli.simulate import report
+from tests.unit.planner.paper_data import distserve
 
 FITS = {
     "toy/opt": {},
@@ -92,7 +92,7 @@ def test_without_out_the_rows_are_printed(
 
 
 @pytest.mark.parametrize(
-    ("trace", "told"),
+    ("trace", "message"),
     [
         ("arrival_s,prompt_len,output_len\n0.0,100,3\n0.5,many,1\n", "row 3"),
         ("arrival_s,prompt_len,output_len\n0.0,100\n", "row 2"),
@@ -103,13 +103,13 @@ def test_without_out_the_rows_are_printed(
         ("", "empty"),
     ],
 )
-def test_a_broken_trace_is_told_in_six_lines(
-    trace: str, told: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_broken_trace_is_refused_in_six_lines(
+    trace: str, message: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (files / "in.csv").write_text(trace)
     assert typed(monkeypatch, *compat(files)) == 2
     shown = capsys.readouterr()
-    assert told in shown.err
+    assert message in shown.err
     assert len(shown.err.splitlines()) <= 6
     assert not shown.out
 
@@ -118,11 +118,11 @@ REAL = ["--model", "facebook/opt-13b"]
 CHAT = ["--placement", "1P + 1D", "--workload", "sharegpt"]
 BOTH = ["--placement", "1C", "--workload", "sharegpt"]
 KINDS = ["--placement", "1C", "--kind", "chat=sharegpt:3:2500:200", "--kind", "code=humaneval:1:1:200"]
-BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
+BUILT_IN = str(PROFILE_FOLDER / "opt-13b.a100-80g.json")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--compat", "vllm", *REAL], "is not known"),
         ([*REAL, "--tp-decode", "2"], "--tp-decode has no effect"),
@@ -146,8 +146,8 @@ BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
         ([*REAL, *CHAT, "--rate", "1", "--link", "fast"], "--link fast cannot be read"),
         ([*REAL, *BOTH, "--rate", "1", "--link", "25Gbps"], "--link has no effect"),
         ([*REAL, *BOTH, "--rate", "1", "--local-prefill", "never"], "--local-prefill has no effect"),
-        ([*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "9"], "no instance reads prompts while it writes"),
-        ([*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "0"], "cannot be kept"),
+        ([*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "9"], "no instance prefills while it decodes"),
+        ([*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "0"], "cannot be met"),
         (
             [*REAL, *BOTH, "--rate", "1", "--tpot-budget-ms", "9", "--no-enable-chunked-prefill"],
             "--tpot-budget-ms has no effect",
@@ -159,14 +159,14 @@ BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
         ([*REAL, "--placement", "2 servers", "--rate", "1"], "not understood"),
         ([*REAL, "--placement", "1P TP0 + 1D"], "a size of 0"),
         ([*REAL, "--placement", "1P TP7 + 1D"], "cannot be spread"),
-        ([*REAL, "--placement", "1P", "--workload", "sharegpt", "--rate", "1"], "serves nothing"),
+        ([*REAL, "--placement", "1P", "--workload", "sharegpt", "--rate", "1"], "cannot serve requests"),
         ([*REAL, *CHAT, "--rate", "1", "--device", "Abacus"], "Abacus"),
-        ([*REAL, *CHAT, "--rate", "1", "--slo-ttft-ms", "-3"], "cannot be kept"),
+        ([*REAL, *CHAT, "--rate", "1", "--slo-ttft-ms", "-3"], "cannot be met"),
         (["--model", "opt-175b", *CHAT, "--rate", "1"], "does not fit"),
         (["--model", "no-such-model", *CHAT, "--rate", "1"], "not known"),
         ([*REAL, *CHAT, "--rate", "4", "--requests", "5", "--warmup", "5"], "no request is left"),
         ([*REAL, *CHAT, "--rate", "1", "--kind", "chat=fast"], "--kind chat=fast cannot be read"),
-        ([*REAL, *CHAT, "--rate", "1", "--kind", "chat=250:100"], "it is a formula, and has no kinds"),
+        ([*REAL, *CHAT, "--rate", "1", "--kind", "chat=250:100"], "it is a formula, which has no kinds"),
         ([*REAL, *CHAT, "--rate", "1", "--kind", "a=humaneval:1:9:9"], "--workload has no effect"),
         ([*REAL, *KINDS, "--rate", "1", "--slo-ttft-ms", "9"], "--slo-ttft-ms has no effect"),
         ([*REAL, *KINDS, "--rate", "1", "--kind", "b=9:9"], "given in two ways"),
@@ -191,16 +191,16 @@ BUILT_IN = str(FOLDER / "opt-13b.a100-80g.json")
         (["--compat", "simdistserve", *REAL, "--kind", "b=9:9"], "--kind has no effect"),
     ],
 )
-def test_flags_that_cannot_be_used_are_told_in_six_lines(
-    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_flags_that_cannot_be_used_are_refused_in_six_lines(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert typed(monkeypatch, *words) == 2
     shown = capsys.readouterr().err
-    assert told in shown
+    assert message in shown
     assert len(shown.splitlines()) <= 6
 
 
-def test_a_deployment_is_told_in_figures(
+def test_a_deployment_is_reported_in_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -208,10 +208,10 @@ def test_a_deployment_is_told_in_figures(
         "--seeds", "2", "--slo-ttft-ms", "250", "--slo-tpot-ms", "100", "--out", tmp_path / "out.csv",
     ]  # fmt: skip
     assert typed(monkeypatch, *words, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["devices"], told["requests"], told["failed"]) == (3, 300, {})
-    assert told["attainment"] > 0.95
-    assert told["good_rps_per_device"] == pytest.approx(1.0, rel=0.2)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["devices"], report["requests"], report["failed"]) == (3, 300, {})
+    assert report["attainment"] > 0.95
+    assert report["good_rps_per_device"] == pytest.approx(1.0, rel=0.2)
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 151
     assert typed(monkeypatch, *words) == 0
     assert "joint attainment" in capsys.readouterr().out
@@ -235,12 +235,12 @@ def test_each_kind_is_judged_by_its_own_promise(
 ) -> None:
     """Reading takes more than the millisecond that code is promised, whatever the load."""
     words = [*REAL, *KINDS, "--rate", "1", "--requests", "400", "--seeds", "1"]
-    told = figures(monkeypatch, capsys, *words)
-    chat, code = told["kinds"]["chat"], told["kinds"]["code"]
-    assert chat["requests"] + code["requests"] == told["requests"] == 400 and 60 < code["requests"] < 140
+    report = figures(monkeypatch, capsys, *words)
+    chat, code = report["kinds"]["chat"], report["kinds"]["code"]
+    assert chat["requests"] + code["requests"] == report["requests"] == 400 and 60 < code["requests"] < 140
     assert code["attainment"] == 0.0 and chat["attainment"] > 0.9
-    assert told["attainment"] == pytest.approx(chat["requests"] * chat["attainment"] / 400)
-    assert told["slo_ms"] is None and chat["slo_ms"] == {"ttft": 2500.0, "tpot": 200.0}
+    assert report["attainment"] == pytest.approx(chat["requests"] * chat["attainment"] / 400)
+    assert report["slo_ms"] is None and chat["slo_ms"] == {"ttft": 2500.0, "tpot": 200.0}
     assert code["ms"]["ttft"]["p50"] > 1.0 and code["ms"]["ttft"] != chat["ms"]["ttft"]
     assert typed(monkeypatch, *words, "--out", tmp_path / "out.csv") == 0
     shown = capsys.readouterr().out
@@ -274,7 +274,7 @@ def test_kinds_of_a_trace_are_replayed_and_drawn(
     assert drawn["requests"] == 180 and drawn["kinds"]["chat"]["requests"] == pytest.approx(90, abs=30)
     for more in (["--trace", trace], ["--workload", trace, "--rate", "1"]):
         assert typed(monkeypatch, *words, *more) == 2
-        assert "10 requests of the trace have no objective" in capsys.readouterr().err
+        assert "10 requests of the trace have no SLO" in capsys.readouterr().err
     every = figures(monkeypatch, capsys, *words, "--kind", "batch=1:1", "--trace", trace)
     assert (every["kinds"]["batch"]["attainment"], every["attainment"]) == (0.0, 0.5)
 
@@ -302,27 +302,27 @@ def test_prefixes_and_lengths_are_those_of_the_kinds_that_are_served(
     capsys.readouterr()
     brought = [*REAL, "--placement", "1C", "--rate", "1", "--kind", "code=humaneval:1:900:90"]
     few = ["--requests", "40", "--seeds", "1", "--kind", f"[/log]={trace}:1:900:90"]
-    told = figures(monkeypatch, capsys, *brought, *few)
-    assert "left_out" not in told and "left_out" not in told["kinds"]["code"]
-    assert told["kinds"]["[/log]"]["left_out"]["longer"] == 50
+    report = figures(monkeypatch, capsys, *brought, *few)
+    assert "left_out" not in report and "left_out" not in report["kinds"]["code"]
+    assert report["kinds"]["[/log]"]["left_out"]["longer"] == 50
     assert typed(monkeypatch, *brought, *few) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "[/log]: 50 of its 1,100 requests are longer" in shown
 
 
-def test_a_kind_that_none_came_of_is_told(
+def test_a_kind_that_none_came_of_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*REAL, "--placement", "1C", "--rate", "1", "--requests", "20", "--seeds", "1"]
     words += ["--kind", "often=humaneval:1:900:90", "--kind", "rare=humaneval:1e-9:900:90"]
-    told = figures(monkeypatch, capsys, *words)
-    rare = told["kinds"]["rare"]
+    report = figures(monkeypatch, capsys, *words)
+    rare = report["kinds"]["rare"]
     assert (rare["requests"], rare["attainment"], rare["interval"]) == (0, None, None)
     assert typed(monkeypatch, *words) == 0
     assert "rare: none came that counts" in capsys.readouterr().out
 
 
-def test_kinds_that_are_taken_as_one_are_told(
+def test_kinds_that_are_taken_as_one_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "two.jsonl"
@@ -338,16 +338,16 @@ def test_kinds_that_are_taken_as_one_are_told(
         )
 
 
-def test_requests_that_the_model_cannot_take_are_left_out_and_told(
+def test_requests_that_the_model_cannot_take_are_left_out_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "long.csv"
     trace.write_text("arrival_s,prompt_len,output_len\n0,100,20\n1,3000,20\n2,200,2000\n3,300,30\n")
     words = ["--model", "OPT-13B", "--placement", "1C", "--slo-ttft-ms", "400", "--trace", trace]
     assert typed(monkeypatch, *words, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["requests"] == 2
-    assert told["left_out"] == {"longer": 2, "out_of": 4, "drawn": False, "context_tokens": 2048}
+    report = json.loads(capsys.readouterr().out)
+    assert report["requests"] == 2
+    assert report["left_out"] == {"longer": 2, "out_of": 4, "drawn": False, "context_tokens": 2048}
     assert typed(monkeypatch, *words) == 0
     assert "left out: 2 of its 4 requests are longer" in capsys.readouterr().out
     trace.write_text("arrival_s,prompt_len,output_len\n1,3000,20\n")
@@ -361,9 +361,9 @@ def test_a_result_that_could_not_be_written_is_refused_before_it_is_looked_for(
     words = ["--model", "OPT-13B", "--placement", "1C", "--workload", "sharegpt", "--rate", "1"]
     for out in ("/proc/out.csv", tmp_path, tmp_path / "none" / "out.csv"):
         assert typed(monkeypatch, *words, "--out", out) == 2
-        told = capsys.readouterr()
-        assert "cannot be written" in told.err and not told.out
-        assert 2 <= len(told.err.strip().splitlines()) <= 6
+        captured = capsys.readouterr()
+        assert "cannot be written" in captured.err and not captured.out
+        assert 2 <= len(captured.err.strip().splitlines()) <= 6
     assert list(tmp_path.iterdir()) == []
 
 
@@ -372,9 +372,9 @@ def figures(
 ) -> dict[str, Any]:
     """What --json tells."""
     assert typed(monkeypatch, *words, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert isinstance(told, dict)
-    return told
+    report = json.loads(capsys.readouterr().out)
+    assert isinstance(report, dict)
+    return report
 
 
 def test_kv_takes_the_time_of_its_link(
@@ -399,22 +399,22 @@ def test_kv_takes_the_time_of_its_link(
     fast, slow = (figures(monkeypatch, capsys, *pair, "--link", link) for link in ("25Gbps", "1Gbps"))
     assert inside["link"]["gb_per_s"] == 4 * 300 and apart["link"]["gb_per_s"] == 3.125
     assert fast["link"] == apart["link"] and slow["link"]["gb_per_s"] == 0.125
-    tpots_ms = [told["ms"]["tpot"]["p50"] for told in (inside, fast, slow)]
+    tpots_ms = [report["ms"]["tpot"]["p50"] for report in (inside, fast, slow)]
     assert tpots_ms == sorted(tpots_ms) and tpots_ms[2] > 1.1 * tpots_ms[1] > 1.1 * tpots_ms[0]
-    ends_ms = [told["ms"]["e2e"]["p50"] for told in (fast, slow)]
+    ends_ms = [report["ms"]["e2e"]["p50"] for report in (fast, slow)]
     assert ends_ms[1] > ends_ms[0] + 500
     assert figures(monkeypatch, capsys, *words, "--placement", "1C TP4")["link"] is None
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch, *words: object) -> Deployment:
+def simulated(monkeypatch: pytest.MonkeyPatch, *words: object) -> SimDeployment:
     """What is simulated with these flags."""
-    found: list[Deployment] = []
+    found: list[SimDeployment] = []
 
-    def note(what: Deployment, jobs: list[Job]) -> list[Served]:
+    def note(what: SimDeployment, jobs: list[Job]) -> list[JobResult]:
         found.append(what)
-        return simulate(what, jobs)
+        return simulate_exact(what, jobs)
 
-    monkeypatch.setattr(simulate_real, "simulate", note)
+    monkeypatch.setattr(report, "simulate_exact", note)
     assert typed(monkeypatch, *words, "--requests", "5", "--seeds", "1", "--rate", "1") == 0
     return found[0]
 
@@ -454,12 +454,16 @@ def test_prefixes_that_a_trace_names_are_cached_unless_it_is_said(
 
 
 def test_a_device_of_ones_own_is_in_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = replace(device("H100"), name="X9", node=Node(2, Link(1e11, 1e-5), Link(1e10, 3e-5)))
-    save(replace(built_in("OPT-13B", "A100-80G"), device=mine), tmp_path / "x9.json")
+    mine = replace(
+        find_device("H100"), name="X9", node=NodeSpec(2, LinkSpec(1e11, 1e-5), LinkSpec(1e10, 3e-5))
+    )
+    save_profile(replace(built_in_profile("OPT-13B", "A100-80G"), device=mine), tmp_path / "x9.json")
     words = [*REAL, "--workload", "sharegpt", "--profile", tmp_path / "x9.json"]
     for more in ["--placement", "1P + 1D"], ["--placement", "1P + 1D", "--device", "x9"]:
         found = simulated(monkeypatch, *words, *more)
-        assert {pool.device for pool in found.placement.pools} == {"X9"} and found.link == Link(1e11, 1e-5)
+        assert {pool.device for pool in found.placement.pools} == {"X9"} and found.link == LinkSpec(
+            1e11, 1e-5
+        )
     mixed = simulated(monkeypatch, *words, "--placement", "1P @A100 + 2D @X9")
     assert [pool.device for pool in mixed.placement.pools] == ["A100-80G", "X9"]
     assert mixed.link.bytes_per_s == 3.125e9, "the slower of the links between nodes"
@@ -468,8 +472,8 @@ def test_a_device_of_ones_own_is_in_the_profile(tmp_path: Path, monkeypatch: pyt
 def test_a_context_and_a_width_are_those_of_the_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = replace(on_cpu(known("tiny")), max_len=700)
-    save(replace(built_in(served, "cpu"), rooms={Split(): 40_000}), tmp_path / "p.json")
+    served = replace(dims_on_cpu(find_model("tiny")), max_len=700)
+    save_profile(replace(built_in_profile(served, "cpu"), rooms={Parallelism(): 40_000}), tmp_path / "p.json")
     words = ["--model", "tiny", "--workload", "humaneval", "--placement", "1P + 1D"]
     found = simulated(monkeypatch, *words, "--profile", tmp_path / "p.json")
     assert (found.max_model_len, found.token_bytes) == (700, 6144)

@@ -18,13 +18,13 @@ import msgspec
 import openai
 import pytest
 
-from diptych.config import GatewaySpec, WorkerSpec
-from diptych.keys import make_keys
-from services.cli import admin
-from services.cli.ports import claim
-from services.cluster.environment import child_environ, loopback_only
-from services.cluster.supervisor import Status, Supervisor
-from tests.system.served import wait_for
+from diptych.channel.keys import make_keys
+from diptych.specs import GatewaySpec, WorkerSpec
+from services.cli.client import admin
+from services.host.child_environment import child_environment, ucx_on_loopback
+from services.host.ports import claim_port
+from services.host.supervisor import ChildStatus, Supervisor
+from tests.system.deployment import wait_for
 from tests.system.terminal import PATIENCE_S, ROOT
 
 OLD, NEW = ("prefill-old", "decode-old"), ("prefill-new", "decode-new")
@@ -40,7 +40,7 @@ class Parts:
     def __init__(self, folder: Path) -> None:
         self.keys, self.logs = folder / "keys", folder / "logs"
         make_keys(self.keys)
-        self.channel, port = f"tcp://127.0.0.1:{claim('127.0.0.1', 0)}", claim("127.0.0.1", 0)
+        self.channel, port = f"tcp://127.0.0.1:{claim_port('127.0.0.1', 0)}", claim_port("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{port}"
         self.started: dict[str, Supervisor] = {}
         spec = GatewaySpec(
@@ -72,23 +72,23 @@ class Parts:
         self._start(name, "services.worker", msgspec.json.encode(spec))
 
     def _start(self, name: str, module: str, spec: bytes) -> None:
-        environ = loopback_only(child_environ(1, os.environ))
+        environ = ucx_on_loopback(child_environment(1, os.environ))
         command = [sys.executable, "-m", module]
         one = self.started[name] = Supervisor(name, command, spec, self.logs / f"{name}.log", environ)
         one.start()
 
-    def until(self, name: str, state: str) -> Status:
+    def until(self, name: str, state: str) -> ChildStatus:
         """Wait for a part's state; every change is looked at."""
         seen = self.started[name].status()
         while seen.state != state:
-            newer = self.started[name].wait(seen.version, PATIENCE_S)
+            newer = self.started[name].wait_status(seen.version, PATIENCE_S)
             assert newer.version != seen.version and newer.state != "failed", (seen, newer.error)
             seen = newer
         return seen
 
     def status(self) -> dict[str, object]:
-        told: dict[str, object] = httpx.get(f"{self.url}/status", timeout=60).raise_for_status().json()
-        return told
+        body: dict[str, object] = httpx.get(f"{self.url}/status", timeout=60).raise_for_status().json()
+        return body
 
     def links(self) -> set[tuple[str, str]]:
         links = self.status()["links"]
@@ -147,11 +147,11 @@ class Clients:
 
 
 def newer(folder: Path) -> Path:
-    """The same model with another fingerprint."""
+    """The same model with another fingerprint, and the gateway's tokenizer."""
     copy = folder / "newer"
     shutil.copytree(ROOT / "models" / "tiny", copy)
-    tokenizer = copy / "tokenizer.json"
-    tokenizer.write_bytes(tokenizer.read_bytes() + b"\n")
+    config = copy / "config.json"
+    config.write_bytes(config.read_bytes() + b"\n")
     return copy
 
 
@@ -181,7 +181,7 @@ def test_a_rolling_upgrade_pairs_equals_only_and_loses_no_request(parts: Parts, 
         wait_for(linked(OLD, NEW))
         clients.more(8)  # both versions serve
         for name in OLD:
-            assert admin.drain(parts.url, ADMIN, name, force=False) == 0
+            assert admin.drain_worker(parts.url, ADMIN, name, force=False) == 0
         for name in OLD:
             assert parts.until(name, "retired").restarts == 0
         wait_for(linked(NEW))

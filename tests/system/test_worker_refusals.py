@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.driver import PATIENCE_S, ROOT, Driver
+from tests.system.worker_driver import PATIENCE_S, ROOT, Driver
 
 pytestmark = pytest.mark.timeout(600)
 

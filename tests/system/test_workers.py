@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -24,12 +25,14 @@ from diptych.messages import (
     Renew,
     Unpeer,
 )
-from diptych.request import Sampling
-from tests.system.driver import PATIENCE_S, ROOT, Driver, at_rest
+from diptych.request import SamplingParams
+from tests.system.worker_driver import PATIENCE_S, ROOT, Driver, Member, at_rest
 
-GREEDY = Sampling(max_tokens=12, seed=0, temperature=0.0)
-SEEDED = Sampling(max_tokens=12, seed=77, temperature=1.0, top_p=0.95, frequency_penalty=0.4, logprobs=2)
-LONG = Sampling(max_tokens=400, seed=5, temperature=1.0)
+GREEDY = SamplingParams(max_tokens=12, seed=0, temperature=0.0)
+SEEDED = SamplingParams(
+    max_tokens=12, seed=77, temperature=1.0, top_p=0.95, frequency_penalty=0.4, logprobs=2
+)
+LONG = SamplingParams(max_tokens=400, seed=5, temperature=1.0)
 PARTS = {"reserve", "transfer", "verify", "hidden", "exposed"}
 NAMES = iter(f"r{number}" for number in range(100_000))
 pytestmark = pytest.mark.timeout(600)  # a dozen processes that import torch, on two cores
@@ -77,6 +80,18 @@ def test_two_workers_write_what_one_writes_alone(driver: Driver, length: int) ->
         there = {"shm": length // 64, "nixl": 0 if sampling is GREEDY else length // 64}  # full chunks
         moved = {road: driver.until(f"{name}-{road}", Pulled).num_bytes for road in there}
         assert moved == {road: (-(-length // 64) - there[road]) * 64 * 6144 for road in there}
+
+
+def test_a_pool_has_its_pages_soon_after_the_start(driver: Driver) -> None:
+    driver.wait(
+        lambda: all(_pages_bytes(member) >= 0.95 * member.spec.kv_bytes for member in driver.members.values())
+    )
+
+
+def _pages_bytes(member: Member) -> int:
+    """Shared memory that a worker's process has mapped and that exists."""
+    lines = Path(f"/proc/{member.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssShmem"))
 
 
 def test_company_changes_no_token(driver: Driver) -> None:
@@ -219,7 +234,7 @@ def test_an_older_attempt_is_fenced_off(driver: Driver) -> None:
 
 
 def test_what_the_engine_refuses_fails_alone(driver: Driver) -> None:
-    bad = Sampling(max_tokens=5, seed=0, logit_bias={10**6: 1.0}, temperature=0.0)
+    bad = SamplingParams(max_tokens=5, seed=0, logit_bias={10**6: 1.0}, temperature=0.0)
     orders: list[Generate | Prefill] = [
         Generate(next(NAMES), 0, [5, 10**7, 5], [], GREEDY, PATIENCE_S),  # no such token
         Generate(next(NAMES), 0, [], [], GREEDY, PATIENCE_S),
@@ -295,41 +310,47 @@ def test_a_gateway_that_vanishes_leaves_no_orphans(driver: Driver) -> None:
     driver.handed("prefill-0", "decode-0", next(NAMES), text(100), GREEDY)
 
 
-@pytest.mark.parametrize("target", ["decode-0", "decode-1"])
-def test_a_killed_prefill_worker_fails_what_it_held(driver: Driver, target: str) -> None:
+def test_a_killed_prefill_worker_fails_what_it_held(driver: Driver) -> None:
+    targets = ("decode-0", "decode-1")
     driver.start("prefill-1")
     (hello,) = driver.up("prefill-1")
-    assert driver.peer(target, "prefill-1").transport
-    name, prompt = next(NAMES), text(500)
-    alone = driver.alone("decode-0", f"{name}-alone", prompt, GREEDY)
-    driver.prefill("prefill-1", name, prompt, GREEDY)
-    ticket = driver.until(name, Offer).ticket
+    prompts = {target: text(500, 500 + number) for number, target in enumerate(targets)}
+    names, alone, tickets = {}, {}, {}
+    for target, prompt in prompts.items():
+        assert driver.peer(target, "prefill-1").transport
+        name = names[target] = next(NAMES)
+        alone[target] = driver.alone("decode-0", f"{name}-alone", prompt, GREEDY)
+        driver.prefill("prefill-1", name, prompt, GREEDY)
+        tickets[target] = driver.until(name, Offer).ticket
     driver.kill("prefill-1")
-    driver.admit(target, name, prompt, GREEDY, ticket)
-    ending = driver.over(name)
-    if target == "decode-0":  # shared memory outlives its owner for as long as it is mapped
-        assert isinstance(ending, Output) and driver.tokens(name) == alone
-    else:
-        assert isinstance(ending, Failed) and ending.code == "transfer_failed"
-    driver.rest(target)
+    for target, name in names.items():
+        driver.admit(target, name, prompts[target], GREEDY, tickets[target])
+        ending = driver.over(name)
+        if target == "decode-0":  # shared memory outlives its owner for as long as it is mapped
+            assert isinstance(ending, Output) and driver.tokens(name) == alone[target]
+        else:
+            assert isinstance(ending, Failed) and ending.code == "transfer_failed"
+        driver.rest(target)
     driver.start("prefill-1")
     (second,) = driver.up("prefill-1")
     assert second.incarnation != hello.incarnation
-    assert driver.peer(target, "prefill-1").transport
-    assert driver.handed("prefill-1", target, next(NAMES), prompt, GREEDY) == alone
+    for target, prompt in prompts.items():
+        assert driver.peer(target, "prefill-1").transport
+        assert driver.handed("prefill-1", target, next(NAMES), prompt, GREEDY) == alone[target]
     driver.kill("prefill-1")
-    driver.send(target, Unpeer("prefill-1", second.incarnation))
-    assert driver.handed("prefill-0", target, next(NAMES), prompt, GREEDY) == alone
+    for target, prompt in prompts.items():
+        driver.send(target, Unpeer("prefill-1", second.incarnation))
+        assert driver.handed("prefill-0", target, next(NAMES), prompt, GREEDY) == alone[target]
 
 
 def test_a_lease_that_nobody_renews_ends_and_its_memory_is_safe_to_reuse(driver: Driver) -> None:
-    driver.start("prefill-2", lease_s=3.0)
+    driver.start("prefill-2", lease_s=6.0)
     driver.up("prefill-2")
     assert driver.peer("decode-0", "prefill-2").transport == "shm"
     name, prompt = next(NAMES), text(200, 1)
     driver.prefill("prefill-2", name, prompt, GREEDY)
     ticket = driver.until(name, Offer).ticket
-    for _ in range(8):  # for longer than a lease
+    for _ in range(14):  # for longer than a lease
         driver.send("prefill-2", Renew([(name, 0)]))
         time.sleep(0.5)
     member = driver.members["prefill-2"]
@@ -400,8 +421,8 @@ def test_a_full_prefill_pool_makes_prompts_wait_and_a_full_queue_refuses(driver:
     driver.rest("prefill-3")
 
 
-def test_a_worker_that_is_told_to_end_drains(driver: Driver) -> None:
-    member = driver.start("prefill-4")
+def test_a_worker_that_is_asked_to_end_drains(driver: Driver) -> None:
+    member = driver.start("prefill-4", drain_s=PATIENCE_S)
     driver.up("prefill-4")
     assert driver.peer("decode-0", "prefill-4").transport == "shm"
     name, prompt, refused = next(NAMES), text(300), next(NAMES)

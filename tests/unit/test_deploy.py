@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,17 @@ from typing import Any
 import pytest
 import yaml
 
-from diptych.config import Config
-from diptych.load import load
-from diptych.settings import settings
+from diptych.channel.keys import load_server_keys, load_transfer_key, load_worker_keys
+from diptych.config.fields import list_settings
+from diptych.config.load import load_config
+from diptych.config.options import Config
+from diptych.errors import ModelError
+from services.cli.main import main
+from services.cli.serve import standalone
+from services.host.exit_codes import FAILED
 
 ROOT = Path(__file__).parents[2]
+PARTS = ("gateway", "prefill", "decode")
 PACKAGES = sorted(
     path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("tests", "benchmarks")
 )
@@ -29,8 +36,22 @@ def compose() -> dict[str, Any]:
 
 
 def filled(value: str) -> str:
-    """A compose value with `${NAME:-default}` and `${NAME:?told}` replaced."""
-    return re.sub(r"\$\{\w+:([-?])([^}]*)\}", lambda match: match[2] if match[1] == "-" else "secret", value)
+    """A compose value with `${NAME:-default}` replaced, as where the user sets none of these names."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", lambda match: match[1], value)
+
+
+def environ_of(service: dict[str, Any]) -> dict[str, str]:
+    return {key: filled(str(value)) for key, value in service["environment"].items()}
+
+
+def mounts(service: dict[str, Any]) -> dict[str, str]:
+    """Volume by folder in the container."""
+    return {folder: volume for volume, folder in (one.split(":") for one in service["volumes"])}
+
+
+@pytest.fixture(scope="module")
+def recipe() -> str:
+    return (ROOT / "deploy" / "Dockerfile").read_text()
 
 
 def test_compose_has_both_pools_a_gateway_and_keys_made_first(compose: dict[str, Any]) -> None:
@@ -39,20 +60,107 @@ def test_compose_has_both_pools_a_gateway_and_keys_made_first(compose: dict[str,
     made = {"condition": "service_completed_successfully"}
     assert all(services[name]["depends_on"]["keys"] == made for name in ("gateway", "prefill", "decode"))
     assert all((ROOT / one["build"]["dockerfile"]).is_file() for one in services.values())
-    named = {volume.split(":")[0] for one in services.values() for volume in one["volumes"]}
+    named = {volume for one in services.values() for volume in mounts(one).values()}
     assert named == set(compose["volumes"])
+    assert not any("shm_size" in one for one in services.values()), "it bounds nothing that is used"
 
 
-@pytest.mark.parametrize("name", ["gateway", "prefill", "decode"])
+@pytest.mark.parametrize("name", PARTS)
 def test_our_command_line_takes_what_compose_gives(compose: dict[str, Any], name: str) -> None:
     service = compose["services"][name]
     command, *rest = service["command"]
-    environ = {key: filled(str(value)) for key, value in service["environment"].items()}
-    ours = {one.env for one in settings(Config, command)} | {"DIPTYCH_CONFIG"}
+    environ = environ_of(service)
+    ours = {one.env for one in list_settings(Config)} | {"DIPTYCH_CONFIG"}
     assert {key for key in environ if key.startswith("DIPTYCH_")} <= ours
-    loaded = load(command, {"role": rest[0]} if rest else {}, environ)
+    loaded = load_config(command, {"role": rest[0]} if rest else {}, environ)
     assert loaded.config.model == "tiny" and loaded.config.keys_dir == Path("/keys")
     assert (loaded.config.role or "gateway") == name
+    assert loaded.config.slo_ttft_ms is None and loaded.config.kv_cache_memory_bytes is None
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_objectives_and_memory_can_be_set_from_outside(compose: dict[str, Any], name: str) -> None:
+    wanted = {"DIPTYCH_SLO_TTFT_MS": "500", "DIPTYCH_SLO_TPOT_MS": "50"}
+    if name != "gateway":
+        wanted["DIPTYCH_KV_CACHE_MEMORY_BYTES"] = "2GiB"
+    given = compose["services"][name]["environment"]
+    assert {key: given[key] for key in wanted} == {key: f"${{{key}:-}}" for key in wanted}
+    command, *rest = compose["services"][name]["command"]
+    config = load_config(
+        command, {"role": rest[0]} if rest else {}, environ_of(compose["services"][name]) | wanted
+    ).config
+    assert (config.slo_ttft_ms, config.slo_tpot_ms) == (500.0, 50.0)
+    assert config.kv_cache_memory_bytes == (None if name == "gateway" else 2 << 30)
+    assert compose["services"][name]["env_file"] == [{"path": "diptych.env", "required": False}]
+
+
+def test_workers_of_one_machine_share_its_memory(
+    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = [one for one in compose["services"].values() if one["command"][0] == "worker"]
+    shares = []
+
+    async def find(config: Config, num_workers: int) -> None:
+        shares.append(num_workers)
+        raise ModelError("enough is known")
+
+    monkeypatch.setattr(standalone, "resolve_model", find)
+    for one in workers:
+        assert (
+            standalone.run_worker(load_config("worker", {"role": one["command"][1]}, environ_of(one)))
+            == FAILED
+        )
+    assert shares == [len(workers)] * len(workers) == [2, 2]
+
+
+def test_every_volume_belongs_to_the_user_that_the_image_runs_as(
+    compose: dict[str, Any], recipe: str
+) -> None:
+    (user,) = re.findall(r"^USER (.*)$", recipe, re.MULTILINE)
+    assert user.isdecimal() and f"--uid {user} " in recipe
+    (made,) = re.findall(rf"install -d -o {user} -g {user} -m 0700 \\\n([^\n]*)\n", recipe)
+    folders = {folder for one in compose["services"].values() for folder in mounts(one)}
+    assert folders <= set(made.split())
+    kept = dict(re.findall(r"(HF_HOME|NUMBA_CACHE_DIR)=(\S+)", recipe))
+    for name in ("prefill", "decode"):
+        assert set(kept.values()) <= set(mounts(compose["services"][name]))
+    assert kept["HF_HOME"] in mounts(compose["services"]["gateway"])
+
+
+def test_workers_hold_their_own_keys_and_not_the_gateway_s(
+    compose: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of the service `keys` is run, with its volumes in a folder of this test."""
+    services = compose["services"]
+    volumes = {folder: tmp_path / volume for folder, volume in mounts(services["keys"]).items()}
+    words = [str(volumes.get(word, word)) for word in services["keys"]["command"]]
+    for _ in range(2):  # also when the volumes are not new
+        monkeypatch.setattr(sys, "argv", ["diptych", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    seen = {name: tmp_path / mounts(services[name])["/keys"] for name in PARTS}
+    load_server_keys(seen["gateway"])
+    for name in ("prefill", "decode"):
+        load_worker_keys(seen[name])
+        assert load_transfer_key(seen[name]) == load_transfer_key(seen["gateway"])
+        assert not (seen[name] / "server.secret").exists() and seen[name] != seen["gateway"]
+        assert set(mounts(services[name]).values()) & set(mounts(services["gateway"]).values()) == {"models"}
+
+
+def test_the_api_key_is_a_file_of_the_gateway_that_only_up_asks_for(
+    compose: dict[str, Any], recipe: str
+) -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    assert ":?" not in text, "what every command of compose would ask for"
+    assert compose["secrets"] == {"api-key": {"environment": "DIPTYCH_API_KEY"}}, "never a key of our own"
+    (secret,) = compose["services"]["gateway"]["secrets"]
+    environ = environ_of(compose["services"]["gateway"])
+    assert environ["DIPTYCH_API_KEY_FILE"] == f"/run/secrets/{secret['source']}"
+    assert f"\nUSER {secret['uid']}\n" in recipe and secret["mode"] == 0o400
+    for one in compose["services"].values():
+        assert "DIPTYCH_API_KEY" not in one["environment"]
+    assert [name for name, one in compose["services"].items() if "secrets" in one] == ["gateway"]
 
 
 def test_compose_says_healthy_only_when_a_canary_came_through(compose: dict[str, Any]) -> None:
@@ -61,16 +169,12 @@ def test_compose_says_healthy_only_when_a_canary_came_through(compose: dict[str,
     compile(gateway["healthcheck"]["test"][-1], "healthcheck", "exec")
     (port,) = gateway["ports"]
     assert filled(port) == "127.0.0.1:8000:8000"
-    assert gateway["environment"]["DIPTYCH_API_KEY"].startswith("${DIPTYCH_API_KEY:?"), (
-        "never a key of our own"
-    )
 
 
-def test_the_image_takes_all_packages_and_pins(compose: dict[str, Any]) -> None:
+def test_the_image_takes_all_packages_and_pins(recipe: str) -> None:
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert set(PACKAGES) <= sent
-    recipe = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert "PIP_CONSTRAINT=/src/constraints.txt" in recipe and "\nUSER diptych\n" in recipe
+    assert "PIP_CONSTRAINT=/src/constraints.txt" in recipe
     assert 'ENTRYPOINT ["diptych"]' in recipe
 
 

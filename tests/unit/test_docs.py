@@ -5,17 +5,20 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from prometheus_client import Counter, Gauge, Histogram
 
-from diptych.books import Books, LinkSpeed
-from diptych.messages import Stats
-from diptych.metrics import Metrics, Objectives
+from diptych.messages import WorkerStats
+from diptych.slo import Slo
+from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
+from tests.unit.test_house import trees
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 ROW = re.compile(r"^\| `([\w:]+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
 SPAN = re.compile(r"`([^`\s]+)`")
@@ -28,10 +31,13 @@ Entry = tuple[str, frozenset[str]]  # type and labels
 
 def exported() -> dict[str, Entry]:
     """Every metric, named as /metrics shows it, with its type and labels."""
-    metrics = Metrics(Objectives(ttft_s=1.0, tpot_s=0.1))
-    stats = Stats(preemptions={"park": 1}, step_parts={"run": 1.0})
-    books, link = Books("decode-0", "decode", stats), LinkSpeed("prefill-0", "decode-0", "shm", 1.0, 1.0)
-    metrics.watch(lambda: [books], lambda: [link], "toy")
+    metrics = GatewayMetrics(Slo(ttft_s=1.0, tpot_s=0.1))
+    stats = WorkerStats(preemptions={"park": 1}, step_parts={"run": 1.0})
+    books, link = (
+        WorkerSnapshot("decode-0", "decode", stats, {"raw": (8, 4096)}),
+        LinkSpeed("prefill-0", "decode-0", "shm", 1.0, 1.0),
+    )
+    metrics.watch_workers(lambda: [books], lambda: [link], "toy")
     named = {
         own._name: frozenset(own._labelnames)
         for own in vars(metrics).values()
@@ -65,7 +71,7 @@ def names_of(node: ast.stmt) -> set[str]:
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else getattr(node, "target", None)
     listed = targets if isinstance(targets, list) else [targets]
-    return {target.id for target in listed if isinstance(target, ast.Name)}
+    return {name.id for target in listed if target for name in ast.walk(target) if isinstance(name, ast.Name)}
 
 
 def missing(text: str) -> list[str]:
@@ -84,15 +90,45 @@ def test_every_metric_is_documented_as_it_is() -> None:
     assert documented((ROOT / "docs/metrics.md").read_text(encoding="utf-8")) == exported()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if ":" not in link]
     assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
 
 
-@pytest.mark.parametrize("page", ["docs/lifecycle.md", "docs/failures.md", "CONTRIBUTING.md"])
-def test_every_file_and_every_name_is_there(page: str) -> None:
-    assert missing((ROOT / page).read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_and_every_name_is_there(page: Path) -> None:
+    assert missing(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_every_page_begins_with_a_command(page: Path) -> None:
+    parts = re.sub(r"<!--.*?-->\n*", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).split("\n\n")
+    assert parts[0].startswith("# ")
+    assert re.match(r"    (diptych|python|make|curl) ", parts[1]), parts[1]
+
+
+def missing_packages(text: str, packages: Iterable[str]) -> list[str]:
+    """The packages that `text` does not name, neither as `a/b/` nor as `b` in a row or paragraph that names `a/`."""
+    blocks = re.split(r"\n\s*\n|\n(?=\s*\|)", text)
+
+    def is_named(package: str) -> bool:
+        parent, _, name = package.rpartition("/")
+        return f"`{package}/`" in text or any(
+            f"`{parent}/`" in block and f"`{name}`" in block for block in blocks if parent
+        )
+
+    return [package for package in packages if not is_named(package)]
+
+
+def test_every_package_is_named() -> None:
+    product = {str(path.parent) for path in trees()}
+    beside = {str(file.parent.relative_to(ROOT)) for file in (ROOT / "benchmarks").rglob("*.py")} | {"models"}
+    assert len(product) > 40 and len(beside) > 3
+    lifecycle = (ROOT / "docs/lifecycle.md").read_text(encoding="utf-8").partition("\n## Packages\n")[2]
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert missing_packages(lifecycle, sorted(product | beside)) == []
+    assert missing_packages(contributing, sorted(product)) == []
 
 
 def unheld(text: str) -> list[str]:
@@ -108,8 +144,11 @@ def test_every_promise_is_held_by_a_test() -> None:
 
 
 def test_the_checks_can_fail() -> None:
-    told = "`router/relay.py:Relay.handle` `router/none.py` `router/relay.py:Relay.none` `nowhere/` `/health`"
-    assert missing(told) == ["router/none.py", "router/relay.py:Relay.none", "nowhere/"]
+    relay = "router/requests/relay.py:Relay"
+    text = f"`{relay}.handle_event` `router/none.py` `{relay}.none` `nowhere/` `/health`"
+    assert missing(text) == ["router/none.py", "router/requests/relay.py:Relay.none", "nowhere/"]
+    table = "| `a/` | `b`; `a/b/c/` |\n| `d/` | `e` |"
+    assert missing_packages(table, ["a", "a/b", "a/b/c", "a/e", "d/e", "b"]) == ["a/e", "b"]
     row = "| a fuse | it blows | nothing | at once | {} |"
     rows = [row.format(held) for held in ("-", "`tests/unit/test_docs.py:test_none`")]
     assert unheld("\n".join(rows)) == ["a fuse"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from diptych.errors import ConfigError
-from planner.terms import Slo
-from services.bench.options import Options
+from diptych.slo import Slo
+from services.bench.options import BenchOptions
 
 
 @pytest.mark.parametrize(
@@ -47,24 +47,24 @@ from services.bench.options import Options
 )
 def test_refusals_say_what_to_do(given: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what) as caught:
-        Options(**given)
+        BenchOptions(**given)
     assert caught.value.why and caught.value.fix and len(caught.value.lines()) <= 6
 
 
 def test_what_is_read() -> None:
-    options = Options(rates="1, 2.5", slo_ttft_ms=250.0, attainment=0.95)
-    assert options.many == (1.0, 2.5)
+    options = BenchOptions(rates="1, 2.5", slo_ttft_ms=250.0, attainment=0.95)
+    assert options.rate_list == (1.0, 2.5)
     assert options.slo == Slo(0.25, math.inf, 0.95)
 
 
 def test_a_run_is_a_minute_of_what_is_drawn_and_all_of_what_is_replayed() -> None:
-    assert Options().seconds == Options().told()["duration_s"] == 60.0
-    assert Options(duration_s=5.0).seconds == 5.0
-    assert Options(num_requests=9).seconds is None
-    assert Options(arrivals="replay").seconds is None
-    assert Options(arrivals="replay", duration_s=5.0).told()["duration_s"] == 5.0
+    assert BenchOptions().seconds == BenchOptions().report_fields()["duration_s"] == 60.0
+    assert BenchOptions(duration_s=5.0).seconds == 5.0
+    assert BenchOptions(num_requests=9).seconds is None
+    assert BenchOptions(arrivals="replay").seconds is None
+    assert BenchOptions(arrivals="replay", duration_s=5.0).report_fields()["duration_s"] == 5.0
 
 
 def test_a_report_has_no_secrets() -> None:
-    told = Options(api_key="secret", url="http://h").told()
-    assert told["workload"] == "sharegpt" and "secret" not in str(told) and "url" not in told
+    fields = BenchOptions(api_key="secret", url="http://h").report_fields()
+    assert fields["workload"] == "sharegpt" and "secret" not in str(fields) and "url" not in fields

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.terms import Job
-from services.bench.prompts import ENOUGH, WORDS, Vocabulary, Writer, learn
+from planner.types import Job
+from services.bench.prompts import ENOUGH_WORDS, WORDS, PromptWriter, Vocabulary, learn_vocabulary
 
 
 class Tokenizer:
@@ -24,41 +24,41 @@ class Tokenizer:
 
 async def test_lengths_are_exact_when_words_are_tokens() -> None:
     tokenizer = Tokenizer(around=5, to=2, and_=3, the=2)
-    known = await learn(tokenizer.count)
-    assert known.checked and len(known.words) == ENOUGH and "to" not in known.words
-    writer = Writer(known, "a")
+    known = await learn_vocabulary(tokenizer.count)
+    assert known.checked and len(known.words) == ENOUGH_WORDS and "to" not in known.words
+    writer = PromptWriter(known, "a")
     for prompt in (8, 9, 64, 1000):
-        assert tokenizer.tokens(writer.text(Job(0.0, prompt, 1))) == prompt
+        assert tokenizer.tokens(writer.prompt_text(Job(0.0, prompt, 1))) == prompt
     assert tokenizer.asked <= 2 + len(WORDS)
 
 
 async def test_words_of_two_tokens_come_within_one() -> None:
     tokenizer = Tokenizer(around=1, each=2)
-    writer = Writer(await learn(tokenizer.count), "a")
+    writer = PromptWriter(await learn_vocabulary(tokenizer.count), "a")
     for prompt in (10, 11, 500):
-        assert abs(tokenizer.tokens(writer.text(Job(0.0, prompt, 1))) - prompt) <= 1
+        assert abs(tokenizer.tokens(writer.prompt_text(Job(0.0, prompt, 1))) - prompt) <= 1
 
 
 async def test_a_server_that_does_not_count_is_taken_to_have_a_token_a_word() -> None:
     async def nothing(text: str) -> int | None:
         return None
 
-    known = await learn(nothing)
+    known = await learn_vocabulary(nothing)
     assert not known.checked
-    assert len(Writer(known, "a").text(Job(0.0, 40, 1)).split()) == 40
+    assert len(PromptWriter(known, "a").prompt_text(Job(0.0, 40, 1)).split()) == 40
 
 
 async def test_words_that_are_not_whole_tokens_are_not_used() -> None:
     async def halves(text: str) -> int | None:
         return 3 + len(text) // 2  # by characters: no word has a price
 
-    known = await learn(halves)
+    known = await learn_vocabulary(halves)
     assert known.checked == (len({len(word) for word in known.words}) == 1)
 
 
 def prompts(jobs: list[Job], name: str = "a") -> list[list[str]]:
-    writer = Writer(Vocabulary(WORDS), name)
-    return [writer.text(job).split() for job in jobs]
+    writer = PromptWriter(Vocabulary(WORDS), name)
+    return [writer.prompt_text(job).split() for job in jobs]
 
 
 def test_blocks_of_equal_names_are_equal_text_and_the_rest_is_not() -> None:

@@ -7,23 +7,24 @@ from array import array
 
 import pytest
 
-from planner.goodput import Found, Goodput
-from planner.terms import Job, Served, Slo
+from diptych.slo import Slo
+from planner.types import Job, JobResult
 from services.bench import report
-from services.bench.drive import Run, Seen
-from services.bench.study import Point
+from services.bench.goodput import GoodputEstimate, RateBracket
+from services.bench.load_generator import LoadRun, RequestRecord
+from services.bench.rate_search import RatePoint
 
 SLO = Slo(0.25, 0.05)
 
 
-def seen(at_s: float, ttft_s: float, gaps_s: list[float], failed: str = "", output: int = 4) -> Seen:
+def seen(at_s: float, ttft_s: float, gaps_s: list[float], failed: str = "", output: int = 4) -> RequestRecord:
     tokens = len(gaps_s) + 1
     tpot_s = sum(gaps_s) / len(gaps_s) if gaps_s else 0.0
-    served = Served(Job(at_s, 10, output), ttft_s, tpot_s, at_s + ttft_s + sum(gaps_s), failed)
-    return Seen(served, tokens, 11, array("d", gaps_s), 0.001)
+    served = JobResult(Job(at_s, 10, output), ttft_s, tpot_s, at_s + ttft_s + sum(gaps_s), failed)
+    return RequestRecord(served, tokens, 11, array("d", gaps_s), 0.001)
 
 
-RUN = Run(
+RUN = LoadRun(
     2.0, 0, 5, 0.5,
     [
         seen(0.0, 9.0, [9.0]),  # warm-up
@@ -33,21 +34,21 @@ RUN = Run(
         seen(4.0, 0.2, [], output=1),
         seen(5.0, math.inf, [], "429 queue_full"),
     ],
-    wall_s=10.0, cpu_s=0.5, sent=6, open_most=3, expected=5,
+    wall_s=10.0, cpu_s=0.5, num_sent=6, max_open=3, num_expected=5,
 )  # fmt: skip
 
 
 def test_a_point_has_what_was_asked_for_and_what_came() -> None:
-    told = report.point(Point(2.0, 2 / 5, 0.1, 0.8, [RUN], False), SLO)
-    assert (told["requests"], told["answered"], told["warmup_requests"]) == (5, 4, 1)
-    assert told["errors"] == {"429 queue_full": 1} and told["short_answers"] == 1
-    assert told["good_per_s"] == pytest.approx(2 / 4.5, abs=1e-4)
-    assert told["ttft_ms"] == {
+    figures = report.point_report(RatePoint(2.0, 2 / 5, 0.1, 0.8, [RUN], False), SLO)
+    assert (figures["requests"], figures["answered"], figures["warmup_requests"]) == (5, 4, 1)
+    assert figures["errors"] == {"429 queue_full": 1} and figures["short_answers"] == 1
+    assert figures["good_per_s"] == pytest.approx(2 / 4.5, abs=1e-4)
+    assert figures["ttft_ms"] == {
         "mean": 200.0, "p50": 200.0, "p90": 300.0, "p95": 300.0, "p99": 300.0, "max": 300.0
     }  # fmt: skip
-    assert told["tpot_ms"]["p50"] == 20.0, "an answer of one token has none"
-    assert told["itl_ms"]["max"] == 100.0 and told["itl_ms"]["p50"] == 30.0
-    assert told["client"]["cpu_share"] == 0.05 and told["client"]["prompt_length_error"] == 0.1
+    assert figures["tpot_ms"]["p50"] == 20.0, "an answer of one token has none"
+    assert figures["itl_ms"]["max"] == 100.0 and figures["itl_ms"]["p50"] == 30.0
+    assert figures["client"]["cpu_share"] == 0.05 and figures["client"]["prompt_length_error"] == 0.1
 
 
 def test_percentiles_are_values_that_were_seen() -> None:
@@ -58,23 +59,23 @@ def test_percentiles_are_values_that_were_seen() -> None:
 
 
 def test_rows_give_the_attainment_again() -> None:
-    rows = list(report.rows([RUN]))
+    rows = list(report.request_rows([RUN]))
     counted = [row for row in rows if row["counted"]]
     kept = [
         row for row in counted
         if not row["failed"] and row["ttft_s"] <= SLO.ttft_s and row["tpot_s"] <= SLO.tpot_s
     ]  # fmt: skip
-    assert (len(kept), len(counted)) == RUN.attained(SLO) == (2, 5)
+    assert (len(kept), len(counted)) == RUN.count_attained(SLO) == (2, 5)
 
 
 def test_a_goodput_says_what_it_rests_on() -> None:
-    found = Found(5.0, 5.0, 5.5, ((5.0, 0.95), (5.5, 0.8)))
-    one = report.goodput(Goodput(5.0, (-math.inf, math.inf), 300, 30, (0,), (5.0,), (found,)))
+    found = RateBracket(5.0, 5.0, 5.5, ((5.0, 0.95), (5.5, 0.8)))
+    one = report.goodput_report(GoodputEstimate(5.0, (-math.inf, math.inf), 300, 30, (0,), (5.0,), (found,)))
     assert one == {
         "rate": 5.0, "interval": None, "requests": 300, "warmup_requests": 30, "seeds": [0], "rates": [5.0],
         "brackets": [[5.0, 5.5]],
     }  # fmt: skip
-    two = report.goodput(Goodput(5.0, (4.0, 6.0), 300, 30, (0, 1), (4.5, 5.5), (found, found)))
+    two = report.goodput_report(GoodputEstimate(5.0, (4.0, 6.0), 300, 30, (0, 1), (4.5, 5.5), (found, found)))
     assert two["interval"] == [4.0, 6.0]
 
 
@@ -88,10 +89,12 @@ def test_a_goodput_says_what_it_rests_on() -> None:
         (300, [300, 60], "of the trace's 300 requests a run sent the first 60 to 300, as"),
     ],
 )
-def test_what_of_a_trace_was_not_sent_is_told(trace: int | None, sent: list[int], said: str) -> None:
-    told = {"trace_requests": trace, "points": [{"run_requests": one} for one in sent]}
-    assert report.cut(told).startswith(said) and bool(report.cut(told)) == bool(said)
+def test_what_of_a_trace_was_not_sent_is_reported(trace: int | None, sent: list[int], said: str) -> None:
+    fields = {"trace_requests": trace, "points": [{"run_requests": one} for one in sent]}
+    assert report.replay_cut_note(fields).startswith(said) and bool(report.replay_cut_note(fields)) == bool(
+        said
+    )
 
 
 def test_a_point_says_how_many_requests_a_run_had() -> None:
-    assert report.point(Point(2.0, 2 / 5, 0.1, 0.8, [RUN], False), SLO)["run_requests"] == 5
+    assert report.point_report(RatePoint(2.0, 2 / 5, 0.1, 0.8, [RUN], False), SLO)["run_requests"] == 5

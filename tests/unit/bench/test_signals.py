@@ -1,4 +1,4 @@
-"""A measurement that is told to end does so, whatever it is doing, and lets go of what it owns."""
+"""A measurement that is asked to end does so, whatever it is doing, and lets go of what it owns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from services.bench.signals import interruptible
+from services.bench.signals import interrupt_on_sigterm
 
 PROGRAM = """
 import asyncio, contextlib, signal, uvloop
-from services.bench.signals import interruptible
+from services.bench.signals import interrupt_on_sigterm
 
 async def ask():
     while True:
@@ -26,7 +26,7 @@ async def drive():
 
 with contextlib.ExitStack() as owned:
     owned.callback(print, "let go", flush=True)
-    owned.enter_context(interruptible())
+    owned.enter_context(interrupt_on_sigterm())
     if {waits}:
         print("ready", flush=True)
         signal.pause()
@@ -55,15 +55,15 @@ def test_it_ends_and_lets_go(waits: bool, number: int, background: bool) -> None
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        told, error = process.communicate(timeout=60)
+        output, error = process.communicate(timeout=60)
     finally:
         process.kill()  # one that does not listen is not left behind
         process.wait()
-    assert told == "let go\n" and "KeyboardInterrupt" in error and process.returncode != 0
+    assert output == "let go\n" and "KeyboardInterrupt" in error and process.returncode != 0
 
 
 def test_handlers_are_as_before_afterwards() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with interruptible():
+    with interrupt_on_sigterm():
         assert signal.getsignal(signal.SIGTERM) is not before[1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

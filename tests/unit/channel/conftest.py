@@ -7,16 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from diptych.channel import Hub, Link
-from diptych.keys import WorkerKeys, load_worker_keys, make_keys
-from diptych.messages import Stats
-from tests.unit.channel.ends import (
-    WAIT_S,
-    Dial,
-    Raw,
-    hello,
-    hub_at,
-)
+from diptych.channel.hub import ChannelHub
+from diptych.channel.keys import WorkerKeys, load_worker_keys, make_keys
+from diptych.channel.link import ChannelLink
+from diptych.messages import WorkerStats
+from tests.unit.channel.endpoints import WAIT_S, Dial, RawSocket, make_hello, open_hub
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +22,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def hub(folder: Path) -> AsyncIterator[Hub]:
-    hub = hub_at(folder)
+async def hub(folder: Path) -> AsyncIterator[ChannelHub]:
+    hub = open_hub(folder)
     yield hub
     hub.close()
 
 
 @pytest.fixture
 def dial(folder: Path) -> Iterator[Dial]:
-    links: list[Link] = []
+    links: list[ChannelLink] = []
 
-    def dial(hub: Hub, worker: str = "decode-0", keys: WorkerKeys | None = None, **choices: float) -> Link:
+    def dial(
+        hub: ChannelHub, worker: str = "decode-0", keys: WorkerKeys | None = None, **choices: float
+    ) -> ChannelLink:
         keys = keys or load_worker_keys(folder)
-        choices = {"lost_s": WAIT_S} | choices  # a slow machine is no lost gateway
-        link = Link(hub.address, keys, hello(worker), lambda: Stats(steps=3), beat_s=0.05, **choices)  # type: ignore[arg-type]
+        choices = {"silence_s": WAIT_S} | choices  # a slow machine is no lost gateway
+        link = ChannelLink(
+            hub.address,
+            keys,
+            make_hello(worker),
+            lambda: WorkerStats(steps=3),
+            beat_s=0.05,
+            **choices,  # type: ignore[arg-type]
+        )
         link.open()
         links.append(link)
         return link
@@ -51,7 +55,7 @@ def dial(folder: Path) -> Iterator[Dial]:
 
 
 @pytest.fixture
-def raw(hub: Hub, folder: Path) -> Iterator[Raw]:
-    raw = Raw(hub, folder)
+def raw(hub: ChannelHub, folder: Path) -> Iterator[RawSocket]:
+    raw = RawSocket(hub, folder)
     yield raw
     raw.close()

@@ -8,20 +8,23 @@ work shows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import GrammarError
 from diptych.messages import Logprob
-from diptych.request import Grammar, Sampling
-from engine.growth import Rate
-from engine.loop import Engine, Picked
-from engine.scheduler import Limits, Scheduler, Sequence
-from engine.seams import LayersDone
-from engine.work import Work
-from kvcache.holdings import Holdings
-from kvcache.layout import CHUNK_TOKENS
+from diptych.request import Grammar, SamplingParams
+from engine.isolation import BadSamplingParams
+from engine.loop import Engine
+from engine.new_token_ratio import MeasuredRate
+from engine.protocols import OnLayersDone, SampledToken, StepObserver
+from engine.scheduler import Scheduler
+from engine.sequence import EngineLimits, Sequence
+from engine.step_work import StepWork
+from kvcache.allocator import KvAllocator
 from kvcache.prefix_tree import PrefixTree
-from kvcache.slabs import Slabs
+from kvcache.slab_ledger import SlabLedger
 from kvcache.tiers.host import HostTier
 
 VOCAB = 50
@@ -29,11 +32,13 @@ LAYERS = 2
 ROOT = b"the root of all fakes"
 
 
-def sampling(max_tokens: int = 8, **rest: object) -> Sampling:
-    return Sampling(max_tokens=max_tokens, seed=0, **rest)  # type: ignore[arg-type]
+def sampling(max_tokens: int = 8, **rest: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=0, **rest)  # type: ignore[arg-type]
 
 
-def sequence(name: str, prompt: int | list[int], asked: Sampling | None = None, **rest: object) -> Sequence:
+def sequence(
+    name: str, prompt: int | list[int], asked: SamplingParams | None = None, **rest: object
+) -> Sequence:
     """A sequence of `prompt` tokens (their ids depend on the name), without a deadline."""
     tokens = (
         [(sum(name.encode()) + 7 * i) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
@@ -57,7 +62,7 @@ def alone(seq: Sequence, max_model_len: int = 10_000) -> list[int]:
     return output
 
 
-class Cells:
+class FakeCells:
     """The memory of a pool: one cell per slab and row, each of them the number of a text that was written there."""
 
     def __init__(self, num_slabs: int) -> None:
@@ -73,10 +78,10 @@ class Cells:
         self._texts.append(text)
 
     def slab_bytes(self, slab: int) -> memoryview:
-        """A window on one slab, as `kvcache.pool.Pool` has it."""
+        """A window on one slab, as `kvcache.pool.KvPool` has it."""
         return self.memory[slab * CHUNK_TOKENS * 4 : (slab + 1) * CHUNK_TOKENS * 4]
 
-    def fetch(self, other: Cells, pairs: Iterable[tuple[int, int]]) -> None:
+    def fetch(self, other: FakeCells, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole slabs of `other` here: (its slab, ours)."""
         for source, target in pairs:
             for row in range(CHUNK_TOKENS):
@@ -87,11 +92,11 @@ class FakeRunner:
     """`kv` is what was written: (slab, row) -> the tokens up to there."""
 
     def __init__(self, num_slabs: int) -> None:
-        self.kv = Cells(num_slabs)
-        self.batches: list[list[Work]] = []
+        self.kv = FakeCells(num_slabs)
+        self.batches: list[list[StepWork]] = []
         self.poison: set[int] = set()  # running one of these tokens raises
 
-    def run(self, batch: list[Work], done: LayersDone | None = None) -> list[list[list[int]]]:
+    def run(self, batch: list[StepWork], done: OnLayersDone | None = None) -> list[list[list[int]]]:
         self.batches.append(batch)
         logits = [self.one(work) for work in batch]
         for layer in range(LAYERS if done is not None else 0):
@@ -99,7 +104,7 @@ class FakeRunner:
             done(layer + 1)
         return logits
 
-    def one(self, work: Work) -> list[list[int]]:
+    def one(self, work: StepWork) -> list[list[int]]:
         """Its "logits": for each wanted row, all tokens up to there."""
         if self.poison & set(work.tokens):
             raise MemoryError("no room for this one")
@@ -114,16 +119,19 @@ class FakeRunner:
         return rows[{"all": 0, "last": len(rows) - 1, "none": len(rows)}[work.logits] :]
 
 
-def place(work: Work, position: int) -> tuple[int, int]:
+def place(work: StepWork, position: int) -> tuple[int, int]:
     return work.slabs[position // CHUNK_TOKENS], position % CHUNK_TOKENS
 
 
 class FakeRow:
-    """Its grammar, if any, is a text: "bad" does not compile, "5" is complete after 5 tokens, "push" refuses any."""
+    """Its grammar, if any, is a text: "bad" does not compile, "5" is complete after 5 tokens, "push" refuses any.
+
+    "slow" is not ready before the test says so.
+    """
 
     def __init__(self, seq: Sequence) -> None:
         self.grammar, self.index = seq.sampling.grammar, len(seq.output)
-        self.asked = seq.sampling
+        self.asked, self.cost_s = seq.sampling, 0.0
         if self.grammar == Grammar("lark", "bad"):
             raise GrammarError("does not compile")
 
@@ -140,16 +148,32 @@ class FakeRow:
 class FakeSampler:
     def __init__(self) -> None:
         self.poison: set[int] = set()  # choosing one of these fails that row
+        self.unsound: set[int] = set()  # the same, for a reason that is the request's own
+        self.rows: dict[str, FakeRow] = {}
+        self.wake: Callable[[], None] = lambda: None
+
+    def expect(self, seq: Sequence) -> None:
+        """A grammar "slow" is compiled when somebody says so."""
+        if seq.matcher is None and seq.sampling.grammar == Grammar("lark", "slow"):
+            seq.matcher = SimpleNamespace(ready=False)
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
 
     def open(self, seq: Sequence) -> FakeRow:
-        return FakeRow(seq)
+        assert seq.ready
+        row = self.rows[seq.key] = FakeRow(seq)
+        return row
 
-    def sample(self, logits: list[list[list[int]]], rows: list[FakeRow]) -> list[Picked | Exception]:
-        picks: list[Picked | Exception] = []
+    def sample(self, logits: list[list[list[int]]], rows: list[FakeRow]) -> list[SampledToken | Exception]:
+        picks: list[SampledToken | Exception] = []
         for part, row in zip(logits, rows, strict=True):
             token = following(part[0])
             scored = None if row.asked.logprobs is None else Logprob(token, -1.0, [])
-            picks.append(ValueError("not finite") if token in self.poison else Picked(token, scored))
+            if token in self.unsound:
+                picks.append(BadSamplingParams("nothing is left"))
+                continue
+            picks.append(ValueError("not finite") if token in self.poison else SampledToken(token, scored))
         return picks
 
     def score(self, logits: list[list[int]], tokens: list[int], top: int) -> list[Logprob]:
@@ -157,27 +181,34 @@ class FakeSampler:
         return [Logprob(token, -float(len(known)), []) for known, token in zip(logits, tokens, strict=True)]
 
 
-class Fixed(Rate):
+class FixedRate(MeasuredRate):
     """A rate that is what it is."""
 
-    def note(self, amount: float, seconds: float) -> None:
+    def add_sample(self, amount: float, seconds: float) -> None:
         """Measurements change nothing."""
 
 
-class Bench:
+class EngineBench:
     """An engine on fakes, with a clock that a test moves. `swap` is the host tier's room, in slabs."""
 
-    def __init__(self, num_slabs: int = 64, caching: bool = True, swap: int = 0, **limits: object) -> None:
+    def __init__(
+        self,
+        num_slabs: int = 64,
+        caching: bool = True,
+        swap: int = 0,
+        observer: StepObserver | None = None,
+        **limits: object,
+    ) -> None:
         settings: dict[str, object] = {
             "max_num_seqs": 8,
             "max_num_batched_tokens": 128,
             "max_model_len": 1000,
         } | limits
-        self.scheduler = Scheduler(Limits(num_slabs=num_slabs, **settings))  # type: ignore[arg-type]
-        self.pool, self.runner, self.sampler = Slabs(num_slabs), FakeRunner(num_slabs), FakeSampler()
-        self.holdings = Holdings(self.pool, PrefixTree() if caching else None)
+        self.scheduler = Scheduler(EngineLimits(num_slabs=num_slabs, **settings))  # type: ignore[arg-type]
+        self.pool, self.runner, self.sampler = SlabLedger(num_slabs), FakeRunner(num_slabs), FakeSampler()
+        self.holdings = KvAllocator(self.pool, PrefixTree() if caching else None)
         self.host = HostTier([self.runner.kv], swap * CHUNK_TOKENS * 4)
-        self.engine = Engine(self.runner, self.scheduler, self.holdings, self.sampler, self.host)
+        self.engine = Engine(self.runner, self.scheduler, self.holdings, self.sampler, self.host, observer)
         self.now_s = 0.0
 
     def clock(self) -> float:

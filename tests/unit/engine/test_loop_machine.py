@@ -15,12 +15,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Failed, Output
-from diptych.request import Origin
-from engine.growth import Ratio
-from engine.scheduler import Refused, Sequence
-from kvcache.layout import CHUNK_TOKENS
-from tests.unit.engine.fakes import Bench, Fixed, alone, sampling, sequence
+from diptych.request import Tenancy
+from engine.new_token_ratio import NewTokenRatio
+from engine.sequence import Sequence, SequenceRefused
+from tests.unit.engine.fakes import EngineBench, FixedRate, alone, sampling, sequence
 
 MODEL_LEN = 300
 FAMILIES = [sequence(name, MODEL_LEN).prompt for name in ("one", "another")]
@@ -39,9 +39,11 @@ class Conservation(RuleBasedStateMachine):
             "max_model_len": MODEL_LEN,
             "max_waiting": 5,
         }
-        self.first, self.second = Bench(6, swap=5, **limits), Bench(6, swap=3, **limits)
+        self.first, self.second = EngineBench(6, swap=5, **limits), EngineBench(6, swap=3, **limits)
         for bench in (self.first, self.second):
-            bench.scheduler.ratio = Ratio(0.0, 0.0, 0.0, 0.01)  # admits whatever fits now: preempts often
+            bench.scheduler.ratio = NewTokenRatio(
+                0.0, 0.0, 0.0, 0.01
+            )  # admits whatever fits now: preempts often
         self.names = 0
         self.held: list[Sequence] = []
         self.written: dict[str, list[int]] = {}
@@ -57,10 +59,10 @@ class Conservation(RuleBasedStateMachine):
         common=st.sampled_from([190, 128, 127, 64, 63, 0]),
         family=st.integers(0, 1),
         new=st.sampled_from([100, 60, 10, 2, 1, 0]),
-        hold=st.booleans(),
+        hold_kv=st.booleans(),
         earlier=st.integers(0, 5),
         scored=st.booleans(),
-        origin=st.builds(Origin, st.sampled_from("ab"), st.just(""), st.integers(-1, 1)),
+        origin=st.builds(Tenancy, st.sampled_from("ab"), st.just(""), st.integers(-1, 1)),
         patience=st.one_of(st.just(float("inf")), st.integers(0, 200)),
     )
     def add(self, **asked: Any) -> None:
@@ -73,10 +75,10 @@ class Conservation(RuleBasedStateMachine):
         common: int,
         family: int,
         new: int,
-        hold: bool,
+        hold_kv: bool,
         earlier: int,
         scored: bool,
-        origin: Origin,
+        origin: Tenancy,
         patience: float,
     ) -> None:
         """Prompts begin alike up to `common` tokens, within a family."""
@@ -93,14 +95,14 @@ class Conservation(RuleBasedStateMachine):
             prompt,
             asked,
             output=list(output),
-            hold=hold,
-            stage=hold,
+            hold_kv=hold_kv,
+            stage=hold_kv,
             deadline_s=deadline_s,
             origin=origin,
         )
         try:
             self.first.engine.add(seq, self.first.now_s)
-        except Refused:
+        except SequenceRefused:
             return
         self.asked[name], self.written[name] = plain, list(output)
 
@@ -113,7 +115,7 @@ class Conservation(RuleBasedStateMachine):
     def crowd(self, family: int, common: int) -> None:
         """Three who all grow beyond what there is."""
         for tenant in "aab":
-            self._add(100, common, family, 100, False, 0, False, Origin(tenant), float("inf"))
+            self._add(100, common, family, 100, False, 0, False, Tenancy(tenant), float("inf"))
 
     @rule(which=st.integers(0, 10))
     def hand_over(self, which: int) -> None:
@@ -126,12 +128,12 @@ class Conservation(RuleBasedStateMachine):
         if not bench.engine.admits(copy):
             return
         full = seq.computed // CHUNK_TOKENS
-        copy.slabs = bench.holdings.attach(copy.key, copy.keys[:full])
+        copy.slabs = bench.holdings.attach_prefix(copy.key, copy.keys[:full])
         fetched = len(copy.slabs)
-        copy.slabs += bench.holdings.take(copy.key, -(-copy.total // CHUNK_TOKENS) - fetched)
+        copy.slabs += bench.holdings.allocate(copy.key, -(-copy.total // CHUNK_TOKENS) - fetched)
         pairs = zip(seq.slabs[fetched:], copy.slabs[fetched:], strict=False)
         bench.runner.kv.fetch(self.first.runner.kv, pairs)
-        bench.holdings.share(copy.key, copy.keys[:full], copy.slabs)
+        bench.holdings.publish(copy.key, copy.keys[:full], copy.slabs)
         bench.engine.adopt(copy, bench.now_s)
         self.forget(which)
 
@@ -140,7 +142,7 @@ class Conservation(RuleBasedStateMachine):
         """A lease ends."""
         if self.held:
             seq = self.held.pop(which % len(self.held))
-            self.first.holdings.end(seq.key)
+            self.first.holdings.release(seq.key)
             if seq.key not in self.second.scheduler:
                 self.ended[seq.id] = "dropped"
 
@@ -158,14 +160,14 @@ class Conservation(RuleBasedStateMachine):
     def rates(self, parks: bool, second: bool) -> None:
         """From now on, copying is much cheaper than computing, or the reverse."""
         engine = (self.second if second else self.first).engine
-        engine.copy_rate = Fixed(1e12 if parks else 1e-12)
+        engine.copy_rate = FixedRate(1e12 if parks else 1e-12)
 
     def _taken(self, seq: Sequence) -> None:
         """A held sequence has left the engine, with its slabs."""
 
     def _note(self, message: Output | Failed) -> None:
         name = message.request
-        assert name not in self.ended, "told after its end"
+        assert name not in self.ended, "reported after its end"
         if isinstance(message, Failed):
             self.ended[name] = message.code
             return
@@ -188,24 +190,28 @@ class Conservation(RuleBasedStateMachine):
     @invariant()
     def slabs_belong_to_the_living(self) -> None:
         for bench, held in ((self.first, self.held), (self.second, [])):
-            bench.holdings.check()
+            bench.holdings.check_books()
             book = bench.scheduler
             live = [*book.sequences(), *held]
             assert bench.holdings.owners() == {seq.key: len(seq.slabs) for seq in live if seq.slabs}
-            assert book.waiting_tokens == sum(seq.unread for seq in book.waiting.values())
+            assert book.waiting_tokens == sum(seq.unprefilled_tokens for seq in book.waiting.values())
             started = {seq.key for seq in book.sequences() if seq.started_s is not None}
             assert set(bench.engine._live) == started and started >= set(book.running)
             parked = [seq for seq in book.waiting.values() if seq.parked]
             assert set(bench.host._held) == {seq.key for seq in parked}
-            slabs = sum(-(-seq.computed // CHUNK_TOKENS) for seq in parked)
+            slabs = sum(-(-seq.computed // CHUNK_TOKENS) - seq.parked_from for seq in parked)
             assert bench.host.used_bytes == slabs * bench.host.slab_bytes <= bench.host.capacity_bytes
 
     @invariant()
     def the_first_among_the_best_is_never_preempted(self) -> None:
+        """Among all that hold memory; only a waiting sequence of a better priority takes it from that one."""
         for bench in (self.first, self.second):
             book = bench.scheduler
-            if plan := book.schedule(bench.holdings).preempted:
-                assert plan != min([*book.running.values(), *book.adopted.values()], key=lambda s: s.rank).key
+            if victim := book.schedule(bench.holdings).preempted:
+                holders = [*book.running.values(), *book.adopted.values()]
+                first = min(holders, key=lambda seq: seq.precedence)
+                waits = [seq for seq in book.waiting.values() if seq.origin.priority < first.origin.priority]
+                assert victim != first.key or waits
 
     @invariant()
     def tokens_are_those_of_an_undisturbed_run(self) -> None:
@@ -229,16 +235,32 @@ class Conservation(RuleBasedStateMachine):
                     self._note(emission.message)
                     if emission.held:
                         self._taken(emission.held)
-                        bench.holdings.end(emission.held.key)
+                        bench.holdings.release(emission.held.key)
                         self.ended[emission.held.id] = "dropped"
             assert not len(bench.scheduler) and bench.holdings.used == bench.host.used_bytes == 0
-            bench.holdings.check()
+            bench.holdings.check_books()
         assert set(self.ended) == set(self.asked)
         WAYS.update(self.first.engine.stats.preemptions, **self.second.engine.stats.preemptions)
-        HITS.append(self.first.holdings.hits + self.second.holdings.hits)
+        HITS.append(self.first.holdings.prefix_hits + self.second.holdings.prefix_hits)
 
 
 def test_nothing_is_lost_whatever_happens() -> None:
     """And all of it happens: the examples preempt in both ways, and share."""
     run_state_machine_as_test(Conservation, settings=settings(max_examples=40, stateful_step_count=40))
     assert WAYS["recompute"] and WAYS["park"] and sum(HITS)
+
+
+def test_the_only_sequence_gives_its_memory_to_a_better_priority() -> None:
+    """An example that the machine found: all that hold memory is one sequence, and a better one arrives."""
+    machine = Conservation()
+    machine.begin(parks=False)
+    machine.step(second=False, steps=40)
+    machine.abort(which=1, second=False)
+    machine._add(190, 190, 1, 100, False, 2, False, Tenancy("a", "", -1), float("inf"))
+    book = machine.first.scheduler
+    assert [*book.running, *book.adopted] == [book.schedule(machine.first.holdings).preempted]
+    machine.slabs_belong_to_the_living()
+    machine.the_first_among_the_best_is_never_preempted()
+    machine.step(second=False, steps=40)
+    machine.tokens_are_those_of_an_undisturbed_run()
+    machine.teardown()

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.limits import Limits
-from services.gateway.tokens import Tokens
-from services.gateway.validate import Rules
-from tests.unit.gateway.folder import make_folder
+from services.gateway.openai.request_limits import RequestLimits
+from services.gateway.openai.validate import RequestRules
+from services.gateway.tokenization.tokenizer import GatewayTokenizer
+from tests.unit.gateway.model_folder import make_folder
 
 
 @pytest.fixture(scope="session")
@@ -16,10 +16,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokens(folder: Path) -> Tokens:
-    return Tokens.load(str(folder))
+def tokens(folder: Path) -> GatewayTokenizer:
+    return GatewayTokenizer.load(str(folder))
 
 
 @pytest.fixture(scope="session")
-def rules(tokens: Tokens) -> Rules:
-    return Rules(tokens, ("toy", "org/toy"), tokens.context_tokens, Limits())
+def rules(tokens: GatewayTokenizer) -> RequestRules:
+    return RequestRules(tokens, ("toy", "org/toy"), tokens.context_tokens, RequestLimits())

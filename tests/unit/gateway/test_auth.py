@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.auth import PUBLIC, Auth, Keys, is_loopback
-from services.gateway.origin import tenant_of
+from services.gateway.http.auth import PUBLIC_ROUTES, AuthMiddleware, BearerKeys, is_loopback
+from services.gateway.openai.tenancy import tenant_of_key
 
 KEYS = ("sk-" + "a" * 40, "sk-" + "b" * 40)
 
@@ -29,7 +29,7 @@ def status(path: str, headers: dict[str, str], keys: tuple[str, ...] = KEYS, hos
 
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     asyncio.run(
-        Auth(app, Keys(keys), host)(
+        AuthMiddleware(app, BearerKeys(keys), host)(
             {"type": "http", "method": "GET", "path": path, "headers": raw}, receive, send
         )
     )
@@ -72,7 +72,7 @@ def test_every_route_is_closed_by_default(path: str) -> None:
     assert status(path, {}) == 401
 
 
-@pytest.mark.parametrize("path", sorted(PUBLIC))
+@pytest.mark.parametrize("path", sorted(PUBLIC_ROUTES))
 def test_probes_are_open(path: str) -> None:
     assert status(path, {}) == 200
 
@@ -84,7 +84,8 @@ def test_the_host_header_opens_nothing() -> None:
 
 def test_two_authorization_headers_are_none() -> None:
     raw = [(b"authorization", f"Bearer {KEYS[0]}".encode())] * 2
-    assert Auth(None, Keys(KEYS), "0.0.0.0").refusal({"path": "/v1/models", "headers": raw}) is not None  # type: ignore[arg-type]
+    auth = AuthMiddleware(None, BearerKeys(KEYS), "0.0.0.0")  # type: ignore[arg-type]
+    assert auth.find_refusal({"path": "/v1/models", "headers": raw}) is not None
 
 
 def test_without_keys_a_loopback_server_answers_to_its_own_names_only() -> None:
@@ -109,12 +110,12 @@ def test_what_lies_behind_learns_the_tenant_and_not_the_key() -> None:
 
     def pass_by(keys: tuple[str, ...], *headers: tuple[bytes, bytes]) -> None:
         scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": list(headers)}
-        asyncio.run(Auth(app, Keys(keys), "0.0.0.0")(scope, nothing, nowhere))
+        asyncio.run(AuthMiddleware(app, BearerKeys(keys), "0.0.0.0")(scope, nothing, nowhere))
 
     for key in (*KEYS, KEYS[0]):
         pass_by(KEYS, (b"authorization", f"Bearer  {key}".encode()))
     pass_by((), (b"authorization", b"Bearer anything"))
-    assert found[0] == found[2] == tenant_of(KEYS[0].encode())
+    assert found[0] == found[2] == tenant_of_key(KEYS[0].encode())
     assert found[1] != found[0] and found[3] == ""
     assert not any(key in one for key in KEYS for one in found)
 
@@ -126,8 +127,8 @@ def test_all_keys_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         compared.append(left)
         return left == right
 
-    monkeypatch.setattr("services.gateway.auth.hmac.compare_digest", watch)
-    assert Keys(KEYS).accept(KEYS[0].encode())
+    monkeypatch.setattr("services.gateway.http.auth.hmac.compare_digest", watch)
+    assert BearerKeys(KEYS).accepts_key(KEYS[0].encode())
     assert len(compared) == len(KEYS)
 
 
@@ -137,17 +138,45 @@ def test_loopback_names() -> None:
 
 
 def test_an_admin_key_opens_orders_and_nothing_else() -> None:
-    auth = Auth(None, Keys(KEYS), "0.0.0.0", Keys(["chief"]))  # type: ignore[arg-type]
+    auth = AuthMiddleware(None, BearerKeys(KEYS), "0.0.0.0", BearerKeys(["chief"]))  # type: ignore[arg-type]
 
     def opens(path: str, key: str) -> bool:
-        return auth.refusal({"path": path, "headers": [(b"authorization", f"Bearer {key}".encode())]}) is None
+        return (
+            auth.find_refusal({"path": path, "headers": [(b"authorization", f"Bearer {key}".encode())]})
+            is None
+        )
 
     path = "/admin/workers/decode-0/drain"
     assert opens(path, "chief") and not opens(path, KEYS[0]) and not opens(path, "")
     assert opens("/v1/models", KEYS[0]) and not opens("/v1/models", "chief")
 
 
+def test_figures_are_for_their_keys_alone_where_there_are_any() -> None:
+    figures = BearerKeys(["watcher of figures", "chief of workers"])
+    auth = AuthMiddleware(None, BearerKeys(KEYS), "0.0.0.0", BearerKeys(["chief of workers"]), figures)  # type: ignore[arg-type]
+
+    def opens(path: str, key: str) -> bool:
+        return (
+            auth.find_refusal({"path": path, "headers": [(b"authorization", f"Bearer {key}".encode())]})
+            is None
+        )
+
+    for path in ("/metrics", "/status"):
+        assert opens(path, "watcher of figures") and opens(path, "chief of workers")
+        assert not opens(path, KEYS[0]) and not opens(path, "")
+    assert not opens("/v1/models", "watcher of figures") and opens("/v1/models", KEYS[1])
+    assert not opens("/admin/workers/decode-0/drain", "watcher of figures")
+    assert not opens("/metrics/", "watcher of figures")
+    plain = AuthMiddleware(None, BearerKeys(KEYS), "0.0.0.0")  # type: ignore[arg-type]
+    assert (
+        plain.find_refusal(
+            {"path": "/metrics", "headers": [(b"authorization", b"Bearer " + KEYS[0].encode())]}
+        )
+        is None
+    )
+
+
 def test_an_admin_key_alone_leaves_the_rest_open() -> None:
-    auth = Auth(None, Keys(()), "0.0.0.0", Keys(["chief"]))  # type: ignore[arg-type]
-    assert auth.refusal({"path": "/v1/models", "headers": []}) is None
-    assert auth.refusal({"path": "/admin/workers/decode-0/drain", "headers": []}) is not None
+    auth = AuthMiddleware(None, BearerKeys(()), "0.0.0.0", BearerKeys(["chief"]))  # type: ignore[arg-type]
+    assert auth.find_refusal({"path": "/v1/models", "headers": []}) is None
+    assert auth.find_refusal({"path": "/admin/workers/decode-0/drain", "headers": []}) is not None

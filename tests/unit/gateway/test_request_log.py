@@ -10,46 +10,47 @@ from typing import Any
 import pytest
 
 from diptych.errors import ConfigError
+from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import Output
-from diptych.request import Request, Sampling, Stage
+from diptych.request import Request, RequestStage, SamplingParams
 from router.effects import (
-    Began,
-    Cancelled,
-    Choice,
-    Deliver,
-    Down,
-    Durations,
-    Effect,
-    Entered,
-    Fail,
-    Finish,
-    Local,
-    Moved,
-    Quarantined,
-    Queued,
-    Retried,
-    Up,
+    AttemptBegan,
+    AttemptRetried,
+    ChosenPair,
+    DeliverTokens,
+    FailRequest,
+    FinishRequest,
+    KvMoved,
+    PrefilledLocally,
+    RelayEffect,
+    RequestCancelled,
+    RequestQuarantined,
+    RequestQueued,
+    StageDurations,
+    StageEntered,
+    WorkerDown,
+    WorkerUp,
 )
-from services.gateway import request_log
-from services.gateway.request_log import LogFile, RequestLog
+from services.gateway.metrics import request_log
+from services.gateway.metrics.request_log import RequestLog, RequestLogFile
 
-STORY: list[Effect] = [
-    Up("p", "prefill", "p/1"),
-    Queued("a"),
-    Local("a", "no_link"),
-    Began("a", 0, Choice(None, "d"), False),
-    Entered("a", Stage.QUEUED),
-    Durations("a", {"prefill": 1.0}),
-    Deliver("a", Output("a", 0, [5, 6])),
-    Retried("a", "worker_lost", 0, 2),
-    Down("d", "d/1", "test"),
-    Began("a", 1, Choice("p", "e"), True),
-    Moved("a", "p", "e", "shm", 64, 0.5, 0.4, 0.1),
-    Deliver("a", Output("a", 1, [7])),
-    Quarantined("a"),
-    Fail("a", 500, "request_quarantined", "text that is not for this log"),
-    Finish("b", "stop"),
-    Cancelled("c"),
+STORY: list[RelayEffect] = [
+    WorkerUp("p", "prefill", "p/1"),
+    RequestQueued("a"),
+    PrefilledLocally("a", "no_link"),
+    AttemptBegan("a", 0, ChosenPair(None, "d"), False),
+    StageEntered("a", RequestStage.QUEUED),
+    StageDurations("a", {"prefill": 1.0}),
+    DeliverTokens("a", Output("a", 0, [5, 6])),
+    AttemptRetried("a", "worker_lost", 0, 2),
+    WorkerDown("d", "d/1", "test"),
+    AttemptBegan("a", 1, ChosenPair("p", "e"), True),
+    KvMoved("a", "p", "e", "shm", 64, 0.5, 0.4, 0.1),
+    DeliverTokens("a", Output("a", 1, [7])),
+    RequestQuarantined("a"),
+    FailRequest("a", RequestFailure(FailureReason.REQUEST_QUARANTINED, "text that is not for this log")),
+    FinishRequest("b", "stop"),
+    RequestCancelled("c"),
 ]
 EXPECTED: list[dict[str, Any]] = [
     {"event": "arrive", "request": "a", "prompt_tokens": 3, "max_tokens": 9, "priority": 0, "canary": False},
@@ -75,18 +76,18 @@ EXPECTED: list[dict[str, Any]] = [
 
 
 def request(name: str) -> Request:
-    return Request(name, [1, 2, 3], Sampling(max_tokens=9, seed=0), 10.0)
+    return Request(name, [1, 2, 3], SamplingParams(max_tokens=9, seed=0), 10.0)
 
 
 def test_every_event_has_its_line_and_nothing_of_the_text(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    file = LogFile(str(path))
+    file = RequestLogFile(str(path))
     moments = iter(range(100))
-    told = RequestLog(file, lambda: float(next(moments)))
-    told.arrive(request("a"), canary=False)
+    log = RequestLog(file, lambda: float(next(moments)))
+    log.log_arrival(request("a"), canary=False)
     for effect in STORY:
-        told.note(effect, "d", 7)
-    told.late("Offer", 2)
+        log.on_effect(effect, "d", 7)
+    log.log_late_messages("Offer", 2)
     file.close()
     file.close()
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -101,12 +102,12 @@ def test_every_event_has_its_line_and_nothing_of_the_text(tmp_path: Path) -> Non
 def test_prompts_that_begin_alike_have_the_same_numbers_within_one_log_only(tmp_path: Path) -> None:
     written = []
     for name in ("one", "two"):
-        file = LogFile(str(tmp_path / name))
-        told = RequestLog(file)
+        file = RequestLogFile(str(tmp_path / name))
+        log = RequestLog(file)
         for request_id, chunks in (("a", (b"x", b"y")), ("b", (b"x", b"z"))):
-            told.arrive(request(request_id), canary=False)
-            told.note(Began(request_id, 1, Choice("p", "d"), False), None, None, chunks)
-            told.note(Began(request_id, 2, Choice("p", "d"), False), None, None, chunks)
+            log.log_arrival(request(request_id), canary=False)
+            log.on_effect(AttemptBegan(request_id, 1, ChosenPair("p", "d"), False), None, None, chunks)
+            log.on_effect(AttemptBegan(request_id, 2, ChosenPair("p", "d"), False), None, None, chunks)
         file.close()
         lines = [json.loads(line) for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
         written.append([line["chunks"] for line in lines if "chunks" in line])
@@ -115,15 +116,15 @@ def test_prompts_that_begin_alike_have_the_same_numbers_within_one_log_only(tmp_
     assert not set(first) & set(other)
 
 
-def test_a_log_that_cannot_be_opened_is_told_at_the_start(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_opened_is_reported_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="request log"):
-        LogFile(str(tmp_path / "nowhere" / "log"))
+        RequestLogFile(str(tmp_path / "nowhere" / "log"))
 
 
 def test_after_an_error_nothing_more_is_written_and_nothing_is_raised(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    file = LogFile(str(tmp_path / "pipe"))
+    file = RequestLogFile(str(tmp_path / "pipe"))
     os.close(reader)  # from now on every write fails
     file.write(b"one\n")
     file.close()
@@ -134,7 +135,7 @@ def test_after_an_error_nothing_more_is_written_and_nothing_is_raised(tmp_path: 
 
 def test_what_a_slow_disk_does_not_take_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_log, "MAX_WAITING_BYTES", 10)
-    file = LogFile(str(tmp_path / "log"))
+    file = RequestLogFile(str(tmp_path / "log"))
     file.write(b"a line that is too long\n")
     file.write(b"short\n")
     file.close()

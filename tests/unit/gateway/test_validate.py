@@ -8,54 +8,61 @@ import msgspec
 import pytest
 
 from diptych.errors import RequestError
-from diptych.request import Origin, Sampling
-from services.gateway.limits import Limits
-from services.gateway.schema import ChatRequest, CompletionRequest, Message, ResponseFormat
-from services.gateway.validate import (
-    Ask,
-    Prompt,
-    Rules,
-    ask_chat,
-    ask_completion,
-    check_chat,
-    check_completion,
-    check_length,
-    check_model,
-    conversation,
-    grammar_of,
+from diptych.failure_statuses import RequestFailure
+from diptych.request import SamplingParams, Tenancy
+from services.gateway.openai.chat_messages import parse_chat_messages
+from services.gateway.openai.request_limits import RequestLimits
+from services.gateway.openai.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    ResponseFormat,
+)
+from services.gateway.openai.resolve import Prompt, ResolvedRequest, resolve_chat, resolve_completion
+from services.gateway.openai.validate import (
+    RequestRules,
+    build_grammar,
+    check_chat_fields,
+    check_completion_fields,
+    check_model_name,
+    check_text_length,
     split_prompts,
 )
-from tests.unit.gateway.folder import CONTEXT, END, END_OF_TEXT
+from tests.unit.gateway.model_folder import CONTEXT, END, END_OF_TEXT
 
-TURN = {"role": "user", "content": "hi"}
-
-
-def chat(rules: Rules, prompt_tokens: int = 10, **fields: Any) -> Ask:
-    body = msgspec.convert({"model": "toy", "messages": [TURN], **fields}, ChatRequest)
-    check_chat(body, rules)
-    return ask_chat(body, Prompt([5] * prompt_tokens, "x"), rules)
+USER_MESSAGE = {"role": "user", "content": "hi"}
 
 
-def completion(rules: Rules, prompts: int = 1, prompt_tokens: int = 10, **fields: Any) -> Ask:
+def chat(rules: RequestRules, prompt_tokens: int = 10, **fields: Any) -> ResolvedRequest:
+    body = msgspec.convert({"model": "toy", "messages": [USER_MESSAGE], **fields}, ChatRequest)
+    check_chat_fields(body, rules)
+    grammar = build_grammar(body.response_format, rules.limits)
+    return resolve_chat(body, Prompt([5] * prompt_tokens, "x"), grammar, rules)
+
+
+def completion(
+    rules: RequestRules, prompts: int = 1, prompt_tokens: int = 10, **fields: Any
+) -> ResolvedRequest:
     body = msgspec.convert({"model": "toy", **fields}, CompletionRequest)
-    check_completion(body, prompts, rules)
-    return ask_completion(body, [Prompt([5] * prompt_tokens, "x")] * prompts, rules)
+    check_completion_fields(body, prompts, rules)
+    grammar = build_grammar(body.response_format, rules.limits)
+    return resolve_completion(body, [Prompt([5] * prompt_tokens, "x")] * prompts, grammar, rules)
 
 
-def refused(call: Any, *arguments: Any, **fields: Any) -> RequestError:
+def refused(call: Any, *arguments: Any, **fields: Any) -> RequestFailure:
     with pytest.raises(RequestError) as caught:
         call(*arguments, **fields)
-    return caught.value
+    return caught.value.failure
 
 
-def test_defaults_are_openais(rules: Rules) -> None:
+def test_defaults_are_openais(rules: RequestRules) -> None:
     ask = chat(rules, seed=1)
-    assert ask.sampling == Sampling(max_tokens=CONTEXT - 10, seed=1, stop_token_ids=(END_OF_TEXT, END))
+    assert ask.sampling == SamplingParams(max_tokens=CONTEXT - 10, seed=1, stop_token_ids=(END_OF_TEXT, END))
     assert (ask.n, ask.stops, ask.logprobs, ask.stream, ask.include_usage) == (1, (), None, False, False)
     assert completion(rules).sampling.max_tokens == 16
 
 
-def test_every_sampling_field_arrives(rules: Rules) -> None:
+def test_every_sampling_field_arrives(rules: RequestRules) -> None:
     fields: dict[str, Any] = {
         "temperature": 0.0,
         "top_p": 0.5,
@@ -72,34 +79,34 @@ def test_every_sampling_field_arrives(rules: Rules) -> None:
     sampling = chat(
         rules, stop_token_ids=[9], ignore_eos=True, logprobs=True, top_logprobs=4, **fields
     ).sampling
-    assert sampling == Sampling(**fields, logprobs=4, stop_token_ids=(9,))
+    assert sampling == SamplingParams(**fields, logprobs=4, stop_token_ids=(9,))
 
 
-def test_whose_request_it_is_arrives_on_both_routes(rules: Rules) -> None:
+def test_whose_request_it_is_arrives_on_both_routes(rules: RequestRules) -> None:
     for make in (chat, completion):
         origin = make(rules, cache_salt="x", priority=-3).origin
         assert (origin.tenant, origin.priority) == ("", -3) and origin.scope
-        assert make(rules).origin == Origin()
+        assert make(rules).origin == Tenancy()
 
 
-def test_top_k_of_minus_one_is_off(rules: Rules) -> None:
+def test_top_k_of_minus_one_is_off(rules: RequestRules) -> None:
     assert chat(rules, top_k=-1).sampling.top_k == 0
 
 
-def test_a_negative_seed_is_a_seed(rules: Rules) -> None:
+def test_a_negative_seed_is_a_seed(rules: RequestRules) -> None:
     assert 0 <= chat(rules, seed=-5).sampling.seed < 2**63
 
 
-def test_sequences_of_one_request_differ_in_their_seed_only(rules: Rules) -> None:
+def test_sequences_of_one_request_differ_in_their_seed_only(rules: RequestRules) -> None:
     ask = chat(rules, n=3, seed=2**63 - 1, max_tokens=5)
-    samplings = [ask.sampling_of(ask.prompts[0], i) for i in range(3)]
+    samplings = [ask.sampling_for(ask.prompts[0], i) for i in range(3)]
     assert [sampling.seed for sampling in samplings] == [2**63 - 1, 0, 1]
     assert all(
         msgspec.structs.replace(sampling, seed=ask.sampling.seed) == ask.sampling for sampling in samplings
     )
 
 
-def test_the_newer_name_of_max_tokens_wins(rules: Rules) -> None:
+def test_the_newer_name_of_max_tokens_wins(rules: RequestRules) -> None:
     assert chat(rules, max_tokens=5, max_completion_tokens=7).sampling.max_tokens == 7
 
 
@@ -128,12 +135,13 @@ def test_the_newer_name_of_max_tokens_wins(rules: Rules) -> None:
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"store": True}, "store"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(rules: Rules, fields: dict[str, Any], param: str) -> None:
+def test_what_is_not_served_is_refused_by_name(
+    rules: RequestRules, fields: dict[str, Any], param: str
+) -> None:
     error = refused(chat, rules, **fields)
     assert (error.status, error.param) == (400, param)
 
@@ -154,7 +162,7 @@ def test_what_is_not_served_is_refused_by_name(rules: Rules, fields: dict[str, A
         {"modalities": ["text"], "response_format": {"type": "text"}, "stop": [], "stop_token_ids": []},
     ],
 )
-def test_harmless_fields_pass(rules: Rules, fields: dict[str, Any]) -> None:
+def test_harmless_fields_pass(rules: RequestRules, fields: dict[str, Any]) -> None:
     assert chat(rules, seed=1, **fields) == chat(rules, seed=1)
 
 
@@ -168,44 +176,44 @@ def test_harmless_fields_pass(rules: Rules, fields: dict[str, Any]) -> None:
         ({"prompts": 20, "best_of": 4}, "n"),
     ],
 )
-def test_completions_refuse_by_name(rules: Rules, fields: dict[str, Any], param: str) -> None:
+def test_completions_refuse_by_name(rules: RequestRules, fields: dict[str, Any], param: str) -> None:
     assert refused(completion, rules, **fields).param == param
 
 
-def test_scoring_a_prompt_asks_for_no_token(rules: Rules) -> None:
+def test_scoring_a_prompt_asks_for_no_token(rules: RequestRules) -> None:
     sampling = completion(rules, prompt_tokens=CONTEXT, echo=True, max_tokens=0, logprobs=3).sampling
     assert (sampling.max_tokens, sampling.prompt_logprobs, sampling.logprobs) == (0, 3, 3)
 
 
-def test_best_of_needs_logprobs_to_rank_by(rules: Rules) -> None:
+def test_best_of_needs_logprobs_to_rank_by(rules: RequestRules) -> None:
     ask = completion(rules, best_of=4, n=2)
     assert (ask.sampling.logprobs, ask.logprobs, ask.best_of) == (0, None, 4)
 
 
-def test_the_context_is_a_bound_with_its_arithmetic(rules: Rules) -> None:
+def test_the_context_is_a_bound_with_its_arithmetic(rules: RequestRules) -> None:
     assert chat(rules, prompt_tokens=CONTEXT - 1).sampling.max_tokens == 1
     error = refused(chat, rules, prompt_tokens=CONTEXT)
     assert (error.code, error.param) == ("context_length_exceeded", "messages")
     error = refused(chat, rules, prompt_tokens=CONTEXT - 5, max_completion_tokens=6)
     assert error.code == "context_length_exceeded"
-    assert f"{CONTEXT + 1} ({CONTEXT - 5} in the prompt, 6 in 'max_completion_tokens')" in error.what
+    assert f"{CONTEXT + 1} ({CONTEXT - 5} in the prompt, 6 in 'max_completion_tokens')" in error.message
     assert chat(rules, prompt_tokens=CONTEXT - 5, max_tokens=5).sampling.max_tokens == 5
 
 
-def test_a_default_length_is_cut_to_the_room_of_each_prompt(rules: Rules) -> None:
+def test_a_default_length_is_cut_to_the_room_of_each_prompt(rules: RequestRules) -> None:
     body = CompletionRequest(model="toy")
     long, short = Prompt([5] * (CONTEXT - 3)), Prompt([5])
-    ask = ask_completion(body, [long, short], rules)
-    assert [ask.sampling_of(prompt, 0).max_tokens for prompt in ask.prompts] == [3, 16]
+    ask = resolve_completion(body, [long, short], None, rules)
+    assert [ask.sampling_for(prompt, 0).max_tokens for prompt in ask.prompts] == [3, 16]
 
 
-def test_a_hopelessly_long_text_is_not_tokenised(rules: Rules) -> None:
-    error = refused(check_length, "x" * (rules.tokens.longest_bytes * (CONTEXT + 1)), rules, "prompt")
+def test_a_hopelessly_long_text_is_not_tokenised(rules: RequestRules) -> None:
+    error = refused(check_text_length, "x" * (rules.tokenizer.longest_bytes * (CONTEXT + 1)), rules, "prompt")
     assert error.code == "context_length_exceeded"
-    check_length("x" * CONTEXT, rules, "prompt")
+    check_text_length("x" * CONTEXT, rules, "prompt")
 
 
-def test_prompts_come_in_four_forms(rules: Rules) -> None:
+def test_prompts_come_in_four_forms(rules: RequestRules) -> None:
     assert split_prompts(None, rules) == [""]
     assert split_prompts("a", rules) == ["a"]
     assert split_prompts(["a", "b"], rules) == ["a", "b"]
@@ -214,34 +222,34 @@ def test_prompts_come_in_four_forms(rules: Rules) -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a", 1], [[1], "a"], [1, [2]], [[]], [320], [[1], [320]], ["a"] * 33])
-def test_bad_prompts_are_refused(rules: Rules, prompt: list[Any]) -> None:
+def test_bad_prompts_are_refused(rules: RequestRules, prompt: list[Any]) -> None:
     assert refused(split_prompts, prompt, rules).param == "prompt"
 
 
-def test_models_are_known_by_name(rules: Rules) -> None:
-    assert check_model("org/toy", rules) == "org/toy"
-    assert check_model(None, rules) == "toy"
-    error = refused(check_model, "gpt-5", rules)
+def test_models_are_known_by_name(rules: RequestRules) -> None:
+    assert check_model_name("org/toy", rules) == "org/toy"
+    assert check_model_name(None, rules) == "toy"
+    error = refused(check_model_name, "gpt-5", rules)
     assert (error.status, error.code) == (404, "model_not_found")
 
 
-def turns(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    return conversation(msgspec.convert(list(messages), list[Message]))
+def parse_messages(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return parse_chat_messages(msgspec.convert(list(messages), list[Message]))
 
 
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert turns({"role": "user", "content": parts}) == [{"role": "user", "content": "ab"}]
+    assert parse_messages({"role": "user", "content": parts}) == [{"role": "user", "content": "ab"}]
 
 
 def test_past_tool_calls_reach_the_template_with_their_arguments_parsed() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    told = turns(
+    messages = parse_messages(
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "1"},
     )
-    assert told[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
-    assert told[1] == {"role": "tool", "content": "2", "tool_call_id": "1"}
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert messages[1] == {"role": "tool", "content": "2", "tool_call_id": "1"}
 
 
 @pytest.mark.parametrize(
@@ -260,7 +268,7 @@ def test_past_tool_calls_reach_the_template_with_their_arguments_parsed() -> Non
     ],
 )
 def test_bad_messages_are_refused_by_name(message: dict[str, Any], param: str) -> None:
-    assert refused(turns, message).param == param
+    assert refused(parse_messages, message).param == param
 
 
 def schema_format(schema: dict[str, Any]) -> ResponseFormat:
@@ -270,7 +278,7 @@ def schema_format(schema: dict[str, Any]) -> ResponseFormat:
 
 
 def test_grammars_are_bounded_before_they_are_compiled() -> None:
-    limits = Limits()
+    limits = RequestLimits()
     deep: dict[str, Any] = {}
     for _ in range(40):
         deep = {"items": deep}
@@ -280,7 +288,7 @@ def test_grammars_are_bounded_before_they_are_compiled() -> None:
         {"patternProperties": {"x" * 2000: {}}},
     ]
     for schema in schemas:
-        assert refused(grammar_of, schema_format(schema), limits).code == "invalid_schema"
-    grammar = grammar_of(schema_format({"type": "object"}), limits)
+        assert refused(build_grammar, schema_format(schema), limits).code == "invalid_schema"
+    grammar = build_grammar(schema_format({"type": "object"}), limits)
     assert grammar is not None
     assert (grammar.kind, grammar.text) == ("json_schema", '{"type":"object"}')

@@ -21,8 +21,8 @@ def seen(scale: float, slabs: float = 100.0) -> Seen:
 
 def test_ratios_are_medians_of_each_rounds_own_ratio() -> None:
     """A machine that was slow for one round was slow for both sides of it."""
-    told = compare([seen(0.5), seen(5.0), seen(1.0)], [seen(1.0), seen(10.0), seen(1.0)])
-    assert told == {
+    ratios = compare([seen(0.5), seen(5.0), seen(1.0)], [seen(1.0), seen(10.0), seen(1.0)])
+    assert ratios == {
         "ttft_ratio": 0.5, "ttft_last_ratio": 0.5, "lone_ttft_ratio": 0.5, "throughput_ratio": 2.0,
         "tpot_ratio": 0.5, "kv_ratio": 2.0,
     }  # fmt: skip

@@ -12,27 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.hashing import digest
-from kvcache.prefix_tree import Node, PrefixTree, chunk_keys, root
+from diptych.hashing import hash_fields
+from kvcache.prefix_tree import PrefixNode, PrefixTree, chunk_keys, root_key
 
-ROOT = root("model", "scope")
+ROOT = root_key("model", "scope")
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=200)
 FIELDS = st.tuples(*[st.text(max_size=4)] * 4)
 
 
-def path(tree: PrefixTree, keys: list[bytes], first_slab: int) -> list[Node]:
+def path(tree: PrefixTree, keys: list[bytes], first_slab: int) -> list[PrefixNode]:
     """Insert and hold `keys`, a path; the first of them may be known."""
-    nodes = tree.match(keys)
-    tree.lock(nodes)
+    nodes = tree.match_prefix(keys)
+    tree.lock_nodes(nodes)
     for key in keys[len(nodes) :]:
-        nodes.append(tree.insert(key, first_slab + len(nodes), nodes[-1] if nodes else None))
+        nodes.append(tree.insert_chunk(key, first_slab + len(nodes), nodes[-1] if nodes else None))
     return nodes
 
 
 def test_an_address_covers_the_64_tokens_and_all_before_them() -> None:
     tokens = list(range(1000, 1129))
-    first = digest([ROOT, struct.pack("<64I", *tokens[:64])])
-    second = digest([first, struct.pack("<64I", *tokens[64:128])])
+    first = hash_fields([ROOT, struct.pack("<64I", *tokens[:64])])
+    second = hash_fields([first, struct.pack("<64I", *tokens[64:128])])
     assert chunk_keys(tokens, ROOT) == [first, second]
     assert chunk_keys(tokens[:127], ROOT) == [first]
     assert chunk_keys(tokens[:63], ROOT) == []
@@ -63,7 +63,7 @@ def test_scopes_models_codecs_and_variants_never_meet(
 ) -> None:
     """Not even where the fields read the same one after the other, as "ab", "c" and "a", "bc" do."""
     tokens = [1] * 128
-    met = set(chunk_keys(tokens, root(*one))) & set(chunk_keys(tokens, root(*two)))
+    met = set(chunk_keys(tokens, root_key(*one))) & set(chunk_keys(tokens, root_key(*two)))
     assert bool(met) == (one == two)
 
 
@@ -81,33 +81,33 @@ def test_leaves_go_before_their_parents_and_the_longest_unused_first() -> None:
     tree = PrefixTree()
     left, right = chunk_keys([1] * 192, ROOT), chunk_keys([1] * 64 + [2] * 128, ROOT)
     first, second = path(tree, left, 10), path(tree, right, 20)
-    tree.unlock(second)
-    tree.unlock(first)
-    tree.check()
+    tree.unlock_nodes(second)
+    tree.unlock_nodes(first)
+    tree.check_books()
     # `right` was let go before `left`, and the chunk they share is above both.
-    assert tree.evict(2) == [22, 21]
-    assert tree.evict(9) == [12, 11, 10]
-    assert len(tree) == tree.unheld == 0
+    assert tree.evict_chunks(2) == [22, 21]
+    assert tree.evict_chunks(9) == [12, 11, 10]
+    assert len(tree) == tree.num_unheld == 0
 
 
 def test_what_is_held_is_not_evicted_and_being_held_is_being_used() -> None:
     tree = PrefixTree()
     old, new = path(tree, chunk_keys([1] * 128, ROOT), 0), path(tree, chunk_keys([2] * 128, ROOT), 2)
-    tree.unlock(old)
-    tree.unlock(new)
-    tree.lock(old)
-    assert tree.unheld == 2
-    assert tree.evict(4) == [3, 2]
-    tree.unlock(old)
-    assert tree.evict(4) == [1, 0]
+    tree.unlock_nodes(old)
+    tree.unlock_nodes(new)
+    tree.lock_nodes(old)
+    assert tree.num_unheld == 2
+    assert tree.evict_chunks(4) == [3, 2]
+    tree.unlock_nodes(old)
+    assert tree.evict_chunks(4) == [1, 0]
 
 
 def test_looking_is_not_using() -> None:
     tree = PrefixTree()
     for slab, token in enumerate((1, 2)):
-        tree.unlock(path(tree, chunk_keys([token] * 64, ROOT), slab))
-    assert [node.slab for node in tree.match(chunk_keys([1] * 64, ROOT))] == [0]
-    assert tree.evict(1) == [0]
+        tree.unlock_nodes(path(tree, chunk_keys([token] * 64, ROOT), slab))
+    assert [node.slab for node in tree.match_prefix(chunk_keys([1] * 64, ROOT))] == [0]
+    assert tree.evict_chunks(1) == [0]
 
 
 def test_misuse_is_refused_and_changes_nothing() -> None:
@@ -115,21 +115,21 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
     keys = chunk_keys([1] * 128, ROOT)
     nodes = path(tree, keys[:1], 0)
     with pytest.raises(ValueError, match="already"):
-        tree.insert(keys[0], 1, None)
-    tree.unlock(nodes)
+        tree.insert_chunk(keys[0], 1, None)
+    tree.unlock_nodes(nodes)
     with pytest.raises(ValueError, match="nobody holds"):
-        tree.insert(keys[1], 1, nodes[0])
+        tree.insert_chunk(keys[1], 1, nodes[0])
     with pytest.raises(ValueError, match="cannot be released"):
-        tree.unlock(nodes)
-    tree.check()
-    assert (len(tree), tree.unheld) == (1, 1)
+        tree.unlock_nodes(nodes)
+    tree.check_books()
+    assert (len(tree), tree.num_unheld) == (1, 1)
 
 
 @pytest.mark.parametrize("damage", ["children", "slab", "unheld", "order", "parent", "refs"])
 def test_check_finds_broken_books(damage: str) -> None:
     tree = PrefixTree()
     nodes = path(tree, chunk_keys([1] * 192, ROOT), 0)
-    tree.unlock(nodes)
+    tree.unlock_nodes(nodes)
     if damage == "children":
         nodes[0].children += 1
     elif damage == "slab":
@@ -141,9 +141,9 @@ def test_check_finds_broken_books(damage: str) -> None:
     elif damage == "parent":
         del tree._nodes[nodes[0].key]
     else:
-        tree.lock(nodes[1:])
+        tree.lock_nodes(nodes[1:])
     with pytest.raises(AssertionError):
-        tree.check()
+        tree.check_books()
 
 
 def test_a_chunk_costs_at_most_half_a_kilobyte_however_often_it_comes_and_goes() -> None:
@@ -152,15 +152,15 @@ def test_a_chunk_costs_at_most_half_a_kilobyte_however_often_it_comes_and_goes()
     tracemalloc.start()
     try:
         tree = PrefixTree()
-        for turn in range(4):
+        for round_number in range(4):
             for slab in range(count):
-                key = hashlib.sha256(f"{turn} {slab}".encode()).digest()
-                nodes = [tree.insert(key, slab, None)]
-                tree.unlock(nodes)
-                tree.lock(nodes)
-                tree.unlock(nodes)
+                key = hashlib.sha256(f"{round_number} {slab}".encode()).digest()
+                nodes = [tree.insert_chunk(key, slab, None)]
+                tree.unlock_nodes(nodes)
+                tree.lock_nodes(nodes)
+                tree.unlock_nodes(nodes)
             held.append(tracemalloc.get_traced_memory()[0])
-            tree.evict(count)
+            tree.evict_chunks(count)
     finally:
         tracemalloc.stop()
     assert max(held) <= 512 * count
@@ -196,15 +196,15 @@ def test_hit_rate_of_a_zipf_trace_is_that_of_an_offline_lru(capacity: int) -> No
     tree, idle = PrefixTree(), list(range(capacity))
     hits = 0
     for keys in trace:
-        nodes = tree.match(keys)
-        tree.lock(nodes)
+        nodes = tree.match_prefix(keys)
+        tree.lock_nodes(nodes)
         hits += len(nodes)
         missing = keys[len(nodes) :]
-        idle += tree.evict(len(missing) - len(idle))
+        idle += tree.evict_chunks(len(missing) - len(idle))
         for key in missing:
-            nodes.append(tree.insert(key, idle.pop(), nodes[-1] if nodes else None))
-        tree.unlock(nodes)
-    tree.check()
+            nodes.append(tree.insert_chunk(key, idle.pop(), nodes[-1] if nodes else None))
+        tree.unlock_nodes(nodes)
+    tree.check_books()
     rate, oracle = hits / sum(map(len, trace)), distances(trace, capacity)
     assert rate == pytest.approx(oracle, rel=0.03)
     assert 0.15 < rate < 0.9  # neither everything nor nothing fits

@@ -6,16 +6,16 @@ import msgspec
 import pytest
 
 from diptych.errors import TransferError
-from kvcache.layout import KVLayout, Shard
-from kvtransfer.parts import whole
+from kvcache.layout import KvLayout, Shard
+from kvtransfer.cooperative import run_to_end
+from kvtransfer.resharding import unsharded_pool
 from kvtransfer.transports import nixl
-from kvtransfer.turns import finish
 
-LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=2, dtype="float32")
+LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=2, dtype="float32")
 WHOLE = Shard((0, 1), (0, 1))
 
 
-class Agent:
+class FakeNixlAgent:
     """Reads that are under way until a test says more."""
 
     def __init__(self) -> None:
@@ -23,14 +23,14 @@ class Agent:
         self.broken: set[int] = set()
         self.posted, self.closed = 0, False
 
-    def add(self, metadata: bytes) -> str:
+    def add_peer(self, metadata: bytes) -> str:
         return "peer"
 
-    def post(self, peer: object, segments: object) -> int:
+    def post_read(self, peer: object, segments: object) -> int:
         self.posted += 1
         return self.posted
 
-    def done(self, handle: int) -> bool:
+    def is_done(self, handle: int) -> bool:
         if self.closed or handle in self.broken:
             raise TransferError("a NIXL read failed")
         return handle in self.over
@@ -40,22 +40,22 @@ class Agent:
 
 
 def test_a_read_that_fails_late_does_not_end_those_that_began_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    agents: list[Agent] = []
+    agents: list[FakeNixlAgent] = []
 
-    def make(name: str, regions: object, *, serve: bool) -> Agent:
-        agents.append(Agent())
+    def make(name: str, regions: object, *, serve: bool) -> FakeNixlAgent:
+        agents.append(FakeNixlAgent())
         return agents[-1]
 
-    monkeypatch.setattr(nixl, "Agent", make)
-    own = whole(LAYOUT, memoryview(bytearray(4 * LAYOUT.chunk_bytes)))
-    endpoint = nixl.Endpoint(b"", [(WHOLE, 4096, 4 * LAYOUT.chunk_bytes)], 0)
-    lane = nixl.Lane(own, memoryview(bytearray(4096)), endpoint, lambda: 60.0)
-    first, beside = lane.pull([(0, 0)], None), lane.pull([(1, 1)], None)
+    monkeypatch.setattr(nixl, "NixlAgent", make)
+    own = unsharded_pool(LAYOUT, memoryview(bytearray(4 * LAYOUT.chunk_bytes)))
+    endpoint = nixl.NixlEndpoint(b"", [(WHOLE, 4096, 4 * LAYOUT.chunk_bytes)], 0)
+    lane = nixl.NixlConnection(own, memoryview(bytearray(4096)), endpoint, lambda: 60.0)
+    first, beside = lane.pull_chunks([(0, 0)], None), lane.pull_chunks([(1, 1)], None)
     next(first), next(beside)
     agents[0].broken.add(1)
     with pytest.raises(TransferError):
         next(first)
-    again = lane.pull([(0, 0)], None)
+    again = lane.pull_chunks([(0, 0)], None)
     next(again)
     assert [agent.closed for agent in agents] == [True, False]
     with pytest.raises(TransferError):
@@ -66,7 +66,7 @@ def test_a_read_that_fails_late_does_not_end_those_that_began_anew(monkeypatch: 
 
 
 def test_a_source_that_claims_more_than_there_can_be_is_refused() -> None:
-    own = whole(LAYOUT, memoryview(bytearray(4 * LAYOUT.chunk_bytes)))
-    endpoint = nixl.Endpoint(b"", [(WHOLE, 4096, LAYOUT.chunk_bytes << 48)], 0)
+    own = unsharded_pool(LAYOUT, memoryview(bytearray(4 * LAYOUT.chunk_bytes)))
+    endpoint = nixl.NixlEndpoint(b"", [(WHOLE, 4096, LAYOUT.chunk_bytes << 48)], 0)
     with pytest.raises(TransferError, match="no NIXL link"):
-        finish(nixl.Puller(own).linking("prefill-0", "life", msgspec.msgpack.encode(endpoint)))
+        run_to_end(nixl.NixlPuller(own).link_task("prefill-0", "life", msgspec.msgpack.encode(endpoint)))

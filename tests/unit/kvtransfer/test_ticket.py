@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.errors import StaleTicket, TransferError
+from kvcache.layout import KvLayout
 from kvtransfer import ticket as tickets
-from kvtransfer.digests import DIGEST_BYTES, HASHERS, HASHES, Seal, Terms
-from kvtransfer.ticket import Hint
+from kvtransfer.digests import (
+    DIGEST_BYTES,
+    HASH_FUNCTIONS,
+    MAX_CHUNK_BYTES,
+    STREAM_HASHERS,
+    ChunkDigester,
+    DigestContext,
+)
+from kvtransfer.ticket import StagingHint
 
 KEY = b"k" * 32
 SHAPE = (2, 2, 2, 64, 4)
@@ -28,56 +37,104 @@ BASE: dict[str, object] = {
     "dtype": "float32",
     "shape": SHAPE,
     "fingerprint": "ab" * 32,
+    "chunk_bytes": SLAB_BYTES,
+    "codec": "",
     "algorithm": "xxh3",
 }
+LAYOUT = KvLayout(2, 2, 4, "float32")
+# Two codecs of the same size, and one codec with two calibrations.
+CODED = [
+    replace(LAYOUT, codec=codec) for codec in ("int8.g4", "nuq4-1%.g8@" + "0" * 16, "nuq4-1%.g8@" + "1" * 16)
+]
 
 
-def terms(**changes: object) -> Terms:
-    return Terms(**{**BASE, **changes})  # type: ignore[arg-type]
+def terms(**changes: object) -> DigestContext:
+    return DigestContext(**{**BASE, **changes})  # type: ignore[arg-type]
 
 
 def payload(slab: int, algorithm: str) -> bytes:
-    return HASHES[algorithm](bytes([0, slab]) * (SLAB_BYTES // 2))
+    return HASH_FUNCTIONS[algorithm](bytes([0, slab]) * (SLAB_BYTES // 2))
 
 
 def written() -> tickets.Ticket:
-    return tickets.write(KEY, terms(), "prefill-0", "life-1", [5, 0, 7], payload)
+    return tickets.issue_ticket(KEY, terms(), "prefill-0", "life-1", [5, 0, 7], payload)
 
 
 def test_a_ticket_survives_the_wire() -> None:
     ticket = written()
-    assert tickets.decode(tickets.encode(ticket, KEY), KEY) == ticket
-    assert (ticket.chunk_bytes, ticket.num_bytes) == (SLAB_BYTES, 3 * SLAB_BYTES)
+    assert tickets.decode_ticket(tickets.encode_ticket(ticket, KEY), KEY) == ticket
+    assert ticket.num_bytes == 3 * SLAB_BYTES
+    assert (LAYOUT.chunk_shape, LAYOUT.chunk_bytes) == (SHAPE, SLAB_BYTES)
+
+
+def coded_ticket(layout: KvLayout) -> tickets.Ticket:
+    coded = terms(codec=layout.codec, chunk_bytes=layout.chunk_bytes)
+    return tickets.issue_ticket(KEY, coded, "prefill-0", "life-1", [5, 0, 7], payload)
+
+
+@pytest.mark.parametrize("layout", CODED, ids=lambda layout: layout.codec)
+def test_a_ticket_of_coded_kv_counts_coded_bytes(layout: KvLayout) -> None:
+    ticket = tickets.decode_ticket(tickets.encode_ticket(coded_ticket(layout), KEY), KEY)
+    assert ticket.num_bytes == 3 * layout.chunk_bytes < 3 * SLAB_BYTES
+    tickets.check_ticket(ticket, **expected_terms(layout=layout))
+
+
+@pytest.mark.parametrize("offered", [LAYOUT, *CODED], ids=lambda layout: layout.kv_class)
+@pytest.mark.parametrize("here", [LAYOUT, *CODED], ids=lambda layout: layout.kv_class)
+def test_a_ticket_of_another_codec_or_calibration_is_refused_by_name(
+    offered: KvLayout, here: KvLayout
+) -> None:
+    ticket = coded_ticket(offered)
+    if offered == here:
+        tickets.check_ticket(ticket, **expected_terms(layout=here))
+        return
+    with pytest.raises(StaleTicket, match="for another KV codec") as caught:
+        tickets.check_ticket(ticket, **expected_terms(layout=here))
+    assert caught.value.why == f"offered: {offered.kv_class}\nhere:    {here.kv_class}"
+
+
+def test_a_ticket_whose_pages_have_another_size_is_stale() -> None:
+    """A codec whose pages have changed keeps its name; the sizes tell."""
+    bad = tickets.issue_ticket(
+        KEY,
+        terms(codec=CODED[0].codec, chunk_bytes=CODED[0].chunk_bytes + 64),
+        "prefill-0",
+        "life-1",
+        [5, 0, 7],
+        payload,
+    )
+    with pytest.raises(StaleTicket, match="another chunk size"):
+        tickets.check_ticket(bad, **expected_terms(layout=CODED[0]))
 
 
 @given(st.data())
 def test_no_changed_byte_is_accepted(data: st.DataObject) -> None:
-    raw = bytearray(tickets.encode(written(), KEY))
+    raw = bytearray(tickets.encode_ticket(written(), KEY))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(TransferError):
-        tickets.decode(bytes(raw), KEY)
+        tickets.decode_ticket(bytes(raw), KEY)
 
 
 @given(st.binary(max_size=300))
 def test_signed_rubbish_is_refused(body: bytes) -> None:
     """Even the holder of the key cannot make `decode` fail in any other way."""
     with pytest.raises(TransferError):
-        tickets.decode(body + tickets._mac(body, KEY, "ticket"), KEY)
+        tickets.decode_ticket(body + tickets._compute_mac(body, KEY, "ticket"), KEY)
 
 
 @pytest.mark.parametrize("cut", [1, 31, 32, 33, 100])
 def test_truncated_tickets_are_refused(cut: int) -> None:
     with pytest.raises(TransferError):
-        tickets.decode(tickets.encode(written(), KEY)[:-cut], KEY)
+        tickets.decode_ticket(tickets.encode_ticket(written(), KEY)[:-cut], KEY)
 
 
 def test_another_key_and_too_much_are_refused() -> None:
-    raw = tickets.encode(written(), KEY)
+    raw = tickets.encode_ticket(written(), KEY)
     with pytest.raises(TransferError, match="refused"):
-        tickets.decode(raw, b"x" * 32)
+        tickets.decode_ticket(raw, b"x" * 32)
     with pytest.raises(TransferError, match="refused"):
-        tickets.decode(raw + bytes(tickets.MAX_BYTES), KEY)
+        tickets.decode_ticket(raw + bytes(tickets.MAX_TICKET_BYTES), KEY)
 
 
 @pytest.mark.parametrize(
@@ -90,67 +147,66 @@ def test_another_key_and_too_much_are_refused() -> None:
         {"num_tokens": 64},
         {"num_tokens": 193},
         {"shape": (2, 2, 2, 0, 4)},
+        {"chunk_bytes": SLAB_BYTES + 64},
+        {"chunk_bytes": 0, "codec": "tq4.s0"},
+        {"chunk_bytes": 2 * MAX_CHUNK_BYTES, "codec": "tq4.s0"},
+        {"codec": "x" * 81},
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(change: dict[str, object]) -> None:
     ticket = written()
     bad = msgspec.structs.replace(ticket, terms=msgspec.structs.replace(ticket.terms, **change))
     with pytest.raises(TransferError):
-        tickets.decode(tickets.encode(bad, KEY), KEY)
+        tickets.decode_ticket(tickets.encode_ticket(bad, KEY), KEY)
 
 
 def test_two_chunks_in_one_slab_are_refused() -> None:
     ticket = written()
     bad = msgspec.structs.replace(ticket, chunks=(ticket.chunks[0],) * 3)
     with pytest.raises(TransferError):
-        tickets.decode(tickets.encode(bad, KEY), KEY)
+        tickets.decode_ticket(tickets.encode_ticket(bad, KEY), KEY)
 
 
-@dataclasses.dataclass
-class Here:
-    request: str = "req-1"
-    epoch: int = 3
-    num_tokens: int = 130
-    dtype: str = "float32"
-    shape: tuple[int, ...] = SHAPE
-    fingerprint: str = "ab" * 32
+def expected_terms(**changes: Any) -> dict[str, Any]:
+    expected = {"request": "req-1", "epoch": 3, "num_tokens": 130, "layout": LAYOUT, "fingerprint": "ab" * 32}
+    return expected | changes
 
 
 def test_an_expected_ticket_is_let_through() -> None:
-    tickets.expect(written(), **dataclasses.asdict(Here()))
+    tickets.check_ticket(written(), **expected_terms())
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Here(request="req-2"),
-        Here(epoch=4),
-        Here(num_tokens=131),
-        Here(dtype="float16"),
-        Here(shape=(2, 2, 2, 64, 8)),
-        Here(fingerprint="cd" * 32),
+        {"request": "req-2"},
+        {"epoch": 4},
+        {"num_tokens": 131},
+        {"layout": replace(LAYOUT, dtype="float16")},
+        {"layout": replace(LAYOUT, head_dim=8)},
+        {"fingerprint": "cd" * 32},
     ],
 )
-def test_a_ticket_for_something_else_is_stale(other: Here) -> None:
+def test_a_ticket_for_something_else_is_stale(other: dict[str, Any]) -> None:
     with pytest.raises(StaleTicket) as caught:
-        tickets.expect(written(), **dataclasses.asdict(other))
+        tickets.check_ticket(written(), **expected_terms(**other))
     assert "offered" in caught.value.why and "here" in caught.value.why
 
 
 def test_writing_needs_a_slab_per_chunk() -> None:
     with pytest.raises(ValueError, match="3 chunks"):
-        tickets.write(KEY, terms(), "prefill-0", "life-1", [1, 2], payload)
+        tickets.issue_ticket(KEY, terms(), "prefill-0", "life-1", [1, 2], payload)
 
 
-@pytest.mark.parametrize("algorithm", sorted(HASHES))
+@pytest.mark.parametrize("algorithm", sorted(HASH_FUNCTIONS))
 def test_digests_are_bound_to_every_term(algorithm: str) -> None:
     """The same bytes under any other term, or at another index, do not verify."""
     base = terms(algorithm=algorithm)
-    payload = HASHES[algorithm](b"payload" * 1000)
-    seal = Seal(KEY, base)
-    promised = seal.bind(1, payload)
+    payload = HASH_FUNCTIONS[algorithm](b"payload" * 1000)
+    seal = ChunkDigester(KEY, base)
+    promised = seal.digest_chunk(1, payload)
     assert len(promised) == len(payload) == DIGEST_BYTES
-    assert seal.matches(1, payload, promised)
+    assert seal.matches_chunk(1, payload, promised)
     others: dict[str, object] = {
         "request": "req-2",
         "epoch": 4,
@@ -159,37 +215,40 @@ def test_digests_are_bound_to_every_term(algorithm: str) -> None:
         "dtype": "float16",
         "shape": (2, 2, 2, 64, 8),
         "fingerprint": "cd" * 32,
-        "algorithm": next(name for name in HASHES if name != algorithm),
+        "chunk_bytes": SLAB_BYTES + 64,
+        "codec": CODED[1].codec,
+        "algorithm": next(name for name in HASH_FUNCTIONS if name != algorithm),
     }
     assert set(others) == set(base.__struct_fields__)
+    assert base.codec == ""
     for name, value in others.items():
-        other = Seal(KEY, terms(**{"algorithm": algorithm, name: value}))
-        assert not other.matches(1, payload, promised), name
-    assert not seal.matches(0, payload, promised) and not seal.matches(2, payload, promised)
-    assert not Seal(b"another key, long enough", base).matches(1, payload, promised)
-    assert not seal.matches(1, os.urandom(DIGEST_BYTES), promised)
+        other = ChunkDigester(KEY, terms(**{"algorithm": algorithm, name: value}))
+        assert not other.matches_chunk(1, payload, promised), name
+    assert not seal.matches_chunk(0, payload, promised) and not seal.matches_chunk(2, payload, promised)
+    assert not ChunkDigester(b"another key, long enough", base).matches_chunk(1, payload, promised)
+    assert not seal.matches_chunk(1, os.urandom(DIGEST_BYTES), promised)
 
 
-@pytest.mark.parametrize("algorithm", sorted(HASHES))
+@pytest.mark.parametrize("algorithm", sorted(HASH_FUNCTIONS))
 @given(data=st.binary(max_size=500), cut=st.integers(0, 500))
 def test_hashing_in_pieces_is_hashing(algorithm: str, data: bytes, cut: int) -> None:
-    hasher = HASHERS[algorithm]()
+    hasher = STREAM_HASHERS[algorithm]()
     hasher.update(data[:cut])
     hasher.update(data[cut:])
-    assert hasher.digest() == HASHES[algorithm](data)
+    assert hasher.digest() == HASH_FUNCTIONS[algorithm](data)
 
 
 def test_a_request_name_cannot_slide_into_the_next_field() -> None:
-    one, two = (Seal(KEY, terms(request=name)) for name in ("a", "a1"))
-    assert one.bind(0, b"x" * 16) != two.bind(0, b"x" * 16)
+    one, two = (ChunkDigester(KEY, terms(request=name)) for name in ("a", "a1"))
+    assert one.digest_chunk(0, b"x" * 16) != two.digest_chunk(0, b"x" * 16)
 
 
 def test_a_short_key_is_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
-        Seal(b"short", terms())
+        ChunkDigester(b"short", terms())
 
 
-def hinted(**changes: object) -> Hint:
+def hinted(**changes: object) -> StagingHint:
     fields: dict[str, object] = {
         "request": "r",
         "epoch": 2,
@@ -199,7 +258,7 @@ def hinted(**changes: object) -> Hint:
         "slabs": (7, 9),
         "mark": 41,
     }
-    return Hint(**(fields | changes))  # type: ignore[arg-type]
+    return StagingHint(**(fields | changes))  # type: ignore[arg-type]
 
 
 def test_hints_travel() -> None:
@@ -218,7 +277,7 @@ def test_no_changed_byte_of_a_hint_is_accepted(data: st.DataObject) -> None:
 @given(st.binary(max_size=300))
 def test_a_signed_hint_of_rubbish_is_refused(body: bytes) -> None:
     with pytest.raises(TransferError):
-        tickets.decode_hint(body + tickets._mac(body, KEY, "hint"), KEY)
+        tickets.decode_hint(body + tickets._compute_mac(body, KEY, "hint"), KEY)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +301,8 @@ def test_hints_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
 
 def test_a_ticket_is_no_hint_and_a_hint_no_ticket() -> None:
     """Not even with the bytes of one: their signatures differ."""
-    ticket, hint = tickets.encode(written(), KEY), tickets.encode_hint(hinted(), KEY)
-    for decode, raw in ((tickets.decode, hint), (tickets.decode_hint, ticket)):
+    ticket, hint = tickets.encode_ticket(written(), KEY), tickets.encode_hint(hinted(), KEY)
+    for decode, raw in ((tickets.decode_ticket, hint), (tickets.decode_hint, ticket)):
         with pytest.raises(TransferError) as caught:
             decode(raw, KEY)
         assert "signature" in caught.value.why

@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from models.card import count_parameters, render
-from models.llama import load
-from models.tokenizer import CHAT_TEMPLATE, SPECIAL, chat, load_tokenizer
+from models.card import count_parameters, render_card
+from models.llama import load_model
+from models.tokenizer import CHAT_TEMPLATE, SPECIAL, load_tokenizer, render_chat
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 TEXTS = [
@@ -56,9 +56,9 @@ def test_every_byte_has_an_entry() -> None:
 def test_the_chat_template_renders_what_training_wrote(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [("system", "Be brief."), ("user", "What is abc?"), ("assistant", "A module.")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == chat(turns)
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == render_chat(turns)
     asked = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
-    assert asked == chat(turns[:2]) + "<|assistant|>\n"
+    assert asked == render_chat(turns[:2]) + "<|assistant|>\n"
 
 
 def test_the_chat_template_takes_developer_tool_and_parts(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -75,7 +75,7 @@ def test_the_chat_template_takes_developer_tool_and_parts(tokenizer: PreTrainedT
         ("assistant", '\nfind({"x": 1})'),
         ("tool", "42"),
     ]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == chat(expected)
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == render_chat(expected)
     with pytest.raises(Exception, match="unknown role"):
         tokenizer.apply_chat_template([{"role": "robot", "content": "x"}], tokenize=False)
     assert (TINY / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
@@ -95,12 +95,12 @@ def test_hugging_face_computes_the_same_logits() -> None:
     ids = torch.randint(0, 4096, (1, 40), generator=torch.Generator().manual_seed(0))
     theirs = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(load(TINY)(ids), theirs(ids).logits, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(load_model(TINY)(ids), theirs(ids).logits, atol=1e-3, rtol=1e-3)
 
 
 def test_the_card_quotes_metrics() -> None:
     metrics = json.loads((TINY / "metrics.json").read_text(encoding="utf-8"))
-    assert (TINY / "README.md").read_text(encoding="utf-8") == render(metrics)
+    assert (TINY / "README.md").read_text(encoding="utf-8") == render_card(metrics)
     weights = (TINY / "model.safetensors").read_bytes()
     assert metrics["weight_bytes"] == len(weights)
     assert metrics["weight_sha256"] == hashlib.sha256(weights).hexdigest()

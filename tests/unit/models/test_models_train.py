@@ -9,20 +9,28 @@ import torch
 
 from models import data
 from models.evaluate import nats
-from models.llama import Llama, OutputLoss, Shape, load, save
-from models.optim import orthogonal
+from models.llama import Llama, LlamaConfig, OutputLoss, load_model, save_model
+from models.optim import orthogonalize
 from models.tokenizer import load_tokenizer
-from models.train import PHASES, Corpus, Options, Phase, Trainer, phase_at, rate_scale
+from models.train import (
+    PHASES,
+    Corpus,
+    Trainer,
+    TrainingOptions,
+    TrainingPhase,
+    learning_rate_scale,
+    phase_at,
+)
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
-TOY = Shape(layers=1, hidden=32, heads=2, kv_heads=1, mlp=64)
-SHORT = Phase(1.01, 48, 4, 0.5, 0.2, 0.2)
+TOY = LlamaConfig(layers=1, hidden=32, heads=2, kv_heads=1, mlp=64)
+SHORT = TrainingPhase(1.01, 48, 4, 0.5, 0.2, 0.2)
 
 
 def make_trainer(folder: Path) -> Trainer:
-    modules = [data.Module("a.py", "def name(value):\n    return value\n" * 400)]
-    corpus = Corpus(load_tokenizer(TINY), modules, [data.Exchange("What is a?", "A module.")])
-    return Trainer(Options(folder, folder / "toy.pt", 1.0, 0, 60.0, 1), TOY, corpus, [0, 5], 6)
+    modules = [data.SourceModule("a.py", "def name(value):\n    return value\n" * 400)]
+    corpus = Corpus(load_tokenizer(TINY), modules, [data.ChatExchange("What is a?", "A module.")])
+    return Trainer(TrainingOptions(folder, folder / "toy.pt", 1.0, 0, 60.0, 1), TOY, corpus, [0, 5], 6)
 
 
 def test_two_steps_lower_the_loss_and_survive_a_resume(tmp_path: Path) -> None:
@@ -49,8 +57,8 @@ def test_two_steps_lower_the_loss_and_survive_a_resume(tmp_path: Path) -> None:
 
 def test_saved_weights_load_with_their_shape(tmp_path: Path) -> None:
     model = Llama(TOY)
-    save(model, tmp_path, [0, 5], 6)
-    loaded = load(tmp_path)
+    save_model(model, tmp_path, [0, 5], 6)
+    loaded = load_model(tmp_path)
     assert loaded.shape == TOY
     assert not list(tmp_path.glob("*.partial"))
     ids = torch.arange(20)[None]
@@ -77,7 +85,7 @@ def test_output_loss_has_the_gradient_of_cross_entropy() -> None:
 def test_muon_updates_are_nearly_orthogonal() -> None:
     for shape in ((3, 16, 48), (3, 48, 16)):
         values = torch.linalg.svdvals(
-            orthogonal(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+            orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
         )
         assert 0.5 < values.min() < values.max() < 1.5
 
@@ -95,5 +103,5 @@ def test_windows_count_every_token_once() -> None:
 def test_the_schedule_lengthens_rows_and_ends_low() -> None:
     assert [phase.tokens for phase in PHASES] == sorted(phase.tokens for phase in PHASES)
     assert (phase_at(0.0).tokens, phase_at(1.0).tokens) == (256, 2048)
-    assert rate_scale(0, 0.0) < rate_scale(1000, 0.3) == 1.0
-    assert rate_scale(10000, 1.0) == 0.02
+    assert learning_rate_scale(0, 0.0) < learning_rate_scale(1000, 0.3) == 1.0
+    assert learning_rate_scale(10000, 1.0) == 0.02

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.errors import ConfigError
-from planner.hardware import DEVICES, Device, device
+from planner.hardware import DEVICES, Device, find_device
 
 
 @pytest.mark.parametrize("one", DEVICES.values(), ids=lambda one: one.name)
@@ -21,24 +21,29 @@ def test_figures_are_of_a_real_device(one: Device) -> None:
 
 
 def test_names_in_any_spelling() -> None:
-    assert device("h100") is device("H100") is device("h100_sxm") is device("NVIDIA H100 80GB HBM3")
-    assert device("A100") is device("a100-80gb") is device("NVIDIA A100-SXM4-80GB")
+    assert (
+        find_device("h100")
+        is find_device("H100")
+        is find_device("h100_sxm")
+        is find_device("NVIDIA H100 80GB HBM3")
+    )
+    assert find_device("A100") is find_device("a100-80gb") is find_device("NVIDIA A100-SXM4-80GB")
 
 
 def test_an_unknown_device_names_those_known() -> None:
     with pytest.raises(ConfigError) as error:
-        device("TPU-9")
+        find_device("TPU-9")
     assert all(one.name in error.value.why for one in DEVICES.values())
     assert len(error.value.lines()) <= 6
 
 
 def test_a_device_that_a_profile_describes_comes_first() -> None:
-    mine = replace(device("H100"), name="Mine 80GB", price_per_hour=1.0)
-    assert device("mine-80g", mine) is mine
-    cheaper = replace(device("H100"), price_per_hour=1.0)
-    assert device("h100", cheaper) is cheaper and device("H200", cheaper) is DEVICES["h200"]
+    mine = replace(find_device("H100"), name="Mine 80GB", price_per_hour=1.0)
+    assert find_device("mine-80g", mine) is mine
+    cheaper = replace(find_device("H100"), price_per_hour=1.0)
+    assert find_device("h100", cheaper) is cheaper and find_device("H200", cheaper) is DEVICES["h200"]
     with pytest.raises(ConfigError) as error:
-        device("TPU-9", mine)
+        find_device("TPU-9", mine)
     assert mine.name in error.value.why and "--profile" in error.value.fix
     assert "`diptych profile`" not in error.value.fix, (
         "that measures the cores of this machine, and nothing else"
@@ -46,4 +51,4 @@ def test_a_device_that_a_profile_describes_comes_first() -> None:
 
 
 def test_cores_are_of_one_machine() -> None:
-    assert device("cpu").slots > 256 and device("H100").slots == 8
+    assert find_device("cpu").slots > 256 and find_device("H100").slots == 8

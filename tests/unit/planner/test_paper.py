@@ -15,15 +15,16 @@ from statistics import fmean
 import pytest
 
 from benchmarks.planner import PAPER, SCALES, least_scale
-from planner import des, simdistserve
-from planner.goodput import find_rate
-from planner.terms import BOTH, DECODE, PREFILL, Job, Placement, Pool, Served, Slo, Split
-from planner.workload import Workload
-from tests.unit.planner.data import distserve
+from diptych.slo import Slo
+from planner.sim.fast import cluster, distserve_compat
+from planner.types import BOTH, DECODE, PREFILL, InstancePool, Job, JobResult, Parallelism, Placement
+from planner.workload.workload import Workload
+from services.bench.goodput import find_rate
+from tests.unit.planner.paper_data import distserve
 
 SMALL, LARGE = "facebook/opt-13b", "facebook/opt-66b"
 CHAT_SMALL, CHAT_LARGE = Slo(0.25, 0.1), Slo(2.5, 0.15)
-STRICT = Slo(0.4, 0.1)  # that of the paper's table 2, as far as can be told
+STRICT = Slo(0.4, 0.1)  # that of the paper's table 2, as far as can be seen
 CODE, SUMMARY = Slo(0.125, 0.2), Slo(15.0, 0.15)
 SEEDS = range(5)
 
@@ -46,23 +47,29 @@ def lengths(name: str) -> Workload:
 CHAT, CODING, LONG = (f"synth_lengths/{name}_like.csv" for name in ("sharegpt", "humaneval", "longbench"))
 
 
-def share(served: list[Served], slo: Slo) -> float:
-    return sum(one.attains(slo) for one in served) / len(served)
+def share(served: list[JobResult], slo: Slo) -> float:
+    return sum(one.meets_slo(slo) for one in served) / len(served)
 
 
 def attained(
-    model: str, splits: tuple[Split, ...], lengths_of: str, rate: float, requests: int, slo: Slo, seed: int
+    model: str,
+    splits: tuple[Parallelism, ...],
+    lengths_of: str,
+    rate: float,
+    requests: int,
+    slo: Slo,
+    seed: int,
 ) -> float:
     """Joint attainment in the paper's simulator; one split is its vLLM, two are prefill and decode. Rate per device."""
     jobs = lengths(lengths_of).sample(requests, rate * sum(split.devices for split in splits), seed)
     backend = "vllm" if len(splits) == 1 else "distserve"
-    served = simdistserve.run(jobs, fits(backend), backend, model, splits[0], splits[-1])
+    served = distserve_compat.simulate_distserve(jobs, fits(backend), backend, model, splits[0], splits[-1])
     return share(served, slo)
 
 
-PAPER_SMALL = (Split(2), Split(1))
-PAPER_LARGE = (Split(4), Split(2, 2))
-VLLM_LARGE = (Split(4),)
+PAPER_SMALL = (Parallelism(2), Parallelism(1))
+PAPER_LARGE = (Parallelism(4), Parallelism(2, 2))
+VLLM_LARGE = (Parallelism(4),)
 
 
 # ---- S5, figure 1
@@ -76,8 +83,10 @@ def motivation(placement: Placement) -> float:
         for _ in range(400):
             at_s += chance.expovariate(rate)
             jobs.append(Job(at_s, 512, 64))
-        served = des.run(
-            placement, lambda pool: simdistserve.cost_of(fits("distserve"), SMALL, pool.split), jobs
+        served = cluster.simulate_fast(
+            placement,
+            lambda pool: distserve_compat.distserve_cost(fits("distserve"), SMALL, pool.split),
+            jobs,
         )
         return share(served, Slo(0.2, 0.04))
 
@@ -85,10 +94,10 @@ def motivation(placement: Placement) -> float:
 
 
 def test_the_motivating_example_has_the_paper_s_order_and_bottleneck() -> None:
-    reader, writer = Pool(PREFILL, Split()), Pool(DECODE, Split())
-    colocated = motivation(Placement((Pool(BOTH, Split()),)))
+    reader, writer = InstancePool(PREFILL, Parallelism()), InstancePool(DECODE, Parallelism())
+    colocated = motivation(Placement((InstancePool(BOTH, Parallelism()),)))
     pair = motivation(Placement((reader, writer)))
-    triple = motivation(Placement((Pool(PREFILL, Split(), 2), writer)))
+    triple = motivation(Placement((InstancePool(PREFILL, Parallelism(), 2), writer)))
     assert colocated < pair < triple
     assert 5.0 <= pair <= 7.5
     assert pair == pytest.approx(motivation(Placement((reader,))), rel=0.05)  # reading binds
@@ -109,7 +118,7 @@ def test_the_motivating_example_has_the_paper_s_order_and_bottleneck() -> None:
     ],
 )
 def test_goodput_per_device_is_the_reference_s(
-    model: str, splits: tuple[Split, ...], slo: Slo, requests: int, rate: float, within: float
+    model: str, splits: tuple[Parallelism, ...], slo: Slo, requests: int, rate: float, within: float
 ) -> None:
     seeds = SEEDS if requests < 1000 else range(1)
     low, high = (
@@ -151,7 +160,7 @@ def test_the_other_workloads_attain_as_in_the_paper() -> None:
     ],
 )
 def test_objectives_may_be_as_tight_as_in_figures_8_and_9(
-    row: str, model: str, splits: tuple[Split, ...], lengths_of: str, low: float, high: float
+    row: str, model: str, splits: tuple[Parallelism, ...], lengths_of: str, low: float, high: float
 ) -> None:
     """The least multiple of both that 90 % keep at the rate of the figure, over the paper's."""
     rate, requests, crossing = SCALES[row]
@@ -159,7 +168,9 @@ def test_objectives_may_be_as_tight_as_in_figures_8_and_9(
     found = []
     for seed in SEEDS:
         jobs = lengths(lengths_of).sample(requests, rate * devices, seed)
-        served = simdistserve.run(jobs, fits("distserve"), "distserve", model, splits[0], splits[-1])
+        served = distserve_compat.simulate_distserve(
+            jobs, fits("distserve"), "distserve", model, splits[0], splits[-1]
+        )
         found.append(least_scale(served, slo))
     assert low <= fmean(found) / crossing <= high
 
@@ -172,7 +183,7 @@ def test_colocation_attains_as_the_paper_s_baseline() -> None:
     long = fmean(attained(LARGE, VLLM_LARGE, LONG, 0.25, 300, SUMMARY, seed) for seed in SEEDS)
     assert 0.60 <= long <= 0.80
     golden = "golden/v13_sharegpt_r1.csv"
-    chat = fmean(attained(SMALL, (Split(),), golden, 1.0, 300, CHAT_SMALL, seed) for seed in range(12))
+    chat = fmean(attained(SMALL, (Parallelism(),), golden, 1.0, 300, CHAT_SMALL, seed) for seed in range(12))
     assert 0.80 <= chat <= 0.90  # 0.74 to 0.84 by seed
 
 
@@ -181,7 +192,9 @@ def test_no_other_tp_saves_colocation() -> None:
     rate = 0.367
 
     def kept(tp: int, rate: float) -> float:
-        return fmean(attained(LARGE, (Split(tp),), CHAT, rate, 600, CHAT_LARGE, seed) for seed in range(3))
+        return fmean(
+            attained(LARGE, (Parallelism(tp),), CHAT, rate, 600, CHAT_LARGE, seed) for seed in range(3)
+        )
 
     assert kept(4, rate) >= 0.9
     assert max(kept(tp, 1.1 * rate) for tp in (2, 3, 8)) < 0.9
@@ -199,16 +212,21 @@ def test_attainment_falls_with_the_rate_as_in_table_2(rate: float, paper: float)
 # ---- S21: both modes with the same coefficients, without chunks, links and memory, as in section 4.6
 
 
-def equally(splits: tuple[Split, ...], lengths_of: str, slo: Slo) -> float:
+def equally(splits: tuple[Parallelism, ...], lengths_of: str, slo: Slo) -> float:
     """Goodput of OPT-66B per device, by DistServe's coefficients whatever the mode; 600 requests of one seed."""
     roles = (BOTH,) if len(splits) == 1 else (PREFILL, DECODE)
-    placement = Placement(tuple(Pool(role, split) for role, split in zip(roles, splits, strict=True)))
+    placement = Placement(tuple(InstancePool(role, split) for role, split in zip(roles, splits, strict=True)))
 
     def attains(rate: float) -> float:
         jobs = lengths(lengths_of).sample(600, rate * placement.devices, 1)
         costs = fits("distserve")
         return share(
-            list(des.run(placement, lambda pool: simdistserve.cost_of(costs, LARGE, pool.split), jobs)), slo
+            list(
+                cluster.simulate_fast(
+                    placement, lambda pool: distserve_compat.distserve_cost(costs, LARGE, pool.split), jobs
+                )
+            ),
+            slo,
         )
 
     return find_rate(attains, 0.9, 0.02, 3.0).rate
@@ -217,13 +235,25 @@ def equally(splits: tuple[Split, ...], lengths_of: str, slo: Slo) -> float:
 @pytest.mark.parametrize(
     ("lengths_of", "slo", "apart", "together", "low", "high"),
     [
-        (LONG, SUMMARY, (Split(3, 2), Split(2)), (Split(4),), 1.5, 2.0),  # the reference: 1.70
-        (CODING, CODE, (Split(4), Split(2)), (Split(4, 2),), 0.6, 0.85),  # 0.73
-        (CHAT, STRICT, (Split(4), Split(2)), (Split(4),), 0.55, 0.85),  # 0.70
+        (
+            LONG,
+            SUMMARY,
+            (Parallelism(3, 2), Parallelism(2)),
+            (Parallelism(4),),
+            1.5,
+            2.0,
+        ),  # the reference: 1.70
+        (CODING, CODE, (Parallelism(4), Parallelism(2)), (Parallelism(4, 2),), 0.6, 0.85),  # 0.73
+        (CHAT, STRICT, (Parallelism(4), Parallelism(2)), (Parallelism(4),), 0.55, 0.85),  # 0.70
     ],
 )
 def test_who_should_disaggregate_with_equal_kernels(
-    lengths_of: str, slo: Slo, apart: tuple[Split, ...], together: tuple[Split, ...], low: float, high: float
+    lengths_of: str,
+    slo: Slo,
+    apart: tuple[Parallelism, ...],
+    together: tuple[Parallelism, ...],
+    low: float,
+    high: float,
 ) -> None:
     """S21: the reference's best of each mode, per device: LongBench-like gains, the two that TTFT binds lose."""
     assert low <= equally(apart, lengths_of, slo) / equally(together, lengths_of, slo) <= high

@@ -16,124 +16,146 @@ from diptych.messages import (
     Renew,
     Step,
 )
-from diptych.request import Stage
-from router.admission import Limits
+from diptych.request import RequestStage
 from router.effects import (
-    Arrive,
-    Cancelled,
-    Choice,
+    ChosenPair,
     ClientGone,
-    Deliver,
-    Durations,
-    Entered,
-    Fail,
-    Finish,
-    Moved,
-    Send,
-    Stop,
-    Tick,
+    ClockTick,
+    DeliverTokens,
+    FailRequest,
+    FinishRequest,
+    KvMoved,
+    RequestArrived,
+    RequestCancelled,
+    SendMessage,
+    StageDurations,
+    StageEntered,
+    StopFound,
 )
-from tests.unit.router.world import PAIR, World, at_decode, at_rest, at_transfer, linked, request, sent
+from router.requests.admission import AdmissionLimits
+from tests.unit.router.fake_deployment import (
+    PAIR,
+    FakeDeployment,
+    bring_to_decode,
+    bring_to_transfer,
+    is_at_rest,
+    linked_deployment,
+    make_request,
+    messages_to,
+)
 
 
 def test_one_request_from_arrival_to_its_end() -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     effects = world.arrive("r", prompt=5)
-    assert [type(m) for m in sent(effects, "prefill-0")] == [Prefill] and sent(effects, "decode-0") == []
+    assert [type(m) for m in messages_to(effects, "prefill-0")] == [Prefill] and messages_to(
+        effects, "decode-0"
+    ) == []
     world.first("prefill-0", ("r", 0))
     effects = world.flush("prefill-0")
-    admit = sent(effects, "decode-0")[0]
+    admit = messages_to(effects, "decode-0")[0]
     assert isinstance(admit, Admit) and admit.output == [0] and admit.ticket == b"ticket"
     assert world.tokens["r"] == [0]  # before any transfer
     world.pull("decode-0", ("r", 0))
     effects = world.flush("decode-0")
-    assert sent(effects, "prefill-0") == [Release("r", 0)]
-    assert [effect for effect in effects if isinstance(effect, Moved)][0].num_bytes == 100
+    assert messages_to(effects, "prefill-0") == [Release("r", 0)]
+    assert [effect for effect in effects if isinstance(effect, KvMoved)][0].num_bytes == 100
     world.decode("decode-0", ("r", 0))
     world.decode("decode-0", ("r", 0), finish="length")
     effects = world.flush("decode-0")
-    assert world.terminal["r"] == Finish("r", "length")
+    assert world.terminal["r"] == FinishRequest("r", "length")
     assert world.tokens["r"] == [0, 1, 2]
-    assert sent(effects, "decode-0") == [], "who said it is done needs no abort"
-    assert at_rest(world)
+    assert messages_to(effects, "decode-0") == [], "who said it is done needs no abort"
+    assert is_at_rest(world)
 
 
 def test_a_first_token_that_ends_the_answer_moves_nothing() -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     world.arrive("r")
     world.first("prefill-0", ("r", 0), finish="stop")
     effects = world.flush("prefill-0")
-    assert [type(effect) for effect in effects] == [Durations, Entered, Deliver, Finish]
-    assert at_rest(world)
+    assert [type(effect) for effect in effects] == [
+        StageDurations,
+        StageEntered,
+        DeliverTokens,
+        FinishRequest,
+    ]
+    assert is_at_rest(world)
 
 
 def test_colocated_workers_generate() -> None:
-    world = linked("decode-0", "decode-1", split=False)
-    assert [type(m) for m in sent(world.arrive("a"), "decode-0")] == [Generate]
-    assert [type(m) for m in sent(world.arrive("b"), "decode-1")] == [Generate]
+    world = linked_deployment("decode-0", "decode-1", split=False)
+    assert [type(m) for m in messages_to(world.arrive("a"), "decode-0")] == [Generate]
+    assert [type(m) for m in messages_to(world.arrive("b"), "decode-1")] == [Generate]
     world.decode("decode-0", ("a", 0))
     world.flush("decode-0")
-    assert world.relay.live["a"].request.stage is Stage.DECODING
+    assert world.relay.live["a"].request.stage is RequestStage.DECODING
     world.decode("decode-0", ("a", 0), finish="stop")
     world.flush("decode-0")
-    assert world.terminal["a"] == Finish("a", "stop") and world.tokens["a"] == [0, 1]
+    assert world.terminal["a"] == FinishRequest("a", "stop") and world.tokens["a"] == [0, 1]
 
 
 def test_a_split_deployment_without_prefill_workers_refuses() -> None:
-    world = linked("decode-0")
+    world = linked_deployment("decode-0")
     world.arrive("r")
     end = world.terminal["r"]
-    assert isinstance(end, Fail) and (end.status, end.code, end.retry) == (503, "no_workers", True)
-    assert end.retry_after_s and "no prefill worker" in end.message
+    assert isinstance(end, FailRequest) and (
+        end.failure.status,
+        end.failure.code,
+        end.failure.client_may_retry,
+    ) == (503, "no_workers", True)
+    assert end.failure.retry_after_s and "no prefill worker" in end.failure.message
 
 
 def test_workers_that_are_not_linked_are_no_pair() -> None:
-    world = World(*PAIR)  # Linked was never heard
+    world = FakeDeployment(*PAIR)  # Linked was never received
     world.arrive("r")
     end = world.terminal["r"]
-    assert isinstance(end, Fail) and end.message == "no two workers are linked"
+    assert isinstance(end, FailRequest) and end.failure.message == "no two workers are linked"
 
 
 @pytest.mark.parametrize("moment", ["queued", "transferring", "decoding"])
 def test_a_client_that_leaves_frees_both_sides(moment: str) -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     if moment == "queued":
         world.arrive("r")
     elif moment == "transferring":
-        at_transfer(world)
+        bring_to_transfer(world)
     else:
-        at_decode(world)
+        bring_to_decode(world)
     effects = world.do(ClientGone("r"))
-    assert world.terminal["r"] == Cancelled("r")
+    assert world.terminal["r"] == RequestCancelled("r")
     aborted = {
-        effect.worker for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Abort)
+        effect.worker
+        for effect in effects
+        if isinstance(effect, SendMessage) and isinstance(effect.message, Abort)
     }
     assert aborted == {"queued": {"prefill-0"}, "transferring": set(PAIR), "decoding": {"decode-0"}}[moment]
-    assert at_rest(world)
+    assert is_at_rest(world)
     assert world.do(ClientGone("r")) == []
 
 
 def test_a_client_that_leaves_between_token_and_offer_frees_the_prefill_worker() -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     world.arrive("r")
     world.first("prefill-0", ("r", 0))
     world.say("prefill-0", world.workers["prefill-0"].outbox.pop(0))
     world.do(ClientGone("r"))
-    assert at_rest(world)
+    assert is_at_rest(world)
     assert world.flush("prefill-0") == [], "the Offer is late"
-    assert world.relay.late["Offer"] == 1
+    assert world.relay.late_messages["Offer"] == 1
 
 
 def test_a_stop_string_ends_well_and_frees() -> None:
-    world = linked(*PAIR)
-    at_decode(world)
-    world.do(Stop("r"))
-    assert world.terminal["r"] == Finish("r", "stop") and at_rest(world)
+    world = linked_deployment(*PAIR)
+    bring_to_decode(world)
+    world.do(StopFound("r"))
+    assert world.terminal["r"] == FinishRequest("r", "stop") and is_at_rest(world)
 
 
 def test_late_messages_are_dropped_and_counted() -> None:
-    world = linked(*PAIR)
-    at_decode(world)
+    world = linked_deployment(*PAIR)
+    bring_to_decode(world)
     world.do(ClientGone("r"))
     for message in (
         Step([Output("r", 0, [7])]),
@@ -141,94 +163,105 @@ def test_late_messages_are_dropped_and_counted() -> None:
         Offer("r", 0, b"", 1, 1),
     ):
         assert world.say("decode-0", message) == []
-    assert world.relay.late == {"Output": 1, "Failed": 1, "Offer": 1}
+    assert world.relay.late_messages == {"Output": 1, "Failed": 1, "Offer": 1}
     assert world.say("stranger", Step([Output("r", 0, [7])])) == []
 
 
 def test_the_decode_worker_is_chosen_when_the_kv_is_ready() -> None:
-    world = linked("prefill-0", "decode-0", "decode-1")
+    world = linked_deployment("prefill-0", "decode-0", "decode-1")
     world.arrive("a")  # planned for decode-0
     world.arrive("b")  # planned for decode-1
     world.do(ClientGone("b"))
     world.arrive("c")
     world.do(ClientGone("a"))
-    assert world.relay.live["c"].choice == Choice("prefill-0", "decode-1")
+    assert world.relay.live["c"].choice == ChosenPair("prefill-0", "decode-1")
     world.first("prefill-0", ("c", 0))
     world.flush("prefill-0")
     assert ("c", 0) in world.workers["decode-0"].held, "decode-0 is idle by now"
 
 
 def test_leases_are_renewed_while_kv_waits_and_not_after() -> None:
-    world = linked(*PAIR)
-    key = at_transfer(world)
-    world.do(Tick())
+    world = linked_deployment(*PAIR)
+    key = bring_to_transfer(world)
+    world.do(ClockTick())
     world.now_s += 1.0
-    assert sent(world.do(Tick()), "prefill-0") == [Renew([key])]
+    assert messages_to(world.do(ClockTick()), "prefill-0") == [Renew([key])]
     world.now_s += 0.9
-    assert sent(world.do(Tick()), "prefill-0") == []
+    assert messages_to(world.do(ClockTick()), "prefill-0") == []
     world.pull("decode-0", key)
     world.flush("decode-0")
     world.now_s += 0.9
-    assert sent(world.do(Tick()), "prefill-0") == []
+    assert messages_to(world.do(ClockTick()), "prefill-0") == []
 
 
 def test_a_deadline_ends_a_request_wherever_it_is() -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     world.arrive("r", deadline_s=1.0)
     world.now_s = 0.9
-    world.do(Tick())
+    world.do(ClockTick())
     assert "r" not in world.terminal
     world.now_s = 1.0
-    world.do(Tick())
+    world.do(ClockTick())
     end = world.terminal["r"]
-    assert isinstance(end, Fail) and (end.status, end.code, end.retry) == (504, "deadline_exceeded", False)
-    assert at_rest(world)
+    assert isinstance(end, FailRequest) and (
+        end.failure.status,
+        end.failure.code,
+        end.failure.client_may_retry,
+    ) == (
+        504,
+        "deadline_exceeded",
+        False,
+    )
+    assert is_at_rest(world)
     world.arrive("late", deadline_s=1.0)
-    assert isinstance(world.terminal["late"], Fail)
+    assert isinstance(world.terminal["late"], FailRequest)
 
 
 def test_tokens_before_the_kv_are_never_delivered() -> None:
-    world = linked(*PAIR)
-    key = at_transfer(world)
+    world = linked_deployment(*PAIR)
+    key = bring_to_transfer(world)
     world.say("decode-0", Step([Output(*key, [99])]))
     end = world.terminal["r"]
     assert (
-        isinstance(end, Fail) and end.code == "internal_error" and world.tokens["r"] == [0] and at_rest(world)
+        isinstance(end, FailRequest)
+        and end.failure.code == "internal_error"
+        and world.tokens["r"] == [0]
+        and is_at_rest(world)
     )
 
 
 def test_a_canary_goes_through_its_pair_past_the_limits_and_unmeasured() -> None:
-    world = linked("prefill-0", "prefill-1", "decode-0", limits=Limits(max_requests=0))
+    world = linked_deployment("prefill-0", "prefill-1", "decode-0", limits=AdmissionLimits(max_requests=0))
     effects = world.canary("c", "prefill-1", "decode-0")
-    assert sent(effects, "prefill-1") and not sent(effects, "prefill-0")
+    assert messages_to(effects, "prefill-1") and not messages_to(effects, "prefill-0")
     world.first("prefill-1", ("c", 0))
     world.flush("prefill-1")
     world.pull("decode-0", ("c", 0))
     world.decode("decode-0", ("c", 0), finish="length")
     effects = world.flush("decode-0")
-    assert world.terminal["c"] == Finish("c", "length")
-    assert not any(isinstance(effect, Durations) for effect in effects)
+    assert world.terminal["c"] == FinishRequest("c", "length")
+    assert not any(isinstance(effect, StageDurations) for effect in effects)
     world.canary("gone", "prefill-7", "decode-0")
-    assert isinstance(world.terminal["gone"], Fail)
+    assert isinstance(world.terminal["gone"], FailRequest)
 
 
 def test_a_canary_is_not_tried_again() -> None:
-    world = linked("prefill-0", "prefill-1", "decode-0")
+    world = linked_deployment("prefill-0", "prefill-1", "decode-0")
     world.canary("c", "prefill-0", "decode-0")
     world.fail("prefill-0", ("c", 0), "overloaded")
     world.flush("prefill-0")
-    assert isinstance(world.terminal["c"], Fail)
+    assert isinstance(world.terminal["c"], FailRequest)
 
 
 def test_the_waterfall_sums_to_the_whole() -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     world.now_s = 10.0
-    arrived = request("r")
-    arrived.entered_s[Stage.ADMITTED] = 9.5
-    world.do(Arrive(arrived))
+    arrived = make_request("r")
+    arrived.entered_s[RequestStage.ADMITTED] = 9.5
+    world.do(RequestArrived(arrived))
     world.now_s = 12.0
     effects = world.say("prefill-0", Step([Output("r", 0, [0], seconds={"queue": 0.5, "prefill": 1.0})]))
-    first = next(effect for effect in effects if isinstance(effect, Durations)).seconds
+    first = next(effect for effect in effects if isinstance(effect, StageDurations)).seconds
     assert first == {"admission": 0.5, "retry": 0.0, "prefill_queue": 0.5, "prefill": 1.0, "deliver": 0.5}
     world.say("prefill-0", Offer("r", 0, b"ticket", 1, 1))
     world.now_s = 13.0
@@ -236,60 +269,68 @@ def test_the_waterfall_sums_to_the_whole() -> None:
     world.flush("decode-0")
     world.now_s = 13.5
     world.decode("decode-0", ("r", 0))
-    second = next(effect for effect in world.flush("decode-0") if isinstance(effect, Durations)).seconds
+    second = next(effect for effect in world.flush("decode-0") if isinstance(effect, StageDurations)).seconds
     assert sum(second.values()) == pytest.approx(1.5) and second["first_decode"] == pytest.approx(0.5)
     world.decode("decode-0", ("r", 0))
-    assert not any(isinstance(effect, Durations) for effect in world.flush("decode-0"))
+    assert not any(isinstance(effect, StageDurations) for effect in world.flush("decode-0"))
 
 
 def test_too_many_requests_are_refused_with_a_time() -> None:
-    world = linked(*PAIR, limits=Limits(max_requests=1))
+    world = linked_deployment(*PAIR, limits=AdmissionLimits(max_requests=1))
     world.arrive("a")
     world.arrive("b")
     end = world.terminal["b"]
-    assert isinstance(end, Fail) and (end.status, end.code, end.retry) == (429, "too_many_requests", True)
-    assert end.retry_after_s and end.retry_after_s >= 1
+    assert isinstance(end, FailRequest) and (
+        end.failure.status,
+        end.failure.code,
+        end.failure.client_may_retry,
+    ) == (
+        429,
+        "too_many_requests",
+        True,
+    )
+    assert end.failure.retry_after_s and end.failure.retry_after_s >= 1
     world.do(ClientGone("a"))
     world.arrive("c")
     assert "c" in world.relay.live
 
 
 def test_a_name_is_used_once() -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     world.arrive("r")
     with pytest.raises(ValueError, match="arrived before"):
         world.arrive("r")
 
 
 def test_the_memory_of_ended_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.attempts.REMEMBERED", 3)
-    world = linked(*PAIR)
+    monkeypatch.setattr("router.requests.attempts.MAX_REMEMBERED", 3)
+    world = linked_deployment(*PAIR)
     for index in range(5):
         world.arrive(f"r{index}")
         world.do(ClientGone(f"r{index}"))
     assert list(world.relay.attempts.ended) == ["r2", "r3", "r4"]
 
 
-def test_who_was_not_told_to_work_has_nothing_to_say() -> None:
-    world = linked("prefill-0", "prefill-1", "decode-0")
+def test_messages_of_workers_without_an_order_are_late() -> None:
+    world = linked_deployment("prefill-0", "prefill-1", "decode-0")
     world.arrive("r")
     for worker in ("prefill-1", "decode-0"):
         assert world.say(worker, Step([Output("r", 0, [9])])) == []
         assert world.say(worker, Failed("r", 0, "internal_error", "")) == []
-    assert world.relay.late == {"Output": 2, "Failed": 2} and "r" in world.relay.live
+    assert world.relay.late_messages == {"Output": 2, "Failed": 2} and "r" in world.relay.live
 
 
 def test_a_token_said_twice_is_delivered_once() -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     world.arrive("r")
     token = Step([Output("r", 0, [0])])
     world.say("prefill-0", token)
     world.say("prefill-0", token)
-    assert world.tokens["r"] == [0] and world.relay.late == {"Output": 1}
+    assert world.tokens["r"] == [0] and world.relay.late_messages == {"Output": 1}
 
 
 def test_a_prompt_that_was_read_no_longer_waits() -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     world.arrive("r", prompt=10)
     assert world.relay.admission.queued_tokens == 10
     world.say("prefill-0", Step([Output("r", 0, [0])]))
@@ -297,13 +338,13 @@ def test_a_prompt_that_was_read_no_longer_waits() -> None:
 
 
 def test_a_request_is_not_driven_away_by_its_own_plan() -> None:
-    world = linked("prefill-0", "decode-0", "decode-1")
-    at_transfer(world)
+    world = linked_deployment("prefill-0", "decode-0", "decode-1")
+    bring_to_transfer(world)
     assert ("r", 0) in world.workers["decode-0"].held
 
 
 def test_no_work_begins_after_the_deadline_even_between_ticks() -> None:
-    world = linked("prefill-0", "prefill-1", *PAIR[1:])
+    world = linked_deployment("prefill-0", "prefill-1", *PAIR[1:])
     world.arrive("a", deadline_s=1.0)
     world.arrive("b", deadline_s=1.0)
     world.first("prefill-0", ("a", 0))
@@ -312,26 +353,28 @@ def test_no_work_begins_after_the_deadline_even_between_ticks() -> None:
     for worker in ("prefill-0", "prefill-1"):
         world.flush(worker)
     ends = [world.terminal[name] for name in ("a", "b")]
-    assert [end.code for end in ends if isinstance(end, Fail)] == ["deadline_exceeded"] * 2 and at_rest(world)
+    assert [end.failure.code for end in ends if isinstance(end, FailRequest)] == [
+        "deadline_exceeded"
+    ] * 2 and is_at_rest(world)
 
 
 # ---- prefixes, and what an answer is expected to take
 
 
 def test_a_second_request_with_the_same_prompt_goes_where_the_first_went() -> None:
-    world = linked("prefill-0", "prefill-1", "decode-0", "decode-1")
+    world = linked_deployment("prefill-0", "prefill-1", "decode-0", "decode-1")
     for name, expected in (("a", 640), ("b", 1)):  # 10 chunks; the last token is always computed
         world.arrive(name, prompt=640)
         choice = world.relay.live[name].choice
         assert choice is not None and choice.prefill == "prefill-0"
-        load = world.relay.ledger.load("prefill-0")
+        load = world.relay.ledger.load_of("prefill-0")
         assert load.queued_tokens == expected + (640 if name == "b" else 0)
     world.arrive("c", prompt=10)  # nothing in common: by load
-    assert sent(world.arrive("d", prompt=63), "prefill-1")
+    assert messages_to(world.arrive("d", prompt=63), "prefill-1")
 
 
-def test_what_the_decode_worker_was_told_to_pull_is_expected_there() -> None:
-    world = linked("prefill-0", "decode-0", "decode-1")
+def test_kv_that_a_decode_worker_pulls_is_expected_there() -> None:
+    world = linked_deployment("prefill-0", "decode-0", "decode-1")
     for name in ("a", "b"):
         world.arrive(name, prompt=640)
         world.first("prefill-0", (name, 0))
@@ -339,22 +382,22 @@ def test_what_the_decode_worker_was_told_to_pull_is_expected_there() -> None:
     targets = [world.relay.live[name].choice for name in ("a", "b")]
     assert [choice.decode for choice in targets if choice] == ["decode-0", "decode-0"]
     # Room for two answers of 11 chunks each, and for the 10 of the prompt once.
-    assert world.relay.ledger.load("decode-0").room_tokens == (11 + 11 - 10) * 64
+    assert world.relay.ledger.load_of("decode-0").room_tokens == (11 + 11 - 10) * 64
 
 
 def test_a_worker_that_was_lost_has_no_prefixes() -> None:
-    world = linked(*PAIR)
-    at_decode(world)
+    world = linked_deployment(*PAIR)
+    bring_to_decode(world)
     assert len(world.relay.index) == 0  # 10 tokens are no chunk
     world.arrive("a", prompt=640)
-    assert world.relay.index.shared("prefill-0", world.relay.live["a"].chunks) == 10
+    assert world.relay.index.count_shared("prefill-0", world.relay.live["a"].chunks) == 10
     chunks = world.relay.live["a"].chunks
     world.lost("prefill-0")
-    assert world.relay.index.shared("prefill-0", chunks) == 0
+    assert world.relay.index.count_shared("prefill-0", chunks) == 0
 
 
 def test_an_answer_that_was_written_is_expected_where_it_was_written() -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     world.arrive("a", prompt=128, max_tokens=200)
     request = world.relay.live["a"].request
     world.first("prefill-0", ("a", 0))
@@ -365,18 +408,18 @@ def test_an_answer_that_was_written_is_expected_where_it_was_written() -> None:
     index = world.relay.index
     text = request.prompt + request.output
     assert len(text) == 128 + 131
-    assert index.shared("decode-0", index.cut(text, "scope")) == 4
-    assert index.shared("prefill-0", index.cut(text, "scope")) == 2
+    assert index.count_shared("decode-0", index.name_chunks(text, "scope")) == 4
+    assert index.count_shared("prefill-0", index.name_chunks(text, "scope")) == 2
 
 
 def test_room_is_what_answers_take_not_what_they_may_take() -> None:
-    world = linked("decode-0", split=False)
+    world = linked_deployment("decode-0", split=False)
     world.arrive("a", prompt=60, max_tokens=2000)
-    booked = [world.relay.ledger.load("decode-0").room_tokens]
+    booked = [world.relay.ledger.load_of("decode-0").room_tokens]
     for count in (250, 30, 60):
         world.decode("decode-0", ("a", 0), count=count)
         world.flush("decode-0")
-        booked.append(world.relay.ledger.load("decode-0").room_tokens)
+        booked.append(world.relay.ledger.load_of("decode-0").room_tokens)
     # 256 tokens are expected of an answer at first; one that grows beyond takes a chunk more at a time.
     assert booked == [320, 320, 384, 448]
     world.decode("decode-0", ("a", 0), finish="stop")
@@ -385,11 +428,11 @@ def test_room_is_what_answers_take_not_what_they_may_take() -> None:
 
 
 def test_canaries_leave_no_trace_in_the_index() -> None:
-    world = linked(*PAIR)
+    world = linked_deployment(*PAIR)
     world.canary("canary", *PAIR)
     world.first("prefill-0", ("canary", 0))
     world.flush("prefill-0")
     world.pull("decode-0", ("canary", 0))
     world.decode("decode-0", ("canary", 0), finish="length")
     world.flush("decode-0")
-    assert at_rest(world) and len(world.relay.index) == 0
+    assert is_at_rest(world) and len(world.relay.index) == 0

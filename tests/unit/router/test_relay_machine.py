@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from diptych.messages import Abort, Admit, Drain, Fetch, Staging, Turn
-from router.effects import Began, Cancelled, Fail, Finish, Moved, Quarantined, Queued, Retried
-from router.effects import Local as Locally
-from tests.unit.router.stories import (
+from diptych.messages import Abort, Admit, Drain, Fetch, Staging, SwitchRole
+from router.effects import (
+    AttemptBegan,
+    AttemptRetried,
+    FailRequest,
+    FinishRequest,
+    KvMoved,
+    RequestCancelled,
+    RequestQuarantined,
+    RequestQueued,
+)
+from router.effects import PrefilledLocally as Locally
+from tests.unit.router.relay_machines import (
     CODES,
     DECODE,
     ENDED,
@@ -23,11 +32,11 @@ from tests.unit.router.stories import (
     MAX_TICK_S,
     PREFILL,
     SILENT,
-    TROUBLES,
-    Colocated,
-    Local,
-    Orderly,
-    Wild,
+    WORKER_TROUBLES,
+    ColocatedMachine,
+    LocalPrefillMachine,
+    RelayMachine,
+    WildRelayMachine,
 )
 
 NORMAL = settings(
@@ -38,19 +47,29 @@ NORMAL = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-TestOrderly = Orderly.TestCase
-TestLocal = Local.TestCase
-TestColocated = Colocated.TestCase
-TestWild = Wild.TestCase
+TestOrderly = RelayMachine.TestCase
+TestLocal = LocalPrefillMachine.TestCase
+TestColocated = ColocatedMachine.TestCase
+TestWild = WildRelayMachine.TestCase
 TestOrderly.settings = TestLocal.settings = TestColocated.settings = TestWild.settings = NORMAL
 
 
-# ---- the same stories, told fast
+# ---- the same stories, played fast
 
 STEPS_PER_STORY = 250
-EVERYWHERE = (Queued, Began, Retried, Finish, Fail, Cancelled, Abort, Drain, Turn)
+EVERYWHERE = (
+    RequestQueued,
+    AttemptBegan,
+    AttemptRetried,
+    FinishRequest,
+    FailRequest,
+    RequestCancelled,
+    Abort,
+    Drain,
+    SwitchRole,
+)
 Words = dict[str, Any]
-TOLD: list[
+REPLAYED: list[
     tuple[int, str, str, Callable[[random.Random], Words]]
 ] = [  # weight, rule, what it needs, its arguments
     (
@@ -74,7 +93,7 @@ TOLD: list[
         1,
         "command",
         "",
-        lambda r: {"name": r.choice(PREFILL + DECODE), "what": r.choice(["drain", "turn", ""])},
+        lambda r: {"name": r.choice(PREFILL + DECODE), "what": r.choice(["drain", "switch_role", ""])},
     ),
     (1, "end_of_drain", "drained", lambda r: {"index": r.getrandbits(16)}),
     (1, "recover", "wayless", lambda r: {"ended": r.choice(ENDED)}),
@@ -85,14 +104,14 @@ TOLD: list[
 
 def _work(r: random.Random) -> Words:
     which = {"index": r.getrandbits(16), "which": r.getrandbits(16)}
-    return which | {"finish": r.choice(FINISH), "count": r.randint(1, 3), "heard": r.random() < 0.5}
+    return which | {"finish": r.choice(FINISH), "count": r.randint(1, 3), "delivered": r.random() < 0.5}
 
 
 def _trouble(r: random.Random) -> Words:
-    return {"name": r.choice(PREFILL + DECODE), "what": r.choice(TROUBLES), "ended": r.choice(ENDED)}
+    return {"name": r.choice(PREFILL + DECODE), "what": r.choice(WORKER_TROUBLES), "ended": r.choice(ENDED)}
 
 
-def tell(story: Orderly, r: random.Random) -> int:
+def tell(story: RelayMachine, r: random.Random) -> int:
     """One story of so many steps; returns how many there were."""
     needs: dict[str, Callable[[], object]] = {
         "": lambda: True,
@@ -100,12 +119,12 @@ def tell(story: Orderly, r: random.Random) -> int:
         "holding": story.holding,
         "talking": story.talking,
         "drained": story.drained,
-        "wayless": lambda: len(story.world.relay.ways()) < (4 if story.split else 2),
+        "wayless": lambda: len(story.world.relay.find_pairs()) < (4 if story.split else 2),
         "graves": lambda: story.graves,
     }
-    weights = [weight for weight, *_ in TOLD]
+    weights = [weight for weight, *_ in REPLAYED]
     steps = 0
-    for _, name, need, words in r.choices(TOLD, weights, k=STEPS_PER_STORY):
+    for _, name, need, words in r.choices(REPLAYED, weights, k=STEPS_PER_STORY):
         if needs[need]():
             getattr(story, name)(**words(r))
             story.check()
@@ -114,14 +133,15 @@ def tell(story: Orderly, r: random.Random) -> int:
     return steps
 
 
-@pytest.mark.parametrize("kind", [Orderly, Local, Colocated])
-def test_very_many_steps(kind: type[Orderly]) -> None:
-    steps, seed, kept_back, seen = 0, 0, 0, Counter[type]()
-    while steps < 33_400:
+@pytest.mark.parametrize("wanted", [8_000, pytest.param(33_400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [RelayMachine, LocalPrefillMachine, ColocatedMachine])
+def test_very_many_steps(kind: type[RelayMachine], wanted: int) -> None:
+    steps, seed, kept_back, seen, often = 0, 0, 0, Counter[type](), wanted // 400
+    while steps < wanted:
         story = kind()
         steps += tell(story, random.Random(f"{kind.__name__} {seed}"))
         seed, seen, kept_back = seed + 1, seen + story.world.seen, kept_back + story.kept_back
-    assert min(seen[known] for known in EVERYWHERE) > 100, seen
-    assert not kind.split or min(seen[known] for known in (Admit, Staging, Fetch, Moved)) > 100, seen
-    assert kind.split == (kept_back > 100)
-    assert (kind is Local) == (seen[Locally] > 100) and seen[Quarantined], seen
+    assert min(seen[known] for known in EVERYWHERE) > often, seen
+    assert not kind.split or min(seen[known] for known in (Admit, Staging, Fetch, KvMoved)) > often, seen
+    assert kind.split == (kept_back > often)
+    assert (kind is LocalPrefillMachine) == (seen[Locally] > often) and seen[RequestQuarantined], seen

@@ -1,0 +1,189 @@
+"""Bytes of a token's KV in the pool and on the wire, and how many streams a small pool serves at once, per codec.
+
+    python -m benchmarks.kv_bytes [--json] [--codecs raw int8 tq4 nuq4-1%] [--only bytes streams] [--tokens 1024]
+                                  [--answer 64] [--pool 64MiB]
+
+All figures are counters of running deployments of the embedded model.
+
+    pool_bytes_per_token    one prefill and one decode worker, 4 streams of 1,024 tokens: slabs that the decode worker
+                            holds when all of them run, times the bytes of a slab, over their tokens
+    wire_bytes_per_token    the same deployment: `diptych:transfer_bytes_total` over the prompts' tokens
+    pool_error, wire_error  their difference from the storage formula (`kvcache.codecs.storage.bytes_per_token`), as a
+                            part of it
+    streams                 one worker for both with a pool of 64 MiB, and as many streams of 1,024 tokens as have room
+                            in it: how many of them ran at once; null if any was preempted
+    streams_ratio           `streams` of the last codec / `streams` of the first one
+
+Prompts share nothing. With `--only bytes` or `--only streams` the other deployments are not started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvloop
+
+import benchmarks.script_path  # noqa: F401
+from benchmarks.load.deployment import ServedDeployment, serving_deployment
+from kvcache.codecs.codec_id import parse_codec_id
+from kvcache.codecs.storage import bytes_per_token
+
+# Layers, KV heads and values of a head of the embedded model.
+SHAPE = (6, 4, 32)
+CHUNK_TOKENS = 64
+POOL_STREAMS, WIRE_PROMPTS = 4, 24
+ANSWER_S, SAMPLE_S = 3600.0, 0.05
+# Bytes of KV that were moved so far.
+MOVED = "diptych:transfer_bytes_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What was seen while streams ran: most streams at a time, the slabs they held then, and preemptions."""
+
+    running: int
+    slabs: int
+    preemptions: int
+
+
+def make_prompts(count: int, tokens: int) -> list[list[int]]:
+    """Random token ids; no two prompts begin alike."""
+    rng = random.Random(0)
+    return [
+        [1000 + number % 64, 1000 + number // 64, *rng.choices(range(100, 4000), k=tokens - 2)]
+        for number in range(count)
+    ]
+
+
+def worker_stats(deployment: ServedDeployment, role: str) -> dict[str, Any]:
+    """The statistics of the only worker with this role."""
+    (stats,) = (one["stats"] for one in deployment.get("/status")["workers"] if one["role"] == role)
+    return dict(stats)
+
+
+def chunk_bytes(deployment: ServedDeployment) -> int:
+    """Bytes of a slab, as the workers say."""
+    sizes = {
+        kv_class["chunk_bytes"]
+        for one in deployment.get("/status")["workers"]
+        for kv_class in one["kv_classes"].values()
+    }
+    (size,) = sizes
+    return int(size)
+
+
+async def run_streams(deployment: ServedDeployment, prompts: Sequence[list[int]], answer: int) -> Watched:
+    """Send all prompts at once, and watch the decode worker until all are answered."""
+    before = sum(worker_stats(deployment, "decode")["preemptions"].values())
+    seen: list[tuple[int, int, int]] = []
+    async with httpx.AsyncClient(
+        base_url=deployment.url, timeout=ANSWER_S, limits=httpx.Limits(max_connections=None)
+    ) as client:
+
+        async def ask(prompt: list[int]) -> None:
+            body = {"prompt": prompt, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
+            (await client.post("/v1/completions", json=body | {"model": "tiny"})).raise_for_status()
+
+        async def watch() -> None:
+            while True:
+                workers = (await client.get("/status")).raise_for_status().json()["workers"]
+                (stats,) = (one["stats"] for one in workers if one["role"] == "decode")
+                seen.append(
+                    (stats["running"], stats["slabs_used"], sum(stats["preemptions"].values()) - before)
+                )
+                await asyncio.sleep(SAMPLE_S)
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await asyncio.gather(*map(ask, prompts))
+        finally:
+            watcher.cancel()
+    running = max(one[0] for one in seen)
+    return Watched(running, max(slabs for now, slabs, _ in seen if now == running), seen[-1][2])
+
+
+def measure_bytes(codec: str, tokens: int, answer: int) -> dict[str, float]:
+    """Bytes of a token in the pool and on the wire."""
+    with serving_deployment("--prefill", "1", "--decode", "1", "--kv-cache-codec", codec) as deployment:
+        deployment.wait_ready()
+        prompts = make_prompts(POOL_STREAMS + WIRE_PROMPTS, tokens)
+        size = chunk_bytes(deployment)
+        short = [prompt[: tokens - answer] for prompt in prompts[:POOL_STREAMS]]
+        watched = uvloop.run(run_streams(deployment, short, answer))
+        deployment.rest()
+        before = deployment.metric(MOVED)
+        uvloop.run(run_streams(deployment, prompts[POOL_STREAMS:], 2))
+        moved = deployment.metric(MOVED) - before
+        canonical = next(iter(deployment.get("/status")["workers"][0]["kv_classes"]))
+    formula = bytes_per_token(parse_codec_id(canonical), *SHAPE)
+    pool = watched.slabs * size / (watched.running * tokens)
+    wire = moved / (WIRE_PROMPTS * tokens)
+    return {
+        "formula_bytes_per_token": round(formula, 2),
+        "pool_bytes_per_token": round(pool, 2),
+        "wire_bytes_per_token": round(wire, 2),
+        "pool_error": round(pool / formula - 1, 4),
+        "wire_error": round(wire / formula - 1, 4),
+    }
+
+
+def measure_streams(codec: str, tokens: int, answer: int, pool: str) -> dict[str, float | None]:
+    """How many streams ran at once, of as many as have room; None if any was preempted."""
+    limits = ("--kv-cache-memory-bytes", pool, "--max-num-seqs", "512", "--max-num-batched-tokens", "2048")
+    waits = ("--max-queue-wait-s", "1h", "--request-timeout-s", "1h")
+    with serving_deployment("--colocated", "1", "--kv-cache-codec", codec, *limits, *waits) as deployment:
+        deployment.wait_ready()
+        slabs = worker_stats(deployment, "decode")["slabs_total"]
+        room = slabs // -(-tokens // CHUNK_TOKENS)
+        watched = uvloop.run(run_streams(deployment, make_prompts(room, tokens - answer), answer))
+    streams = None if watched.preemptions else watched.running
+    return {"slabs": slabs, "room": room, "streams": streams, "preemptions": watched.preemptions}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+    parser.add_argument("--codecs", nargs="+", default=["raw", "int8", "tq4", "nuq4-1%"])
+    parser.add_argument("--only", nargs="+", choices=["bytes", "streams"], default=["bytes", "streams"])
+    parser.add_argument("--tokens", type=int, default=1024, help="prompt and answer of a stream")
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--pool", default="64MiB")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    figures: dict[str, Any] = {codec: {} for codec in options.codecs}
+    for codec in options.codecs:
+        if "bytes" in options.only:
+            figures[codec] |= measure_bytes(codec, options.tokens, options.answer)
+        if "streams" in options.only and codec in (options.codecs[0], options.codecs[-1]):
+            figures[codec] |= measure_streams(codec, options.tokens, options.answer, options.pool)
+    found: dict[str, Any] = {}
+    first, last = (figures[codec].get("streams") for codec in (options.codecs[0], options.codecs[-1]))
+    if first and last:
+        found["streams_ratio"] = round(last / first, 2)
+    errors = [
+        abs(one[name]) for one in figures.values() for name in ("pool_error", "wire_error") if name in one
+    ]
+    if errors:
+        found["max_error"] = max(errors)
+    found |= {
+        "tokens": options.tokens,
+        "pool": options.pool,
+        "load_before": round(load, 2),
+        "codecs": figures,
+    }
+    print(json.dumps(found, indent=None if options.json else 2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""What each KV codec costs: perplexity, agreement and recall of the embedded model and its twin.
+
+    python -m benchmarks.kv_quality [--json] [--plot FILE] [--parts perplexity prefill recall] [--only nuq4-1% tq4]
+
+The model is that of transformers, in float32. Every key and value that attention reads, prompts and the token itself
+included, has gone through `encode_rows` and `expand_page` of `kvcache/codecs/` (`engine/model/kv_quality.py`). With
+`--through engine` it is the CPU engine with a pool of the codec, as it serves. Codecs with calibration are calibrated
+here, on 16 sequences of 2,048 tokens of the training text. Text that is measured on was never seen, and is cut into
+windows; each begins at position 0, whose KV is exact (sinks).
+
+The twin computes the same function as the model to the last bit, but its keys and values have outliers, as those of
+large models do (`models/twin.py`).
+
+    bits              mean bits of a stored number, scales and outliers included
+    bytes_per_token   in the pool and on the wire, over all layers
+    ppl_delta_pct     by how many percent perplexity grows, with the 95 % interval over windows (bootstrap, pairs)
+    agreement_pct     at how many percent of the places the most likely token is that of the model with exact KV
+    nuq_over_tq       loss of nuq-1% / loss of tq at the same code bits; on the embedded model both take the same bytes
+    prefill           the same loss of the second half of each window, once with all of it coded (`coded`, as Diptych
+                      does) and once with the first half attending to exact keys and values (`exact`, as the paper does)
+    recall            percent of questions that are answered exactly, values of several tokens with the newline after
+                      them (`models/recall.py`): first questions after a table, and later ones after earlier answers
+
+Rows in brackets are baselines and ablations, not codecs: `[intN per token]` has one scale per token over all heads; the
+others are nuq at 2 bits with one thing changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+import benchmarks.script_path  # noqa: F401
+from benchmarks.kv_engine import EngineModel, save_folder
+from engine.model.kv_capture import capture_layers
+from engine.model.kv_quality import (
+    CodingScheme,
+    Forward,
+    build_scheme,
+    coded_attention,
+    compare_losses,
+    complete_id,
+    model_forward,
+    score_windows,
+)
+from kvcache.codecs.calibration import CALIBRATED_NAMES, CalibratedModel, Calibration
+from kvcache.codecs.codec_id import CODE_BITS, parse_codec_id
+from kvcache.codecs.datatype import Datatype, LayerConstants
+from kvcache.codecs.fitting import LayerSample, Weigh, fit_layer, weigh_errors
+from kvcache.codecs.hadamard import uniform_levels
+from kvcache.codecs.page import Floats
+from models.calibration import calibration_sequences, held_out_windows
+from models.evaluate import HeldOutText
+from models.recall import RecallSeries, recall_series
+from models.twin import make_twin
+
+FOLDER = Path(__file__).parents[1] / "models" / "tiny"
+LAYERS, KV_HEADS, HEAD_DIM = 6, 4, 32
+WIDTH = KV_HEADS * HEAD_DIM
+CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 2048
+PARTS = ("perplexity", "prefill", "recall")
+SIMULATION = "simulation"
+# Codecs whose recall and prefill are measured.
+COMPARED = ("int8", "nuq4-1%", "nuq3-1%", "nuq2-1%", "tq4", "tq3")
+# Recall: distances in tokens, questions after each table, and kinds of values, all of several tokens.
+DISTANCES = (256, 512, 1024)
+QUESTIONS = 6
+VALUE_KINDS = ("number", "pair")
+
+
+def per_token_scheme(bits: int) -> CodingScheme:
+    """Uniform codes with one scale and minimum per token, over all heads; keys after rotation."""
+
+    def round_rows(rows: Floats) -> Floats:
+        flat = rows.reshape(len(rows), -1)
+        low, high = flat.min(axis=1, keepdims=True), flat.max(axis=1, keepdims=True)
+        step = np.maximum((high - low) / (2**bits - 1), np.float32(1e-12))
+        coded: Floats = (np.rint((flat - low) / step) * step + low).astype(np.float32)
+        return coded.reshape(rows.shape)
+
+    def code(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        return round_rows(keys), round_rows(values)
+
+    return CodingScheme(f"[int{bits} per token]", bits + 32 / WIDTH, True, code)
+
+
+def fit_samples(samples: list[LayerSample], names: Sequence[str], weigh: Weigh = weigh_errors) -> Calibration:
+    """Constants for captured samples."""
+    ids = [parse_codec_id(name) for name in names]
+    layers = [fit_layer(sample, ids, WIDTH, weigh) for sample in samples]
+    constants = {name: tuple(layer[name] for layer in layers) for name in names}
+    model = CalibratedModel("measured here", LAYERS, KV_HEADS, HEAD_DIM)
+    return Calibration(model, WIDTH, len(samples[0].keys), constants)
+
+
+def change_datatypes(calibration: Calibration, change: Callable[[Datatype], Datatype]) -> Calibration:
+    def changed(one: LayerConstants) -> LayerConstants:
+        return replace(one, keys=change(one.keys), values=change(one.values))
+
+    constants = {name: tuple(map(changed, layers)) for name, layers in calibration.constants.items()}
+    return replace(calibration, constants=constants)
+
+
+def list_schemes(full: Calibration, samples: list[LayerSample]) -> Iterator[CodingScheme]:
+    """All codecs with the constants of `full`, then baselines, then ablations at 2 bits."""
+    for name in CODE_BITS:
+        yield build_scheme(complete_id(name, full), full)
+    for bits in (4, 3, 2):
+        yield per_token_scheme(bits)
+    variants = {
+        "[2: uniform]": change_datatypes(full, lambda one: Datatype(uniform_levels(2), uniform_levels(2))),
+        "[2: unweighted]": fit_samples(samples, ("nuq2",), lambda fisher, scales: np.ones_like(fisher)),
+        "[2: Fisher alone]": fit_samples(samples, ("nuq2",), lambda fisher, scales: fisher),
+        "[2: F s²]": full,
+    }
+    plain = {
+        name: change_datatypes(one, lambda each: replace(each, levels=each.centroids))
+        for name, one in variants.items()
+    }
+    for name, calibration in plain.items():
+        yield build_scheme(complete_id("nuq2", calibration), calibration, name, sink=False)
+    last = plain["[2: F s²]"]
+    yield build_scheme(complete_id("nuq2-1%", last), last, "[2: F s² + outliers]", sink=False)
+    yield build_scheme(complete_id("nuq2-1%", last), last, "[2: F s² + outliers + sink]")
+
+
+def show_progress(text: str) -> None:
+    """A line beside the output, since a run takes minutes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model with KV of one kind: its forward pass, and how it answers questions (first ones, later ones)."""
+
+    forward: Forward
+    count_answers: Callable[[RecallSeries], tuple[int, int]]
+
+
+# Makes the model with KV as a scheme codes it; None: exact KV.
+MakeSubject = Callable[[CodingScheme | None], AbstractContextManager[Subject]]
+
+
+def simulated_subjects(model: Any) -> MakeSubject:
+    """The model of transformers, with simulated quantisation."""
+
+    @contextmanager
+    def make(scheme: CodingScheme | None) -> Iterator[Subject]:
+        forward = model_forward(model)
+        with coded_attention(model, scheme) if scheme is not None else nullcontext():
+            yield Subject(forward, partial(count_answers, forward))
+
+    return make
+
+
+def engine_subjects(model: Any, calibration: Calibration, folder: Path) -> MakeSubject:
+    """The same model in the CPU engine, with real pages. Its weights are written to `folder`."""
+    save_folder(model, FOLDER, folder)
+
+    @contextmanager
+    def make(scheme: CodingScheme | None) -> Iterator[Subject]:
+        name = "raw" if scheme is None else scheme.name
+        codec = "" if name == "raw" else str(complete_id(name, calibration))
+        engine = EngineModel(folder, codec, calibration)
+        yield Subject(engine.forward, engine.count_answers)
+
+    return make
+
+
+def measure_perplexity(
+    make: MakeSubject, windows: Sequence[torch.Tensor], schemes: Sequence[CodingScheme]
+) -> dict[str, Any]:
+    """Growth of perplexity, and how often the most likely token is the same, of each scheme."""
+    rows = dict[str, Any]()
+    with make(None) as subject:
+        exact = score_windows(subject.forward, windows)
+    for scheme in schemes:
+        with make(scheme) as subject:
+            coded = score_windows(subject.forward, windows)
+        delta, interval = compare_losses(coded.losses, exact.losses)
+        rows[scheme.name] = {
+            "bits": round(scheme.bits, 3),
+            "bytes_per_token": round(2 * LAYERS * WIDTH * scheme.bits / 8, 1),
+            "ppl_delta_pct": delta,
+            "interval": interval,
+            "agreement_pct": round(100 * float((coded.choices == exact.choices).mean()), 2),
+        }
+        show_progress(f"{scheme.name}: {rows[scheme.name]}")
+    return {"perplexity": round(math.exp(exact.losses.mean()), 4), "codecs": rows} | loss_ratios(rows)
+
+
+def measure_prefill(
+    model: Any, windows: Sequence[torch.Tensor], schemes: Sequence[CodingScheme]
+) -> dict[str, Any]:
+    """Loss of the second half of each window, with the first half coded for itself or not."""
+    half, rows, forward = len(windows[0]) // 2, dict[str, Any](), model_forward(model)
+    exact = score_windows(forward, windows, half)
+    for scheme in schemes:
+        if scheme.name not in COMPARED:
+            continue
+        rows[scheme.name] = {}
+        for way, exact_tokens in (("coded", 0), ("exact", half)):
+            with coded_attention(model, scheme, exact_tokens):
+                found = score_windows(forward, windows, half)
+            delta, interval = compare_losses(found.losses, exact.losses)
+            rows[scheme.name][way] = {"ppl_delta_pct": delta, "interval": interval}
+        show_progress(f"{scheme.name}, prefill: {rows[scheme.name]}")
+    return {"prefill": rows}
+
+
+@torch.no_grad()
+def count_answers(forward: Forward, series: RecallSeries) -> tuple[int, int]:
+    """How many of the first question, and of the later ones, are answered exactly by greedy decoding.
+
+    Greedy decoding gives an answer exactly when each token of it is the most likely one after those before it, and what
+    attention reads does not depend on how the tokens were grouped into steps. So one forward pass decides.
+    """
+    choices = forward(torch.tensor(series.ids)).argmax(-1).tolist()
+    right = [choices[start - 1 : stop - 1] == series.ids[start:stop] for start, stop in series.answers]
+    return int(right[0]), sum(right[1:])
+
+
+def measure_recall(make: MakeSubject, schemes: Sequence[CodingScheme], tables: int) -> dict[str, Any]:
+    """Percent of right answers by distance, of the model with exact KV and of each scheme."""
+    encode, rows = HeldOutText(FOLDER).encode, dict[str, Any]()
+    series = {
+        distance: list(recall_series(2, tables, encode, distance, QUESTIONS, VALUE_KINDS))
+        for distance in DISTANCES
+    }
+    for scheme in (None, *schemes):
+        if scheme is not None and scheme.name not in COMPARED:
+            continue
+        name = scheme.name if scheme is not None else "exact"
+        rows[name] = {}
+        with make(scheme) as subject:
+            for distance, some in series.items():
+                first, later = map(sum, zip(*map(subject.count_answers, some), strict=True))
+                rows[name][str(distance)] = {
+                    "questions": QUESTIONS * tables,
+                    "right_pct": round(100 * (first + later) / (QUESTIONS * tables), 2),
+                    "first_pct": round(100 * first / tables, 2),
+                    "later_pct": round(100 * later / ((QUESTIONS - 1) * tables), 2),
+                }
+        show_progress(f"{name}, recall: {rows[name]}")
+    return {"recall": rows}
+
+
+def measure_model(model: Any, windows: Sequence[torch.Tensor], given: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one model."""
+    show_progress("calibrating")
+    sequences = calibration_sequences(FOLDER, CALIBRATION_SEQUENCES, CALIBRATION_TOKENS)
+    samples = capture_layers(model, sequences, range(LAYERS))
+    full = fit_samples(samples, CALIBRATED_NAMES)
+    schemes = [
+        scheme
+        for scheme in list_schemes(full, samples)
+        if (not given.only or scheme.name in given.only)
+        and (given.through == SIMULATION or scheme.name in CODE_BITS)
+    ]
+    figures: dict[str, Any] = {}
+    with TemporaryDirectory() as folder:
+        make = (
+            simulated_subjects(model)
+            if given.through == SIMULATION
+            else engine_subjects(model, full, Path(folder))
+        )
+        if "perplexity" in given.parts:
+            figures |= measure_perplexity(make, windows, schemes)
+        if "prefill" in given.parts and given.through == SIMULATION:
+            figures |= measure_prefill(model, windows, schemes)
+        if "recall" in given.parts:
+            figures |= measure_recall(make, schemes, given.tables)
+    return figures
+
+
+def loss_ratios(rows: dict[str, Any]) -> dict[str, Any]:
+    """`nuq_over_tq` at 4 and 3 bits, where both were measured."""
+    pairs = {bits: (rows.get(f"nuq{bits}-1%"), rows.get(f"tq{bits}")) for bits in (4, 3)}
+    return {
+        f"nuq{bits}_over_tq{bits}": round(nuq["ppl_delta_pct"] / tq["ppl_delta_pct"], 3)
+        for bits, (nuq, tq) in pairs.items()
+        if nuq and tq and tq["ppl_delta_pct"]
+    }
+
+
+def print_table(figures: dict[str, Any]) -> None:
+    for model, table in figures["models"].items():
+        print(f"{model}: perplexity {table.get('perplexity', 'not measured')}")
+        for name, row in table.get("codecs", {}).items():
+            low, high = row["interval"]
+            delta = f"{row['ppl_delta_pct']:+9.3f} %  ({low:+.3f} to {high:+.3f})"
+            size = f"{row['bits']:6.2f} bits {row['bytes_per_token']:7.0f} bytes a token"
+            print(f"  {name:28} {size} {delta}  agreement {row['agreement_pct']:.1f} %")
+        for name, ways in table.get("prefill", {}).items():
+            losses = ", ".join(f"{way} {row['ppl_delta_pct']:+.3f} %" for way, row in ways.items())
+            print(f"  {name:28} second half, prefill {losses}")
+        for name, cells in table.get("recall", {}).items():
+            shown = ", ".join(f"{distance}: {row['right_pct']:.1f} %" for distance, row in cells.items())
+            print(f"  {name:28} recall at {shown}")
+        print("  " + ", ".join(f"{name} {table[name]}" for name in table if "_over_" in name))
+
+
+def draw_plot(figures: dict[str, Any], path: Path) -> None:
+    """Growth of perplexity against bytes per token, one panel per model. Codecs that lose nothing are left out."""
+    models = figures["models"]
+    figure, panels = plt.subplots(1, len(models), figsize=(6 * len(models), 4.5), squeeze=False)
+    for panel, (model, table) in zip(panels[0], models.items(), strict=True):
+        for name, row in table["codecs"].items():
+            if row["ppl_delta_pct"] > 0 and name in CODE_BITS:
+                panel.scatter(row["bytes_per_token"], row["ppl_delta_pct"])
+                panel.annotate(name, (row["bytes_per_token"], row["ppl_delta_pct"]), fontsize=8)
+        panel.set(xlabel="bytes per token", ylabel="growth of perplexity, %", title=model, yscale="log")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--windows", type=int, default=24, help="windows of held-out text")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--models", nargs="+", choices=("embedded", "twin"), default=["embedded", "twin"])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to measure; default: all")
+    parser.add_argument(
+        "--through",
+        choices=(SIMULATION, "engine"),
+        default=SIMULATION,
+        help="the model of transformers, or the CPU engine with real pages (codecs alone; `prefill` is left out)",
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--tables", type=int, default=50, help=f"tables per cell, with {QUESTIONS} questions each"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw perplexity against bytes per token")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    windows = held_out_windows(FOLDER, given.windows, given.tokens)
+    figures: dict[str, Any] = {"windows": given.windows, "tokens": given.tokens, "models": {}}
+    for name in given.models:
+        model: Any = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+        model.eval()
+        if name == "twin":
+            make_twin(model, HEAD_DIM)
+        figures["models"][name] = measure_model(model, windows, given)
+    if given.plot is not None and "perplexity" in given.parts:
+        draw_plot(figures, given.plot)
+    print(json.dumps(figures)) if given.json else print_table(figures)
+
+
+if __name__ == "__main__":
+    main()

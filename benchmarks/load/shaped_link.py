@@ -1,0 +1,145 @@
+"""One prefill and one decode worker on hosts of their own, with a link for their KV whose rate can be set.
+
+The hosts are network namespaces (`tests.faults.network_namespaces`). KV goes over a cable of its own, by NIXL over TCP;
+the channel to the gateway goes over the bridge and is not shaped. Needs root and the tools `ip`, `bridge` and `tc`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from benchmarks.engine import EMBEDDED
+from diptych.channel.keys import make_keys
+from diptych.specs import GatewaySpec, WorkerSpec
+from services.host.child_environment import child_environment
+from services.host.ports import claim_port
+from services.host.supervisor import Supervisor, start_error
+from tests.faults.kv_cables import KvCable
+from tests.faults.network_namespaces import NamespaceBridge
+
+READY_S, STOP_S = 300.0, 5.0
+# Bytes that pass a shaped end at once: what its rate sends in a millisecond, but at least a few packets.
+BURST_S, MIN_BURST_BYTES = 1e-3, 16 << 10
+# The queue in front of the link drops packets that would wait for longer.
+QUEUE = "latency 50ms"
+# UCX uses the cable alone, and no shared memory.
+UCX = {"UCX_TLS": "tcp,self", "UCX_LOG_LEVEL": "fatal"}
+
+
+def link_shape(mbit_per_s: float) -> str:
+    """The arguments of `tc`'s token bucket for a link of this rate."""
+    bits_per_s = round(mbit_per_s * 1e6)
+    burst = max(MIN_BURST_BYTES, round(bits_per_s / 8 * BURST_S))
+    return f"rate {bits_per_s}bit burst {burst} {QUEUE}"
+
+
+class ShapedDeployment:
+    """A gateway and two workers of the embedded model with one KV codec; `cable` is the link of their KV."""
+
+    def __init__(self, net: NamespaceBridge, folder: Path, codec: str, number: int) -> None:
+        self.codec, self.port = codec, claim_port("127.0.0.1", 0)
+        make_keys(folder / "keys")
+        self._folder, self._codec, self._shaped = folder, codec, False
+        channel = f"tcp://{net.address}:{claim_port(net.address, 0)}"
+        gateway = GatewaySpec(
+            host="127.0.0.1",
+            port=self.port,
+            channel=channel,
+            keys_dir=str(folder / "keys"),
+            model=str(EMBEDDED),
+            served_names=("tiny",),
+            num_prefill=1,
+            num_decode=1,
+        )
+        environ = child_environment(1, os.environ) | UCX | {"UCX_NET_DEVICES": f"kv{number}"}
+        self._parts = [self._supervise("gateway", "services.gateway", gateway, [], environ)]
+        hosts = []
+        for role in ("prefill", "decode"):
+            hosts.append(host := net.house())
+            spec = WorkerSpec(
+                worker=f"{role}-0",
+                role=role,
+                gateway=channel,
+                keys_dir=str(folder / "keys"),
+                model=str(EMBEDDED),
+                kv_cache_codec=codec,
+                transports=("nixl",),
+                host=host.address,
+            )
+            self._parts.append(
+                self._supervise(spec.worker, "services.worker", spec, host.command([]), environ)
+            )
+        self.cable = KvCable(hosts[0], hosts[1], number)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start all processes, and return when the deployment is ready. Raises StartError or TimeoutError."""
+        for part in self._parts:
+            part.start()
+        deadline_s = time.monotonic() + READY_S
+        while not self._is_ready():
+            for part in self._parts:
+                if (status := part.status()).state == "failed":
+                    raise start_error(status, self._folder / f"{part.name}.log")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{self.codec}: not ready after {READY_S:.0f} s")
+            time.sleep(0.5)
+
+    def shape_link(self, mbit_per_s: float) -> None:
+        """From now on KV passes at this rate, each way."""
+        self.cable.shape_traffic("change" if self._shaped else "add", link_shape(mbit_per_s))
+        self._shaped = True
+
+    def moved_bytes(self) -> int:
+        """Bytes that have left the prefill worker over the cable since its rate was set for the first time."""
+        return int(self.cable.tc_statistics()[0]["bytes"])
+
+    def stop(self) -> None:
+        """End all processes. Idempotent."""
+        for part in self._parts:
+            part.stop(STOP_S)
+
+    def _supervise(
+        self,
+        name: str,
+        module: str,
+        spec: GatewaySpec | WorkerSpec,
+        prefix: list[str],
+        environ: dict[str, str],
+    ) -> Supervisor:
+        command = [*prefix, sys.executable, "-m", module]
+        return Supervisor(name, command, msgspec.json.encode(spec), self._folder / f"{name}.log", environ)
+
+    def _is_ready(self) -> bool:
+        try:
+            if httpx.get(f"{self.url}/ready", timeout=10).status_code != 200:
+                return False
+            return bool(httpx.get(f"{self.url}/status", timeout=10).json()["links"])
+        except httpx.TransportError:
+            return False
+
+
+@contextmanager
+def shaped_deployments(net: NamespaceBridge, codecs: list[str]) -> Iterator[list[ShapedDeployment]]:
+    """A deployment per codec, all of them running and ready; at the end nothing of them is left."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
+        deployments = []
+        for number, codec in enumerate(codecs):
+            own = Path(folder) / str(number)
+            own.mkdir()
+            deployments.append(deployment := ShapedDeployment(net, own, codec, number))
+            running.callback(deployment.stop)
+            deployment.start()
+        yield deployments

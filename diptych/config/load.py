@@ -1,0 +1,196 @@
+"""Merges the sources of settings: defaults < YAML file < environment < command line, and where each value came from.
+
+Every mistake is a `ConfigError` that names the source, the value, and what would be right.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from diptych.config.fields import CONFIG_ENV, SettingSpec, list_settings
+from diptych.config.options import Config
+from diptych.config.sources import CommandLineSource, EnvironmentSource, FileSource, SettingsSource
+from diptych.config.values import check_key, show_value
+from diptych.errors import ConfigError
+
+# Permission bits that a key file may not have. Its group may read it, as some orchestrators mount secrets that way.
+OPEN_TO_OTHERS = 0o027
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A checked configuration and the origin of every value that is not a default, by name."""
+
+    config: Config
+    origins: dict[str, str]
+
+    def origin_of(self, name: str) -> str:
+        """Where the value of this setting came from, for messages."""
+        return self.origins.get(name, "the default")
+
+
+def load_config(
+    command: str, given: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None
+) -> LoadedConfig:
+    """Merge all sources for one command. `given` holds what the command line said, by setting name; None is unset.
+
+    Raises:
+        ConfigError: unknown name, wrong type, out of range, or choices that contradict each other.
+    """
+    file = file or (Path(os.path.expanduser(environ[CONFIG_ENV])) if environ.get(CONFIG_ENV) else None)
+    # Later sources take precedence over earlier ones.
+    sources = (
+        *((FileSource(Config, file),) if file else ()),
+        EnvironmentSource(Config, environ),
+        CommandLineSource(Config, given),
+    )
+    origins: dict[str, str] = {}
+    for source in sources:
+        _check_values(source)
+        origins |= source.origins
+    # pydantic-settings gives the first source precedence, so the order is reversed.
+    built: dict[str, Any] = {"_build_sources": (tuple(reversed(sources)), {})}
+    loaded = LoadedConfig(Config(**built), origins)
+    _check_config(loaded, command)
+    return loaded
+
+
+def _check_values(source: SettingsSource) -> None:
+    """Raises ConfigError for the first wrong value of a source, even if another source overrides that value."""
+    values = source()
+    try:
+        Config(**values)
+    except ValidationError as error:
+        reasons = {problem["loc"][0]: problem for problem in error.errors(include_url=False)}
+        name = next(name for name in source.origins if name in reasons)
+        setting = next(one for one in list_settings(Config) if one.name == name)
+        reason = reasons[name].get("ctx", {}).get("error") or reasons[name]["msg"]
+        shown = "this value" if setting.kind.metavar == "KEY" else show_value(values[name])
+        raise ConfigError(
+            f"{source.origins[name]}: {shown} {reason}",
+            f"{setting.name}: {setting.help}",
+            _describe_usage(setting),
+        ) from None
+
+
+def _describe_usage(setting: SettingSpec) -> str:
+    switch = f"{setting.flag} or --no-{setting.flag[2:]}"
+    form = switch if setting.kind.switch else f"{setting.flag} {setting.kind.metavar}"
+    return form + (f"   (default: {setting.shown})" if setting.shown else "")
+
+
+def _check_config(loaded: LoadedConfig, command: str) -> None:
+    config = loaded.config
+    _check_pools(loaded)
+    if not config.local_only and not (
+        config.api_key or config.api_key_file or config.priority_keys or config.insecure
+    ):
+        raise ConfigError(
+            f"{config.host} can be reached from other machines, and no API key is set",
+            f"host from {loaded.origin_of('host')}; without a key anyone who reaches the port may use the model",
+            "--api-key KEY or --api-key-file FILE; or --insecure to serve everyone",
+        )
+    if command in ("worker", "gateway"):
+        for name in ("role", "channel", "keys_dir") if command == "worker" else ("channel", "keys_dir"):
+            if getattr(config, name) is None:
+                raise ConfigError(
+                    f"`diptych {command}` needs --{name.replace('_', '-')}", _explain_missing(command)
+                )
+
+
+def _check_pools(loaded: LoadedConfig) -> None:
+    config, origins = loaded.config, loaded.origins
+    both = [name for name in ("prefill", "decode") if name in origins]
+    if config.colocated and both:
+        raise ConfigError(
+            "a deployment is either colocated or has two pools",
+            f"colocated is {config.colocated} ({origins['colocated']}), {both[0]} is set too ({origins[both[0]]})",
+            f"leave out {origins['colocated']} or {origins[both[0]]}",
+        )
+    split = [name for name in ("prefill_tp", "prefill_pp") if name in origins]
+    if config.colocated and split:
+        raise ConfigError(
+            "a colocated deployment has no prefill workers to split",
+            f"colocated is {config.colocated} ({origins['colocated']}), {split[0]} is set ({origins[split[0]]})",
+            "--decode-tp and --decode-pp split colocated workers",
+        )
+    if not config.colocated and min(config.pools) < 1:
+        empty = "prefill" if config.prefill < 1 else "decode"
+        raise ConfigError(
+            f"the {empty} pool has no workers",
+            f"from {loaded.origin_of(empty)}",
+            f"--{empty} 1, or --colocated 1",
+        )
+
+
+def _explain_missing(command: str) -> str:
+    return f"a {command} started alone must know where its deployment is; `diptych serve` does that by itself"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """The API keys that a gateway accepts."""
+
+    # All accepted keys. If there are none, no key is asked for.
+    every: tuple[str, ...] = ()
+    # The keys among `every` whose requests may ask for a priority below 0.
+    urgent: tuple[str, ...] = ()
+
+
+def collect_api_keys(loaded: LoadedConfig) -> ApiKeys:
+    """All API keys, those of `api_key_file` and `priority_keys` included.
+
+    Call it once: each file is read, and one that is a pipe can be read once only.
+
+    Raises:
+        ConfigError: a file is missing, unreadable, another user's, open to others, or holds no keys.
+    """
+    named, urgent = _read_key_file(loaded, "api_key_file"), _read_key_file(loaded, "priority_keys")
+    return ApiKeys(tuple(dict.fromkeys([*loaded.config.api_key, *named, *urgent])), urgent)
+
+
+def _read_key_file(loaded: LoadedConfig, name: str) -> tuple[str, ...]:
+    """The keys in the file that a setting names; none if it names no file."""
+    file: Path | None = getattr(loaded.config, name)
+    if file is None:
+        return ()
+    try:
+        with file.open(encoding="utf-8") as opened:
+            state, lines = os.fstat(opened.fileno()), opened.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(
+            f"the API key file {file} cannot be read", f"{reason} (from {loaded.origin_of(name)})",
+            f"make it:  (umask 077; openssl rand -hex 24 > {file})",
+        ) from None  # fmt: skip
+    if state.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"the API key file {file} belongs to another user",
+            f"to user {state.st_uid}, and this process is user {os.geteuid()}",
+            f"chown {os.geteuid()} {file}, if its content is yours; else make a new one",
+        )
+    if state.st_mode & OPEN_TO_OTHERS:
+        mode = stat.S_IMODE(state.st_mode)
+        raise ConfigError(
+            f"the API key file {file} is open to other users", f"its mode is {mode:04o}", f"chmod 600 {file}"
+        )
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            found.append(check_key(line))
+        except ValueError as error:
+            raise ConfigError(
+                f"line {number} of the API key file {file} {error}", "one key per line; '#' begins a comment"
+            ) from None
+    if not found:
+        raise ConfigError(f"the API key file {file} holds no key", "one key per line; '#' begins a comment")
+    return tuple(found)

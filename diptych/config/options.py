@@ -1,0 +1,314 @@
+"""Settings: what a user may choose.
+
+`Config` is the one home of every setting: its field names are the YAML keys, and flags (`--max-model-len`), environment
+names (`DIPTYCH_MAX_MODEL_LEN`), help, docs/configuration.md and the schema for editors derive from it.
+`diptych.config.load` merges the sources. Durations are seconds unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from diptych.config.fields import ENV_PREFIX, Listing
+from diptych.config.values import (
+    byte_size,
+    duration_ms,
+    duration_s,
+    key,
+    keys,
+    one_of,
+    path,
+    some_of,
+    switch,
+    text,
+    texts,
+    whole_number,
+)
+
+ALL_COMMANDS = ("serve", "worker", "gateway")
+MODEL, POOLS, ENGINE, HTTP = "Model", "Pools", "Engine and KV cache", "HTTP"
+REPLAN = "Replanning"
+SLO_LIMITS, SINGLE_PART, PROCESS = "SLOs and limits", "One part alone", "Process"
+DTYPES = ("float32", "float16", "bfloat16")
+
+WORKER_COMMANDS, GATEWAY_COMMANDS, PART_COMMANDS = (
+    ("serve", "worker"),
+    ("serve", "gateway"),
+    ("worker", "gateway"),
+)
+
+Count = Annotated[int, whole_number()]
+PositiveCount = Annotated[int, whole_number(1)]
+ByteSize = Annotated[int, byte_size()]
+DurationS = Annotated[float, duration_s()]
+DurationMs = Annotated[float, duration_ms()]
+Switch = Annotated[bool, switch()]
+Host = Annotated[str, text("HOST")]
+FilePath = Annotated[Path, path()]
+FolderPath = Annotated[Path, path("DIR")]
+Secret = Annotated[str, key()]
+Secrets = Annotated[tuple[str, ...], keys()]
+
+
+class Config(BaseSettings):
+    """Every choice there is, with its default. Loaded by `diptych.config.load.load_config`; consequences are
+    properties. `Config()` has the defaults, whatever the environment says.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        # Lists are separated by commas; they are not JSON.
+        enable_decoding=False,
+        # Error messages do not repeat the value, which may be a secret.
+        hide_input_in_errors=True,
+    )
+
+    model: Annotated[str, text("MODEL"), Listing(MODEL, ALL_COMMANDS)] = Field(
+        default="tiny", description="Hugging Face id, local folder, or 'tiny'"
+    )
+    served_model_name: Annotated[
+        tuple[str, ...], texts("NAME"), Listing(MODEL, GATEWAY_COMMANDS, shown="MODEL")
+    ] = Field(default=(), description="Model names for clients; responses carry the first")
+    revision: Annotated[Annotated[str, text("REV")] | None, Listing(MODEL, ALL_COMMANDS, rare=True)] = Field(
+        default=None, description="Branch, tag or commit on the hub"
+    )
+    dtype: Annotated[str, one_of("auto", *DTYPES), Listing(MODEL, WORKER_COMMANDS)] = Field(
+        default="auto", description="Weights and KV (on CPU float32)"
+    )
+    device: Annotated[str, one_of("auto", "cpu", "cuda"), Listing(MODEL, WORKER_COMMANDS)] = Field(
+        default="auto", description="Where to compute"
+    )
+    max_model_len: Annotated[PositiveCount | None, Listing(MODEL, ALL_COMMANDS, shown="the model's")] = Field(
+        default=None, description="Longest prompt plus answer, in tokens"
+    )
+    chat_template: Annotated[FilePath | None, Listing(MODEL, GATEWAY_COMMANDS, shown="the model's")] = Field(
+        default=None, description="Jinja chat template"
+    )
+    generation_config: Annotated[str, text("model|none|DIR"), Listing(MODEL, GATEWAY_COMMANDS)] = Field(
+        default="model", description="Whose generation_config.json has the sampling defaults"
+    )
+
+    prefill: Annotated[Count, Listing(POOLS, GATEWAY_COMMANDS)] = Field(
+        default=1, description="Prefill workers: they compute the KV of prompts"
+    )
+    decode: Annotated[Count, Listing(POOLS, GATEWAY_COMMANDS)] = Field(
+        default=1, description="Decode workers: they generate answers"
+    )
+    colocated: Annotated[Count, Listing(POOLS, GATEWAY_COMMANDS)] = Field(
+        default=0, description="Workers that prefill and decode, instead of two pools"
+    )
+    prefill_tp: Annotated[PositiveCount, Listing(POOLS, WORKER_COMMANDS)] = Field(
+        default=1, description="Ranks that split each prefill worker's heads"
+    )
+    prefill_pp: Annotated[PositiveCount, Listing(POOLS, WORKER_COMMANDS)] = Field(
+        default=1, description="Stages that split each prefill worker's layers"
+    )
+    decode_tp: Annotated[PositiveCount, Listing(POOLS, WORKER_COMMANDS)] = Field(
+        default=1, description="Ranks that split each decode worker's heads"
+    )
+    decode_pp: Annotated[PositiveCount, Listing(POOLS, WORKER_COMMANDS)] = Field(
+        default=1, description="Stages that split each decode worker's layers"
+    )
+    transports: Annotated[tuple[str, ...], some_of("shm", "nixl"), Listing(POOLS, WORKER_COMMANDS)] = Field(
+        default=("shm", "nixl"), description="How KV may move, preferred first"
+    )
+    pin_cores: Annotated[Switch, Listing(POOLS, rare=True)] = Field(
+        default=True, description="Give each CPU worker a core of its own"
+    )
+    plan: Annotated[FilePath | None, Listing(POOLS)] = Field(
+        default=None, description="Pools, model and SLOs from `diptych plan`"
+    )
+
+    replan: Annotated[Switch, Listing(REPLAN)] = Field(
+        default=False, description="Change the pools as traffic changes"
+    )
+    replan_mode: Annotated[str, one_of("act", "advise"), Listing(REPLAN, rare=True)] = Field(
+        default="act", description="Apply decisions, or only print them"
+    )
+    replan_budget: Annotated[PositiveCount | None, Listing(REPLAN, shown="those of the start", rare=True)] = (
+        Field(default=None, description="Most devices held at once, draining workers included")
+    )
+    replan_profile: Annotated[FilePath | None, Listing(REPLAN, shown="a data sheet", rare=True)] = Field(
+        default=None, description="Costs of workers, measured by `diptych profile`"
+    )
+    replan_journal: Annotated[FilePath | None, Listing(REPLAN, rare=True)] = Field(
+        default=None, description="Append each decision with its inputs here"
+    )
+    replan_window_s: Annotated[DurationS, Listing(REPLAN, rare=True)] = Field(
+        default=300.0, description="Length of the traffic window that a decision uses"
+    )
+    replan_interval_s: Annotated[DurationS, Listing(REPLAN, rare=True)] = Field(
+        default=1.0, description="How often the gateway is asked for traffic"
+    )
+
+    max_num_seqs: Annotated[PositiveCount, Listing(ENGINE, WORKER_COMMANDS)] = Field(
+        default=64, description="Requests running at once per worker"
+    )
+    max_num_batched_tokens: Annotated[PositiveCount, Listing(ENGINE, WORKER_COMMANDS)] = Field(
+        default=512, description="Token budget of one step"
+    )
+    enable_chunked_prefill: Annotated[Switch, Listing(ENGINE, WORKER_COMMANDS)] = Field(
+        default=True, description="Split long prompts over steps"
+    )
+    enable_prefix_caching: Annotated[Switch, Listing(ENGINE, ALL_COMMANDS)] = Field(
+        default=True, description="Keep and share the KV of common prefixes"
+    )
+    swap_space: Annotated[int, byte_size(0), Listing(ENGINE, WORKER_COMMANDS, shown="none", rare=True)] = (
+        Field(default=0, description="Host memory per worker for preempted requests")
+    )
+    kv_cache_memory_bytes: Annotated[
+        ByteSize | None, Listing(ENGINE, WORKER_COMMANDS, shown="by model and memory")
+    ] = Field(default=None, description="KV pool of each worker, e.g. 2GiB")
+    kv_cache_codec: Annotated[str, text("CODEC"), Listing(ENGINE, WORKER_COMMANDS)] = Field(
+        default="raw", description="How KV is stored and moved, e.g. tq4, or raw:0.5,nuq4-1%"
+    )
+    kv_cache_calibration: Annotated[
+        FilePath | None, Listing(ENGINE, WORKER_COMMANDS, shown="the model's", rare=True)
+    ] = Field(default=None, description="What `diptych calibrate` wrote, for nuq codecs")
+    kv_lease_s: Annotated[float, duration_s(1.0), Listing(ENGINE, ALL_COMMANDS, rare=True)] = Field(
+        default=30.0, description="How long prefilled KV waits for its decode worker"
+    )
+    pipelined_transfer: Annotated[Switch, Listing(ENGINE, ALL_COMMANDS, rare=True)] = Field(
+        default=True, description="Move KV while later layers are computed"
+    )
+    threads: Annotated[PositiveCount, Listing(ENGINE, WORKER_COMMANDS, rare=True)] = Field(
+        default=1, description="Compute threads per worker"
+    )
+
+    host: Annotated[Host, Listing(HTTP, GATEWAY_COMMANDS)] = Field(
+        default="127.0.0.1", description="Address to listen on"
+    )
+    port: Annotated[int, whole_number(0, 65535, "PORT"), Listing(HTTP, GATEWAY_COMMANDS)] = Field(
+        default=8000, description="Port to listen on (0: a free one)"
+    )
+    api_key: Annotated[Secrets, Listing(HTTP, GATEWAY_COMMANDS)] = Field(
+        default=(), description="Ask for this bearer key (repeatable)"
+    )
+    api_key_file: Annotated[FilePath | None, Listing(HTTP, GATEWAY_COMMANDS)] = Field(
+        default=None, description="Keys from a file, one per line"
+    )
+    priority_keys: Annotated[FilePath | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = (
+        Field(default=None, description="More API keys, which may ask for a priority below 0")
+    )
+    metrics_key: Annotated[Secret | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = Field(
+        default=None, description="Key for /metrics and /status, instead of API keys"
+    )
+    admin_key: Annotated[Secret | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = Field(
+        default=None, description="Key for draining workers and switching their roles"
+    )
+    insecure: Annotated[Switch, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=False, description="Serve other hosts without a key"
+    )
+    max_body_bytes: Annotated[ByteSize, Listing(HTTP, GATEWAY_COMMANDS, shown="8MiB", rare=True)] = Field(
+        default=8 << 20, description="Largest request body"
+    )
+    max_open_requests: Annotated[PositiveCount, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=1024, description="Sequences in flight before 429"
+    )
+    max_connections: Annotated[PositiveCount, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=4096, description="Connections of clients; idle ones make room"
+    )
+    max_queued_tokens: Annotated[PositiveCount, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=1 << 20, description="Prompt tokens waiting before 429"
+    )
+
+    slo_ttft_ms: Annotated[DurationMs | None, Listing(SLO_LIMITS, GATEWAY_COMMANDS)] = Field(
+        default=None, description="SLO of the time to first token"
+    )
+    slo_tpot_ms: Annotated[DurationMs | None, Listing(SLO_LIMITS, GATEWAY_COMMANDS)] = Field(
+        default=None, description="SLO of the time per output token"
+    )
+    request_timeout_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=600.0, description="Longest time from a request's arrival to its end"
+    )
+    max_queue_wait_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=30.0, description="Refuse (429) what would wait longer"
+    )
+    recovery_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=15.0, description="How long requests wait for lost workers"
+    )
+    local_prefill: Annotated[
+        str, one_of("never", "fallback", "auto"), Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)
+    ] = Field(default="fallback", description="Decode workers prefill: if no other can, or if better")
+    reader_stall_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=30.0, description="Cut off clients that receive too little for this long"
+    )
+    drain_s: Annotated[DurationS, Listing(SLO_LIMITS, ALL_COMMANDS, rare=True)] = Field(
+        default=10.0, description="Grace for requests when stopping"
+    )
+
+    role: Annotated[Annotated[str, one_of("prefill", "decode")] | None, Listing(SINGLE_PART, ("worker",))] = (
+        Field(default=None, description="What this worker does")
+    )
+    channel: Annotated[
+        Annotated[str, text("tcp://HOST:PORT")] | None, Listing(SINGLE_PART, PART_COMMANDS)
+    ] = Field(default=None, description="The gateway's channel for workers")
+    keys_dir: Annotated[FolderPath | None, Listing(SINGLE_PART, PART_COMMANDS)] = Field(
+        default=None, description="Channel keys, made by `diptych keys`"
+    )
+    name: Annotated[
+        Annotated[str, text("NAME")] | None, Listing(SINGLE_PART, ("worker",), shown="ROLE-HOST")
+    ] = Field(default=None, description="Name of this worker")
+    advertise_host: Annotated[
+        Host | None, Listing(SINGLE_PART, ("worker",), shown="none: this host only")
+    ] = Field(default=None, description="This host, as other hosts' workers reach it")
+    core: Annotated[Count | None, Listing(SINGLE_PART, ("worker",), shown="none")] = Field(
+        default=None, description="Core to pin this worker to"
+    )
+    host_workers: Annotated[PositiveCount, Listing(SINGLE_PART, ("worker",))] = Field(
+        default=1, description="Workers on this machine, among whom its memory is shared"
+    )
+
+    start_timeout_s: Annotated[DurationS, Listing(PROCESS, rare=True)] = Field(
+        default=600.0, description="Give up if not ready after this time"
+    )
+    log_level: Annotated[str, one_of("debug", "info", "warning", "error"), Listing(PROCESS, ALL_COMMANDS)] = (
+        Field(default="warning", description="Detail of logs")
+    )
+    request_log: Annotated[FilePath | None, Listing(PROCESS, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=None, description="Log the events of each request here (JSONL)"
+    )
+    step_log: Annotated[FolderPath | None, Listing(PROCESS, WORKER_COMMANDS, rare=True)] = Field(
+        default=None, description="Workers log what each step cost here (JSONL)"
+    )
+    log_dir: Annotated[FolderPath | None, Listing(PROCESS, rare=True)] = Field(
+        default=None, description="Keep the logs of all parts here"
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources of a plain `Config(...)`: its arguments alone. `load_config` brings the others."""
+        return (init_settings,)
+
+    @property
+    def pools(self) -> tuple[int, int]:
+        """Numbers of prefill and decode workers; a colocated deployment has a decode pool only."""
+        return (0, self.colocated) if self.colocated else (self.prefill, self.decode)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names that clients may give as `model`; the first is the one that responses carry."""
+        return self.served_model_name or (self.model.rstrip("/"),)
+
+    @property
+    def local_only(self) -> bool:
+        """Whether `host` is reachable from this machine alone."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,127 @@
+"""The specifications with which the gateway and the worker processes are started.
+
+The command line writes a `WorkerSpec` or `GatewaySpec` as JSON to the standard input of each process that it starts.
+All values in them are resolved. Durations are in seconds unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from diptych.messages import SILENCE_S
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of one worker process; it reads no other configuration."""
+
+    worker: str  # "prefill-0"
+    # Either "prefill" or "decode".
+    role: str
+    gateway: str  # the channel: "tcp://127.0.0.1:4567"
+    # Folder with this deployment's channel keys.
+    keys_dir: str
+    # A folder or a Hugging Face hub id.
+    model: str
+    revision: str | None = None
+    dtype: str = "auto"  # "auto" | "float32" | "float16" | "bfloat16"
+    device: str = "auto"  # "auto" | "cpu" | "cuda"
+    # Most tokens of prompt and answer together; None means the model's own limit.
+    max_model_len: int | None = None
+    # Size of the KV pool in bytes.
+    kv_bytes: int = 256 << 20
+    max_num_seqs: int = 64
+    # Most tokens of one engine step, over all requests.
+    max_num_batched_tokens: int = 512
+    # Whether long prompts are prefilled in parts, beside other requests. False: prompts are prefilled whole.
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    # How KV is coded, as the user named it (`kvcache.codecs.codec_id`).
+    kv_cache_codec: str = "raw"
+    # Path of the file with the codec's constants; empty means the file in the model's folder, if there is one.
+    kv_cache_calibration: str = ""
+    # Bytes of host memory to which the KV of preempted requests may be swapped.
+    swap_bytes: int = 0
+    # Milliseconds that a step may take if sequences decode and prompts are prefilled in it (colocated workers only).
+    tpot_ms: float | None = None
+    tp: int = 1
+    pp: int = 1
+    # Number of the core that the worker is pinned to; None means not pinned.
+    core: int | None = None
+    threads: int = 1
+    # Transports in order of preference.
+    transports: tuple[str, ...] = ("shm", "nixl")
+    lease_s: float = 30.0
+    digest: str = "xxh3"
+    # Address at which other workers reach this one.
+    host: str = "127.0.0.1"
+    # Whether KV is announced and pulled while later layers are still computed.
+    pipelined: bool = True
+    # Seconds that a draining worker waits for its requests.
+    drain_s: float = 10.0
+    # How the worker's previous process ended, for `Hello`. The supervisor sets it.
+    ended: str = ""
+    # Folder for a file with one line per engine step; None means no such file.
+    step_log: str | None = None
+    log_level: str = "warning"
+
+
+class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of the gateway process."""
+
+    host: str
+    port: int
+    # Address that the gateway's ROUTER socket binds.
+    channel: str
+    keys_dir: str
+    # A folder or a hub id. The gateway reads only tokenizer, chat template and config.
+    model: str
+    # Names that clients may use; answers contain the first one.
+    served_names: tuple[str, ...]
+    num_prefill: int  # 0: colocated
+    num_decode: int
+    # Whether workers cache prefixes, so that routing prefers workers that have a prompt's prefix.
+    prefix_caching: bool = True
+    revision: str | None = None
+    api_keys: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    # Path of a Jinja file that replaces the model's chat template.
+    chat_template: str | None = None
+    # Source of the sampling defaults: "model", "none", or a folder.
+    generation_config: str = "model"
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    request_timeout_s: float = 600.0
+    reader_stall_s: float = 30.0
+    # Seconds that open requests may continue after SIGTERM.
+    drain_s: float = 10.0
+    max_open_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    max_body_bytes: int = 8 << 20
+    # Most connections at a time. There are fewer if the process may not open that many files.
+    max_connections: int = 4096
+    lease_s: float = 30.0
+    beat_s: float = 0.5
+    # A worker or gateway that is silent for this many seconds counts as lost.
+    silence_s: float = SILENCE_S
+    pipelined: bool = True
+    # A request is answered with 429 if its first token is predicted to take longer than this many seconds.
+    max_queue_wait_s: float = 30.0
+    # Seconds that requests wait for workers that were lost.
+    recovery_s: float = 15.0
+    # When decode workers prefill: "never", or as a "fallback" while no prefill worker can.
+    local_prefill: str = "fallback"
+    # Those of the `api_keys` whose requests may ask for a priority below 0.
+    priority_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
+    # If there are any, only these keys may read /metrics and /status.
+    figure_keys: tuple[str, ...] = ()
+    # File that gets one line per event of a request; None means no such file.
+    request_log: str | None = None
+    # Whether to keep records of the traffic for a replanner, which reads them with the admin key.
+    replan: bool = False
+    log_level: str = "warning"
+
+    @property
+    def status_key(self) -> str | None:
+        """A key that may read /status; None if no key is needed."""
+        return next(iter((*self.figure_keys, *self.api_keys)), None)

@@ -1,0 +1,92 @@
+"""Rows of codes in kernels: the nearest level of each number, and codes as a stream of bits, lowest bit first.
+
+As `kvcache.codecs.bit_packing` and `kvcache.codecs.datatype.assign_codes`, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.misc.special import literally
+
+from diptych.chunks import CHUNK_TOKENS
+from engine.cpu.coded.exact import exact_add, exact_mul, jit_exact, lookup
+from engine.cpu.simd import LANES, load, store
+
+# With more bits, the code is found by halving the range: a pass over all midpoints would be longer.
+MAX_COUNTED_BITS = 4
+
+
+@jit_exact
+def assign_codes(numbers: Any, limit: Any, midpoints: Any, first: Any, bits: int, codes: Any) -> None:
+    """Code of the nearest level of each number, clipped to ±limit: how many of midpoints[first :] lie below it."""
+    for i in range(numbers.shape[0]):
+        codes[i] = 0
+    if bits <= MAX_COUNTED_BITS:
+        for m in range((1 << bits) - 1):
+            middle = midpoints[first + m]
+            for i in range(numbers.shape[0]):
+                codes[i] += np.int32(min(max(numbers[i], -limit), limit) > middle)
+        return
+    for i in range(numbers.shape[0]):
+        number, code, step = min(max(numbers[i], -limit), limit), 0, 1 << (bits - 1)
+        while step > 0:
+            if number > midpoints[first + code + step - 1]:
+                code += step
+            step >>= 1
+        codes[i] = code
+
+
+@jit_exact
+def pack_row(codes: Any, bits: int, data: Any, at: Any) -> None:
+    """Write codes as a stream of bits to data[at:]; the last byte is filled up with zeros."""
+    stream: Any = 0
+    held = 0
+    for i in range(codes.shape[0]):
+        stream |= np.int64(codes[i]) << held
+        held += bits
+        while held >= 8:
+            data[at] = np.uint8(stream & 255)
+            stream >>= 8
+            held -= 8
+            at += 1
+    if held > 0:
+        data[at] = np.uint8(stream & 255)
+
+
+@jit_exact
+def expand_row(
+    data: Any, codes: Any, bits: int, table: Any, first: Any, channels: Any, scratch: Any, at: Any,
+    heads: int, width: int,
+) -> None:  # fmt: skip
+    """Numbers of one row of codes of up to 4 bits into scratch: table[first + code], a table of sixteen, times scale
+    plus zero of the channel if `channels` [2 · group, more] is not empty.
+
+    Head h goes to scratch[at + h · 128 · width :]. Up to two bytes after the codes are read, and ignored.
+    """
+    literally(width)
+    group = heads * width
+    if width % LANES == 0:
+        numbers = load(table, first)
+        for h in range(heads):
+            for i in range(0, width, LANES):
+                c = h * width + i
+                x = lookup(data, codes + (c * bits >> 3), bits, numbers)
+                if channels.shape[0] > 0:
+                    x = exact_add(exact_mul(x, load(channels, c)), load(channels, group + c))
+                store(scratch, at + h * 2 * CHUNK_TOKENS * width + i, x)
+        return
+    for c in range(group):
+        x = table[first + read_code(data, codes, bits, c)]
+        if channels.shape[0] > 0:
+            x = x * channels[c] + channels[group + c]
+        scratch[at + c // width * 2 * CHUNK_TOKENS * width + c % width] = x
+
+
+@jit_exact
+def read_code(data: Any, codes: Any, bits: int, i: Any) -> Any:
+    """Code i of the row at data[codes:]; the byte after it is read too, and ignored."""
+    byte = codes + (i * bits >> 3)
+    word = np.int64(data[byte]) | (np.int64(data[byte + 1]) << 8)
+    return (word >> (i * bits % 8)) & ((1 << bits) - 1)

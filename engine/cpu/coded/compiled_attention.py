@@ -1,0 +1,221 @@
+"""Attention over coded pages by compiled kernels: what `engine.cpu.coded.attention` computes, fast.
+
+One kernel set per family of codecs (`engine.cpu.coded.page_kernels`). Decode expands each page of a row once into
+scratch, for all query heads. Chunks that several rows share, and the chunks of a prefill span, are expanded once into a
+small pool in the raw layout, which the kernels for raw pools read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from diptych.chunks import CHUNK_TOKENS
+from engine.attention.batch import ForwardBatch, PrefillSpan
+from engine.cpu.attention import crossover_queries, worthwhile_plan
+from engine.cpu.coded import nuq_expand, turbo_kernels
+from engine.cpu.coded.attention import CodedAttention, CodedPool, normalise_heads
+from engine.cpu.coded.grouped_kernels import build_grouped_kernels
+from engine.cpu.coded.nuq_encode import build_nuq_kernels
+from engine.cpu.coded.page_kernels import PageKernels
+from engine.cpu.coded.plain_kernels import build_plain_kernels
+from engine.cpu.coded.turbo_kernels import build_turbo_kernels
+from engine.cpu.tiled_attention import build_prefill_kernel, build_shared_prefix_kernel
+from kvcache.codecs.grouped import GroupedCodec
+from kvcache.codecs.nuq import NuqCodec
+from kvcache.codecs.page import Codec
+from kvcache.codecs.plain import PlainCodec
+from kvcache.codecs.turbo import TurboCodec
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+# Chunks of a shared run that are expanded before they are read: few enough to stay in the cache, and enough that it
+# costs little to load and store the state of the queries for every piece.
+CHUNKS_PER_PIECE = 16
+NO_ANGLES = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class PageFamily:
+    """The kernels of a pool's codecs, and what they take."""
+
+    kernels: PageKernels
+    # `engine.cpu.coded.page_kernels`: figures and offsets of a page.
+    page: NDArray[np.int64]
+    # Of each layer, [pages, n].
+    constants: list[Floats]
+
+
+def find_family(codecs: Sequence[Sequence[Codec]], head_dim: int) -> PageFamily:
+    """The kernels for the codecs of a pool (`engine.cpu.coded.attention.build_page_codecs`), all of one kind."""
+    first = codecs[0][0]
+    kernels, detail = _find_kernels(first, head_dim)
+    figures = (first.page_bytes, first.shape.heads, *first.codec_id.code_bits, detail)
+    page = np.array([*figures, *first.sections.offsets.values()], np.int64)
+    return PageFamily(kernels, page, [np.stack([_page_constants(codec) for codec in row]) for row in codecs])
+
+
+def _find_kernels(codec: Codec, head_dim: int) -> tuple[PageKernels, int]:
+    """The kernels of a codec, and the number that its family has in `DETAIL`."""
+    if isinstance(codec, NuqCodec):
+        return build_nuq_kernels(head_dim), 2 * codec.per_side
+    if isinstance(codec, TurboCodec):
+        return build_turbo_kernels(head_dim), int(codec.by_norm)
+    if isinstance(codec, GroupedCodec):
+        return build_grouped_kernels(head_dim), codec.group
+    assert isinstance(codec, PlainCodec) and codec.codec_id.name != "raw", (
+        f"there are no kernels for {codec.codec_id}"
+    )
+    return build_plain_kernels(head_dim), int(codec.codec_id.name == "bf16")
+
+
+def _page_constants(codec: Codec) -> Floats:
+    """What the kernels of a codec take as the constants of a page."""
+    if isinstance(codec, NuqCodec):
+        return nuq_expand.page_constants(codec)
+    if isinstance(codec, TurboCodec):
+        return turbo_kernels.page_constants(codec)
+    return np.empty(0, np.float32)
+
+
+class CompiledAttention(CodedAttention):
+    """`CodedAttention` by compiled kernels."""
+
+    def __init__(self, pool: CodedPool, heads: int) -> None:
+        super().__init__(pool, heads)
+        layout = pool.layout
+        self._flat, self._slab = pool.data.view(-1).numpy(), layout.chunk_bytes
+        family = find_family(pool.codecs, layout.head_dim)
+        self._layer, self._page, self._constants = layout.layer_bytes, family.page, family.constants
+        self._kernels = family.kernels
+        self._shared = build_shared_prefix_kernel(layout.head_dim)
+        self._span = build_prefill_kernel(layout.head_dim)
+        self._cos, self._sin = np.empty((2, 0), np.float32)
+        self.alone = crossover_queries(heads // layout.kv_heads)
+
+    def write(
+        self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, rotary: tuple[Floats, Floats],
+        norms: tuple[Floats, Floats], eps: float,
+    ) -> None:  # fmt: skip
+        """As `CodedAttention.write`.
+
+        Raises:
+            ValueError: a key or a value is not finite. Nothing was written.
+        """
+        count = len(batch.positions)
+        if not count:
+            return
+        rows = qkv.numpy()[:count]
+        queries, keys, _ = self._split_rows(rows)
+        normalise_heads(queries, norms[0], eps)
+        normalise_heads(keys, norms[1], eps)
+        if not np.isfinite(rows[:, self.heads * self.layout.head_dim :]).all():
+            raise ValueError("keys and values must be finite")
+        self._extend_angles(int(batch.positions.max()) + 1)
+        self._kernels.encode(
+            rows,
+            batch.positions,
+            batch.slots,
+            self.heads,
+            self._place(layer),
+            (self._cos, self._sin),
+            self._rotated,
+        )
+
+    def decode(
+        self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, window: int, out: torch.Tensor
+    ) -> None:
+        """As `CpuAttention.decode`: first chunks that rows share, then each row's other chunks."""
+        if not len(batch.rows):
+            return
+        self._extend_angles(int(batch.lengths.max()))
+        plan = worthwhile_plan(batch, window, self.alone, self.heads // self.layout.kv_heads)
+        tops, totals = np.empty((2, len(batch.rows), self.heads), np.float32)
+        if len(plan.runs):
+            self._read_shared(layer, qkv.numpy(), batch, plan.runs, out.numpy(), tops, totals)
+        rows = (batch.rows, batch.lengths, batch.table, batch.sinks, self._sinks.of_layer(layer))
+        state = (plan.shared, tops, totals)
+        self._kernels.decode(
+            qkv.numpy(), rows, state, self._place(layer), self._read_angles, window, out.numpy()
+        )
+
+    def prefill(
+        self, layer: int, qkv: torch.Tensor, span: PrefillSpan, window: int, out: torch.Tensor
+    ) -> None:
+        """As `CpuAttention.prefill`."""
+        rows, length = slice(span.row, span.row + span.count), span.start + span.count
+        first = max(0, span.start + 1 - window) // CHUNK_TOKENS if window else 0
+        slabs = span.slabs.numpy()
+        # Chunks before the window are never touched, so they take no memory.
+        pool = self._take_chunks(len(slabs))
+        size = self._raw_floats
+        self._expand_chunks(layer, slabs[first:], first, length, span.sink, pool[first * size :])
+        self._span(
+            qkv[rows].numpy(), span.start, np.arange(len(slabs)), pool, size, 0, self.heads,
+            self.layout.kv_heads, window, out[rows].numpy(),
+        )  # fmt: skip
+
+    @property
+    def _raw_floats(self) -> int:
+        """Numbers of one layer of a chunk."""
+        return self.layout.kv_heads * 2 * CHUNK_TOKENS * self.layout.head_dim
+
+    def _take_chunks(self, count: int) -> Floats:
+        """Scratch for the numbers of one layer of `count` chunks."""
+        return np.empty(count * self._raw_floats, np.float32)
+
+    def _place(self, layer: int) -> tuple[Any, ...]:
+        """Where a layer's pages lie in the pool, what is in a page, and the layer's constants."""
+        return self._flat, self._slab, layer * self._layer, self._page, self._constants[layer]
+
+    def _expand_chunks(
+        self, layer: int, slabs: NDArray[np.int64], first: int, length: int, sink: int, pool: Floats
+    ) -> None:
+        """Chunks `first` and following of a sequence of `length` tokens, into `pool`."""
+        self._extend_angles(length)
+        sink_rows = self._sinks.of_layer(layer)
+        self._kernels.expand(
+            slabs, first, length, sink_rows[sink], self._place(layer), self._read_angles, pool
+        )
+
+    def _read_shared(
+        self, layer: int, qkv: Floats, batch: ForwardBatch, runs: NDArray[np.int64], out: Floats,
+        tops: Floats, totals: Floats,
+    ) -> None:  # fmt: skip
+        """Read every run once for all its rows, a few chunks at a time."""
+        pool = self._take_chunks(CHUNKS_PER_PIECE)
+        table = np.tile(np.arange(batch.table.shape[1]) % CHUNKS_PER_PIECE, (len(batch.rows), 1))
+        for start, last, top, bottom in runs.tolist():
+            begin = start
+            while begin < last:
+                # A piece ends at a multiple of its size, so that no two of its chunks take the same place.
+                end = min(last, (begin // CHUNKS_PER_PIECE + 1) * CHUNKS_PER_PIECE)
+                slabs, place = batch.table[top, begin:end], begin % CHUNKS_PER_PIECE * self._raw_floats
+                sink = int(batch.sinks[top])
+                self._expand_chunks(layer, slabs, begin, end * CHUNK_TOKENS, sink, pool[place:])
+                self._shared(
+                    qkv, batch.rows, table, np.array([[begin, end, top, bottom]]), pool, self._raw_floats, 0,
+                    self.heads, self.layout.kv_heads, out, tops, totals,
+                )  # fmt: skip
+                begin = end
+
+    @property
+    def _read_angles(self) -> tuple[Floats, Floats]:
+        """Cosines and sines by which keys are rotated when they are read; empty if they are stored rotated."""
+        return (NO_ANGLES, NO_ANGLES) if self._rotated else (self._cos, self._sin)
+
+    def _extend_angles(self, length: int) -> None:
+        """Cosines and sines for positions below `length`, [positions · head_dim / 2] each."""
+        half = len(self._frequencies)
+        if length * half > len(self._cos):
+            positions = 1 << (length - 1).bit_length()
+            angles = np.arange(positions, dtype=np.float64)[:, None] * self._frequencies
+            self._cos, self._sin = (
+                table.astype(np.float32).reshape(-1) for table in (np.cos(angles), np.sin(angles))
+            )

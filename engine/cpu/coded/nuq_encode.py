@@ -1,0 +1,175 @@
+"""Codes new keys and values into `nuq*` pages in kernels: the bytes of `kvcache.codecs.nuq.NuqCodec`, to the bit.
+
+Sections and constants of a page are those of `engine.cpu.coded.nuq_expand`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from engine.cpu.coded.code_rows import assign_codes, pack_row
+from engine.cpu.coded.exact import MAX_HALF, jit_exact, store_half
+from engine.cpu.coded.nuq_expand import expand_page
+from engine.cpu.coded.page_kernels import (
+    CALIBRATED,
+    DETAIL,
+    KEY_BITS,
+    SECTIONS,
+    VALUE_BITS,
+    PageKernels,
+    decode_rows,
+    encode_tokens,
+    expand_chunks,
+    register_functions,
+)
+from engine.cpu.jit import jit
+from engine.cpu.simd import LANES
+
+_ONE, _HALF = np.float32(1), np.float32(0.5)
+
+
+@jit_exact
+def _store_outlier(
+    data: Any, places: Any, residuals: Any, j: int, group: int, place: Any, residual: Any
+) -> None:
+    """Fill slot j of a row's outliers."""
+    if group <= 256:
+        data[places + j] = np.uint8(place)
+    else:
+        data[places + 2 * j], data[places + 2 * j + 1] = np.uint8(place & 255), np.uint8(place >> 8)
+    store_half(data, residuals + 2 * j, residual)
+
+
+@jit_exact
+def _farthest(away: Any, outside: Any, found: Any, slots: int) -> Any:
+    """Mark in `found` the outliers that get slots: the farthest ones, among equal ones those of the lowest index.
+
+    `outside` holds the places of the `count` candidates, ascending. Returns how many get slots.
+    """
+    count = outside.shape[0]
+    if count <= slots:
+        for j in range(count):
+            found[j] = outside[j]
+        return count
+    for j in range(slots):
+        best, most = -1, -_ONE
+        for k in range(count):
+            place = outside[k]
+            if place >= 0 and away[place] > most:
+                best, most = k, away[place]
+        found[j] = outside[best]
+        outside[best] = -1
+    found[:slots].sort()
+    return slots
+
+
+@jit_exact
+def _encode_keys(x: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any) -> None:
+    """Code one row of keys x [group], which become their residuals."""
+    numbers, codes, places, _ = work
+    group, bits, slots = x.shape[0], page[KEY_BITS], page[DETAIL]
+    levels = 2 * group
+    for i in range(group):
+        numbers[i] = (x[i] - table[group + i]) / table[i]
+    assign_codes(numbers, _ONE, table, levels + 2 * LANES, bits, codes)
+    pack_row(codes, bits, data, at + page[SECTIONS] + row * ((group * bits + 7) // 8))
+    if slots == 0:
+        return
+    count = 0
+    for i in range(group):
+        x[i] = x[i] - (table[levels + codes[i]] * table[i] + table[group + i])
+        if abs(numbers[i]) > _ONE:
+            places[slots + count] = i
+            count += 1
+        numbers[i] = abs(x[i])
+    used = _farthest(numbers, places[slots : slots + count], places, slots)
+    wide = 1 if group <= 256 else 2
+    first, residuals = at + page[SECTIONS + 1] + row * slots * wide, at + page[SECTIONS + 2] + row * slots * 2
+    for j in range(slots):
+        place = places[j] if j < used else 0
+        residual = x[place] if j < used else np.float32(0)
+        _store_outlier(data, first, residuals, j, group, place, residual)
+
+
+@jit_exact
+def _insert(
+    value: Any, place: Any, filled: Any, kept: Any, places: Any, first: Any, size: int, low: Any
+) -> None:
+    """Insert a number into the `size` smallest (`low`) or largest so far, at kept[first :], the extreme one first.
+
+    Among equal numbers, the one with the lower index counts as the smaller; indices come in ascending order.
+    """
+    j = min(filled, size)
+    while j > 0 and (value < kept[first + j - 1] if low else value >= kept[first + j - 1]):
+        if j < size:
+            kept[first + j], places[first + j] = kept[first + j - 1], places[first + j - 1]
+        j -= 1
+    if j < size:
+        kept[first + j], places[first + j] = value, place
+
+
+@jit_exact
+def _encode_values(x: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any) -> None:
+    """Code one row of values x [group]."""
+    numbers, codes, places, kept = work
+    group, bits, slots = x.shape[0], page[VALUE_BITS], page[DETAIL]
+    levels, side = 2 * group + LANES, slots // 2
+    size = side + 1
+    for i in range(group):
+        _insert(x[i], i, i, kept, places, 0, size, True)
+        _insert(x[i], i, i, kept, places, size, size, False)
+    low, high = kept[side], kept[size + side]
+    scale = store_half(data, at + page[SECTIONS + 6] + 2 * row, (high - low) * _HALF)
+    zero = store_half(data, at + page[SECTIONS + 7] + 2 * row, (high + low) * _HALF)
+    for i in range(group):
+        numbers[i] = (x[i] - zero) / scale if scale > np.float32(0) else np.float32(0)
+    assign_codes(numbers, _ONE, table, levels + LANES + 15, bits, codes)
+    pack_row(codes, bits, data, at + page[SECTIONS + 3] + row * ((group * bits + 7) // 8))
+    for j in range(side):
+        places[side + j] = places[size + j]
+    places[:slots].sort()
+    wide = 1 if group <= 256 else 2
+    first, residuals = at + page[SECTIONS + 4] + row * slots * wide, at + page[SECTIONS + 5] + row * slots * 2
+    for j in range(slots):
+        i = places[j]
+        residual = x[i] - (table[levels + codes[i]] * scale + zero)
+        _store_outlier(data, first, residuals, j, group, i, residual)
+
+
+@jit_exact
+def encode_row(
+    keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
+) -> None:
+    """As `engine.cpu.coded.page_kernels`; keys before rotation."""
+    for i in range(keys.shape[0]):
+        keys[i] = min(max(keys[i], -MAX_HALF), MAX_HALF)
+        values[i] = min(max(values[i], -MAX_HALF), MAX_HALF)
+    _encode_keys(keys, data, at, page, row, table, work)
+    _encode_values(values, data, at, page, row, table, work)
+
+
+register_functions(CALIBRATED, expand_page, encode_row)
+
+
+@cache
+def build_nuq_kernels(width: int) -> PageKernels:
+    """The kernels of `nuq*` for one head dimension, compiled as a constant."""
+
+    @jit
+    def encode(
+        qkv: Any, positions: Any, slots: Any, queries: int, pages: Any, angles: Any, rotated: bool
+    ) -> None:
+        encode_tokens(CALIBRATED, qkv, positions, slots, queries, pages, angles, rotated, width)
+
+    @jit
+    def decode(qkv: Any, rows: Any, state: Any, pages: Any, angles: Any, window: int, out: Any) -> None:
+        decode_rows(CALIBRATED, qkv, rows, state, pages, angles, window, out, width)
+
+    @jit
+    def expand(slabs: Any, first: int, length: int, sink: Any, pages: Any, angles: Any, scratch: Any) -> None:
+        expand_chunks(CALIBRATED, slabs, first, length, sink, pages, angles, scratch, width)
+
+    return PageKernels(encode, decode, expand)

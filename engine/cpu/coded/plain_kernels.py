@@ -1,0 +1,98 @@
+"""Kernels for pages of `fp16` and `bf16`: the bytes and numbers of `kvcache.codecs.plain.PlainCodec`, to the bit.
+
+A page's sections are keys and values; `DETAIL` is 1 for bf16. There are no constants.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba.misc.special import literally
+
+from diptych.chunks import CHUNK_TOKENS
+from engine.cpu.coded.exact import bits_of_float, jit_exact, load_bfloats, load_halves, round_half
+from engine.cpu.coded.page_kernels import (
+    DETAIL,
+    PLAIN,
+    SECTIONS,
+    PageKernels,
+    decode_rows,
+    encode_tokens,
+    expand_chunks,
+    register_functions,
+)
+from engine.cpu.jit import jit
+from engine.cpu.simd import LANES, store
+
+_LARGEST_BFLOAT = np.int32(0x7F7F)
+
+
+@jit_exact
+def expand_page(
+    data: Any, at: Any, page: Any, table: Any, count: Any, scratch: Any, heads: int, width: int
+) -> None:
+    """As `engine.cpu.coded.page_kernels`."""
+    literally(width)
+    brain = page[DETAIL] == 1
+    for side in range(2):
+        numbers, o = at + page[SECTIONS + side], side * CHUNK_TOKENS * width
+        # A page has 64 rows, so whole vectors cover it for every width. The last one may go beyond `count` rows.
+        for i in range(0, count * width, LANES):
+            if brain:
+                store(scratch, o + i, load_bfloats(data, numbers + 2 * i))
+            else:
+                store(scratch, o + i, load_halves(data, numbers + 2 * i))
+
+
+@jit_exact
+def _round_bfloat(number: Any) -> Any:
+    """Bits of the nearest bfloat16, ties to even; what is too large becomes the largest finite one."""
+    bits = bits_of_float(number)
+    size = np.int32(bits & np.int32(0x7FFFFFFF))
+    rounded = np.int32((np.int64(size) + 0x7FFF + ((size >> np.int32(16)) & np.int32(1))) >> 16)
+    return np.int32(min(rounded, _LARGEST_BFLOAT) | ((bits >> np.int32(16)) & np.int32(0x8000)))
+
+
+@jit_exact
+def _encode_side(x: Any, data: Any, at: Any, brain: bool) -> None:
+    """Numbers x, rounded to 16 bits, to data[at:]."""
+    for i in range(x.shape[0]):
+        bits = _round_bfloat(x[i]) if brain else round_half(x[i])
+        data[at + 2 * i] = np.uint8(bits & np.int32(0xFF))
+        data[at + 2 * i + 1] = np.uint8((bits >> np.int32(8)) & np.int32(0xFF))
+
+
+@jit_exact
+def encode_row(
+    keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
+) -> None:
+    """As `engine.cpu.coded.page_kernels`."""
+    brain = page[DETAIL] == 1
+    _encode_side(keys, data, at + page[SECTIONS] + 2 * row * width, brain)
+    _encode_side(values, data, at + page[SECTIONS + 1] + 2 * row * width, brain)
+
+
+register_functions(PLAIN, expand_page, encode_row)
+
+
+@cache
+def build_plain_kernels(width: int) -> PageKernels:
+    """The kernels of `fp16` and `bf16` for one head dimension, compiled as a constant."""
+
+    @jit
+    def encode(
+        qkv: Any, positions: Any, slots: Any, queries: int, pages: Any, angles: Any, rotated: bool
+    ) -> None:
+        encode_tokens(PLAIN, qkv, positions, slots, queries, pages, angles, rotated, width)
+
+    @jit
+    def decode(qkv: Any, rows: Any, state: Any, pages: Any, angles: Any, window: int, out: Any) -> None:
+        decode_rows(PLAIN, qkv, rows, state, pages, angles, window, out, width)
+
+    @jit
+    def expand(slabs: Any, first: int, length: int, sink: Any, pages: Any, angles: Any, scratch: Any) -> None:
+        expand_chunks(PLAIN, slabs, first, length, sink, pages, angles, scratch, width)
+
+    return PageKernels(encode, decode, expand)

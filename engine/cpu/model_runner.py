@@ -1,0 +1,251 @@
+"""Runs a step on the CPU: takes token ids, returns logits, and stores KV in the slabs of the pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from diptych.chunks import CHUNK_TOKENS
+from diptych.errors import ModelError
+from engine.attention.batch import ForwardBatch, pack_batch
+from engine.cpu.arenas import PoolAttention, pack_groups
+from engine.cpu.attention import CpuAttention, PagedAttention
+from engine.cpu.coded.attention import CodedPool, SinkRecorder, build_page_codecs
+from engine.cpu.coded.compiled_attention import CompiledAttention
+from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots, SinkTable
+from engine.cpu.decoder import CpuDecoder
+from engine.cpu.tensor_parallel import FollowerRanks, encode_step
+from engine.model.rope import rope_frequencies
+from engine.model.weights import WeightReader
+from engine.protocols import OnLayersDone
+from engine.step_work import RunnerBounds, StepWork
+from kvcache.codecs.calibration import Calibration
+from kvcache.layout import KvLayout, Shard
+from kvcache.pool import KvPool
+
+# Imported for types only: the module imports transformers, which ranks that get their configuration from rank 0 do
+# not need.
+if TYPE_CHECKING:
+    from engine.model.checkpoint import Checkpoint
+
+
+class CpuModelRunner:
+    """A loaded model, or one rank's shard of it, bound to a pool. Only one thread at a time may use it.
+
+    `followers` commands the other ranks, if this is rank 0 of several: they compute every step too. `calibration` is
+    that of the pool's codec, if it has one; `shard` is the part of the model that a rank has. `sink_slots` is how many
+    different first tokens a step may have, at least, if a pool has a codec. `others` are the pools of further KV
+    classes with their calibrations: a step may have works in all of them. Only a worker with one rank can have several.
+    """
+
+    def __init__(
+        self,
+        decoder: CpuDecoder,
+        pool: KvPool,
+        max_model_len: int,
+        followers: FollowerRanks | None = None,
+        *,
+        calibration: Calibration | None = None,
+        shard: Shard | None = None,
+        sink_slots: int = DEFAULT_SLOTS,
+        others: Sequence[tuple[KvPool, Calibration | None]] = (),
+    ) -> None:
+        if followers is not None and others:
+            raise ValueError("a worker of several ranks has one KV class")
+        self.layout: KvLayout = pool.layout
+        self.vocab_size = decoder.shape.vocab
+        self.max_model_len = max_model_len
+        # Seconds of the last run that went into checking and packing the step and sending it to other ranks.
+        self.prepare_seconds = 0.0
+        self._decoder, self._followers = decoder, followers
+        # First tokens are kept exactly for all coded pools together: their KV does not depend on the codec. Without a
+        # codec they are never used, and take no memory.
+        self._sinks, self._sink_slots = SinkTable(pool.layout, sink_slots), SinkSlots(sink_slots)
+        shard = shard or Shard((0, pool.layout.layers), (0, pool.layout.kv_heads))
+        classes = [(pool, calibration), *others]
+        self._pools = [one for one, _ in classes]
+        self._attentions = [self._attend_to(one, known, shard) for one, known in classes]
+
+    def _attend_to(self, pool: KvPool, calibration: Calibration | None, shard: Shard) -> PoolAttention:
+        """The attention over a pool. Raises ConfigError if its codec is of another calibration."""
+        decoder, layout = self._decoder, pool.layout
+        pages: PagedAttention
+        if layout.codec:
+            codecs = build_page_codecs(layout, calibration, shard)
+            frequencies = rope_frequencies(decoder.shape.rope, layout.head_dim).double().numpy()
+            coded = CodedPool(layout, pool.data, codecs, frequencies, self._sinks)
+            pages = CompiledAttention(coded, decoder.heads)
+        else:
+            pages = CpuAttention(layout, pool.data, decoder.heads)
+        bounds = RunnerBounds(layout, pool.num_slabs, self.max_model_len, self.vocab_size)
+        return PoolAttention(pool.first, bounds, pages)
+
+    @classmethod
+    def load(
+        cls,
+        model: Checkpoint,
+        pool: KvPool,
+        max_model_len: int,
+        calibration: Calibration | None = None,
+        sink_slots: int = DEFAULT_SLOTS,
+        others: Sequence[tuple[KvPool, Calibration | None]] = (),
+    ) -> CpuModelRunner:
+        """Read the weights and bind them to `pool`; `calibration` and `sink_slots` are those of the runner.
+
+        `others` are the pools of further KV classes, with their calibrations.
+
+        Raises:
+            ModelError: the checkpoint does not match its config, or the pool is not of this model's layout.
+            ConfigError: the pool's codec is of another calibration.
+        """
+        expected = model.layout("float32")
+        for one in [pool, *[other for other, _ in others]]:
+            if replace(one.layout, codec=expected.codec) != expected:
+                raise ModelError(
+                    "the KV pool does not fit the model",
+                    f"pool: {one.layout}\nmodel: {expected}",
+                    "make the pool from the model's own layout, in float32 on the CPU",
+                )
+        with torch.no_grad(), WeightReader(model.weights) as weights:
+            decoder = CpuDecoder(model.shape, weights, max_model_len)
+        return cls(
+            decoder, pool, max_model_len, calibration=calibration, sink_slots=sink_slots, others=others
+        )
+
+    def run(self, batch: Sequence[StepWork], done: OnLayersDone | None = None) -> list[torch.Tensor]:
+        """Compute a step. Returns logits per work, float32 [rows, vocab] with rows = 1, len(tokens) or 0.
+
+        The caller may change the logits. `done` is called after each layer with the number of layers whose KV is
+        complete. With several ranks no rank knows how far the others are, so `done` is called once, when all have
+        finished.
+
+        Raises:
+            ValueError: a work is empty, too long, or has too few slabs, or there are more first tokens than the pool's
+                table has room for; nothing was computed.
+        """
+        began_s = time.perf_counter()
+        chosen = [self._pool_index(work) for work in batch]
+        works = [self._attentions[index].localise(work) for work, index in zip(batch, chosen, strict=True)]
+        for work, index in zip(works, chosen, strict=True):
+            self._attentions[index].bounds.check(work)
+        if not works:
+            return []
+        counts = [work.wanted for work in works]
+        sinks = self._plan_sinks(works, chosen)
+        packed, pages = self._pack_works(works, chosen, sinks)
+        if self._followers is None:
+            self.prepare_seconds = time.perf_counter() - began_s
+            logits = self._forward_batch(packed, pages, sinks, done)
+        else:
+            self._followers.send_step(encode_step(works, sinks))
+            self.prepare_seconds = time.perf_counter() - began_s
+            logits = self._run_with_followers(packed, pages, sinks, self._followers)
+            if done is not None:
+                done(self._decoder.shape.layers)
+        assert logits is not None
+        self._sink_slots.keep(sinks)
+        return list(torch.split(logits[: sum(counts)], counts))
+
+    def part(self, batch: Sequence[StepWork], sinks: SinkPlan) -> None:
+        """Compute this rank's shard of a step of rank 0. An error is raised after all ranks have finished the step."""
+        self._forward_batch(pack_batch(batch, sinks.slots), self._attentions[0].pages, sinks)
+
+    def _pool_index(self, work: StepWork) -> int:
+        """Which pool the slabs of a work are in; the first one if in none, whose bounds then refuse it."""
+        if len(self._pools) == 1 or not work.slabs:
+            return 0
+        slab = min(work.slabs)
+        return next((i for i, pool in enumerate(self._pools) if 0 <= slab - pool.first < pool.num_slabs), 0)
+
+    def _pack_works(
+        self, works: Sequence[StepWork], chosen: Sequence[int], sinks: SinkPlan
+    ) -> tuple[ForwardBatch, PagedAttention]:
+        """The batch of a step, and its attention: that of one pool, or of several."""
+        if len(set(chosen)) == 1:
+            return pack_batch(works, sinks.slots), self._attentions[chosen[0]].pages
+        return pack_groups(works, self._attentions, chosen, sinks.slots)
+
+    def _plan_sinks(self, works: Sequence[StepWork], chosen: Sequence[int]) -> SinkPlan:
+        """The sinks that a step needs; none for works in pools without a codec."""
+        coded = [self._attentions[index].has_sinks for index in chosen]
+        if not any(coded):
+            return SinkPlan([0] * len(works)) if len(self._pools) > 1 else SinkPlan()
+        tokens = [
+            0 if work.sink_token is None else work.sink_token
+            for work, kept in zip(works, coded, strict=True)
+            if kept
+        ]
+        plan = self._sink_slots.plan(tokens)
+        slots = iter(plan.slots)
+        return replace(plan, slots=[next(slots) if kept else 0 for kept in coded])
+
+    def _run_with_followers(
+        self, packed: ForwardBatch, pages: PagedAttention, sinks: SinkPlan, followers: FollowerRanks
+    ) -> torch.Tensor | None:
+        """Compute rank 0's shard, and wait for the other ranks even if it fails, so that they are ready for the next
+        step.
+        """
+        try:
+            logits = self._forward_batch(packed, pages, sinks)
+        finally:
+            error = followers.wait_for_step()
+        if error is not None:
+            raise error
+        return logits
+
+    def _forward_batch(
+        self,
+        packed: ForwardBatch,
+        pages: PagedAttention,
+        sinks: SinkPlan,
+        done: OnLayersDone | None = None,
+    ) -> torch.Tensor | None:
+        """Run the forward pass with its exchanges between ranks; the logits are None on ranks without them.
+
+        If sinks are missing, a pass of these tokens alone computes them first. If that fails, the exchanges of the
+        step itself are made all the same, so that no rank waits.
+        """
+        decoder, failure = self._decoder, self._compute_sinks(sinks)
+
+        def forward() -> torch.Tensor | None:
+            if failure is not None:
+                raise failure
+            return decoder.forward(packed, pages, done)
+
+        with torch.no_grad():
+            return decoder.wire.step(forward, len(packed.tokens), len(packed.wanted))
+
+    def _compute_sinks(self, sinks: SinkPlan) -> Exception | None:
+        """Compute the missing sinks in a pass of their own; returns its exception, if it failed."""
+        if not sinks.missing:
+            return None
+        decoder, slots = self._decoder, [slot for slot, _ in sinks.missing]
+        alone = pack_batch([StepWork([token], 0, [0], "none") for _, token in sinks.missing])
+        recorder = SinkRecorder(self.layout, decoder.heads, self._sinks, slots)
+        try:
+            with torch.no_grad():
+                decoder.wire.step(lambda: decoder.forward(alone, recorder), len(alone.tokens), 0)
+        except Exception as error:
+            return error
+        return None
+
+    def warm(self) -> None:
+        """Compile the kernels and touch the weights: run a short prefill, a decode, and decodes that share a chunk."""
+        for pool in self._pools:
+            self._warm_pool(pool)
+
+    def _warm_pool(self, pool: KvPool) -> None:
+        tokens = min(CHUNK_TOKENS + 8, self.max_model_len - 2)
+        owner = "warm"
+        slabs = pool.take_slabs(self.layout.num_chunks(tokens + 2), owner)
+        try:
+            self.run([StepWork([0] * tokens, 0, slabs, "last")])
+            self.run([StepWork([0], tokens, slabs, "last", 0)])
+            # All these rows write to the same slab; they are equal, so they store equal KV.
+            self.run([StepWork([0], tokens + 1, slabs, "last", 0)] * CHUNK_TOKENS)
+        finally:
+            pool.give_back(slabs, owner)

@@ -1,0 +1,446 @@
+"""Attention on a GPU, in Triton: rotates and stores new KV in pages, then computes decode and prefill over pages.
+
+Decode reads each page once for all query heads of its group (as rows of one matrix product), and each page of a shared
+run once for all rows that share it. The chunks of a row are cut into splits, so that small batches use the whole device
+too. Splits and shared items leave partial results (weighted values and the logarithm of their weight), which are merged
+in a fixed order:
+
+    shared items ──▶ parts S, S+1, ... ─┐
+    row's splits ──▶ parts 0 ... S-1   ─┴─▶ merge ──▶ out          S = 1 and nothing shared: straight to out
+
+Prefill reads its own keys and values from the pages too, where `write` has just stored them. Products take the pool's
+type and sum in float32. Without a CUDA device everything runs in Triton's interpreter, on CPU tensors: slow, for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+# Triton reads this variable whenever a kernel is declared, its own kernels included.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+from diptych.chunks import CHUNK_TOKENS
+from engine.attention.batch import ForwardBatch
+from engine.attention.prefix_plan import PrefixPlan
+from engine.gpu.batch import (
+    ITEM_FIELDS,
+    MAX_PARTS,
+    TILE_FIELDS,
+    DeviceStep,
+    Ints,
+    SharedItems,
+    cut_prefill_spans,
+    cut_shared_runs,
+    fill_step,
+    measure_sizes,
+    view_step,
+)
+from kvcache.layout import KvLayout
+
+INTERPRETED = not isinstance(tl.max, triton.JITFunction)
+if bool(triton.knobs.runtime.interpret) != INTERPRETED:
+    raise ImportError("TRITON_INTERPRET was changed after triton was imported: set it before, or not at all")
+
+# Rows per program of a row-wise kernel. The interpreter is faster with few programs.
+ROWS_PER_PROGRAM = 32 if INTERPRETED else 1
+
+PAGE = tl.constexpr(CHUNK_TOKENS)
+ITEM_NUMBERS = tl.constexpr(ITEM_FIELDS)
+TILE_NUMBERS = tl.constexpr(TILE_FIELDS)
+# Precision of float32 products: three passes over tensor cores are as exact as float32 sums.
+PRECISION = tl.constexpr("tf32x3")
+LOWEST = tl.constexpr(-1e30)  # used as minus infinity: differences between such numbers stay finite
+# A part with a weight below this is empty.
+EMPTY_PART = tl.constexpr(-1e29)
+
+
+# Arguments that change from step to step: specialising on their divisibility would recompile kernels again and again.
+UNSPECIALIZED = ["count", "line_stride", "splits", "most", "window"]
+
+
+def triton_kernel(function: Callable[..., Any]) -> Any:
+    """`function` as a Triton kernel, to be indexed with a grid; compiled for the GPU, or interpreted without one."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[name for name in UNSPECIALIZED if name in names])
+
+
+@triton_kernel
+def _absorb(q, k, v, seen, top, total, acc, scale):  # type: ignore[no-untyped-def]
+    """Add one page to the running softmax of all rows. q [M, D], k and v [64, D], seen [M, 64]; sums in float32."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    s = tl.where(seen, s, LOWEST)
+    high = tl.maximum(top, tl.max(s, 1))
+    p = tl.where(seen, tl.exp2(s - high[:, None]), 0.0)
+    fade = tl.exp2(top - high)
+    total = total * fade + tl.sum(p, 1)
+    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return high, total, acc
+
+
+@triton_kernel
+def _part(lengths, begins, line, part, splits, window):  # type: ignore[no-untyped-def]
+    """The range of chunks of split `part`, if a row's own chunks are cut into `splits` splits."""
+    length = tl.load(lengths + line)
+    begin = tl.load(begins + line)
+    if window > 0:
+        begin = tl.maximum(begin, tl.maximum(length - window, 0) // PAGE)
+    end = (length + PAGE - 1) // PAGE
+    share = (tl.maximum(end - begin, 0) + splits - 1) // splits
+    first = begin + part * share
+    return first, tl.minimum(end, first + share)
+
+
+@triton_kernel
+def _decode(  # type: ignore[no-untyped-def]
+    qkv, rows, lengths, begins, table, items, pool, parts, weights, out,
+    splits, most, stride, out_stride, line_stride, slab, offset, scale, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    SHARED: tl.constexpr, DIRECT: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Partial attention. SHARED: program (KV head, item, tile of its rows); else (KV head, row * splits + split).
+
+    It writes parts [rows, most, HEADS, WIDTH] and their weights [rows, most, HEADS] (base-2 logarithms); with DIRECT it
+    writes the finished rows of `out`.
+    """
+    h = tl.program_id(0)
+    d = tl.arange(0, BLOCK_D)
+    t = tl.arange(0, PAGE)
+    if SHARED:
+        item = items + tl.program_id(1) * ITEM_NUMBERS
+        first, last = tl.load(item), tl.load(item + 1)
+        line, bottom, part = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4) + splits
+        m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = line + m // GROUP
+        live = row < bottom
+    else:
+        line = tl.program_id(1) // splits
+        part = tl.program_id(1) % splits
+        m = tl.arange(0, BLOCK_M)
+        row = line + m * 0
+        live = m < GROUP
+        first, last = _part(lengths, begins, line, part, splits, window)
+    head = h * GROUP + m % GROUP
+    # A row attends to the tokens at places low to high - 1.
+    high = tl.load(lengths + row, mask=live, other=0)
+    low = tl.where(window > 0, tl.maximum(high - window, 0), 0)
+    # Tokens at this place and later are not read, since their memory may hold anything.
+    reach = tl.max(high, 0)
+    at = tl.load(rows + row, mask=live, other=0).to(tl.int64)
+    inside = live[:, None] & (d < WIDTH)[None, :]
+    q = tl.load(qkv + at[:, None] * stride + head[:, None] * WIDTH + d[None, :], mask=inside, other=0.0).to(
+        TYPE
+    )
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    for c in range(first, last):
+        place = tl.load(table + line * line_stride + c).to(tl.int64) * slab + offset + h * 2 * PAGE * WIDTH
+        page = pool + place + t[:, None] * WIDTH + d[None, :]
+        token = c * PAGE + t
+        there = (token < reach)[:, None] & (d < WIDTH)[None, :]
+        k = tl.load(page, mask=there, other=0.0).to(TYPE)
+        v = tl.load(page + PAGE * WIDTH, mask=there, other=0.0).to(TYPE)
+        seen = (token[None, :] >= low[:, None]) & (token[None, :] < high[:, None])
+        top, total, acc = _absorb(q, k, v, seen, top, total, acc, scale)
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if DIRECT:
+        tl.store(out + at[:, None] * out_stride + head[:, None] * WIDTH + d[None, :], acc, mask=inside)
+    else:
+        # An empty part stores only its weight; the merge does not read its values.
+        slot = (row.to(tl.int64) * most + part) * HEADS + head
+        weight = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), LOWEST)
+        tl.store(weights + slot, weight, mask=live)
+        tl.store(parts + slot[:, None] * WIDTH + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
+
+
+@triton_kernel
+def _merge(  # type: ignore[no-untyped-def]
+    parts, weights, rows, covers, out, splits, most, out_stride,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head): merge its parts in order, sixteen at a time, by log-sum-exp (Eq. 2 of ChunkAttention)."""
+    n = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    top = tl.full([1], LOWEST, tl.float32)
+    total = tl.full([1], 0.0, tl.float32)
+    acc = tl.full([BLOCK_D], 0.0, tl.float32)
+    count = splits + tl.load(covers + n)
+    for begin in range(0, count, 16):
+        part = begin + tl.arange(0, 16)
+        slot = (n * most + part) * HEADS + head
+        weight = tl.load(weights + slot, mask=part < count, other=LOWEST)
+        filled = weight > EMPTY_PART
+        value = tl.load(parts + slot[:, None] * WIDTH + d, mask=filled[:, None] & (d < WIDTH), other=0.0)
+        high = tl.maximum(top, tl.max(weight, 0))
+        fade, gain = tl.exp2(top - high), tl.where(filled, tl.exp2(weight - high), 0.0)
+        total = total * fade + tl.sum(gain, 0)
+        acc = acc * fade + tl.sum(value * gain[:, None], 0)
+        top = high
+    acc = acc / tl.where(total > 0.0, total, 1.0)
+    at = out + tl.load(rows + n).to(tl.int64) * out_stride + head * WIDTH + tl.arange(0, BLOCK_D)
+    tl.store(at, acc, mask=tl.arange(0, BLOCK_D) < WIDTH)
+
+
+@triton_kernel
+def _prefill(  # type: ignore[no-untyped-def]
+    qkv, tiles, table, pool, out, stride, out_stride, line_stride, slab, offset, scale, window,
+    GROUP: tl.constexpr, SPREAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, KV head): consecutive tokens of a sequence, with SPREAD rows of the matrix product for each
+    token.
+    """
+    tile = tiles + tl.program_id(0) * TILE_NUMBERS
+    h = tl.program_id(1)
+    row, count, start, line = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    t = tl.arange(0, PAGE)
+    # Number of the token within the tile.
+    own = m // SPREAD
+    head = h * GROUP + m % SPREAD
+    inside = ((own < count) & (m % SPREAD < GROUP))[:, None] & (d < WIDTH)[None, :]
+    at = (row + own).to(tl.int64)
+    q = tl.load(qkv + at[:, None] * stride + head[:, None] * WIDTH + d[None, :], mask=inside, other=0.0).to(
+        TYPE
+    )
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    begin = 0
+    if window > 0:
+        begin = tl.maximum(start - window + 1, 0) // PAGE
+    end = start + count
+    for c in range(begin, (end + PAGE - 1) // PAGE):
+        place = tl.load(table + line * line_stride + c).to(tl.int64) * slab + offset + h * 2 * PAGE * WIDTH
+        page = pool + place + t[:, None] * WIDTH + d[None, :]
+        token = c * PAGE + t
+        there = (token < end)[:, None] & (d < WIDTH)[None, :]
+        k = tl.load(page, mask=there, other=0.0).to(TYPE)
+        v = tl.load(page + PAGE * WIDTH, mask=there, other=0.0).to(TYPE)
+        far = (start + own)[:, None] - token[None, :]
+        seen = (far >= 0) & ((far < window) | (window <= 0))
+        top, total, acc = _absorb(q, k, v, seen, top, total, acc, scale)
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out + at[:, None] * out_stride + head[:, None] * WIDTH + d[None, :], acc, mask=inside)
+
+
+@triton_kernel
+def _write(  # type: ignore[no-untyped-def]
+    qkv, positions, slots, cos, sin, q_norm, k_norm, pool, count, stride, slab, offset, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Program (tokens, heads): normalise and rotate queries and keys in place; store keys and values in the pages."""
+    # A program handles BLOCK_H heads of BLOCK_N tokens; the query heads come before the KV heads.
+    line = tl.arange(0, BLOCK_N * BLOCK_H)[:, None]
+    n = (tl.program_id(0) * BLOCK_N + line // BLOCK_H).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + line % BLOCK_H
+    i = tl.arange(0, HALF)[None, :]
+    place = tl.load(positions + n, mask=n < count, other=0)
+    slot = tl.load(slots + n, mask=n < count, other=-1).to(tl.int64)
+    half = (i < WIDTH // 2) & (n < count)
+    inside = half & (h < HEADS + KV_HEADS)
+    left = qkv + n * stride + h * WIDTH + i
+    x = tl.load(left, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(left + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(x * x + y * y, 1)[:, None]
+        share = 1.0 / tl.sqrt(squares / WIDTH + eps)
+        mine, keys = inside & (h < HEADS), inside & (h >= HEADS)
+        left_weight = tl.load(q_norm + i + h * 0, mask=mine, other=0.0)
+        left_weight += tl.load(k_norm + i + h * 0, mask=keys, other=0.0)
+        right_weight = tl.load(q_norm + WIDTH // 2 + i + h * 0, mask=mine, other=0.0)
+        right_weight += tl.load(k_norm + WIDTH // 2 + i + h * 0, mask=keys, other=0.0)
+        x, y = x * share * left_weight, y * share * right_weight
+    angle = place.to(tl.int64) * (WIDTH // 2) + i
+    c = tl.load(cos + angle, mask=half, other=0.0)
+    s = tl.load(sin + angle, mask=half, other=0.0)
+    rotated_x, rotated_y = x * c - y * s, y * c + x * s
+    tl.store(left, rotated_x, mask=inside)
+    tl.store(left + WIDTH // 2, rotated_y, mask=inside)
+    stored = inside & (h >= HEADS) & (slot >= 0)
+    key = pool + slot * slab + offset + (h - HEADS) * 2 * PAGE * WIDTH + (place % PAGE) * WIDTH + i
+    value = left + KV_HEADS * WIDTH
+    tl.store(key, rotated_x, mask=stored)
+    tl.store(key + WIDTH // 2, rotated_y, mask=stored)
+    tl.store(key + PAGE * WIDTH, tl.load(value, mask=stored, other=0.0), mask=stored)
+    tl.store(
+        key + PAGE * WIDTH + WIDTH // 2, tl.load(value + WIDTH // 2, mask=stored, other=0.0), mask=stored
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTuning:
+    """How the kernels are distributed over a device."""
+
+    # Number of programs of one decode launch that keep the device busy.
+    programs: int
+    # Sharing a prefix is worth it if it saves this many bytes of reads per layer: the cost of two more launches.
+    saving_bytes: int
+    # Number of rows of a matrix product over a shared item or a prefill tile.
+    rows: int = 64
+    warps: int = 4
+    # Number of pages that a program loads ahead.
+    stages: int = 3
+
+    @classmethod
+    def of(cls, device: torch.device) -> LaunchTuning:
+        """The values for a device: eight programs per multiprocessor; in the interpreter, as few as possible."""
+        if device.type != "cuda":
+            return cls(programs=1, saving_bytes=0)
+        return cls(torch.cuda.get_device_properties(device).multi_processor_count * 8, saving_bytes=16 << 20)
+
+
+class GpuAttention:
+    """Attention over a pool's memory on a device, for a model with `heads` query heads.
+
+    `load` copies a batch to the device; the other methods take its result, and do not wait for the device.
+
+    Raises:
+        ValueError: the pool's type is not its layout's, or its memory is not contiguous.
+    """
+
+    def __init__(
+        self, layout: KvLayout, data: torch.Tensor, heads: int, tuning: LaunchTuning | None = None
+    ) -> None:
+        if data.dtype != getattr(torch, layout.dtype) or not data.is_contiguous():
+            raise ValueError(
+                f"a pool of {layout.dtype} must be contiguous and of this type, not {data.dtype}"
+            )
+        self.layout, self.data, self.heads = layout, data, heads
+        self.tuning = tuning or LaunchTuning.of(data.device)
+        self._group = heads // layout.kv_heads
+        self._slab = layout.chunk_bytes // layout.itemsize  # elements
+        self._layer = layout.layer_bytes // layout.itemsize
+        self._scale = float(np.log2(np.e) / np.sqrt(layout.head_dim))
+        self._block = max(16, next_power_of_two(layout.head_dim))
+        self._spread = next_power_of_two(self._group)
+        # Wide heads and float32 need more registers for each row, so fewer rows fit.
+        wide, whole = layout.head_dim > 128, data.dtype == torch.float32
+        self._rows = max(self.tuning.rows // ((1 + wide) * (1 + whole)), self._spread)
+        self._launch = {
+            "num_warps": self.tuning.warps * (1 + whole),
+            "num_stages": self.tuning.stages - whole,
+        }
+        # The interpreter would treat bfloat16 as integers.
+        widen = INTERPRETED and data.dtype == torch.bfloat16
+        self._type = tl.float32 if widen else _TYPES[data.dtype]
+        self._cut: tuple[PrefixPlan | None, SharedItems | None] = (None, None)
+
+    def load(self, batch: ForwardBatch) -> DeviceStep:
+        """Copy the batch to the device, without padding."""
+        shared, tiles = self.cut_batch(batch)
+        sizes = measure_sizes(batch, shared, tiles)
+        ints: Ints = np.empty(sizes.numbers, np.int32)
+        fill_step(ints, sizes, batch, shared, tiles)
+        return view_step(torch.from_numpy(ints).to(self.data.device), sizes)
+
+    def cut_batch(self, batch: ForwardBatch) -> tuple[SharedItems, Ints]:
+        """Cut the batch's shared runs into items (only if its plan is new), and its prefill spans into tiles."""
+        plan, found = self._cut
+        if found is None or plan is not batch.plan:
+            pays = self._saved_bytes(batch.plan) >= self.tuning.saving_bytes
+            found = cut_shared_runs(batch.plan, self._item_chunks(batch.plan) if pays else None)
+            self._cut = (batch.plan, found)
+        return found, cut_prefill_spans(batch.spans, self._rows // self._spread, len(batch.rows))
+
+    def write(
+        self, layer: int, qkv: torch.Tensor, step: DeviceStep, rotary: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor], eps: float,
+    ) -> None:  # fmt: skip
+        """Normalise (with the norms of queries and keys, unless empty) and rotate `qkv` in place; store keys and
+        values.
+
+        qkv: [rows, (heads + 2 * kv_heads) * head_dim]. rotary: cosines and sines, [positions, head_dim / 2] float32.
+        """
+        width, kv_heads, rows, heads = self.layout.head_dim, self.layout.kv_heads, len(qkv), 8
+        _write[(-(-rows // ROWS_PER_PROGRAM), -(-(self.heads + kv_heads) // heads))](
+            qkv, step.positions, step.slots, *rotary, *norms, self.data, rows, qkv.stride(0), self._slab,
+            layer * self._layer, eps, HEADS=self.heads, KV_HEADS=kv_heads, WIDTH=width,
+            HALF=next_power_of_two(width // 2),
+            BLOCK_N=ROWS_PER_PROGRAM, BLOCK_H=heads, NORMED=norms[0].numel() > 0,
+        )  # fmt: skip
+
+    def decode(self, layer: int, qkv: torch.Tensor, step: DeviceStep, window: int, out: torch.Tensor) -> None:
+        """Attention of the decode rows over their pages, into the same rows of `out` [rows, heads * head_dim]."""
+        singles, items = step.rows.shape[0], step.items.shape[0]
+        if not singles:
+            return
+        splits = self._count_splits(singles, step.table.shape[1])
+        direct = splits == 1 and not items
+        count = splits + (MAX_PARTS if items else 0)
+        space = (0,) if direct else (singles, count, self.heads)
+        weights = torch.empty(space, dtype=torch.float32, device=qkv.device)
+        parts = torch.empty((*space, self.layout.head_dim), dtype=torch.float32, device=qkv.device)
+        arrays = (
+            qkv, step.rows, step.lengths, step.begins, step.table, step.items, self.data, parts, weights, out,
+            splits, count, qkv.stride(0), out.stride(0), step.table.stride(0), self._slab, layer * self._layer,
+            self._scale, window,
+        )  # fmt: skip
+        constants: dict[str, Any] = {
+            "HEADS": self.heads, "GROUP": self._group, "WIDTH": self.layout.head_dim, "BLOCK_D": self._block,
+            "DIRECT": direct, "TYPE": self._type, **self._launch,
+        }  # fmt: skip
+        least = max(16, self._spread)  # Triton's smallest matrix product has 16 rows
+        if items:
+            rows = min(self._rows, max(least, next_power_of_two(singles * self._group)))
+            shape = (self.layout.kv_heads, items, -(-singles * self._group // rows))
+            _decode[shape](*arrays, BLOCK_M=rows, SHARED=True, **constants)
+        shape = (self.layout.kv_heads, singles * splits, 1)
+        _decode[shape](*arrays, BLOCK_M=least, SHARED=False, **constants)
+        if not direct:
+            _merge[(singles, self.heads)](
+                parts, weights, step.rows, step.covers, out, splits, count, out.stride(0), HEADS=self.heads,
+                WIDTH=self.layout.head_dim, BLOCK_D=self._block,
+            )  # fmt: skip
+
+    def prefill(
+        self, layer: int, qkv: torch.Tensor, step: DeviceStep, window: int, out: torch.Tensor
+    ) -> None:
+        """Causal attention of all prefill spans over their prefixes and themselves, into their rows of `out`."""
+        if step.tiles.shape[0]:
+            _prefill[(step.tiles.shape[0], self.layout.kv_heads)](
+                qkv, step.tiles, step.table, self.data, out, qkv.stride(0), out.stride(0), step.table.stride(0),
+                self._slab, layer * self._layer, self._scale, window, GROUP=self._group, SPREAD=self._spread,
+                WIDTH=self.layout.head_dim, BLOCK_D=self._block, BLOCK_M=max(16, self._rows), TYPE=self._type,
+                **self._launch,
+            )  # fmt: skip
+
+    def _count_splits(self, singles: int, chunks: int) -> int:
+        """Splits per row: enough programs to fill the device, but at least two chunks per split."""
+        wanted = -(-self.tuning.programs // (singles * self.layout.kv_heads))
+        return max(1, min(wanted, -(-chunks // 2), MAX_PARTS))
+
+    def _saved_bytes(self, plan: PrefixPlan) -> int:
+        """Bytes of one layer that need not be read if every run is read once for all its rows."""
+        chunks = sum((last - first) * (bottom - top - 1) for first, last, top, bottom in plan.runs.tolist())
+        return int(chunks * self.layout.layer_bytes)
+
+    def _item_chunks(self, plan: PrefixPlan) -> int:
+        """Chunks per item, so that the items of a plan fill the device."""
+        tiles = sum(
+            (last - first) * -(-(bottom - top) * self._group // self._rows)
+            for first, last, top, bottom in plan.runs.tolist()
+        )
+        return max(2, int(tiles) * self.layout.kv_heads // self.tuning.programs)
+
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def next_power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    power_of_two: int = 1 << max(0, number - 1).bit_length()
+    return power_of_two

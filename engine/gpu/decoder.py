@@ -1,0 +1,160 @@
+"""The forward pass of a Llama-family model over paged KV on a GPU, in the pool's type; as `engine.cpu.decoder`.
+
+The residual stream and all norms are float32, and products sum in float32 (cuBLAS). Unlike on the CPU, the last bits of
+a row may depend on the other rows of the step, since cuBLAS chooses its order of summation by the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as nnf
+
+from engine.gpu.attention import GpuAttention
+from engine.gpu.batch import DeviceStep
+from engine.gpu.rowwise import add_rms_norm, silu_and_mul
+from engine.model.architecture import ModelConfig
+from engine.model.rope import rope_tables
+
+
+class WeightSource(Protocol):
+    """Supplies weights: a checkpoint (`engine.model.weights.WeightReader`), or random numbers in a benchmark."""
+
+    def read_tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor `name`, which must have exactly the given shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class CublasLinear:
+    """The product x @ weight.T + bias."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return nnf.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayer:
+    """The weights of one layer; matrices in the decoder's type, norms in float32 (empty if the model has none)."""
+
+    input_norm: torch.Tensor
+    qkv: CublasLinear
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    out: CublasLinear
+    mlp_norm: torch.Tensor
+    gate_up: CublasLinear
+    down: CublasLinear
+    window: int
+
+
+class GpuDecoder:
+    """Weights and rotary tables of one model on one device. KV is stored in the pages that are passed in."""
+
+    def __init__(
+        self,
+        shape: ModelConfig,
+        source: WeightSource,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        # The device with its index, for example cuda:0 instead of cuda.
+        self.device = torch.empty(0, device=device).device
+        embedding = source.read_tensor("model.embed_tokens.weight", shape.vocab, shape.hidden)
+        self.embedding = embedding.to(device, dtype)
+        self.layers = [self._layer(source, index) for index in range(shape.layers)]
+        self.norm = self._norm(source, "model.norm", shape.hidden)
+        head = (
+            self.embedding
+            if shape.tied
+            else source.read_tensor("lm_head.weight", shape.vocab, shape.hidden).to(device, dtype)
+        )
+        self.head = CublasLinear(head, None)
+        cos, sin = rope_tables(shape.rope, shape.head_dim, max_model_len)
+        self.rotary = (cos.to(device), sin.to(device))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of matrices that a decode step reads: all of every matrix, except the embedding, which is read by
+        row.
+        """
+        layers = sum(
+            product.weight.nbytes
+            for layer in self.layers
+            for product in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        )
+        return layers + self.head.weight.nbytes
+
+    def forward(self, step: DeviceStep, pages: GpuAttention) -> torch.Tensor:
+        """Compute a step: logits of the wanted rows, [wanted, vocab] float32. Afterwards the KV of all tokens is
+        stored.
+
+        Nothing here waits for the device or depends on the values in `step`, so that a CUDA graph can be captured.
+        """
+        eps = self.shape.eps
+        start = self.embedding.index_select(0, step.tokens)
+        x, delta = start.float(), torch.zeros_like(start)  # [rows, hidden]
+        for index, layer in enumerate(self.layers):
+            normed = add_rms_norm(x, delta, layer.input_norm, eps)
+            delta = layer.out(self._attend(index, layer, normed, step, pages))
+            normed = add_rms_norm(x, delta, layer.mlp_norm, eps)
+            delta = layer.down(silu_and_mul(layer.gate_up(normed)))
+        x, delta = x.index_select(0, step.wanted), delta.index_select(0, step.wanted)
+        if not len(x):
+            return x.new_empty(0, self.shape.vocab)
+        return self.head(add_rms_norm(x, delta, self.norm, eps)).float()
+
+    def _attend(
+        self, index: int, layer: GpuLayer, normed: torch.Tensor, step: DeviceStep, pages: GpuAttention
+    ) -> torch.Tensor:
+        """Attention output of all rows, [rows, heads * head_dim]; padding rows are zero."""
+        qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]
+        pages.write(index, qkv, step, self.rotary, (layer.q_norm, layer.k_norm), self.shape.eps)
+        mixed = qkv.new_zeros(qkv.shape[0], self.shape.heads * self.shape.head_dim)
+        pages.decode(index, qkv, step, layer.window, mixed)
+        pages.prefill(index, qkv, step, layer.window, mixed)
+        return mixed
+
+    def _layer(self, source: WeightSource, index: int) -> GpuLayer:
+        """Load the weights of layer `index`."""
+        shape, prefix = self.shape, f"model.layers.{index}."
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        mlp = {"gate_proj": shape.mlp, "up_proj": shape.mlp}
+        own = f"{prefix}self_attn."
+        none = torch.empty(0, dtype=torch.float32, device=self.device)
+        return GpuLayer(
+            input_norm=self._norm(source, f"{prefix}input_layernorm", shape.hidden),
+            qkv=self._linear(source, own, attention, shape.hidden, shape.qkv_bias),
+            q_norm=self._norm(source, f"{own}q_norm", shape.head_dim) if shape.qk_norm else none,
+            k_norm=self._norm(source, f"{own}k_norm", shape.head_dim) if shape.qk_norm else none,
+            out=self._linear(source, own, {"o_proj": shape.hidden}, queries, shape.o_bias),
+            mlp_norm=self._norm(source, f"{prefix}post_attention_layernorm", shape.hidden),
+            gate_up=self._linear(source, f"{prefix}mlp.", mlp, shape.hidden, shape.mlp_bias),
+            down=self._linear(
+                source, f"{prefix}mlp.", {"down_proj": shape.hidden}, shape.mlp, shape.mlp_bias
+            ),
+            window=shape.windows[index],
+        )
+
+    def _linear(
+        self, source: WeightSource, prefix: str, outputs: dict[str, int], inputs: int, bias: bool
+    ) -> CublasLinear:
+        """One product that stacks the products named in `outputs` (name -> number of outputs)."""
+
+        def stack(kind: str, *rest: int) -> torch.Tensor:
+            parts = [
+                source.read_tensor(f"{prefix}{name}.{kind}", rows, *rest) for name, rows in outputs.items()
+            ]
+            return torch.cat([part.to(self.device, self.dtype) for part in parts])
+
+        return CublasLinear(stack("weight", inputs), stack("bias") if bias else None)
+
+    def _norm(self, source: WeightSource, name: str, width: int) -> torch.Tensor:
+        return source.read_tensor(f"{name}.weight", width).to(self.device, torch.float32)

@@ -1,0 +1,38 @@
+"""Finds the calibration file of a model: `kvquant.safetensors` beside its weights, or the one that is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.model.checkpoint import Checkpoint
+from kvcache.codecs.calibration import FILE_NAME, CalibratedModel, Calibration, read_calibration
+
+
+def identify_model(checkpoint: Checkpoint) -> CalibratedModel:
+    """What a calibration file says of its model. The same weights in another folder are the same model."""
+    shape = checkpoint.shape
+    return CalibratedModel(checkpoint.hash_weights(), shape.layers, shape.kv_heads, shape.head_dim)
+
+
+def calibration_path(checkpoint: Checkpoint, path: str = "") -> Path:
+    """Where a model's calibration is: the file that was named, or `kvquant.safetensors` in the model's folder."""
+    return Path(path).expanduser() if path else checkpoint.path / FILE_NAME
+
+
+def load_calibration(checkpoint: Checkpoint, path: str = "") -> Calibration | None:
+    """The calibration of a model.
+
+    Args:
+        checkpoint: of the model that it must belong to.
+        path: a file; empty: `kvquant.safetensors` in the model's folder.
+
+    Returns:
+        None if no file was named and the model's folder has none.
+
+    Raises:
+        ModelError: the file is not there, too large, damaged, of another model, or holds numbers that cannot be right.
+    """
+    file = calibration_path(checkpoint, path)
+    if not path and not file.is_file():
+        return None
+    return read_calibration(file, identify_model(checkpoint))

@@ -1,0 +1,76 @@
+"""The work of one sequence in one step, as the model runner gets it. No torch, since the simulator uses it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.sequence import Sequence
+from kvcache.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """Compute `tokens` at positions `start` to `start + len(tokens) - 1` of a sequence.
+
+    `slabs` have room for at least `start + len(tokens)` tokens, and contain the KV of positions 0 to `start - 1`.
+    `logits` says which rows of logits are returned: of the "last" token, of "all" tokens, or "none". `first_token` is
+    the id of the sequence's token 0, whose KV pools with a codec keep exactly; None: that of `tokens`, if `start` is 0.
+    """
+
+    tokens: list[int]
+    start: int
+    slabs: list[int]
+    logits: str
+    first_token: int | None = None
+
+    @property
+    def sink_token(self) -> int | None:
+        """The id of the sequence's token 0, or None if it is unknown."""
+        return self.tokens[0] if self.first_token is None and self.start == 0 else self.first_token
+
+    @property
+    def wanted(self) -> int:
+        """Number of rows of logits that are returned."""
+        return {"last": 1, "all": len(self.tokens), "none": 0}[self.logits]
+
+
+def choose_logits(seq: Sequence, count: int, scores: bool) -> str:
+    """Which logits are needed when the next `count` tokens of `seq` are computed; `scores`: its prompt is being
+    scored.
+    """
+    if scores and seq.computed + 1 < len(seq.prompt):
+        return "all"
+    return "last" if seq.pending == count and len(seq.output) < seq.sampling.max_tokens else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerBounds:
+    """The limits of a model runner, for checking its input."""
+
+    layout: KvLayout
+    num_slabs: int
+    max_model_len: int
+    vocab_size: int
+
+    def check(self, work: StepWork) -> None:
+        """Check `work`.
+
+        Raises ValueError if it is empty, too long, has too few slabs, unknown slabs or tokens, or, for a pool with a
+        codec, if its first token is unknown.
+        """
+        end = work.start + len(work.tokens)
+        if not work.tokens or work.start < 0 or end > self.max_model_len:
+            raise ValueError(f"positions {work.start}..{end - 1} are not within 0..{self.max_model_len - 1}")
+        if self.layout.num_chunks(end) > len(work.slabs):
+            raise ValueError(f"{end} tokens do not fit into {len(work.slabs)} slabs")
+        if work.logits not in ("last", "all", "none"):
+            raise ValueError(f"logits are 'last', 'all' or 'none', not {work.logits!r}")
+        if min(work.slabs) < 0 or max(work.slabs) >= self.num_slabs:
+            raise ValueError(f"slabs {work.slabs} are not all in a pool of {self.num_slabs}")
+        if (
+            self.layout.codec
+            and not 0 <= (-1 if work.sink_token is None else work.sink_token) < self.vocab_size
+        ):
+            raise ValueError(f"a pool of {self.layout.codec} needs the sequence's first token")
+        if min(work.tokens) < 0 or max(work.tokens) >= self.vocab_size:
+            raise ValueError(f"token ids are not all within 0..{self.vocab_size - 1}")

@@ -1,0 +1,450 @@
+"""Defines the planner's input (model, traffic, SLOs, hardware), and derives splits, step costs and trials from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+from diptych.errors import ConfigError
+from diptych.slo import Slo, Slos, slo_for
+from planner.costs.model import ModelDims
+from planner.costs.profile import CostProfile
+from planner.hardware import Device
+from planner.kv_links import choose_kv_link
+from planner.placement import candidates
+from planner.placement.bounds import PlacementSite, rate_bounds, saturation_rates
+from planner.placement.candidates import ClusterGrid
+from planner.placement.packing import assign_nodes, device_groups
+from planner.placement.trial import WARMUP, SimulationEffort, Trial
+from planner.sim.fast import cluster
+from planner.sim.fast.instance import InstanceLimits
+from planner.types import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    CostModel,
+    InstancePool,
+    Job,
+    JobResult,
+    LinkSpec,
+    Parallelism,
+    Placement,
+    StepBatch,
+)
+from planner.workload.workload import JobSource
+
+MAX_REQUESTS = 20_000  # most requests of one run; large deployments get longer samples than small ones
+HORIZON_PER_TTFT = 10.0  # a run lasts at least this many times the TTFT SLO
+FRESH_SEED = 1000  # first seed of validation runs; the search uses smaller seeds
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Equal nodes with one type of device. `slots` is how many devices a node could hold, if more (0: no more)."""
+
+    device: Device
+    nodes: int
+    devices_per_node: int
+    slots: int = 0
+
+    @property
+    def devices(self) -> int:
+        """Number of devices on all nodes of the group."""
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that is given to the planner.
+
+    `stocks` is the available hardware, `profiles` the model's cost profile by device name. With `rate` (requests/s) the
+    planner looks for the cheapest deployment that carries it, else for the deployment with the highest goodput. A run
+    has at least `requests` requests per seed, and covers at least `span_s` seconds (or ten times the TTFT SLO).
+    `between` replaces the link between nodes. `limits` says how much an instance batches at once;
+    `planner.placement.validate.product_limits` gives those of Diptych's workers. `verified` runs the best of each
+    family in the exact simulator (`planner.placement.validate`). `notes` are shown with the solution.
+    """
+
+    model: ModelDims
+    stocks: tuple[NodeGroup, ...]
+    profiles: Mapping[str, CostProfile]
+    workload: JobSource
+    slos: Slos
+    rate: float | None = None
+    name: str = ""
+    affinity: str = "auto"
+    families: tuple[str, ...] = ("colocated", "disaggregated", "hybrid")
+    cv: float = 1.0
+    seeds: int = 2
+    requests: int = 600
+    span_s: float = 60.0
+    between: LinkSpec | None = None
+    profiled_only: bool = False
+    limits: InstanceLimits = field(default_factory=InstanceLimits)
+    verified: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of all kinds that may be used."""
+        return sum(stock.devices for stock in self.stocks)
+
+    @property
+    def horizon_s(self) -> float:
+        """Least seconds of arrivals in a run: long compared with TTFT, so that growing queues show (0: no limit)."""
+        limits = [slo.ttft_s for slo in self.slos.values() if math.isfinite(slo.ttft_s)]
+        return max(self.span_s, HORIZON_PER_TTFT * max(limits, default=0.0)) if self.span_s else 0.0
+
+    @property
+    def hardware_text(self) -> str:
+        """The hardware in words, for example "8 × H100"."""
+        return " + ".join(f"{stock.devices} × {stock.device.name}" for stock in self.stocks)
+
+    @property
+    def one_node(self) -> bool:
+        """Whether there is only one node, so that no link between nodes is ever used."""
+        return sum(stock.nodes for stock in self.stocks) == 1
+
+    @property
+    def mixed_devices(self) -> bool:
+        """Whether there are several types of devices, so that deployments are compared by price."""
+        return len(self.stocks) > 1
+
+    def stock(self, device: str) -> NodeGroup:
+        """The nodes with that type of device; the first nodes if the name is unknown or empty."""
+        return next((one for one in self.stocks if one.device.name == device), self.stocks[0])
+
+    def slo(self, kind: str) -> Slo:
+        """The SLOs of a kind of request. Raises KeyError if there are none."""
+        return slo_for(self.slos, kind)
+
+    def weight(self, placement: Placement) -> float:
+        """The cost that goodput is divided by: the number of devices, or their hourly price if types differ."""
+        return self.hourly_price(placement) if self.mixed_devices else float(placement.devices)
+
+    def most(self, unit: Placement) -> int:
+        """How many copies of a unit fit on the nodes."""
+        low, high = 0, self.devices // unit.devices
+        while low < high:  # bisection: if some count fits, every smaller count fits too
+            middle = (low + high + 1) // 2
+            low, high = (
+                (middle, high)
+                if self.fits_on_nodes(candidates.replicate_unit(unit, middle))
+                else (low, middle - 1)
+            )
+        return low
+
+    def share(self, unit: Placement) -> float:
+        """Devices that one unit uses up when the hardware is filled with it, including those left over."""
+        most = self.most(unit)
+        return self.devices / most if most else math.inf
+
+    def hourly_price(self, placement: Placement) -> float:
+        """Price per hour of all devices of a placement."""
+        return sum(pool.devices * self.stock(pool.device).device.price_per_hour for pool in placement.pools)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest request in the samples; an instance without KV memory for it is not tried."""
+        return max(job.prompt + job.output for sample in self.samples(self.requests) for job in sample)
+
+    @cached_property
+    def site(self) -> PlacementSite:
+        """Step costs, KV capacity and links of this problem, as bounds and simulations need them."""
+        costs: dict[tuple[str, Parallelism, int], CostModel] = {}
+        rooms: dict[tuple[str, Parallelism], float] = {}
+
+        def cost(pool: InstancePool, nodes: int = 1) -> CostModel:
+            key = (pool.device, pool.split, nodes)
+            if key not in costs:
+                found, extra_s = self.bare_cost(pool, nodes), self._profile(pool.device).overheads.step_s
+                costs[key] = CostWithOverhead(found, extra_s) if extra_s else found
+            return costs[key]
+
+        def kv_tokens(pool: InstancePool) -> float:
+            key = (pool.device, pool.split)
+            if key not in rooms:
+                rooms[key] = float(self._profile(pool.device).kv_tokens(pool.split))
+            return rooms[key]
+
+        limits = self.limits
+        return PlacementSite(
+            cost, kv_tokens, self.link, self.model.kv_token_bytes, self.nodes, limits.decode_rows, limits.prefill_tokens
+        )  # fmt: skip
+
+    def bare_cost(self, pool: InstancePool, nodes: int) -> CostModel:
+        """Step cost of the model without the engine's overhead, with its stages on the given number of nodes."""
+        profile, between = self._profile(pool.device), self.between
+        if between is not None and nodes > 1:
+            device = profile.device
+            profile = replace(profile, device=replace(device, node=replace(device.node, inter=between)))
+        return profile.cost(pool.split, nodes)
+
+    def nodes(self, placement: Placement, pool: InstancePool) -> int:
+        """Nodes that an instance's stages lie on: as few as hold it, or one per segment if KV stays within nodes."""
+        least = -(-pool.split.devices // self.stock(pool.device).devices_per_node)
+        return max(least, placement.cross) if placement.affinity == "low" and pool.role != BOTH else least
+
+    def link(self, placement: Placement) -> LinkSpec:
+        """The link between two instances (`planner.kv_links.choose_kv_link`); on a single node, the link within it."""
+        if placement.colocated:
+            return LinkSpec()
+        moving = [
+            (pool, self.stock(pool.device).device.node) for pool in placement.pools if pool.role != BOTH
+        ]
+        measured = self._profile(moving[0][0].device).overheads.link
+        return choose_kv_link(moving, measured, placement.affinity == "low" or self.one_node, self.between)
+
+    @cached_property
+    def _drawn(self) -> dict[tuple[int, int], tuple[tuple[Job, ...], ...]]:
+        return {}  # the samples drawn so far, by (number of requests, first seed)
+
+    @cached_property
+    def effort(self) -> SimulationEffort:
+        """Counts the simulations of all trials of this problem."""
+        return SimulationEffort()
+
+    def samples(self, requests: int, first_seed: int = 0) -> tuple[tuple[Job, ...], ...]:
+        """One sample per seed, at one request per second. A longer sample of a seed begins with its shorter one."""
+        key = (requests, first_seed)
+        if key not in self._drawn:
+            seeds = range(first_seed, first_seed + self.seeds)
+            self._drawn[key] = tuple(
+                tuple(self.workload.sample(requests, 1.0, seed, self.cv)) for seed in seeds
+            )
+        return self._drawn[key]
+
+    def kinds(self) -> list[str]:
+        """The kinds of request in the workload."""
+        return sorted({job.kind for sample in self.samples(self.requests) for job in sample})
+
+    def trial(self, placement: Placement, fresh: bool = False, least: float = 0.0) -> Trial:
+        """A trial long enough for `placement`, of at least `least` requests.
+
+        `fresh` trials validate: they use other seeds, are three times as long, and do not count their first tenth.
+        """
+        most = self.saturated_rps(placement)
+        wanted = max(self.requests, min(least, MAX_REQUESTS) if least else most * self.horizon_s) * (
+            3 if fresh else 1
+        )
+        count = self.requests
+        while count < wanted:
+            count *= 2  # doubling gives few different lengths, so that units share samples
+        return self._trial(min(count, max(self.requests, MAX_REQUESTS)), fresh, self.site)
+
+    @cached_property
+    def _saturated(self) -> dict[Placement, float]:
+        return {}  # cache of `saturated_rps`
+
+    @cached_property
+    def _sustained(self) -> dict[Placement, float]:
+        return {}  # cache of `sustained_rps`
+
+    def saturated_rps(self, placement: Placement) -> float:
+        """The rate at which the first resource of `placement` reaches 100 % utilisation, estimated from means."""
+        if placement not in self._saturated:
+            self._saturated[placement] = self._full_rps(placement, self.site)
+        return self._saturated[placement]
+
+    def _full_rps(self, placement: Placement, site: PlacementSite) -> float:
+        jobs = [job for sample in self.samples(self.requests) for job in sample]
+        return min(saturation_rates(site, jobs, self.slos, placement).values())
+
+    def _sustained_rps(self, placement: Placement, site: PlacementSite) -> float:
+        """The rate at which requests leave `placement` when they arrive at the rate estimated from means.
+
+        It can be lower than the estimate: steps kept short for the TPOT SLO prefill fewer prompts.
+        """
+        rate, trial = self._full_rps(placement, site), replace(self.trial(placement), run=self.runner(site))
+        served = trial.serve(placement, rate, 0)
+        arrivals_s, ends_s = (
+            _middle_span_s([one.job.at_s for one in served]),
+            _middle_span_s([one.ended_s for one in served]),
+        )
+        return rate * min(1.0, arrivals_s / ends_s) if ends_s > 0.0 else rate
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether an SLO is infinite. A finite run then meets the SLOs at any rate, although queues only grow."""
+        return not all(math.isfinite(slo.ttft_s) and math.isfinite(slo.tpot_s) for slo in self.slos.values())
+
+    def most_rps(self, placement: Placement) -> float:
+        """The highest rate that counts as goodput: the sustained rate if an SLO is infinite, else no limit."""
+        return self.sustained_rps(placement) if self.is_open_ended else math.inf
+
+    def sustained_rps(self, placement: Placement) -> float:
+        """The rate that `placement` can serve without its queues growing for ever, in the fast simulator."""
+        if placement not in self._sustained:
+            self._sustained[placement] = self._sustained_rps(placement, self.site)
+        return self._sustained[placement]
+
+    def bound(self, placement: Placement) -> dict[str, float]:
+        """Upper bounds on the rate of `placement`, by name; with an infinite SLO also `sustained`, from means."""
+        found = rate_bounds(self.trial(placement), self.site, placement)
+        return found | {"sustained": self.saturated_rps(placement)} if self.is_open_ended else found
+
+    def again(self, trial: Trial, site: PlacementSite) -> Trial:
+        """The same trial on another site, for example one with more of a resource."""
+
+        @cache
+        def most_rps(placement: Placement) -> float:
+            return self._sustained_rps(placement, site) if self.is_open_ended else math.inf
+
+        return replace(trial, run=self.runner(site), most_rps=most_rps)
+
+    def _trial(self, count: int, fresh: bool, site: PlacementSite) -> Trial:
+        """A trial of `count` requests per seed; `fresh` ones have other seeds and a warm-up."""
+        samples = self.samples(count, FRESH_SEED if fresh else 0)
+        warmup = round(WARMUP * count) if fresh else 0
+        return Trial(samples, self.slos, self.runner(site), warmup, self.effort, self.most_rps)
+
+    def runner(self, site: PlacementSite) -> _FastRunner:
+        """A function that runs placements on `site` in the fast simulator."""
+        return _FastRunner(site, self.limits)
+
+    def units(self, family: str) -> Iterator[Placement]:
+        """Every unit of "colocated", "low" (pairs, KV within nodes) or "high" (pairs, KV anywhere) that fits memory."""
+        for stock in self.stocks:
+            device = stock.device.name
+            grid = ClusterGrid(self.model.layers, self.model.heads, stock.nodes, stock.devices_per_node)
+            if family == "colocated":
+                made = candidates.colocated_units(grid, device)
+            elif family == "low":
+                made = candidates.pairs_within_nodes(grid, device, device)
+            else:
+                made = candidates.pairs_across_nodes(grid, device, device)
+            yield from (unit for unit in made if all(map(self.fits, unit.pools)))
+        if family == "high" and self.mixed_devices:
+            yield from self._across()
+
+    def _across(self) -> Iterator[Placement]:
+        """Pairs that prefill on one type of device and decode on another."""
+        for one in self.stocks:
+            for other in self.stocks:
+                if one is not other:
+                    for prefill_split in self.splits(one):
+                        for decode_split in self.splits(other):
+                            yield candidates.make_pair(
+                                prefill_split, decode_split, "high", 1, one.device.name, other.device.name
+                            )
+
+    def splits(self, stock: NodeGroup) -> list[Parallelism]:
+        """The splits whose instances fit on these nodes."""
+        grid = ClusterGrid(self.model.layers, self.model.heads, stock.nodes, stock.devices_per_node)
+        every = candidates.enumerate_splits(grid)
+        return [split for split in every if self.fits(InstancePool(BOTH, split, 1, stock.device.name))]
+
+    def fits(self, pool: InstancePool) -> bool:
+        """Whether an instance is valid for the model, was profiled (if required), and holds the longest request."""
+        profile = self._profile(pool.device)
+        if not self.model.valid(pool.split) or (self.profiled_only and not _is_profiled(profile, pool.split)):
+            return False
+        return self.site.kv_tokens(pool) >= self.longest
+
+    def fits_on_nodes(self, placement: Placement) -> bool:
+        """Whether the nodes have room for all device groups of the placement."""
+        try:
+            for stock in self.stocks:
+                pools = tuple(pool for pool in placement.pools if self.stock(pool.device) is stock)
+                paired = {PREFILL, DECODE} <= {pool.role for pool in pools}
+                part = Placement(pools, placement.affinity if paired else "high", placement.cross)
+                if part.pools:
+                    nodes = {f"{node:06d}": stock.devices_per_node for node in range(stock.nodes)}
+                    assign_nodes(device_groups(part, self.model.layers, stock.devices_per_node), nodes)
+        except ConfigError:
+            return False
+        return True
+
+    def _profile(self, device: str) -> CostProfile:
+        return self.profiles[self.stock(device).device.name]
+
+
+def _middle_span_s(moments: list[float]) -> float:
+    """Seconds between the first and the third quartile of the moments."""
+    ordered = sorted(moments)
+    return ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]
+
+
+@dataclass(frozen=True, slots=True)
+class _FastRunner:
+    """Runs placements in the fast simulator."""
+
+    site: PlacementSite
+    limits: InstanceLimits
+
+    def __call__(self, placement: Placement, jobs: Sequence[Job]) -> Sequence[JobResult]:
+        site = self.site
+        return cluster.simulate_fast(
+            placement, site.costs(placement), jobs, limits=self.limits, kv_tokens=site.kv_tokens,
+            link=site.link(placement), token_bytes=site.token_bytes,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CostWithOverhead:
+    """A step cost plus `extra_s` seconds per step for the engine's own work, as measured in a profile."""
+
+    cost: CostModel
+    extra_s: float
+
+    def step_s(self, batch: StepBatch) -> float:
+        """Seconds of a step, overhead included."""
+        return self.cost.step_s(batch) + self.extra_s
+
+    def stage_s(self, batch: StepBatch) -> float:
+        """Seconds in the slowest stage, overhead included."""
+        return self.cost.stage_s(batch) + self.extra_s
+
+
+@dataclass(frozen=True, slots=True)
+class EnlargedCost:
+    """A step cost with prefill and decode work divided by a factor each: the cost if that resource were larger."""
+
+    cost: CostModel
+    prefill: float = 1.0
+    decode: float = 1.0
+
+    def step_s(self, batch: StepBatch) -> float:
+        """Seconds of a step with the larger resource."""
+        return self._quicker(batch, self.cost.step_s)
+
+    def stage_s(self, batch: StepBatch) -> float:
+        """Seconds in the slowest stage with the larger resource."""
+        return self._quicker(batch, self.cost.stage_s)
+
+    def _quicker(self, batch: StepBatch, of: Callable[[StepBatch], float]) -> float:
+        """In a mixed step, decode counts with the time that it takes alone, and prefill with the rest."""
+        if not batch.rows:
+            return of(batch) / self.prefill
+        rows_s = of(StepBatch(0, 0.0, batch.rows, batch.context))
+        return rows_s / self.decode + ((of(batch) - rows_s) / self.prefill if batch.tokens else 0.0)
+
+
+def enlarge_resource(site: PlacementSite, resource: str, by: float) -> PlacementSite:
+    """`site` with `by` times as much of a resource: "prefill", "decode", "link" or "memory"."""
+    if resource == "link":
+
+        def wider(placement: Placement) -> LinkSpec:
+            link = site.link(placement)
+            return LinkSpec(link.bytes_per_s * by, link.latency_s)
+
+        return replace(site, link=wider)
+    if resource == "memory":
+        return replace(site, kv_tokens=lambda pool: math.floor(site.kv_tokens(pool) * by))
+    prefill, decode = (by, 1.0) if resource == "prefill" else (1.0, by)
+    made: dict[tuple[str, Parallelism, int], CostModel] = {}
+
+    def cost(pool: InstancePool, nodes: int = 1) -> CostModel:
+        key = (pool.device, pool.split, nodes)
+        if key not in made:
+            made[key] = EnlargedCost(site.cost(pool, nodes), prefill, decode)
+        return made[key]
+
+    return replace(site, cost=cost)
+
+
+def _is_profiled(profile: CostProfile, split: Parallelism) -> bool:
+    """Whether the split was measured with this tp; stages may differ, since they divide the measured work."""
+    return any(one.tp == split.tp for one in profile.costs)

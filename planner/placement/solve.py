@@ -1,0 +1,450 @@
+"""The planner's main entry: finds the deployment with the best goodput, and whether it should be disaggregated.
+
+Three families are searched with the same costs and samples: colocated instances, disaggregated ones (KV within nodes as
+in DistServe's algorithm 2, and anywhere as in its algorithm 1), and hybrids of both. The best few of each family are
+measured again on fresh seeds over a longer horizon. The solution reports those figures, not the search's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from diptych.errors import ConfigError
+from planner.placement import candidates
+from planner.placement.bounds import saturation_rates
+from planner.placement.families import FamilySearch, Finalist, has_stages
+from planner.placement.feasibility import check_feasible, slo_too_tight
+from planner.placement.problem import Problem, enlarge_resource
+from planner.placement.search import MIN_RUNG, RUNG_RATIO, ScoredUnit, climb_ladder, rung_of
+from planner.placement.trial import Trial, overall_attainment
+from planner.placement.validate import (
+    Validation,
+    add_instances,
+    carried_rate,
+    confirm_goodput,
+    validate_placement,
+    validate_rate,
+)
+from planner.types import Job, Placement
+
+MAX_VALIDATED = 8  # most candidates that are run in the exact simulator for a wanted rate
+ATTAINMENT_SLACK = 0.02  # a plan may fall short of the target attainment by this much on fresh seeds
+FAMILY_NEEDS = {"colocated": ("colocated",), "low": ("disaggregated", "hybrid")}
+RESOURCES = ("prefill", "decode", "link", "memory")
+RESOURCE_GROWTH = 1.25  # factor by which a resource is enlarged to see whether goodput grows
+Samples = Sequence[Sequence[Job]]
+OPEN_ENDED = "one SLO is infinite: goodput is at most the rate at which queues do not grow for ever"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A deployment and its measured goodput, attainment and cost.
+
+    `goodput_rps` is that of all its devices. `shares` is the joint attainment of each kind at `rate_rps`, which is the
+    wanted rate, or else the goodput. `weight` is the number of devices, or their hourly price if types differ. Each of
+    `seeds` runs has `requests` requests, of which the first tenth is not counted.
+
+    With a `verdict` all figures are the exact simulator's: `interval_rps` goes from the goodput to the lowest rate
+    tried that fails; for a wanted rate the goodput is that rate (0 if it misses the SLOs); `searched` holds the fast
+    simulator's figures. Without, the figures are the fast simulator's on fresh seeds, and `interval_rps` goes from the
+    worst to the best seed. `searched_rps` is the first estimate of the search, from other seeds.
+    """
+
+    family: str
+    placement: Placement
+    goodput_rps: float
+    interval_rps: tuple[float, float]
+    searched_rps: float
+    rate_rps: float
+    shares: dict[str, float]
+    attainment: float
+    weight: float
+    price_per_hour: float
+    cost_per_million: float
+    requests: int
+    seeds: int
+    verdict: Validation | None = None
+    searched: Candidate | None = None
+
+    @property
+    def per_device_rps(self) -> float:
+        """Goodput in requests/s per device."""
+        return self.goodput_rps / self.placement.devices
+
+    @property
+    def fast_result(self) -> Candidate:
+        """The figures of the fast simulator."""
+        return self.searched or self
+
+    @property
+    def local_prefill(self) -> str:
+        """Whether decode instances prefill too in this deployment (setting `local_prefill`)."""
+        return self.verdict.local_prefill if self.verdict else candidates.local_prefill_mode(self.placement)
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceUse:
+    """Mean utilisation of a resource at a candidate's rate, and relative `gain` of goodput from 25 % more of it."""
+
+    resource: str
+    utilisation: float | None
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The planner's result: the best candidate, the runners-up, and the utilisation of the best one's resources.
+
+    `others` begins with candidates from the exact simulator; each possible family has at least one. `ties` are
+    deployments that the search cannot distinguish from the best. `notes` are sentences for the user.
+    """
+
+    request: Problem
+    best: Candidate
+    others: tuple[Candidate, ...]
+    uses: tuple[ResourceUse, ...]
+    ties: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Validation | None:
+        """The exact simulator's result for `best`; None if the exact simulator was not used."""
+        return self.best.verdict
+
+    @property
+    def binding(self) -> ResourceUse:
+        """The resource that limits goodput: that whose growth helps most; if none helps, the most utilised one."""
+        return max(self.uses, key=lambda use: (max(use.gain, 0.0), use.utilisation or 0.0))
+
+
+def solve_placement(problem: Problem) -> Solution:
+    """Finds the best placement for a problem.
+
+    Raises:
+        ConfigError: the model does not fit, no placement meets the SLOs (the error names the limiting resource and
+            the nearest possible SLOs), or the hardware cannot carry the rate (the error names the rate it can carry).
+    """
+    check_feasible(problem)
+    _check_placeable(problem)
+    found = FamilySearch(problem)
+    options = sorted(
+        (_measure_finalist(problem, one) for one in found.finalists()),
+        key=lambda option: (not _meets_slos(problem, option), *_rank_key(problem, option)),
+    )
+    if problem.rate is not None and (not options or not _meets_slos(problem, options[0])):
+        raise _rate_too_high(problem, found)
+    if not options or not options[0].goodput_rps:
+        raise slo_too_tight(problem)
+    options, refuted = _validate_candidates(problem, options, found)
+    fast = options[0].fast_result
+    fast = replace(fast, interval_rps=_goodput_interval(problem, fast))
+    best = replace(options[0], searched=fast) if options[0].verdict else fast
+    family = "low" if best.placement.affinity == "low" else best.family
+    return Solution(
+        problem, best, tuple(options[1:]), resource_uses(problem, best.fast_result), found.ties(family),
+        (*_solution_notes(problem, best), *refuted),
+        found.dropped,
+    )  # fmt: skip
+
+
+def _check_placeable(problem: Problem) -> None:
+    """Raises ConfigError if no placement of the requested families fits the hardware, whatever the SLOs are."""
+    if "colocated" in problem.families:
+        return
+    asked = " or ".join(problem.families)
+    what = f"no {asked} placement of {problem.model.name} fits {problem.hardware_text}"
+    fix = "take more devices, or allow colocated instances: --family colocated"
+    if problem.devices < 2:
+        raise ConfigError(what, "a prefill and a decode instance need a device each", fix)
+    if problem.affinity == "high" and "disaggregated" not in problem.families:
+        why = "hybrids are pairs whose KV stays within nodes, and --affinity high rules these out"
+        raise ConfigError(what, why, "--affinity auto")
+    kinds = [kind for kind in ("low", "high") if problem.affinity in ("auto", kind)]
+    tried = kinds if "disaggregated" in problem.families else ["low"]
+    if "disaggregated" not in problem.families:
+        pairs = list(problem.units("low"))
+        wholes = [
+            candidates.combine_placements((pair, Placement((candidates.colocated_companion(pair),))))
+            for pair in pairs
+        ]
+        if pairs and not any(map(problem.fits_on_nodes, wholes)):
+            least = min(whole.devices for whole in wholes)
+            why = f"a pair and a colocated instance like the one that decodes take {least} devices at least"
+            raise ConfigError(what, why, fix)
+    if not any(problem.fits_on_nodes(unit) for kind in tried for unit in problem.units(kind)):
+        least = min(split.devices for stock in problem.stocks for split in problem.splits(stock))
+        raise ConfigError(
+            what, f"the smallest instance that has room takes {least} devices, and a pair two of them", fix
+        )
+
+
+def _validate_candidates(
+    problem: Problem, options: list[Candidate], found: FamilySearch
+) -> tuple[list[Candidate], tuple[str, ...]]:
+    """Runs the best candidate of each family (for a wanted rate: the lightest ones) in the exact simulator.
+
+    Returns the candidates with the validated ones first, best of all foremost, and notes on lighter candidates that the
+    exact simulator refuted. Raises ConfigError if all are refuted, and all larger deployments too.
+    """
+    if not problem.verified:
+        return options, ()
+    kept = [option for option in options if _meets_slos(problem, option)]
+    first: dict[tuple[str, bool], Candidate] = {}
+    # Colocated with and without stages are both validated, since the two simulators differ most there.
+    for option in kept:
+        apart = option.family == "colocated" and has_stages(option.placement)
+        first.setdefault((option.family, apart), option)
+    if problem.rate is not None:
+        judged, refuted = _lightest_upheld(problem, kept, list(first.values()), problem.rate, found)
+    else:
+        refuted = ()
+        judged = [
+            _with_validation(problem, one, validate_placement(problem, one.placement, one.rate_rps, True))
+            for one in first.values()
+        ]
+        judged = _settle_order(problem, judged)
+        if not judged[0].goodput_rps:
+            raise slo_too_tight(problem)
+    placements = {one.placement for one in judged}
+    return [*judged, *(one for one in options if one.placement not in placements)], refuted
+
+
+def _settle_order(problem: Problem, judged: list[Candidate]) -> list[Candidate]:
+    """Sorts validated candidates, best first; those at the top are run again, longer, until the best is confirmed."""
+
+    def rank(one: Candidate) -> tuple[float, float]:
+        return -one.goodput_rps, one.weight
+
+    found: list[Candidate] = []
+    for colocated in (True, False):
+        group = [one for one in judged if (one.family == "colocated") == colocated]
+        confirmed = set[Placement]()
+        while group:
+            group.sort(key=rank)
+            best = group[0]
+            if best.verdict is None or not best.goodput_rps or best.placement in confirmed:
+                break
+            confirmed.add(best.placement)
+            group[0] = _with_validation(
+                problem, best.fast_result, confirm_goodput(problem, best.placement, best.verdict)
+            )
+        found += group
+    return sorted(found, key=rank)
+
+
+def _lightest_upheld(
+    problem: Problem, options: list[Candidate], first: list[Candidate], rate: float, found: FamilySearch
+) -> tuple[list[Candidate], tuple[str, ...]]:
+    """The lightest candidate that carries `rate` in the exact simulator, then the refuted ones, and notes on these.
+
+    `options` are sorted lightest first. If candidates in `first` (one per family) fail, instances are added to them; if
+    that does not help, deployments on all the hardware are tried.
+    """
+    refuted: list[Candidate] = []
+    best: Candidate | None = None
+    for option in options[:MAX_VALIDATED]:
+        asked = validate_placement if option in first else validate_rate
+        one = _with_validation(problem, option, asked(problem, option.placement, rate, False))
+        if one.goodput_rps:
+            best = one
+            break
+        refuted.append(one)
+    for option in [one.fast_result for one in refuted if one.fast_result in first]:
+        below = best.weight if best else math.inf
+        if larger := add_instances(problem, option.placement, rate, below):
+            best = _evaluate_candidate(problem, larger, rate)
+    if best is None:
+        carries = _whole_hardware_rates(problem, found, rate)
+        able = [one for most, one in carries if most >= rate]
+        if not able:
+            raise _too_little_hardware(problem, carries, rate)
+        best = _evaluate_candidate(problem, min(able, key=problem.weight), rate)
+    notes = [
+        f"the search would choose {option.placement}, but the exact simulator measures an attainment of only"
+        f" {option.attainment:.1%} there"
+        for option in refuted
+        if option.weight <= best.weight
+    ]
+    return [best, *refuted], tuple(notes)
+
+
+def _evaluate_candidate(problem: Problem, placement: Placement, rate: float) -> Candidate:
+    """Measures a placement at `rate` in both simulators."""
+    measured = _measure_finalist(problem, Finalist(placement, rate))
+    return _with_validation(problem, measured, validate_rate(problem, placement, rate, False))
+
+
+def _with_validation(problem: Problem, option: Candidate, verdict: Validation) -> Candidate:
+    """The candidate with its figures replaced by those of the exact simulator."""
+    return replace(
+        option,
+        goodput_rps=verdict.goodput_rps,
+        interval_rps=(verdict.goodput_rps, verdict.fails_rps or verdict.goodput_rps),
+        rate_rps=verdict.rate_rps,
+        shares=verdict.shares,
+        attainment=verdict.attainment,
+        cost_per_million=_cost_per_million(
+            option.price_per_hour, verdict.goodput_rps * verdict.attainment, problem.samples(problem.requests)
+        ),
+        requests=verdict.requests,
+        seeds=1,
+        verdict=verdict,
+        searched=option,
+    )
+
+
+def _cost_per_million(price_per_hour: float, good_rps: float, samples: Samples) -> float:
+    """Price of a million output tokens of requests that meet their SLOs; infinite if no request does."""
+    tokens = sum(job.output for sample in samples for job in sample) / sum(map(len, samples))
+    return price_per_hour / 3600.0 / (good_rps * tokens) * 1e6 if good_rps else math.inf
+
+
+def _long_trial(problem: Problem, placement: Placement) -> Trial:
+    """The trial for the reported figures: on fresh seeds, and long enough for the wanted rate."""
+    return problem.trial(placement, fresh=True, least=(problem.rate or 0.0) * problem.horizon_s)
+
+
+def _measure_finalist(problem: Problem, one: Finalist) -> Candidate:
+    """Measures goodput, attainment and cost of a finalist in a long run of the fast simulator."""
+    trial = _long_trial(problem, one.placement)
+    rung = climb_ladder(trial, one.placement, 1.0, MIN_RUNG, rung_of(math.inf), rung_of(one.expected_rps))
+    goodput = 0.0 if rung is None else ScoredUnit(one.placement, rung, 1.0).rate
+    rate = goodput if problem.rate is None else problem.rate
+    shares = trial.shares(one.placement, rate) if rate else dict.fromkeys(trial.counted(), 0.0)
+    attained, price = overall_attainment(shares, trial.counted()), problem.hourly_price(one.placement)
+    cost = _cost_per_million(price, min(rate, goodput) * attained, trial.samples)
+    return Candidate(
+        candidates.family_of(one.placement), one.placement, goodput, (goodput, goodput), one.expected_rps, rate, shares,
+        attained, problem.weight(one.placement), price, cost,
+        len(trial.samples[0]), len(trial.samples),
+    )  # fmt: skip
+
+
+def _goodput_interval(problem: Problem, option: Candidate) -> tuple[float, float]:
+    """The lowest and the highest goodput among each seed alone and all seeds together."""
+    trial = _long_trial(problem, option.placement)
+    rates = [option.goodput_rps]
+    for sample in trial.samples:
+        alone = replace(trial, samples=(sample,))
+        top = rung_of(math.inf)
+        rung = climb_ladder(alone, option.placement, 1.0, MIN_RUNG, top, rung_of(option.goodput_rps))
+        rates.append(0.0 if rung is None else ScoredUnit(option.placement, rung, 1.0).rate)
+    return min(rates), max(rates)
+
+
+def _meets_slos(problem: Problem, option: Candidate) -> bool:
+    """Whether a candidate meets the SLOs at its rate, up to `ATTAINMENT_SLACK` for the chance of fresh seeds."""
+    if not option.goodput_rps:
+        return False
+    return all(
+        share >= problem.slo(kind).attainment - ATTAINMENT_SLACK for kind, share in option.shares.items()
+    )
+
+
+def _rank_key(problem: Problem, option: Candidate) -> tuple[float, float, str]:
+    """Sort key, best first. With a wanted rate: least weight, then highest goodput; without: the other way round."""
+    name = str(option.placement) + option.placement.affinity
+    if problem.rate is None:
+        return -option.goodput_rps, option.weight, name
+    return option.weight, -option.goodput_rps, name
+
+
+def resource_uses(problem: Problem, option: Candidate) -> tuple[ResourceUse, ...]:
+    """Utilisation of each resource of a deployment, and the gain in goodput from 25 % more of it."""
+    trial, placement = problem.trial(option.placement), option.placement
+    jobs = [job for sample in trial.samples for job in sample]
+    full = saturation_rates(problem.site, jobs, problem.slos, placement)
+    base = _measure_goodput(trial, placement, option.searched_rps)
+    found = []
+    for resource in RESOURCES:
+        if resource == "link" and placement.colocated:
+            continue
+        larger = problem.again(trial, enlarge_resource(problem.site, resource, RESOURCE_GROWTH))
+        gain = _measure_goodput(larger, placement, base) / base - 1.0 if base else 0.0
+        carried = full.get(resource, full.get("compute") if resource in ("prefill", "decode") else None)
+        found.append(ResourceUse(resource, option.rate_rps / carried if carried else None, gain))
+    return tuple(found)
+
+
+def _measure_goodput(trial: Trial, placement: Placement, guess: float) -> float:
+    """Goodput in requests/s: the highest rung that passes the trial, searched from `guess`; 0 if no rung passes."""
+    rung = climb_ladder(trial, placement, 1.0, MIN_RUNG, rung_of(math.inf), rung_of(guess))
+    return 0.0 if rung is None else ScoredUnit(placement, rung, 1.0).rate
+
+
+def _solution_notes(problem: Problem, best: Candidate) -> tuple[str, ...]:
+    """Sentences for the user: settings without effect, missed SLOs, over-optimistic short runs, sources of costs."""
+    notes, fast = list(problem.notes), best.fast_result
+    if problem.between is not None and problem.one_node:
+        notes.append("the link between nodes has no effect: there is one node")
+    if problem.is_open_ended:
+        notes.append(OPEN_ENDED)
+    for kind, share in sorted(best.shares.items()):
+        wanted = problem.slo(kind).attainment
+        if share < wanted:
+            notes.append(
+                f"on fresh seeds {share:.1%} of {kind or 'all'} requests meet their SLOs, not {wanted:.1%}"
+            )
+    if fast.searched_rps > 1.1 * fast.goodput_rps:
+        notes.append(
+            f"a run of {problem.requests} requests suggested {fast.searched_rps:.3g} requests/s; "
+            f"the longer run reaches {fast.goodput_rps:.3g}"
+        )
+    for pool in best.placement.pools:
+        note = f"costs of {problem.profiles[problem.stock(pool.device).device.name].cost_source(pool.split)}"
+        if note not in notes:
+            notes.append(note)
+    return tuple(notes)
+
+
+def _round_down(rate: float) -> float:
+    """A rate rounded down to three digits."""
+    digits = 10.0 ** (2 - math.floor(math.log10(rate))) if rate > 0.0 else 1.0
+    return math.floor(rate * digits) / digits
+
+
+def _rate_too_high(problem: Problem, found: FamilySearch) -> ConfigError:
+    """The error for a wanted rate above what the hardware carries."""
+    rate = problem.rate or 0.0
+    return _too_little_hardware(problem, _whole_hardware_rates(problem, found, rate), rate)
+
+
+def _whole_hardware_rates(
+    problem: Problem, found: FamilySearch, rate: float
+) -> list[tuple[float, Placement]]:
+    """The rates (at most `rate`) that all the hardware carries with the best unit of each family; highest first."""
+    wholes = [
+        (one.rate * problem.most(one.unit), candidates.replicate_unit(one.unit, problem.most(one.unit)))
+        for one in (found.whole(family).best for family in FAMILY_NEEDS if found.asked(*FAMILY_NEEDS[family]))
+        if one is not None
+    ]
+    carries = []
+    for expected, whole in wholes:
+        most = min(rate, _measure_goodput(problem.trial(whole, fresh=True), whole, expected))
+        if most > 0.0 and problem.verified:
+            most = carried_rate(problem, whole, most)
+        carries.append((most, whole))
+    return sorted(carries, key=lambda one: -one[0])
+
+
+def _too_little_hardware(
+    problem: Problem, carries: list[tuple[float, Placement]], rate: float
+) -> ConfigError:
+    """The error that names the highest rate possible. `carries` holds (rate, placement), the highest rate first."""
+    what = f"{problem.hardware_text} do not carry {rate:g} requests/s of this traffic within the SLOs"
+    if not carries:
+        return ConfigError(what, "no placement that fits meets the SLOs at any rate", "loosen the SLOs")
+    most, placement = carries[0]
+    most = _round_down(most / RUNG_RATIO)  # one rung lower, to be possible on other seeds too
+    if most <= 0.0:
+        return slo_too_tight(problem)
+    jobs = [job for sample in problem.samples(problem.requests) for job in sample]
+    full = saturation_rates(problem.site, jobs, problem.slos, placement)
+    return ConfigError(
+        what,
+        f"{placement} carries most: about {most:.3g} requests/s; {min(full, key=lambda name: full[name])} limits it",
+        f"take about {math.ceil(problem.devices * rate / most)} devices, or plan for --rate {most:.3g}",
+    )

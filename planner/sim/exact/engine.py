@@ -1,0 +1,306 @@
+"""One engine in virtual time: the real scheduler and KV accounting, with a cost in place of the model.
+
+What a step changes is done by `engine.sequence_table.SequenceTable`, as in `engine.loop.Engine`. To be fast, the
+simulator also merges steps into a run: while the same sequences decode, none ends, none waits and memory suffices, one
+plan stands for many steps. They take exactly as long as they would one by one. Any new event cuts the run at the end of
+the current step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from itertools import cycle
+from math import inf
+from typing import cast
+
+from diptych.chunks import CHUNK_TOKENS
+from engine.scheduler import Scheduler, StepPlan
+from engine.sequence import EngineLimits, Sequence, num_chunks
+from engine.sequence_table import SequenceTable, first_output_seconds
+from kvcache.allocator import KvAllocator
+from kvcache.prefix_tree import PrefixTree
+from kvcache.slab_ledger import SlabLedger
+from planner.costs.step import StepVariation
+from planner.sim.exact.cores import SimCores
+from planner.types import CostModel, StepBatch
+
+# Number of a run's steps that are computed at once at first. It doubles each time the run goes on.
+FIRST_RUN_STEPS = 8
+
+
+@dataclass(slots=True)
+class SimSequence(Sequence):
+    """A sequence that will generate `max_output` tokens. `prompt` and `output` are ranges: only their lengths count.
+
+    Beyond `quiet` tokens each chunk that begins is news to the relay: it has booked no room for that.
+    """
+
+    max_output: int = 0
+    quiet: int = 0
+    # Number of tokens of its prompt.
+    size: int = 0
+    # Number of chunks that were announced to a decode worker before there was a ticket.
+    announced: int = 0
+
+
+SimPrefills = list[tuple[SimSequence, int]]
+
+
+@dataclass(slots=True)
+class SimOutput:
+    """The output of a step for one sequence. `output` is how many tokens its answer has by now."""
+
+    task: SimSequence
+    output: int
+    finish: str | None = None
+    held: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def make_output(task: SimSequence, count: int, now_s: float) -> SimOutput:
+    """The output of a sequence whose answer has `count` tokens; the first output also has its latency by stage."""
+    return SimOutput(task, count, seconds=first_output_seconds(task, now_s))
+
+
+@dataclass(slots=True)
+class StepRun:
+    """One step, or several equal ones: decoding sequences, with `context` tokens in all, and (task, tokens) of prompts.
+
+    `ends` are the times at which steps end, as far as they have been computed; the run has at most `most` steps.
+    """
+
+    begun_s: float
+    rows: list[SimSequence] = field(default_factory=list)
+    parts: SimPrefills = field(default_factory=list)
+    context: int = 0
+    most: int = 1
+    ends: list[float] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+    cut: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether the end of its last step has been computed."""
+        return len(self.ends) >= self.most
+
+
+class PipelineStages:
+    """The stages of a pipeline. A batch enters a stage when it has left the stage before and this stage is free.
+
+    With a `rhythm`, steps on `cores` vary as a measured worker's steps did. At the end of a tape it starts again.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        count: int,
+        extra_s: float,
+        rhythm: StepVariation | None = None,
+        cores: SimCores | None = None,
+    ) -> None:
+        # `extra_s` are the seconds of a step outside the model.
+        self.cost, self.extra_s = cost, extra_s
+        self._free_s = [-inf] * count
+        self._rhythm, self._cores = rhythm, cores or SimCores()
+        self._tapes = [cycle(tape) for tape in rhythm.tapes] if rhythm is not None else []
+        self.busy_s = 0.0
+
+    def end_s(self, now_s: float, batch: StepBatch) -> float:
+        """When a step that begins now ends."""
+        rhythm = self._rhythm
+        at_s = now_s + (self.extra_s if rhythm is None else rhythm.gap_s(batch, self.extra_s))
+        ratio = self._ratio(batch, at_s)
+        if len(self._free_s) == 1:
+            took_s = self.cost.step_s(batch) * ratio
+            self.busy_s += took_s
+            if self._rhythm is not None:
+                self._cores.spans[self] = at_s, at_s + took_s
+            return at_s + took_s
+        stage_s, whole_s = self.cost.stage_s(batch) * ratio, self.cost.step_s(batch) * ratio
+        self.busy_s += stage_s
+        for place, free_s in enumerate(self._free_s):
+            at_s = self._free_s[place] = max(at_s, free_s) + stage_s
+        return at_s + max(0.0, whole_s - stage_s * len(self._free_s))
+
+    def _ratio(self, batch: StepBatch, at_s: float) -> float:
+        """The factor by which a step that begins at `at_s` takes longer than its cost."""
+        if self._rhythm is None:
+            return 1.0
+        return self._rhythm.factor(batch, self._cores.busy(at_s, self)) * next(self._tapes[batch.tokens > 0])
+
+
+class SimEngine:
+    """A scheduler, its memory, and the current run of steps. With `skips`, one plan may stand for many steps."""
+
+    def __init__(self, limits: EngineLimits, stages: PipelineStages, caching: bool, skips: bool) -> None:
+        self.scheduler, self.limits = Scheduler(limits), limits
+        self.holdings = KvAllocator(SlabLedger(limits.num_slabs), PrefixTree() if caching else None)
+        self.table = SequenceTable(self.scheduler, self.holdings)
+        self.stages, self.skips = stages, skips
+        self.run: StepRun | None = None
+        self.most_used = 0
+
+    # ---- a step begins
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step may begin and would do anything."""
+        return self.run is None and self.scheduler.ready(self.holdings)
+
+    def begin_step(self, now_s: float, waited_for: bool, spare: bool = False) -> StepRun | None:
+        """Begins a step, or a run of equal steps. Returns None if there is nothing to do.
+
+        `waited_for`: others wait for slabs that a step's end may free, so the run has one step. `spare`: some KV is
+        being fetched ahead of its ticket, so the run ends before fewer free slabs than rows are left.
+        """
+        plan = self.table.plan_step(self._preempt_sequence)
+        for admission in self.table.take_slabs(plan)[0]:
+            self.table.start(admission, now_s)
+        run = StepRun(now_s)
+        self._fill_run(run, plan)
+        if not run.rows and not run.parts:
+            return None
+        self.most_used = max(self.most_used, self.holdings.used)
+        if self.skips and not waited_for and run.rows:
+            run.most = self._steps_unchanged(run, len(run.rows) if spare else 0)
+        self.run = run
+        self.extend_run()
+        return run
+
+    def make_room(self, seq: Sequence) -> bool:
+        """Preempt one sequence of a worse priority than `seq`, which is to be adopted; False if none may be."""
+        return self.table.make_room(seq, self._preempt_sequence)
+
+    def _preempt_sequence(self, key: str) -> None:
+        cast(SimSequence, self.table.preempt(key, parked=False)).announced = 0
+
+    def _fill_run(self, run: StepRun, plan: StepPlan) -> None:
+        """Fills in the run's decode rows and prompt parts from the plan."""
+        work = self.table.select_work(plan)
+        run.rows, run.parts = cast(list[SimSequence], work.decodes), cast(SimPrefills, work.prefills)
+        run.context = sum([task.computed for task in run.rows])
+
+    def _steps_unchanged(self, run: StepRun, spare: int) -> int:
+        """For how many steps the plan stays the same if no message arrives and `spare` slabs must stay free."""
+        scheduler, rows = self.scheduler, run.rows
+        if run.parts or scheduler.waiting or scheduler.adopted or len(rows) < len(scheduler.running):
+            return 1
+        most = min([task.max_output - len(task.output) for task in rows])
+        free = self.holdings.free - spare
+        if (most // CHUNK_TOKENS + 1) * len(rows) <= free:
+            return most
+        grown = sum(max(0, num_chunks(task.computed + most) - len(task.slabs)) for task in rows)
+        return most if grown <= free else 1
+
+    # ---- a run goes on
+
+    def extend_run(self) -> tuple[int, int]:
+        """Computes when the next steps of the run end. Returns the index of the first, and after the last, of them."""
+        run = self.run
+        assert run is not None, "no run is under way"
+        first = len(run.ends)
+        end = min(run.most, 2 * first or FIRST_RUN_STEPS)
+        deadline_s = self.scheduler.deadline_s or inf
+        at_s = run.ends[-1] if run.ends else run.begun_s
+        for step in range(first, end):
+            before_s, at_s = at_s, self.stages.end_s(at_s, self._step_batch(run, step))
+            run.ends.append(at_s)
+            run.costs.append(at_s - before_s)
+            if at_s >= deadline_s:
+                run.most = len(run.ends)
+                break
+        return first, len(run.ends)
+
+    def _step_batch(self, run: StepRun, step: int) -> StepBatch:
+        rows = len(run.rows)
+        if not run.parts:
+            return StepBatch(0, 0.0, rows, run.context + step * rows)
+        squares = sum((task.computed + count) ** 2 - task.computed**2 for task, count in run.parts)
+        return StepBatch(sum(count for _, count in run.parts), float(squares), rows, run.context)
+
+    def cut(self, now_s: float) -> float | None:
+        """Ends the run with its current step, since a message has come. Returns the end if it is now earlier."""
+        run = self.run
+        if run is None or run.cut:
+            return None
+        run.cut = True
+        last = bisect_left(run.ends, now_s)
+        if last + 1 >= run.most:
+            return None
+        run.most = last + 1
+        del run.ends[run.most :], run.costs[run.most :]
+        return run.ends[-1]
+
+    def done(self, now_s: float) -> tuple[int, float, int]:
+        """Number of steps that have ended by now, with their seconds and tokens."""
+        run, counters = self.run, self.table.counters
+        if run is None or not run.ends:
+            return counters.steps, counters.seconds, counters.tokens
+        ended = bisect_left(run.ends, now_s)
+        seconds = counters.seconds
+        for cost_s in run.costs[:ended]:
+            seconds += cost_s
+        return counters.steps + ended, seconds, counters.tokens + ended * len(run.rows)
+
+    def announce(self, run: StepRun) -> list[tuple[SimSequence, int, int]]:
+        """Announces the chunks of held prompts that this run completes.
+
+        Returns for each: (sequence, chunks that are complete but not yet announced, chunks that this run completes).
+        """
+        announced = []
+        for task, count in run.parts:
+            if not task.stage:
+                continue
+            end = task.computed + count
+            last = num_chunks(end) if end == task.total else end // CHUNK_TOKENS
+            if last > task.announced:
+                there = max(task.announced, task.computed // CHUNK_TOKENS)
+                announced.append((task, there - task.announced, last - there))
+                task.announced = last
+        return announced
+
+    # ---- a run ends
+
+    def finish(self, now_s: float) -> list[SimOutput]:
+        """Ends the current run: advances every sequence by what ran, and returns the outputs."""
+        run = self.run
+        assert run is not None and run.over, "the run goes on"
+        self.run = None
+        self._account_run(run)
+        steps, outputs, all_ = run.most, list[SimOutput](), not self.skips
+        self.table.advance(run.rows, steps)
+        for task in run.rows:
+            computed = task.computed
+            # Allocates the slabs that the plans of the skipped steps would have taken.
+            if computed > CHUNK_TOKENS * len(task.slabs):
+                task.slabs += self.holdings.allocate(task.key, num_chunks(computed) - len(task.slabs))
+            if steps > 1:
+                # Its first output was scheduled when the run began.
+                task.silent = False
+            # Every token of a decoding sequence but the last has KV.
+            count = computed + 1 - task.size
+            begins = computed >= task.quiet and not computed % CHUNK_TOKENS
+            if begins or all_ or count >= task.max_output or task.silent:
+                outputs.append(self._emit_tokens(task, count, now_s))
+            else:
+                task.output = cast(list[int], range(count))
+        for task, read in run.parts:
+            self.table.advance([task], read)
+            if task.pending == 0:
+                outputs.append(self._emit_tokens(task, len(task.output) + task.wants_token, now_s))
+        return outputs
+
+    def _account_run(self, run: StepRun) -> None:
+        rows, prefilled = len(run.rows), sum(count for _, count in run.parts)
+        self.table.record_steps(rows, prefilled, run.costs)
+        for cost_s in run.costs:
+            self.table.counters.seconds += cost_s
+
+    def _emit_tokens(self, task: SimSequence, count: int, now_s: float) -> SimOutput:
+        """The output of a sequence that has generated `count` tokens by now; drops the sequence if it has finished."""
+        task.output = cast(list[int], range(count))
+        output = make_output(task, count, now_s)
+        output.finish = self.table.finish_reason(task, count >= task.max_output)
+        output.held = self.table.settle_output(task, output.finish)
+        return output

@@ -1,0 +1,386 @@
+"""The exact simulator: runs Diptych's own scheduling code in virtual time, with a step cost in place of the model.
+
+    jobs ─▶ front ─▶ gateway (router.requests.relay, with its admission) ─▶ worker (engine.sequence_table) ─▶ KV links
+              (kvtransfer.handoff) └─ one gateway for each cell of the deployment
+
+All decisions are made by the product's own code: relay, routing policy, credits, admission, scheduler, the changes that
+a step makes (`engine.sequence_table`), which request may fetch its KV (`engine.kv_admission`), pacing, prefix tree and
+the hand-off protocol. Only time, messages, steps and KV transfers are simulated.
+`tests/unit/planner/sim/test_same_decisions.py` compares its decisions with those of the real engine.
+
+Not simulated:
+
+- Faults.
+- The host tier for preempted sequences: they are prefilled again.
+- Names for the chunks of answers: a follow-up request finds only those chunks cached that the trace names.
+- The gateway's CPU, except for the costs in `handling` (heartbeats never wait for it).
+- Layer-by-layer transfer: KV that is announced during prefill arrives at the earliest when its step ends.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite
+from operator import attrgetter
+from typing import Protocol, TypeVar, overload
+
+from diptych.chunks import CHUNK_TOKENS
+from diptych.errors import ConfigError
+from engine.saturation import saturation_length
+from engine.sequence import EngineLimits
+from planner.costs.profile import CostProfile
+from planner.costs.step import StepVariation
+from planner.sim.exact.cores import SimCores
+from planner.sim.exact.engine import PipelineStages, SimEngine
+from planner.sim.exact.event_queue import EventQueue
+from planner.sim.exact.gateway import SimGateway, SimGatewaySpec
+from planner.sim.exact.links import SimLinks
+from planner.sim.exact.prompts import SimPrefixIndex
+from planner.sim.exact.worker import SimWorker
+from planner.types import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    CostModel,
+    GatewayCpuCost,
+    InstancePool,
+    Job,
+    JobResult,
+    LinkSpec,
+    Placement,
+    StepBatch,
+)
+from router.requests.admission import Admission
+from router.requests.admission import AdmissionLimits as Bounds
+from router.requests.relay import Relay
+from router.routing.fleet import Fleet
+
+NO_ADMISSION_BOUNDS = Bounds(max_requests=1 << 40, max_queued_tokens=1 << 50, max_wait_s=inf)
+# Shortest prompt, in tokens, on the curve from which the saturation length L_m is derived.
+MIN_PROMPT_TOKENS = 16
+# Number of new objects between two garbage collections while a simulation runs.
+GC_THRESHOLD = 50_000
+
+
+class ResultSink(Protocol):
+    """Receives the results of a long run one by one (`planner.attainment.AttainmentCounter`)."""
+
+    def add(self, served: JobResult) -> None:
+        """Takes the result of a request that has ended."""
+
+
+T = TypeVar("T", bound=ResultSink)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """One kind of instance: step cost, KV capacity in tokens, and the limits of its scheduler.
+
+    `step_s` is the engine's overhead per step in seconds. `rhythm` makes steps vary as they did when the worker was
+    measured beside the others of its machine; each step is then simulated by itself. The other fields are those of
+    `engine.sequence.EngineLimits`. A pipeline divides its memory and seats evenly among as many batches as it has
+    stages.
+    """
+
+    cost: CostModel
+    kv_tokens: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    chunked_prefill: bool = True
+    saturation_tokens: int = 0
+    tpot_s: float | None = None
+    step_s: float = 0.0
+    rhythm: StepVariation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimDeployment:
+    """A deployment to simulate: a placement, and settings of its instances and gateways. `machines` has one per pool.
+
+    The placement describes one cell. There are `cells` equal ones, each with its own gateway; a request goes to the
+    cell with the fewest requests per device. Colocated pools beside others form a separate cell. `link` is the port of
+    each instance (`planner.sim.exact.links`), `token_bytes` the KV bytes per token. A request takes `gateway_s` seconds
+    to reach the relay, each message to or from a worker `hop_s`. `max_tokens` is what clients ask for (None: exactly
+    the length of their answer). `local_prefill` is the gateway's setting; with "auto", steps of decode instances are
+    kept within `tpot_s`. With `handling`, each gateway has a CPU that does one thing at a time and shares `cores` with
+    its workers' steps (of instances with a rhythm and one stage); every step is then simulated by itself.
+    """
+
+    placement: Placement
+    machines: tuple[InstanceSpec, ...]
+    link: LinkSpec = field(default_factory=LinkSpec)
+    token_bytes: float = 0.0
+    gateway_s: float = 0.0
+    hop_s: float = 0.0
+    max_model_len: int = 1 << 20
+    max_tokens: int | None = None
+    timeout_s: float = inf
+    prefix_caching: bool = False
+    bounds: Bounds = NO_ADMISSION_BOUNDS
+    local_prefill: str = "fallback"
+    pipelined: bool = True
+    cells: int = 1
+    beat_s: float = 0.25
+    handling: GatewayCpuCost | None = None
+    cores: int = 1
+
+
+def build_deployment(
+    placement: Placement, profiles: Mapping[str, CostProfile] | CostProfile, **options: object
+) -> SimDeployment:
+    """Builds a deployment from a placement and cost profiles.
+
+    Step costs, KV capacity, overheads and link come from the profiles, and the saturation length L_m for prefill
+    instances. `profiles` are by device name. `options` are fields of `InstanceSpec` (for all pools) or `SimDeployment`.
+
+    Raises:
+        ConfigError: a pool's device has no profile, or the weights leave no memory for KV.
+    """
+    machines = []
+    common = {name: options.pop(name) for name in list(options) if name in InstanceSpec.__slots__}
+    used = [_profile_of_pool(pool, profiles) for pool in placement.pools]
+    for pool, profile in zip(placement.pools, used, strict=True):
+        cost, room = profile.cost(pool.split), profile.kv_tokens(pool.split)
+        if room < CHUNK_TOKENS:
+            raise ConfigError(
+                f"{profile.model.name} does not fit on {pool.split} of {profile.device.name}",
+                f"weights leave room for {room} tokens of KV",
+                "use more devices for an instance",
+            )
+        machine = InstanceSpec(cost, room, step_s=profile.overheads.step_s)
+        machine = replace(machine, **common)  # type: ignore[arg-type]
+        if pool.role == PREFILL and "saturation_tokens" not in common:
+            machine = replace(
+                machine, saturation_tokens=saturation_tokens(cost, machine.max_num_batched_tokens)
+            )
+        machines.append(machine)
+    overheads, shape = used[0].overheads, used[0].model
+    settings: dict[str, object] = {
+        "link": overheads.link,
+        "token_bytes": float(shape.kv_token_bytes),
+        "gateway_s": overheads.gateway_s,
+        "hop_s": overheads.hop_s,
+        "max_model_len": shape.max_len,
+    }
+    return SimDeployment(placement, tuple(machines), **(settings | options))  # type: ignore[arg-type]
+
+
+def _profile_of_pool(pool: InstancePool, profiles: Mapping[str, CostProfile] | CostProfile) -> CostProfile:
+    """The profile of the pool's device; raises ConfigError if there is none."""
+    if isinstance(profiles, CostProfile):
+        return profiles
+    if pool.device not in profiles:
+        raise ConfigError(
+            f"there is no profile for the device {pool.device!r}",
+            f"known: {', '.join(sorted(profiles))}",
+            "name one of these in the placement",
+        )
+    return profiles[pool.device]
+
+
+def saturation_tokens(cost: CostModel, longest: int) -> int:
+    """L_m of a cost: the shortest prompt that is prefilled at nearly the highest rate, in tokens per second.
+
+    "Nearly" is the share `engine.saturation.SATURATED_SHARE`.
+    """
+    lengths = [MIN_PROMPT_TOKENS]
+    while 2 * lengths[-1] <= longest:
+        lengths.append(2 * lengths[-1])
+    curve = [(tokens, cost.stage_s(StepBatch(tokens, float(tokens) ** 2))) for tokens in lengths]
+    return saturation_length([(tokens, seconds) for tokens, seconds in curve if seconds > 0])
+
+
+@overload
+def simulate_exact(
+    deployment: SimDeployment, jobs: Iterable[Job], *, skips: bool = True
+) -> list[JobResult]: ...
+@overload
+def simulate_exact(deployment: SimDeployment, jobs: Iterable[Job], tally: T, *, skips: bool = True) -> T: ...
+def simulate_exact(
+    deployment: SimDeployment, jobs: Iterable[Job], tally: T | None = None, *, skips: bool = True
+) -> list[JobResult] | T:
+    """Serves `jobs`, which are ordered by arrival time, until all have ended.
+
+    Returns the results in the order in which requests ended. With a `tally`, results go there instead and are not kept.
+    The simulation is deterministic: the same jobs always give the same results. Without `skips` every step is simulated
+    by itself; the results are the same, but the run is slower.
+
+    Raises:
+        ConfigError: the deployment cannot serve some request, or its parts do not fit together.
+        ValueError: a job arrives before its predecessor.
+    """
+    served: list[JobResult] = []
+    ExactSimulation(deployment, served.append if tally is None else tally.add, skips).run(jobs)
+    return served if tally is None else tally
+
+
+class ExactSimulation:
+    """One run. `ended` gets each result; `gateways` and KV `links` can be read afterwards."""
+
+    def __init__(
+        self, deployment: SimDeployment, ended: Callable[[JobResult], None], skips: bool = True
+    ) -> None:
+        _check_deployment(deployment)
+        self.deployment, self.skips, self._ended = deployment, skips, ended
+        self.agenda = EventQueue()
+        self.gateways: list[SimGateway] = []
+        self.links: list[SimLinks] = []
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Serves all jobs to the end.
+
+        Raises:
+            RuntimeError: if requests are still open when no event is left.
+        """
+        coming = iter(jobs)
+        first = next(coming, None)
+        if first is None:
+            return
+        self.agenda.now_s = min(0.0, first.at_s)
+        for _ in range(self.deployment.cells):
+            self._make_cell()
+        self._schedule_arrival(first, coming, 0)
+        with _rare_garbage_collection():
+            self.agenda.run()
+        if left := sum(gateway.open for gateway in self.gateways):
+            raise RuntimeError(f"{left} requests are still open, and no event is left")
+
+    def _schedule_arrival(self, job: Job, coming: Iterator[Job], number: int) -> None:
+        """Schedules the arrival of `job`; the jobs after it (`coming`) follow one by one."""
+        self.agenda.at(job.at_s, self._route_to_cell, job, coming, number)
+
+    def _route_to_cell(self, job: Job, coming: Iterator[Job], number: int) -> None:
+        """Sends an arriving job to the least loaded gateway, and schedules the next arrival."""
+        gateway = min(self.gateways, key=attrgetter("load"))
+        gateway.coming += 1
+        self.agenda.at(self.agenda.now_s + self.deployment.gateway_s, gateway.arrive, job, number)
+        if (following := next(coming, None)) is not None:
+            self._schedule_arrival(following, coming, number + 1)
+
+    # ---- building the deployment
+
+    def _make_cell(self) -> None:
+        """Makes one cell: a gateway for prefill and decode instances, and one for colocated instances, if any."""
+        pools = list(zip(self.deployment.placement.pools, self.deployment.machines, strict=True))
+        for split in (True, False):
+            part = [(pool, machine) for pool, machine in pools if (pool.role != BOTH) == split]
+            if part:
+                self._make_gateway(part, split)
+
+    def _make_gateway(self, part: list[tuple[InstancePool, InstanceSpec]], split: bool) -> None:
+        """Makes a gateway with its workers and links; `split` if workers hand KV over."""
+        deployment = self.deployment
+        relay = Relay(
+            Fleet(lost_s=inf, stuck_s=inf),
+            Admission(deployment.bounds),
+            split=split,
+            index=SimPrefixIndex() if deployment.prefix_caching else None,
+            pipelined=deployment.pipelined,
+            recovery_s=inf,
+            local_prefill=deployment.local_prefill,
+            tpot_s=min((machine.tpot_s for _, machine in part if machine.tpot_s is not None), default=None),
+        )
+        terms = SimGatewaySpec(
+            deployment.gateway_s,
+            deployment.hop_s,
+            deployment.timeout_s,
+            deployment.max_tokens,
+            deployment.max_model_len,
+            deployment.beat_s,
+            deployment.prefix_caching,
+            deployment.handling,
+        )
+        links, cores = SimLinks(self.agenda, deployment.link), SimCores(deployment.cores)
+        gateway = SimGateway(
+            self.agenda, relay, terms, sum(pool.devices for pool, _ in part), self._ended, cores
+        )
+        for pool, machine in part:
+            for _ in range(pool.count):
+                self._make_worker(gateway, links, cores, pool, machine)
+        self._link_workers(gateway)
+        self.gateways.append(gateway)
+        self.links.append(links)
+
+    def _make_worker(
+        self, gateway: SimGateway, links: SimLinks, cores: SimCores, pool: InstancePool, machine: InstanceSpec
+    ) -> None:
+        """Makes a worker, with one engine per pipeline stage: each runs one of the batches in the pipeline."""
+        role = PREFILL if pool.role == PREFILL else DECODE
+        name = f"{role}-{sum(worker.role == role for worker in gateway.workers.values())}"
+        deployment, rhythm = self.deployment, machine.rhythm
+        stages = PipelineStages(machine.cost, pool.split.pp, machine.step_s, rhythm, cores)
+        limits = _engine_limits(machine, pool.split.pp, deployment.max_model_len)
+        skips = self.skips and pool.split.pp == 1 and rhythm is None and deployment.handling is None
+        engines = [SimEngine(limits, stages, deployment.prefix_caching, skips) for _ in range(pool.split.pp)]
+        chunk_bytes = round(deployment.token_bytes * CHUNK_TOKENS)
+        worker = SimWorker(name, role, engines, self.agenda, links, chunk_bytes, gateway.on_message)
+        gateway.add_worker(worker, limits.num_slabs * pool.split.pp, deployment.max_model_len)
+
+    def _link_workers(self, gateway: SimGateway) -> None:
+        """Links each decode worker to the prefill workers it may pull from: all, or (low affinity) its unit's."""
+        sources = [name for name, worker in gateway.workers.items() if worker.role == PREFILL]
+        targets = [name for name, worker in gateway.workers.items() if worker.role == DECODE]
+        units = min(len(sources), len(targets)) if self.deployment.placement.affinity == "low" else 1
+        for i, source in enumerate(sources):
+            for j, target in enumerate(targets):
+                if i % units == j % units:
+                    gateway.add_link(source, target, self.deployment.link)
+
+
+@contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """Runs garbage collection less often: simulations make no reference cycles, and looking for them is slow.
+
+    The setting holds for the whole process, so simulations must not run at the same time in one process.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(max(GC_THRESHOLD, usual[0]) if usual[0] else 0, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
+def _engine_limits(machine: InstanceSpec, stages: int, max_model_len: int) -> EngineLimits:
+    """The limits of one of the `stages` batches in a pipeline: its share of memory and seats."""
+    seats = max(1, machine.max_num_seqs // stages)
+    return EngineLimits(
+        num_slabs=max(1, machine.kv_tokens // CHUNK_TOKENS // stages),
+        max_model_len=max_model_len,
+        max_num_seqs=seats,
+        max_num_batched_tokens=max(seats, machine.max_num_batched_tokens),
+        chunked_prefill=machine.chunked_prefill,
+        max_waiting=1 << 40,
+        max_waiting_tokens=1 << 50,
+        saturation_tokens=machine.saturation_tokens,
+        tpot_s=machine.tpot_s,
+    )
+
+
+def _check_deployment(deployment: SimDeployment) -> None:
+    """Raises ConfigError if the deployment is inconsistent, or has no way to serve a request."""
+    pools, machines = deployment.placement.pools, deployment.machines
+    if len(pools) != len(machines):
+        raise ConfigError(
+            f"{len(pools)} pools and {len(machines)} instance specifications",
+            "each pool needs one specification",
+            "give one per pool",
+        )
+    roles = {pool.role for pool in pools if pool.count > 0}
+    if not roles or len(roles & {PREFILL, DECODE}) == 1:
+        raise ConfigError(
+            f"{deployment.placement or 'an empty placement'} cannot serve requests",
+            "it needs a prefill and a decode pool, or a colocated one",
+            "add the pool that is missing",
+        )
+    if deployment.cores < 1:
+        raise ConfigError(
+            f"{deployment.cores} cores", "at least one core is needed", "give a positive number"
+        )
+    if deployment.cells < 1 or not isfinite(deployment.token_bytes):
+        raise ConfigError(
+            f"{deployment.cells} cells", "at least one cell is needed", "give a positive number"
+        )

@@ -1,0 +1,214 @@
+"""The fast simulator: serves jobs on a placement with given step costs, as events in virtual time.
+
+It is the inner loop of the placement search, and models only what the search needs: queues, batches, pipeline stages,
+KV memory and links. It does not run Diptych's scheduler and router; `planner.sim.exact.simulate` does, but is slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
+
+from planner.sim.fast.grouped_pipeline import GroupedPipeline
+from planner.sim.fast.instance import EventClock, FastInstance, FastRequest, InstanceLimits
+from planner.sim.fast.prefill_pipeline import PrefillPipeline
+from planner.sim.fast.serial import SerialInstance
+from planner.types import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    CostModel,
+    InstancePool,
+    Job,
+    JobResult,
+    LinkSpec,
+    Parallelism,
+    Placement,
+)
+
+CostLookup = Mapping[Parallelism, CostModel] | Callable[[InstancePool], CostModel]
+RoomLookup = Mapping[Parallelism, float] | Callable[[InstancePool], float]
+
+INSTANT_LINK = LinkSpec()
+
+
+def simulate_fast(
+    placement: Placement,
+    costs: CostLookup,
+    jobs: Iterable[Job],
+    *,
+    limits: InstanceLimits = InstanceLimits(),  # noqa: B008
+    kv_tokens: RoomLookup | None = None,
+    link: LinkSpec = INSTANT_LINK,
+    token_bytes: float = 0.0,
+    single: bool = False,
+) -> list[JobResult]:
+    """Simulates `jobs` and returns their results in the same order.
+
+    Args:
+        costs, kv_tokens: step cost and KV capacity of an instance, by split or by pool; no `kv_tokens`: unlimited.
+        link, token_bytes: the KV link, and the KV bytes of one token.
+        single: simulates each decode step by itself, and lets rows go round pipeline stages in groups, as DistServe's
+            simulator does. Without stages the results are the same, only slower to compute.
+
+    A new prompt goes to the prefill (or colocated) instance that would prefill it soonest; ties go to the instance with
+    the fewest rows. Its KV then goes to the decode instance with the fewest rows, which pulls it when it has memory for
+    the longest possible answer. Until then the KV stays at its prefill instance, where prompts without memory wait. An
+    instance's end of the link carries one transfer at a time; without prefill instances KV comes from outside. A job
+    that fits no instance fails with "kv".
+
+    Rows that alternate (`InstanceLimits`), and colocated instances with stages that prefill whole prompts, are
+    simulated as with `single`. All other pipelines share their rows evenly among the stages.
+    """
+    return FastCluster(placement, costs, limits, kv_tokens, link, token_bytes, single).serve_jobs(jobs)
+
+
+class FastCluster:
+    """All instances of a placement, and the routing between them. Arguments are those of `simulate_fast`."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        costs: CostLookup,
+        limits: InstanceLimits,
+        kv_tokens: RoomLookup | None,
+        link: LinkSpec,
+        token_bytes: float,
+        single: bool,
+    ) -> None:
+        self.clock, self.limits = EventClock(), limits
+        self._link, self._token_bytes = link, token_bytes
+        self._single = single or limits.rotates_rows
+        self._served: list[JobResult | None] = []
+        made: dict[str, list[FastInstance]] = {PREFILL: [], DECODE: [], BOTH: []}
+        for pool in placement.pools:
+            made[pool.role] += self._make_instances(pool, costs, kv_tokens)
+        self._prefillers = made[PREFILL] + made[BOTH]
+        self._decoders = made[DECODE] or made[BOTH]
+
+    def _make_instances(
+        self, pool: InstancePool, costs: CostLookup, kv_tokens: RoomLookup | None
+    ) -> list[FastInstance]:
+        """The instances of a pool."""
+        cost = costs[pool.split] if isinstance(costs, Mapping) else costs(pool)
+        room = inf
+        if kv_tokens is not None:
+            room = kv_tokens[pool.split] if isinstance(kv_tokens, Mapping) else kv_tokens(pool)
+        return [self._make_instance(pool.role, pool.split.pp, cost, room) for _ in range(pool.count)]
+
+    def _make_instance(self, role: str, stages: int, cost: CostModel, room: float) -> FastInstance:
+        """An instance of the class that simulates its role and stages at the least effort."""
+        if role == PREFILL and stages > 1:
+            return PrefillPipeline(self, role, cost, room, stages)
+        cut = role == BOTH and self.limits.chunk_tokens > 0
+        if role != PREFILL and not cut and (self._single or (role == BOTH and stages > 1)):
+            return GroupedPipeline(self, role, cost, room, stages)
+        return SerialInstance(self, role, cost, room, stages)
+
+    def serve_jobs(self, jobs: Iterable[Job]) -> list[JobResult]:
+        """Simulates `jobs` until all have ended; results are in the order of `jobs`."""
+        again = self.limits.first_again
+        runs = [
+            FastRequest(index, job, job.output if again else job.output - 1) for index, job in enumerate(jobs)
+        ]
+        self._served = [None] * len(runs)
+        self.clock.run_all(sorted(runs, key=lambda run: run.job.at_s), self._dispatch_prompt)
+        lost = [run for run, served in zip(runs, self._served, strict=True) if served is None]
+        assert not lost, f"{len(lost)} requests never ended"
+        return [served for served in self._served if served is not None]
+
+    def _dispatch_prompt(self, run: FastRequest) -> None:
+        """Sends a prompt to the instance that would prefill it first; without prefill instances, to decoding."""
+        run.began_s = run.first_s = run.ready_s = run.moved_s = self.clock.now_s
+        able = [prefiller for prefiller in self._prefillers if self._can_serve(prefiller, run)]
+        if able:
+            min(able, key=lambda prefiller: prefiller.wait_s(run)).enqueue_prompt(run)
+        elif self._prefillers or not self._can_move(run):
+            self._served[run.index] = JobResult(run.job, inf, inf, self.clock.now_s, "kv")
+        else:
+            self._start_handoff(run)
+
+    def _can_serve(self, prefiller: FastInstance, run: FastRequest) -> bool:
+        """Whether the request can be prefilled on this instance and then decoded somewhere."""
+        fits = prefiller.kv_needed(run) <= prefiller.capacity
+        return fits and (prefiller.role == BOTH or self._can_move(run))
+
+    def _can_move(self, run: FastRequest) -> bool:
+        """Whether some decode instance has memory for the request, or no decoding is needed."""
+        return not self._needs_decode(run) or any(
+            run.total_tokens <= decoder.capacity for decoder in self._decoders
+        )
+
+    def _needs_decode(self, run: FastRequest) -> bool:
+        """Whether tokens are left to generate after prefill, and there are instances that decode."""
+        return run.steps > 0 and bool(self._decoders)
+
+    def on_prefilled(self, run: FastRequest, at: FastInstance) -> None:
+        """The prompt is prefilled; the rest of the answer is decoded here (colocated) or elsewhere."""
+        run.first_s = run.ready_s = run.moved_s = self.clock.now_s
+        if not self._needs_decode(run):
+            self._end_request(run)
+            at.release_kv(at.kv_needed(run))
+        elif at.role == BOTH:
+            at.seats += 1
+            at.start_decode(run)
+        else:
+            run.source = at
+            self._start_handoff(run)
+
+    def _start_handoff(self, run: FastRequest) -> None:
+        """Queues the request at the decode instance with the least load; ends it if nothing is left to decode."""
+        if not self._needs_decode(run):
+            self._end_request(run)
+            return
+        able = (decoder for decoder in self._decoders if run.total_tokens <= decoder.capacity)
+        target = min(able, key=lambda decoder: (decoder.seats + 1) * decoder.row_s)
+        target.seats += 1
+        target.pulls.append(run)
+        self._pull_ready(target)
+
+    def _pull_ready(self, target: FastInstance) -> None:
+        """Starts the transfers at the head of the queue whose KV fits into memory."""
+        while target.pulls and target.pulls[0].total_tokens <= target.free:
+            run = target.pulls.popleft()
+            target.free -= run.total_tokens
+            run.ready_s = self.clock.now_s
+            taken_s = run.prompt * self._token_bytes / self._link.bytes_per_s
+            if taken_s + self._link.latency_s <= 0:
+                self._on_moved((run, target))
+                continue
+            # Without prefill instances the KV comes from outside, so only the target's port is occupied.
+            source = run.source or target
+            # A port carries one transfer at a time, so the transfer begins when both ends are free.
+            begin_s = max(self.clock.now_s, target.port_s, source.port_s)
+            target.port_s = source.port_s = begin_s + taken_s
+            self.clock.schedule_at(begin_s + taken_s + self._link.latency_s, self._on_moved, (run, target))
+
+    def _on_moved(self, what: tuple[FastRequest, FastInstance]) -> None:
+        """KV has arrived: decoding starts, and the prefill instance frees its memory."""
+        run, target = what
+        run.moved_s = self.clock.now_s
+        target.start_decode(run)
+        if run.source is not None:
+            run.source.release_kv(run.source.kv_needed(run))
+
+    def on_finished(self, run: FastRequest, at: FastInstance) -> None:
+        """The last token is generated: frees the seat and memory, and starts waiting transfers."""
+        self._end_request(run)
+        at.seats -= 1
+        at.release_kv(run.total_tokens)
+        if at.pulls:
+            self._pull_ready(at)
+
+    def _end_request(self, run: FastRequest) -> None:
+        """Stores the result of a request, with its latency by stage in seconds."""
+        job, now_s = run.job, self.clock.now_s
+        tpot_s = (now_s - run.first_s) / run.steps if run.steps and now_s > run.first_s else 0.0
+        parts = {
+            "queue": run.began_s - job.at_s,
+            "prefill": run.first_s - run.began_s,
+            "wait": run.ready_s - run.first_s,
+            "transfer": run.moved_s - run.ready_s,
+            "decode": now_s - run.moved_s,
+        }
+        self._served[run.index] = JobResult(job, run.first_s - job.at_s, tpot_s, now_s, "", parts)

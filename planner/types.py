@@ -1,0 +1,178 @@
+"""The planner's basic types: requests, placements, step batches and costs, and results of requests.
+
+Plain data and protocols, without numpy, because the simulator is built from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol
+
+from annotated_types import Ge, Gt, Le
+
+from diptych.slo import Slo
+
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+
+# Bounds of numbers that come from files. pydantic checks them where a file is read (`planner.json_file`).
+MAX_NUMBER, MAX_SECONDS, MAX_SHARE = 1e18, 1e3, 10.0
+Count = Annotated[int, Gt(0), Le(10**18)]
+CountOrZero = Annotated[int, Ge(0), Le(10**18)]
+Positive = Annotated[float, Gt(0.0), Le(MAX_NUMBER)]
+PositiveOrZero = Annotated[float, Ge(0.0), Le(MAX_NUMBER)]
+Seconds = Annotated[float, Ge(0.0), Le(MAX_SECONDS)]
+# A share of a peak rate; more than 1 where the data sheet's peak is not that of the operation.
+PeakShare = Annotated[float, Gt(0.0), Le(MAX_SHARE)]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Parallelism:
+    """How one instance is spread over devices: `tp` devices share each layer, `pp` stages follow each other."""
+
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of one instance."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"TP{self.tp}" if self.pp == 1 else f"TP{self.tp}PP{self.pp}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of a workload: arrival time, tokens of prompt and answer, and the kind whose SLOs apply.
+
+    `prefix` names the blocks of `block_tokens` tokens that its prompt begins with: equal names mean equal text.
+    """
+
+    at_s: float
+    prompt: int
+    output: int
+    kind: str = ""
+    prefix: tuple[int, ...] = ()
+    block_tokens: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """The simulated outcome of a job. `failed` is the reason of a failure ("" for success); times are then infinite.
+
+    `tpot_s` is 0 for an answer of one token. `parts` are seconds by stage: queue, prefill, transfer, decode, …
+    """
+
+    job: Job
+    ttft_s: float
+    tpot_s: float
+    ended_s: float
+    failed: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def meets_slo(self, slo: Slo) -> bool:
+        """Whether the request succeeded within both its TTFT and its TPOT SLO."""
+        return not self.failed and slo.is_met(self.ttft_s, self.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The work of one engine step, in the numbers that its cost depends on.
+
+    `tokens` prompt tokens are prefilled. Each prompt contributes a slice from `start` to `end`; `squares` is the sum of
+    end² - start², to which attention time is proportional. `rows` sequences decode one token each; together they have
+    `context` tokens before it.
+    """
+
+    tokens: int = 0
+    squares: float = 0.0
+    rows: int = 0
+    context: int = 0
+
+
+class CostModel(Protocol):
+    """Step times of an instance with a given split. They never fall when any number of the batch grows."""
+
+    def step_s(self, batch: StepBatch) -> float:
+        """Seconds of a step through the whole instance, from the begin of the first stage to the end of the last."""
+
+    def stage_s(self, batch: StepBatch) -> float:
+        """Seconds for which the step occupies its slowest stage; another batch may enter after that."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """A link that carries KV between two instances. Transfers at the same time share its bandwidth."""
+
+    bytes_per_s: Positive = math.inf
+    latency_s: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayCpuCost:
+    """CPU seconds that the gateway spends on each worker message, on each token that it forwards, and on each request.
+
+    Half of `request_s` is spent when the request arrives, half when it has ended.
+    """
+
+    message_s: float = 0.0
+    token_s: float = 0.0
+    request_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePool:
+    """`count` equal instances. `role` is prefill, decode, or both (colocated); `device` names the hardware."""
+
+    role: str
+    split: Parallelism
+    count: int = 1
+    device: str = ""
+
+    @property
+    def devices(self) -> int:
+        """Devices of all instances in the pool."""
+        return self.count * self.split.devices
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A deployment: its pools, and whether KV must stay within a node.
+
+    `cross` > 1 is DistServe's algorithm 2 for low node affinity: each instance is cut into `cross` equal segments on
+    as many nodes, and a node holds the same segment of a prefill and of a decode instance. The split of an
+    `InstancePool` is that of the whole instance.
+    """
+
+    pools: tuple[InstancePool, ...]
+    # "high": KV moves fast between any two nodes; "low": KV moves only within a node; "none": no KV moves.
+    affinity: str = "high"
+    cross: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of all pools."""
+        return sum(pool.devices for pool in self.pools)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether every instance both prefills and decodes."""
+        return all(pool.role == BOTH for pool in self.pools)
+
+    def role(self, *roles: str) -> Iterator[InstancePool]:
+        """The pools with one of the given roles."""
+        return (pool for pool in self.pools if pool.role in roles)
+
+    def __str__(self) -> str:
+        return " + ".join(f"{pool.count} × {pool.role} {pool.split}" for pool in self.pools)
+
+
+def keeps_steps_within_tpot(role: str, chunked: bool, local_prefill: str) -> bool:
+    """Whether the scheduler limits an instance's steps to the TPOT SLO when it prefills beside running answers.
+
+    A decode instance does so if it may prefill locally (`local_prefill` "auto"). A colocated instance does so if it
+    prefills in chunks; without chunks it prefills a whole prompt before it continues with answers.
+    """
+    return chunked if role == BOTH else role == DECODE and local_prefill == "auto"

@@ -1,0 +1,286 @@
+"""The attempts of requests: how an attempt begins, is given up for another, and how a request ends (pure).
+
+    queue ──begin──▶ attempt ──retry──▶ queue          end: from anywhere, once
+                        └──retarget: another decode worker, same attempt
+
+An attempt is one try to serve a request on chosen workers; its number is the epoch. The functions append what the
+gateway has to do to `effects`. The relay decides which messages count and calls these functions.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from diptych.failure_statuses import RequestFailure
+from diptych.messages import Abort, Admit, Generate, Prefill, ToWorker
+from diptych.request import RequestStage
+from router.effects import (
+    AttemptBegan,
+    AttemptRetried,
+    ChosenPair,
+    FailRequest,
+    FinishRequest,
+    PrefilledLocally,
+    RelayEffect,
+    RequestCancelled,
+    RequestQueued,
+    SendMessage,
+    StageDurations,
+    StageEntered,
+)
+from router.requests.admission import Admission
+from router.requests.failure_policy import DEADLINE_EXCEEDED, FailurePolicy
+from router.requests.pairs import PairSelector, workers_of_pair
+from router.requests.quarantine import CrashQuarantine
+from router.requests.queue import RequestQueue
+from router.requests.request_state import RequestState
+from router.routing.handoff_cost import HandoffCost
+from router.routing.kv_classes import AnswerVersion
+from router.routing.policy import Pair
+
+# A request fails after more than this many attempts that ended because a worker was lost or had to end.
+MAX_LOSSES = 8
+# A request also fails after more than this many other failures that another attempt may avoid.
+MAX_FAILURES = 2
+# Number of ended requests that are remembered, so that their late messages are known from unknown ones.
+MAX_REMEMBERED = 8192
+
+
+class Attempts:
+    """All requests that have not ended. `may_start`: something changed, so that queued requests may find workers."""
+
+    def __init__(
+        self, places: PairSelector, quarantine: CrashQuarantine, admission: Admission, pipelined: bool
+    ) -> None:
+        self.places, self.quarantine, self.admission, self.pipelined = (
+            places,
+            quarantine,
+            admission,
+            pipelined,
+        )
+        self.live: dict[str, RequestState] = {}
+        self.ended: OrderedDict[str, None] = OrderedDict()
+        self.queue, self.handoff_cost = RequestQueue(), HandoffCost()
+        self.effects: list[RelayEffect] = []
+        self.may_start = False
+        # Requests that were queued since the last `take_effects`.
+        self._newly_queued: list[str] = []
+
+    def take_effects(self, now_s: float) -> list[RelayEffect]:
+        """Begin attempts for queued requests that can start now; returns all effects since the last call."""
+        if self.may_start and len(self.queue):
+            self.start_queued(now_s)
+        effects, self.effects = self.effects, []
+        effects += [RequestQueued(name) for name in self._newly_queued if name in self.queue]
+        self._newly_queued, self.may_start = [], False
+        return effects
+
+    def enqueue_request(self, live: RequestState, now_s: float) -> None:
+        """Put the request into the queue; fails it if no workers for it exist or are expected back."""
+        if not self.places.should_wait(live.version, live.kv_class, now_s):
+            return self.fail_unserved(live, now_s)
+        self.queue.enqueue_request(live)
+        self._newly_queued.append(live.request.id)
+        self.may_start = True
+
+    def start_queued(self, now_s: float) -> None:
+        """Begin queued requests, in queue order.
+
+        A request without free workers blocks these workers for later requests.
+        """
+        # The free pairs by the version and the class that a request must stay with; None stands for any.
+        everywhere = self.places.find_pairs()
+        found: dict[tuple[AnswerVersion | None, str | None], list[Pair]] = {(None, None): everywhere}
+        everyone, closed = self.places.all_uses(everywhere), set[tuple[str, str]]()
+        for live in self.queue.in_order():
+            if self.expire_request(live, now_s):
+                continue
+            kind = live.version, live.kv_class
+            if kind not in found:
+                found[kind] = self.places.find_pairs(live.need)
+            choice = self.places.pick_pair(
+                live, found[kind], self.quarantine, closed, self.queue.is_underserved(live)
+            )
+            if choice is not None:
+                self.begin_attempt(live, choice, now_s)
+            elif everyone <= closed:
+                return
+
+    def begin_attempt(self, live: RequestState, choice: ChosenPair, now_s: float) -> None:
+        """Begin an attempt on the chosen workers: send the order and count the request as their load."""
+        request, first = live.request, choice.prefill or choice.decode
+        self.admission.mark_begun(request.id)
+        began = self.places.version_of(choice, live)
+        live.begin_attempt(choice, began, self._worth_staging(live, choice))
+        if live.first_queued_s is None:
+            live.first_queued_s = now_s
+        self.enter_stage(live, RequestStage.QUEUED, now_s)
+        what = list(request.prompt), list(request.output), request.sampling
+        remaining_s = request.deadline_s - now_s
+        if choice.prefill:
+            order: ToWorker = Prefill(
+                request.id, request.epoch, *what, remaining_s, request.origin, live.staged, began.kv_class
+            )
+        else:
+            order = Generate(request.id, request.epoch, *what, remaining_s, request.origin, began.kv_class)
+        self.send_message(first, order)
+        live.holders = {first}
+        self.effects.append(AttemptBegan(request.id, request.epoch, choice, live.staged, began.kv_class))
+        if self.places.split and choice.prefill is None and not live.pinned:
+            self.effects.append(PrefilledLocally(request.id, self.places.explain_local_prefill()))
+        self.places.begin_attempt(live, choice)
+        self.book_load(live)
+        self.queue.start_request(live)
+
+    def _worth_staging(self, live: RequestState, choice: ChosenPair) -> bool:
+        """Whether the attempt's KV should be pulled while it is computed."""
+        request = live.request
+        # If only one token is left to generate, no KV is handed over.
+        decodes = request.sampling.max_tokens - len(request.output) > 1
+        if live.pinned or not self.pipelined or not decodes or choice.prefill is None:
+            return False
+        return self.places.transfer_s(choice, live.need) >= self.handoff_cost.seconds
+
+    def enter_stage(self, live: RequestState, stage: RequestStage, now_s: float) -> None:
+        """Move the request to `stage`, and report it as an effect."""
+        live.request.enter_stage(stage, now_s)
+        self.effects.append(StageEntered(live.request.id, stage))
+
+    def fail_request(self, live: RequestState, failure: RequestFailure, now_s: float) -> None:
+        """End the request with an error for its client."""
+        self.end_request(live, RequestStage.FAILED, FailRequest(live.request.id, failure), now_s)
+
+    def fail_unserved(self, live: RequestState, now_s: float) -> None:
+        """End a queued request for which no workers exist or are expected back."""
+        self.fail_request(live, self.places.unserved_failure(live), now_s)
+
+    def end_request(
+        self,
+        live: RequestState,
+        stage: RequestStage,
+        effect: FinishRequest | FailRequest | RequestCancelled,
+        now_s: float,
+    ) -> None:
+        """End a request, for every reason: abort its workers, free what it counted for, report one terminal effect."""
+        request = live.request
+        self.abort_workers(live)
+        if stage is RequestStage.DONE and not live.pinned:
+            self.places.remember_answer(live)
+        request.enter_stage(stage, now_s)
+        del self.live[request.id]
+        self.book_load(live)
+        self.queue.remove_request(request.id)
+        self.quarantine.forget_request(request.id)
+        self.admission.mark_ended(request.id, now_s)
+        self.ended[request.id] = None
+        if len(self.ended) > MAX_REMEMBERED:
+            self.ended.popitem(last=False)
+        self.effects.append(effect)
+
+    def abort_workers(self, live: RequestState) -> None:
+        """Send an abort to every worker that holds something for the attempt."""
+        for worker in sorted(live.holders):
+            self.send_message(worker, Abort(live.request.id, live.request.epoch))
+        live.holders.clear()
+
+    def retry_request(
+        self,
+        live: RequestState,
+        policy: FailurePolicy,
+        message: str,
+        now_s: float,
+        avoid: frozenset[str] = frozenset(),
+    ) -> None:
+        """Give up this attempt and queue the request for another, if `policy` allows; workers in `avoid` come last."""
+        if self.expire_request(live, now_s) or not self._may_retry(live, policy, message, now_s):
+            return
+        found = self.places.find_pairs(live.need)
+        if policy.other_worker_only and found and all(avoid & workers_of_pair(pair) for pair in found):
+            return self.fail_request(live, policy.failure(message), now_s)
+        self._requeue_request(live, policy, message, now_s, avoid)
+
+    def _may_retry(self, live: RequestState, policy: FailurePolicy, message: str, now_s: float) -> bool:
+        """Count the failed attempt; returns whether another may follow, and fails the request otherwise."""
+        live.losses += policy.worker_was_lost
+        live.failures += not policy.worker_was_lost
+        few = live.losses <= MAX_LOSSES and live.failures <= MAX_FAILURES
+        if policy.may_retry and few and not live.pinned:
+            return True
+        self.fail_request(live, policy.failure(message), now_s)
+        return False
+
+    def _requeue_request(
+        self,
+        live: RequestState,
+        policy: FailurePolicy,
+        message: str,
+        now_s: float,
+        avoid: frozenset[str] = frozenset(),
+    ) -> None:
+        """End the attempt, abort its workers, and put the request into the queue for another attempt."""
+        request = live.request
+        # Workers that failed earlier attempts are still chosen last.
+        failed = live.failed_workers | avoid
+        self.abort_workers(live)
+        live.end_attempt()
+        live.last_failure, live.failed_workers = policy, failed
+        self.effects.append(
+            AttemptRetried(request.id, policy.reason.value, request.epoch, len(request.output), message)
+        )
+        self.enter_stage(live, RequestStage.ADMITTED, now_s)
+        self.book_load(live)
+        self.enqueue_request(live, now_s)
+
+    def retarget_decode(self, live: RequestState, policy: FailurePolicy, message: str, now_s: float) -> None:
+        """Replace the decode worker of an attempt whose prefill worker still computes or holds the KV."""
+        if self.expire_request(live, now_s):
+            return
+        if live.target is not None and not self._may_retry(live, policy, message, now_s):
+            return
+        live.target = None
+        decode = self.places.rebind_decode(live, self.quarantine)
+        if decode is None:
+            if live.pinned:
+                return self.fail_request(live, policy.failure(message), now_s)
+            return self._requeue_request(live, policy, message, now_s)
+        live.choice = ChosenPair(live.source, decode)
+        if live.request.stage is RequestStage.TRANSFERRING:
+            self.admit_to_decode(live, decode, now_s)
+        self.book_load(live)
+
+    def admit_to_decode(self, live: RequestState, decode: str, now_s: float) -> None:
+        """Send the request to a decode worker, with the ticket if there is one already."""
+        request = live.request
+        what = list(request.prompt), list(request.output), request.sampling, live.ticket
+        remaining_s = request.deadline_s - now_s
+        kv_class = "" if live.began is None else live.began.kv_class
+        self.send_message(
+            decode, Admit(request.id, request.epoch, *what, remaining_s, request.origin, kv_class)
+        )
+        live.target, live.offered_s = decode, now_s
+        live.holders.add(decode)
+        live.contacted_lives.add(self.places.fleet.workers[decode].hello.incarnation)
+        self.places.admit_to_decode(live, decode)
+
+    def expire_request(self, live: RequestState, now_s: float) -> bool:
+        """Fail the request if its deadline has passed. Also called before work begins, since clock ticks are coarse."""
+        over = live.request.deadline_s <= now_s
+        if over:
+            text = f"the request did not finish before its deadline; its stage was {live.request.stage.value}"
+            self.fail_request(live, DEADLINE_EXCEEDED.failure(text), now_s)
+        return over
+
+    def send_message(self, worker: str, message: ToWorker) -> None:
+        """Append the effect that sends `message` to `worker`."""
+        self.effects.append(SendMessage(worker, message))
+
+    def book_load(self, live: RequestState) -> None:
+        """Record the load that the request puts on its workers now. Queued requests may start if it has become less."""
+        self.places.book_load(live)
+        self.may_start = True
+
+    def report_durations(self, live: RequestState, moment: str, seconds: dict[str, float]) -> None:
+        """Report the request's phases until `moment` ("first", "second" token), once; never for canaries."""
+        live.reported_moments.add(moment)
+        if not live.pinned:
+            self.effects.append(StageDurations(live.request.id, seconds))

@@ -1,0 +1,44 @@
+"""Finds the requests whose deadline has passed, in a heap, without a scan over all requests (pure)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+
+from router.requests.request_state import RequestState
+
+# The heap is rebuilt when it has more stale entries than this, and than live requests.
+MAX_STALE_ENTRIES = 1024
+
+
+class DeadlineHeap:
+    """The deadlines of live requests, the earliest first. Entries of ended requests are dropped when they come up."""
+
+    def __init__(self, live: Mapping[str, RequestState]) -> None:
+        """`live` is the relay's table of requests that have not ended, by name."""
+        self._live = live
+        # A heap of (deadline, number of the request, its name).
+        self._heap: list[tuple[float, int, str]] = []
+
+    def __len__(self) -> int:
+        """Number of entries, including those of ended requests."""
+        return len(self._heap)
+
+    def add_request(self, live: RequestState) -> None:
+        """Watch the deadline of a live request."""
+        if len(self._heap) > 2 * len(self._live) + MAX_STALE_ENTRIES:
+            self._heap = [entry for entry in self._heap if entry[2] in self._live]
+            heapq.heapify(self._heap)
+        if live.request.deadline_s < math.inf:
+            heapq.heappush(self._heap, (live.request.deadline_s, live.number, live.request.id))
+
+    def pop_expired(self, now_s: float) -> list[RequestState]:
+        """The live requests whose deadline has passed, in order of arrival. Each is returned once."""
+        found = []
+        while self._heap and self._heap[0][0] <= now_s:
+            _, number, name = heapq.heappop(self._heap)
+            live = self._live.get(name)
+            if live is not None and live.number == number:
+                found.append(live)
+        return sorted(found, key=lambda live: live.number)

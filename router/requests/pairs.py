@@ -1,0 +1,330 @@
+"""Selects the workers for each request among the pairs that can serve it, and accounts for the loads (pure).
+
+A pair is a linked prefill and decode worker, or one worker that does both. Credits say whether the pair has room,
+quarantine says whether this request may use it, and the predicted wait says which pair is best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from diptych.failure_statuses import RequestFailure
+from diptych.request import RequestStage
+from router.effects import ChosenPair
+from router.requests.failure_policy import NO_WORKERS
+from router.requests.grace import WorkerGrace
+from router.requests.quarantine import CrashQuarantine
+from router.requests.request_state import RequestState
+from router.routing.credits import pairs_with_credit
+from router.routing.fleet import ROLES, Fleet
+from router.routing.kv_classes import (
+    AnswerVersion,
+    class_is_gone,
+    classes_of,
+    decided_class,
+    describe_classes,
+    have_shared_class,
+    holds_class,
+    pool_size,
+    versions_of_pair,
+)
+from router.routing.policy import (
+    NO_LINK,
+    NO_PREFILL,
+    SOONER,
+    AnswerLengths,
+    LoadLedger,
+    Pair,
+    RoutingNeed,
+    RoutingView,
+    choose_decode,
+    choose_pair,
+    find_pairs,
+    local_prefill_pairs,
+    transfer_s,
+)
+from router.routing.prefix_index import ChunkNames, PrefixIndex
+
+# Finds the pairs for a request without any requirements.
+ANY_REQUEST = RoutingNeed(0, 0)
+
+
+@dataclass(slots=True)
+class PairSelector:
+    """Selects pairs of workers.
+
+    `split`: the deployment has prefill workers. `allow_local_prefill`: decode workers may prefill while no prefill
+    worker can. `auto_local_prefill`: decode workers may also prefill whenever that is predicted to be better, as long
+    as their steps stay within `tpot_s` seconds.
+    """
+
+    fleet: Fleet
+    index: PrefixIndex
+    grace: WorkerGrace
+    split: bool
+    allow_local_prefill: bool
+    auto_local_prefill: bool = False
+    tpot_s: float | None = None
+    ledger: LoadLedger = field(default_factory=LoadLedger)
+    answers: AnswerLengths = field(default_factory=AnswerLengths)
+    view: RoutingView = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.view = RoutingView(
+            self.fleet,
+            self.ledger,
+            self.split,
+            self.index,
+            self.allow_local_prefill,
+            self.auto_local_prefill,
+            self.tpot_s,
+        )
+
+    def find_pairs(self, need: RoutingNeed = ANY_REQUEST) -> list[Pair]:
+        """All pairs that could serve `need` now, whether or not they have room."""
+        return find_pairs(need, self.view)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest prompt plus answer, in tokens, that every serving worker can take.
+
+        A worker that cannot serve yet (no link) does not lower the limit. While no worker serves, the longest that any
+        fitting worker can take; None if there is none.
+        """
+        members = self.fleet.workers
+        serving = {name for pair in self.find_pairs() for name in workers_of_pair(pair)}
+        lengths = {name: member.hello.max_model_len for name, member in members.items()}
+        serving = serving or lengths.keys() - self.fleet.find_mismatches().keys()
+        return min((lengths[name] for name in serving), default=max(lengths.values(), default=None))
+
+    def note_available(self, now_s: float) -> None:
+        """Record which versions of answers can be served now, for `grace`."""
+        self.grace.note_served(
+            {version for pair in self.find_pairs() for version in self._versions_of(pair)}, now_s
+        )
+
+    def _versions_of(self, pair: Pair) -> list[AnswerVersion]:
+        """The versions of answers that a pair of members can generate."""
+        members, (source, target) = self.fleet.workers, pair
+        return versions_of_pair(None if source is None else members[source].hello, members[target].hello)
+
+    @property
+    def kv_classes(self) -> list[str]:
+        """The KV classes that requests can be served with; while no pair can serve, those of all known workers."""
+        served = {version.kv_class for pair in self.find_pairs() for version in self._versions_of(pair)}
+        known = {name for hello in self.fleet.known_hellos() for name in classes_of(hello)}
+        return sorted(served or known)
+
+    def version_of(self, choice: ChosenPair, live: RequestState) -> AnswerVersion:
+        """The version of an attempt on the chosen workers: that of its answer, that of the class which the request
+        asks for, or else their first.
+        """
+        found = self._versions_of((choice.prefill, choice.decode))
+        return live.version or next(one for one in found if live.kv_class in (None, one.kv_class))
+
+    def should_wait(self, version: AnswerVersion | None, kv_class: str | None, now_s: float) -> bool:
+        """Whether a request should wait for workers: they are there, or were there lately and may come back.
+
+        `version` is that of its answer, if it has begun; `kv_class` the class that it needs, if any.
+
+        The workers of an answer's KV class cannot come back if each of them has restarted with another class.
+        """
+        if version is None and kv_class is not None and not self._is_known(kv_class):
+            return False
+        return self.grace.should_wait(version, now_s, kv_class) and not self._class_is_gone(version)
+
+    def _is_known(self, kv_class: str) -> bool:
+        """Whether any worker has the class, or had it when it was lost."""
+        return any(holds_class(hello, kv_class) for hello in self.fleet.known_hellos())
+
+    def _class_is_gone(self, version: AnswerVersion | None) -> bool:
+        """Whether no worker can come back that continues an answer of `version`, since its KV class was replaced."""
+        roles = ROLES if self.split and not self.allow_local_prefill else ("decode",)
+        return version is not None and class_is_gone(version, self.fleet.known_hellos(), roles)
+
+    def unserved_failure(self, live: RequestState) -> RequestFailure:
+        """Why a queued request, which should not wait any longer, fails."""
+        version = live.version
+        listed = describe_classes([member.hello for member in self.fleet.workers.values()])
+        if version is None and live.kv_class is not None and not self._is_known(live.kv_class):
+            return NO_WORKERS.failure(f"no worker has KV of the class {live.kv_class}: {listed}")
+        if version is None or not self._class_is_gone(version):
+            return live.last_failure.failure(self.explain_missing())
+        return NO_WORKERS.failure(
+            f"the answer began with KV of the class {version.kv_class}, and the workers for it have been replaced:"
+            f" {listed}; send the request again"
+        )
+
+    def pick_pair(
+        self,
+        live: RequestState,
+        found: list[Pair],
+        quarantine: CrashQuarantine,
+        closed: set[tuple[str, str]],
+        behind: bool = False,
+    ) -> ChosenPair | None:
+        """The best pair of `found` with room for a queued request, or None. `behind`: its tenant is underserved.
+
+        If no pair has room, the workers that the request could use are added to `closed`, each with the KV class that
+        it would use there, so that later requests in the queue do not take the room it waits for. Requests of other
+        classes may. A quiet worker (silent lately) counts as having no room.
+        """
+        name, need = live.request.id, replace(live.need, underserved=behind)
+        allowed = found = found + local_prefill_pairs(found) if self.auto_local_prefill else found
+        if live.failed_workers:
+            least = min((len(live.failed_workers & workers_of_pair(pair)) for pair in found), default=0)
+            allowed = [pair for pair in found if len(live.failed_workers & workers_of_pair(pair)) == least]
+        if len(quarantine):
+            allowed = [
+                pair
+                for pair in allowed
+                if all(quarantine.may_run(name, worker) for worker in workers_of_pair(pair))
+            ]
+        for exact, pairs in self._group_by_class(need, allowed):
+            if (best := self._pick_with_room(exact, pairs, closed)) is not None:
+                return best
+        return None
+
+    def _group_by_class(self, need: RoutingNeed, found: list[Pair]) -> list[tuple[RoutingNeed, list[Pair]]]:
+        """`need` with the class that it would use, and the pairs that would use it.
+
+        A request that may have any class uses the first one that both workers of a pair have. Where a worker has
+        several, that need not be its own first class, so room has to be counted pair by pair.
+        """
+        if need.kv_class is not None or all(
+            len(member.hello.kv_classes) < 2 for member in self.fleet.workers.values()
+        ):
+            return [(need, found)]
+        groups: dict[str, list[Pair]] = {}
+        for pair in found:
+            groups.setdefault(self._versions_of(pair)[0].kv_class, []).append(pair)
+        return [(replace(need, kv_class=name), pairs) for name, pairs in groups.items()]
+
+    def _pick_with_room(
+        self, need: RoutingNeed, allowed: list[Pair], closed: set[tuple[str, str]]
+    ) -> ChosenPair | None:
+        """As `pick_pair`, among pairs that `need` may use, all with the same KV class of it."""
+        unavailable = set(self.fleet.quiet)
+        if closed:
+            unavailable |= {
+                worker for worker in self._workers_of(allowed) if self._use(worker, need) in closed
+            }
+        free = (
+            [pair for pair in allowed if not unavailable & workers_of_pair(pair)] if unavailable else allowed
+        )
+        best = choose_pair(need, self.view, pairs_with_credit(free, need, self.view))
+        if best is None:
+            closed.update(self._use(worker, need) for worker in self._workers_of(allowed))
+        return best
+
+    def _workers_of(self, found: list[Pair]) -> set[str]:
+        return set[str]().union(*map(workers_of_pair, found))
+
+    def _use(self, worker: str, need: RoutingNeed) -> tuple[str, str]:
+        """A worker, and the KV class that a request would use there."""
+        return worker, decided_class(self.fleet.workers[worker].hello, need.kv_class)
+
+    def all_uses(self, found: list[Pair]) -> set[tuple[str, str]]:
+        """All that `pick_pair` could add to `closed`: the workers of these pairs, with each of their classes."""
+        workers = self.fleet.workers
+        return {(name, one) for name in self._workers_of(found) for one in classes_of(workers[name].hello)}
+
+    def can_pin(self, pin: ChosenPair) -> bool:
+        """Whether a canary can use the pair that it is pinned to."""
+        if pin.prefill is None:
+            return any(
+                member.name == pin.decode and not member.draining
+                for member in self.fleet.workers_of("decode")
+            )
+        return (pin.prefill, pin.decode) in self.fleet.linked_pairs()
+
+    def rebind_decode(self, live: RequestState, quarantine: CrashQuarantine) -> str | None:
+        """The best decode worker for the KV that `live.source` computes or holds; loads change during prefill.
+
+        Workers that failed the request before, or are quiet, come last, so that the nearest worker does not fail it
+        again and again. A worker that already got this attempt is excluded, since it would drop a second order as late.
+        Afterwards the request counts as load of no worker.
+        """
+        members = self.fleet.workers
+        # The request's own planned load must not count against a worker.
+        self.ledger.book_shares(live.request.id, {})
+        if live.source is None:
+            return None
+        barred = {
+            name for name, member in members.items() if member.hello.incarnation in live.contacted_lives
+        }
+        if live.pin is not None:
+            decode = members.get(live.pin.decode)
+            if decode is None or live.source not in decode.links or decode.name in barred:
+                return None
+            return None if decode.draining and not decode.accepts_pending else decode.name
+        barred |= {name for name in members if not quarantine.may_run(live.request.id, name)} - {live.source}
+        others = choose_decode(
+            live.source, live.attempt_need, self.view, barred | live.failed_workers | self.fleet.quiet
+        )
+        return others or choose_decode(live.source, live.attempt_need, self.view, barred)
+
+    def transfer_s(self, choice: ChosenPair, need: RoutingNeed) -> float:
+        """Predicted seconds of the transfer of its KV to the decode worker; 0 if one worker does both."""
+        return (
+            transfer_s(choice.prefill, choice.decode, need, self.view) if choice.prefill is not None else 0.0
+        )
+
+    def begin_attempt(self, live: RequestState, choice: ChosenPair) -> None:
+        """Record the estimates for an attempt on these workers: tokens to compute, and tokens that are shared."""
+        first, need = choice.prefill or choice.decode, live.attempt_need
+        live.unprefilled_tokens = need.prompt_tokens - self.view.shared_tokens(first, need)
+        live.shared_tokens = self.view.shared_tokens(choice.decode, need)
+        self.expect_chunks(first, live.chunks, need.kv_class)
+
+    def admit_to_decode(self, live: RequestState, decode: str) -> None:
+        """Record the estimate for the decode worker that the request is sent to now: the tokens that are shared."""
+        live.shared_tokens = self.view.shared_tokens(decode, live.attempt_need)
+        self.expect_chunks(decode, live.chunks, live.attempt_need.kv_class)
+
+    def expect_chunks(self, worker: str, chunks: ChunkNames, kv_class: str | None) -> None:
+        """Assume from now on that the worker has these chunks cached, in its pool of `kv_class`."""
+        if (member := self.fleet.workers.get(worker)) is not None and holds_class(member.hello, kv_class):
+            size, name = pool_size(member.hello, kv_class), decided_class(member.hello, kv_class)
+            self.index.record_sent(worker, chunks, size.num_slabs, name)
+
+    def remember_answer(self, live: RequestState) -> None:
+        """Record the answer's length, and that its decode worker has prompt and answer cached, for follow-up
+        requests.
+        """
+        request, choice = live.request, live.choice
+        self.answers.record_length(len(request.output))
+        if request.stage is RequestStage.DECODING and choice is not None:
+            # The last token has no KV.
+            text = request.prompt + request.output[:-1]
+            names = self.index.name_chunks(text, request.origin.scope, live.chunks)
+            self.expect_chunks(choice.decode, names, live.attempt_need.kv_class)
+
+    def book_load(self, live: RequestState) -> None:
+        """Record the load that the request puts on each of its workers now, in place of the earlier entries."""
+        live.booked_tokens = live.room_tokens
+        kv_class = None if live.began is None else live.began.kv_class
+        self.ledger.book_shares(live.request.id, live.shares, live.request.origin.priority, kv_class)
+
+    def explain_missing(self) -> str:
+        """Why no pair can serve requests now, for an error message."""
+        roles = ("prefill", "decode") if self.split else ("decode",)
+        absent = [role for role in roles if not self.fleet.workers_of(role)]
+        if absent:
+            return f"no {' and no '.join(absent)} worker is up"
+        hellos = [member.hello for member in self.fleet.workers.values()]
+        if self.split and not have_shared_class(hellos):
+            return f"no two workers have the same KV class: {describe_classes(hellos)}"
+        return "no two workers are linked" if self.split else "no decode worker takes requests"
+
+    def explain_local_prefill(self) -> str:
+        """Why a decode worker prefills a prompt in a deployment with prefill workers."""
+        if self.auto_local_prefill and self.fleet.linked_pairs():
+            return SOONER
+        up = [member for member in self.fleet.workers_of("prefill") if not member.draining]
+        return NO_LINK if up else NO_PREFILL
+
+
+def workers_of_pair(pair: Pair) -> set[str]:
+    """The one or two workers of a pair."""
+    return {name for name in pair if name is not None}

@@ -1,0 +1,102 @@
+"""The gateway's queue: requests that have not been sent to any worker (pure).
+
+The order is: priority, then requests whose answer has begun, then the tenant with the fewest tokens in flight, then
+arrival. The queue is bounded by `router.requests.admission`, which every request in it has passed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
+
+from router.requests.request_state import RequestState
+
+# (priority, whether no token was delivered yet, tenant).
+QueueGroup = tuple[int, bool, str]
+
+
+class RequestQueue:
+    """The waiting requests, and the number of tokens that each tenant has in flight."""
+
+    def __init__(self) -> None:
+        self._groups: dict[QueueGroup, list[RequestState]] = {}  # the requests of a group in order of arrival
+        self._waiting: dict[str, tuple[QueueGroup, RequestState]] = {}
+        # The tenant and the number of tokens of each request in flight.
+        self._in_flight: dict[str, tuple[str, int]] = {}
+        self._tokens: Counter[str] = Counter()
+        self._total = 0
+
+    def enqueue_request(self, live: RequestState) -> None:
+        """Add a waiting request, ordered by its arrival. Its tokens are not in flight any more."""
+        self.remove_request(live.request.id)
+        origin = live.request.origin
+        group = origin.priority, not live.request.output, origin.tenant
+        self._waiting[live.request.id] = group, live
+        insort(self._groups.setdefault(group, []), live, key=_arrival_number)
+
+    def start_request(self, live: RequestState) -> None:
+        """The request leaves the queue and starts: its tokens are in flight now."""
+        self.remove_request(live.request.id)
+        tenant, tokens = live.request.origin.tenant, live.room_tokens
+        self._in_flight[live.request.id] = tenant, tokens
+        self._tokens[tenant] += tokens
+        self._total += tokens
+
+    def remove_request(self, request: str) -> None:
+        """Remove the request, whether it waits or is in flight. Idempotent."""
+        if (waiting := self._waiting.pop(request, None)) is not None:
+            group, live = waiting
+            states = self._groups[group]
+            del states[bisect_left(states, live.number, key=_arrival_number)]
+            if not states:
+                del self._groups[group]
+        if (flight := self._in_flight.pop(request, None)) is not None:
+            tenant, tokens = flight
+            self._tokens[tenant] -= tokens
+            self._total -= tokens
+            if not self._tokens[tenant]:
+                del self._tokens[tenant]
+
+    def is_underserved(self, live: RequestState) -> bool:
+        """Whether its tenant has fewer tokens in flight than an equal share. Always False without API keys."""
+        tenant = live.request.origin.tenant
+        tenants = len(self._tokens) + (tenant not in self._tokens)
+        return bool(tenant) and self._tokens[tenant] * tenants < self._total
+
+    def in_order(self) -> Iterator[RequestState]:
+        """All waiting requests, in the order in which they should start.
+
+        Only the request that was yielded last may be removed while iterating.
+        """
+        heap = [(self._sort_key(group, states[0]), group) for group, states in self._groups.items()]
+        heapq.heapify(heap)
+        passed: Counter[QueueGroup] = Counter()
+        while heap:
+            _, group = heapq.heappop(heap)
+            live = self._groups[group][passed[group]]
+            yield live
+            passed[group] += live.request.id in self._waiting
+            states = self._groups.get(group, [])
+            if passed[group] < len(states):
+                heapq.heappush(heap, (self._sort_key(group, states[passed[group]]), group))
+
+    def _sort_key(self, group: QueueGroup, live: RequestState) -> tuple[int, bool, int, int]:
+        """The order in which requests start; see the module's description."""
+        priority, fresh, tenant = group
+        return priority, fresh, self._tokens[tenant], live.number
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._waiting
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """All waiting requests, in no particular order (see `in_order`)."""
+        return (live for _, live in self._waiting.values())
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+def _arrival_number(live: RequestState) -> int:
+    return live.number

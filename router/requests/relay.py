@@ -1,0 +1,442 @@
+"""The relay, which owns every request: moves it through its stages, and decides which messages count (pure).
+
+    Arrive ─▶ queue ─▶ Prefill ─▶ [Staged ─▶ Admit, Staging] ─▶ Step(first token) ─▶ Offer ─▶ Admit or Fetch
+    ADMITTED           QUEUED                                   PREFILLED                    TRANSFERRING
+
+    ─▶ Pulled, Release ─▶ Step … Step(finish)
+       DECODING            DONE
+
+Each attempt of a request has a number, the epoch. Messages of an earlier attempt are late: counted and dropped. An
+attempt that fails may be followed by another, at any stage: it prefills the prompt and the delivered tokens again.
+Since sampling noise depends only on (seed, position), and grammars and penalties are replayed, the answer continues as
+if nothing had happened. `RequestState.holders` lists every worker that holds something for an attempt, until the worker
+reports that it is done or is sent an abort.
+
+A request is in the queue while no worker holds anything for it: until it has credit (`router.routing.credits`), and
+while its workers are away but expected back (`router.requests.grace`).
+
+Elsewhere: how attempts begin and fail (router.requests.attempts), what follows when workers join or are lost
+(router.requests.fleet_changes), which workers are chosen (router.requests.pairs), the KV transfer (kvtransfer), text,
+HTTP and metrics (services/gateway).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from diptych.messages import (
+    Failed,
+    Fetch,
+    Heartbeat,
+    Hello,
+    Linked,
+    Offer,
+    Opened,
+    Output,
+    Pulled,
+    Release,
+    Staged,
+    Staging,
+    Step,
+)
+from diptych.request import Request, RequestStage
+from router.effects import (
+    ChosenPair,
+    ClientGone,
+    ClockTick,
+    DeliverTokens,
+    FinishRequest,
+    KvMoved,
+    RelayEffect,
+    RelayEvent,
+    RequestArrived,
+    RequestCancelled,
+    StopFound,
+    WorkerCommand,
+    WorkerLost,
+    WorkerSaid,
+)
+from router.requests import latency_breakdown
+from router.requests.admission import Admission
+from router.requests.attempts import Attempts
+from router.requests.deadlines import DeadlineHeap
+from router.requests.draining import DrainOrders
+from router.requests.failure_policy import (
+    INTERNAL_ERROR,
+    NO_WORKERS,
+    POLICY_BY_CODE,
+    QUARANTINED,
+    TRANSFER_FAILED,
+)
+from router.requests.fleet_changes import QUARANTINE_TEXT, FleetChanges
+from router.requests.grace import WorkerGrace
+from router.requests.lease_renewal import LeaseRenewal
+from router.requests.pairs import PairSelector
+from router.requests.quarantine import CrashQuarantine
+from router.requests.request_state import RequestState
+from router.routing.fleet import Fleet
+from router.routing.policy import Pair
+from router.routing.prefix_index import PrefixIndex
+
+# Messages of a worker that do not concern a request.
+FLEET_MESSAGES = Hello | Heartbeat | Linked | Opened
+
+
+class Relay:
+    """All live requests of a gateway. Every event goes through `handle_event`; carry out its effects in order."""
+
+    def __init__(
+        self,
+        fleet: Fleet | None = None,
+        admission: Admission | None = None,
+        *,
+        split: bool = True,
+        lease_s: float = 30.0,
+        index: PrefixIndex | None = None,
+        pipelined: bool = True,
+        recovery_s: float = 15.0,
+        local_prefill: str = "fallback",
+        tpot_s: float | None = None,
+    ) -> None:
+        """`split`: the deployment has prefill workers. `pipelined`: KV may be pulled while it is computed.
+
+        Without `index` no worker is assumed to have cached prefixes. `local_prefill` says when decode workers may
+        prefill: "never", as a "fallback" while no prefill worker can, or "auto": whenever it is predicted to be better
+        and their steps stay within `tpot_s`. `lease_s` is the length of KV leases; `recovery_s` is how long requests
+        wait for lost workers.
+        """
+        self.fleet, self.admission = fleet or Fleet(), admission or Admission()
+        self.index = PrefixIndex(0) if index is None else index
+        self.split = split
+        local, auto = split and local_prefill != "never", split and local_prefill == "auto"
+        self.pairs = PairSelector(self.fleet, self.index, WorkerGrace(recovery_s), split, local, auto, tpot_s)
+        self.ledger = self.pairs.ledger
+        self.drain_orders = DrainOrders(self.fleet, self.ledger)
+        self.quarantine = CrashQuarantine(self.ledger.requests_at, recovery_s=recovery_s)
+        self.attempts = Attempts(self.pairs, self.quarantine, self.admission, pipelined)
+        self.fleet_changes = FleetChanges(self.pairs, self.attempts, self.drain_orders)
+        self.live, self.queue = self.attempts.live, self.attempts.queue
+        self.deadlines = DeadlineHeap(self.live)
+        # Number of messages that were dropped, by type.
+        self.late_messages: Counter[str] = Counter()
+        self._numbers = itertools.count()
+        self._lease_renewal = LeaseRenewal(lease_s)
+
+    def handle_event(self, event: RelayEvent, now_s: float) -> list[RelayEffect]:
+        """Handle `event` at `now_s` (monotonic seconds); returns the effects, to be carried out in order."""
+        EVENT_HANDLERS[type(event)](self, event, now_s)
+        for worker, order in self.drain_orders.take_due(self.live):
+            self.attempts.send_message(worker, order)
+        return self.attempts.take_effects(now_s)
+
+    def find_pairs(self) -> list[Pair]:
+        """The (prefill, decode) pairs that can serve now; prefill is None if the decode worker also prefills."""
+        return self.pairs.find_pairs()
+
+    def count_stages(self) -> Counter[str]:
+        """How many live requests are in each stage."""
+        return Counter(live.request.stage.value for live in self.live.values())
+
+    # ---- requests arrive and end
+
+    def _on_arrived(self, event: RequestArrived, now_s: float) -> None:
+        """Admit and queue the sequences of an HTTP request, or fail all of them; a canary starts at once."""
+        states = [self._open_request(request, event.pin, now_s) for request in event.requests]
+        states = [live for live in states if not self.attempts.expire_request(live, now_s)]
+        if not states:
+            return
+        if event.pin is not None:
+            return self._begin_canary(states[0], event.pin, now_s)
+        if self._fail_refused(states, now_s) or self._fail_banned(states, now_s):
+            return
+        self._admit_requests(states, now_s)
+        self.pairs.note_available(now_s)
+        for live in states:
+            self.attempts.enqueue_request(live, now_s)
+
+    def _open_request(self, request: Request, pin: ChosenPair | None, now_s: float) -> RequestState:
+        if request.id in self.live or request.id in self.attempts.ended:
+            raise ValueError(f"request {request.id} has arrived before")
+        live = self.live[request.id] = RequestState(request, next(self._numbers), pin)
+        request.entered_s.setdefault(RequestStage.ADMITTED, now_s)
+        self.deadlines.add_request(live)
+        return live
+
+    def _begin_canary(self, live: RequestState, pin: ChosenPair, now_s: float) -> None:
+        if self.pairs.can_pin(pin):
+            return self.attempts.begin_attempt(live, pin, now_s)
+        self.attempts.fail_request(live, NO_WORKERS.failure(self.pairs.explain_missing()), now_s)
+
+    def _fail_banned(self, states: list[RequestState], now_s: float) -> bool:
+        """If one of the sequences is banned, fail all of them and return True."""
+        if not self.quarantine.has_bans:
+            return False
+        banned = [
+            live
+            for live in states
+            if self.quarantine.is_banned(self.quarantine.fingerprint_question(live.request), now_s)
+        ]
+        for live in states if banned else []:
+            if live in banned:
+                self.fleet_changes.quarantine_request(live, now_s)
+            else:
+                self.attempts.fail_request(live, QUARANTINED.failure(QUARANTINE_TEXT), now_s)
+        return bool(banned)
+
+    def _fail_refused(self, states: list[RequestState], now_s: float) -> bool:
+        """If admission refuses the sequences, fail all of them and return True."""
+        refusal = self.admission.find_refusal(*_total_demand(states), now_s, states[0].request.origin.tenant)
+        if refusal is None:
+            return False
+        for live in states:
+            self.attempts.fail_request(live, refusal, now_s)
+        return True
+
+    def _admit_requests(self, states: list[RequestState], now_s: float) -> None:
+        """Admit all sequences. Requests of other tenants are failed if they must make room."""
+        first, tenant = states[0].request, states[0].request.origin.tenant
+        for name in self.admission.requests_to_displace(*_total_demand(states), tenant):
+            refusal = self.admission.displacement_refusal(now_s)
+            self.attempts.fail_request(self.live[name], refusal, now_s)
+        for live in states:
+            request = live.request
+            self.admission.admit_request(request.id, len(request.prompt), now_s, tenant, first.id)
+            live.chunks = self.index.name_chunks(request.prompt, request.origin.scope)
+            live.expected_tokens = self.pairs.answers.expected_tokens(request.sampling.max_tokens)
+
+    def _on_client_gone(self, event: ClientGone, now_s: float) -> None:
+        if (live := self.live.get(event.request)) is not None:
+            self.attempts.end_request(live, RequestStage.CANCELLED, RequestCancelled(event.request), now_s)
+
+    def _on_stop_found(self, event: StopFound, now_s: float) -> None:
+        if (live := self.live.get(event.request)) is not None:
+            self.attempts.end_request(live, RequestStage.DONE, FinishRequest(event.request, "stop"), now_s)
+
+    # ---- messages of workers
+
+    def _on_message(self, event: WorkerSaid, now_s: float) -> None:
+        """Check that a worker's message belongs to a running attempt, and pass it to its handler."""
+        worker, message = event.worker, event.message
+        if isinstance(message, FLEET_MESSAGES):
+            self.fleet_changes.apply_changes(self.fleet.on_message(worker, message, now_s), now_s)
+            if not isinstance(message, Heartbeat):
+                self.attempts.may_start = True
+                self.pairs.note_available(now_s)
+            return
+        if not self.fleet.mark_seen(worker, now_s):
+            self.late_messages[type(message).__name__] += (
+                len(message.outputs) if isinstance(message, Step) else 1
+            )
+            return
+        parts: Iterable[Output | Staged | Offer | Pulled | Failed] = (
+            message.outputs if isinstance(message, Step) else (message,)
+        )
+        for part in parts:
+            live = self.live.get(part.request)
+            if live is None or part.epoch != live.request.epoch or worker not in live.holders:
+                self.late_messages[type(part).__name__] += 1
+            else:
+                MESSAGE_HANDLERS[type(part)](self, live, worker, part, now_s)
+
+    def _on_output(self, live: RequestState, worker: str, output: Output, now_s: float) -> None:
+        """Deliver new tokens to the client, move the request to its next stage, or finish it."""
+        request, prefills = live.request, worker == live.source
+        if prefills and request.stage is not RequestStage.QUEUED:
+            self.late_messages["Output"] += 1
+            return
+        if live.source is not None and not prefills and request.stage is not RequestStage.DECODING:
+            return self.attempts.fail_request(
+                live, INTERNAL_ERROR.failure(f"{worker} sent tokens before it had the KV"), now_s
+            )
+        if output.tokens or output.finish:
+            self._enter_token_stage(
+                live, RequestStage.PREFILLED if prefills else RequestStage.DECODING, output, now_s
+            )
+        request.output.extend(output.tokens)
+        if live.room_tokens > live.booked_tokens:
+            self.pairs.book_load(live)
+        self.attempts.effects.append(DeliverTokens(request.id, output))
+        if output.finish is not None:
+            # With the last token the worker has freed everything that it held.
+            live.holders.discard(worker)
+            self.attempts.end_request(
+                live, RequestStage.DONE, FinishRequest(request.id, output.finish), now_s
+            )
+        elif len(self.quarantine) and self.quarantine.record_progress(request.id, len(request.output)):
+            self.attempts.may_start = True
+
+    def _enter_token_stage(
+        self, live: RequestState, stage: RequestStage, output: Output, now_s: float
+    ) -> None:
+        """Enter `stage` with its first tokens, and report how long the phases before took."""
+        if live.request.stage is RequestStage.QUEUED:
+            if "first" not in live.reported_moments:
+                self.attempts.report_durations(
+                    live, "first", latency_breakdown.first_token_breakdown(live, output.seconds, now_s)
+                )
+            if live.source is None:
+                # Without a hand-off its phases are not reported.
+                live.reported_moments.add("second")
+            self.attempts.enter_stage(live, stage, now_s)
+            self.attempts.book_load(live)
+            self.admission.mark_prefilled(live.request.id, now_s)
+        elif "second" not in live.reported_moments:
+            self.attempts.report_durations(
+                live, "second", latency_breakdown.decode_token_breakdown(live, now_s)
+            )
+
+    def _on_staged(self, live: RequestState, worker: str, staged: Staged, now_s: float) -> None:
+        """Forward the hint that KV can be pulled while it is computed. A hint that cannot be used may be dropped."""
+        request = live.request
+        prefilling = request.stage is RequestStage.QUEUED
+        if (
+            worker != live.source
+            or not live.staged
+            or not (prefilling or request.stage is RequestStage.PREFILLED)
+        ):
+            self.late_messages["Staged"] += 1
+            return
+        if self.attempts.expire_request(live, now_s):
+            return
+        if live.target is None and prefilling:
+            # It was admitted without a ticket, before the first token.
+            decode = self.pairs.rebind_decode(live, self.quarantine)
+            if decode is not None:
+                live.choice = ChosenPair(worker, decode)
+                self.attempts.admit_to_decode(live, decode, now_s)
+            self.attempts.book_load(live)
+        if live.target is not None:
+            self.attempts.send_message(live.target, Staging(request.id, request.epoch, staged.hint))
+
+    def _on_offer(self, live: RequestState, worker: str, offer: Offer, now_s: float) -> None:
+        """The KV is complete and leased: send the ticket to the decode worker, choosing one if need be."""
+        request = live.request
+        if worker != live.source or request.stage is RequestStage.TRANSFERRING:
+            self.late_messages["Offer"] += 1
+            return
+        if request.stage is not RequestStage.PREFILLED:
+            return self.attempts.fail_request(
+                live, INTERNAL_ERROR.failure(f"{worker} offered KV before its token"), now_s
+            )
+        if not offer.ticket:
+            # An Admit without a ticket would mean that the KV is still being computed.
+            return self.attempts.fail_request(
+                live, INTERNAL_ERROR.failure(f"{worker} offered KV without a ticket"), now_s
+            )
+        if self.attempts.expire_request(live, now_s):
+            return
+        live.ticket, live.offered_s = offer.ticket, now_s
+        if live.target is not None:
+            remaining_s = request.deadline_s - now_s
+            fetch = Fetch(request.id, request.epoch, list(request.output), offer.ticket, remaining_s)
+            self.attempts.send_message(live.target, fetch)
+        else:
+            decode = self.pairs.rebind_decode(live, self.quarantine)
+            if decode is None:
+                return self.attempts.retry_request(live, NO_WORKERS, self.pairs.explain_missing(), now_s)
+            live.choice = ChosenPair(worker, decode)
+            self.attempts.admit_to_decode(live, decode, now_s)
+        self.attempts.enter_stage(live, RequestStage.TRANSFERRING, now_s)
+        self.attempts.book_load(live)
+
+    def _on_pulled(self, live: RequestState, worker: str, pulled: Pulled, now_s: float) -> None:
+        """The KV has reached the decode worker: release it at its source, and record the transfer."""
+        request, source = live.request, live.source
+        if source is None or worker != live.target or request.stage is not RequestStage.TRANSFERRING:
+            self.late_messages["Pulled"] += 1
+            return
+        self.attempts.send_message(source, Release(request.id, request.epoch))
+        live.holders.discard(source)
+        self.attempts.enter_stage(live, RequestStage.DECODING, now_s)
+        self.attempts.book_load(live)
+        seconds = pulled.seconds
+        live.transfer_s = seconds.get("transfer", 0.0) + seconds.get("verify", 0.0)
+        if not live.staged:
+            self.attempts.handoff_cost.record_handoff(now_s - live.offered_s, seconds)
+        moved = KvMoved(
+            request.id,
+            source,
+            worker,
+            pulled.transport,
+            pulled.num_bytes,
+            live.transfer_s,
+            seconds.get("hidden", 0.0),
+            seconds.get("exposed", 0.0),
+        )
+        self.attempts.effects.append(moved)
+
+    def _on_failed(self, live: RequestState, worker: str, failed: Failed, now_s: float) -> None:
+        """A worker failed the attempt: choose another decode worker, another attempt, or an error."""
+        # A worker frees everything before it reports a failure.
+        live.holders.discard(worker)
+        policy, source = POLICY_BY_CODE.get(failed.code, INTERNAL_ERROR), live.source
+        if failed.code == "draining":
+            self.fleet.workers[worker].stop_accepting()
+        if failed.code == "kv_corrupt" and source is not None:
+            self.fleet.record_corruption(source, worker, now_s)
+        prefilling = live.request.stage in (RequestStage.QUEUED, RequestStage.PREFILLED)
+        held = live.request.stage is RequestStage.TRANSFERRING and (
+            policy.worker_was_lost or policy.other_worker_only
+        )
+        if source is not None and worker != source and (prefilling or held) and policy.may_retry:
+            return self.attempts.retarget_decode(live, policy, failed.message, now_s)
+        # Either worker of a failed transfer may be at fault.
+        ends = {name for name in (source, worker) if name is not None}
+        self.attempts.retry_request(
+            live, policy, failed.message, now_s, frozenset(ends if policy is TRANSFER_FAILED else {worker})
+        )
+
+    # ---- lost workers and operator commands
+
+    def _lose_worker(self, event: WorkerLost, now_s: float) -> None:
+        self.fleet_changes.apply_changes(
+            self.fleet.remove_worker(event.worker, event.reason, event.incarnation), now_s
+        )
+
+    def _on_command(self, event: WorkerCommand, _now_s: float) -> None:
+        self.drain_orders.give_order(event.worker, event.message)
+
+    # ---- clock
+
+    def _on_tick(self, _event: ClockTick, now_s: float) -> None:
+        """Check deadlines, heartbeats, quarantine and hopeless waits, and renew leases when due."""
+        self.attempts.may_start = True
+        for live in self.deadlines.pop_expired(now_s):
+            self.attempts.expire_request(live, now_s)
+        self.fleet_changes.apply_changes(self.fleet.check_silence(now_s), now_s)
+        self.fleet_changes.apply_findings(self.quarantine.expire_waits(now_s), now_s)
+        self.pairs.note_available(now_s)
+        should_wait = self.pairs.should_wait
+        kinds = {(live.version, live.kv_class) for live in self.queue}
+        if not all(should_wait(*kind, now_s) for kind in kinds):
+            for live in list(self.queue.in_order()):
+                if not should_wait(live.version, live.kv_class, now_s):
+                    self.attempts.fail_unserved(live, now_s)
+        for worker, renewal in self._lease_renewal.take_due(self.live.values(), now_s):
+            self.attempts.send_message(worker, renewal)
+
+
+def _total_demand(states: list[RequestState]) -> tuple[int, int]:
+    """Number of sequences, and of their prompt tokens."""
+    return len(states), sum(len(live.request.prompt) for live in states)
+
+
+EVENT_HANDLERS: dict[type, Callable[..., None]] = {
+    RequestArrived: Relay._on_arrived,
+    WorkerSaid: Relay._on_message,
+    WorkerLost: Relay._lose_worker,
+    ClientGone: Relay._on_client_gone,
+    StopFound: Relay._on_stop_found,
+    WorkerCommand: Relay._on_command,
+    ClockTick: Relay._on_tick,
+}
+
+MESSAGE_HANDLERS: dict[type, Callable[..., None]] = {
+    Output: Relay._on_output,
+    Staged: Relay._on_staged,
+    Offer: Relay._on_offer,
+    Pulled: Relay._on_pulled,
+    Failed: Relay._on_failed,
+}

@@ -1,0 +1,139 @@
+"""The state of a request that has not ended, and the load that its running attempt puts on workers (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from diptych.request import TERMINAL_STAGES, Request, RequestStage
+from router.effects import ChosenPair
+from router.requests.failure_policy import NO_WORKERS, FailurePolicy
+from router.routing.credits import CREDIT_TOKENS_PER_PROMPT, round_up_to_chunks
+from router.routing.kv_classes import AnswerVersion
+from router.routing.policy import RoutingNeed, WorkerLoad
+from router.routing.prefix_index import ChunkNames
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request that has not ended.
+
+    `holders` are the workers that hold something for the running attempt. `choice` has its workers; it is None while
+    the request waits in the gateway. Until the Offer `choice.decode` may only be planned: it counts as load, but was
+    sent nothing. `target` is the decode worker that the attempt was sent to.
+
+    `chunks` name the full chunks of the prompt. `expected_tokens` is the expected length of the answer, from the
+    lengths of recent answers. `prefill_kv_tokens` are the tokens whose KV the prefill worker will hold, in whole
+    chunks; `unprefilled_tokens` are those that it has to compute. `shared_tokens` need no slabs of their own at the
+    decode worker, since other requests hold their chunks. These are the routing estimates from when its worker was
+    chosen.
+    """
+
+    request: Request
+    # The number of the request in order of arrival.
+    number: int
+    pin: ChosenPair | None = None
+    chunks: ChunkNames = ()
+    expected_tokens: int = 0
+
+    # Attempts that were given up because a worker was lost or had to end.
+    losses: int = 0
+    # Attempts that were given up for any other reason.
+    failures: int = 0
+    # The policy of the last failure.
+    last_failure: FailurePolicy = NO_WORKERS
+    # Workers that failed earlier attempts. Other workers are preferred.
+    failed_workers: frozenset[str] = frozenset()
+    # What the last attempt began with: the model's fingerprint, and the KV class.
+    began: AnswerVersion | None = None
+
+    choice: ChosenPair | None = None
+    holders: set[str] = field(default_factory=set)
+    staged: bool = False
+    target: str | None = None
+    # Lives of the decode workers that this attempt was sent to. Each may be sent it once.
+    contacted_lives: set[str] = field(default_factory=set)
+    ticket: bytes = b""
+    offered_s: float = 0.0
+    prefill_kv_tokens: int = 0
+    unprefilled_tokens: int = 0
+    shared_tokens: int = 0
+    booked_tokens: int = 0
+
+    first_queued_s: float | None = None
+    # Moments whose durations have been reported: the "first" and the "second" token.
+    reported_moments: set[str] = field(default_factory=set)
+    transfer_s: float = 0.0
+
+    @property
+    def pinned(self) -> bool:
+        """Whether this is a canary, which must use a given pair of workers."""
+        return self.pin is not None
+
+    @property
+    def source(self) -> str | None:
+        """The prefill worker of the running attempt; None if its decode worker also prefills."""
+        return self.choice.prefill if self.choice else None
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens of KV that the request is expected to need at its end, in whole chunks: prompt and expected answer.
+
+        `max_tokens` is not used: few answers reach it, and workers allocate memory only as answers grow.
+        """
+        request = self.request
+        return round_up_to_chunks(len(request.prompt) + max(len(request.output), self.expected_tokens))
+
+    @property
+    def version(self) -> AnswerVersion | None:
+        """The model and KV class that must continue its answer; None if no token was delivered yet.
+
+        Until then the client has seen nothing that another model or class would not continue in the same way.
+        """
+        return self.began if self.request.output else None
+
+    @property
+    def kv_class(self) -> str | None:
+        """The KV class that the next attempt must have: that of its answer, or the one it asks for, if any."""
+        return self.request.kv_class if self.version is None else self.version.kv_class
+
+    @property
+    def need(self) -> RoutingNeed:
+        """What routing needs to know to choose workers for the next attempt: tokens, room, chunks and priority."""
+        request = self.request
+        total = len(request.prompt) + len(request.output)
+        fingerprint = None if self.version is None else self.version.fingerprint
+        return RoutingNeed(
+            total, self.room_tokens, fingerprint, self.chunks, request.origin.priority, kv_class=self.kv_class
+        )
+
+    @property
+    def attempt_need(self) -> RoutingNeed:
+        """As `need`, for the running attempt: its KV exists, or is being computed, in the class that it began with."""
+        return self.need if self.began is None else replace(self.need, kv_class=self.began.kv_class)
+
+    @property
+    def shares(self) -> dict[str, WorkerLoad]:
+        """The load that the request puts on each of its workers, including the planned decode worker."""
+        choice, stage = self.choice, self.request.stage
+        if choice is None or stage in TERMINAL_STAGES:
+            return {}
+        unprefilled = self.unprefilled_tokens if stage is RequestStage.QUEUED else 0
+        credit = min(unprefilled, CREDIT_TOKENS_PER_PROMPT)
+        room = max(0, self.room_tokens - self.shared_tokens)
+        if choice.prefill is None:
+            return {choice.decode: WorkerLoad(unprefilled, 1, room, credit)}
+        decode = {choice.decode: WorkerLoad(0, 1, room)}
+        if stage is RequestStage.DECODING:
+            return decode
+        return {choice.prefill: WorkerLoad(unprefilled, 1, self.prefill_kv_tokens, credit), **decode}
+
+    def begin_attempt(self, choice: ChosenPair, began: AnswerVersion, staged: bool) -> None:
+        """Begin another attempt, which no worker has been sent yet."""
+        self.choice, self.began, self.staged = choice, began, staged
+        self.target, self.ticket, self.contacted_lives = None, b"", set()
+        self.prefill_kv_tokens = round_up_to_chunks(self.need.prompt_tokens)
+
+    def end_attempt(self) -> None:
+        """The running attempt is over, and no other has begun."""
+        self.request.epoch += 1
+        self.choice = self.target = None

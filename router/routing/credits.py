@@ -1,0 +1,73 @@
+"""Credits: what must be free before a prompt is sent to a prefill worker (pure).
+
+    gateway's queue ──prefill credit and room at p──▶ prefilling ──▶ lease at p ──room at d, reserved before──▶ decoding
+
+A prefill worker is a bounded queue between the two pools. A prompt that is sent there can be prefilled, since the pool
+has room for all prompts that it was sent and that have not been fetched yet. Its KV can be fetched, since room at a
+decode worker was reserved. So neither pool ever waits for the other while it holds what the other needs. A request
+without credit waits in the gateway, where it is ordered with all others, costs nothing to cancel, and gets its workers
+as late as possible.
+
+Room is counted for each KV class of a worker by itself, since each has a pool of its own. A pool without any load
+accepts every request; the worker itself checks whether it fits. At the decode worker,
+requests of a worse priority do not count as load, since the worker preempts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diptych.chunks import CHUNK_TOKENS
+from router.routing.kv_classes import decided_class, pool_size
+from router.routing.policy import Pair, RoutingNeed, RoutingView
+
+# Most tokens that one prompt counts for: about one step. Workers let shorter prompts pass a longer one.
+CREDIT_TOKENS_PER_PROMPT = 512
+# Most prompt tokens that may wait at a worker. They suffice for it to always have a next step.
+MAX_CREDIT_TOKENS = 4 * CREDIT_TOKENS_PER_PROMPT
+# The same limit for requests of tenants that have less in flight than their share.
+MAX_CREDIT_TOKENS_UNDERSERVED = 6 * CREDIT_TOKENS_PER_PROMPT
+
+
+def pairs_with_credit(found: Sequence[Pair], need: RoutingNeed, view: RoutingView) -> list[Pair]:
+    """The pairs of `found` whose workers have credit for `need` now; each worker is examined once."""
+    tokens = round_up_to_chunks(need.prompt_tokens)
+    room = {
+        target: _has_kv_room(
+            target, need.room_tokens - view.shared_tokens(target, need), need, view, need.priority
+        )
+        for target in {target for _, target in found}
+    }
+    credit = {
+        source: _has_prefill_credit(source, view, need) and _has_kv_room(source, tokens, need, view)
+        for source in {source for source, _ in found if source is not None}
+    }
+    return [
+        (source, target)
+        for source, target in found
+        if room[target] and (_has_prefill_credit(target, view, need) if source is None else credit[source])
+    ]
+
+
+def round_up_to_chunks(tokens: int) -> int:
+    """`tokens`, rounded up to a multiple of the chunk size."""
+    return -(-tokens // CHUNK_TOKENS) * CHUNK_TOKENS
+
+
+def _has_prefill_credit(worker: str, view: RoutingView, need: RoutingNeed) -> bool:
+    """Whether the worker has prefill credit left; some is kept for tenants that have had less than their share."""
+    most = MAX_CREDIT_TOKENS_UNDERSERVED if need.underserved else MAX_CREDIT_TOKENS
+    return view.ledger.load_of(worker).credit_tokens < most
+
+
+def _has_kv_room(
+    worker: str, tokens: int, need: RoutingNeed, view: RoutingView, priority: int | None = None
+) -> bool:
+    """Whether the pool of the class of `need` has room for `tokens` more.
+
+    With a `priority`, requests of a worse one do not count.
+    """
+    hello = view.fleet.workers[worker].hello
+    load = view.ledger.load_up_to(worker, priority, decided_class(hello, need.kv_class))
+    capacity = pool_size(hello, need.kv_class).num_slabs * CHUNK_TOKENS
+    return not load.running or load.room_tokens + tokens <= capacity

@@ -1,0 +1,102 @@
+"""KV classes: which workers can exchange KV, and the pool of each class (pure).
+
+A class is a codec with its parameters and its calibration, or `RAW_CLASS`. A worker's `Hello` lists the classes that it
+has a pool for. KV of one class can be read by no other, so an answer stays with the class that it began in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from diptych.chunks import RAW_CLASS
+from diptych.messages import Hello
+
+
+class KvPoolSize(NamedTuple):
+    """The pool that a worker has for one class: its slabs, and the bytes of one chunk, which is the size of a slab."""
+
+    num_slabs: int
+    chunk_bytes: int
+
+
+class AnswerVersion(NamedTuple):
+    """What must stay the same while an answer is generated: the model's fingerprint, and the KV class."""
+
+    fingerprint: str
+    kv_class: str
+
+
+def classes_of(hello: Hello) -> Mapping[str, tuple[int, int]]:
+    """The classes that a worker has a pool for -> number of slabs, and bytes of a chunk."""
+    return hello.kv_classes or {RAW_CLASS: (hello.num_slabs, hello.chunk_bytes)}
+
+
+def holds_class(hello: Hello, kv_class: str | None) -> bool:
+    """Whether the worker has a pool for the class; every worker does if `kv_class` is None (not decided yet)."""
+    return kv_class is None or kv_class in classes_of(hello)
+
+
+def shared_classes(left: Hello, right: Hello) -> list[str]:
+    """The classes that both workers have, in the order of `left`."""
+    theirs = classes_of(right)
+    return [name for name in classes_of(left) if name in theirs]
+
+
+def can_exchange_kv(left: Hello, right: Hello) -> bool:
+    """Whether one of the two workers can read KV of the other: the model is the same, and a class is."""
+    return left.fingerprint == right.fingerprint and bool(shared_classes(left, right))
+
+
+def decided_class(hello: Hello, kv_class: str | None) -> str:
+    """`kv_class`, or where none is decided yet, the first class of the worker."""
+    return kv_class if kv_class is not None else next(iter(classes_of(hello)))
+
+
+def pool_size(hello: Hello, kv_class: str | None) -> KvPoolSize:
+    """The worker's pool for a class, which it must have; None means its first class."""
+    return KvPoolSize(*classes_of(hello)[decided_class(hello, kv_class)])
+
+
+def versions_of_pair(source: Hello | None, target: Hello) -> list[AnswerVersion]:
+    """The versions of answers that a pair of workers can generate; `source` is None if `target` also prefills."""
+    names = list(classes_of(target)) if source is None else shared_classes(target, source)
+    return [AnswerVersion(target.fingerprint, name) for name in names]
+
+
+def class_is_gone(version: AnswerVersion, hellos: Iterable[Hello], roles: Collection[str]) -> bool:
+    """Whether the workers that can continue an answer of `version` are gone for good, since the class was replaced.
+
+    Args:
+        version: of the answer.
+        hellos: of the workers that are up, and the last one of each lost worker, which may come back unchanged.
+        roles: a worker of each of them is needed.
+    """
+    rest = list(hellos)
+    if all(holds_class(hello, version.kv_class) for hello in rest):
+        # No worker has replaced the class.
+        return False
+    fitting = [
+        hello
+        for hello in rest
+        if hello.fingerprint == version.fingerprint and holds_class(hello, version.kv_class)
+    ]
+    return not {hello.role for hello in fitting}.issuperset(roles)
+
+
+def have_shared_class(hellos: Collection[Hello]) -> bool:
+    """Whether any class is held by a prefill worker and by a decode worker."""
+    prefill, decode = (
+        {name for hello in hellos if hello.role == role for name in classes_of(hello)}
+        for role in ("prefill", "decode")
+    )
+    return not prefill.isdisjoint(decode)
+
+
+def describe_classes(hellos: Collection[Hello]) -> str:
+    """The classes of the workers by role, for errors: "decode workers have raw, prefill workers have int8.g64"."""
+    classes: dict[str, set[str]] = {}
+    for hello in hellos:
+        classes.setdefault(hello.role, set()).update(classes_of(hello))
+    listed = [f"{role} workers have {' and '.join(sorted(classes[role]))}" for role in sorted(classes)]
+    return ", ".join(listed) or "no worker is up"

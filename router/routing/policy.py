@@ -1,0 +1,404 @@
+"""Chooses the pair of workers for a request: the pair with the least predicted wait (pure).
+
+    wait(p, d) = prefill: tokens queued at p, and twice the tokens of this prompt that p has not cached, at p's speed
+               + transfer: link latency, and the bytes of KV that d has not cached
+               + decode: one step of d per request running there, less a bonus if d has the prefix cached
+               + memory: the steps until d has freed as many tokens as it would be overcommitted by
+
+Tokens to prefill count twice, for this request and for the next one with the same prefix: requests that arrive together
+with a new prefix then queue behind one prefill instead of repeating it on every worker. They go elsewhere when p has
+more queued than others by twice the prefix. On a worker that also decodes, the tokens count once more if any request
+decodes there: an idle worker is then preferred even if it was measured as slower. A prefix cached at d saves its
+transfer, and sequences that share a prefix are decoded together at less cost. So d is preferred while it runs at most
+`AFFINITY` requests, and `AFFINITY_PART` more, than the least busy decode worker; this bonus is scaled by the shared
+part of the prompt.
+
+Loads come from the relay's own accounting, which is exact at any moment. Speeds come from heartbeats, and are limited
+to `MAX_SPEED_RATIO` times the average of the role: a worker's load affects its measured speed, which must not decide
+alone where the next load goes. Ties are broken by name. Whether a pair has room is decided in `router.routing.credits`.
+
+Only workers that hold the request's KV class are considered (`router.routing.kv_classes`), with the slabs and bytes of
+their pool of this class. A request whose class is not decided yet may take any pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from diptych.chunks import CHUNK_TOKENS
+from router.effects import ChosenPair
+from router.routing.fleet import Fleet, WorkerState
+from router.routing.kv_classes import decided_class, holds_class, pool_size, shared_classes
+from router.routing.prefix_index import ChunkNames, PrefixIndex
+
+# Seconds to prefill one token, and seconds per step. They are assumed until a worker of the role has been measured.
+DEFAULT_TOKEN_S, DEFAULT_STEP_S = 1e-3, 2e-2
+# A worker's own speed counts as at most this factor faster or slower than the average of its role.
+MAX_SPEED_RATIO = 2.0
+# A decode worker that has the whole prefix may run this many more requests than the least busy worker: AFFINITY, plus
+# the share AFFINITY_PART of the least busy worker's requests. With a part of the prefix it is proportionally less.
+AFFINITY, AFFINITY_PART = 2.0, 0.25
+# Weight of the past in the mean length of answers, applied at each answer.
+ANSWER_DECAY = 0.95
+# Mean answer length in tokens that is assumed until the first answer has ended.
+INITIAL_ANSWER_TOKENS = 256.0
+# Reasons for prefill on a decode worker: no prefill worker can do it, or the decode worker is predicted to be faster.
+NO_PREFILL, NO_LINK, SOONER = "no_prefill_worker", "no_link", "sooner"
+
+# A prefill and a decode worker, or (None, name) for a worker that does both.
+Pair = tuple[str | None, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingNeed:
+    """What a request asks for: tokens to prefill, tokens of KV to have room for, and its priority (lower is better).
+
+    `fingerprint` is the model that must continue its answer, if it has begun; `chunks` name the chunks of its prompt.
+    `underserved`: its tenant has fewer tokens in flight than an equal share. `kv_class` is the KV class that its answer
+    must stay with, if that is decided.
+    """
+
+    prompt_tokens: int
+    room_tokens: int
+    fingerprint: str | None = None
+    chunks: ChunkNames = ()
+    priority: int = 0
+    underserved: bool = False
+    kv_class: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """The load of a worker: prompt tokens it has yet to prefill, number of requests, and tokens of KV they need.
+
+    `credit_tokens` are the tokens to prefill with each prompt counted as
+    `router.routing.credits.CREDIT_TOKENS_PER_PROMPT` at most.
+    """
+
+    queued_tokens: int = 0
+    running: int = 0
+    room_tokens: int = 0
+    credit_tokens: int = 0
+
+    def combined_with(self, other: WorkerLoad, sign: int = 1) -> WorkerLoad:
+        """The sum of both loads, or their difference (`sign` -1)."""
+        return WorkerLoad(
+            self.queued_tokens + sign * other.queued_tokens,
+            self.running + sign * other.running,
+            self.room_tokens + sign * other.room_tokens,
+            self.credit_tokens + sign * other.credit_tokens,
+        )
+
+
+IDLE_LOAD = WorkerLoad()
+
+
+# A priority, and the KV class of a request's attempt; None if it has none yet, which counts for every class.
+LoadLevel = tuple[int, str | None]
+
+
+class LoadLedger:
+    """The load that each request puts on each worker. A new entry replaces the request's earlier one."""
+
+    def __init__(self) -> None:
+        # The load that each request puts on each worker: worker -> request -> load.
+        self._shares: dict[str, dict[str, WorkerLoad]] = {}
+        self._totals: dict[str, WorkerLoad] = {}
+        # The load by priority and class: worker -> level -> load. Levels without load are left out.
+        self._by_level: dict[str, dict[LoadLevel, WorkerLoad]] = {}
+        # The level of each request, and the workers that it loads.
+        self._workers: dict[str, tuple[LoadLevel, tuple[str, ...]]] = {}
+
+    def book_shares(
+        self,
+        request: str,
+        shares: Mapping[str, WorkerLoad],
+        priority: int = 0,
+        kv_class: str | None = None,
+    ) -> None:
+        """Record the load of a request on each worker, in place of its earlier entry. Empty `shares` remove it.
+
+        `kv_class` is the class of its KV, whose pool it takes room in.
+        """
+        before, workers = self._workers.pop(request, ((0, None), ()))
+        for worker in workers:
+            self._add_share(worker, before, self._shares[worker].pop(request), -1)
+            if not self._shares[worker]:
+                del self._shares[worker], self._totals[worker], self._by_level[worker]
+        for worker, share in shares.items():
+            self._shares.setdefault(worker, {})[request] = share
+            self._add_share(worker, (priority, kv_class), share, 1)
+        if shares:
+            self._workers[request] = (priority, kv_class), tuple(shares)
+
+    def _add_share(self, worker: str, level: LoadLevel, share: WorkerLoad, sign: int) -> None:
+        """Add a share to a worker's totals, or subtract it (`sign` -1)."""
+        self._totals[worker] = self._totals.get(worker, IDLE_LOAD).combined_with(share, sign)
+        levels = self._by_level.setdefault(worker, {})
+        levels[level] = levels.get(level, IDLE_LOAD).combined_with(share, sign)
+        if levels[level] == IDLE_LOAD:
+            del levels[level]
+
+    def load_of(self, worker: str) -> WorkerLoad:
+        """The total load of a worker."""
+        return self._totals.get(worker, IDLE_LOAD)
+
+    def load_up_to(self, worker: str, priority: int | None, kv_class: str | None = None) -> WorkerLoad:
+        """The load of a worker from requests of this priority and better (lower) ones; None: of all.
+
+        With a `kv_class`, only from requests whose KV is in its pool.
+        """
+        load = IDLE_LOAD
+        for (level, name), share in self._by_level.get(worker, {}).items():
+            counts = priority is None or level <= priority
+            load = (
+                load.combined_with(share)
+                if counts and (kv_class is None or name in (None, kv_class))
+                else load
+            )
+        return load
+
+    def requests_at(self, worker: str) -> list[str]:
+        """The requests that are part of a worker's load."""
+        return list(self._shares.get(worker, ()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+
+class AnswerLengths:
+    """The mean length of recent answers; older answers count less."""
+
+    def __init__(self) -> None:
+        self._mean_tokens = INITIAL_ANSWER_TOKENS
+
+    def record_length(self, tokens: int) -> None:
+        """An answer has ended after `tokens` tokens."""
+        self._mean_tokens = ANSWER_DECAY * self._mean_tokens + (1 - ANSWER_DECAY) * tokens
+
+    def expected_tokens(self, max_tokens: int) -> int:
+        """The expected length, in tokens, of an answer that may have `max_tokens`."""
+        return min(max_tokens, round(self._mean_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingView:
+    """Everything that a routing decision depends on.
+
+    `split`: the deployment has prefill workers. `allow_local_prefill`: decode workers may prefill while no prefill
+    worker can. `auto_local_prefill`: decode workers may also prefill whenever that is predicted to be better, as long
+    as their steps stay within `tpot_s` seconds (if given).
+    """
+
+    fleet: Fleet
+    ledger: LoadLedger
+    split: bool
+    index: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
+    allow_local_prefill: bool = False
+    auto_local_prefill: bool = False
+    tpot_s: float | None = None
+
+    def shared_tokens(self, worker: str, need: RoutingNeed) -> int:
+        """Prompt tokens that the worker is assumed to have cached; at least the last token is always computed."""
+        if not need.chunks:
+            return 0
+        kv_class = decided_class(self.fleet.workers[worker].hello, need.kv_class)
+        known = CHUNK_TOKENS * self.index.count_shared(worker, need.chunks, kv_class)
+        return min(known, max(0, need.prompt_tokens - 1))
+
+    def eligible_workers(self, role: str, need: RoutingNeed) -> list[WorkerState]:
+        """Workers of a role that serve the model and hold the KV class of `need`, and do not drain."""
+        return [
+            member
+            for member in self.fleet.workers_of(role)
+            if _can_serve(member, need) and not member.draining
+        ]
+
+
+def find_pairs(need: RoutingNeed, view: RoutingView) -> list[Pair]:
+    """All pairs that could serve `need` now.
+
+    These are the linked pairs; in a deployment without prefill workers, the decode workers alone, and also while no
+    prefill worker can prefill and `allow_local_prefill` is set.
+    """
+    decode = view.eligible_workers("decode", need)
+    if not view.split:
+        return [(None, member.name) for member in decode]
+    prefill = view.eligible_workers("prefill", need)
+    pairs: list[Pair] = [
+        (source.name, target.name) for source in prefill for target in decode if source.name in target.links
+    ]
+    if pairs or not view.allow_local_prefill:
+        return pairs
+    return [
+        (None, target.name)
+        for target in decode
+        # Without an error for every prefill worker, a link may still come about any moment; but never without a class
+        # that both have.
+        if all(
+            source.name in target.link_errors or not shared_classes(source.hello, target.hello)
+            for source in prefill
+        )
+    ]
+
+
+def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> ChosenPair | None:
+    """The pair with the least predicted wait among `among`, whose workers must be members; None if there is none."""
+    members, found = view.fleet.workers, list(among)
+    decode_s = _decode_wait_s(_workers_named(members, [target for _, target in found]), need, view)
+    prefill_workers = _workers_named(members, [source for source, _ in found if source])
+    colocated = _workers_named(members, [target for source, target in found if not source])
+    prefill_s = _prefill_wait_s(prefill_workers, need, view) | (
+        _local_prefill_wait_s if view.auto_local_prefill else _colocated_wait_s
+    )(colocated, need, view)
+    waits = [
+        (
+            prefill_s[source or target]
+            + (transfer_s(source, target, need, view) if source else 0.0)
+            + decode_s[target],
+            source or "",
+            target,
+        )
+        for source, target in found
+    ]
+    best = min(waits, default=(math.inf, "", ""))
+    return ChosenPair(best[1] or None, best[2]) if best[0] < math.inf else None
+
+
+def local_prefill_pairs(found: Iterable[Pair]) -> list[Pair]:
+    """The decode workers of linked pairs, each as a pair by itself that does both prefill and decode."""
+    return [(None, name) for name in sorted({target for source, target in found if source is not None})]
+
+
+def choose_decode(
+    prefill: str, need: RoutingNeed, view: RoutingView, barred: Container[str] = ()
+) -> str | None:
+    """The decode worker, linked to `prefill` and not in `barred`, with the least predicted wait for transfer and
+    decode.
+
+    It is chosen when the KV is ready, or while the KV is computed. If all linked workers drain, one that has not been
+    sent its order yet may be chosen: `prefill` gets no new prompts then, so the requests for it come to an end.
+    """
+    if prefill not in view.fleet.workers:
+        return None
+    linked = [
+        member
+        for member in view.fleet.workers_of("decode")
+        if prefill in member.links and _can_serve(member, need)
+    ]
+    open_ = [member for member in linked if not member.draining] or [
+        member for member in linked if member.accepts_pending
+    ]
+    decode = [member for member in open_ if member.name not in barred]
+    decode_s = _decode_wait_s(decode, need, view)
+    targets = [(transfer_s(prefill, name, need, view) + decode_s[name], name) for name in decode_s]
+    return min(targets)[1] if targets else None
+
+
+def transfer_s(source: str, target: str, need: RoutingNeed, view: RoutingView) -> float:
+    """Predicted seconds to transfer the KV that `target` is not assumed to have cached, over the link from `source`."""
+    link = view.fleet.workers[target].links[source]
+    chunks = -(-(need.prompt_tokens - view.shared_tokens(target, need)) // CHUNK_TOKENS)
+    num_bytes = chunks * pool_size(view.fleet.workers[source].hello, need.kv_class).chunk_bytes
+    return link.latency_us * 1e-6 + num_bytes / (max(link.gb_per_s, 1e-3) * 1e9)
+
+
+def _can_serve(member: WorkerState, need: RoutingNeed) -> bool:
+    """Whether the worker runs the model that must continue the request, if any, and holds its KV class."""
+    return need.fingerprint in (None, member.hello.fingerprint) and holds_class(member.hello, need.kv_class)
+
+
+def _workers_named(members: Mapping[str, WorkerState], names: Iterable[str]) -> list[WorkerState]:
+    return [members[name] for name in sorted(set(names))]
+
+
+def _prefill_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingView) -> dict[str, float]:
+    """Predicted seconds until each prefill worker has finished this prompt: its queue, and twice the new tokens."""
+    token_s = _seconds_per_unit([(member, member.stats.step_tokens) for member in members], DEFAULT_TOKEN_S)
+    new_tokens = {name: need.prompt_tokens - view.shared_tokens(name, need) for name in token_s}
+    return {
+        name: (view.ledger.load_of(name).queued_tokens + 2 * new_tokens[name]) * token_s[name]
+        for name in token_s
+    }
+
+
+def _colocated_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingView) -> dict[str, float]:
+    """As `_prefill_wait_s`, for workers in a deployment where every worker both prefills and decodes.
+
+    There, measured seconds per prefilled token also include decoding: the worker with the most prompts would look
+    fastest and get yet more. So the time per token is the average of all workers, scaled by how long this worker's
+    steps are. Requests that decode there wait for the prefill: the new tokens count once more if there are any, however
+    many, so that a cached prefix still outweighs it.
+    """
+    tokens = sum(member.stats.step_tokens for member in members)
+    token_s = sum(member.stats.step_seconds for member in members) / tokens if tokens else DEFAULT_TOKEN_S
+    steps_s = _seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
+    # The mean is 0 if no step took any time.
+    step_s = sum(steps_s.values()) / max(1, len(steps_s)) or DEFAULT_STEP_S
+    waits_s: dict[str, float] = {}
+    for name in steps_s:
+        load, new = view.ledger.load_of(name), need.prompt_tokens - view.shared_tokens(name, need)
+        tokens = load.queued_tokens + (2 + min(load.running, 1)) * new
+        waits_s[name] = tokens * token_s * steps_s[name] / step_s
+    return waits_s
+
+
+def _local_prefill_wait_s(
+    members: list[WorkerState], need: RoutingNeed, view: RoutingView
+) -> dict[str, float]:
+    """As `_prefill_wait_s`, for decode workers that prefill between decode steps, so that all their requests wait.
+
+    The time per token is taken from the prefill workers, which only prefill. With `tpot_s`, only the part of each step
+    that decoding leaves is used for prefill; if nothing is left, the wait is infinite.
+    """
+    prefill_workers = [
+        member for member in view.fleet.workers_of("prefill") if member.stats.step_tokens
+    ] or members
+    tokens = sum(member.stats.step_tokens for member in prefill_workers)
+    token_s = (
+        sum(member.stats.step_seconds for member in prefill_workers) / tokens if tokens else DEFAULT_TOKEN_S
+    )
+    step_s = _seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
+    waits_s: dict[str, float] = {}
+    for member in members:
+        load, new = (
+            view.ledger.load_of(member.name),
+            need.prompt_tokens - view.shared_tokens(member.name, need),
+        )
+        waits_s[member.name] = (load.queued_tokens + (2 + load.running) * new) * token_s
+        if view.tpot_s is not None and load.running:
+            left_s = view.tpot_s - step_s[member.name]
+            waits_s[member.name] = waits_s[member.name] * view.tpot_s / left_s if left_s > 0 else math.inf
+    return waits_s
+
+
+def _decode_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingView) -> dict[str, float]:
+    """Predicted seconds of waiting at each decode worker: other requests there, and lack of memory, in its steps."""
+    step_s = _seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
+    loads = {member.name: view.ledger.load_of(member.name) for member in members}
+    most = AFFINITY + AFFINITY_PART * min([load.running for load in loads.values()], default=0)
+    waits_s: dict[str, float] = {}
+    for member, (name, load) in zip(members, loads.items(), strict=True):
+        shared_tokens = view.shared_tokens(name, need)
+        steps = load.running - most * shared_tokens / max(1, need.prompt_tokens)
+        capacity = pool_size(member.hello, need.kv_class).num_slabs * CHUNK_TOKENS
+        kv_class = decided_class(member.hello, need.kv_class)
+        booked = view.ledger.load_up_to(name, None, kv_class).room_tokens
+        missing_tokens = booked + need.room_tokens - shared_tokens - capacity
+        if missing_tokens > 0:
+            steps += missing_tokens / max(1, load.running)
+        waits_s[name] = steps * step_s[name]
+    return waits_s
+
+
+def _seconds_per_unit(counts: list[tuple[WorkerState, int]], default_s: float) -> dict[str, float]:
+    """Busy seconds per counted unit (token or step) of each worker, within MAX_SPEED_RATIO of the average."""
+    units = sum([count for _, count in counts])
+    mean_s = sum([member.stats.step_seconds for member, _ in counts]) / units if units else default_s
+    least_s, most_s = mean_s / MAX_SPEED_RATIO, mean_s * MAX_SPEED_RATIO
+    return {
+        member.name: min(max(member.stats.step_seconds / count, least_s), most_s) if count else mean_s
+        for member, count in counts
+    }

@@ -1,0 +1,69 @@
+"""Which prefixes a worker was recently sent (pure): an estimate of what its prefix cache holds, never a guarantee.
+
+A prompt is cut as the workers cut it, into chunks of 64 tokens. Each chunk is named by a digest of itself and all
+chunks before it, so equal names mean equal prefixes of one scope. Per worker and KV class the names are kept in order
+of use, at most one per slab: a name that was pushed out here was most likely evicted there. A wrong estimate costs time
+and nothing else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import takewhile
+
+from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
+
+# Most chunks that are remembered per worker, however large its pool is.
+MAX_CHUNKS = 65_536
+NAME_BYTES = 8
+
+ChunkNames = tuple[bytes, ...]
+
+
+class PrefixIndex:
+    """Names of the chunks that each worker was sent, least recently used first. `max_chunks` 0 turns it off.
+
+    A worker cannot use KV of one class for another, so the names of each class are kept apart.
+    """
+
+    def __init__(self, max_chunks: int = MAX_CHUNKS) -> None:
+        self.max_chunks = max_chunks
+        # Worker -> KV class -> names.
+        self._held: dict[str, dict[str, OrderedDict[bytes, None]]] = {}
+
+    def name_chunks(self, tokens: Sequence[int], scope: str, known: ChunkNames = ()) -> ChunkNames:
+        """The names of all full chunks of `tokens`. `known` are the first of these names, from an earlier call."""
+        if not self.max_chunks:
+            return ()
+        names = list(known)
+        name = names[-1] if names else blake2b(scope.encode(), digest_size=NAME_BYTES).digest()
+        for start in range(len(names) * CHUNK_TOKENS, len(tokens) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+            body = array("q", tokens[start : start + CHUNK_TOKENS]).tobytes()
+            name = blake2b(name + body, digest_size=NAME_BYTES).digest()
+            names.append(name)
+        return tuple(names)
+
+    def record_sent(self, worker: str, chunks: ChunkNames, num_slabs: int, kv_class: str = RAW_CLASS) -> None:
+        """Record that a worker with a pool of `num_slabs` slabs of `kv_class` has these chunks there now, or soon."""
+        held = self._held.setdefault(worker, {}).setdefault(kv_class, OrderedDict())
+        # Reversed, so that a chunk is always more recent than the chunks after it.
+        for name in reversed(chunks):
+            held[name] = None
+            held.move_to_end(name)
+        for _ in range(len(held) - min(self.max_chunks, num_slabs)):
+            held.popitem(last=False)
+
+    def count_shared(self, worker: str, chunks: ChunkNames, kv_class: str = RAW_CLASS) -> int:
+        """How many of the leading chunks the worker is assumed to have cached in its pool of `kv_class`."""
+        held = self._held.get(worker, {}).get(kv_class)
+        return sum(1 for _ in takewhile(held.__contains__, chunks)) if held else 0
+
+    def forget_worker(self, worker: str) -> None:
+        """The worker's life is over, and its cache is gone with it."""
+        self._held.pop(worker, None)
+
+    def __len__(self) -> int:
+        return sum(len(names) for classes in self._held.values() for names in classes.values())

@@ -1,0 +1,169 @@
+"""What `diptych profile` does, once its options are read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from diptych.chunks import RAW_CLASS
+from diptych.config.options import Config
+from kvcache.codecs.codec_id import parse_codec_id
+from planner.costs import profiler
+from planner.costs.kv_codec import with_kv_codec
+from planner.costs.profile_file import save_profile
+from planner.costs.step import StepCost
+from planner.types import CostModel, StepBatch
+from planner.workload.workload import Workload, find_workload
+from services.bench.profile_run import (
+    LoadStage,
+    Measurement,
+    PoolSizes,
+    measure_profile,
+    running_deployment,
+)
+from services.host.model_probe import resolve_model
+from services.host.output_paths import require_writable
+
+SHOWN_BATCHES = (
+    StepBatch(128, 128.0**2),
+    StepBatch(512, 512.0**2),
+    StepBatch(0, 0, 1, 256),
+    StepBatch(0, 0, 8, 2048),
+    StepBatch(0, 0, 32, 8192),
+)
+
+
+def run_profile(
+    model: str,
+    out: Path,
+    workload: str,
+    shrink: float,
+    colocated: int,
+    seconds: float,
+    depths: Sequence[int],
+    seed: int,
+    as_json: bool,
+    kv_cache_codec: str = RAW_CLASS,
+    kv_cache_calibration: Path | None = None,
+) -> int:
+    """Measure, write, and say how well it fits. Returns the exit status.
+
+    The profile names `kv_cache_codec`, in which the measured workers keep KV, with `kv_cache_calibration` if they take
+    one from elsewhere than the model's folder.
+
+    Raises:
+        ConfigError: the workload, the model, the file or the codec is wrong.
+        StartError: the deployment does not come up.
+    """
+    require_writable(out, "--out")
+    # A profile is of one codec: a list of them is refused before anything is started.
+    parse_codec_id(kv_cache_codec)
+    console = Console(stderr=True)
+    pools = PoolSizes(0, 0, colocated) if colocated else PoolSizes()
+    source = find_workload(workload)
+    folder = asyncio.run(resolve_model(Config(model=model), 2)).path if model else ""
+    kept = ["--kv-cache-codec", kv_cache_codec]
+    if kv_cache_calibration is not None:
+        kept += ["--kv-cache-calibration", str(kv_cache_calibration)]
+    with running_deployment(pools, folder, kept) as live:
+        most = live.target.max_model_len
+        fitting: Workload = source.shrunk(shrink, most or 1 << 20)
+
+        def say(line: str) -> None:
+            console.print(line, highlight=False, markup=False)
+
+        if most is not None and (long := source.longer(most, shrink)).longer:
+            say(f"{workload}: {long} are longer than the {most:,} tokens that the model takes, and are cut")
+        found = measure_profile(live, fitting, seconds, depths, seed, say)
+    profile = replace(found.profile, model=with_kv_codec(found.profile.model, kv_cache_codec))
+    found = replace(found, profile=profile)
+    save_profile(profile, out)
+    if as_json:
+        print(json.dumps(measurement_figures(found) | {"file": str(out)}))
+    else:
+        _print_figures(Console(), found, out)
+    return 0
+
+
+def measurement_figures(found: Measurement) -> dict[str, Any]:
+    """The figures of a measurement."""
+    beside = found.profile.overheads
+    errors = {name: round(error, 4) for name, error in found.profile.fit_error.items()}
+    link = beside.link
+    return {
+        "fit_error": errors,
+        "held_out_mean": max(error for name, error in errors.items() if name.endswith("held_out_mean")),
+        "steps": found.counts,
+        "gateway_ms": round(beside.gateway_s * 1e3, 3),
+        "hop_ms": round(beside.hop_s * 1e3, 3),
+        "step_ms": round(beside.step_s * 1e3, 4),
+        "gateway_processor_ms": {
+            "message": round(found.handling.message_s * 1e3, 4),
+            "token": round(found.handling.token_s * 1e3, 4),
+            "request": round(found.handling.request_s * 1e3, 4),
+        },
+        "link_gb_per_s": None if math.isinf(link.bytes_per_s) else round(link.bytes_per_s / 1e9, 3),
+        "link_ms": round(link.latency_s * 1e3, 3),
+        "saturation_tokens": found.saturation_tokens,
+        "between_steps_ms": {
+            life.worker: round(profiler.mean_step_gap_s([life]) * 1e3, 4) for life in found.step_logs
+        },
+        "stages": [_stage_figures(found, stage) for stage in found.stages],
+    }
+
+
+def _stage_figures(found: Measurement, stage: LoadStage) -> dict[str, Any]:
+    """Its pace, and how its steps compare with the cost that was fitted to those of all stages."""
+    (cost,) = found.profile.costs.values()
+    assert isinstance(cost, StepCost)
+    ratios = {}
+    for kind in ("prefill", "decode", "mixed"):
+        if some := [step for step in found.steps_of(stage) if profiler.step_kind(step.batch) == kind]:
+            ratios[kind] = round(profiler.measured_ratio(cost, some), 3)
+    return {
+        "depth": stage.depth,
+        "rate": stage.rate,
+        "per_s": round(stage.rate_rps, 3),
+        "measured_over_cost": ratios,
+    }
+
+
+def _print_figures(console: Console, found: Measurement, out: Path) -> None:
+    figures = measurement_figures(found)
+    (cost,) = found.profile.costs.values()
+    grid = Table("step", "ms", box=None, padding=(0, 2, 0, 0))
+    for batch in SHOWN_BATCHES:
+        grid.add_row(_batch_words(batch), _step_ms(cost, batch))
+    console.print(grid)
+    errors = figures["fit_error"]
+    for kind in ("prefill", "decode", "mixed", "all"):
+        if f"{kind}_held_out_mean" in errors:
+            mean, most = errors[f"{kind}_held_out_mean"], errors[f"{kind}_held_out_max"]
+            count = figures["steps"].get(kind) or sum(figures["steps"].values())
+            console.print(
+                f"{kind}: {count} steps; means of like ones are off by {mean:.1%} unseen (at most {most:.0%})",
+                highlight=False,
+            )
+    console.print(
+        f"beside: gateway {figures['gateway_ms']} ms, message {figures['hop_ms']} ms, step {figures['step_ms']} ms",
+        highlight=False,
+    )
+    console.print(f"written to {out}", highlight=False, markup=False)
+
+
+def _batch_words(batch: StepBatch) -> str:
+    if batch.tokens:
+        return f"read {batch.tokens} tokens"
+    return f"write for {batch.rows}, {batch.context // batch.rows} tokens before each"
+
+
+def _step_ms(cost: CostModel, batch: StepBatch) -> str:
+    return f"{cost.step_s(batch) * 1e3:.3g}"

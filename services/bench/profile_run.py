@@ -1,0 +1,354 @@
+"""Measures a deployment of this machine for the planner: it serves a workload at several depths and records it.
+
+The deployment is the product's own, started for this, with logs of its steps and of its requests. Requests are sent as
+others end (a fixed number of them open at a time), so that no rate has to be known before; from one at a time, where a
+request meets nobody, to as many as keep every worker busy. Then they arrive in open loop, at shares of the best pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+
+from diptych.errors import StartError
+from diptych.slo import Slo
+from planner.costs import profiler
+from planner.costs.fit import fit_handling
+from planner.costs.model import ModelDims, dims_on_cpu, find_model
+from planner.costs.profile import CostProfile
+from planner.costs.profiler import MeasuredStep, MeasuredTransfer, WorkerTrace
+from planner.hardware import CPU, find_device
+from planner.types import GatewayCpuCost, Job, Parallelism
+from planner.workload.workload import JobSource
+from services.bench.load_generator import LoadGenerator, LoadRun, RunOptions
+from services.bench.server import BenchServer, probe_server
+from services.bench.signals import interrupt_on_sigterm
+from services.host.child_environment import import_path_environment
+from services.host.ports import claim_port
+from services.host.process_guard import tied_command
+
+# Numbers of requests that are kept open at a time, stage by stage.
+DEPTHS = (1, 2, 4, 8, 16)
+# In further stages requests arrive at random, at these shares of the highest rate that was served. With a fixed
+# number of open requests, steps with many rows always coincide with busy neighbours, and the two effects could not be
+# distinguished.
+OPEN_LOOP_SHARES = (0.4, 0.6, 0.8)
+# Fewest requests of a stage.
+MIN_STAGE_REQUESTS = 12
+# Fewest requests of a stage for each request that is kept open.
+MIN_REQUESTS_PER_SLOT = 3
+START_TIMEOUT_S, STOP_TIMEOUT_S = 300.0, 60.0
+# Number of requests sent to each worker so that it steps again, and number of tokens of their answers.
+TOUCHES, TOUCH_TOKENS = 3, 4
+GATEWAY_CPU_METRIC = "process_cpu_seconds_total"
+# Seconds to wait until the next step of each worker writes its step log: a little more than the worker's `FLUSH_S`.
+FLUSH_WAIT_S = 1.2
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """How many workers of each role are deployed; `colocated` ones do both."""
+
+    prefill: int = 1
+    decode: int = 1
+    colocated: int = 0
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of `diptych serve` for these pools."""
+        if self.colocated:
+            return ["--colocated", str(self.colocated)]
+        return ["--prefill", str(self.prefill), "--decode", str(self.decode)]
+
+    def __str__(self) -> str:
+        return f"colocated {self.colocated}" if self.colocated else f"{self.prefill}P{self.decode}D"
+
+
+@dataclass(slots=True)
+class LiveDeployment:
+    """A deployment that is up. `model` is the folder of its model ("": the embedded one); `folder` has its logs."""
+
+    pools: PoolSizes
+    model: str
+    url: str
+    folder: Path
+    target: BenchServer
+    runner: asyncio.Runner
+
+    def get_status(self) -> dict[str, Any]:
+        """The gateway's /status, decoded. Raises httpx.HTTPError if it does not answer."""
+        status = httpx.get(f"{self.url}/status", timeout=START_TIMEOUT_S, trust_env=False).json()
+        assert isinstance(status, dict)
+        return status
+
+    def gateway_cpu_s(self) -> float:
+        """CPU seconds that the gateway has used so far; 0 if its system does not report them."""
+        answer = httpx.get(f"{self.url}/metrics", timeout=START_TIMEOUT_S, trust_env=False)
+        families = text_string_to_metric_families(answer.raise_for_status().text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == GATEWAY_CPU_METRIC
+        )
+
+    def send_load(self, jobs: Sequence[Job], plan: RunOptions) -> LoadRun:
+        """Send the requests of `jobs`, and wait for every answer."""
+        run = LoadRun(0.0, 0, len(jobs), plan.warmup_s)
+        return self.runner.run(LoadGenerator(self.target, jobs, plan, run).run_load())
+
+    def read_step_logs(self) -> list[WorkerTrace]:
+        """The step logs of all workers so far."""
+        time.sleep(FLUSH_WAIT_S)
+        self.runner.run(self._flush_step_logs())
+        paths = sorted(self.folder.glob("*.steps"))
+        return [
+            life for path in paths for life in profiler.parse_step_log(_complete_lines(path.read_bytes()))
+        ]
+
+    async def _flush_step_logs(self) -> None:
+        """Let every worker step again: it writes what it has gathered. At one time, so that they are spread over all,
+        and for answers that the decode workers have a part in.
+        """
+        count = TOUCHES * max(1, self.pools.colocated, self.pools.decode)
+        await asyncio.gather(*(self.target.send_smallest(TOUCH_TOKENS) for _ in range(count)))
+
+    def read_handoffs(self, names: set[str]) -> list[MeasuredTransfer]:
+        """The measured hand-offs of the requests `names`."""
+        lines = (
+            msgspec.json.decode(line) for line in _complete_lines((self.folder / "requests").read_bytes())
+        )
+        return [
+            MeasuredTransfer(line["num_bytes"], line["seconds"])
+            for line in lines
+            if line["event"] == "moved" and line["request"] in names
+        ]
+
+
+def _complete_lines(content: bytes) -> list[bytes]:
+    """The complete lines of `content`."""
+    return content.split(b"\n")[:-1]
+
+
+@contextlib.contextmanager
+def running_deployment(
+    pools: PoolSizes, model: str = "", options: Sequence[str] = ()
+) -> Iterator[LiveDeployment]:
+    """`diptych serve` on a free port, with logs in a folder that is removed afterwards.
+
+    Raises:
+        StartError: it does not come up.
+    """
+    with tempfile.TemporaryDirectory(prefix="diptych-measure-") as name, contextlib.ExitStack() as owned:
+        # Entered first, so that it holds until the deployment has ended.
+        owned.enter_context(interrupt_on_sigterm())
+        folder = Path(name)
+        port = claim_port("127.0.0.1", 0)
+        command = [sys.executable, "-m", "services.cli.main", "serve", *([model] if model else [])]
+        command += ["--port", str(port), *pools.flags, *options]
+        command += ["--step-log", str(folder), "--request-log", str(folder / "requests")]
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("DIPTYCH_")}
+        with (folder / "stderr").open("wb") as log_file:
+            process = subprocess.Popen(
+                tied_command(command),
+                stdout=subprocess.DEVNULL,
+                stderr=log_file,
+                env=kept | import_path_environment(kept),
+                start_new_session=True,
+            )
+        owned.callback(_stop_process, process)
+        url = f"http://127.0.0.1:{port}"
+        _wait_ready(process, url, folder / "stderr")
+        runner = owned.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        target = runner.run(probe_server(url, None, None, "completions"))
+        owned.callback(target.client.close_idle)
+        yield LiveDeployment(pools, model, url, folder, target, runner)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
+    until_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until_s:
+        if process.poll() is not None:
+            raise StartError(
+                "the deployment to be measured did not start",
+                log_path.read_text(errors="replace").strip()[-400:],
+            )
+        # The body must say that the gateway is ready; status 200 alone does not suffice. A server of Ray's may have
+        # taken the port before the gateway could.
+        with contextlib.suppress(httpx.TransportError, ValueError, AttributeError):
+            if httpx.get(f"{url}/ready", timeout=10, trust_env=False).json().get("ready"):
+                return
+        time.sleep(0.3)
+    raise StartError(
+        "the deployment to be measured did not start", f"it was not ready after {START_TIMEOUT_S:.0f} s"
+    )
+
+
+def _stop_process(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+# ---- one measurement
+
+
+@dataclass(slots=True)
+class LoadStage:
+    """A part of the measurement: with a fixed number of open requests, or (None) with a request rate.
+    `ttfts_s` are as the client saw them; `tokens` were answered, and `gateway_s` seconds of its processor the gateway
+    took for it all.
+    """
+
+    depth: int | None
+    begun_s: float
+    ended_s: float
+    ttfts_s: list[float] = field(default_factory=list)
+    rate: float | None = None
+    tokens: int = 0
+    gateway_s: float = 0.0
+
+    @property
+    def rate_rps(self) -> float:
+        """Requests a second; of such that came as they liked, what was asked for at most."""
+        return len(self.ttfts_s) / (self.ended_s - self.begun_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A profile, L_m of the workers that only read (0: there are none), what the gateway's processor does, and what
+    all this was made from.
+    """
+
+    profile: CostProfile
+    saturation_tokens: int
+    step_logs: list[WorkerTrace]
+    stages: list[LoadStage]
+    counts: dict[str, int]
+    handling: GatewayCpuCost = GatewayCpuCost()
+
+    def steps_of(self, stage: LoadStage) -> list[MeasuredStep]:
+        """The steps of all workers during this stage."""
+        traces = [life.between(stage.begun_s, stage.ended_s) for life in self.step_logs]
+        return [step for life in traces for step in life.steps]
+
+
+def run_stages(
+    live: LiveDeployment,
+    workload: JobSource,
+    seconds: float,
+    depths: Sequence[int],
+    seed: int,
+    pace: float,
+    say: Say,
+) -> list[LoadStage]:
+    """Serve the workload at each depth, then at `OPEN_LOOP_SHARES` of the best pace, for about `seconds` in all.
+
+    `pace` is expected of the first. Raises StartError: not one request was answered.
+    """
+    done: list[LoadStage] = []
+    each_s = seconds / (len(depths) + len(OPEN_LOOP_SHARES))
+    for number, depth in enumerate(depths):
+        count = max(
+            MIN_STAGE_REQUESTS,
+            MIN_REQUESTS_PER_SLOT * depth,
+            round((done[-1].rate_rps if done else pace) * each_s),
+        )
+        jobs = [replace(job, at_s=0.0) for job in workload.sample(count, 1.0, seed + number)]
+        done.append(_run_stage(live, jobs, depth))
+        say(f"{live.pools}: {depth} at a time, {count} requests, {done[-1].rate_rps:.3g} a second")
+    best = max(stage.rate_rps for stage in done)
+    for number, share in enumerate(OPEN_LOOP_SHARES, len(depths)):
+        rate = share * best
+        jobs = workload.sample(max(MIN_STAGE_REQUESTS, round(rate * each_s)), rate, seed + number)
+        done.append(_run_stage(live, jobs, None, rate))
+        say(f"{live.pools}: {rate:.3g} a second come, {len(jobs)} requests")
+    return done
+
+
+def _run_stage(
+    live: LiveDeployment, jobs: Sequence[Job], depth: int | None, rate: float | None = None
+) -> LoadStage:
+    spent_s, begun_s = live.gateway_cpu_s(), time.monotonic()
+    run = live.send_load(jobs, RunOptions(Slo(), max_open=depth))
+    ended_s = time.monotonic()
+    spent_s = live.gateway_cpu_s() - spent_s
+    stage = LoadStage(
+        depth, begun_s, ended_s, rate=rate, tokens=sum(one.tokens for one in run.records), gateway_s=spent_s
+    )
+    # If the client bounds the number of open requests, it sends some of them late. This delay is the client's doing
+    # and is subtracted.
+    ours = depth is not None
+    stage.ttfts_s = [
+        one.served.ttft_s - (one.late_s if ours else 0.0) for one in run.records if not one.served.failed
+    ]
+    if not stage.ttfts_s:
+        raise StartError(
+            "not one request was answered", run.records[0].error_text if run.records else "none was sent"
+        )
+    return stage
+
+
+def measure_profile(
+    live: LiveDeployment,
+    workload: JobSource,
+    seconds: float = 40.0,
+    depths: Sequence[int] = DEPTHS,
+    seed: int = 1,
+    say: Say = lambda line: None,
+) -> Measurement:
+    """The profile of a deployment that is up.
+
+    Raises:
+        ConfigError: the workload has too few unlike requests to fit costs to.
+        StartError: no request was answered.
+    """
+    first = [replace(job, at_s=0.0) for job in workload.sample(MIN_STAGE_REQUESTS, 1.0, seed + 1000)]
+    cold = _run_stage(live, first, depths[0])
+    done = run_stages(live, workload, seconds, depths, seed, cold.rate_rps, say)
+    traces = [life.between(done[0].begun_s, done[-1].ended_s) for life in live.read_step_logs()]
+    # With one request at a time, none waits for a step to end. The simulator models that wait itself.
+    alone = done[0]
+    calm = [life.between(alone.begun_s, alone.ended_s) for life in traces]
+    moves = live.read_handoffs({name for life in calm for name in life.come})
+    ttft_s = statistics.fmean(alone.ttfts_s)
+    shape, room = _served_shape(live)
+    costs = profiler.fit_costs([step for life in traces for step in life.steps])
+    beside = profiler.measure_overheads(calm, traces, ttft_s, moves)
+    source = f"measured on this machine: {live.pools}, {len(traces)} workers, {os.cpu_count()} cores"
+    made = profiler.build_profile(shape, find_device(CPU), Parallelism(), room, costs, beside, source)
+    busy = [life.saturation_tokens for life in traces if life.role == "prefill"]
+    found = Measurement(made, max(busy, default=0), traces, done, dict(costs.counts))
+    handled = [
+        (len(found.steps_of(stage)), stage.tokens, len(stage.ttfts_s), stage.gateway_s) for stage in done
+    ]
+    return replace(found, handling=fit_handling(handled))
+
+
+def _served_shape(live: LiveDeployment) -> tuple[ModelDims, int]:
+    """The model's dimensions as it is served, and the tokens of KV of one worker."""
+    status = live.get_status()
+    shape = find_model(live.model or "embedded")
+    slabs = min(worker["stats"]["slabs_total"] for worker in status["workers"])
+    return replace(dims_on_cpu(shape), max_len=status["max_model_len"]), 64 * slabs

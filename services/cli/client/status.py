@@ -1,0 +1,104 @@
+"""`diptych status`: what a gateway says of itself. Starts fast, so that scripts can ask often."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from services.cli.client.gateway_http import get_route
+
+# Columns of the table of workers: the title, and the key in /status.
+COLUMNS = {
+    "worker": "worker",
+    "role": "role",
+    "state": "state",
+    "running": "running",
+    "waiting": "waiting",
+    "KV used": "slabs_used",
+    "KV cached": "slabs_cached",
+    "KV slabs": "slabs_total",
+    "leases": "leases",
+}
+HITS_TITLE, CLASS_TITLE = "prefix hits", "KV class"
+GREEN, RED, PLAIN = "\033[32m", "\033[31m", "\033[0m"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayState:
+    """What `/status` says, as far as it is shown."""
+
+    ready: bool
+    # Why the deployment is not ready, or what is missing.
+    reasons: list[str]
+    workers: list[dict[str, Any]]
+    links: list[str]
+    body: dict[str, Any]
+
+
+def parse_state(status: dict[str, Any]) -> GatewayState:
+    """Read the body of `GET /status`."""
+    links = [
+        f"{one['source']} → {one['target']} {one['transport']} {one['gb_per_s']:.1f} GB/s {one['latency_us']:.0f} µs"
+        for one in status.get("links", [])
+        if one.get("transport")
+    ]
+    return GatewayState(
+        bool(status.get("ready")),
+        list(status.get("reasons", [])),
+        list(status.get("workers", [])),
+        links,
+        status,
+    )
+
+
+def print_status(url: str, key: str | None, as_json: bool) -> int:
+    """Print what the gateway says of itself; exit status 1 when it is not ready.
+
+    Raises:
+        StartError: nothing answers there, or it refuses.
+    """
+    now = parse_state(json.loads(get_route(url, key, "/status")))
+    if as_json:
+        print(json.dumps(now.body, indent=2))
+    else:
+        show_state(now)
+    return 0 if now.ready else 1
+
+
+def _prefix_hit_rate(stats: dict[str, Any]) -> str:
+    """The part of the prompt tokens looked up in the prefix cache that was found there; empty before any was."""
+    asked, found = stats.get("prefix_queries", 0), stats.get("prefix_hits", 0)
+    return f"{found / asked:.0%}" if asked else ""
+
+
+def show_state(now: GatewayState) -> None:
+    """Print a state for a person."""
+    colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    color, plain = (GREEN if now.ready else RED, PLAIN) if colored else ("", "")
+    print(f"{color}{'ready' if now.ready else 'not ready'}{plain}")
+    for reason in now.reasons:
+        print(f"  {reason}")
+    rows = []
+    for one in now.workers:
+        flat = one | one.get("stats", {})
+        cells = [str(flat.get(key, "")) for key in COLUMNS.values()]
+        rows.append([*cells, _prefix_hit_rate(flat), ", ".join(one.get("kv_classes", {}))])
+    for line in format_table([*COLUMNS, HITS_TITLE, CLASS_TITLE], rows):
+        print(line)
+    for link in now.links:
+        print(link)
+
+
+def format_table(titles: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a table whose columns are as wide as their widest word; titles of two words take two lines."""
+    words = [title.split() for title in titles]
+    height = max(map(len, words))
+    heads = [[one[line] if line < len(one) else "" for one in words] for line in range(height)]
+    widths = [max(map(len, column)) for column in zip(*heads, *rows, strict=True)]
+    return [
+        " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [*heads, *rows]
+    ]

@@ -1,0 +1,214 @@
+"""`diptych plan`: flags to a question, and the answer to lines, JSON, plots and a plan's file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from diptych.errors import ConfigError
+from planner.costs import profile_file as profiles
+from planner.costs.kv_codec import code_profile, codec_note, with_kv_codec
+from planner.costs.model import ModelDims, find_model
+from planner.costs.profile import CostProfile
+from planner.hardware import Device
+from planner.hardware import find_device as named_device
+from planner.kv_links import parse_link_flag
+from planner.placement.plan_file import save_plan
+from planner.placement.problem import NodeGroup, Problem
+from planner.placement.solve import Solution, solve_placement
+from planner.placement.validate import product_limits
+from planner.report.explain import (
+    explain_solution,
+    make_plan_file,
+    solution_headline,
+    solution_json,
+)
+from planner.report.whatif import (
+    WhatIfAnswer,
+    apply_change,
+    ask_what_if,
+    compare_answers,
+    spread_over_nodes,
+)
+from services.cli.plan.options import PlanOptions
+from services.cli.plan.workload import read_workload
+from services.host import output_paths
+from services.host.exit_codes import OK
+
+AFFINITIES = ("auto", "high", "low")
+FAMILIES = ("colocated", "disaggregated", "hybrid")
+
+
+def run_plan(options: PlanOptions) -> int:
+    """Find the best deployment, and print or write it. Returns the exit status.
+
+    Raises:
+        ConfigError: a flag or a file cannot be used, or there is no answer: it says what forbids one.
+    """
+    _check_outputs(options)
+    request = read_problem(options)
+    for change in options.what_if:
+        # This refuses a change that cannot be read before anything takes long.
+        apply_change(request, change)
+    answer = solve_placement(request)
+    others = [ask_what_if(request, change) for change in options.what_if]
+    drawn: list[Path] = []
+    if options.plot is not None:
+        # Imported only here, since it imports matplotlib, which is slow.
+        from planner.report.curves import draw_plots
+
+        drawn = draw_plots(answer, options.plot)
+    if options.out is not None:
+        _write_plan(options.out, answer, options.model)
+    render = _format_json if options.as_json else _format_lines
+    print(render(options, answer, others, drawn))
+    return OK
+
+
+def read_problem(options: PlanOptions) -> Problem:
+    """The planner's problem that the flags describe."""
+    measured = (
+        profiles.load_profile_of(options.profile, options.model) if options.profile is not None else None
+    )
+    bare = measured
+    if measured is not None:
+        measured = code_profile(measured, options.kv_cache_codec)
+    stocks = _device_stocks(options, measured)
+    asked = (
+        with_kv_codec(find_model(options.model), options.kv_cache_codec)
+        if measured is None
+        else measured.model
+    )
+    found = {stock.device.name: _profile_of(asked, stock.device, measured) for stock in stocks}
+    shape = found[stocks[0].device.name].model
+    workload = read_workload(options, shape)
+    _check_ranges(options)
+    return Problem(
+        shape, stocks, found, workload.source, workload.slos, options.rate, workload.name, options.affinity,
+        options.family or FAMILIES, options.cv, options.seeds, options.horizon, options.span_s,
+        parse_link_flag(options.link, stocks[0].device.node.inter.latency_s),
+        profiled_only=options.profiled_only,
+        limits=product_limits(list(workload.slos.values()), options.chunk_tokens),
+        verified=options.verify, notes=(*workload.notes, *codec_note(shape, *([] if bare is None else [bare]))),
+    )  # fmt: skip
+
+
+def _check_ranges(options: PlanOptions) -> None:
+    rate, share, span_s = options.rate, options.attainment, options.span_s
+    wrong = [one for one in options.family if one not in FAMILIES]
+    faults = [
+        (
+            options.affinity not in AFFINITIES,
+            f"--affinity {options.affinity}",
+            f"one of {', '.join(AFFINITIES)}",
+        ),
+        (bool(wrong), f"--family {' '.join(wrong)}", f"one of {', '.join(FAMILIES)}"),
+        (rate is not None and not 0.0 < rate < math.inf, f"--rate {rate}", "requests per second, above 0"),
+        (not 0.0 < share <= 1.0, f"--attainment {share}", "a share above 0 and at most 1, such as 0.9"),
+        (not 0.0 <= span_s < math.inf, f"--span-s {span_s}", "seconds, such as 60"),
+    ]
+    for wrongly, flag, fix in faults:
+        if wrongly:
+            raise ConfigError(f"{flag} is not possible", "it is out of its range or unknown", fix)
+
+
+def _device_stocks(options: PlanOptions, measured: CostProfile | None) -> tuple[NodeGroup, ...]:
+    if options.device is None and measured is None:
+        raise ConfigError(
+            "the hardware is not named", "neither --device nor --profile is given", "such as --device H100"
+        )
+    own: tuple[Device, ...] = () if measured is None else (measured.device,)
+    device = named_device(options.device, *own) if options.device else own[0]
+    per_node = options.gpus_per_node or device.node.devices_per_node
+    gpus, nodes = options.gpus, options.nodes
+    slots = 0 if nodes or options.gpus_per_node else device.slots
+    if gpus is not None and nodes is not None and gpus != nodes * per_node:
+        raise ConfigError(
+            f"--gpus {gpus} and --nodes {nodes} do not agree",
+            f"nodes have {per_node} devices",
+            "leave out one of them",
+        )
+    stock = NodeGroup(device, nodes or 1, per_node, slots)
+    if gpus is not None and nodes is None:
+        try:
+            stock = spread_over_nodes(stock, gpus)
+        except ValueError as error:
+            raise ConfigError(
+                f"--gpus {gpus} is not possible", str(error), "give --nodes and --gpus-per-node"
+            ) from error
+    more = tuple(_parse_also(text, own) for text in options.also)
+    names = [one.device.name for one in (stock, *more)]
+    if len(set(names)) < len(names):
+        raise ConfigError("a device is named twice", ", ".join(names), "give each kind of device once")
+    if measured is not None and measured.device.name not in names:
+        raise ConfigError(
+            f"the profile is of {measured.device.name}, and the plan for {', '.join(names)}",
+            "it would have no effect",
+            f"--device {measured.device.name}, or leave out --profile",
+        )
+    return (stock, *more)
+
+
+def _parse_also(text: str, own: Sequence[Device]) -> NodeGroup:
+    name, _, size = text.rpartition(":")
+    nodes, _, per_node = size.partition("x")
+    if not (name and nodes.isdigit() and per_node.isdigit() and int(nodes) and int(per_node)):
+        raise ConfigError(
+            f"--also {text} cannot be read", "it is a device, nodes and devices a node", "such as H200:1x8"
+        )
+    return NodeGroup(named_device(name, *own), int(nodes), int(per_node))
+
+
+def _profile_of(shape: ModelDims, device: Device, measured: CostProfile | None) -> CostProfile:
+    """The measured profile, if it is of this device; else the built-in profile."""
+    if measured is None or measured.device.name != device.name:
+        return profiles.built_in_profile(shape, device)
+    return measured
+
+
+def _format_lines(
+    options: PlanOptions, answer: Solution, others: list[WhatIfAnswer], drawn: list[Path]
+) -> str:
+    lines = solution_headline(answer)
+    lines += explain_solution(answer) if options.explain else [f"note: {note}" for note in answer.notes]
+    for other in others:
+        lines += ["", *compare_answers(answer, other)]
+    if options.out is not None:
+        lines += ["", f"written: {options.out}; deploy it with: diptych serve --plan {options.out}"]
+    return "\n".join(lines + [f"drawn: {path}" for path in drawn])
+
+
+def _format_json(
+    options: PlanOptions, answer: Solution, others: list[WhatIfAnswer], drawn: list[Path]
+) -> str:
+    changes = [
+        {
+            "change": one.change,
+            "why_not": one.why_not,
+            "answer": solution_json(one.answer) if one.answer else None,
+        }
+        for one in others
+    ]
+    more = {"explanation": explain_solution(answer)} if options.explain else {}
+    return json.dumps(
+        {**solution_json(answer), **more, "what_if": changes, "plots": list(map(str, drawn))}, indent=2
+    )
+
+
+def _check_outputs(options: PlanOptions) -> None:
+    """Raises ConfigError where the answer could not be written, before it is looked for."""
+    if options.out is not None:
+        output_paths.require_writable(options.out, "--out")
+    if options.plot is not None:
+        output_paths.make_output_folder(options.plot, "--plot")
+
+
+def _write_plan(path: Path, answer: Solution, model: str) -> None:
+    try:
+        save_plan(path, make_plan_file(answer, model))
+    except OSError as error:
+        raise ConfigError(
+            f"the plan cannot be written to {path}", error.strerror or str(error), "name another file"
+        ) from error

@@ -1,0 +1,108 @@
+"""The traffic that `diptych plan` plans for, from its flags: requests, and the SLO of each kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from diptych.errors import ConfigError
+from diptych.slo import Slo, Slos
+from planner.costs.model import ModelDims
+from planner.workload.workload import JobSource, Workload, WorkloadMix, find_workload
+from services.cli.plan.options import DEFAULT_WORKLOAD, PlanOptions
+from services.cli.plan.request_kinds import (
+    RequestKind,
+    have_own_workloads,
+    merged_kinds_note,
+    mix_workloads,
+    parse_kinds,
+)
+
+
+class PlanWorkload(NamedTuple):
+    """`notes` are what the user should know: requests that are left out, kinds that are taken together."""
+
+    source: JobSource
+    slos: Slos
+    name: str
+    notes: tuple[str, ...]
+
+
+def read_workload(options: PlanOptions, shape: ModelDims) -> PlanWorkload:
+    """The requests to plan for, and their SLOs. `shape` is the model that serves them.
+
+    Raises ConfigError: an SLO or a kind cannot be read or is for no request, or the workload cannot be used.
+    """
+    found = parse_kinds(options.kind, options.attainment)
+    if not found:
+        return _single_kind(options, shape)
+    own = have_own_workloads(
+        found,
+        workload=options.workload,
+        slo_ttft_ms=options.slo_ttft_ms,
+        slo_tpot_ms=options.slo_tpot_ms,
+    )
+    return _kinds_with_workloads(found, options, shape) if own else _kinds_of_trace(found, options, shape)
+
+
+def _single_kind(options: PlanOptions, shape: ModelDims) -> PlanWorkload:
+    slo, name = _common_slo(options), options.workload or DEFAULT_WORKLOAD
+    whole = find_workload(name)
+    held = whole.within(shape.max_len)
+    notes = (*_left_out_notes(whole, name, shape), *merged_kinds_note(held.kinds(), name))
+    return PlanWorkload(held.fitted() if options.fit else held, {"": slo}, name, notes)
+
+
+def _kinds_of_trace(found: Sequence[RequestKind], options: PlanOptions, shape: ModelDims) -> PlanWorkload:
+    """Each named kind of the trace with its SLO, all other requests with the default."""
+    slos = {kind.name: kind.slo for kind in found}
+    if options.slo_ttft_ms is not None or options.slo_tpot_ms is not None:
+        slos[""] = _common_slo(options)
+    name = options.workload or DEFAULT_WORKLOAD
+    workload = find_workload(name)
+    mix = WorkloadMix.of(workload, slos, shape.max_len)
+    source = mix.fitted() if options.fit else mix
+    return PlanWorkload(source, mix.slos, name, _left_out_notes(workload, name, shape))
+
+
+def _kinds_with_workloads(
+    found: Sequence[RequestKind], options: PlanOptions, shape: ModelDims
+) -> PlanWorkload:
+    """Kinds with workloads of their own."""
+    mix, whole = mix_workloads(found, shape.max_len)
+    notes = [
+        note
+        for name, workload in whole.items()
+        for note in (
+            *_left_out_notes(workload, name, shape),
+            *merged_kinds_note(mix.workloads[name].kinds(), name),
+        )
+    ]
+    return PlanWorkload(mix.fitted() if options.fit else mix, mix.slos, ", ".join(mix.slos), tuple(notes))
+
+
+def _common_slo(options: PlanOptions) -> Slo:
+    """The default SLO, of all requests whose kind has none of its own."""
+    given = {"--slo-ttft-ms": options.slo_ttft_ms, "--slo-tpot-ms": options.slo_tpot_ms}
+    for flag, value_ms in given.items():
+        if value_ms is not None and not 0.0 < value_ms < math.inf:
+            raise ConfigError(
+                f"{flag} must be greater than 0 (got {value_ms:g})", fix=f"for example {flag} 500"
+            )
+    if all(value_ms is None for value_ms in given.values()):
+        raise ConfigError(
+            "no SLO is given",
+            "without one every rate is good",
+            "such as --slo-ttft-ms 500 --slo-tpot-ms 50",
+        )
+    return Slo.from_ms(options.slo_ttft_ms, options.slo_tpot_ms, options.attainment)
+
+
+def _left_out_notes(workload: Workload, name: str, shape: ModelDims) -> tuple[str, ...]:
+    """The notes for the user about requests that exceed the model's context; a server refuses them."""
+    found = workload.longer(shape.max_len)
+    if not found.longer:
+        return ()
+    context = f"the context of {shape.name}, {shape.max_len:,} tokens"
+    return (f"{name}: {found} are longer than {context}, and are left out",)

@@ -1,0 +1,46 @@
+"""`diptych serve`, `diptych worker` and `diptych gateway`: their flags are the settings, and a guard stays outside.
+
+Ray and the planner are imported after the guard has forked, so it stays small.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diptych.config.load import LoadedConfig
+from services.cli.serve.settings_flags import bind_settings
+from services.host.child_environment import prepare_ray_environment
+from services.host.process_guard import run_guarded, run_guarded_with_folder
+
+
+def _lazy_function(module: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(f"services.cli.serve.{module}"), name)
+    return function
+
+
+def _run_serve(loaded: LoadedConfig) -> int:
+    settled, answer = _lazy_function("from_plan", "apply_plan")(loaded)
+    _lazy_function("replan_checks", "check_replan_settings")(settled)
+
+    def run(folder: Path) -> int:
+        prepare_ray_environment(os.environ)
+        return int(_lazy_function("launch", "run_serve")(settled, answer, folder))
+
+    return run_guarded_with_folder(run)
+
+
+def _run_worker(loaded: LoadedConfig) -> int:
+    return run_guarded(lambda: int(_lazy_function("standalone", "run_worker")(loaded)))
+
+
+def _run_gateway(loaded: LoadedConfig) -> int:
+    return run_guarded(lambda: int(_lazy_function("standalone", "run_gateway")(loaded)))
+
+
+serve = bind_settings("serve", _run_serve)
+worker = bind_settings("worker", _run_worker, place="role")
+gateway = bind_settings("gateway", _run_gateway)

@@ -1,0 +1,362 @@
+"""`diptych serve`: brings a deployment up phase by phase, shows its progress, and stays until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import secrets
+import sys
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from rich.console import Console
+
+from diptych.config.load import ApiKeys, LoadedConfig, collect_api_keys
+from diptych.config.options import Config
+from diptych.errors import ConfigError, DiptychError, StartError
+from diptych.log_files import open_log
+from diptych.specs import GatewaySpec
+from planner.placement.plan_file import PlanFile, PlanTraffic
+from services.cli.client.gateway_http import get_route
+from services.cli.client.status import parse_state as read_state
+from services.cli.serve.from_plan import check_planned_model
+from services.cli.serve.progress import StartProgress
+from services.cli.serve.signals import StopSignals
+from services.cli.serve.specs import deployment_spec, device_budget, max_workers
+from services.cluster.deployment import GATEWAY, RAY, LocalDeployment
+from services.cluster.spec import DeploymentSpec
+from services.host.exit_codes import FAILED, INTERRUPTED, OK, USAGE
+from services.host.model_probe import ProbedModel, resolve_model
+from services.host.ports import claim_port
+from services.host.supervisor import ChildStatus, start_error
+from services.host.versions import installed_version
+
+# Imported for types only: one imports the planner, the other Ray, which takes about a second.
+if TYPE_CHECKING:
+    from services.cli.serve.replan_setup import ReplanSession
+    from services.cluster.ray_cluster import RayCluster
+
+T = TypeVar("T")
+
+READY_POLL_S = 0.05
+# Longest time in seconds to wait for an answer from `/ready`, which sends canaries.
+MAX_CANARY_WAIT_S = 30.0
+CONTROL_LOST = (
+    "the control plane is lost ({} has ended): serving goes on, and workers that die are started again"
+)
+
+
+def run_serve(loaded: LoadedConfig, answer: PlanFile | None, folder: Path) -> int:
+    """Start the deployment of these settings and serve until stopped. Returns the exit status.
+
+    `folder` holds keys, sockets and logs. `answer` is the plan that the settings come from, if there is one.
+    """
+    config = loaded.config
+    logs = config.log_dir.absolute() if config.log_dir else folder / "logs"
+    view = StartProgress(Console(file=sys.stdout), sum(config.pools))
+    try:
+        # Ray writes its processes' messages to standard output. They belong into the logs.
+        with _open_ray_log(logs) as ray_log, contextlib.redirect_stdout(ray_log):
+            return asyncio.run(ServeRun(loaded, answer, folder, logs, view).run_until_stopped())
+    except DiptychError as error:
+        view.print_error(error)
+        return USAGE if isinstance(error, ConfigError) else FAILED
+    finally:
+        view.close()
+
+
+def _open_ray_log(logs: Path) -> IO[str]:
+    """Open Ray's log in the folder for logs, which is made if necessary.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    try:
+        return io.TextIOWrapper(open_log(logs / "ray.log"), encoding="utf-8")
+    except OSError as error:
+        why = f"{error.filename or logs}: {error.strerror}"
+        raise ConfigError(
+            "logs cannot be written", why, "give --log-dir a folder that can be written to"
+        ) from None
+
+
+class ServeRun:
+    """One run of `diptych serve`, from the first check to the last process."""
+
+    def __init__(
+        self, loaded: LoadedConfig, answer: PlanFile | None, folder: Path, logs: Path, view: StartProgress
+    ) -> None:
+        config = loaded.config
+        self._loaded, self._config, self._answer = loaded, config, answer
+        self._folder, self._logs, self._view = folder, logs, view
+        self._stop = StopSignals()
+        self._deployment: LocalDeployment | None = None
+        self._replan: ReplanSession | None = None
+        self._head: RayCluster | None = None
+
+    async def run_until_stopped(self) -> int:
+        """Start everything, and serve until a signal asks to stop. Everything that was started is always stopped again.
+
+        Raises:
+            DiptychError: the deployment did not start, or the gateway has failed for good.
+        """
+        self._stop.listen_signals()
+        self._failed: asyncio.Future[ChildStatus] = asyncio.get_running_loop().create_future()
+        config, view = self._config, self._view
+        accepted = collect_api_keys(self._loaded)
+        port = claim_port(config.host, config.port, self._loaded.origin_of("port"))
+        view.print_line(f"diptych {installed_version('diptych')} · {config.model} · {describe_pools(config)}")
+        if self._answer is not None:
+            view.print_line(describe_plan(config.plan, self._answer))
+        try:
+            async with asyncio.timeout(config.start_timeout_s):
+                await self._start_all(port, accepted)
+            await self._unless_stopped(self._await_failure())
+            view.print_line("stopping")
+            return OK if view.up else INTERRUPTED
+        except TimeoutError:
+            why = f"waited {config.start_timeout_s:.0f} s (start_timeout_s)"
+            raise StartError("the deployment is not ready", why, self._logs_hint()) from None
+        finally:
+            if self._replan is not None:
+                await self._replan.end_steering()
+            await self._stop_all()
+
+    async def _start_all(self, port: int, accepted: ApiKeys) -> None:
+        """Bring everything up, or return early when asked to stop before."""
+        view, began_s = self._view, time.monotonic()
+        found = await self._unless_stopped(self._find_and_start(port, accepted))
+        if found is None:
+            return
+        deployment, what, model = found
+        if await self._unless_stopped(self._start_workers(deployment, what)):
+            view.up = True
+            view.print_box("ready", ready_box(what.gateway, model))
+            if self._replan is not None:
+                took_s = time.monotonic() - began_s
+                self._replan.begin_steering(
+                    deployment, what, gateway_url(what.gateway), took_s, view.print_line
+                )
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None if a stop is asked for first, which cancels `work`."""
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.stop_asked.wait())
+        try:
+            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            asked.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)
+
+    async def _find_and_start(
+        self, port: int, accepted: ApiKeys
+    ) -> tuple[LocalDeployment, DeploymentSpec, ProbedModel]:
+        """Find the model, and start the gateway and Ray, each as early as can be.
+
+        Starting Ray blocks this thread. A model in a folder is found before, and the gateway starts beside Ray; a model
+        of the hub is looked for by another process meanwhile.
+        """
+        self._view.begin_phase("model")
+        finding = asyncio.create_task(resolve_model(self._config, max_workers(self._config)))
+        # Lets the task run: it reads a folder at once, and for anything else it starts the other process.
+        await asyncio.sleep(0)
+        try:
+            if finding.done():
+                opened = self._start_gateway(finding.result(), port, accepted)
+                self._start_ray()
+                return opened
+            self._start_ray()
+            return self._start_gateway(await finding, port, accepted)
+        finally:
+            finding.cancel()
+
+    def _start_gateway(
+        self, model: ProbedModel, port: int, accepted: ApiKeys
+    ) -> tuple[LocalDeployment, DeploymentSpec, ProbedModel]:
+        """Decide what is started for this model, and start the gateway."""
+        check_planned_model(self._answer, model)
+        self._view.end_phase("model", model.summary)
+        if self._config.replan:
+            from services.cli.serve.replan_setup import ReplanSession
+
+            self._replan = ReplanSession.from_settings(self._config, model, self._answer)
+        channel = claim_port("127.0.0.1", 0)
+        what = deployment_spec(
+            self._loaded, model, self._folder, self._logs, channel, port,
+            accepted.every, self._answer, accepted.urgent,
+        )  # fmt: skip
+        if self._config.replan and what.gateway.admin_key is None:
+            # The replanner gives orders through the same routes as a person, so it needs an admin key.
+            spec = msgspec.structs.replace(what.gateway, admin_key=secrets.token_hex(24))
+            what = replace(what, gateway=spec)
+        self._deployment = LocalDeployment(what, self._on_status)
+        self._deployment.start_gateway()
+        return self._deployment, what, model
+
+    def _start_ray(self) -> None:
+        """Import Ray and start its head; blocks for some seconds."""
+        self._view.begin_phase("ray")
+        from services.cluster.ray_cluster import RayCluster
+
+        self._head = head = RayCluster(self._folder / "ray", device_budget(self._config))
+        head.start()
+        # Repeated, because Ray has installed its own handler of SIGTERM.
+        self._stop.listen_signals()
+        self._view.end_phase("ray", f"head on {head.address}, token authentication")
+
+    async def _start_workers(self, deployment: LocalDeployment, what: DeploymentSpec) -> bool:
+        """Start the workers, and wait until the canary has been handed over."""
+        self._view.begin_phase("load")
+        assert self._head is not None, "Ray is started before the workers"
+        deployment.start_workers(self._head)
+        ready = asyncio.create_task(self._await_ready(what.gateway))
+        try:
+            either: list[asyncio.Future[Any]] = [ready, self._failed]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                await self._await_failure()
+            ready.result()
+            return True
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+
+    def _on_status(self, status: ChildStatus) -> None:
+        if status.name == RAY:
+            self._view.print_line(CONTROL_LOST.format(status.phase))
+            return
+        self._view.on_status(status)
+        # The run fails if the gateway fails, since nothing is served without it, or if any part fails during the
+        # start. Later a worker may be missing.
+        decisive = status.name == GATEWAY or not self._view.up
+        if status.state == "failed" and decisive and not self._failed.done():
+            self._failed.set_result(status)
+
+    async def _await_failure(self) -> None:
+        """Wait until an essential part has failed for good; raises its error."""
+        await asyncio.wait([self._failed])
+        status = self._failed.result()
+        raise start_error(status, self._logs / f"{status.name}.log")
+
+    async def _await_ready(self, gateway: GatewaySpec) -> None:
+        """Ask `/ready` until canaries have passed through every worker, so that the first request finds all of them."""
+        view, key = self._view, gateway.status_key
+        url = gateway_url(gateway)
+        while True:
+            await asyncio.sleep(READY_POLL_S)
+            if not view.workers_ready:
+                continue
+            # An error means that the gateway is not there yet, or not ready.
+            with contextlib.suppress(StartError, ValueError):
+                await asyncio.to_thread(get_route, url, key, "/ready", MAX_CANARY_WAIT_S)
+                state = read_state(json.loads(await asyncio.to_thread(get_route, url, key, "/status")))
+                if state.ready and not state.reasons:
+                    break
+        view.end_phase("load")
+        view.end_phase("warm-up")
+        view.end_phase("canary", "; ".join(state.links) or "answered")
+
+    async def _stop_all(self) -> None:
+        """Stop in order; a second press of Ctrl-C leaves the rest to the guard."""
+        deployment = self._deployment
+        drain_s = self._config.drain_s if self._view.up else 0.0
+        stopping = asyncio.create_task(deployment.stop(drain_s)) if deployment else None
+        hurry = asyncio.create_task(self._stop.hurry_asked.wait())
+        if stopping is not None:
+            await asyncio.wait([stopping, hurry], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            await asyncio.gather(stopping, return_exceptions=True)
+        hurry.cancel()
+        if self._head is not None:
+            self._head.stop()
+
+    def _logs_hint(self) -> str:
+        kept = self._config.log_dir is not None
+        return f"see {self._logs}" if kept else "see why with --log-dir DIR --log-level info"
+
+
+def describe_pools(config: Config) -> str:
+    """The pools in words."""
+    prefill, decode = config.pools
+    return f"{prefill} prefill + {decode} decode" if prefill else f"{decode} colocated"
+
+
+def describe_plan(path: Path | None, answer: PlanFile) -> str:
+    """A plan in one line: its predicted goodput, its traffic and its SLOs."""
+    predicted = answer.predicted
+    low, high = predicted.interval_rps
+    between = f" ({low:.3g} to {high:.3g})" if low < high else ""
+    searched = f"; searched {predicted.searched_rps:.3g}" if predicted.searched_rps is not None else ""
+    return (
+        f"plan {path}: {answer.placement}, predicted to carry {predicted.goodput_rps:.3g} requests/s{between} of "
+        f"{_describe_traffic(answer.traffic)} at {predicted.attainment:.0%} attainment of "
+        f"{_describe_slos(answer)}{searched}"
+    )
+
+
+def _describe_traffic(traffic: PlanTraffic) -> str:
+    """Its name, with what is known of it."""
+    name, parts = traffic.name or "the traffic that it is for", list[str]()
+    if traffic.prompt_mean > 0.0:
+        lengths = f"{traffic.prompt_mean:.3g} and answers of {traffic.output_mean:.3g} tokens on average"
+        parts.append(f"prompts of {lengths}")
+    if traffic.rate_rps is not None:
+        parts.append(f"{traffic.rate_rps:.3g} requests/s asked for")
+    if traffic.burstiness_cv != 1.0:
+        parts.append(f"burstiness {traffic.burstiness_cv:g}")
+    return f"{name} ({', '.join(parts)})" if parts else name
+
+
+def _describe_slos(answer: PlanFile) -> str:
+    """Of each kind of request: TTFT 500 ms, TPOT 50 ms."""
+    kinds = []
+    for kind, slo in sorted(answer.slos_by_kind.items()):
+        limits_shown = ", ".join(
+            f"{name.upper()} {limit_s * 1e3:.4g} ms"
+            for name, limit_s in slo.limits_s().items()
+            if limit_s is not None
+        )
+        kinds.append(f"{kind} ({limits_shown})" if kind else limits_shown)
+    return " and ".join(kinds) or "no SLO"
+
+
+def gateway_url(gateway: GatewaySpec) -> str:
+    """The URL of a gateway as a client on this machine would write it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(gateway.host, gateway.host)
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"http://{host}:{gateway.port}"
+
+
+def ready_box(gateway: GatewaySpec, model: ProbedModel) -> str:
+    """URL, a first request in curl and in Python, and the metrics."""
+    url, name, secured = gateway_url(gateway), gateway.served_names[0], bool(gateway.api_keys)
+    header = " -H 'Authorization: Bearer '\"$DIPTYCH_API_KEY\"" if secured else ""
+    key = 'os.environ["DIPTYCH_API_KEY"]' if secured else '"none"'
+    imports = "import os, openai" if secured else "import openai"
+    if model.has_chat_template or gateway.chat_template:
+        path, ask = "chat/completions", '"messages":[{"role":"user","content":"What is a list in Python?"}]'
+        call = 'chat.completions.create(messages=[{"role": "user", "content": "What is a list in Python?"}], '
+        take = "choices[0].delta.content"
+    else:
+        path, ask = "completions", '"prompt":"Once upon a time"'
+        call, take = 'completions.create(prompt="Once upon a time", ', "choices[0].text"
+    body = f'{{"model":"{name}","stream":true,"max_tokens":64,{ask}}}'
+    return f"""\
+{url}/v1
+
+curl -N {url}/v1/{path} -H 'Content-Type: application/json'{header} \\
+  -d '{body}'
+
+{imports}
+client = openai.OpenAI(base_url="{url}/v1", api_key={key})
+for part in client.{call}model="{name}", stream=True):
+    print(part.{take} or "", end="", flush=True)
+
+metrics {url}/metrics    docs {url}/docs    stop with Ctrl-C"""

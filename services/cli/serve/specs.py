@@ -1,0 +1,186 @@
+"""From settings and a model to the specifications of all parts. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from diptych.config.load import LoadedConfig
+from diptych.config.options import Config
+from diptych.specs import GatewaySpec, WorkerSpec
+from planner.placement.plan_file import PlanFile
+from planner.types import BOTH, keeps_steps_within_tpot
+from services.cli.serve.from_plan import node_groups, one_group_per_worker
+from services.cluster.spec import DeploymentSpec
+from services.host.model_probe import ProbedModel, calibration_path
+
+
+def worker_spec(
+    config: Config, model: ProbedModel, role: str, name: str, channel: str, keys_dir: str, core: int | None
+) -> WorkerSpec:
+    """The specification of one worker process. `core` is the core that it is pinned to; None: not pinned."""
+    return WorkerSpec(
+        worker=name,
+        role=role,
+        gateway=channel,
+        keys_dir=keys_dir,
+        model=model.path,
+        revision=config.revision,
+        dtype=config.dtype,
+        device=config.device,
+        max_model_len=model.max_model_len,
+        kv_bytes=model.kv_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        chunked_prefill=config.enable_chunked_prefill,
+        prefix_caching=config.enable_prefix_caching,
+        kv_cache_codec=model.kv_cache_codec or config.kv_cache_codec,
+        kv_cache_calibration=calibration_path(config),
+        swap_bytes=config.swap_space,
+        tpot_ms=config.slo_tpot_ms if _within_tpot(config, role) else None,
+        tp=config.prefill_tp if role == "prefill" else config.decode_tp,
+        pp=config.prefill_pp if role == "prefill" else config.decode_pp,
+        core=core,
+        threads=config.threads,
+        transports=config.transports,
+        lease_s=config.kv_lease_s,
+        pipelined=config.pipelined_transfer,
+        drain_s=config.drain_s,
+        step_log=str(config.step_log.absolute()) if config.step_log else None,
+        log_level=config.log_level,
+    )
+
+
+def _within_tpot(config: Config, role: str) -> bool:
+    """As `planner.types.keeps_steps_within_tpot`, of workers: those of a colocated deployment are called
+    decode workers.
+    """
+    does = BOTH if config.colocated else role
+    return keeps_steps_within_tpot(does, config.enable_chunked_prefill, config.local_prefill)
+
+
+def gateway_spec(
+    config: Config,
+    model: ProbedModel,
+    channel: str,
+    keys_dir: str,
+    port: int,
+    api_keys: tuple[str, ...],
+    priority_keys: tuple[str, ...] = (),
+) -> GatewaySpec:
+    """The gateway process's specification. `priority_keys` are the `api_keys` that may ask for a priority below 0."""
+    num_prefill, num_decode = config.pools
+    return GatewaySpec(
+        host=config.host,
+        port=port,
+        channel=channel,
+        keys_dir=keys_dir,
+        model=model.path,
+        served_names=config.served_names,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        prefix_caching=config.enable_prefix_caching,
+        revision=config.revision,
+        api_keys=api_keys,
+        priority_keys=priority_keys,
+        max_model_len=model.max_model_len,
+        chat_template=str(config.chat_template.absolute()) if config.chat_template else None,
+        generation_config=_generation_config(config),
+        slo_ttft_ms=config.slo_ttft_ms,
+        slo_tpot_ms=config.slo_tpot_ms,
+        request_timeout_s=config.request_timeout_s,
+        reader_stall_s=config.reader_stall_s,
+        drain_s=config.drain_s,
+        max_open_requests=config.max_open_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        max_body_bytes=config.max_body_bytes,
+        max_connections=config.max_connections,
+        lease_s=config.kv_lease_s,
+        pipelined=config.pipelined_transfer,
+        max_queue_wait_s=config.max_queue_wait_s,
+        recovery_s=config.recovery_s,
+        local_prefill=config.local_prefill,
+        admin_key=config.admin_key,
+        figure_keys=metrics_keys(config, bool(api_keys)),
+        request_log=str(config.request_log.absolute()) if config.request_log else None,
+        replan=config.replan,
+        log_level=config.log_level,
+    )
+
+
+def _generation_config(config: Config) -> str:
+    """The setting for the gateway: a name unchanged, or the absolute path of a folder."""
+    # "auto" is vLLM's name for it.
+    named = {"auto": "model"}.get(config.generation_config, config.generation_config)
+    return named if named in ("model", "none") else str(Path(named).absolute())
+
+
+def metrics_keys(config: Config, keyed: bool) -> tuple[str, ...]:
+    """The keys that may read /metrics and /status. None: all clients that may use the model.
+
+    `keyed`: API keys are required. Each stands for a tenant. Tenants must not read about each other if the operator
+    has a key of their own.
+    """
+    if config.metrics_key is None and not (config.admin_key is not None and keyed):
+        return ()
+    return tuple(key for key in (config.metrics_key, config.admin_key) if key is not None)
+
+
+def devices_by_worker(config: Config) -> dict[str, int]:
+    """Devices of each worker, by its name."""
+    num_prefill, num_decode = config.pools
+    size = {"prefill": config.prefill_tp * config.prefill_pp, "decode": config.decode_tp * config.decode_pp}
+    counts = {"prefill": num_prefill, "decode": num_decode}
+    return {f"{role}-{index}": size[role] for role, count in counts.items() for index in range(count)}
+
+
+def device_budget(config: Config) -> int:
+    """The most devices that may ever be held."""
+    return config.replan_budget or sum(devices_by_worker(config).values())
+
+
+def max_workers(config: Config) -> int:
+    """How many workers may ever share this machine's memory."""
+    sizes = devices_by_worker(config).values()
+    return config.replan_budget // min(sizes) if config.replan_budget else len(sizes)
+
+
+def assign_cores(config: Config, available: list[int], ranks: Sequence[int]) -> list[int | None]:
+    """A core for the first rank of each worker, one after another, with those of its other `ranks` behind it.
+
+    None when pinning is off, a worker has several threads, or computes on a GPU.
+    """
+    if not config.pin_cores or config.threads > 1 or config.device == "cuda":
+        return [None] * len(ranks)
+    return [available[sum(ranks[:index]) % len(available)] for index in range(len(ranks))]
+
+
+def deployment_spec(
+    loaded: LoadedConfig,
+    model: ProbedModel,
+    folder: Path,
+    logs: Path,
+    channel_port: int,
+    port: int,
+    api_keys: tuple[str, ...],
+    answer: PlanFile | None = None,
+    priority_keys: tuple[str, ...] = (),
+) -> DeploymentSpec:
+    """A whole deployment on this machine. `folder` is private; keys lie in it. `answer` is what was planned, if that
+    was: it tells what must be together.
+    """
+    config = loaded.config
+    channel, keys_dir = f"tcp://127.0.0.1:{channel_port}", str(folder / "keys")
+    sizes = devices_by_worker(config)
+    pinned = assign_cores(config, sorted(os.sched_getaffinity(0)), list(sizes.values()))
+    return DeploymentSpec(
+        workers=tuple(
+            worker_spec(config, model, name.split("-")[0], name, channel, keys_dir, core)
+            for name, core in zip(sizes, pinned, strict=True)
+        ),
+        gateway=gateway_spec(config, model, channel, keys_dir, port, api_keys, priority_keys),
+        logs=logs,
+        node_groups=one_group_per_worker(sizes) if answer is None else node_groups(answer),
+        device_budget=device_budget(config),
+    )

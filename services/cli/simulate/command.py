@@ -1,0 +1,125 @@
+"""`diptych simulate`: simulates how a Diptych deployment serves a trace or a workload, in virtual time.
+
+Diptych's own scheduler and router make the decisions. With `--compat simdistserve` a trace is simulated as DistServe's
+own simulator does it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from diptych.errors import ConfigError
+from planner.sim.fast import distserve_compat
+from planner.types import JobResult, Parallelism
+from planner.workload.traces import read_trace
+from services.cli.simulate import report
+from services.cli.simulate.options import SimulateOptions
+from services.host import output_paths
+from services.host.exit_codes import OK
+
+COLUMNS = ("req", "arrival_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms", "total_ms")
+SHARED_FLAGS = {"model", "profile", "trace", "out"}
+COMPAT_FLAGS = {"compat", "backend", "tp_prefill", "pp_prefill", "tp_decode", "pp_decode"}
+# The flags whose names differ from the names of their options: option -> flag.
+FLAG_NAMES = {
+    "as_json": "json",
+    "enable_chunked_prefill": "[no-]enable-chunked-prefill",
+    "enable_prefix_caching": "[no-]enable-prefix-caching",
+}
+
+
+def run_simulate(options: SimulateOptions) -> int:
+    """Simulate a Diptych deployment, print the figures, and return the exit status.
+
+    With `--compat simdistserve` it simulates a trace as DistServe's own simulator does.
+
+    Raises:
+        ConfigError: a flag, a file or a row cannot be used.
+    """
+    if options.out is not None:
+        output_paths.require_writable(options.out, "--out")
+    if options.compat is None:
+        _refuse_flags(
+            options.given & COMPAT_FLAGS,
+            "it is a flag of --compat simdistserve",
+            "add that, or use --placement",
+        )
+        served = report.simulate_samples(options)
+    else:
+        if options.compat != "simdistserve":
+            why = "known: simdistserve"
+            raise ConfigError(f"--compat {options.compat} is not known", why, "--compat simdistserve")
+        extra = options.given - COMPAT_FLAGS - SHARED_FLAGS
+        _refuse_flags(
+            extra, "the paper's simulator has nothing like it", "leave it out, or leave out --compat"
+        )
+        served = _run_simdistserve(options)
+    if options.out is not None:
+        _write_csv(options.out, requests_csv(served, kinds=bool(options.kind)))
+    elif options.compat is not None:
+        sys.stdout.write(requests_csv(served))
+    return OK
+
+
+def _refuse_flags(flags: Collection[str], why: str, fix: str) -> None:
+    if flags:
+        name = min(flags)
+        raise ConfigError(f"--{FLAG_NAMES.get(name, name).replace('_', '-')} has no effect here", why, fix)
+
+
+def _run_simdistserve(options: SimulateOptions) -> list[JobResult]:
+    if options.backend == "distserve" and not (options.tp_decode and options.pp_decode):
+        why = "the distserve back-end decodes on an instance of its own"
+        raise ConfigError("--tp-decode and --pp-decode are at least 1", why, "only --backend vllm takes 0")
+    return distserve_compat.simulate_distserve(
+        read_trace(_required_path(options.trace, "--trace")),
+        _read_fits(_required_path(options.profile, "--profile")),
+        options.backend,
+        options.model,
+        Parallelism(options.tp_prefill, options.pp_prefill),
+        Parallelism(max(1, options.tp_decode), max(1, options.pp_decode)),
+    )
+
+
+def requests_csv(served: Iterable[JobResult], kinds: bool = False) -> str:
+    """CSV, with the columns of the golden files: seconds of arrival, else milliseconds; and with `kinds` each one's."""
+    text = io.StringIO()
+    rows = csv.writer(text)
+    rows.writerow((*COLUMNS, "kind") if kinds else COLUMNS)
+    for number, one in enumerate(served):
+        job = one.job
+        times = (one.ttft_s * 1e3, one.tpot_s * 1e3, (one.ended_s - job.at_s) * 1e3)
+        cells = ["" if one.failed else f"{value:.4f}" for value in times]
+        own = (job.kind,) if kinds else ()
+        rows.writerow((number, f"{job.at_s:.6f}", job.prompt, job.output, *cells, *own))
+    return text.getvalue()
+
+
+def _required_path(path: Path | None, flag: str) -> Path:
+    if path is None:
+        raise ConfigError(f"{flag} is missing", "--compat simdistserve needs it", f"add {flag} FILE")
+    return path
+
+
+def _read_fits(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"the profile {path} cannot be read", why[:200], "give a JSON file of fits"
+        ) from None
+
+
+def _write_csv(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        fix = "give --out a place that can be written"
+        raise ConfigError(f"{path} cannot be written", error.strerror or str(error), fix) from None

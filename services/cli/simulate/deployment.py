@@ -1,0 +1,209 @@
+"""What `diptych simulate` deploys: pools from words, hardware and a profile, and the settings of `diptych serve`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from diptych.errors import ConfigError
+from diptych.slo import Slo
+from planner import hardware
+from planner.costs.kv_codec import code_profile, codec_note, with_kv_codec
+from planner.costs.model import ModelDims, find_model
+from planner.costs.profile import CostProfile
+from planner.costs.profile_file import built_in_profile, load_profile_of
+from planner.kv_links import choose_kv_link, parse_link_flag
+from planner.sim.exact.simulate import SimDeployment, build_deployment
+from planner.types import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    InstancePool,
+    LinkSpec,
+    Parallelism,
+    Placement,
+    keeps_steps_within_tpot,
+)
+from services.cli.simulate.options import LOCAL_PREFILL, SimulateOptions
+
+ROLES = {"P": PREFILL, "D": DECODE, "C": BOTH}
+POOL_PATTERN = re.compile(r"(\d+)\s*([PDC])((?:\s*(?:TP|PP)\d+)*)\s*(?:@\s*(\S+))?", re.IGNORECASE)
+# Most devices of a placement.
+MAX_DEVICES = 100_000
+
+
+def simulated_deployment(options: SimulateOptions, tpot_s: float) -> SimDeployment:
+    """The deployment that `options` describe; `tpot_s` is the TPOT SLO, in seconds.
+
+    Raises:
+        ConfigError: a flag cannot be used, the model does not fit, or there is no such device.
+    """
+    profile, codec = _measured_profile(options), options.kv_cache_codec
+    shape = with_kv_codec(find_model(options.model), codec) if profile is None else profile.model
+    if options.placement is None:
+        raise ConfigError("--placement is missing", "it says what is simulated", '--placement "1P + 1D"')
+    device = options.device if profile is None or "device" in options.given else profile.device.name
+    placement, profiles = _resolve_devices(parse_placement(options.placement, device), shape, profile)
+    for pool in placement.pools:
+        if not shape.valid(pool.split):
+            why = f"{shape.heads} heads are shared by TP devices, {shape.layers} layers by PP stages, evenly"
+            raise ConfigError(f"{shape.name} cannot be spread as {pool.split}", why, "take others")
+    made = build_deployment(
+        placement,
+        profiles,
+        link=_kv_link(options.link, placement, profiles),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=_step_tokens(options),
+        chunked_prefill=options.enable_chunked_prefill,
+        prefix_caching=options.enable_prefix_caching,
+        local_prefill=_local_prefill(options, placement),
+    )
+    bound = _tpot_bound_pools(options, placement)
+    budget_s = _step_budget_s(options.tpot_budget_ms, tpot_s, placement, bool(bound))
+    machines = tuple(
+        replace(machine, tpot_s=budget_s if pool in bound else None)
+        for pool, machine in zip(placement.pools, made.machines, strict=True)
+    )
+    return replace(made, machines=machines)
+
+
+def _measured_profile(options: SimulateOptions) -> CostProfile | None:
+    """The profile that was named, for KV in the codec that was named."""
+    if options.profile is None:
+        return None
+    return code_profile(load_profile_of(options.profile, options.model), options.kv_cache_codec)
+
+
+def codec_notes(options: SimulateOptions) -> tuple[str, ...]:
+    """What the report says about KV that is coded."""
+    profile = None if options.profile is None else load_profile_of(options.profile, options.model)
+    shape = find_model(options.model) if profile is None else profile.model
+    coded = shape if shape.kv_codec else with_kv_codec(shape, options.kv_cache_codec)
+    return codec_note(coded, *([] if profile is None else [profile]))
+
+
+def positive_ms(milliseconds: float | None) -> float | None:
+    """An SLO in milliseconds, or None where none is given. Raises ConfigError: it is not above 0."""
+    if milliseconds is not None and not milliseconds > 0:
+        raise ConfigError(
+            f"an SLO of {milliseconds} ms cannot be met",
+            "it must be greater than 0",
+            "for example --slo-ttft-ms 500",
+        )
+    return milliseconds
+
+
+def parse_placement(text: str, device: str) -> Placement:
+    """A placement from words such as "2P TP2 + 1D TP1" or "4C TP2PP2 @H100"; `device` is that of pools without one.
+
+    Raises:
+        ConfigError: a part is not of that form.
+    """
+    pools = []
+    for part in text.split("+"):
+        found = POOL_PATTERN.fullmatch(part.strip())
+        count = int(found[1]) if found else 0
+        if found is None or not count:
+            raise ConfigError(
+                f"the placement's part {part.strip()!r} is not understood",
+                "a part is a count, P (prefill), D (decode) or C (both), then TPn and PPn, then @DEVICE",
+                'such as --placement "2P TP2 + 1D TP1"',
+            )
+        sizes = {
+            name.upper(): int(size) for name, size in re.findall(r"(TP|PP)(\d+)", found[3], re.IGNORECASE)
+        }
+        if not all(sizes.values()):
+            raise ConfigError(f"{part.strip()!r} has a size of 0", "TP and PP are at least 1", "leave it out")
+        if len(re.findall("TP|PP", found[3], re.IGNORECASE)) > len(sizes):
+            raise ConfigError(
+                f"{part.strip()!r} has a size twice", "TP and PP are said once", "leave one out"
+            )
+        split = Parallelism(sizes.get("TP", 1), sizes.get("PP", 1))
+        pools.append(InstancePool(ROLES[found[2].upper()], split, count, found[4] or device))
+    placement = Placement(tuple(pools))
+    if placement.devices > MAX_DEVICES:
+        why = f"the placement has {placement.devices:,}"
+        raise ConfigError(f"at most {MAX_DEVICES:,} devices are simulated", why, "take fewer")
+    return placement
+
+
+def _resolve_devices(
+    placement: Placement, shape: ModelDims, profile: CostProfile | None
+) -> tuple[Placement, dict[str, CostProfile]]:
+    """The placement with its devices' own names, and the profiles of these: `profile`'s device may be its own."""
+    own = () if profile is None else (profile.device,)
+    devices = {pool.device: hardware.find_device(pool.device, *own) for pool in placement.pools}
+    pools = tuple(replace(pool, device=devices[pool.device].name) for pool in placement.pools)
+    profiles = {one.name: built_in_profile(shape, one) for one in devices.values()}
+    if profile is not None:
+        name = profile.device.name
+        if name not in profiles:
+            why = f"it is of {name}, and the placement has {', '.join(sorted(profiles))}"
+            raise ConfigError("--profile has no effect here", why, "leave it out, or leave out --device")
+        profiles[name] = profile
+    return replace(placement, pools=pools), profiles
+
+
+def _kv_link(text: str | None, placement: Placement, profiles: Mapping[str, CostProfile]) -> LinkSpec:
+    """The link that carries KV from prefill to decode instances: that of `--link`, or `choose_kv_link`'s choice.
+
+    Pools of the same device type that fit on one node together are assumed to share a node.
+    """
+    pools = [pool for pool in placement.pools if pool.role != BOTH]
+    moving = [(pool, profiles[pool.device].device.node) for pool in pools]
+    if not moving:
+        if text is not None:
+            raise ConfigError(
+                "--link has no effect here", "instances that do both move no KV", "leave it out"
+            )
+        return LinkSpec()
+    first = profiles[pools[0].device]
+    asked = parse_link_flag(text, first.device.node.inter.latency_s)
+    alike = len({pool.device for pool in pools}) == 1
+    within = alike and sum(pool.devices for pool in pools) <= first.device.slots
+    return choose_kv_link(moving, first.overheads.link, within and asked is None, asked)
+
+
+def _step_tokens(options: SimulateOptions) -> int:
+    seats, tokens = options.max_num_seqs, options.max_num_batched_tokens
+    if seats > tokens:
+        raise ConfigError(
+            f"a step of {tokens} tokens is too small for {seats} requests",
+            "every running request may decode one token in it",
+            f"use --max-num-batched-tokens {seats} or more, or a smaller --max-num-seqs",
+        )
+    return tokens
+
+
+def _local_prefill(options: SimulateOptions, placement: Placement) -> str:
+    local = options.local_prefill
+    try:
+        LOCAL_PREFILL.kind.parse(local)
+    except ValueError as error:
+        fix = f"one of {LOCAL_PREFILL.kind.metavar.replace('|', ', ')}"
+        raise ConfigError(f"--local-prefill {local} cannot be used", f"it {error}", fix) from None
+    if placement.colocated and "local_prefill" in options.given:
+        why = "every instance prefills"
+        raise ConfigError("--local-prefill has no effect here", why, "leave it out")
+    return local
+
+
+def _tpot_bound_pools(options: SimulateOptions, placement: Placement) -> list[InstancePool]:
+    """Pools whose steps are kept within a time, as in `diptych serve`."""
+    chunked, local = options.enable_chunked_prefill, options.local_prefill
+    return [pool for pool in placement.pools if keeps_steps_within_tpot(pool.role, chunked, local)]
+
+
+def _step_budget_s(budget_ms: float | None, tpot_s: float, placement: Placement, bound: bool) -> float | None:
+    """How long a step may take that is kept within a time, as some are if `bound`; None: as long as it takes."""
+    budget_s = tpot_s if budget_ms is None else Slo.from_ms(None, positive_ms(budget_ms)).tpot_s
+    if budget_ms is not None and not bound:
+        why = (
+            "whole prompts take their time"
+            if any(placement.role(BOTH))
+            else "no instance prefills while it decodes"
+        )
+        raise ConfigError("--tpot-budget-ms has no effect here", why, "leave it out")
+    return budget_s if math.isfinite(budget_s) else None

@@ -1,0 +1,236 @@
+"""Runs a local Ray head, and one actor per worker that supervises the worker's process.
+
+Ray is the control plane only: it places, starts, watches and stops workers. No request, token or KV byte goes through
+Ray. Workers are child processes of their actors, so that none of Ray's threads runs where tokens are computed.
+If the head process (`gcs_server`) dies, actors and workers go on and are still watched, but an actor that dies later is
+not restarted. If the `raylet` dies, actors and workers go on too, but Ray reports the actors as dead, so that no more
+statuses arrive. `diptych serve` reports either, and still ends all processes when it stops.
+
+The head listens on the loopback interface only and requires a token drawn at start. Its processes ask the kernel to end
+them with the thread that started them; `services.host.process_guard` ends whatever they leave behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import psutil
+import ray
+from ray.job_config import JobConfig
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from diptych.channel.keys import KeyBackup
+from diptych.errors import StartError
+from diptych.specs import WorkerSpec
+from services.cluster.lean_head import lean_head
+from services.cluster.spec import SUPERVISOR_DIED, Bundle
+from services.host.child_environment import child_environment, ucx_on_loopback
+from services.host.supervisor import ChildStatus, Supervisor
+
+# Diptych stores nothing in Ray's object store, but Ray requires at least 75 MiB.
+OBJECT_STORE_BYTES = 80 << 20
+RAY_PROCESSES = ("gcs_server", "raylet")
+# Status version of a lost actor. Real versions are never negative.
+LOST_VERSION = -2
+
+
+class WorkerActor:
+    """The actor that Ray places for a worker: it keeps one worker process alive.
+
+    Ray restarts the actor if it dies, and the new actor starts the worker again.
+    """
+
+    def __init__(self, spec: bytes, module: str, log: str) -> None:
+        worker = msgspec.json.decode(spec, type=WorkerSpec)
+        restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        if restarted:
+            # The previous worker was killed by the kernel together with its supervisor.
+            spec = msgspec.json.encode(msgspec.structs.replace(worker, ended="killed"))
+        self._supervisor = Supervisor(
+            worker.worker,
+            [sys.executable, "-m", module],
+            spec,
+            Path(log),
+            ucx_on_loopback(child_environment(worker.threads, os.environ)),
+            prepare=KeyBackup(worker.keys_dir).restore_keys,
+            restarted=restarted,
+        )
+        self._supervisor.start()
+
+    def wait_status(self, version: int, timeout_s: float) -> tuple[int, ChildStatus]:
+        """This process id, and the status once its version is not `version`, or after `timeout_s`."""
+        return os.getpid(), self._supervisor.wait_status(version, timeout_s)
+
+    def stop(self, grace_s: float) -> None:
+        """Stop the worker and wait for its end; kill it after `grace_s` seconds."""
+        self._supervisor.stop(grace_s)
+
+
+class RayWorker:
+    """The handle of one worker in `diptych serve`: awaitable status and stop."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self._actor = actor
+        self._seen_version, self._actor_pid, self._actor_deaths = -1, 0, 0
+
+    async def next_status(self, timeout_s: float = 20.0) -> ChildStatus | None:
+        """The next new status; None if there is none in time. If the actor died, a status "waiting" (for Ray)."""
+        try:
+            life, status = await cast(
+                Awaitable[tuple[int, ChildStatus]],
+                self._actor.wait_status.remote(self._seen_version, timeout_s),
+            )
+        except ray.exceptions.RayActorError:
+            fresh, self._seen_version = self._seen_version != LOST_VERSION, LOST_VERSION
+            self._actor_deaths += fresh
+            return (
+                ChildStatus(self.name, "waiting", restarts=self._actor_deaths, ended=SUPERVISOR_DIED)
+                if fresh
+                else None
+            )
+        fresh = (life, status.version) != (self._actor_pid, self._seen_version)
+        self._actor_pid, self._seen_version = life, status.version
+        return replace(status, restarts=status.restarts + self._actor_deaths) if fresh else None
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop the worker and its actor; the worker is killed after `grace_s` seconds."""
+        # The error means that the actor has died, and its worker with it.
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await cast(Awaitable[None], self._actor.stop.remote(grace_s))
+        ray.kill(self._actor)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacedBundle:
+    """The bundle (share of a placement group) that a worker occupies."""
+
+    group: PlacementGroup
+    index: int
+    devices: int
+
+
+class PlacementGroups:
+    """Ray placement groups, and which worker has which bundle. Groups are STRICT_PACK: all on one node."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, _PlacedBundle] = {}
+        # Bundles of ended workers, in groups that other workers still use.
+        self._free: list[_PlacedBundle] = []
+
+    def reserve_group(self, group: Sequence[Bundle]) -> None:
+        """Ask Ray for a group of bundles, without waiting. A single bundle reuses a free one of its size, if any."""
+        if len(group) == 1 and (place := self._take_free_bundle(group[0].devices)) is not None:
+            self._taken[group[0].worker] = place
+            return
+        made = placement_group(
+            [{"CPU": bundle.devices} for bundle in group],
+            strategy="STRICT_PACK",
+            name=" ".join(bundle.worker for bundle in group),
+        )
+        for index, bundle in enumerate(group):
+            self._taken[bundle.worker] = _PlacedBundle(made, index, bundle.devices)
+
+    def bundle_of(self, worker: str) -> tuple[PlacementGroup, int, int]:
+        """The worker's placement group, the index of its bundle in the group, and the bundle's devices."""
+        place = self._taken[worker]
+        return place.group, place.index, place.devices
+
+    def release_bundle(self, worker: str) -> None:
+        """Free the bundle of a worker that is gone; a group without workers is returned to Ray."""
+        place = self._taken.pop(worker, None)
+        if place is None:
+            return
+        self._free.append(place)
+        if not any(other.group.id == place.group.id for other in self._taken.values()):
+            self._free = [other for other in self._free if other.group.id != place.group.id]
+            remove_placement_group(place.group)
+
+    def _take_free_bundle(self, devices: int) -> _PlacedBundle | None:
+        """A free bundle with this number of devices, which is then not free any more; None if there is none."""
+        found = next((place for place in self._free if place.devices == devices), None)
+        if found is not None:
+            self._free.remove(found)
+        return found
+
+
+class RayCluster:
+    """The Ray head of one deployment on this machine."""
+
+    def __init__(self, folder: Path, devices: int) -> None:
+        """`folder` is for Ray's sockets and logs; its path must be short, since a socket's path has at most 107
+        characters. `devices` is the most that workers may ever hold; Ray places no more.
+        """
+        self._folder, self._devices = folder, devices
+        self.groups = PlacementGroups()
+        self.address = ""
+
+    def start(self) -> None:
+        """Start Ray, which blocks for some seconds. The calling thread must live as long as the deployment.
+
+        `services.host.child_environment.prepare_ray_environment` must have prepared the environment before this
+        module was imported.
+
+        Raises:
+            StartError: Ray did not start.
+        """
+        try:
+            with lean_head():
+                context = ray.init(
+                    address="local",
+                    num_cpus=self._devices,
+                    num_gpus=0,
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    logging_level=logging.ERROR,
+                    namespace="diptych",
+                    # Marks the job as a remote client's: otherwise actors import from the working directory first.
+                    job_config=JobConfig(_client_job=True),
+                    _temp_dir=str(self._folder),
+                )
+        except Exception as error:
+            # Ray has no common base class for the errors of its parts.
+            raise StartError(
+                "Ray did not start", " ".join(str(error).split())[:300], f"see {self._folder}"
+            ) from None
+        self.address = cast(Any, context).address_info["gcs_address"]
+
+    def launch_worker(self, spec: WorkerSpec, log: Path, module: str) -> RayWorker:
+        """Start the actor of a worker on its reserved bundle; the actor starts the worker's process."""
+        group, index, devices = self.groups.bundle_of(spec.worker)
+        actor = ray.remote(WorkerActor).options(
+            name=spec.worker,
+            num_cpus=devices,
+            max_restarts=-1,
+            max_concurrency=4,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        )
+        return RayWorker(spec.worker, actor.remote(msgspec.json.encode(spec), module, str(log)))
+
+    def process_ids(self) -> dict[str, int]:
+        """Process ids of Ray's two essential processes, by name."""
+        found: dict[str, int] = {}
+        for one in psutil.Process().children(recursive=True):
+            # The error means that the process has ended meanwhile.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[one.name()] = one.pid
+        return {name: found[name] for name in RAY_PROCESSES if name in found}
+
+    def stop_error_listener(self) -> None:
+        """End Ray's error listener thread, which polls without a pause and uses up a core once gcs_server is gone."""
+        ray._private.worker.global_worker.threads_stopped.set()
+
+    def stop(self) -> None:
+        """Stop Ray and all processes that it started. Idempotent."""
+        ray.shutdown()

@@ -1,0 +1,110 @@
+"""Makes the response bodies of `/v1/chat/completions`: whole, and as chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from msgspec import UNSET, Raw
+
+from services.gateway.generation.formats import (
+    MAX_WRITTEN_TOKENS,
+    ResponseHead,
+    UsageField,
+    obfuscation_padding,
+    split_at_field,
+)
+from services.gateway.generation.logprob_json import LogprobJson
+from services.gateway.generation.output_text import OutputPiece, OutputText
+from services.gateway.openai.resolve import ResolvedRequest
+from services.gateway.openai.response_schema import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatMessage,
+    Delta,
+    Usage,
+)
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """The chat format of `OutputFormat`.
+
+    The role comes in a first chunk of its own, the finish reason in a last one: some clients fail if the finish reason
+    comes together with text.
+    """
+
+    head: ResponseHead
+    ask: ResolvedRequest
+    names: LogprobJson
+
+    def begin_chunks(self, choice: int, used: UsageField = UNSET) -> list[ChatChunk]:
+        """The chunk with the assistant's role."""
+        first = Delta(role="assistant", content="", refusal=None)
+        return [self._make_chunk(ChatChunkChoice(choice, first), "", used)]
+
+    def delta_chunk(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> ChatChunk:
+        """A chunk with new text of one choice, and its log-probabilities if they were asked for."""
+        delta = ChatChunkChoice(choice, Delta(content=piece.text), self._logprobs_json(piece))
+        return self._make_chunk(delta, piece.text, used)
+
+    def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> ChatChunk:
+        """The last chunk of one choice: its finish reason, without text."""
+        return self._make_chunk(ChatChunkChoice(choice, Delta(), finish_reason=reason), "", used)
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        """The chunk with the whole request's usage, and no choices."""
+        head = self.head
+        return ChatChunk(head.id, head.created, head.model, [], head.fingerprint, usage=usage)
+
+    def full_body_parts(self, answers: Sequence[OutputText], usage: Usage) -> Iterator[bytes]:
+        """The JSON of a whole response, in parts. Takes the text out of `answers`.
+
+        Log-probabilities are written `MAX_WRITTEN_TOKENS` tokens at a time, so that each part takes only milliseconds.
+        """
+        head = self.head
+        body = ChatCompletion(head.id, head.created, head.model, [], usage, head.fingerprint)
+        before, after = split_at_field(body, b"choices", b"[]")
+        yield before + b"["
+        for index, answer in enumerate(answers):
+            yield from self._choice_parts(index, answer)
+        yield b"]" + after
+
+    def _choice_parts(self, index: int, answer: OutputText) -> Iterator[bytes]:
+        """The JSON of one choice, in parts: its text, and then its log-probabilities."""
+        piece = answer.take_piece()
+        choice = ChatChoice(index, ChatMessage(piece.text), answer.finish or "stop")
+        before, after = split_at_field(choice, b"logprobs", b"null")
+        yield b"," * (index > 0) + before
+        if self.ask.logprobs is None:
+            yield b"null" + after
+            return
+        yield b'{"content":['
+        for part in piece.split_pieces(MAX_WRITTEN_TOKENS):
+            yield (
+                b"," * (part.start > 0)
+                + self.names.chat_entries(part.iter_rows(), self.ask.logprobs).encode()
+            )
+        yield b'],"refusal":null}' + after
+
+    def _make_chunk(self, choice: ChatChunkChoice, text: str, used: UsageField) -> ChatChunk:
+        """A chunk with one choice; `text` is the text in it, whose length the padding hides."""
+        head = self.head
+        return ChatChunk(
+            head.id,
+            head.created,
+            head.model,
+            [choice],
+            head.fingerprint,
+            usage=used,
+            obfuscation=obfuscation_padding(self.ask, text) if text else UNSET,
+        )
+
+    def _logprobs_json(self, piece: OutputPiece) -> Raw | None:
+        """The JSON of a piece's log-probabilities; None if the client did not ask for them."""
+        if self.ask.logprobs is None:
+            return None
+        content = self.names.chat_entries(piece.iter_rows(), self.ask.logprobs)
+        return Raw(f'{{"content":[{content}],"refusal":null}}'.encode())

@@ -1,0 +1,107 @@
+"""Makes the response bodies of `/v1/completions`: whole, and as chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from msgspec import UNSET, Raw
+
+from services.gateway.generation.formats import (
+    MAX_WRITTEN_TOKENS,
+    ResponseHead,
+    UsageField,
+    obfuscation_padding,
+    split_at_field,
+)
+from services.gateway.generation.logprob_json import LogprobJson, floor_logprob
+from services.gateway.generation.output_text import OutputPiece, OutputText
+from services.gateway.openai.resolve import ResolvedRequest
+from services.gateway.openai.response_schema import Completion, CompletionChoice, Usage
+
+
+@dataclass(frozen=True)
+class CompletionFormat:
+    """The completions format of `OutputFormat`. Chunks and whole bodies have the same shape."""
+
+    head: ResponseHead
+    ask: ResolvedRequest
+    names: LogprobJson
+
+    def begin_chunks(self, choice: int, used: UsageField = UNSET) -> list[Completion]:
+        """No chunks: a completion begins with its text."""
+        return []
+
+    def delta_chunk(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> Completion:
+        """A chunk with new text of one choice, and its log-probabilities if they were asked for."""
+        return self._make_chunk(CompletionChoice(piece.text, choice, self._logprobs_json(piece)), used)
+
+    def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> Completion:
+        """The last chunk of one choice: its finish reason, without text."""
+        return self._make_chunk(CompletionChoice("", choice, finish_reason=reason), used)
+
+    def usage_chunk(self, usage: Usage) -> Completion:
+        """The chunk with the whole request's usage, and no choices."""
+        head = self.head
+        return Completion(head.id, head.created, head.model, [], head.fingerprint, usage=usage)
+
+    def full_body_parts(self, answers: Sequence[OutputText], usage: Usage) -> Iterator[bytes]:
+        """The JSON of a whole response, in parts. Takes the text out of `answers`.
+
+        Log-probabilities are written `MAX_WRITTEN_TOKENS` tokens at a time, so that each part takes only milliseconds.
+        """
+        head = self.head
+        body = Completion(head.id, head.created, head.model, [], head.fingerprint, usage=usage)
+        before, after = split_at_field(body, b"choices", b"[]")
+        yield before + b"["
+        for index, answer in enumerate(answers):
+            piece = answer.take_piece()
+            choice = CompletionChoice(piece.text, index, None, answer.finish)
+            head_bytes, tail_bytes = split_at_field(choice, b"logprobs", b"null")
+            yield b"," * (index > 0) + head_bytes
+            yield from self._logprob_parts(piece)
+            yield tail_bytes
+        yield b"]" + after
+
+    def _make_chunk(self, choice: CompletionChoice, used: UsageField) -> Completion:
+        """A chunk with one choice, padded if the client asked to hide its length."""
+        head = self.head
+        return Completion(
+            head.id,
+            head.created,
+            head.model,
+            [choice],
+            head.fingerprint,
+            usage=used,
+            obfuscation=obfuscation_padding(self.ask, choice.text) if choice.text else UNSET,
+        )
+
+    def _logprobs_json(self, piece: OutputPiece) -> Raw | None:
+        """The JSON of a piece's log-probabilities; None if the client did not ask for them."""
+        return None if self.ask.logprobs is None else Raw(b"".join(self._logprob_parts(piece)))
+
+    def _logprob_parts(self, piece: OutputPiece) -> Iterator[bytes]:
+        """The JSON of `logprobs`, in parts: four lists of the same length."""
+        most = self.ask.logprobs
+        if most is None:
+            yield b"null"
+            return
+        lists: dict[str, Callable[[OutputPiece], str]] = {
+            "tokens": lambda part: self.names.token_names(part.iter_rows()),
+            "token_logprobs": lambda part: ",".join(
+                [_logprob_number(row.logprob) for row in part.iter_rows()]
+            ),
+            "top_logprobs": lambda part: self.names.completion_tops(part.iter_rows(), most),
+            "text_offset": lambda part: ",".join([str(row.offset) for row in part.iter_rows()]),
+        }
+        for i, (name, write) in enumerate(lists.items()):
+            yield f'{"," if i else "{"}"{name}":['.encode()
+            for part in piece.split_pieces(MAX_WRITTEN_TOKENS):
+                yield b"," * (part.start > piece.start) + write(part).encode()
+            yield b"]"
+        yield b"}"
+
+
+def _logprob_number(logprob: float | None) -> str:
+    """A log-probability as JSON; null for the first token of a prompt, which has none."""
+    return "null" if logprob is None else repr(floor_logprob(logprob))

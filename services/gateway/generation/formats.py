@@ -1,0 +1,114 @@
+"""The interface between the two generation routes and the response formats that differ between them.
+
+`OutputFormat` is the interface; `chat_format` and `completion_format` implement it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from services.gateway.generation.output_text import OutputPiece, OutputText
+from services.gateway.openai.resolve import ResolvedRequest
+from services.gateway.openai.response_schema import Usage
+
+UsageField = Usage | None | UnsetType
+
+# Most tokens with log-probabilities that are written at once, before other tasks may run.
+MAX_WRITTEN_TOKENS = 128
+# Padding makes the number of characters of a chunk's text a multiple of this.
+OBFUSCATION_CHARS = 16
+
+
+# The header of an answer whose KV was coded: the KV class.
+KV_CLASS_HEADER = "x-diptych-kv-class"
+
+
+@dataclass(slots=True)
+class ResponseHead:
+    """The fields that the whole body, or every chunk, of one response repeats. `created` is in Unix seconds.
+
+    `kv_class` is set when the first token is there: the class that KV is coded in, or "" for KV without a codec.
+    """
+
+    id: str
+    created: int
+    model: str
+    model_fingerprint: str | None
+    kv_class: str = ""
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The `system_fingerprint`: it names the model and, if KV is coded, the KV class."""
+        if self.model_fingerprint is None or not self.kv_class:
+            return self.model_fingerprint
+        return f"{self.model_fingerprint}.{self.kv_class}"
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that say how the answer was made."""
+        return [(KV_CLASS_HEADER.encode(), self.kv_class.encode())] if self.kv_class else []
+
+
+class OutputFormat(Protocol):
+    """The response bodies of one route.
+
+    A stream consists, per choice, of `begin_chunks`, any number of `delta_chunk`, and `end_chunk`. The `usage_chunk`
+    follows if the client asked for it. `choice` is the index of a choice, and `used` is the `usage` field of its chunk.
+    """
+
+    @property
+    def head(self) -> ResponseHead:
+        """The fields that all bodies of the response repeat."""
+
+    def begin_chunks(self, choice: int, used: UsageField = UNSET) -> Sequence[msgspec.Struct]:
+        """The chunks that precede the text of a choice; may be none."""
+
+    def delta_chunk(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> msgspec.Struct:
+        """A chunk with new text and log-probabilities of a choice."""
+
+    def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> msgspec.Struct:
+        """The chunk that ends a choice with its finish reason."""
+
+    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
+        """The chunk with the usage of the whole request."""
+
+    def full_body_parts(self, answers: Sequence[OutputText], usage: Usage) -> Iterator[bytes]:
+        """The JSON of a whole response, in parts that each take some milliseconds. Takes the text out of `answers`."""
+
+
+def best_answers(ask: ResolvedRequest, answers: Sequence[OutputText]) -> list[OutputText]:
+    """The `n` answers of each prompt with the highest mean log-probability; all in order if `best_of` is `n`."""
+    if ask.best_of == ask.n:
+        return list(answers)
+    groups = (answers[i : i + ask.best_of] for i in range(0, len(answers), ask.best_of))
+    return [answer for group in groups for answer in _best_of_prompt(group, ask.n)]
+
+
+def _best_of_prompt(group: Iterable[OutputText], n: int) -> list[OutputText]:
+    """The `n` answers with the highest mean log-probability per token, best first."""
+    return sorted(group, key=lambda answer: -answer.sum_logprob / max(1, answer.num_tokens))[:n]
+
+
+def obfuscation_padding(ask: ResolvedRequest, text: str) -> str | UnsetType:
+    """Random characters that hide the length of `text` from observers who see only packet sizes."""
+    if not ask.obfuscate:
+        return UNSET
+    return secrets.token_urlsafe(OBFUSCATION_CHARS)[
+        : OBFUSCATION_CHARS - len(text.encode()) % OBFUSCATION_CHARS
+    ]
+
+
+def split_at_field(body: msgspec.Struct, field: bytes, value: bytes) -> tuple[bytes, bytes]:
+    """The JSON of `body` before and after the value of `field`, whose JSON is now `value` (null or an empty list).
+
+    The caller writes its own value between the two parts.
+    """
+    before, found, after = msgspec.json.encode(body).partition(b'"%s":%s' % (field, value))
+    assert found, field
+    return before + b'"%s":' % field, after

@@ -1,0 +1,346 @@
+"""Holds all answers of one HTTP request, between the backend that makes tokens and the task that writes the response.
+
+    backend ── SequenceSink ─▶ SequenceStream ─▶ OutputText ── pieces ─▶ GenerationResponse (streaming.py)
+                                     └─▶ SequenceRecord, GatewayMetrics
+
+A client that reads a stream too slowly is disconnected once more than `max_bytes` of its answers wait to be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import UNSET, UnsetType
+
+from diptych.errors import RequestError
+from diptych.failure_statuses import RequestFailure
+from diptych.messages import Output
+from diptych.request import Request, SamplingParams
+from services.gateway.generation.answer_memory import AnswerMemory
+from services.gateway.generation.output_text import OutputPiece, OutputText
+from services.gateway.metrics.prometheus import TTFT_STAGES, GatewayMetrics, SequenceRecord
+from services.gateway.openai.resolve import ResolvedRequest
+from services.gateway.openai.response_schema import KvDetails, PromptDetails, Usage
+from services.gateway.tokenization.tokenizer import GatewayTokenizer
+
+# Most log-probabilities that are packed at once, before other tasks may run.
+MAX_PACKED_TOKENS = 512
+
+
+class SequenceSink(Protocol):
+    """Receives one sequence from the backend. Either `finish_sequence` or `fail_sequence` ends it."""
+
+    def deliver_output(self, output: Output, now_s: float) -> None:
+        """Take the new tokens of a step. `now_s` is when they came, on the monotonic clock."""
+
+    def record_stages(self, seconds: dict[str, float]) -> None:
+        """Take the durations of request stages, in seconds by the name of the stage."""
+
+    def record_kv_class(self, kv_class: str, details: KvDetails | None) -> None:
+        """Take the KV class of the attempt that begins; `details` if its KV is coded."""
+
+    def finish_sequence(self, reason: str, now_s: float) -> None:
+        """The sequence is complete; `reason` is its finish reason."""
+
+    def fail_sequence(self, failure: RequestFailure) -> None:
+        """The sequence failed; `failure` is what the client sees."""
+
+
+class GenerationBackend(Protocol):
+    """Turns requests into tokens: the relay and the workers behind it, or a script in tests."""
+
+    def submit_requests(self, asked: Sequence[tuple[Request, SequenceSink]]) -> None:
+        """Start the sequences of one HTTP request: all of them, or none."""
+
+    def cancel_request(self, request: str) -> None:
+        """Cancel a sequence because its client has left. Unknown ids are ignored."""
+
+    def stop_request(self, request: str) -> None:
+        """Stop a sequence whose text has ended; `finish_sequence` follows."""
+
+    def find_refusal(self, num_requests: int, tenant: str) -> RequestFailure | None:
+        """Why `num_requests` more sequences of `tenant` would be refused now; None if they may be admitted."""
+
+
+class Generation:
+    """The sequences of one HTTP request. They are submitted together.
+
+    If one sequence fails or the client leaves, all of them are cancelled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ask: ResolvedRequest,
+        tokens: GatewayTokenizer,
+        backend: GenerationBackend,
+        metrics: GatewayMetrics,
+        max_bytes: int,
+        memory: AnswerMemory,
+    ) -> None:
+        self.name, self.ask = name, ask
+        self._memory, self._held_bytes = memory, 0
+        self.failure: RequestFailure | None = None
+        # Whether the sequences were cancelled because the client read too slowly.
+        self.flooded = False
+        self.backend, self.metrics, self._max_bytes = backend, metrics, max_bytes
+        self._news = asyncio.Event()
+        plan = [(prompt, i) for prompt in ask.prompts for i in range(ask.best_of)]
+        self.streams = [
+            SequenceStream(
+                self,
+                f"{name}.{index}" if len(plan) > 1 else name,
+                OutputText(ask, index, prompt, tokens),
+                ask.sampling_for(prompt, i),
+            )
+            for index, (prompt, i) in enumerate(plan)
+        ]
+
+    @property
+    def answers(self) -> list[OutputText]:
+        """The answers of all sequences, in the order of choices."""
+        return [stream.answer for stream in self.streams]
+
+    def submit_sequences(self, arrived_s: float, deadline_s: float) -> None:
+        """Hand all sequences to the backend. `arrived_s` is when the HTTP request came; both times are monotonic."""
+        self.metrics.params_n.labels(self.ask.model).observe(self.ask.n)
+        self.backend.submit_requests(
+            [(stream.make_request(arrived_s, deadline_s), stream) for stream in self.streams]
+        )
+
+    def cancel_sequences(self) -> None:
+        """Cancel all sequences that still run, because no client reads them. Idempotent."""
+        for stream in self.streams:
+            stream.cancel_sequence()
+
+    @property
+    def done(self) -> bool:
+        """Whether every answer is complete."""
+        return all(stream.answer.finish is not None for stream in self.streams)
+
+    async def wait_for_news(self, timeout_s: float | None) -> bool:
+        """Wait for new text, an end or a failure. Returns False if `timeout_s` passed first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        self._news.clear()
+        return True
+
+    async def wait_until_complete(self) -> None:
+        """Wait until every answer is complete.
+
+        Raises:
+            RequestError: one of them failed.
+        """
+        while not self.done and self.failure is None:
+            await self.wait_for_news(None)
+            for stream in self.streams:
+                await stream.pack_logprobs()
+        if self.failure is not None:
+            raise RequestError(self.failure)
+
+    def notify_writer(self) -> None:
+        """Wake the task that writes the response. Cancels the request if its client reads too slowly."""
+        if self.ask.stream and self._held_bytes > self._max_bytes and not self.flooded:
+            self.flooded = sum(stream.answer.waiting_bytes for stream in self.streams) > self._max_bytes
+            if self.flooded:
+                self.cancel_sequences()
+        self._news.set()
+
+    def hold_bytes(self, num_bytes: int) -> None:
+        """Count `num_bytes` more (or fewer) of this request's answers. Fails the request if they are too many."""
+        self._held_bytes += num_bytes
+        try:
+            self._memory.hold_bytes(self.ask.origin.tenant, num_bytes)
+        except RequestError as error:
+            self.fail_request(error.failure)
+
+    def release_bytes(self) -> None:
+        """Stop counting the memory of all answers, which are no longer kept."""
+        self.hold_bytes(-self._held_bytes)
+
+    def fail_request(self, failure: RequestFailure) -> None:
+        """Fail the whole request with `error`, and cancel all sequences that still run. The first error counts."""
+        if self.failure is None:
+            self.failure = failure
+            for stream in self.streams:
+                stream.fail_with_request(failure)
+            self.notify_writer()
+
+    def mark_completed(self) -> None:
+        """Record that the last byte was handed to the connection."""
+        now_s = time.monotonic()
+        for stream in self.streams:
+            stream.mark_written(now_s)
+            stream.record.ended_s = now_s
+            self.metrics.on_ended(stream.record)
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts of the whole request.
+
+        Prompt tokens count once per prompt, and cached tokens as the prompt's first sequence found them. New tokens
+        count for every sequence.
+        """
+        cached = sum(stream.answer.cached_tokens for stream in self.streams[:: self.ask.best_of])
+        new = sum(stream.answer.num_tokens for stream in self.streams)
+        return Usage(
+            prompt_tokens=self.ask.prompt_tokens,
+            completion_tokens=new,
+            total_tokens=self.ask.prompt_tokens + new,
+            prompt_tokens_details=PromptDetails(cached_tokens=cached),
+            diptych=self.kv or UNSET,
+        )
+
+    @property
+    def kv(self) -> KvDetails | None:
+        """How the request's KV is coded; None if it is not. Only during an upgrade can sequences differ in it."""
+        return next((stream.kv for stream in self.streams if stream.kv is not None), None)
+
+    def usage_so_far(self, choice: int) -> Usage | None | UnsetType:
+        """The `usage` field of a chunk of one choice.
+
+        It holds the choice's counts so far if the client asked for usage in every chunk. It is null if usage comes
+        only at the end, and absent if the client did not ask for usage.
+        """
+        if not self.ask.include_usage:
+            return UNSET
+        if not self.ask.continuous_usage:
+            return None
+        answer = self.streams[choice].answer
+        prompt, new = len(answer.prompt.tokens), answer.num_tokens
+        details = PromptDetails(cached_tokens=answer.cached_tokens)
+        return Usage(prompt, new, prompt + new, details, diptych=self.streams[choice].kv or UNSET)
+
+
+class SequenceStream:
+    """The `SequenceSink` of one sequence: feeds its answer and records its times."""
+
+    def __init__(
+        self, generation: Generation, request: str, answer: OutputText, sampling: SamplingParams
+    ) -> None:
+        self.request, self.answer, self.sampling = request, answer, sampling
+        self.record = SequenceRecord(generation.ask.model, len(answer.prompt.tokens))
+        self._generation, self._metrics = generation, generation.metrics
+        self._open = False
+        self._held_bytes = 0
+        # How the KV of the running attempt is coded; None if it is not.
+        self.kv: KvDetails | None = None
+
+    async def pack_logprobs(self) -> None:
+        """Pack the prompt's log-probabilities into arrays, with pauses in which other tasks run."""
+        while self.answer.pack_logprobs(MAX_PACKED_TOKENS):
+            await asyncio.sleep(0)
+
+    def take_piece(self) -> OutputPiece:
+        """Take the text and tokens that wait to be written. They no longer count as held memory."""
+        piece = self.answer.take_piece()
+        self._update_held_bytes()
+        return piece
+
+    def _update_held_bytes(self) -> None:
+        """Report to the request by how much the memory of this answer has changed."""
+        more = self.answer.held_bytes - self._held_bytes
+        self._held_bytes += more
+        self._generation.hold_bytes(more)
+
+    def make_request(self, arrived_s: float, deadline_s: float) -> Request:
+        """The request for the backend. Both times are in seconds on the monotonic clock."""
+        self.record.arrived_s = arrived_s
+        request = Request(
+            self.request,
+            self.answer.prompt.tokens,
+            self.sampling,
+            deadline_s,
+            origin=self._generation.ask.origin,
+            kv_class=self._generation.ask.kv,
+        )
+        request.entered_s[request.stage] = arrived_s
+        self._metrics.on_arrived(self.record)
+        self._metrics.params_max.labels(self.record.model).observe(self.sampling.max_tokens)
+        self._open = True
+        return request
+
+    def cancel_sequence(self) -> None:
+        """Cancel the sequence if it still runs, because its client has left."""
+        if self._open:
+            self._open = False
+            self._metrics.cancelled.inc()
+            self._generation.backend.cancel_request(self.request)
+
+    def fail_with_request(self, failure: RequestFailure) -> None:
+        """Cancel the sequence if it still runs, because another sequence of its HTTP request failed."""
+        if self._open:
+            self._record_failure(failure)
+            self._generation.backend.cancel_request(self.request)
+
+    def mark_written(self, now_s: float) -> None:
+        """Record the time that counts for TTFT, and report it to the metrics. Only the first call counts.
+
+        For a streamed answer this is when its first token, or an end without one, was written to the client; for any
+        other answer it is when the first token reached the gateway.
+        """
+        if self.record.first_written_s is None:
+            self.record.first_written_s = now_s
+            self._metrics.on_first_token(self.record)
+
+    # ---- called by the backend
+
+    def deliver_output(self, output: Output, now_s: float) -> None:
+        """Feed the tokens of a step to the answer; stop the sequence if they complete a stop string."""
+        if not self._open:
+            return
+        record, answer, count = self.record, self.answer, len(output.tokens)
+        answer.feed_output(output)
+        self._update_held_bytes()
+        if count and record.first_token_s is None:
+            record.first_token_s = record.last_token_s = now_s
+            count -= 1
+        if count and record.last_token_s is not None:
+            self._metrics.observe_gap(record.model, now_s - record.last_token_s, count)
+        record.last_token_s = now_s
+        record.tokens, record.cached_tokens = answer.num_tokens, answer.cached_tokens
+        if answer.finish is not None and output.finish is None:
+            self._generation.backend.stop_request(self.request)  # `finish_sequence` follows
+        self._generation.notify_writer()
+
+    def record_kv_class(self, kv_class: str, details: KvDetails | None) -> None:
+        """Keep the KV class for the answer and the metrics. With the first token it stays the same."""
+        self.record.kv_class, self.kv = kv_class, details
+
+    def record_stages(self, seconds: dict[str, float]) -> None:
+        """Record the stages of the first token, which are kept until it is written, or of the hand-off."""
+        if TTFT_STAGES[0] in seconds:
+            self.record.stages = seconds
+        else:
+            for stage, duration in seconds.items():
+                self._metrics.handoff_stage.labels(stage).observe(duration)
+
+    def finish_sequence(self, reason: str, now_s: float) -> None:
+        """Complete the answer. A stop string found before gives its finish reason; otherwise it is `reason`."""
+        self._open = False
+        self.answer.end_sequence(reason)
+        self.record.finish = self.answer.finish or reason
+        self._generation.notify_writer()
+
+    def fail_sequence(self, failure: RequestFailure) -> None:
+        """Fail the whole HTTP request, unless this answer's text is complete already."""
+        if self.answer.finish is not None:
+            # The answer's text had ended already, so nothing is missing.
+            return self.finish_sequence(self.answer.finish, time.monotonic())
+        if self._open:
+            self._record_failure(failure)
+        self._generation.fail_request(failure)
+
+    def _record_failure(self, failure: RequestFailure) -> None:
+        """Close the sequence and count the failure in the metrics."""
+        self._open = False
+        self._metrics.failures.labels(failure.code).inc()
+        self._metrics.on_failed(self.record)
+        if failure.is_overload:
+            self._metrics.rejections.labels(failure.code).inc()

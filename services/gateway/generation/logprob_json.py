@@ -1,0 +1,88 @@
+"""Writes log-probabilities as JSON text, several times faster than by encoding objects.
+
+The JSON of each token is made once and cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from services.gateway.generation.scored_tokens import ScoredToken
+from services.gateway.openai.response_schema import MIN_LOGPROB
+from services.gateway.tokenization.tokenizer import GatewayTokenizer
+
+# Most tokens whose JSON is cached, per route. The cache then takes some megabytes.
+MAX_CACHED_NAMES = 1 << 16
+
+
+class LogprobJson:
+    """Writes one model's tokens and their log-probabilities in the form of either route."""
+
+    def __init__(self, tokens: GatewayTokenizer) -> None:
+        self._tokens = tokens
+        self._chat: dict[int, tuple[str, str]] = {}
+        self._names: dict[int, str] = {}
+
+    def chat_entries(self, rows: Iterable[ScoredToken], most: int) -> str:
+        """The elements of `logprobs.content` of chats, separated by commas, with up to `most` alternatives each."""
+        return ",".join(
+            f'{{{self._chat_entry(row.token, row.logprob)},"top_logprobs":['
+            + ",".join([f"{{{self._chat_entry(token, value)}}}" for token, value in row.top[:most]])
+            + "]}"
+            for row in rows
+        )
+
+    def token_names(self, rows: Iterable[ScoredToken]) -> str:
+        """The elements of `logprobs.tokens` of completions, separated by commas."""
+        return ",".join([self._name(row.token) for row in rows])
+
+    def completion_tops(self, rows: Iterable[ScoredToken], most: int) -> str:
+        """The elements of `logprobs.top_logprobs` of completions: up to `most` alternatives, and the token itself."""
+        return ",".join([self._top_logprobs(row, most) for row in rows])
+
+    def _top_logprobs(self, row: ScoredToken, most: int) -> str:
+        """One element of `logprobs.top_logprobs` of completions; null for the first token of a prompt."""
+        if row.logprob is None:
+            return "null"
+        values = {self._name(token): value for token, value in row.top[:most]}
+        values[self._name(row.token)] = row.logprob
+        return "{" + ",".join([f"{name}:{floor_logprob(value)!r}" for name, value in values.items()]) + "}"
+
+    def _chat_entry(self, token: int, logprob: float | None) -> str:
+        """The fields of one token in a chat's log-probabilities."""
+        found = self._chat.get(token)
+        if found is None:
+            found = self._chat_parts(token)
+        return f"{found[0]}{floor_logprob(logprob)!r}{found[1]}"
+
+    def _chat_parts(self, token: int) -> tuple[str, str]:
+        """The constant JSON around a token's log-probability: (before, after), from the cache's miss path."""
+        if len(self._chat) >= MAX_CACHED_NAMES:
+            self._chat.clear()
+        raw = self._tokens.token_bytes(token)
+        name = msgspec.json.encode(raw.decode("utf-8", "replace")).decode()
+        found = f'"token":{name},"logprob":', f',"bytes":{msgspec.json.encode(list(raw)).decode()}'
+        self._chat[token] = found
+        return found
+
+    def _name(self, token: int) -> str:
+        """A token's text as JSON. A token that is not whole characters shows its bytes, so names stay distinct."""
+        found = self._names.get(token)
+        if found is not None:
+            return found
+        if len(self._names) >= MAX_CACHED_NAMES:
+            self._names.clear()
+        raw = self._tokens.token_bytes(token)
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        self._names[token] = msgspec.json.encode(name).decode()
+        return self._names[token]
+
+
+def floor_logprob(logprob: float | None) -> float:
+    """A log-probability that JSON can hold: `MIN_LOGPROB` instead of None, minus infinity or anything lower."""
+    return MIN_LOGPROB if logprob is None else max(logprob, MIN_LOGPROB)

@@ -1,0 +1,215 @@
+"""Builds one sequence's answer while it is generated: tokens go in, pieces of text with log-probabilities come out.
+
+New text waits until it is taken. A writer that takes it rarely gets one larger piece, not several.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from diptych.messages import Logprob, Output
+from services.gateway.generation.scored_tokens import ScoredToken, ScoredTokens
+from services.gateway.openai.resolve import Prompt, ResolvedRequest
+from services.gateway.tokenization.stop_strings import StopStrings
+from services.gateway.tokenization.tokenizer import GatewayTokenizer
+
+CHAR_BYTES = 2
+# Bytes of one log-probability or alternative that is not in an array yet.
+UNPACKED_LOGPROB_BYTES = 120
+
+
+@dataclass(slots=True)
+class OutputPiece:
+    """New text since the last piece, and the tokens from `start` up to `stop` of `scored`."""
+
+    text: str
+    scored: ScoredTokens
+    # Index of the first token of `scored` that belongs to this piece.
+    start: int = 0
+    stop: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.scored)
+
+    def iter_rows(self) -> Iterator[ScoredToken]:
+        """The piece's tokens with their log-probabilities."""
+        return self.scored.iter_rows(self.start, len(self.scored) if self.stop is None else self.stop)
+
+    def split_pieces(self, limit: int) -> Iterator[OutputPiece]:
+        """Split the piece so that each part has at most `limit` scored tokens. The first part has all the text."""
+        stop = len(self.scored) if self.stop is None else self.stop
+        yield OutputPiece(self.text, self.scored, self.start, min(stop, self.start + limit))
+        for start in range(self.start + limit, stop, limit):
+            yield OutputPiece("", self.scored, start, min(stop, start + limit))
+
+
+class OutputText:
+    """The answer of one sequence. Text offsets count characters from its start, an echoed prompt included.
+
+    The prompt's own log-probabilities can be many. They wait as objects until `pack_logprobs` has put them into arrays,
+    a limited number at a time.
+    """
+
+    def __init__(self, ask: ResolvedRequest, index: int, prompt: Prompt, tokens: GatewayTokenizer) -> None:
+        """With `ask.echo`, `prompt` has its text and, if log-probabilities are asked for, its tokens' text offsets."""
+        self.index, self.prompt = index, prompt
+        self.finish: str | None = None
+        self.num_tokens = self.cached_tokens = 0
+        self.sum_logprob = 0.0
+        self._ask = ask
+        self._detokenizer = tokens.new_detokenizer(ask.skip_special)
+        self._stops = StopStrings(ask.stops, ask.keep_stop)
+        # Number of characters that the detokenizer has returned.
+        self._num_detokenized = 0
+        # Number of characters that `StopStrings` has returned. They cannot become part of a stop string, so they can
+        # be shown.
+        self._num_final = 0
+        self._texts: list[str] = []
+        self._chars = 0
+        # The answer's tokens with their log-probabilities. Those whose text can be shown come first.
+        self._scored = ScoredTokens(ask.logprobs or 0)
+        self._echoed = not ask.echo
+        # The log-probabilities of the echoed prompt as a worker sent them. Empty: there are none.
+        self._prompt_logprobs: Sequence[Logprob | None] = ()
+        # The prompt's log-probabilities that `pack_logprobs` has put into arrays so far.
+        self._packed_prompt_logprobs = ScoredTokens(ask.logprobs or 0)
+        self._offsets = array("I", prompt.offsets or b"")
+        # Number of characters of the echoed prompt that wait to be taken.
+        self._prompt_chars = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Roughly the memory, in bytes, of everything that waits to be taken."""
+        return CHAR_BYTES * self._chars + self._scored.num_bytes + self._prompt_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that could be taken now, without an echoed prompt: how far the client has fallen behind."""
+        ready_bytes = self._scored.bytes_of(self._num_ready)
+        return CHAR_BYTES * (self._chars - self._prompt_chars) + ready_bytes
+
+    @property
+    def _num_ready(self) -> int:
+        """Tokens whose log-probabilities can be shown; the text of the others may become part of a stop string."""
+        return len(self._scored) if self.finish is not None else self._scored.count_before(self._num_final)
+
+    @property
+    def _prompt_bytes(self) -> int:
+        """Roughly the memory of the prompt's log-probabilities, packed or not."""
+        unpacked = len(self._prompt_logprobs) - len(self._packed_prompt_logprobs)
+        return self._packed_prompt_logprobs.num_bytes + max(0, unpacked) * UNPACKED_LOGPROB_BYTES * (
+            2 + (self._ask.logprobs or 0)
+        )
+
+    def pack_logprobs(self, limit: int) -> bool:
+        """Pack at most `limit` of the prompt's log-probabilities. Returns False when none are left.
+
+        Must be called until it returns False, before `take_piece`.
+        """
+        start, end = len(self._packed_prompt_logprobs), len(self._prompt_logprobs)
+        for i in range(start, min(start + limit, end)):
+            self._packed_prompt_logprobs.add_token(
+                self.prompt.tokens[i], self._offsets[i], self._prompt_logprobs[i]
+            )
+        return start + limit < end
+
+    def take_piece(self) -> OutputPiece:
+        """Remove and return everything that waits."""
+        ready, scored = self._scored.remove_first(self._num_ready), self._packed_prompt_logprobs
+        if scored:
+            scored.extend(ready)
+        piece = OutputPiece("".join(self._texts), scored or ready)
+        self._texts, self._chars, self._prompt_chars, self._prompt_logprobs = [], 0, 0, ()
+        self._packed_prompt_logprobs = ScoredTokens(self._ask.logprobs or 0)
+        return piece
+
+    def feed_output(self, output: Output) -> None:
+        """Add the tokens of a step. `self.finish` becomes "stop" if they complete a stop string."""
+        if self.finish is not None:
+            return
+        # Only the first prefill counts, not one after a retry or migration.
+        if not self.num_tokens:
+            self.cached_tokens = output.cached_tokens
+        if not self._echoed:
+            self._echo_prompt(output.prompt_logprobs)
+        logprobs: Sequence[Logprob | None] = output.logprobs or [None] * len(output.tokens)
+        for i, (token, logprob) in enumerate(zip(output.tokens, logprobs, strict=True)):
+            last = i == len(output.tokens) - 1
+            self._count_token(logprob)
+            ends = last and output.finish == "stop" and token in self._ask.sampling.stop_token_ids
+            if ends and not self._ask.keep_stop:
+                break
+            self._append_token(token, logprob)
+            if self._stops.hit is not None:
+                self._set_finish("stop")
+                return
+
+    def end_sequence(self, reason: str) -> None:
+        """No token will follow: release all text that was held back, and set `self.finish`."""
+        if self.finish is None:
+            if not self._echoed:
+                self._echo_prompt(None)
+            rest = self._detokenizer.flush()
+            self._num_detokenized += len(rest)
+            self._append_final(self._stops.feed(rest))
+            if self._stops.hit is None:
+                self._append_final(self._stops.flush())
+            self._set_finish("stop" if self._stops.hit is not None else reason)
+
+    def _count_token(self, logprob: Logprob | None) -> None:
+        """Count a token for usage and for the ranking of answers by `best_of`."""
+        self.num_tokens += 1
+        self.sum_logprob += logprob.logprob if logprob is not None else 0.0
+
+    def _append_token(self, token: int, logprob: Logprob | None) -> None:
+        """Append a token's text, as far as it is certain; before `min_tokens` stop strings are not looked for."""
+        if logprob is not None and self._ask.logprobs is not None:
+            self._scored.add_token(token, self._num_detokenized, logprob)
+        text = self._detokenizer.feed(token)
+        self._num_detokenized += len(text)
+        early = self.num_tokens < self._ask.sampling.min_tokens
+        self._append_final(self._stops.skip(text) if early else self._stops.feed(text))
+
+    def _append_final(self, text: str) -> None:
+        """Append text of the answer that cannot become part of a stop string any more."""
+        self._append_text(text)
+        self._num_final += len(text)
+
+    def _append_text(self, text: str) -> None:
+        """Append text to what waits to be taken."""
+        if text:
+            self._texts.append(text)
+            self._chars += len(text)
+
+    def _set_finish(self, reason: str) -> None:
+        """End the answer; after a stop string, drop the tokens whose text lies behind it."""
+        if self._stops.hit is not None:
+            # The text of the dropped tokens lies behind the stop string.
+            self._scored = self._scored.remove_first(self._num_ready)
+        self.finish = reason
+
+    def _echo_prompt(self, scores: list[Logprob | None] | None) -> None:
+        """Put the prompt before the answer, with its own log-probabilities when they were asked for."""
+        self._echoed = True
+        text = self.prompt.text or ""
+        if self._ask.logprobs is not None:
+            self._prompt_logprobs = scores or [None] * len(self.prompt.tokens)
+        self._append_text(text)
+        self._num_detokenized = self._num_final = self._prompt_chars = len(text)
+
+
+def with_echo(prompt: Prompt, tokens: GatewayTokenizer, skip_special: bool) -> Prompt:
+    """`prompt` with what an answer that echoes it needs: its text, and the offset of each token in the text.
+
+    Takes time: some microseconds for every token of the prompt.
+    """
+    detokeniser = tokens.new_detokenizer(skip_special)
+    offsets, texts, length = array("I"), list[str](), 0
+    for token in prompt.tokens:
+        offsets.append(length)
+        texts.append(detokeniser.feed(token))
+        length += len(texts[-1])
+    text = "".join(texts) + detokeniser.flush() if prompt.text is None else prompt.text
+    return Prompt(prompt.tokens, text, offsets.tobytes())

@@ -1,0 +1,90 @@
+"""Makes error responses in OpenAI's format, with the headers that official clients act upon, and their log lines.
+
+Clients see only texts of a `RequestFailure`. For an unexpected exception they see the request id, and the log has the
+details. Each error is logged with the request id and its cause: server errors always, client errors at most
+`MAX_CLIENT_LINES_PER_S` times a second for each code.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from diptych.failure_statuses import FailureReason, RequestFailure
+from services.gateway.http.log_rate_limit import LogRateLimit
+
+JSON_TYPE = "application/json"
+MAX_CLIENT_LINES_PER_S = 10
+
+log = logging.getLogger(__name__)
+client_log = logging.getLogger(f"{__name__}.client")
+client_log.addFilter(LogRateLimit(1.0, MAX_CLIENT_LINES_PER_S))
+
+
+def log_failure(scope: Scope, failure: RequestFailure, generation: str = "") -> None:
+    """Log why a request fails, under its id. `generation` is the name under which workers know it."""
+    logger = log if failure.status >= 500 else client_log
+    what = (
+        f"{failure.message} (cause: {' '.join(failure.cause.split())})" if failure.cause else failure.message
+    )
+    logger.warning(
+        "%s%s fails with %d %s: %s",
+        scope.get("state", {}).get("request_id", "-"),
+        f" ({generation})" if generation else "",
+        failure.status,
+        failure.code,
+        what,
+        extra={"kind": failure.code},
+    )
+
+
+class ErrorResponse(Response):
+    """An error response that logs its failure when it is sent."""
+
+    def __init__(self, failure: RequestFailure, generation: str, headers: dict[str, str]) -> None:
+        body = msgspec.json.encode(failure.error_body())
+        super().__init__(body, failure.status, headers, media_type=JSON_TYPE)
+        self._failure, self._generation = failure, generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        log_failure(scope, self._failure, self._generation)
+        await super().__call__(scope, receive, send)
+
+
+def error_response(failure: RequestFailure, generation: str = "") -> Response:
+    """The response for `failure`. Its `x-should-retry` keeps official clients from repeating a hopeless request.
+
+    `generation` is the name of the generation that failed, for the log.
+    """
+    headers = {
+        "x-should-retry": "true" if failure.client_may_retry else "false",
+        "cache-control": "no-store",
+    }
+    if failure.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if failure.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(failure.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, round(failure.retry_after_s * 1000)))
+    return ErrorResponse(failure, generation, headers)
+
+
+def internal_failure(request_id: str) -> RequestFailure:
+    """The failure of a request on which the gateway itself failed (500)."""
+    problem = f"the server failed on this request; its log has the details under {request_id}"
+    return RequestFailure(FailureReason.INTERNAL_ERROR, problem)
+
+
+def unknown_route_failure(path: str, method: str) -> RequestFailure:
+    """The failure of a request for a path that does not exist (404)."""
+    return RequestFailure(FailureReason.UNKNOWN_URL, f"unknown route: {method[:16]} {path[:100]}")
+
+
+def method_not_allowed_failure(path: str, method: str) -> RequestFailure:
+    """The failure of a request with a method that its path does not have (405)."""
+    return RequestFailure(FailureReason.METHOD_NOT_ALLOWED, f"{method[:16]} is not allowed for {path[:100]}")
+
+
+SHUTTING_DOWN = RequestFailure(FailureReason.SERVER_SHUTTING_DOWN, "the server is shutting down")

@@ -1,0 +1,71 @@
+"""Gives every request an id (as ASGI middleware), counts responses, and answers unexpected exceptions with a 500."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.http.connection import CONNECTION_EXTENSION
+from services.gateway.http.error_response import error_response, internal_failure
+from services.gateway.metrics.prometheus import GatewayMetrics
+
+ROUTE_PREFIXES = {"/v1/models/": "/v1/models/{id}", "/admin/workers/": "/admin/workers/{name}"}
+CLIENT_ID_PATTERN = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+log = logging.getLogger(__name__)
+
+
+class RequestIdMiddleware:
+    """ASGI middleware that puts `request_id` and `arrived_s` (monotonic seconds) into `scope["state"]`.
+
+    A client's own request id (`x-request-id`) is logged and sent back, and not used for anything else.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: frozenset[str]) -> None:
+        self.app, self.metrics, self.routes = app, metrics, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        request_id = f"req_{secrets.token_hex(16)}"
+        scope.setdefault("state", {}).update(request_id=request_id, arrived_s=time.monotonic())
+        extra = [(b"x-request-id", request_id.encode())]
+        theirs = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        client_id = theirs.decode() if CLIENT_ID_PATTERN.fullmatch(theirs) else ""
+        if client_id:
+            extra.append((b"x-client-request-id", theirs))
+        started = False
+
+        async def stamped(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message = {**message, "headers": [*message.get("headers", []), *extra]}
+                self.metrics.http.labels(self._route_label(scope["path"]), str(message["status"])).inc()
+            await send(message)
+
+        log.info("%s %s %r (client id %s)", request_id, scope["method"], scope["path"], client_id or "-")
+        try:
+            await self.app(scope, receive, stamped)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("%s failed", request_id)
+            if not started:
+                await error_response(internal_failure(request_id))(scope, receive, stamped)
+            elif (connection := scope.get("extensions", {}).get(CONNECTION_EXTENSION)) is not None:
+                connection.abort()
+
+    def _route_label(self, path: str) -> str:
+        """The metric label of a path: its route, so that clients cannot create new labels."""
+        if path in self.routes:
+            return path
+        for prefix, route in ROUTE_PREFIXES.items():
+            if path.startswith(prefix):
+                return route
+        return "other"

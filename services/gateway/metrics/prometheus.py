@@ -1,0 +1,425 @@
+"""Defines every metric of the gateway once, in a Prometheus registry of its own.
+
+A metric that means the same as one of vLLM's has vLLM's name (`vllm:`), so existing dashboards and autoscalers work
+unchanged. Its buckets are finer below 10 ms, and each SLO is an exact bucket bound. All other names begin with
+`diptych:`. Label values are bounded: served models, present workers, and words from closed lists. No metric holds a
+prompt, a key or a request id.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+
+from diptych.chunks import RAW_CLASS
+from diptych.slo import Slo
+from services.gateway.metrics.workers import LinkSpeed, WorkerCollector, WorkerSnapshot
+
+# fmt: off
+TTFT_BUCKETS_MS = (
+    1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 250, 300, 400, 500, 750, 1e3, 2.5e3, 5e3, 7.5e3, 1e4, 2e4,
+    4e4, 8e4, 1.6e5, 6.4e5,
+)
+ITL_BUCKETS_MS = (
+    1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 150, 200, 300, 400, 500, 750, 1e3, 2.5e3,
+    5e3, 7.5e3, 1e4, 2e4, 4e4, 8e4,
+)
+REQUEST_BUCKETS_MS = (
+    5, 10, 20, 50, 100, 200, 300, 500, 800, 1e3, 1.5e3, 2e3, 2.5e3, 5e3, 1e4, 1.5e4, 2e4, 3e4, 4e4, 5e4,
+    6e4, 1.2e5, 2.4e5, 4.8e5, 9.6e5, 1.92e6, 7.68e6,
+)
+LAG_BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 150, 200, 250, 500, 1000, 2000, 5000)
+STAGE_BUCKETS_MS = (.05, .1, .2, .5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 6e4, 6e5)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+# fmt: on
+COUNT_BUCKETS = (1, 2, 3, 5, 8, 10, 20, 50, 100, 128)
+
+TTFT_STAGES = ("admission", "retry", "prefill_queue", "prefill", "deliver", "write")
+TRANSFER_PARTS = ("hidden", "exposed")
+HANDOFF_STAGES = ("decode_admission", "transfer", "first_decode")
+# Attainment is measured over this many of the latest requests.
+SLO_WINDOW = 1000
+
+
+@dataclass(slots=True)
+class SequenceRecord:
+    """One sequence as its client saw it. All times are seconds on the monotonic clock."""
+
+    model: str
+    prompt_tokens: int
+    cached_tokens: int = 0
+    tokens: int = 0
+    arrived_s: float = 0.0
+    # The time at which the first token reached the gateway.
+    first_token_s: float | None = None
+    # The time at which the last token reached the gateway.
+    last_token_s: float | None = None
+    # The time at which the first token of a streamed answer was written to the client. For an answer that is not
+    # streamed: the time at which its first token reached the gateway.
+    first_written_s: float | None = None
+    ended_s: float = 0.0
+    finish: str = "stop"
+    kv_class: str = RAW_CLASS
+    stages: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token in seconds: from arrival until the token was written. None before that."""
+        return None if self.first_written_s is None else self.first_written_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per output token after the first; None with fewer than two tokens."""
+        return self.decode_s / (self.tokens - 1) if self.tokens > 1 else None
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the first token to the last, both as they reached the gateway; 0 before the first."""
+        return (
+            self.last_token_s - self.first_token_s
+            if self.last_token_s is not None and self.first_token_s is not None
+            else 0.0
+        )
+
+
+class TrafficListener(Protocol):
+    """Gets each sequence's arrival and end besides the metrics; implemented by `TrafficFeed`."""
+
+    def on_arrived(self, prompt_tokens: int) -> None:
+        """A sequence was handed to the backend."""
+
+    def on_ended(self, record: SequenceRecord, good: bool) -> None:
+        """A sequence was answered completely; `good` says whether it met all SLOs."""
+
+    def on_failed(self, record: SequenceRecord) -> None:
+        """A sequence failed after it was handed to the backend."""
+
+    def on_refused(self) -> None:
+        """A request was refused because of load before it became sequences."""
+
+
+def bucket_bounds_s(milliseconds: Iterable[float], *bounds_s: float | None) -> list[float]:
+    """Sorted bucket bounds in seconds: `milliseconds` converted, and each of `bounds_s` that is not None."""
+    merged = [bound / 1000 for bound in milliseconds]
+    for bound in bounds_s:
+        if bound is not None and bound not in merged:
+            insort(merged, bound)
+    return merged
+
+
+class GatewayMetrics:
+    """All metrics of the gateway. `render_text` returns the body of `/metrics`."""
+
+    def __init__(self, slo: Slo | None = None) -> None:
+        self.slo = slo or Slo()
+        self._limits_s = self.slo.limits_s()
+        self.listener: TrafficListener | None = None
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self._define_requests()
+        self._define_stages()
+        self._define_service()
+        self._define_failures()
+        self._define_replanning()
+        self._attained: dict[str, deque[bool]] = {
+            name: deque(maxlen=SLO_WINDOW) for name in ("ttft", "tpot", "all")
+        }
+
+    def watch_workers(
+        self,
+        snapshots: Callable[[], Iterable[WorkerSnapshot]],
+        links: Callable[[], Iterable[LinkSpeed]],
+        model: str,
+    ) -> None:
+        """Add metrics of workers and links, which are collected whenever `/metrics` is requested."""
+        self.registry.register(WorkerCollector(snapshots, links, model))
+
+    def render_text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _histogram(
+        self, name: str, help_text: str, buckets: Iterable[float], label: str = "model_name"
+    ) -> Histogram:
+        """A histogram with one label."""
+        return Histogram(name, help_text, [label], registry=self.registry, buckets=list(buckets))
+
+    def _plain_histogram(self, name: str, help_text: str, buckets_ms: Iterable[float]) -> Histogram:
+        """A histogram of seconds without labels; bucket bounds are in milliseconds."""
+        return Histogram(name, help_text, registry=self.registry, buckets=bucket_bounds_s(buckets_ms))
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        """A gauge without labels."""
+        return Gauge(name, help_text, registry=self.registry)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        """A counter with any labels."""
+        return Counter(name, help_text, labels, registry=self.registry)
+
+    def _define_requests(self) -> None:
+        """Metrics that vLLM has too."""
+        ttft = bucket_bounds_s(TTFT_BUCKETS_MS, self._limits_s["ttft"])
+        tpot = bucket_bounds_s(ITL_BUCKETS_MS, self._limits_s["tpot"])
+        request = bucket_bounds_s(REQUEST_BUCKETS_MS)
+        seconds = self._histogram
+        self.ttft = seconds(
+            "vllm:time_to_first_token_seconds", "From arrival until the first token was written", ttft
+        )
+        self.itl = seconds("vllm:inter_token_latency_seconds", "Between consecutive tokens, per token", tpot)
+        self.tpot = seconds(
+            "vllm:request_time_per_output_token_seconds", "Mean after the first, per request", tpot
+        )
+        self.e2e = seconds(
+            "vllm:e2e_request_latency_seconds", "From arrival until the end was written", request
+        )
+        self.queue = seconds("vllm:request_queue_time_seconds", "Waiting for a prefill worker", request)
+        self.prefill = seconds("vllm:request_prefill_time_seconds", "Prefilling the prompt", request)
+        self.decode = seconds("vllm:request_decode_time_seconds", "From the first to the last token", request)
+        self.inference = seconds("vllm:request_inference_time_seconds", "Prefill and decode", request)
+        self.request_prompt = seconds(
+            "vllm:request_prompt_tokens", "Prompt tokens per sequence", TOKEN_BUCKETS
+        )
+        self.request_generation = seconds(
+            "vllm:request_generation_tokens", "New tokens per sequence", TOKEN_BUCKETS
+        )
+        self.params_n = seconds("vllm:request_params_n", "The parameter n", COUNT_BUCKETS)
+        self.params_max = seconds(
+            "vllm:request_params_max_tokens", "The most tokens a sequence may have", TOKEN_BUCKETS
+        )
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens",
+            "Prompt tokens processed, cached ones included",
+            "model_name",
+        )
+        self.cached_tokens = self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens found in a cache", "model_name"
+        )
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated", "model_name")
+        self.success = self._counter(
+            "vllm:request_success", "Answered sequences", "model_name", "finished_reason"
+        )
+        self.class_requests = self._counter(
+            "diptych:kv_class_requests", "Answered sequences by the class of their KV", "kv_class"
+        )
+        self.rejections = self._counter(
+            "vllm:admission_rejections", "Requests refused because of load", "reason"
+        )
+
+    def _define_stages(self) -> None:
+        """How long the stages of a sequence take. The stages up to the first token add up to TTFT."""
+        self.ttft_stage = self._histogram(
+            "diptych:ttft_stage_seconds",
+            "Stages of the time to first token; they sum to it",
+            bucket_bounds_s(STAGE_BUCKETS_MS),
+            "stage",
+        )
+        self.handoff_stage = self._histogram(
+            "diptych:handoff_stage_seconds",
+            "Stages between the first token and the second",
+            bucket_bounds_s(STAGE_BUCKETS_MS),
+            "stage",
+        )
+        self.transfer_seconds = self._histogram(
+            "diptych:transfer_seconds",
+            "Moving one request's KV",
+            bucket_bounds_s(STAGE_BUCKETS_MS),
+            "transport",
+        )
+        self.transfer_bytes = self._counter("diptych:transfer_bytes", "KV moved", "transport")
+        self.transfer_parts = self._counter(
+            "diptych:transfer_part_seconds", "Moving KV, before and after it was complete", "part"
+        )
+        self.queue_wait = self._plain_histogram(
+            "diptych:queue_wait_seconds", "Waiting in the gateway, for room or for workers", STAGE_BUCKETS_MS
+        )
+        self.loop_lag = self._plain_histogram(
+            "diptych:event_loop_lag_seconds",
+            "How late the gateway's event loop was, 50 times a second",
+            LAG_BUCKETS_MS,
+        )
+        self.loop_work = self._plain_histogram(
+            "diptych:event_loop_work_seconds",
+            "How much of that is processor time of the loop itself",
+            LAG_BUCKETS_MS,
+        )
+        for part in TRANSFER_PARTS:
+            self.transfer_parts.labels(part)
+        for stage in TTFT_STAGES:
+            self.ttft_stage.labels(stage)
+        for stage in HANDOFF_STAGES:
+            self.handoff_stage.labels(stage)
+
+    def _define_service(self) -> None:
+        """HTTP requests, failures, open requests, readiness, SLO attainment and goodput."""
+        self.http = self._counter("diptych:http_requests", "HTTP requests answered", "route", "status")
+        self.failures = self._counter("diptych:request_failures", "Sequences that failed", "code")
+        self.retries = self._counter("diptych:request_retries", "Attempts given up for another", "code")
+        self.cancelled = self._counter("diptych:requests_cancelled", "Sequences whose client left")
+        self.cut = self._counter(
+            "diptych:slow_readers_cut", "Streams ended because the client read too slowly"
+        )
+        self.lost = self._counter("diptych:workers_lost", "Workers that went down, for whatever reason")
+        self.open = self._gauge("diptych:open_requests", "HTTP requests being generated")
+        self.ready = self._gauge("diptych:ready", "1 when a canary went through every stage")
+        self.attainment = Gauge(
+            "diptych:slo_attainment",
+            f"Share of the last {SLO_WINDOW} within the SLO",
+            ["objective"],
+            registry=self.registry,
+        )
+        self.objective = Gauge(
+            "diptych:slo_objective_seconds", "The SLOs that were set", ["objective"], registry=self.registry
+        )
+        self.judged = self._counter(
+            "diptych:slo_requests", "Sequences with an SLO, by whether they met it", "objective", "met"
+        )
+        self.good_requests = self._counter("diptych:goodput_requests", "Sequences within all SLOs")
+        self.good_tokens = self._counter("diptych:goodput_tokens", "Tokens of sequences within all SLOs")
+        for name, bound in self._limits_s.items():
+            if bound is not None:
+                self.objective.labels(name).set(bound)
+
+    def _define_failures(self) -> None:
+        """The gateway's queue, and the outcome of requests whose workers failed."""
+        self.queued = self._gauge("diptych:queued_requests", "Sequences waiting in the gateway")
+        self.unprefilled_tokens = self._gauge(
+            "diptych:unread_prompt_tokens", "Prompt tokens of admitted requests that are not prefilled yet"
+        )
+        self.foreseen = self._gauge(
+            "diptych:predicted_wait_seconds", "Predicted TTFT of a request that arrives now"
+        )
+        self.migrated = self._counter(
+            "diptych:migrated_streams", "Streams continued by another worker after tokens were sent", "code"
+        )
+        self.local = self._counter(
+            "diptych:local_prefills", "Prompts that decode workers prefilled", "reason"
+        )
+        self.quarantined = self._counter(
+            "diptych:quarantined_requests", "Requests refused because they crashed workers"
+        )
+        self.suspects = self._gauge(
+            "diptych:suspected_requests", "Requests that were open at a crash and are not cleared yet"
+        )
+        self.late = self._counter(
+            "diptych:gateway_late_messages", "Messages of attempts that had ended", "kind"
+        )
+        self.links_given_up = self._counter(
+            "diptych:links_given_up", "Links given up because KV arrived corrupt"
+        )
+        self.log_lines = self._counter("diptych:request_log_lines", "Lines of the request log", "outcome")
+
+    def _define_replanning(self) -> None:
+        """Reports of the replanner (`diptych serve --replan`) about itself."""
+        self.replan_decisions = self._counter("diptych:replan_decisions", "Reviews of the plan", "trigger")
+        self.replan_alarms = self._counter("diptych:replan_alarms", "Changes of traffic detected", "what")
+        self.replan_actions = self._counter(
+            "diptych:replan_actions", "Changes of the fleet", "action", "outcome"
+        )
+        self.replan_target = Gauge(
+            "diptych:replan_target_workers",
+            "Workers in the fleet last decided",
+            ["role"],
+            registry=self.registry,
+        )
+        self.replan_expected = self._gauge(
+            "diptych:replan_expected_attainment", "Expected attainment of the fleet last decided"
+        )
+        self.replan_dropped = self._counter(
+            "diptych:replan_unheard_events", "Traffic events dropped before the replanner fetched them"
+        )
+
+    def on_arrived(self, record: SequenceRecord) -> None:
+        """A sequence was handed to the backend."""
+        if self.listener is not None:
+            self.listener.on_arrived(record.prompt_tokens)
+
+    def on_refused(self, code: str) -> None:
+        """A request was refused before it became sequences. It counts as a request that met no SLO."""
+        self.rejections.labels(code).inc()
+        self._count_slo({"ttft": False, "tpot": False})
+        if self.listener is not None:
+            self.listener.on_refused()
+
+    def observe_gap(self, model: str, seconds: float, num_tokens: int) -> None:
+        """Record `num_tokens` new tokens of a sequence, `seconds` after the step before: one gap per token."""
+        histogram = self.itl.labels(model)
+        for _ in range(num_tokens):
+            histogram.observe(max(0.0, seconds) / num_tokens)
+
+    def on_first_token(self, record: SequenceRecord) -> None:
+        """`first_written_s` is known: observe TTFT, and the stages that add up to it."""
+        if record.ttft_s is None:
+            return
+        self.ttft.labels(record.model).observe(record.ttft_s)
+        for stage, seconds in ttft_breakdown(record).items():
+            self.ttft_stage.labels(stage).observe(seconds)
+
+    def on_ended(self, record: SequenceRecord) -> None:
+        """A sequence was answered completely: observe its lengths and times, and check its SLOs."""
+        model = record.model
+        self.success.labels(model, record.finish).inc()
+        self.class_requests.labels(record.kv_class).inc()
+        self.prompt_tokens.labels(model).inc(record.prompt_tokens)
+        self.cached_tokens.labels(model).inc(record.cached_tokens)
+        self.generation_tokens.labels(model).inc(record.tokens)
+        self.request_prompt.labels(model).observe(record.prompt_tokens)
+        self.request_generation.labels(model).observe(record.tokens)
+        self.e2e.labels(model).observe(record.ended_s - record.arrived_s)
+        prefill_s = record.stages.get("prefill", 0.0)
+        self.queue.labels(model).observe(record.stages.get("prefill_queue", 0.0))
+        self.prefill.labels(model).observe(prefill_s)
+        self.decode.labels(model).observe(record.decode_s)
+        self.inference.labels(model).observe(prefill_s + record.decode_s)
+        if record.tpot_s is not None:
+            self.tpot.labels(model).observe(record.tpot_s)
+        self._check_slo(record)
+
+    def on_failed(self, record: SequenceRecord | None = None) -> None:
+        """A sequence failed. It counts as a sequence that met no SLO."""
+        self._count_slo({"ttft": False, "tpot": False})
+        if self.listener is not None and record is not None:
+            self.listener.on_failed(record)
+
+    def _check_slo(self, record: SequenceRecord) -> None:
+        """Check an answered sequence against the SLOs, and count it for attainment and goodput."""
+        met = {"ttft": self.slo.is_met(record.ttft_s, None), "tpot": self.slo.is_met(None, record.tpot_s)}
+        self._count_slo(met)
+        if all(met.values()):
+            self.good_requests.inc()
+            self.good_tokens.inc(record.tokens)
+        if self.listener is not None:
+            self.listener.on_ended(record, all(met.values()))
+
+    def _count_slo(self, met: dict[str, bool]) -> None:
+        """Count one sequence for attainment: by SLO name, whether it was met. SLOs that are not set are left out."""
+        asked = {name: verdict for name, verdict in met.items() if self._limits_s[name] is not None}
+        if not asked:
+            return
+        for name, is_met in {**asked, "all": all(asked.values())}.items():
+            window = self._attained[name]
+            window.append(is_met)
+            self.judged.labels(name, str(is_met).lower()).inc()
+            self.attainment.labels(name).set(sum(window) / len(window))
+
+
+def ttft_breakdown(record: SequenceRecord) -> dict[str, float]:
+    """The stages of the time to first token, in seconds by name; they add up to it.
+
+    The relay's stages end when the token reached the gateway. The rest is "write", until it was written to the client.
+    """
+    stages = {stage: record.stages.get(stage, 0.0) for stage in TTFT_STAGES[:-1]}
+    return {**stages, "write": (record.ttft_s or 0.0) - sum(stages.values())}

@@ -1,0 +1,139 @@
+"""Reports what the relay does to the metrics, the log and the request log. Changes nothing itself."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from router.effects import (
+    AttemptBegan,
+    AttemptRetried,
+    FailRequest,
+    FinishRequest,
+    KvMoved,
+    PrefilledLocally,
+    RelayEffect,
+    RelayEvent,
+    RequestArrived,
+    RequestCancelled,
+    RequestQuarantined,
+    RequestQueued,
+    WorkerDown,
+    WorkerSaid,
+    WorkerUnfit,
+    WorkerUp,
+)
+from router.requests.relay import Relay
+from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.metrics.request_log import RequestLog
+
+# Seconds between two warnings that decode workers prefill prompts.
+WARNING_INTERVAL_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class RelayTelemetry:
+    """Receives every event before the relay handles it, and every effect after it was applied."""
+
+    def __init__(self, relay: Relay, metrics: GatewayMetrics, request_log: RequestLog | None) -> None:
+        self._relay, self._metrics, self._request_log = relay, metrics, request_log
+        # The time at which each request began to wait in the gateway.
+        self._queued_s: dict[str, float] = {}
+        # Number of late messages, by type, that the metrics have counted already.
+        self._late: Counter[str] = Counter()
+        # Number of lines of the request log that the metrics have counted already.
+        self._lines: Counter[str] = Counter()
+        self._links_given_up = 0
+        self._warned_s = float("-inf")
+        self._speaker: str | None = None
+
+    def on_event(self, event: RelayEvent) -> None:
+        """Called before the relay handles `event`."""
+        self._speaker = event.worker if isinstance(event, WorkerSaid) else None
+        if self._request_log is not None and isinstance(event, RequestArrived):
+            for request in event.requests:
+                self._request_log.log_arrival(request, event.pin is not None)
+
+    def on_effect(self, effect: RelayEffect, now_s: float) -> None:
+        """Called after `effect` was applied: log it, and count it in metrics and request log."""
+        self._log_effect(effect, now_s)
+        self._count_effect(effect, now_s)
+        if self._request_log is not None:
+            member = self._relay.fleet.workers.get(effect.worker) if isinstance(effect, WorkerUp) else None
+            live = self._relay.live.get(effect.request) if isinstance(effect, AttemptBegan) else None
+            pid = member.hello.pid if member else None
+            self._request_log.on_effect(effect, self._speaker, pid, live.chunks if live else ())
+
+    def update_gauges(self, now_s: float) -> None:
+        """Update gauges and counters that mirror counts of the relay; called at every tick."""
+        relay, metrics = self._relay, self._metrics
+        metrics.queued.set(len(self._queued_s))
+        metrics.unprefilled_tokens.set(relay.admission.queued_tokens)
+        metrics.foreseen.set(relay.admission.predicted_wait_s(now_s))
+        metrics.suspects.set(len(relay.quarantine))
+        metrics.links_given_up.inc(relay.fleet.links_given_up - self._links_given_up)
+        self._links_given_up = relay.fleet.links_given_up
+        for kind, count in _take_increases(relay.late_messages, self._late):
+            metrics.late.labels(kind).inc(count)
+            if self._request_log is not None:
+                self._request_log.log_late_messages(kind, count)
+        if self._request_log is not None:
+            for outcome, count in _take_increases(self._request_log.file.outcomes, self._lines):
+                metrics.log_lines.labels(outcome).inc(count)
+
+    def _log_effect(self, effect: RelayEffect, now_s: float) -> None:
+        """Write the log line of an effect, if it has one."""
+        match effect:
+            case FailRequest(request, failure):
+                log.warning("request %s failed: %s: %s", request, failure.code, failure.message)
+            case AttemptRetried(request, code, epoch, delivered, why):
+                line = "request %s loses attempt %d after %d tokens: %s: %s"
+                log.warning(line, request, epoch, delivered, code, why)
+            case PrefilledLocally(_, reason) if now_s - self._warned_s >= WARNING_INTERVAL_S:
+                self._warned_s = now_s
+                log.warning("decode workers prefill prompts: %s", reason.replace("_", " "))
+            case RequestQuarantined(request):
+                log.error(
+                    "request %s is taken for the cause of worker crashes and is refused from now on", request
+                )
+            case WorkerUp(worker, role, incarnation):
+                log.info("worker %s (%s, incarnation %s) is up", worker, role, incarnation)
+            case WorkerDown(worker, _, reason):
+                log.warning("worker %s is lost: %s", worker, reason)
+            case WorkerUnfit(worker, text):
+                log.error("worker %s cannot serve with the others:\n%s", worker, text)
+
+    def _count_effect(self, effect: RelayEffect, now_s: float) -> None:
+        """Count an effect in the metrics."""
+        metrics = self._metrics
+        match effect:
+            case RequestQueued(request):
+                self._queued_s[request] = now_s
+            case AttemptBegan(request):
+                if (queued_s := self._queued_s.pop(request, None)) is not None:
+                    metrics.queue_wait.observe(now_s - queued_s)
+            case FinishRequest(request) | FailRequest(request) | RequestCancelled(request):
+                self._queued_s.pop(request, None)
+            case KvMoved():
+                metrics.transfer_seconds.labels(effect.transport).observe(effect.seconds)
+                metrics.transfer_bytes.labels(effect.transport).inc(effect.num_bytes)
+                metrics.transfer_parts.labels("hidden").inc(effect.hidden_s)
+                metrics.transfer_parts.labels("exposed").inc(effect.exposed_s)
+            case AttemptRetried(_, code, _, delivered):
+                metrics.retries.labels(code).inc()
+                if delivered:
+                    metrics.migrated.labels(code).inc()
+            case PrefilledLocally(_, reason):
+                metrics.local.labels(reason).inc()
+            case RequestQuarantined():
+                metrics.quarantined.inc()
+            case WorkerDown():
+                metrics.lost.inc()
+
+
+def _take_increases(counts: Counter[str], reported: Counter[str]) -> list[tuple[str, int]]:
+    """By how much each of `counts` exceeds `reported`, which is then brought up to `counts`."""
+    increases = [(name, count - reported[name]) for name, count in counts.items() if count > reported[name]]
+    reported.update(dict(increases))
+    return increases

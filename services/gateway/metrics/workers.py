@@ -1,0 +1,178 @@
+"""Collects the metrics of workers, and of the links between them, whenever `/metrics` is requested.
+
+docs/metrics.md has names, labels and meanings. A worker that is gone has no metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from diptych.messages import WorkerStats
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """The latest statistics that a worker sent, and the KV classes of its `Hello`."""
+
+    worker: str
+    role: str
+    stats: WorkerStats
+    # KV class -> number of slabs, bytes of a chunk.
+    kv_classes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """The speed of the link from prefill worker `source` to decode worker `target`, measured when it was opened."""
+
+    source: str
+    target: str
+    transport: str
+    gb_per_s: float
+    latency_us: float
+
+
+class WorkerCollector(Collector):
+    """A Prometheus collector that converts the workers' latest statistics to gauges and counters."""
+
+    def __init__(
+        self,
+        snapshots: Callable[[], Iterable[WorkerSnapshot]],
+        links: Callable[[], Iterable[LinkSpeed]],
+        model: str,
+    ) -> None:
+        self._snapshots, self._links, self._model = snapshots, links, model
+
+    GAUGES = (
+        ("diptych:kv_slabs", "Slabs of the KV pool", "slabs_total"),
+        ("diptych:kv_slabs_used", "Slabs that requests hold", "slabs_used"),
+        ("diptych:kv_slabs_cached", "Slabs of cached prefixes that no request holds", "slabs_cached"),
+        ("diptych:leases", "Requests whose KV waits to be pulled", "leases"),
+        ("diptych:staging_bytes", "Bytes of KV on the way", "staging_bytes"),
+        ("diptych:waiting_tokens", "Prompt tokens waiting", "waiting_tokens"),
+        ("diptych:worker_draining", "1 for a worker that takes no new work", "draining"),
+        (
+            "diptych:worker_stuck_seconds",
+            "Seconds since the engine's last progress, if unusually long",
+            "stuck_s",
+        ),
+    )
+    COUNTERS = (
+        ("diptych:late_messages", "Messages of attempts that had ended", "late_messages"),
+        (
+            "diptych:integrity_failures",
+            "Hand-offs given up because a KV chunk did not match its digest",
+            "integrity_failures",
+        ),
+        ("diptych:wasted_bytes", "Bytes of KV pulled ahead in vain", "wasted_bytes"),
+        ("diptych:leases_expired", "Leases that ended because they were not renewed", "leases_expired"),
+        ("diptych:engine_steps", "Steps of the engine", "steps"),
+        ("diptych:engine_step_seconds", "Seconds in steps", "step_seconds"),
+        ("diptych:engine_step_tokens", "Tokens computed in steps", "step_tokens"),
+        ("diptych:seat_pauses", "Running sequences paused to give their place to another", "seat_pauses"),
+    )
+
+    VLLM_COUNTERS = (
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
+        ("vllm:prefix_cache_hits", "Of these, found there", "prefix_hits"),
+    )
+    # Counters by name: (metric, help text, label that holds the name, attribute of the statistics).
+    NAMED = (
+        ("diptych:preemptions", "Running requests interrupted because memory was full", "way", "preemptions"),
+        (
+            "diptych:step_seconds",
+            "Seconds in steps of the engine, by part of the step",
+            "part",
+            "step_parts",
+        ),
+    )
+
+    def describe(self) -> Iterable[Metric]:
+        """No metrics in advance, since the collected ones depend on the workers."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of all present workers and links."""
+        snapshots = list(self._snapshots())
+        yield from self._collect_vllm(snapshots)
+        up = GaugeMetricFamily("diptych:worker_up", "Workers present", labels=["worker", "role"])
+        for snapshot in snapshots:
+            up.add_metric([snapshot.worker, snapshot.role], 1)
+        yield up
+        for name, help_text, attribute in self.GAUGES:
+            gauge = GaugeMetricFamily(name, help_text, labels=["worker", "role"])
+            for snapshot in snapshots:
+                gauge.add_metric([snapshot.worker, snapshot.role], getattr(snapshot.stats, attribute))
+            yield gauge
+        for name, help_text, attribute in self.COUNTERS:
+            counter = CounterMetricFamily(name, help_text, labels=["worker", "role"])
+            for snapshot in snapshots:
+                counter.add_metric([snapshot.worker, snapshot.role], getattr(snapshot.stats, attribute))
+            yield counter
+        yield from self._collect_by_name(snapshots)
+        yield from self._collect_classes(snapshots)
+        yield from self._collect_links()
+
+    def _collect_classes(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
+        """Which classes of KV each worker has, and the room in each."""
+        labels = ["worker", "role", "kv_class"]
+        slabs = GaugeMetricFamily("diptych:kv_class_slabs", "Slabs of the KV pool, by class", labels=labels)
+        sizes = GaugeMetricFamily(
+            "diptych:kv_class_chunk_bytes", "Bytes of 64 tokens of KV as they are stored", labels=labels
+        )
+        for snapshot in snapshots:
+            for kv_class, (num_slabs, chunk_bytes) in snapshot.kv_classes.items():
+                slabs.add_metric([snapshot.worker, snapshot.role, kv_class], num_slabs)
+                sizes.add_metric([snapshot.worker, snapshot.role, kv_class], chunk_bytes)
+        yield from (slabs, sizes)
+
+    def _collect_by_name(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
+        """The counters whose values are dictionaries, with the name as a label."""
+        for name, help_text, label, attribute in self.NAMED:
+            counter = CounterMetricFamily(name, help_text, labels=["worker", "role", label])
+            for snapshot in snapshots:
+                for key, value in sorted(getattr(snapshot.stats, attribute).items()):
+                    counter.add_metric([snapshot.worker, snapshot.role, key], value)
+            yield counter
+
+    def _collect_vllm(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
+        """The metrics with vLLM's names."""
+        labels = ["model_name", "engine"]
+        running = GaugeMetricFamily("vllm:num_requests_running", "Requests running per worker", labels=labels)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests waiting per worker", labels=labels)
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1", labels=labels
+        )
+        for snapshot in snapshots:
+            row = [self._model, snapshot.worker]
+            running.add_metric(row, snapshot.stats.running)
+            waiting.add_metric(row, snapshot.stats.waiting)
+            usage.add_metric(row, snapshot.stats.slabs_used / max(1, snapshot.stats.slabs_total))
+        yield from (running, waiting, usage)
+        preempted = CounterMetricFamily("vllm:num_preemptions", "Preempted requests", labels=labels)
+        for snapshot in snapshots:
+            preempted.add_metric([self._model, snapshot.worker], sum(snapshot.stats.preemptions.values()))
+        yield preempted
+        for name, help_text, attribute in self.VLLM_COUNTERS:
+            counter = CounterMetricFamily(name, help_text, labels=labels)
+            for snapshot in snapshots:
+                counter.add_metric([self._model, snapshot.worker], getattr(snapshot.stats, attribute))
+            yield counter
+
+    def _collect_links(self) -> Iterator[Metric]:
+        """Speed and latency of each link."""
+        labels = ["source", "target", "transport"]
+        speed = GaugeMetricFamily(
+            "diptych:link_gb_per_s", "Bandwidth, measured when the link was opened", labels=labels
+        )
+        latency = GaugeMetricFamily(
+            "diptych:link_latency_us", "Latency, measured when the link was opened", labels=labels
+        )
+        for link in self._links():
+            speed.add_metric([link.source, link.target, link.transport], link.gb_per_s)
+            latency.add_metric([link.source, link.target, link.transport], link.latency_us)
+        yield from (speed, latency)

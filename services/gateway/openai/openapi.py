@@ -1,0 +1,202 @@
+"""The OpenAPI document of this API, and an HTML page made from it.
+
+Its schemas come from the classes that decode requests and encode responses, so they cannot disagree with the code.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import msgspec
+
+from services.gateway.openai.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from services.gateway.openai.response_schema import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    ErrorReply,
+    ModelCard,
+    ModelList,
+    Readiness,
+    Tokenized,
+    Version,
+)
+
+JSON, SSE, PLAIN = "application/json", "text/event-stream", "text/plain"
+SCHEMA_REF = "#/components/schemas/{name}"
+REQUEST_SCHEMAS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+RESPONSE_SCHEMAS = (
+    ChatCompletion,
+    ChatChunk,
+    Completion,
+    Tokenized,
+    Detokenized,
+    ModelList,
+    ModelCard,
+    Readiness,
+    Version,
+    ErrorReply,
+)
+ERROR_RESPONSES = {
+    "400": "The request is wrong; `param` names the field",
+    "401": "No key, or not one of ours",
+    "403": "Not for this host, or not for this origin",
+    "404": "No such model",
+    "408": "The body did not arrive in time",
+    "413": "The body is too large",
+    "415": "The content type is not JSON",
+    "429": "Too many requests are open",
+    "500": "The server failed on this request",
+    "503": "No worker can serve this now",
+    "504": "Not done within the time allowed",
+}
+BOUND_SIGNS = {
+    "minimum": "≥",
+    "exclusiveMinimum": ">",
+    "maximum": "≤",
+    "maxLength": "chars ≤",
+    "maxItems": "items ≤",
+}
+PAGE_TEMPLATE = """\
+<!doctype html><meta charset="utf-8"><title>Diptych API</title>
+<style>body{{font:15px/1.5 system-ui;max-width:60em;margin:2em auto;padding:0 1em;color-scheme:light dark}}
+h2{{font-size:1em;margin:2em 0 0}}td{{padding:0 1em 0 0;vertical-align:top}}</style>
+<h1>Diptych {version}</h1>
+<p>The OpenAI API, as in <a href="openapi.json">openapi.json</a>. Fields with * are required.
+{rows}
+"""
+
+
+def openapi_document(version: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    _, components = msgspec.json.schema_components(
+        [*REQUEST_SCHEMAS, *RESPONSE_SCHEMAS], ref_template=SCHEMA_REF
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Diptych", "version": version, "description": "OpenAI-compatible text generation"},
+        "paths": {
+            "/v1/chat/completions": _post_operation(
+                "Answer a conversation", ChatRequest, ChatCompletion, ChatChunk
+            ),
+            "/v1/completions": _post_operation("Continue a text", CompletionRequest, Completion, Completion),
+            "/tokenize": _post_operation("Text or messages to token ids", TokenizeRequest, Tokenized),
+            "/detokenize": _post_operation("Token ids to text", DetokenizeRequest, Detokenized),
+            "/v1/models": _get_operation("The models served", _json_content(ModelList)),
+            "/v1/models/{id}": _get_operation("One model", _json_content(ModelCard), [_path_parameter("id")]),
+            "/health": _get_operation("The gateway is alive", {}),
+            "/ping": _get_operation("The gateway is alive", {}),
+            "/ready": _get_operation(
+                "A canary went through every stage", _json_content(Readiness), down=_json_content(Readiness)
+            ),
+            "/status": _get_operation("Workers, links and books", {JSON: {"schema": {"type": "object"}}}),
+            "/metrics": _get_operation("Prometheus metrics", {PLAIN: {"schema": {"type": "string"}}}),
+            "/version": _get_operation("The version", _json_content(Version)),
+            "/docs": _get_operation("This page", {"text/html": {"schema": {"type": "string"}}}),
+        },
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def docs_page(document: dict[str, Any]) -> str:
+    """The OpenAPI document as one HTML page that loads nothing else."""
+    rows = [
+        f"<h2><b>{method.upper()}</b> {html.escape(path)}</h2><p>{html.escape(operation['summary'])}</p>"
+        + _field_table(operation, document["components"]["schemas"])
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    return PAGE_TEMPLATE.format(version=html.escape(document["info"]["version"]), rows="\n".join(rows))
+
+
+def _field_table(operation: dict[str, Any], schemas: dict[str, Any]) -> str:
+    """An HTML table of a request body's fields with their types and bounds."""
+    if "requestBody" not in operation:
+        return ""
+    name = operation["requestBody"]["content"][JSON]["schema"]["$ref"].rsplit("/", 1)[1]
+    required = schemas[name].get("required", [])
+    rows = [
+        f"<tr><td>{html.escape(field)}{' *' if field in required else ''}"
+        f"<td><code>{html.escape(_schema_summary(schema))}</code>"
+        for field, schema in schemas[name]["properties"].items()
+    ]
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _schema_summary(schema: dict[str, Any]) -> str:
+    """A JSON schema in one line."""
+    if "anyOf" in schema:
+        return " | ".join(_schema_summary(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return " | ".join(str(value) for value in schema["enum"])
+    if "$ref" in schema:
+        return str(schema["$ref"]).rsplit("/", 1)[1]
+    kind = str(schema.get("type", "any"))
+    if kind == "array":
+        kind = f"[{_schema_summary(schema.get('items', {}))}]"
+    bounds = [f"{word} {schema[key]}" for key, word in BOUND_SIGNS.items() if key in schema]
+    return " ".join([kind, *bounds])
+
+
+def _json_content(kind: type[Any]) -> dict[str, Any]:
+    return {JSON: {"schema": {"$ref": SCHEMA_REF.format(name=kind.__name__)}}}
+
+
+def _sse_content(chunk: type[Any]) -> dict[str, Any]:
+    """The content of a stream: the data of each event is a chunk, an error or [DONE]."""
+    inside = {"anyOf": [{"$ref": SCHEMA_REF.format(name=kind.__name__)} for kind in (chunk, ErrorReply)]}
+    piece = {"type": "string", "contentMediaType": JSON, "contentSchema": inside}
+    data = {"anyOf": [{"const": "[DONE]"}, piece]}
+    return {SSE: {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}
+
+
+def _error_responses(*statuses: str) -> dict[str, Any]:
+    return {
+        status: {"description": ERROR_RESPONSES[status], "content": _json_content(ErrorReply)}
+        for status in statuses
+    }
+
+
+def _post_operation(
+    summary: str, body: type[Any], answer: type[Any], chunk: type[Any] | None = None
+) -> dict[str, Any]:
+    content = _json_content(answer) | (_sse_content(chunk) if chunk is not None else {})
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": _json_content(body)},
+            "responses": {
+                "200": {"description": "Done", "content": content},
+                **_error_responses(*ERROR_RESPONSES),
+            },
+        }
+    }
+
+
+def _get_operation(
+    summary: str,
+    content: dict[str, Any],
+    parameters: list[Any] | None = None,
+    down: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    responses = {
+        "200": {"description": "Done", "content": content},
+        **_error_responses("401", "403", "404", "500"),
+    }
+    responses["503"] = {"description": "Not now", "content": down or {}}
+    return {"get": {"summary": summary, "parameters": parameters or [], "responses": responses}}
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}

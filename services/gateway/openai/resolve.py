@@ -1,0 +1,283 @@
+"""Resolves a valid body, with its prompts as tokens, to a `ResolvedRequest`: workers never fill in a default.
+
+Only what depends on the number of prompt tokens is refused here; `validate` checks everything else.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from diptych.errors import ConfigError
+from diptych.request import Grammar, SamplingParams, Tenancy
+from kvcache.codecs.codec_id import parse_codec_id
+from services.gateway.openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from services.gateway.openai.tenancy import tenancy_of_body
+from services.gateway.openai.validate import (
+    RequestRules,
+    context_length_error,
+    invalid_value_error,
+    stop_strings,
+    unsupported_error,
+)
+
+DEFAULT_COMPLETION_LENGTH = 16  # OpenAI's
+KV_FIELD = "diptych.kv"
+NUM_SEEDS = 2**63
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's token ids. If the answer echoes it: also its text, and where each token begins (C unsigned ints)."""
+
+    tokens: list[int]
+    text: str | None = None
+    offsets: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """An HTTP request for generation with all defaults filled in.
+
+    It has `len(prompts) * best_of` sequences, of which `n` per prompt are returned. `logprobs` is the number of
+    alternatives that the answer lists per token; None means no log-probabilities at all.
+    """
+
+    model: str
+    prompts: list[Prompt]
+    sampling: SamplingParams
+    context_tokens: int
+    origin: Tenancy = Tenancy()
+    n: int = 1
+    best_of: int = 1
+    stops: tuple[str, ...] = ()
+    keep_stop: bool = False
+    skip_special: bool = True
+    echo: bool = False
+    logprobs: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    obfuscate: bool = False
+    # The KV class that the request asks for, as its client wrote it.
+    kv: str | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of all prompts together."""
+        return sum(len(prompt.tokens) for prompt in self.prompts)
+
+    def sampling_for(self, prompt: Prompt, index: int) -> SamplingParams:
+        """Sampling of the `index`-th sequence of `prompt`, with its own seed, and a length that fits the context."""
+        return msgspec.structs.replace(
+            self.sampling,
+            max_tokens=min(self.sampling.max_tokens, self.context_tokens - len(prompt.tokens)),
+            seed=(self.sampling.seed + index) % NUM_SEEDS,
+        )
+
+
+def resolve_chat(
+    body: ChatRequest, prompt: Prompt, grammar: Grammar | None, rules: RequestRules, tenant: str = ""
+) -> ResolvedRequest:
+    """The `ResolvedRequest` of a `/v1/chat/completions` body that passed `check_chat_fields`.
+
+    `prompt` is the rendered conversation, `grammar` that of the body's `response_format`.
+
+    Raises:
+        RequestError: the length is invalid, or the context is too short for the request.
+    """
+    newer = body.max_completion_tokens is not None
+    wanted = body.max_completion_tokens if newer else body.max_tokens
+    name = "max_completion_tokens" if newer else "max_tokens"
+    if wanted == 0:
+        raise invalid_value_error(name, "must be at least 1")
+    most = _max_new_tokens([prompt], wanted, ("messages", name), rules)
+    if wanted is None:
+        most = min(most, rules.defaults.max_new_tokens or most)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    return ResolvedRequest(
+        model=body.model,
+        prompts=[prompt],
+        sampling=_resolve_sampling(body, most, top, None, grammar, rules),
+        context_tokens=rules.context_tokens,
+        origin=tenancy_of_body(body, tenant),
+        n=body.n or 1,
+        best_of=body.n or 1,
+        logprobs=top,
+        **_output_options(body),
+    )
+
+
+def resolve_completion(
+    body: CompletionRequest,
+    prompts: list[Prompt],
+    grammar: Grammar | None,
+    rules: RequestRules,
+    tenant: str = "",
+) -> ResolvedRequest:
+    """The `ResolvedRequest` of a `/v1/completions` body that passed `check_completion_fields`.
+
+    `grammar` is that of the body's `response_format`.
+
+    Raises:
+        RequestError: the length is invalid, or the context is too short for the request.
+    """
+    n, echo = body.n or 1, bool(body.echo)
+    best_of = body.best_of or n
+    if body.max_tokens == 0 and not echo:
+        raise invalid_value_error("max_tokens", "may be 0 only together with 'echo'")
+    most = _max_new_tokens(prompts, body.max_tokens, ("prompt", "max_tokens"), rules)
+    # Answers are ranked by mean log-probability, which is then needed.
+    ranked = 0 if best_of > n else None
+    return ResolvedRequest(
+        model=body.model,
+        prompts=prompts,
+        sampling=_resolve_sampling(
+            body,
+            min(most, _default_tokens(rules)) if body.max_tokens is None else most,
+            ranked if body.logprobs is None else body.logprobs,
+            body.logprobs if echo else None,
+            grammar,
+            rules,
+        ),
+        context_tokens=rules.context_tokens,
+        origin=tenancy_of_body(body, tenant),
+        n=n,
+        best_of=best_of,
+        echo=echo,
+        logprobs=body.logprobs,
+        **_output_options(body),
+    )
+
+
+def _default_tokens(rules: RequestRules) -> int:
+    """The length of a completion whose request sets none."""
+    return min(DEFAULT_COMPLETION_LENGTH, rules.defaults.max_new_tokens or DEFAULT_COMPLETION_LENGTH)
+
+
+def fit_worker_context(ask: ResolvedRequest, context_tokens: int) -> ResolvedRequest:
+    """The request for workers that take `context_tokens`, which may be fewer than it was checked against.
+
+    Raises:
+        RequestError: `context_length_exceeded`, it is longer than the workers can take.
+    """
+    if context_tokens >= ask.context_tokens:
+        return ask
+    lengths, wanted = [len(prompt.tokens) for prompt in ask.prompts], ask.sampling.max_tokens
+    if max(lengths) + min(wanted, 1) > context_tokens:
+        raise context_length_error(f"has {max(lengths)} prompt tokens", context_tokens, None)
+    # The request set no length.
+    unbounded = wanted == ask.context_tokens - min(lengths)
+    if not unbounded and max(lengths) + wanted > context_tokens:
+        problem = f"asks for {max(lengths) + wanted} ({max(lengths)} in the prompt, {wanted} to be generated)"
+        raise context_length_error(problem, context_tokens, None)
+    return replace(ask, context_tokens=context_tokens)
+
+
+def check_kv_class(ask: ResolvedRequest, served: Collection[str]) -> ResolvedRequest:
+    """The request with the id of the KV class that it asks for (if any), which may be any that the workers have.
+
+    If a name fits several, for example two calibrations during an upgrade, the first in the order of their ids counts.
+    While no worker is up the request passes: it waits, or fails, like any other one.
+
+    Raises:
+        RequestError: 400, the workers do not have the class, or the name is not one of a codec.
+    """
+    if ask.kv is None or not served:
+        return ask
+    wanted = ask.kv
+    if (found := min((one for one in served if _names_class(wanted, one)), default=None)) is not None:
+        return replace(ask, kv=found)
+    problem = f"asks for '{ask.kv}', and the workers have {' and '.join(sorted(served))}"
+    raise unsupported_error(KV_FIELD, problem)
+
+
+def _names_class(asked: str, kv_class: str) -> bool:
+    """Whether `asked` is the class's id, or its codec's name with some of the id's parameters."""
+    try:
+        wanted, found = parse_codec_id(asked), parse_codec_id(kv_class)
+    except ConfigError:
+        return False
+    given = [(wanted.group, found.group), (wanted.seed, found.seed), (wanted.calibration, found.calibration)]
+    return wanted.name == found.name and all(mine in (None, theirs) for mine, theirs in given)
+
+
+def _max_new_tokens(
+    prompts: list[Prompt], wanted: int | None, fields: tuple[str, str], rules: RequestRules
+) -> int:
+    """The most new tokens of a sequence: `wanted` if it fits behind the longest prompt, else an error.
+
+    Without `wanted`, all the room behind the shortest prompt. `fields` are the names of the prompt and the length.
+
+    Raises:
+        RequestError: `context_length_exceeded`, with the arithmetic.
+    """
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    rest = rules.context_tokens - longest
+    if rest < (0 if wanted == 0 else 1):
+        raise context_length_error(f"has {longest} prompt tokens", rules.context_tokens, fields[0])
+    if wanted is not None and wanted > rest:
+        problem = f"asks for {longest + wanted} ({longest} in the prompt, {wanted} in '{fields[1]}')"
+        raise context_length_error(problem, rules.context_tokens, fields[1])
+    # A shorter prompt leaves more room for its answer, see `ResolvedRequest.sampling_for`.
+    if wanted is None:
+        return rules.context_tokens - min(len(prompt.tokens) for prompt in prompts)
+    return wanted
+
+
+def _resolve_sampling(
+    body: GenerationFields,
+    most: int,
+    logprobs: int | None,
+    scored: int | None,
+    grammar: Grammar | None,
+    rules: RequestRules,
+) -> SamplingParams:
+    fewest = body.min_tokens or 0
+    if fewest > most:
+        raise invalid_value_error(
+            "min_tokens", f"({fewest}) is more than the {most} tokens the answer may have"
+        )
+    ends = () if body.ignore_eos else rules.tokenizer.end_ids
+    defaults = rules.defaults
+    return SamplingParams(
+        max_tokens=most,
+        seed=secrets.randbelow(NUM_SEEDS) if body.seed is None else body.seed % NUM_SEEDS,
+        min_tokens=fewest,
+        temperature=_first_given(body.temperature, defaults.temperature, 1.0),
+        top_p=_first_given(body.top_p, defaults.top_p, 1.0),
+        top_k=max(0, _first_given(body.top_k, defaults.top_k, 0)),
+        min_p=_first_given(body.min_p, defaults.min_p, 0.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_first_given(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        logit_bias=body.logit_bias or {},
+        logprobs=logprobs,
+        prompt_logprobs=scored,
+        stop_token_ids=tuple(sorted({*ends, *(body.stop_token_ids or ())})),
+        grammar=grammar,
+    )
+
+
+def _first_given(asked: Number | None, default: Number | None, otherwise: Number) -> Number:
+    return asked if asked is not None else default if default is not None else otherwise
+
+
+def _output_options(body: GenerationFields) -> dict[str, Any]:
+    options = body.stream_options
+    return {
+        "stops": stop_strings(body),
+        "keep_stop": bool(body.include_stop_str_in_output),
+        "skip_special": body.skip_special_tokens is not False,
+        "stream": bool(body.stream),
+        "include_usage": options is not None and bool(options.include_usage),
+        "continuous_usage": options is not None and bool(options.continuous_usage_stats),
+        "kv": None if body.diptych is None else body.diptych.kv,
+        "obfuscate": options is not None and bool(options.include_obfuscation),
+    }

@@ -1,0 +1,161 @@
+"""The bodies that clients receive: OpenAI's shapes, with every required field always there.
+
+`UNSET` fields are left out; `None` is written as null, since clients tell the two apart. Log-probabilities are JSON
+already, see `logprob_json`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+# OpenAI writes this value for "very unlikely". Minus infinity does not exist in JSON.
+MIN_LOGPROB = -9999.0
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """The body of every answer that is not a success, and of an error inside a stream."""
+
+    error: ErrorDetail
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+    audio_tokens: int = 0
+
+
+class CompletionDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class KvDetails(msgspec.Struct, frozen=True):
+    """How KV was stored and moved: its class, bytes per token, and how many fewer these are than without a codec."""
+
+    kv_class: str
+    kv_bytes_per_token: int
+    kv_bytes_saved_per_token: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails = PromptDetails()
+    completion_tokens_details: CompletionDetails = CompletionDetails()
+    diptych: KvDetails | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    content: str | None
+    role: str = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: Raw | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+    object: str = "chat.completion"
+
+
+class Delta(msgspec.Struct, frozen=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: None | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: Delta
+    logprobs: Raw | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    system_fingerprint: str | None = None
+    object: str = "chat.completion.chunk"
+    usage: Usage | None | UnsetType = UNSET
+    obfuscation: str | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    text: str
+    index: int
+    logprobs: Raw | None = None
+    finish_reason: str | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """A whole answer and a chunk of a stream: both say `text_completion`."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str | None = None
+    object: str = "text_completion"
+    usage: Usage | None | UnsetType = UNSET
+    obfuscation: str | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    owned_by: str = "diptych"
+    object: str = "model"
+    parent: str | None = None
+    # The KV classes that the model is served with; left out if it is "raw" alone.
+    kv_classes: list[str] | UnsetType = UNSET
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """`reasons` says what is missing, or not as it should be; a service that is ready may lack something, too."""
+
+    ready: bool
+    reasons: list[str]

@@ -1,0 +1,88 @@
+"""Who sends a request: the tenant that fairness counts by, and the scope within which prefixes may be shared.
+
+Both are digests, made with different prefixes: a salt with the text of somebody's key gives another scope than that
+key. Workers see only digests. Equal digests mean equal keys, or equal salts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diptych.errors import RequestError
+from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.hashing import hash_fields
+from diptych.request import Tenancy
+from services.gateway.openai.request_schema import GenerationFields
+
+# This many hex digits suffice to tell a deployment's keys apart.
+TENANT_HEX = 16
+# Number of hex digits of the scope that separates tenants' prompts: 128 bits, so that no collision can be found by
+# search.
+SCOPE_HEX = 32
+TIMEOUT_HEADER = b"x-request-timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent an HTTP request, and when (monotonic seconds).
+
+    `timeout_s` is how long the client will wait for the answer, if it said so. `urgent` callers may ask for a better
+    priority than the default. `request_id` is the id of the HTTP request.
+    """
+
+    arrived_s: float
+    tenant: str = ""
+    timeout_s: float | None = None
+    urgent: bool = True
+    request_id: str = ""
+
+
+def parse_timeout_header(headers: Sequence[tuple[bytes, bytes]]) -> float | None:
+    """The seconds in the `X-Request-Timeout` header; None without one.
+
+    Raises:
+        RequestError: it is not one positive number.
+    """
+    given = [value for name, value in headers if name == TIMEOUT_HEADER]
+    if not given:
+        return None
+    try:
+        seconds = float(given[0]) if len(given) == 1 and len(given[0]) <= 32 else math.nan
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        field = TIMEOUT_HEADER.decode()
+        problem = f"'{field}' must be one positive number of seconds"
+        raise RequestError(RequestFailure(FailureReason.INVALID_VALUE, problem, field))
+    return seconds
+
+
+def check_priority(body: GenerationFields, caller: Caller) -> None:
+    """Check that the caller may ask for this priority.
+
+    Raises:
+        RequestError: 403, the priority is better than the default, and this API key may not ask for that.
+    """
+    if (body.priority or 0) < 0 and not caller.urgent:
+        problem = (
+            f"this API key may not ask for a 'priority' below 0, and {body.priority} was asked for; "
+            "lower numbers are served before all others, and --priority-keys names the keys that may use them"
+        )
+        raise RequestError(RequestFailure(FailureReason.PRIORITY_NOT_ALLOWED, problem, "priority"))
+
+
+def tenant_of_key(key: bytes) -> str:
+    """The name of the tenant that an API key stands for: a digest of the key."""
+    return hash_fields(["tenant", key]).hex()[:TENANT_HEX]
+
+
+def tenancy_of_body(body: GenerationFields, tenant: str) -> Tenancy:
+    """The origin of a request of `tenant` ("" if no key is required).
+
+    Its scope is shared by all who send the same `cache_salt`. Without a salt the scope is the tenant's own.
+    """
+    named = ["salt", body.cache_salt] if body.cache_salt is not None else ["tenant", tenant]
+    scope = hash_fields(named).hex()[:SCOPE_HEX] if body.cache_salt is not None or tenant else ""
+    return Tenancy(tenant, scope, body.priority or 0)

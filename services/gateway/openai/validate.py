@@ -1,0 +1,229 @@
+"""Checks a decoded body, for all routes, before its prompts are rendered and tokenized.
+
+Together with `resolve`, which needs the number of prompt tokens, this refuses all that could be refused later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from diptych.errors import RequestError
+from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.request import Grammar
+from services.gateway.openai.parse_body import json_depth, missing_parameter_error
+from services.gateway.openai.request_limits import RequestLimits
+from services.gateway.openai.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    ResponseFormat,
+)
+from services.gateway.openai.sampling_defaults import SamplingDefaults
+from services.gateway.tokenization.tokenizer import GatewayTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """Everything that requests are checked against."""
+
+    tokenizer: GatewayTokenizer
+    # Models that clients may ask for. Answers carry the first one.
+    served_names: tuple[str, ...]
+    # Most tokens of prompt and answer together.
+    context_tokens: int
+    limits: RequestLimits
+    # Values of fields that a request does not set.
+    defaults: SamplingDefaults = SamplingDefaults()
+
+
+def unsupported_error(field: str, problem: str = "is not supported") -> RequestError:
+    """The error of a request with a field, or a value of it, that this server does not support."""
+    return RequestError(RequestFailure(FailureReason.UNSUPPORTED_PARAMETER, f"'{field}' {problem}", field))
+
+
+def invalid_value_error(field: str, problem: str) -> RequestError:
+    """The error of a request with an invalid value in `field`; `problem` completes the sentence."""
+    return RequestError(RequestFailure(FailureReason.INVALID_VALUE, f"'{field}' {problem}", field))
+
+
+def check_model_name(name: str | None, rules: RequestRules) -> str:
+    """The model name for the answer: `name`, or the first served name without one.
+
+    Raises:
+        RequestError: 404, no such model is served.
+    """
+    if name is not None and name not in rules.served_names:
+        problem = f"the model '{name[:100]}' does not exist; served here: {', '.join(rules.served_names)}"
+        raise RequestError(RequestFailure(FailureReason.MODEL_NOT_FOUND, problem, "model"))
+    return name or rules.served_names[0]
+
+
+def check_chat_fields(body: ChatRequest, rules: RequestRules) -> None:
+    """Refuse fields that are invalid, or that would change the meaning of the answer and are not supported.
+
+    Raises:
+        RequestError: 400, or 404 for an unknown model.
+    """
+    _check_generation_fields(body, body.n or 1, 1, rules)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid_value_error("top_logprobs", "needs 'logprobs' to be true")
+    for field in (
+        "audio",
+        "prediction",
+        "web_search_options",
+        "moderation",
+        "prompt_cache_options",
+        "chat_template",
+    ):
+        if getattr(body, field) is not None:
+            raise unsupported_error(field)
+    if body.store:
+        raise unsupported_error("store", "cannot be true: nothing is stored here")
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise unsupported_error("modalities", "other than text are not supported")
+    if body.reasoning_effort not in (None, "none"):
+        raise unsupported_error("reasoning_effort", "is not supported by this model")
+    for field, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        if getattr(body, choice) not in (None, "none", "auto"):
+            raise unsupported_error(choice, "other than 'none' is not supported")
+        if getattr(body, field) and getattr(body, choice) != "none":
+            raise unsupported_error(
+                field, f"are not supported yet; send '{choice}': \"none\" to have them ignored"
+            )
+    if body.continue_final_message and (body.add_generation_prompt or body.messages[-1].role != "assistant"):
+        raise invalid_value_error(
+            "continue_final_message", "needs an assistant message at the end and no 'add_generation_prompt'"
+        )
+
+
+def check_completion_fields(body: CompletionRequest, num_prompts: int, rules: RequestRules) -> None:
+    """The same as `check_chat_fields`, for `/v1/completions`. Raises RequestError: 400 or 404."""
+    n = body.n or 1
+    if body.suffix:
+        raise unsupported_error("suffix")
+    if body.best_of is not None and body.best_of < n:
+        raise invalid_value_error("best_of", f"({body.best_of}) must not be below 'n' ({n})")
+    if body.best_of is not None and body.best_of > n and body.stream:
+        raise invalid_value_error("best_of", "above 'n' cannot be streamed")
+    _check_generation_fields(body, body.best_of or n, num_prompts, rules)
+
+
+def split_prompts(prompt: str | list[Any] | None, rules: RequestRules) -> list[str | list[int]]:
+    """The prompts of a body, each as a text or a list of token ids. OpenAI's API allows four forms.
+
+    Raises:
+        RequestError: forms are mixed, there are too many prompts, or a token id is not in the vocabulary.
+    """
+    if prompt is None or isinstance(prompt, str):
+        return [prompt or ""]
+    kinds = {type(item) for item in prompt}
+    if len(kinds) != 1:
+        raise invalid_value_error("prompt", "must be all text, all token ids or all lists of token ids")
+    split: list[str | list[int]] = [prompt] if kinds == {int} else prompt
+    if len(split) > rules.limits.max_prompts:
+        raise invalid_value_error(
+            "prompt", f"holds {len(split)} prompts; at most {rules.limits.max_prompts} are served at once"
+        )
+    for item in split:
+        if isinstance(item, list):
+            if not item:
+                raise invalid_value_error("prompt", "holds an empty list of token ids")
+            # Checked first, before each of the tokens is looked at.
+            if len(item) > rules.context_tokens:
+                raise context_length_error(f"has {len(item)} prompt tokens", rules.context_tokens, "prompt")
+            _check_token_ids(item, "prompt", rules)
+    return split
+
+
+def check_text_length(text: str, rules: RequestRules, param: str) -> None:
+    """Refuse a text that is too long however it is tokenized. Raises RequestError: `context_length_exceeded`."""
+    least = len(text.encode()) // rules.tokenizer.longest_bytes
+    if least >= rules.context_tokens:
+        raise context_length_error(f"has at least {least} tokens", rules.context_tokens, param)
+
+
+def context_length_error(problem: str, context_tokens: int, param: str | None) -> RequestError:
+    """The error of a request that is longer than the context. `problem` says by how much; `param` is its field."""
+    text = f"this model's context is {context_tokens} tokens, and your request {problem}; shorten it"
+    return RequestError(RequestFailure(FailureReason.CONTEXT_LENGTH_EXCEEDED, text, param))
+
+
+def build_grammar(asked: ResponseFormat | None, limits: RequestLimits) -> Grammar | None:
+    """The grammar of `response_format`; None for plain text. Whether it compiles is checked in a preparer.
+
+    Raises:
+        RequestError: the schema is missing, too large, nested too deep, or has a pattern that is too long.
+    """
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return Grammar(kind="json_object")
+    if asked.json_schema is None:
+        raise missing_parameter_error("response_format.json_schema")
+    schema = {} if asked.json_schema.schema is None else asked.json_schema.schema
+    text = msgspec.json.encode(schema)
+    where = "response_format.json_schema.schema"
+    if len(text) > limits.max_schema_bytes:
+        raise _schema_error(where, f"is larger than {limits.max_schema_bytes} bytes")
+    if json_depth(text) > limits.max_schema_depth:
+        raise _schema_error(where, f"is nested deeper than {limits.max_schema_depth} levels")
+    if any(len(pattern) > limits.max_pattern_chars for pattern in _schema_patterns(schema)):
+        raise _schema_error(where, f"has a pattern of more than {limits.max_pattern_chars} characters")
+    return Grammar(kind="json_schema", text=text.decode())
+
+
+def _schema_error(where: str, problem: str) -> RequestError:
+    return RequestError(RequestFailure(FailureReason.INVALID_SCHEMA, f"'{where}' {problem}", where))
+
+
+def _schema_patterns(node: Any) -> Iterable[str]:
+    """All regular expressions in a JSON schema. The caller bounds its depth."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key == "pattern" and isinstance(value, str):
+                yield value
+            elif key == "patternProperties" and isinstance(value, dict):
+                yield from value
+            yield from _schema_patterns(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _schema_patterns(value)
+
+
+def _check_generation_fields(
+    body: GenerationFields, best_of: int, num_prompts: int, rules: RequestRules
+) -> None:
+    check_model_name(body.model, rules)
+    limits = rules.limits
+    if (body.n or 1) > limits.max_n:
+        raise invalid_value_error("n", f"is at most {limits.max_n} here")
+    if best_of * num_prompts > limits.max_sequences:
+        raise invalid_value_error(
+            "n",
+            f"times prompts is {best_of * num_prompts}; at most {limits.max_sequences} are served at once",
+        )
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise invalid_value_error("stream_options", "needs 'stream' to be true")
+    stops = stop_strings(body)
+    if any(not stop or len(stop) > limits.max_stop_chars for stop in stops):
+        raise invalid_value_error("stop", f"strings must have 1 to {limits.max_stop_chars} characters")
+    _check_token_ids(body.stop_token_ids or [], "stop_token_ids", rules)
+    _check_token_ids(body.logit_bias or {}, "logit_bias", rules)
+
+
+def _check_token_ids(ids: Iterable[int], field: str, rules: RequestRules) -> None:
+    strange = next((token for token in ids if token >= rules.tokenizer.size), None)
+    if strange is not None:
+        raise invalid_value_error(
+            field, f"holds token id {strange}; this model's are below {rules.tokenizer.size}"
+        )
+
+
+def stop_strings(body: GenerationFields) -> tuple[str, ...]:
+    """The stop strings of a body, which may have one, several or none."""
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())

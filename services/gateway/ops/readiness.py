@@ -1,0 +1,324 @@
+"""Tests readiness with canaries: requests for a few tokens that go through every worker and the KV hand-off.
+
+A worker counts as proven for `PROVEN_FOR_S` after KV last moved through it, for a canary or a client's request. Workers
+without such traffic get a canary every `CANARY_INTERVAL_S`. If the last result is older than `MAX_ANSWER_AGE_S`, a
+request for `/ready` sends one, but only from a client that may see the status. Others get the last result at once, so
+they cannot hold connections open.
+
+One canary tests two workers, and each time a worker is paired with another one. So the number of canaries grows with
+the workers, not with their pairs. A pair that failed is tried again until it works. A canary has not failed if it waits
+too long behind clients' requests whose tokens keep coming. While there is no prefill worker, a decode worker may
+prefill prompts itself; it is then tested alone, and the reasons mention it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+from diptych.failure_statuses import RequestFailure
+from diptych.messages import Output
+from diptych.request import Request, SamplingParams
+from router.routing.fleet import WorkerState
+from router.routing.kv_classes import can_exchange_kv, classes_of
+from services.gateway.generation.relay_backend import RelayBackend
+from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.openai.response_schema import KvDetails, Readiness
+
+CANARY_INTERVAL_S = 5.0
+MAX_ANSWER_AGE_S = 2.0
+PROVEN_FOR_S = 12.0
+# A canary that takes more seconds than this has failed.
+CANARY_TIMEOUT_S = 5.0
+# If a worker does not answer a canary, it is busy if it sent tokens to clients within this many seconds, and stuck
+# otherwise.
+BUSY_S = 2.0
+# If a timeout comes this many seconds late, the event loop stood still.
+OVERSLEPT_S = 1.0
+# Number of tokens of a canary: one from prefill, two from decode.
+CANARY_TOKENS = 3
+
+# (prefill worker or None, decode worker). None: the decode worker prefills too.
+WorkerPair = tuple[str | None, str]
+
+
+@dataclass(frozen=True, slots=True)
+class NotReadyReason:
+    """A problem of the service: `public` has no names; `text` is for clients that may see the status."""
+
+    public: str
+    text: str
+
+
+def choose_canary_pairs(pairs: Sequence[WorkerPair], stale: Set[str], rotation: int) -> list[WorkerPair]:
+    """At most one pair for each `stale` worker, such that each stale worker is in a chosen pair.
+
+    Each `rotation` number pairs workers with other partners.
+    """
+    by_worker: dict[str, list[WorkerPair]] = {}
+    for pair in pairs:
+        for worker in filter(None, pair):
+            if worker in stale:
+                by_worker.setdefault(worker, []).append(pair)
+    chosen, covered = list[WorkerPair](), set[str | None]()
+    # Workers with the fewest partners choose first. The workers of the larger pool then share the remaining partners.
+    for number, worker in enumerate(sorted(by_worker, key=lambda name: (len(by_worker[name]), name))):
+        if worker in covered:
+            continue
+        found = by_worker[worker]
+        start = (rotation + number) % len(found)
+        rotated = found[start:] + found[:start]
+        pair = next((pair for pair in rotated if not covered.intersection(pair)), rotated[0])
+        chosen.append(pair)
+        covered.update(pair)
+    return chosen
+
+
+@dataclass(slots=True)
+class _CanarySink:
+    """Receives one canary; `outcome` is None if it succeeded, else the problem."""
+
+    outcome: asyncio.Future[str | None]
+    tokens: list[int] = field(default_factory=list)
+
+    def deliver_output(self, output: Output, now_s: float) -> None:
+        self.tokens += output.tokens
+
+    def record_stages(self, seconds: dict[str, float]) -> None:
+        """Nothing to do: canaries are not measured."""
+
+    def record_kv_class(self, kv_class: str, details: KvDetails | None) -> None:
+        """Canaries have no answer that names the class."""
+
+    def finish_sequence(self, reason: str, now_s: float) -> None:
+        whole = len(self.tokens) == CANARY_TOKENS
+        self._set_outcome(None if whole else f"gave {len(self.tokens)} tokens of {CANARY_TOKENS}")
+
+    def fail_sequence(self, failure: RequestFailure) -> None:
+        self._set_outcome(failure.message)
+
+    def _set_outcome(self, outcome: str | None) -> None:
+        """Set the outcome, unless the canary has one already."""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+class CanaryProber:
+    """Tests the workers with canaries, and derives the gateway's readiness.
+
+    `prompt` holds a canary's token ids. `expected` is the number of (prefill, decode) workers that should be up.
+    """
+
+    def __init__(
+        self, backend: RelayBackend, metrics: GatewayMetrics, prompt: list[int], expected: tuple[int, int]
+    ) -> None:
+        self.backend, self._metrics, self._prompt, self._expected = backend, metrics, prompt, expected
+        # The role in which each worker first connected.
+        self._homes: dict[str, str] = {}
+        self._numbers = itertools.count()
+        self._name = secrets.token_hex(4)
+        # Why the last canary of each pair failed.
+        self._troubles: dict[WorkerPair, str] = {}
+        self._rotation = itertools.count()
+        # The task of the canaries that are under way.
+        self._round: asyncio.Task[None] | None = None
+        self._tried_s = float("-inf")
+
+    def expect_workers(self, pools: tuple[int, int]) -> None:
+        """Set how many prefill and decode workers should be up from now on."""
+        self._expected = pools
+
+    async def run_forever(self) -> None:
+        """Test all workers that were not proven lately, again and again, until cancelled."""
+        while True:
+            await self.probe_workers(CANARY_INTERVAL_S)
+            self._metrics.ready.set(self.current_readiness().ready)
+            await asyncio.sleep(MAX_ANSWER_AGE_S / 2)
+
+    async def fresh_readiness(self, known: bool = True) -> Readiness:
+        """The readiness; for a `known` client at most `MAX_ANSWER_AGE_S` old, which may need to wait for canaries."""
+        if known and self.backend.worker_pairs():
+            await self.probe_workers(MAX_ANSWER_AGE_S)
+        return self.current_readiness(known)
+
+    async def probe_workers(self, max_age_s: float) -> None:
+        """Send canaries to all workers that were not proven within `max_age_s`. Concurrent callers share one round."""
+        if self._round is None or self._round.done():
+            chosen = self._choose_pairs(self.backend.worker_pairs(), max_age_s)
+            if not chosen:
+                return
+            self._round = asyncio.create_task(self._try_pairs(chosen))
+        await asyncio.shield(self._round)
+
+    def _choose_pairs(self, pairs: list[WorkerPair], max_age_s: float) -> list[WorkerPair]:
+        """The pairs to test now: pairs that failed, and one for every worker that was not proven lately."""
+        workers = {worker for pair in pairs for worker in pair if worker is not None}
+        failed = [pair for pair in pairs if pair in self._troubles][: len(workers)]
+        now_s, tried = self.backend.clock(), {worker for pair in failed for worker in pair}
+        stale = {worker for worker in workers - tried if self._age_s(worker, now_s) > max_age_s}
+        return failed + (choose_canary_pairs(pairs, stale, next(self._rotation)) if stale else [])
+
+    def current_readiness(self, known: bool = True) -> Readiness:
+        """The readiness known now, without sending canaries.
+
+        Unless the client is `known`, the reasons hold no names of workers, hosts or models.
+        """
+        now_s, pairs = self.backend.clock(), self.backend.worker_pairs()
+        proven = {worker for pair in pairs for worker in pair if self._is_proven(worker, now_s)}
+        good = any(pair not in self._troubles and proven.issuperset(pair) for pair in pairs)
+        reasons = self._missing_reasons(bool(pairs)) + self._local_prefill_reasons(pairs)
+        reasons += self._class_reasons()
+        reasons += [
+            NotReadyReason("a canary did not come through", f"{_format_pair(pair)}: {self._troubles[pair]}")
+            for pair in pairs
+            if pair in self._troubles
+        ]
+        troubled = {worker for pair in self._troubles for worker in pair}
+        untried = {worker for pair in pairs for worker in pair if worker is not None} - proven - troubled
+        reasons += [
+            NotReadyReason("a worker was not tried yet", f"{worker}: not tried yet")
+            for worker in sorted(untried)
+        ]
+        if not pairs and not reasons:
+            text = "no prefill worker is linked to a decode worker yet"
+            reasons.append(NotReadyReason(text, text))
+        reasons += [
+            NotReadyReason("a worker does not fit", f"{worker} does not fit: {text}")
+            for worker, text in sorted(self.backend.unfit_workers.items())
+        ]
+        shown_reasons = [reason.text for reason in reasons] if known else _public_reasons(reasons)
+        return Readiness(ready=good, reasons=shown_reasons)
+
+    def _waits_behind_clients(self, pair: WorkerPair, canary: _CanarySink) -> bool:
+        """Whether an unfinished canary is only delayed: a worker that it waits for sends tokens to clients."""
+        asked = pair[1:] if canary.tokens else pair
+        times_s = (
+            self.backend.last_message_s.get(worker, float("-inf")) for worker in asked if worker is not None
+        )
+        return self.backend.clock() - max(times_s) < BUSY_S
+
+    def _wanted_workers(self) -> dict[str, int]:
+        """Number of workers of each role that should be up: the expected ones, corrected by changes of role."""
+        wanted = dict(zip(("prefill", "decode"), self._expected, strict=True))
+        for name, member in self.backend.relay.fleet.workers.items():
+            home = self._homes.setdefault(name, member.role)
+            wanted[member.role] += 1
+            wanted[home] -= 1
+        return wanted
+
+    def _local_prefill_reasons(self, pairs: list[WorkerPair]) -> list[NotReadyReason]:
+        """A reason if decode workers have to prefill, because no prefill worker can."""
+        local = self.backend.relay.split and any(source is None for source, _ in pairs)
+        text = "decode workers prefill the prompts: no prefill worker can"
+        return [NotReadyReason(text, text)] if local else []
+
+    def _class_reasons(self) -> list[NotReadyReason]:
+        """A reason if no prefill worker has a KV class in common with a decode worker of the same model."""
+        fleet = self.backend.relay.fleet
+        pairs = [
+            (source, member)
+            for source in fleet.workers_of("prefill")
+            for member in fleet.workers_of("decode")
+            if source.hello.fingerprint == member.hello.fingerprint
+        ]
+        if not pairs or any(can_exchange_kv(source.hello, member.hello) for source, member in pairs):
+            return []
+        public = "no prefill worker has a KV class in common with a decode worker"
+        sides = (f"{one.name} has {' and '.join(classes_of(one.hello))}" for one in pairs[0])
+        return [NotReadyReason(public, f"{public}: {', '.join(sides)}")]
+
+    def _missing_reasons(self, linked: bool) -> list[NotReadyReason]:
+        """Reasons for missing workers, draining workers and missing links.
+
+        Pairs that are not linked yet are listed only if some other pair is `linked`.
+        """
+        fleet = self.backend.relay.fleet
+        reasons = []
+        for role, wanted in self._wanted_workers().items():
+            there = len(fleet.workers_of(role))
+            if there < wanted:
+                text = f"{there} of {wanted} {role} workers are up"
+                reasons.append(NotReadyReason(text, text))
+        reasons += [
+            NotReadyReason("a worker is draining", f"{member.name} is draining")
+            for member in fleet.workers.values()
+            if member.draining
+        ]
+        sources = fleet.workers_of("prefill")
+        for member in fleet.workers_of("decode"):
+            names = [(source, text) for source, text in sorted(member.link_errors.items())]
+            names += [
+                (source, "not linked yet") for source in _unlinked_prefill_workers(sources, member) if linked
+            ]
+            reasons += [
+                NotReadyReason("two workers are not linked", f"{_format_pair((source, member.name))}: {text}")
+                for source, text in names
+            ]
+        return reasons
+
+    def _age_s(self, worker: str, now_s: float) -> float:
+        """Seconds since KV last moved through the worker."""
+        return now_s - self.backend.proven_s.get(worker, float("-inf"))
+
+    def _is_proven(self, worker: str | None, now_s: float) -> bool:
+        """Whether KV moved through the worker lately; true for the absent prefill worker of a pair (None)."""
+        return worker is None or self._age_s(worker, now_s) < PROVEN_FOR_S
+
+    async def _try_pairs(self, pairs: list[WorkerPair]) -> None:
+        """Send a canary through each pair, and record which pairs work."""
+        outcomes = await asyncio.gather(*(self._try_pair(pair) for pair in pairs))
+        known = set(self.backend.worker_pairs())
+        self._troubles = {
+            pair: text for pair, text in self._troubles.items() if pair in known and pair not in pairs
+        }
+        for pair, outcome in zip(pairs, outcomes, strict=True):
+            if outcome is not None:
+                self._troubles[pair] = outcome
+            elif pair in known:
+                self.backend.mark_proven(pair)
+
+    async def _try_pair(self, pair: WorkerPair) -> str | None:
+        """Send one canary. Returns None if it succeeded or proves nothing, else the problem."""
+        canary = _CanarySink(asyncio.get_running_loop().create_future())
+        name = f"canary-{self._name}-{next(self._numbers)}"
+        now_s = self.backend.clock()
+        sampling = SamplingParams(max_tokens=CANARY_TOKENS, seed=0, temperature=0.0)
+        request = Request(name, list(self._prompt), sampling, now_s + 2 * CANARY_TIMEOUT_S)
+        self.backend.submit_canary(request, canary, pair)
+        try:
+            async with asyncio.timeout(CANARY_TIMEOUT_S):
+                return await canary.outcome
+        except TimeoutError:
+            # A timeout that comes much too late means that this event loop was blocked; the workers may be fine.
+            overslept = self.backend.clock() - now_s > CANARY_TIMEOUT_S + OVERSLEPT_S
+            return (
+                None
+                if overslept or self._waits_behind_clients(pair, canary)
+                else f"a canary took longer than {CANARY_TIMEOUT_S:g} s"
+            )
+        finally:
+            self.backend.cancel_request(name)
+
+
+def _unlinked_prefill_workers(sources: Sequence[WorkerState], decode: WorkerState) -> list[str]:
+    """Prefill workers that fit this decode worker, but have neither a link to it nor an error about a link."""
+    known = decode.links.keys() | decode.link_errors.keys()
+    return [
+        source.name
+        for source in sources
+        if source.name not in known
+        and can_exchange_kv(source.hello, decode.hello)
+        and not (source.draining or decode.draining)
+    ]
+
+
+def _public_reasons(reasons: Sequence[NotReadyReason]) -> list[str]:
+    """The reasons without names, each once."""
+    return list(dict.fromkeys(reason.public for reason in reasons))
+
+
+def _format_pair(pair: WorkerPair) -> str:
+    return pair[1] if pair[0] is None else f"{pair[0]} -> {pair[1]}"

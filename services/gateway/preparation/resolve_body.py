@@ -1,0 +1,206 @@
+"""Turns the bytes of a body into a `ResolvedRequest`, or into the bytes of a response. All routes share the steps:
+
+    bytes ─ parse ─▶ fields ─ validate ─▶ ValidBody ─ tokenize ─▶ prompts ─ resolve ─▶ ResolvedRequest or bytes
+
+Each step is done once. The client decides how long they take; `preparer_pool` decides in which process they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from diptych.errors import RequestError
+from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.request import Grammar
+from services.gateway.generation.output_text import with_echo
+from services.gateway.openai.chat_messages import parse_chat_messages
+from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+)
+from services.gateway.openai.resolve import Prompt, ResolvedRequest, resolve_chat, resolve_completion
+from services.gateway.openai.response_schema import Detokenized, Tokenized
+from services.gateway.openai.tenancy import Caller, check_priority
+from services.gateway.openai.validate import (
+    RequestRules,
+    build_grammar,
+    check_chat_fields,
+    check_completion_fields,
+    check_model_name,
+    check_text_length,
+    context_length_error,
+    invalid_value_error,
+    split_prompts,
+)
+
+GRAMMAR_FIELD = "response_format"
+
+GrammarCheck = Callable[[Grammar], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a chat, with what the chat template needs to render them as one prompt."""
+
+    messages: list[dict[str, Any]]
+    # Whether the template begins the assistant's message.
+    generate: bool
+    # Whether the last message is left open, to be continued.
+    resume: bool
+    options: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ValidBody:
+    """What validation has found in a body.
+
+    `sources` are its prompts before they are tokenized: text, token ids or a conversation. `special`: the tokenizer
+    adds its special tokens to them.
+    """
+
+    sources: list[str | list[int] | Conversation]
+    special: bool = False
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BodyRoute:
+    """What differs between routes: the schema of a body, and a function for the second and the last step."""
+
+    schema: type[Any]
+    validate: Callable[[Any, Caller, RequestRules], ValidBody]
+    resolve: Callable[[Any, ValidBody, list[Prompt], Caller, RequestRules], ResolvedRequest | bytes]
+
+
+def resolve_body(
+    route: str, body: bytes, caller: Caller, rules: RequestRules, check: GrammarCheck
+) -> ResolvedRequest | bytes:
+    """The request that `body` asks for, or the body of the response if it needs no generation.
+
+    `route` is a key of `ROUTES`. `check` returns the reason why a grammar cannot be served, None if it can; it may
+    compile the grammar, and is called at most once.
+
+    Raises:
+        RequestError: the body is refused.
+    """
+    steps = ROUTES[route]
+    fields = parse_body(body, steps.schema, rules.limits.max_depth)
+    valid = steps.validate(fields, caller, rules)
+    if valid.grammar is not None and (why := check(valid.grammar)) is not None:
+        raise grammar_error(why)
+    prompts = [_tokenize_source(source, valid.special, rules) for source in valid.sources]
+    return steps.resolve(fields, valid, prompts, caller, rules)
+
+
+def grammar_error(why: str) -> RequestError:
+    """The error for a client whose grammar cannot be served; `why` completes the sentence."""
+    problem = f"'{GRAMMAR_FIELD}' cannot be served: {why}"
+    return RequestError(RequestFailure(FailureReason.INVALID_SCHEMA, problem, GRAMMAR_FIELD))
+
+
+def _tokenize_source(source: str | list[int] | Conversation, special: bool, rules: RequestRules) -> Prompt:
+    if isinstance(source, list):
+        return Prompt(source)
+    if isinstance(source, Conversation):
+        text, param = _render_conversation(source, rules), "messages"
+    else:
+        text, param = source, "prompt"
+    check_text_length(text, rules, param)
+    return Prompt(rules.tokenizer.encode(text, special), text)
+
+
+def _render_conversation(chat: Conversation, rules: RequestRules) -> str:
+    return rules.tokenizer.render_conversation(chat.messages, chat.generate, chat.resume, chat.options)
+
+
+def _validate_chat(body: ChatRequest, caller: Caller, rules: RequestRules) -> ValidBody:
+    check_priority(body, caller)
+    check_chat_fields(body, rules)
+    grammar = build_grammar(body.response_format, rules.limits)
+    return ValidBody([_validate_conversation(body, body.messages)], bool(body.add_special_tokens), grammar)
+
+
+def _validate_conversation(body: ChatRequest | TokenizeRequest, messages: list[Message]) -> Conversation:
+    resume = bool(body.continue_final_message)
+    generate = body.add_generation_prompt is not False and not resume
+    return Conversation(parse_chat_messages(messages), generate, resume, body.chat_template_kwargs)
+
+
+def _resolve_chat(
+    body: ChatRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
+) -> ResolvedRequest:
+    return resolve_chat(body, Prompt(prompts[0].tokens), valid.grammar, rules, caller.tenant)
+
+
+def _validate_completion(body: CompletionRequest, caller: Caller, rules: RequestRules) -> ValidBody:
+    check_priority(body, caller)
+    prompts = split_prompts(body.prompt, rules)
+    check_completion_fields(body, len(prompts), rules)
+    grammar = build_grammar(body.response_format, rules.limits)
+    return ValidBody([*prompts], body.add_special_tokens is not False, grammar)
+
+
+def _resolve_completion(
+    body: CompletionRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
+) -> ResolvedRequest:
+    start, skip_special = [rules.tokenizer.start_id], body.skip_special_tokens is not False
+    if body.echo:
+        prompts = [
+            with_echo(Prompt(prompt.tokens or start, prompt.text), rules.tokenizer, skip_special)
+            for prompt in prompts
+        ]
+    else:
+        prompts = [Prompt(prompt.tokens or start) for prompt in prompts]
+    return resolve_completion(body, prompts, valid.grammar, rules, caller.tenant)
+
+
+def _validate_tokenize(body: TokenizeRequest, caller: Caller, rules: RequestRules) -> ValidBody:
+    check_model_name(body.model, rules)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid_value_error("prompt", "or 'messages' must be given, and not both")
+    if body.messages is not None:
+        return ValidBody([_validate_conversation(body, body.messages)], bool(body.add_special_tokens))
+    return ValidBody([body.prompt or ""], body.add_special_tokens is not False)
+
+
+def _resolve_tokenize(
+    body: TokenizeRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
+) -> bytes:
+    ids = prompts[0].tokens
+    if len(ids) > rules.context_tokens:
+        param = "prompt" if body.messages is None else "messages"
+        raise context_length_error(f"has {len(ids)} tokens", rules.context_tokens, param)
+    names = [rules.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
+    return msgspec.json.encode(Tokenized(len(ids), rules.context_tokens, ids, names))
+
+
+def _validate_detokenize(body: DetokenizeRequest, caller: Caller, rules: RequestRules) -> ValidBody:
+    check_model_name(body.model, rules)
+    if len(body.tokens) > rules.context_tokens:
+        raise context_length_error(f"has {len(body.tokens)} tokens", rules.context_tokens, "tokens")
+    if any(token >= rules.tokenizer.size for token in body.tokens):
+        raise invalid_value_error("tokens", f"holds ids beyond the vocabulary of {rules.tokenizer.size}")
+    return ValidBody([])
+
+
+def _resolve_detokenize(
+    body: DetokenizeRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
+) -> bytes:
+    text = rules.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
+    return msgspec.json.encode(Detokenized(text))
+
+
+ROUTES = {
+    "chat": BodyRoute(ChatRequest, _validate_chat, _resolve_chat),
+    "completion": BodyRoute(CompletionRequest, _validate_completion, _resolve_completion),
+    "tokenize": BodyRoute(TokenizeRequest, _validate_tokenize, _resolve_tokenize),
+    "detokenize": BodyRoute(DetokenizeRequest, _validate_detokenize, _resolve_detokenize),
+}

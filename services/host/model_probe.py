@@ -1,0 +1,243 @@
+"""Finds a model and checks that it fits, before any worker is started. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from diptych.config.options import Config
+from diptych.errors import ConfigError, ModelError
+from diptych.model_config import CONFIG_FILE
+from engine.model.checkpoint import Checkpoint, find_model, is_folder_name
+from engine.model.kv_codec import check_ranks, format_kv_classes, largest_codec, resolve_kv_classes
+from engine.model.memory_plan import (
+    USABLE_SHARE,
+    MemoryPlan,
+    available_memory,
+    format_bytes,
+    plan_max_length,
+    split_pool,
+)
+from services.host.child_environment import child_environment
+from services.host.supervisor import ErrorReport
+
+# The name of the model that is part of the project.
+EMBEDDED_MODEL = "tiny"
+
+
+class ProbeRequest(msgspec.Struct, frozen=True):
+    """Which model to look for, and the settings that decide whether it fits. Sizes are in bytes or tokens."""
+
+    model: str
+    revision: str | None
+    max_model_len: int | None
+    kv_bytes: int | None
+    # Number of workers that share this machine's memory. 0 means only a gateway, which needs no weights.
+    num_workers: int
+    # (tp, pp) of each role.
+    splits: dict[str, tuple[int, int]] = {}
+    # Bytes of host memory that each worker may use for parked sequences.
+    swap_bytes: int = 0
+    # Most tokens of a step.
+    step_tokens: int = 512
+    # Most rows of a step that need logits.
+    step_rows: int = 64
+    # How KV is coded, and the file with the codec's constants (`WorkerSpec`).
+    kv_cache_codec: str = "raw"
+    kv_cache_calibration: str = ""
+
+
+class ProbedModel(msgspec.Struct, frozen=True):
+    """A model that was found and fits: its folder, and the context length and KV memory that were chosen for it."""
+
+    path: str
+    # A short description for the user.
+    summary: str
+    has_chat_template: bool
+    max_model_len: int
+    # Bytes of each worker's KV pool; 0 if only a gateway is started.
+    kv_bytes: int
+    num_layers: int = 0
+    # Canonical ids of the codecs of KV, with shares if there are several; empty without one. A worker that finds
+    # another calibration later is refused.
+    kv_cache_codec: str = ""
+
+
+class ProbeReply(msgspec.Struct, frozen=True):
+    """Either the model that was found, or the error."""
+
+    model: ProbedModel | None = None
+    error: ErrorReport | None = None
+
+
+def probe_model(question: ProbeRequest) -> ProbedModel:
+    """Find a model, and divide this machine's memory among the workers that will load it. No tensor is read.
+
+    Raises:
+        ConfigError: this machine has too few cores for the ranks, or KV cannot be coded this way.
+        ModelError: the model is not found, incomplete, not supported, cannot be split this way, or does not fit; the
+            error shows the memory arithmetic. Or its calibration cannot be read.
+    """
+    if question.num_workers == 0:
+        return _probe_without_weights(question)
+    files = Checkpoint.resolve(resolve_embedded(question.model), question.revision)
+    classes = resolve_kv_classes(files, question.kv_cache_codec, question.kv_cache_calibration)
+    for role, (tp, pp) in question.splits.items():
+        try:
+            check_ranks(classes, tp, pp)
+            files.split(tp, pp, classes[0].codec)
+        except (ConfigError, ModelError) as error:
+            fix = f"{error.fix} (--{role}-tp, --{role}-pp)"
+            raise type(error)(error.what, error.why, fix) from None
+    available = available_memory() // question.num_workers
+    memory = files.memory(
+        max_model_len=question.max_model_len,
+        kv_bytes=question.kv_bytes,
+        codec=largest_codec(files, classes),
+        coded=any(one.codec for one in classes),
+        available_bytes=available,
+        tp=max((tp for tp, _ in question.splits.values()), default=1),
+        step_tokens=question.step_tokens,
+        step_rows=question.step_rows,
+    )
+    split_pool(
+        files.name, memory, [files.layout(codec=one.codec) for one in classes], [one.share for one in classes]
+    )
+    _check_swap_space(question, memory, available)
+    shape = files.shape
+    # A tied table counts twice in `parameters`.
+    again = shape.vocab * shape.hidden if shape.tied else 0
+    description = (
+        f"{shape.architecture.removesuffix('ForCausalLM')}, {(shape.parameters - again) / 1e6:,.1f} M parameters, "
+        f"context {memory.max_model_len:,}, KV {format_bytes(memory.kv_bytes)} of "
+        f"{format_bytes(memory.total_bytes)} per worker"
+    )
+    chats = has_chat_template(files.path)
+    return ProbedModel(
+        str(files.path),
+        description,
+        chats,
+        memory.max_model_len,
+        memory.kv_bytes,
+        shape.layers,
+        format_kv_classes(classes),
+    )
+
+
+def _probe_without_weights(question: ProbeRequest) -> ProbedModel:
+    """Find only what a gateway needs: config and tokenizer of the model, and the longest context."""
+    path, shape = find_model(resolve_embedded(question.model), question.revision)
+    length = plan_max_length(question.model, shape, question.max_model_len)
+    description = f"{shape.architecture.removesuffix('ForCausalLM')}, context {length:,}"
+    return ProbedModel(str(path), description, has_chat_template(path), length, 0, shape.layers)
+
+
+def _check_swap_space(question: ProbeRequest, memory: MemoryPlan, available: int) -> None:
+    """Raise ConfigError if the swap space does not fit beside weights and KV pool.
+
+    The memory is only allocated when requests are parked, so without this check it would fail much later.
+    """
+    rest = int(available * USABLE_SHARE) - memory.weight_bytes - memory.kv_bytes - memory.sink_bytes
+    if question.swap_bytes > max(0, rest):
+        raise ConfigError(
+            f"a swap space of {format_bytes(question.swap_bytes)} per worker does not fit in memory",
+            f"beside weights {format_bytes(memory.weight_bytes)} and KV pool {format_bytes(memory.kv_bytes)}, "
+            f"{format_bytes(max(0, rest))} of usable {format_bytes(int(available * USABLE_SHARE))} are left",
+            f"lower --swap-space to {max(0, rest) >> 20}MiB or less, or the KV pool (--kv-cache-memory-bytes)",
+        )
+
+
+def resolve_embedded(name: str) -> str:
+    """The folder of the embedded model if `name` is its name, else `name` itself.
+
+    Raises:
+        ModelError: the embedded model is not installed.
+    """
+    if name != EMBEDDED_MODEL:
+        return name
+    found = importlib.util.find_spec("models")
+    folders = list(found.submodule_search_locations or []) if found else []
+    path = Path(folders[0]) / EMBEDDED_MODEL if folders else Path("models") / EMBEDDED_MODEL
+    if not (path / CONFIG_FILE).is_file():
+        fix = "name another model: diptych serve OWNER/NAME"
+        raise ModelError("the embedded model is not installed", f"looked in {path}", fix)
+    return str(path)
+
+
+def has_chat_template(path: Path) -> bool:
+    """Whether a model folder contains a chat template."""
+    if (path / "chat_template.jinja").is_file() or (path / "chat_template.json").is_file():
+        return True
+    try:
+        return "chat_template" in json.loads((path / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+
+
+def calibration_path(config: Config) -> str:
+    """The calibration file of these settings, as workers get it; empty: that of the model's folder."""
+    return str(config.kv_cache_calibration.absolute()) if config.kv_cache_calibration else ""
+
+
+async def resolve_model(config: Config, num_workers: int) -> ProbedModel:
+    """Find the model of these settings for `num_workers` workers on this machine; with 0 no weights are needed.
+
+    A model from the hub may have to be downloaded, which cannot be cancelled within a process. It is therefore probed
+    by another process, `services.host.model_probe_main`.
+
+    Raises:
+        ConfigError: this machine has too few cores for the ranks, or KV cannot be coded this way.
+        ModelError: the model is not found, incomplete, not supported, cannot be split this way, or does not fit; the
+            error shows the memory arithmetic. Or its calibration cannot be read.
+    """
+    question = ProbeRequest(
+        config.model,
+        config.revision,
+        config.max_model_len,
+        config.kv_cache_memory_bytes,
+        num_workers,
+        {
+            "prefill": (config.prefill_tp, config.prefill_pp),
+            "decode": (config.decode_tp, config.decode_pp),
+        },
+        config.swap_space,
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        config.kv_cache_codec,
+        calibration_path(config),
+    )
+    if config.model == EMBEDDED_MODEL or is_folder_name(config.model):
+        return probe_model(question)
+    return await _probe_in_process(question)
+
+
+async def _probe_in_process(question: ProbeRequest) -> ProbedModel:
+    """Run `probe_model` in a child process, which is killed if this task is cancelled."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.host.model_probe_main",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env=child_environment(1, os.environ), start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = await process.communicate(msgspec.json.encode(question))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    try:
+        answer = msgspec.json.decode(out.strip().rsplit(b"\n", 1)[-1], type=ProbeReply)
+    except msgspec.MsgspecError:
+        last = err.decode("utf-8", "replace").strip().splitlines()[-1:]
+        raise ModelError(
+            f"the model {question.model} cannot be read", *(line[:300] for line in last)
+        ) from None
+    if answer.model is None:
+        error = answer.error or ErrorReport(f"the model {question.model} cannot be read")
+        raise ModelError(error.what, error.why, error.fix)
+    return answer.model

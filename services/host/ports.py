@@ -1,0 +1,78 @@
+"""Checks whether an address can be listened on, and names the process that occupies it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+
+import psutil
+
+from diptych.errors import StartError
+
+
+def claim_port(host: str, port: int, origin: str = "--port") -> int:
+    """Check that `host`:`port` can be bound, and return the port; port 0 gives a free one.
+
+    Raises:
+        StartError: the port is in use (the error names the process), needs privileges, or the host is not this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise StartError(
+            f"the host {host!r} is not known", error.strerror or str(error), "--host 127.0.0.1"
+        ) from None
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            raise _port_error(host, port, error, origin) from None
+        return int(probe.getsockname()[1])
+
+
+def _port_error(host: str, port: int, error: OSError, origin: str) -> StartError:
+    """The error for a port that cannot be bound, with a free port as the fix. `origin` says where the port was set."""
+    if error.errno == errno.EADDRINUSE:
+        held = port_holder(port) or "a process of another user holds it"
+        free = next(
+            (other for other in range(port + 1, min(port + 50, 65536)) if _port_is_free(host, other)), None
+        )
+        other = f"--port {free}" if free else "another --port"
+        return StartError(f"port {port} on {host} is in use", f"{held} (the port is from {origin})",
+                          f"stop that process, or use {other}")  # fmt: skip
+    if error.errno == errno.EACCES:
+        return StartError(f"port {port} needs privileges", "ports below 1024 are reserved", "--port 8000")
+    return StartError(f"cannot listen on {host}:{port}", error.strerror or str(error), "--host 127.0.0.1")
+
+
+def _port_is_free(host: str, port: int) -> bool:
+    """Whether the port can be bound now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def port_holder(port: int) -> str:
+    """ "process 123 holds it: python -m services.gateway" for the process that listens on `port`; "" if not visible."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            if listens and connection.pid:
+                return f"process {connection.pid} holds it: {_program_name(psutil.Process(connection.pid))}"
+    return ""
+
+
+def _program_name(process: psutil.Process) -> str:
+    """The program's name and the module that Python runs; other arguments are left out, as they may hold secrets."""
+    name, words = process.name(), process.cmdline()
+    module = words[2:3] if name.startswith("python") and words[1:2] == ["-m"] else []
+    return " ".join([name, "-m", *module] if module else [name])

@@ -1,0 +1,74 @@
+"""Builds the worker that serves requests: weights, KV pools and engine of a model, for `role_lifecycle.run_worker`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diptych.process import SupervisorPipe
+from diptych.specs import WorkerSpec
+from engine.scheduler import Scheduler
+from kvtransfer.shared_memory import SharedMemory
+from services.worker.role_lifecycle import WorkerParts
+from services.worker.step_log import StepLog, StepRecorder
+from worker.build import (
+    RoleTuning,
+    build_engine,
+    choose_step_clock,
+    open_saturation_store,
+    resolve_model,
+)
+
+
+def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
+    """Find the model, allocate its KV pools, load the weights and warm up.
+
+    Raises:
+        ConfigError: this machine lacks the device, the dtype or enough cores for the ranks.
+        ModelError: the model is not found, not supported, cannot be split this way, or does not fit.
+        StartError: a rank could not start.
+    """
+    found = resolve_model(spec)
+    memories = [SharedMemory(size) for size in found.pool_sizes]
+    recorder = StepRecorder(StepLog(spec.step_log, spec.worker)) if spec.step_log else None
+    body = build_engine(spec, found, memories, supervisor, recorder)
+    fingerprint, identity = found.files.fingerprint(found.dtype)
+    close = body.close
+    suit: Callable[[str], None] = RoleTuning(
+        body.engine, body.holdings, open_saturation_store(spec, found, fingerprint), choose_step_clock(spec)
+    ).tune_for
+    if recorder is not None:
+        close = _run_both(recorder.log.close, close)
+        suit = _tune_and_log(suit, recorder, spec.worker, body.engine.scheduler)
+    return WorkerParts(
+        engine=body.engine,
+        holdings=body.holdings,
+        parts=body.pool,
+        memories=memories,
+        fingerprint=fingerprint,
+        identity=identity,
+        max_model_len=found.plan.max_model_len,
+        close=close,
+        tune_for=suit,
+    )
+
+
+def _run_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls both functions in order."""
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def _tune_and_log(
+    suit: Callable[[str], None], recorder: StepRecorder, worker: str, scheduler: Scheduler
+) -> Callable[[str], None]:
+    """A function that tunes the engine for a role and then writes the role to the step log."""
+
+    def both(role: str) -> None:
+        suit(role)
+        recorder.log_role(worker, role, scheduler.limits.saturation_tokens)
+
+    return both

@@ -1,0 +1,203 @@
+"""Compiled kernels of every codec: codes and expanded pages are those of NumPy to the bit, attention agrees."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.batch import pack_batch
+from engine.cpu.coded.attention import CodedAttention, CodedPool
+from engine.cpu.coded.compiled_attention import CompiledAttention
+from engine.cpu.coded.exact import load_half, round_half
+from engine.cpu.coded.sink_table import SinkTable
+from engine.cpu.jit import jit
+from engine.step_work import StepWork
+from kvcache.codecs.codec_id import CALIBRATED, complete_codec_id, parse_codec_id
+from kvcache.codecs.datatype import LayerConstants
+from kvcache.codecs.fitting import fit_layer
+from kvcache.codecs.nuq import NuqCodec
+from kvcache.codecs.page import Codec, PageShape, to_half
+from kvcache.codecs.registry import build_codec
+from kvcache.layout import KvLayout
+from tests.unit.codecs.oracles import outlier_rows, random_sample
+
+CALIBRATED_NAMES = ("nuq4-1%", "nuq4", "nuq3-1%", "nuq3", "nuq2-1%", "nuq2")
+CALIBRATED_SHAPES = ((2, 16), (4, 32), (3, 8), (2, 64), (8, 64))
+NAMES = ("fp16", "bf16", "int8", "int4", "tq4", "tq3", "tq-k8v4")
+# Groups that are whole vectors and groups that are not; heads that are rotated whole, and in blocks.
+GRID = (
+    *((name, *shape) for name in CALIBRATED_NAMES for shape in CALIBRATED_SHAPES),
+    *((name, 2, 16) for name in (*NAMES, "int4.g8", "int8.g8", "tq4.s7")),
+    *((name, *shape) for name in ("tq4", "tq3", "tq-k8v4") for shape in ((3, 24), (1, 48))),
+)
+DIGEST = "0123456789abcdef"
+LAYERS, QUERIES, CHUNKS, LAYER = 2, 2, 12, 1
+NO_NORMS = (np.empty(0, np.float32), np.empty(0, np.float32))
+
+
+@cache
+def fit(name: str, heads: int, width: int) -> LayerConstants:
+    """Constants of one layer for one page of all heads."""
+    kind = parse_codec_id(name)
+    sample = random_sample(np.random.default_rng(7), 300, heads, width)
+    return fit_layer(sample, [kind], heads * width)[name]
+
+
+def make_codec(name: str, heads: int, width: int) -> Codec:
+    """The codec of a page, which has all heads for `nuq*` and one for all others."""
+    codec_id = complete_codec_id(parse_codec_id(name), heads, width, DIGEST)
+    if codec_id.family == CALIBRATED:
+        return NuqCodec(codec_id, PageShape(heads, width), fit(name, heads, width))
+    return build_codec(codec_id, width)
+
+
+def make_rows(rng: np.random.Generator, tokens: int, heads: int, width: int) -> tuple[Any, Any]:
+    """Rows with outliers, more of them than slots, equal ones, constant ones, zeros, and numbers beyond float16."""
+    keys, values = outlier_rows(rng, tokens, heads, width)
+    keys[3] *= 50
+    keys[4], values[4] = 0, 0
+    keys[5], values[5] = 100, 3.25
+    values[6, :, ::2], values[6, :, 1::2] = 2, -2
+    keys[7], values[7, :, 1] = -1e6, 1e6
+    values[8] *= 1e-7
+    values[9, :, : width // 2] = -0.0
+    return keys, values
+
+
+def make_pair(name: str, heads: int, width: int, groups: int = 1) -> tuple[CodedAttention, CompiledAttention]:
+    """The slow and the fast attention, each over its own pool of random bytes that are equal, with random sinks."""
+    codec = make_codec(name, heads, width)
+    pages = heads // codec.shape.heads * groups
+    layout = KvLayout(LAYERS, heads * groups, width, "float32", str(codec.codec_id))
+    codecs = ((codec,) * pages,) * LAYERS
+    frequencies = 10000.0 ** -(np.arange(width // 2) / (width // 2))
+    sinks, rng = SinkTable(layout), np.random.default_rng(1)
+    for layer in range(LAYERS):
+        first = rng.standard_normal((2, 3, heads * groups, width)).astype(np.float32)
+        sinks.write([0, 1, 2], layer, first[0], first[1])
+    pools = (torch.zeros(CHUNKS, LAYERS, pages, layout.page_bytes, dtype=torch.uint8) for _ in range(2))
+    query_heads = QUERIES * heads * groups
+    slow, fast = pools
+    return (
+        CodedAttention(CodedPool(layout, slow, codecs, frequencies, sinks), query_heads),
+        CompiledAttention(CodedPool(layout, fast, codecs, frequencies, sinks), query_heads),
+    )
+
+
+def make_qkv(heads: int, width: int, tokens: int, *, extreme: bool = False) -> torch.Tensor:
+    """Queries, keys and values of `tokens` tokens with `heads` KV heads; with `extreme` rows."""
+    rng = np.random.default_rng(tokens)
+    make = make_rows if extreme else outlier_rows
+    keys, values = make(rng, tokens, heads, width)
+    queries = rng.standard_normal((tokens, QUERIES * heads * width)).astype(np.float32)
+    return torch.from_numpy(np.hstack([queries, keys.reshape(tokens, -1), values.reshape(tokens, -1)]))
+
+
+def write(pages: CodedAttention, qkv: torch.Tensor, works: list[StepWork]) -> torch.Tensor:
+    """Write a step's rows; returns them with rotated queries."""
+    rows = qkv.clone()
+    pages.write(LAYER, rows, pack_batch(works), NO_NORMS, NO_NORMS, 1e-5)
+    return rows
+
+
+@pytest.mark.parametrize(("name", "heads", "width"), GRID)
+def test_codes_and_numbers_are_those_of_the_codec(name: str, heads: int, width: int) -> None:
+    slow, fast = make_pair(name, heads, width)
+    qkv = make_qkv(heads, width, 100, extreme=True)
+    work = [StepWork([5] * 100, 50, [7, 2, 4], "none")]  # begins and ends within a page
+    rows = [write(pages, qkv, work).numpy() for pages in (slow, fast)]
+    queries = [part[:, : QUERIES * heads * width] for part in rows]
+    assert np.array_equal(queries[0], queries[1])
+    assert np.array_equal(slow._pages, fast._pages)
+    codecs = slow._codecs[LAYER]
+    scratch = np.empty((3, heads, 2, 64, width), np.float32)
+    fast._cos = np.ones(64 * 8 * width, np.float32)  # angles of zero
+    fast._sin = np.zeros_like(fast._cos)
+    fast._kernels.expand(
+        np.array([7, 2, 4]), 1, 1000, np.empty((2, heads, width), np.float32), fast._place(LAYER),
+        fast._read_angles, scratch.reshape(-1),
+    )  # fmt: skip
+    for slab, found in zip((7, 2, 4), scratch, strict=True):
+        expanded = [
+            codec.expand_page(page) for codec, page in zip(codecs, slow._pages[slab, LAYER], strict=True)
+        ]
+        for side, expected in enumerate(
+            np.concatenate(parts, axis=1) for parts in zip(*expanded, strict=True)
+        ):
+            same = np.ascontiguousarray(found[:, side].transpose(1, 0, 2))
+            assert np.array_equal(same.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(("name", "shape", "groups"), [
+    ("nuq4-1%", (4, 32), 1), ("nuq4-1%", (2, 64), 2), ("nuq3-1%", (2, 16), 2), ("nuq2", (3, 8), 1),
+    *((name, (2, 16), 1) for name in NAMES),
+])  # fmt: skip
+def test_attention_is_that_of_the_slow_path(
+    name: str, shape: tuple[int, int], groups: int, window: int
+) -> None:
+    """Prefill in two spans, decode, and decodes that share chunks, with several first tokens."""
+    heads, width = shape
+    found = []
+    for pages in make_pair(name, heads, width, groups):
+        outs = []
+        for count, works in (
+            (150, [StepWork([5] * 150, 0, [7, 2, 4], "none")]),
+            (110, [StepWork([5] * 110, 150, [7, 2, 4, 1, 9], "none")]),
+            (140, [StepWork([5] * 70, 0, [3, 5], "none"), StepWork([5] * 70, 5, [0, 6], "none")]),
+            (18, [*[StepWork([5], 259 - n, [7, 2, 4, 1, 9 + n // 9], "none") for n in range(17)],
+                  StepWork([5], 69, [3, 5], "none")]),
+        ):  # fmt: skip
+            sinks = [2] * 17 + [1] if len(works) > 2 else [2, 1][: len(works)]
+            batch = pack_batch(works, sinks)
+            rows, out = (
+                make_qkv(heads * groups, width, count),
+                torch.zeros(count, QUERIES * heads * groups * width),
+            )
+            pages.write(LAYER, rows, batch, NO_NORMS, NO_NORMS, 1e-5)
+            pages.decode(LAYER, rows, batch, window, out)
+            for span in batch.spans:
+                pages.prefill(LAYER, rows, span, window, out)
+            outs.append(out)
+        found.append(outs)
+    for slow, fast in zip(*found, strict=True):
+        scale = max(1.0, float(slow.abs().max()))
+        assert float((slow - fast).abs().max()) <= 1e-5 * scale
+
+
+def test_a_number_that_is_not_finite_writes_nothing() -> None:
+    _, fast = make_pair("nuq4-1%", 2, 16)
+    qkv = make_qkv(2, 16, 20)
+    qkv[19, -1] = float("inf")
+    with pytest.raises(ValueError, match="finite"):
+        write(fast, qkv, [StepWork([5] * 20, 0, [7], "none")])
+    assert not fast._pages.any()
+
+
+def test_halves_are_those_of_numpy() -> None:
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    finite = patterns[np.isfinite(patterns.view(np.float16))]
+
+    @jit
+    def read(data: Any, out: Any) -> None:
+        for i in range(out.shape[0]):
+            out[i] = load_half(data, 2 * i)
+
+    @jit
+    def round_all(numbers: Any, out: Any) -> None:
+        for i in range(out.shape[0]):
+            out[i] = round_half(numbers[i])
+
+    numbers = np.empty(len(finite), np.float32)
+    read(finite.view(np.uint8), numbers)
+    assert np.array_equal(numbers, finite.view(np.float16).astype(np.float32))
+    middles = (numbers[1:] + numbers[:-1]) * np.float32(0.5)
+    bits = np.random.default_rng(2).integers(0, 1 << 32, 100_000, dtype=np.uint32).view(np.float32)
+    every = np.concatenate([numbers, middles, bits[np.isfinite(bits)]])
+    rounded = np.empty(len(every), np.int32)
+    round_all(every, rounded)
+    assert np.array_equal(rounded, to_half(every).view(np.uint16))

@@ -1,0 +1,45 @@
+"""What `benchmarks/kv_links.py` makes of its figures, and the links that it asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.kv_links import LongEnoughLoad, compare_codecs
+from benchmarks.load.shaped_link import link_shape
+from planner.types import Job
+from planner.workload.workload import Workload
+
+
+def cell(goodput: float, request_s: float = 0.6, second_token_s: float = 0.1) -> dict[str, Any]:
+    """Figures of a codec on a link; raw's KV of 1,000 tokens has 6 MB."""
+    times = {"request_s": request_s, "second_token_s": second_token_s}
+    return times | {"goodput": goodput, "cable_bytes_per_token": 6000.0}
+
+
+def test_goodput_is_compared_on_every_link_and_the_worst_where_the_link_is_free() -> None:
+    slow = {"raw": cell(0.2), "fp16": cell(0.5), "nuq4-1%": cell(1.0)}
+    fast = {"raw": cell(2.0), "fp16": cell(1.9), "nuq4-1%": cell(1.98)}
+    found = compare_codecs({"20": slow, "1000": fast}, tokens=1000)
+    assert found["over_raw"] == {"20": 5.0, "1000": 0.99}
+    assert found["over_fp16"] == {"20": 2.0, "1000": 1.04}
+    assert found["worst_over_raw"] == 0.95, "at 20 Mbit/s the KV takes 2.4 s, beside a prefill of 0.5 s"
+
+
+def test_a_codec_that_meets_nothing_has_no_ratio() -> None:
+    found = compare_codecs({"20": {"raw": cell(0.0), "nuq4-1%": cell(1.0)}}, tokens=1000)
+    assert found == {"over_raw": {}, "over_fp16": {}, "worst_over_raw": None}
+
+
+def test_runs_are_long_enough() -> None:
+    load = LongEnoughLoad(Workload.of([Job(0.0, 1024, 2)]), seconds=25.0, requests=16)
+    assert (len(load.make_jobs(0.2, 1)), len(load.make_jobs(4.0, 1))) == (16, 100)
+    assert {(job.prompt, job.output) for job in load.make_jobs(4.0, 1)} == {(1024, 2)}
+
+
+@pytest.mark.parametrize(("mbit", "bits", "burst"), [(20, 20_000_000, 16 << 10), (1000, 10**9, 125_000)])
+def test_a_link_passes_a_millisecond_at_once_and_at_least_some_packets(
+    mbit: float, bits: int, burst: int
+) -> None:
+    assert link_shape(mbit) == f"rate {bits}bit burst {burst} latency 50ms"

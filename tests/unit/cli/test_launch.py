@@ -1,0 +1,70 @@
+"""A part of `diptych serve` fails for good once everything is up: that is reported, and the gateway's ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diptych.config.load import ApiKeys, load_config
+from diptych.errors import StartError
+from services.cli.serve.launch import ServeRun
+from services.cli.serve.progress import StartProgress
+from services.host.exit_codes import OK
+from services.host.supervisor import ChildStatus, ErrorReport
+
+FAILED = ErrorReport("nobody looks after it any more", "ValueError: a mistake of ours")
+
+
+class Up(ServeRun):
+    """A deployment that is up at once, and receives what it is sent."""
+
+    status: ChildStatus
+
+    async def _start_all(self, port: int, accepted: ApiKeys) -> None:
+        self._view.up = True
+        for _ in range(2):
+            self._on_status(self.status)
+
+
+def start(folder: Path, status: ChildStatus) -> tuple[Up, io.StringIO]:
+    out = io.StringIO()
+    begun = Up(
+        load_config("serve", {"port": "0"}, {}),
+        None,
+        folder,
+        folder,
+        StartProgress(Console(file=out, width=200), 1),
+    )
+    begun.status = status
+    return begun, out
+
+
+def test_a_gateway_that_has_failed_for_good_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    begun, out = start(tmp_path, ChildStatus("gateway", "failed", error=FAILED))
+
+    async def run() -> None:
+        async with asyncio.timeout(30):
+            await begun.run_until_stopped()
+
+    with pytest.raises(StartError, match="nobody looks after it"):
+        asyncio.run(run())
+    assert "gateway has failed, and is not started again: nobody looks after it any more" in out.getvalue()
+
+
+def test_a_worker_that_has_failed_for_good_is_reported_once_and_the_others_serve(tmp_path: Path) -> None:
+    begun, out = start(tmp_path, ChildStatus("decode-0", "failed", error=FAILED))
+
+    async def run() -> int:
+        running = asyncio.create_task(begun.run_until_stopped())
+        done, _ = await asyncio.wait([running], timeout=0.5)
+        assert not done
+        begun._stop.stop_asked.set()
+        async with asyncio.timeout(30):
+            return await running
+
+    assert asyncio.run(run()) == OK
+    assert out.getvalue().count("decode-0 has failed, and is not started again: nobody looks") == 1

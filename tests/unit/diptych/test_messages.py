@@ -1,0 +1,95 @@
+"""Every message survives the wire; nothing else is taken for one."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.messages import (
+    ChannelMessage,
+    Hello,
+    Output,
+    Prefill,
+    Step,
+    ToGateway,
+    ToWorker,
+    WorkerStats,
+)
+from diptych.request import Grammar, SamplingParams, Tenancy
+
+KINDS = [
+    *((ToWorker, kind) for kind in get_args(ToWorker)),
+    *((ToGateway, kind) for kind in get_args(ToGateway)),
+]
+
+SAMPLES: dict[object, object] = {
+    str: "text",
+    bool: True,
+    int: 7,
+    float: 0.5,
+    bytes: b"\x00bytes",
+    list[int]: [1, 2],
+    list[str]: ["a"],
+    dict[str, str]: {"a": "b"},
+    dict[str, bytes]: {"shm": b"x"},
+    dict[str, float]: {"queue": 0.25},
+    dict[str, tuple[int, int]]: {"raw": (16, 4096), "tq4.s0": (112, 576)},
+    list[tuple[str, int]]: [("r", 3)],
+    list[Output]: [Output("r", 1, [5], finish="stop", seconds={"prefill": 1.0})],
+    WorkerStats: WorkerStats(slabs_used=3, step_seconds=0.5, preemptions={"park": 2}),
+    Tenancy: Tenancy("t", "s", -1),
+    SamplingParams: SamplingParams(
+        max_tokens=3, seed=2**63, logit_bias={5: -1.0}, grammar=Grammar("regex", "a+")
+    ),
+}
+
+
+def example(kind: type[ChannelMessage]) -> ChannelMessage:
+    fields = msgspec.structs.fields(kind)
+    return kind(*(SAMPLES[field.type] for field in fields))
+
+
+@pytest.mark.parametrize(("union", "kind"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_message_is_itself_after_the_wire(union: object, kind: type[ChannelMessage]) -> None:
+    message = example(kind)
+    decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(union)
+    assert decoder.decode(msgspec.msgpack.encode(message)) == message
+    assert type(decoder.decode(msgspec.msgpack.encode(message))) is kind
+
+
+def test_both_directions_are_closed_to_each_other() -> None:
+    assert not set(get_args(ToWorker)) & set(get_args(ToGateway))
+    hello = msgspec.msgpack.encode(example(Hello))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(hello, type=ToWorker)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise: bytes) -> None:
+    decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(ToGateway)
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # as the channel does
+        assert isinstance(decoder.decode(noise), ChannelMessage)
+
+
+def test_fields_at_the_end_with_defaults_may_be_absent() -> None:
+    whole = msgspec.msgpack.decode(msgspec.msgpack.encode(example(Hello)))
+    short = msgspec.msgpack.encode(whole[:-3])
+    old = msgspec.msgpack.decode(short, type=Hello)
+    assert (old.ended, old.kv_classes, old.raw_chunk_bytes, old.worker) == ("", {}, 0, "text")
+
+
+def test_the_wire_is_compact() -> None:
+    step = Step([Output(f"request-{index}", 0, [1234]) for index in range(64)])
+    assert len(msgspec.msgpack.encode(step)) < 64 * 40
+    prefill = Prefill("r", 0, list(range(1900)), [], SamplingParams(max_tokens=1, seed=0), 1.0)
+    assert len(msgspec.msgpack.encode(prefill)) < 6500
+
+
+def test_messages_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        example(Hello).worker = "other"  # type: ignore[attr-defined]

@@ -1,0 +1,171 @@
+"""The sequences of an HTTP request begin together and fail together, and each of them is counted once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+import pytest
+from msgspec import UNSET, UnsetType
+from starlette.types import Message
+
+from diptych.channel.hub import ChannelHub
+from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.messages import Output, Prefill, Step
+from diptych.request import Request
+from diptych.slo import Slo
+from router.requests.admission import Admission, AdmissionLimits
+from router.requests.relay import Relay
+from services.gateway.generation.answer_memory import AnswerMemory
+from services.gateway.generation.completion_format import CompletionFormat
+from services.gateway.generation.formats import ResponseHead
+from services.gateway.generation.generation import Generation, SequenceSink
+from services.gateway.generation.logprob_json import LogprobJson
+from services.gateway.generation.output_text import OutputPiece
+from services.gateway.generation.relay_backend import RelayBackend
+from services.gateway.generation.streaming import GenerationResponse
+from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.request_schema import CompletionRequest
+from services.gateway.openai.resolve import Prompt, resolve_completion
+from services.gateway.openai.response_schema import Completion, Usage
+from services.gateway.openai.validate import RequestRules
+from tests.unit.gateway.test_prometheus import values
+from tests.unit.gateway.test_relay_backend import Channel, until
+
+
+class Gateway:
+    """A relay with silent workers, and generations that run on it."""
+
+    def __init__(self, rules: RequestRules, max_requests: int) -> None:
+        self.channel, self.metrics = Channel(), GatewayMetrics(Slo(ttft_s=1.0))
+        relay = Relay(admission=Admission(AdmissionLimits(max_requests=max_requests)))
+        self.backend = RelayBackend(relay, cast(ChannelHub, self.channel), self.metrics)
+        self.rules = rules
+
+    def ask(self, name: str, n: int, tenant: str) -> Generation:
+        body = msgspec.json.encode({"model": "toy", "prompt": "x", "n": n, "max_tokens": 4})
+        asked = parse_body(body, CompletionRequest, 16)
+        ask = resolve_completion(asked, [Prompt([1, 2, 3], "x")], None, self.rules, tenant)
+        generation = Generation(
+            name, ask, self.rules.tokenizer, self.backend, self.metrics, 1 << 20, AnswerMemory(1 << 20)
+        )
+        now_s = self.backend.clock()
+        generation.submit_sequences(now_s, now_s + 60.0)
+        return generation
+
+    @property
+    def prefills(self) -> list[str]:
+        """The sequences that workers were asked to prefill."""
+        return [message.request for _, message in self.channel.sent if isinstance(message, Prefill)]
+
+
+@pytest.fixture
+def gateway(rules: RequestRules) -> Gateway:
+    return Gateway(rules, 10)
+
+
+def test_what_does_not_fit_whole_is_refused_whole_and_counted_once_each(gateway: Gateway) -> None:
+    async def story() -> None:
+        running = asyncio.create_task(gateway.backend.run_tasks())
+        await until(lambda: bool(gateway.backend.worker_pairs()))
+        first = gateway.ask("first", 5, "ann")
+        assert first.failure is None and len(gateway.prefills) == 5
+        second = gateway.ask("second", 8, "ann")
+        assert second.failure is not None and second.failure.code == "too_many_requests"
+        assert len(gateway.prefills) == 5, "none of the second's sequences was begun"
+        assert gateway.backend.relay.admission.in_flight == 5
+        found = values(gateway.metrics)
+        assert found["diptych:request_failures_total{code=too_many_requests}"] == 8
+        assert found["vllm:admission_rejections_total{reason=too_many_requests}"] == 8
+        assert found["diptych:slo_requests_total{met=false,objective=ttft}"] == 8
+        assert found["diptych:requests_cancelled_total{}"] == 0
+        first.cancel_sequences()
+        assert gateway.backend.relay.admission.in_flight == 0
+        running.cancel()
+
+    asyncio.run(story())
+
+
+def test_when_one_sequence_fails_all_do_and_nobody_is_said_to_have_left(gateway: Gateway) -> None:
+    async def story() -> None:
+        running = asyncio.create_task(gateway.backend.run_tasks())
+        await until(lambda: bool(gateway.backend.worker_pairs()))
+        generation = gateway.ask("g", 3, "ann")
+        gateway.channel.say("prefill-0", Step([Output("g.0", 0, [5])]))
+        gateway.channel.say("prefill-0", Step([Output("g.1", 0, [5], finish="stop")]))
+        await until(lambda: gateway.backend.relay.admission.in_flight == 2)
+        generation.streams[0].fail_sequence(RequestFailure(FailureReason.NO_WORKERS, "no workers"))
+        await until(lambda: not gateway.backend.relay.live)
+        found = values(gateway.metrics)
+        assert found["diptych:request_failures_total{code=no_workers}"] == 2
+        assert found["diptych:requests_cancelled_total{}"] == 0
+        running.cancel()
+
+    asyncio.run(story())
+
+
+class Scripted:
+    """A backend of one sequence, whose reader the test speaks to."""
+
+    def __init__(self) -> None:
+        self.reader: SequenceSink | None = None
+
+    def submit_requests(self, arrivals: Sequence[tuple[Request, SequenceSink]]) -> None:
+        ((_, self.reader),) = arrivals
+
+    def cancel_request(self, request: str) -> None:
+        """Nothing runs."""
+
+    stop_request = cancel_request
+
+    def find_refusal(self, num_requests: int, tenant: str) -> RequestFailure | None:
+        return None
+
+
+def test_an_end_that_comes_while_a_piece_is_written_loses_nothing(rules: RequestRules) -> None:
+    body = msgspec.json.encode({"model": "toy", "prompt": "x", "max_tokens": 9, "stream": True})
+    ask = resolve_completion(parse_body(body, CompletionRequest, 16), [Prompt([1, 2], "x")], None, rules)
+    backend, metrics, sent = Scripted(), GatewayMetrics(), list[bytes]()
+    generation = Generation("r", ask, rules.tokenizer, backend, metrics, 1 << 20, AnswerMemory(1 << 20))
+
+    class Late(CompletionFormat):
+        """When the first piece is written, the rest and the end are on their way."""
+
+        said = False
+
+        def delta_chunk(
+            self, choice: int, piece: OutputPiece, used: Usage | UnsetType | None = UNSET
+        ) -> Completion:
+            if not self.said:
+                self.said = True
+                asyncio.get_running_loop().call_soon(end)
+            return super().delta_chunk(choice, piece, used)
+
+    def end() -> None:
+        assert backend.reader is not None
+        backend.reader.deliver_output(Output("r", 0, [70], finish="length"), 2.0)
+        backend.reader.finish_sequence("length", 2.0)
+
+    async def story() -> None:
+        view = Late(ResponseHead("r", 0, "toy", None), ask, LogprobJson(rules.tokenizer))
+        respond = GenerationResponse(generation, view, set(), arrived_s=0.0, deadline_s=60.0, stall_s=1.0)
+
+        async def send(message: Message) -> None:
+            sent.append(message.get("body", b""))
+
+        running = asyncio.create_task(respond({"type": "http"}, asyncio.Event().wait, send))  # type: ignore[arg-type]
+        await until(lambda: backend.reader is not None)
+        assert backend.reader is not None
+        backend.reader.deliver_output(Output("r", 0, [69]), 1.0)
+        await running
+
+    asyncio.run(story())
+    stream_text = b"".join(sent).decode()
+    chunks = [json.loads(line[6:]) for line in stream_text.splitlines() if line.startswith("data: {")]
+    text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert text == rules.tokenizer.decode([69, 70]) and len(text) == 2
+    assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"]][-1] == "length"

@@ -1,0 +1,91 @@
+"""Bodies and their errors."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from diptych.errors import RequestError
+from diptych.failure_statuses import RequestFailure
+from services.gateway.openai.parse_body import json_depth, parse_body
+from services.gateway.openai.request_schema import ChatRequest, CompletionRequest
+
+GOOD = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def refused(body: bytes, kind: type = ChatRequest) -> RequestFailure:
+    with pytest.raises(RequestError) as caught:
+        parse_body(body, kind, 64)
+    assert caught.value.failure.status == 400
+    return caught.value.failure
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"model": None}, "invalid_value", "model"),
+        ({"messages": []}, "invalid_value", "messages"),
+        ({"messages": [{"content": "x"}]}, "missing_required_parameter", "messages[0].role"),
+        ({"messages": [{"role": "boss", "content": "x"}]}, "invalid_value", "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "missing_required_parameter",
+         "messages[0].content[0].type"),
+        ({"temperature": 2.1}, "invalid_value", "temperature"),
+        ({"temperature": "hot"}, "invalid_value", "temperature"),
+        ({"top_p": -0.1}, "invalid_value", "top_p"),
+        ({"n": 0}, "invalid_value", "n"),
+        ({"n": 129}, "invalid_value", "n"),
+        ({"n": 1.5}, "invalid_value", "n"),
+        ({"seed": 2**63}, "invalid_value", "seed"),
+        ({"stop": ["a"] * 5}, "invalid_value", "stop"),
+        ({"top_logprobs": 21}, "invalid_value", "top_logprobs"),
+        ({"logit_bias": {"1": 101}}, "invalid_value", "logit_bias[...]"),
+        ({"logit_bias": {"one": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {str(i): 0 for i in range(1025)}}, "invalid_value", "logit_bias"),
+        ({"response_format": {"type": "yaml"}}, "invalid_value", "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "missing_required_parameter",
+         "response_format.json_schema.name"),
+        ({"kv_transfer_params": {}}, "unrecognized_request_argument", "kv_transfer_params"),
+        ({"stream_options": {"usage": True}}, "unrecognized_request_argument", "stream_options.usage"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(change: dict[str, object], code: str, param: str) -> None:
+    error = refused(msgspec.json.encode({**GOOD, **change}))
+    assert (error.code, error.param) == (code, param)
+    assert "`" not in error.message
+    assert "$" not in error.message
+
+
+def test_a_missing_field_is_named() -> None:
+    assert refused(b'{"model": "toy"}').param == "messages"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"nul", b'{"model": "\xff"}', b'{"model": "\\ud800"}', b'{"n": NaN}', b"\x00"],
+)
+def test_what_is_not_json_is_said_to_be_so(body: bytes) -> None:
+    assert refused(body).code == "invalid_json"
+
+
+def test_a_deep_body_is_refused_before_it_is_parsed() -> None:
+    for opening in (b"[", b'{"a":', b'[{"a":'):
+        error = refused(b'{"x":' + opening * 100_000)
+        assert error.code == "invalid_json"
+        assert "nested" in error.message
+
+
+def test_depth_ignores_brackets_in_strings() -> None:
+    assert json_depth(b'{"a": "[[[[{{", "b": [1, {"c": "\\"]]"}]}') == 3
+    assert json_depth(b"true") == 0
+    assert json_depth(b'"' + b"[" * 1000 + b'"') == 0
+    assert json_depth(b'"\\' + b"[" * 10) == 0  # an unfinished string
+
+
+def test_an_object_is_wanted() -> None:
+    assert refused(b"[]").param is None
+
+
+def test_the_four_forms_of_a_prompt_are_taken() -> None:
+    for prompt in ("text", ["a", "b"], [1, 2], [[1], [2, 3]]):
+        body = msgspec.json.encode({"model": "toy", "prompt": prompt})
+        assert parse_body(body, CompletionRequest, 64).prompt == prompt

@@ -1,0 +1,153 @@
+"""The numbers are those of the requests that made them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from diptych.messages import WorkerStats
+from diptych.slo import Slo
+from services.gateway.metrics.prometheus import (
+    TTFT_STAGES,
+    GatewayMetrics,
+    SequenceRecord,
+    bucket_bounds_s,
+    ttft_breakdown,
+)
+from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
+
+seconds = st.floats(0, 100, allow_nan=False)
+
+
+def values(metrics: GatewayMetrics) -> dict[str, float]:
+    """Every sample by its name and labels, as in the exposition."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render_text().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+def record(**changes: float) -> SequenceRecord:
+    life = SequenceRecord(
+        "toy",
+        10,
+        arrived_s=1.0,
+        first_token_s=1.2,
+        first_written_s=1.25,
+        last_token_s=2.2,
+        ended_s=2.3,
+        tokens=11,
+    )
+    life.stages = {"admission": 0.01, "prefill_queue": 0.09, "prefill": 0.1}
+    for name, value in changes.items():
+        setattr(life, name, value)
+    return life
+
+
+@given(st.dictionaries(st.sampled_from(TTFT_STAGES[:-1]), seconds), seconds)
+def test_the_stages_of_a_request_sum_to_its_time_to_first_token(
+    stages: dict[str, float], writing_s: float
+) -> None:
+    whole = sum(stages.values()) + writing_s
+    parts = ttft_breakdown(record(arrived_s=0.0, first_written_s=whole, stages=stages))  # type: ignore[arg-type]
+    assert tuple(parts) == TTFT_STAGES
+    assert sum(parts.values()) == pytest.approx(whole, abs=1e-9)
+    assert parts["write"] == pytest.approx(writing_s, abs=1e-9)
+
+
+def test_the_exposed_sums_agree_too() -> None:
+    metrics = GatewayMetrics()
+    for i in range(5):
+        metrics.on_first_token(record(first_written_s=1.25 + i))
+    found = values(metrics)
+    stages = sum(value for name, value in found.items() if name.startswith("diptych:ttft_stage_seconds_sum"))
+    assert stages == pytest.approx(found["vllm:time_to_first_token_seconds_sum{model_name=toy}"])
+
+
+def test_a_step_with_several_tokens_counts_each() -> None:
+    metrics = GatewayMetrics()
+    metrics.observe_gap("toy", 0.03, 3)
+    found = values(metrics)
+    assert found["vllm:inter_token_latency_seconds_count{model_name=toy}"] == 3
+    assert found["vllm:inter_token_latency_seconds_sum{model_name=toy}"] == pytest.approx(0.03)
+    assert found["vllm:inter_token_latency_seconds_bucket{le=0.01,model_name=toy}"] == 3
+
+
+def test_objectives_are_exact_buckets() -> None:
+    assert bucket_bounds_s((1, 2, 50), 0.0375, None, 0.05) == [0.001, 0.002, 0.0375, 0.05]
+    metrics = GatewayMetrics(Slo(ttft_s=0.333, tpot_s=0.0444))
+    metrics.on_first_token(record())
+    metrics.observe_gap("toy", 0.01, 1)
+    assert "vllm:time_to_first_token_seconds_bucket{le=0.333,model_name=toy}" in values(metrics)
+    assert "vllm:inter_token_latency_seconds_bucket{le=0.0444,model_name=toy}" in values(metrics)
+
+
+def test_attainment_and_goodput() -> None:
+    metrics = GatewayMetrics(Slo(ttft_s=0.3, tpot_s=0.2))
+    metrics.on_ended(record())  # within both: 0.25 s, and 1 s for 10 tokens
+    metrics.on_ended(record(first_written_s=1.31))  # first token too late
+    metrics.on_ended(record(last_token_s=3.3))  # tokens too slow
+    metrics.on_failed()  # failed
+    found = values(metrics)
+    assert found["diptych:slo_attainment{objective=ttft}"] == 0.5
+    assert found["diptych:slo_attainment{objective=tpot}"] == 0.5
+    assert found["diptych:slo_attainment{objective=all}"] == 0.25
+    assert found["diptych:goodput_requests_total{}"] == 1
+    assert found["diptych:goodput_tokens_total{}"] == 11
+    assert found["vllm:generation_tokens_total{model_name=toy}"] == 33
+
+
+def test_without_objectives_nothing_is_judged() -> None:
+    metrics = GatewayMetrics()
+    metrics.on_ended(record())
+    assert not [name for name in values(metrics) if name.startswith("diptych:slo_attainment{")]
+
+
+def test_cached_prefixes_are_not_in_use_and_hits_are_counted_in_tokens() -> None:
+    metrics = GatewayMetrics()
+    stats = WorkerStats(
+        slabs_total=8, slabs_used=2, slabs_cached=5, prefix_queries=1000, prefix_hits=640,
+        preemptions={"recompute": 3, "park": 1}, step_parts={"run": 0.5, "sample": 0.25}, seat_pauses=7,
+    )  # fmt: skip
+    metrics.watch_workers(lambda: [WorkerSnapshot("decode-0", "decode", stats)], list, "toy")
+    found = values(metrics)
+    engine, worker = "{engine=decode-0,model_name=toy}", "role=decode,worker=decode-0"
+    assert found[f"vllm:kv_cache_usage_perc{engine}"] == 0.25
+    assert found[f"diptych:kv_slabs_cached{{{worker}}}"] == 5
+    assert found[f"vllm:prefix_cache_queries_total{engine}"] == 1000
+    assert found[f"vllm:prefix_cache_hits_total{engine}"] == 640
+    assert found[f"vllm:num_preemptions_total{engine}"] == 4
+    assert found["diptych:preemptions_total{role=decode,way=park,worker=decode-0}"] == 1
+    assert found[f"diptych:step_seconds_total{{part=run,{worker}}}"] == 0.5
+    assert found[f"diptych:seat_pauses_total{{{worker}}}"] == 7
+
+
+def test_workers_appear_while_they_are_there() -> None:
+    metrics, books = (
+        GatewayMetrics(),
+        [
+            WorkerSnapshot(
+                "prefill-0",
+                "prefill",
+                WorkerStats(slabs_total=8, slabs_used=2, leases=1, running=3),
+                {"nuq4-1%.g128@0123456789abcdef": (8, 55296)},
+            )
+        ],
+    )
+    metrics.watch_workers(
+        lambda: books, lambda: [LinkSpeed("prefill-0", "decode-0", "shm", 9.5, 20.0)], "toy"
+    )
+    found = values(metrics)
+    assert found["vllm:kv_cache_usage_perc{engine=prefill-0,model_name=toy}"] == 0.25
+    assert found["vllm:num_requests_running{engine=prefill-0,model_name=toy}"] == 3
+    assert found["diptych:leases{role=prefill,worker=prefill-0}"] == 1
+    kv_class = "{kv_class=nuq4-1%.g128@0123456789abcdef,role=prefill,worker=prefill-0}"
+    assert found[f"diptych:kv_class_slabs{kv_class}"] == 8
+    assert found[f"diptych:kv_class_chunk_bytes{kv_class}"] == 55296
+    assert found["diptych:link_gb_per_s{source=prefill-0,target=decode-0,transport=shm}"] == 9.5
+    books.clear()
+    assert not [name for name in values(metrics) if "worker=" in name]

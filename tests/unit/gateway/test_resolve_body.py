@@ -1,0 +1,96 @@
+"""A body goes through parse, validate, tokenize and resolve once, in this order, on every route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from diptych.errors import RequestError
+from diptych.request import Grammar
+from services.gateway.openai.resolve import ResolvedRequest
+from services.gateway.openai.tenancy import Caller
+from services.gateway.openai.validate import RequestRules
+from services.gateway.preparation import resolve_body as steps
+from services.gateway.preparation.resolve_body import ROUTES, resolve_body
+from services.gateway.tokenization.tokenizer import GatewayTokenizer
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"model": "toy", "messages": MESSAGES, "response_format": FORMAT},
+    "completion": {"model": "toy", "prompt": "hi", "response_format": FORMAT},
+    "tokenize": {"prompt": "hi"},
+    "detokenize": {"tokens": [1, 2]},
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the functions that are called, in order."""
+    called: list[str] = []
+
+    def watch(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def watched(*arguments: Any, **named: Any) -> Any:
+            called.append(name)
+            return plain(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("parse_body", "build_grammar", "parse_chat_messages", "resolve_chat", "resolve_completion"):
+        watch(steps, name)
+    watch(GatewayTokenizer, "render_conversation")
+    watch(GatewayTokenizer, "encode")
+    return called
+
+
+def resolve(route: str, rules: RequestRules, calls: list[str], **fields: Any) -> ResolvedRequest | bytes:
+    def check(grammar: Grammar) -> str | None:
+        calls.append("check_grammar")
+        return None
+
+    body = msgspec.json.encode({**BODIES[route], **fields})
+    return resolve_body(route, body, Caller(0.0), rules, check)
+
+
+STEPS = {
+    "chat": (
+        "parse_body build_grammar parse_chat_messages check_grammar render_conversation encode resolve_chat"
+    ),
+    "completion": "parse_body build_grammar check_grammar encode resolve_completion",
+    "tokenize": "parse_body encode",
+    "detokenize": "parse_body",
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_step_is_done_once_and_in_order(route: str, rules: RequestRules, calls: list[str]) -> None:
+    resolve(route, rules, calls)
+    assert " ".join(calls) == STEPS[route]
+
+
+def test_the_grammar_that_was_checked_is_the_one_that_workers_get(
+    rules: RequestRules, calls: list[str]
+) -> None:
+    for route in ("chat", "completion"):
+        ask = resolve(route, rules, calls)
+        assert isinstance(ask, ResolvedRequest)
+        assert ask.sampling.grammar == Grammar(kind="json_schema", text='{"type":"object"}')
+
+
+def test_a_grammar_that_is_refused_ends_the_body_before_its_prompt_is_rendered(
+    rules: RequestRules, calls: list[str]
+) -> None:
+    body = msgspec.json.encode(BODIES["chat"])
+    with pytest.raises(RequestError, match="cannot be served: it is too large"):
+        resolve_body("chat", body, Caller(0.0), rules, lambda grammar: "it is too large")
+    assert "render_conversation" not in calls
+
+
+def test_an_empty_prompt_is_the_start_token(rules: RequestRules, calls: list[str]) -> None:
+    ask = resolve("completion", rules, calls, prompt="", response_format=None)
+    assert isinstance(ask, ResolvedRequest)
+    assert [prompt.tokens for prompt in ask.prompts] == [[rules.tokenizer.start_id]]

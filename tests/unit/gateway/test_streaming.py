@@ -1,0 +1,90 @@
+"""A stream tells its end, also when the end comes while other streams are written."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+from services.gateway.generation.formats import OutputFormat, ResponseHead
+from services.gateway.generation.generation import Generation
+from services.gateway.generation.streaming import GenerationResponse
+from services.gateway.http.connection import ResponseWriter
+
+
+class FakeSequenceStream:
+    """Has one piece to tell; the rest and the end come while that is being written."""
+
+    def __init__(self) -> None:
+        self.answer = SimpleNamespace(finish=None)
+        self.pieces = ["first"]
+
+    async def pack_logprobs(self) -> None: ...
+
+    def take_piece(self) -> Any:
+        text, self.pieces = "".join(self.pieces), []
+        asyncio.get_running_loop().call_soon(self.end)
+        return (
+            SimpleNamespace(text=text, split_pieces=lambda _: [SimpleNamespace(start=1, text=text)])
+            if text
+            else None
+        )
+
+    def end(self) -> None:
+        if self.answer.finish is None:
+            self.pieces.append("rest")
+            self.answer.finish = "length"
+
+    def mark_written(self, now_s: float) -> None: ...
+
+
+async def written_text() -> str:
+    written = bytearray()
+
+    async def start_response(status: int, headers: object) -> None: ...
+
+    async def write_body(data: bytes) -> None:
+        written.extend(data)
+
+    async def end_response() -> None: ...
+
+    async def wait_for_news(timeout_s: float | None) -> bool:
+        await asyncio.sleep(0)
+        return True
+
+    generation = SimpleNamespace(
+        streams=[FakeSequenceStream()],
+        ask=SimpleNamespace(include_usage=False),
+        failure=None,
+        flooded=False,
+        usage_so_far=lambda choice: None,
+        wait_for_news=wait_for_news,
+        mark_completed=lambda: None,
+        kv=None,
+    )
+    view = SimpleNamespace(
+        head=ResponseHead("", 0, "", None),
+        begin_chunks=lambda choice, usage: [],
+        delta_chunk=lambda choice, part, usage: part.text,
+        end_chunk=lambda choice, finish, usage: finish,
+    )
+    respond = GenerationResponse(
+        cast(Generation, generation),
+        cast(OutputFormat, view),
+        set(),
+        arrived_s=0.0,
+        deadline_s=1e9,
+        stall_s=30.0,
+    )
+    await respond._write_stream(
+        cast(
+            ResponseWriter,
+            SimpleNamespace(start_response=start_response, write_body=write_body, end_response=end_response),
+        )
+    )
+    return written.decode()
+
+
+def test_an_end_that_comes_while_other_tasks_run_is_written() -> None:
+    text = asyncio.run(written_text())
+    assert text.index("first") < text.index("rest") < text.index("length") < text.index("[DONE]")

@@ -1,0 +1,138 @@
+"""What an answer says of itself, and the file that it becomes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from diptych.errors import ConfigError
+from diptych.slo import Slo
+from planner.placement.plan_file import load_plan, plan_pools, plan_slo, save_plan
+from planner.placement.solve import Solution, solve_placement
+from planner.placement.validate import step_limits
+from planner.report.explain import (
+    disaggregation_gain,
+    explain_disaggregation,
+    explain_solution,
+    make_plan_file,
+    solution_headline,
+    solution_json,
+    stage_seconds,
+)
+from planner.types import InstancePool, Parallelism, Placement
+from tests.unit.planner.small_problems import question
+
+
+@cache
+def answered() -> Solution:
+    return solve_placement(question())
+
+
+def test_the_headline_and_the_reasons() -> None:
+    answer = answered()
+    lines = solution_headline(answer)
+    assert (
+        str(answer.best.placement) in lines[0]
+        and "goodput" in lines[1]
+        and answer.binding.resource in lines[2]
+    )
+    text = "\n".join(explain_solution(answer))
+    assert all(
+        word in text for word in ("what limits it", "where the time goes", "elsewhere", "disaggregate")
+    )
+    assert all(str(one.placement) in text for one in answer.others)
+
+
+def test_the_sentence_follows_the_answer() -> None:
+    """Whatever the ratio, nobody is advised to disaggregate below an answer that does not."""
+    answer = answered()
+    found = [answer.best, *answer.others]
+    for best in found:
+        others = tuple(one for one in found if one is not best)
+        swapped = replace(answer, best=best, others=others)
+        ratio, said = disaggregation_gain(swapped), explain_disaggregation(swapped)
+        assert ratio is not None
+        apart = best.family != "colocated"
+        assert said.startswith("disaggregate" if apart else "do not disaggregate")
+        assert ("although" in said) == (apart != (ratio > 1))
+    assert {one.family == "colocated" for one in found} == {True, False}
+
+
+def test_binding_is_what_helps_most() -> None:
+    answer = answered()
+    assert answer.binding.gain == max(use.gain for use in answer.uses) >= 0.0
+    assert all(use.utilisation is None or 0.0 < use.utilisation < 1.5 for use in answer.uses)
+
+
+def test_stages_add_up_to_what_requests_saw() -> None:
+    answer = answered()
+    option = answer.best
+    served = answer.request.trial(option.placement).serve(option.placement, option.rate_rps, 0)
+    whole_s = sum(one.ended_s - one.job.at_s for one in served) / len(served)
+    assert sum(mean_s for mean_s, _ in stage_seconds(answer.request, option).values()) == pytest.approx(
+        whole_s
+    )
+
+
+def test_all_of_it_is_json() -> None:
+    answer = answered()
+    figures = json.loads(json.dumps(solution_json(answer)))
+    assert figures["best"]["goodput_rps"] == answer.best.goodput_rps
+    assert figures["disaggregated_over_colocated"] == disaggregation_gain(answer)
+
+
+def test_the_plans_file_says_what_was_answered(tmp_path: Path) -> None:
+    answer = answered()
+    file = make_plan_file(answer, "small")
+    save_plan(tmp_path / "plan.json", file)
+    found = load_plan(tmp_path / "plan.json")
+    assert found == file and found.placement == answer.best.placement
+    assert found.slos_by_kind == dict(answer.request.slos)
+    assert found.predicted.goodput_rps == answer.best.goodput_rps and found.layers == 8
+    assert plan_slo(Slo()).ttft_s is None and replace(found_slo(found.slos_by_kind)) == Slo(0.2, 0.03, 0.9)
+
+
+def found_slo(promises: dict[str, Slo]) -> Slo:
+    return promises[""]
+
+
+def test_pools_are_written_as_they_are() -> None:
+    placement = Placement(
+        (
+            InstancePool("prefill", Parallelism(2, 1), 3, "H100"),
+            InstancePool("decode", Parallelism(1, 2), 1, "H100"),
+        ),
+        "low",
+    )
+    assert [(one.role, one.tp, one.pp, one.count, one.device) for one in plan_pools(placement)] == [
+        ("prefill", 2, 1, 3, "H100"), ("decode", 1, 2, 1, "H100"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("version", 2), ("version", True), ("version", 1.0),
+        ("model", ""), ("pools", []), ("layers", 7), ("affinity", "near"), ("more", 1),
+     ("pools", [{"role": "cook"}]), ("pools", [{"role": "prefill"}]), ("devices_per_node", 0), ("cross", 0),
+     ("local_prefill", "sometimes"), ("slos", {"": {"ttft_s": -0.2}}), ("slos", {"": {"attainment": 1.5}})],
+)  # fmt: skip
+def test_what_is_no_plan_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    plan = make_plan_file(answered(), "small")
+    assert plan.steps == step_limits(answered().request, plan.placement)
+    pools = (plan.pools[0].model_copy(update={"pp": 2}), *plan.pools[1:])
+    raw = plan.model_copy(update={"pools": pools}).model_dump(mode="json")
+    (tmp_path / "plan.json").write_text(json.dumps({**raw, name: value}))
+    with pytest.raises(ConfigError) as caught:
+        load_plan(tmp_path / "plan.json")
+    assert len(caught.value.lines()) <= 6
+    assert name in caught.value.why and str(tmp_path / "plan.json") in caught.value.what
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(ConfigError, match="not a plan"):
+        load_plan(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_plan(tmp_path / "none.json")

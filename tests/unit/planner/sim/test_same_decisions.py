@@ -1,0 +1,197 @@
+"""The simulator takes the decisions of the product: the same trace through both, plan by plan and order by order.
+
+On one side stand the real loop, roles, leases, books and relay
+(`tests/unit/planner/sim/product_deployment.py`), on the other the simulator. Every number of seconds is a
+multiple of 2^-32, so that sums of them are exact and equal moments are equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import pytest
+
+import planner.sim.exact.engine
+import planner.sim.exact.simulate
+from engine.scheduler import StepPlan
+from engine.sequence import EngineLimits
+from planner.sim.exact.simulate import ExactSimulation, InstanceSpec, SimDeployment
+from planner.types import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    InstancePool,
+    Job,
+    JobResult,
+    LinkSpec,
+    Parallelism,
+    Placement,
+    StepBatch,
+)
+from tests.unit.planner.sim.product_deployment import TOKEN_BYTES, Noted, NotedRelay, World
+
+GRAIN = 2.0**-32
+
+
+def grain(seconds: float) -> float:
+    return round(seconds / GRAIN) * GRAIN
+
+
+@dataclass(frozen=True)
+class Plain:
+    """So much per step and token, whoever reads or writes it."""
+
+    base_s: float = grain(3.1234567e-3)
+    token_s: float = grain(0.9876543e-4)
+
+    def step_s(self, batch: StepBatch) -> float:
+        return self.base_s + self.token_s * (batch.tokens + batch.rows)
+
+    def stage_s(self, batch: StepBatch) -> float:
+        return self.step_s(batch)
+
+
+def deployed(*pools: tuple[str, int], **rest: Any) -> SimDeployment:
+    """Pools by role and count; `rest` goes to machines as far as it is theirs, else to the deployment."""
+    own: dict[str, Any] = {
+        "cost": Plain(),
+        "kv_tokens": 64 * 200,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 16,
+    }
+    own |= {name: rest.pop(name) for name in list(rest) if name in InstanceSpec.__slots__}
+    machine = InstanceSpec(**own)
+    faster = replace(machine, cost=Plain(base_s=grain(2.7e-3)))
+    placement = Placement(tuple(InstancePool(role, Parallelism(), count) for role, count in pools))
+    settings: dict[str, Any] = {
+        "token_bytes": TOKEN_BYTES,
+        "link": LinkSpec(latency_s=grain(1.1e-3)),
+        "gateway_s": grain(0.7e-3),
+        "hop_s": grain(0.31e-3),
+        "max_model_len": 1024,
+        "pipelined": False,
+    }
+    machines = tuple(machine if role != DECODE else faster for role, _ in pools)
+    return SimDeployment(placement, machines, **(settings | rest))
+
+
+def trace(count: int, per_s: float, seed: int, shared: bool = False, spread: float = 0.9) -> list[Job]:
+    draw, at_s, jobs = Random(seed), 0.0, []
+    for _ in range(count):
+        at_s = grain(at_s + draw.expovariate(per_s))
+        prompt, output = (
+            min(400, int(draw.lognormvariate(4.6, 0.9)) + 1),
+            min(500, int(draw.lognormvariate(3.3, spread)) + 1),
+        )
+        prefix: tuple[int, ...] = ()
+        if shared and draw.random() < 0.7:
+            blocks = draw.choice([(1,), (1, 2), (1, 3), (4, 5, 6)])
+            prefix, prompt = blocks, max(prompt, 64 * len(blocks) + draw.choice([0, 0, 30]))
+        jobs.append(Job(at_s, prompt, output, prefix=prefix))
+    return jobs
+
+
+@dataclass
+class Simulated:
+    plans: list[tuple[str, float, StepPlan]]
+    orders: list[tuple[float, str, str, str, int]]
+    served: list[JobResult]
+
+
+def simulated(
+    deployment: SimDeployment, jobs: list[Job], monkeypatch: pytest.MonkeyPatch, skips: bool = False
+) -> Simulated:
+    plans: list[tuple[str, float, StepPlan]] = []
+    served: list[JobResult] = []
+    roles = [
+        DECODE if pool.role == BOTH else pool.role
+        for pool in deployment.placement.pools
+        for _ in range(pool.count)
+    ]
+    names = iter([f"{role}-{roles[:place].count(role)}" for place, role in enumerate(roles)])
+    simulation = ExactSimulation(deployment, served.append, skips)
+
+    def scheduler(limits: EngineLimits) -> Noted:
+        name = next(names)
+        return Noted(limits, lambda plan: plans.append((name, simulation.agenda.now_s, plan)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planner.sim.exact.engine, "Scheduler", scheduler)
+        patch.setattr(planner.sim.exact.simulate, "Relay", NotedRelay)
+        simulation.run(jobs)
+    (gate,) = simulation.gateways
+    assert isinstance(gate.relay, NotedRelay)
+    return Simulated(plans, gate.relay.noted, served)
+
+
+CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
+    "1P1D": (deployed((PREFILL, 1), (DECODE, 1)), trace(120, 25.0, 1)),
+    "1P1D, hardly any room": (
+        deployed((PREFILL, 1), (DECODE, 1), kv_tokens=64 * 15),
+        trace(80, 40.0, 2, spread=1.6),
+    ),
+    "2P3D": (deployed((PREFILL, 2), (DECODE, 3)), trace(160, 60.0, 3)),
+    "2P2D, L_m": (deployed((PREFILL, 2), (DECODE, 2), saturation_tokens=64), trace(120, 60.0, 4)),
+    "slow link": (
+        deployed((PREFILL, 2), (DECODE, 2), link=LinkSpec(4e5, 1e-3), beat_s=1e9),
+        trace(100, 40.0, 5),
+    ),
+    "shared prefixes": (
+        deployed((PREFILL, 2), (DECODE, 2), prefix_caching=True),
+        trace(120, 50.0, 6, shared=True),
+    ),
+    "colocated": (deployed((BOTH, 2)), trace(120, 30.0, 7)),
+    "colocated, hardly any room": (deployed((BOTH, 1), kv_tokens=64 * 15), trace(60, 30.0, 8, spread=1.6)),
+    "colocated, tight TPOT": (deployed((BOTH, 2), tpot_s=8e-3), trace(100, 30.0, 9)),
+    "colocated, whole prompts": (deployed((BOTH, 1), chunked_prefill=False), trace(80, 15.0, 10)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulator_decides_as_the_product_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment, jobs = CASES[name]
+    world = World(deployment)
+    world.run(jobs)
+    there = simulated(deployment, jobs, monkeypatch)
+    assert len(there.served) == len(jobs) == len(world.ended_s)
+    assert there.orders == world.relay.noted
+    assert sorted(there.plans, key=lambda plan: plan[:2]) == sorted(world.plans, key=lambda plan: plan[:2])
+    ended = {str(number): job for number, job in enumerate(jobs)}
+    by_job = {id(served.job): served for served in there.served}
+    for request, job in ended.items():
+        served = by_job[id(job)]
+        assert served.ended_s == world.ended_s[request]
+        assert served.ttft_s == world.first_s[request] - job.at_s
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_skipping_steps_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment, jobs = CASES[name]
+    each, some = (simulated(deployment, jobs, monkeypatch, skips) for skips in (False, True))
+    assert some.orders == each.orders
+    assert some.served == each.served
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_skipping_steps_changes_nothing_for_any_seed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long answers, so that runs are long and cross what the relay has booked; beats at odd moments; KV sent ahead."""
+    pools = ((PREFILL, 1), (DECODE, 2)) if seed % 2 else ((BOTH, 2),)
+    room = 64 * (18 + 40 * (seed % 3))
+    deployment = deployed(*pools, kv_tokens=room, beat_s=0.0371, max_num_batched_tokens=256)
+    if seed > 3:
+        deployment = replace(deployment, pipelined=True, link=LinkSpec(1e6, 1e-4))
+    jobs = trace(40, 12.0 + 4.0 * seed, 100 + seed, spread=1.6)
+    each, some = (simulated(deployment, jobs, monkeypatch, skips) for skips in (False, True))
+    assert (some.orders, some.served) == (each.orders, each.served)
+    assert len(some.plans) < 0.8 * len(each.plans)
+
+
+def test_the_cases_are_hard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preemption, chunks and whole prompts do happen in them."""
+    names = "colocated, hardly any room", "colocated, whole prompts", "slow link"
+    tight, whole, many = (simulated(*CASES[name], monkeypatch, skips=True).plans for name in names)
+    assert any(plan.preempted is not None for _, _, plan in tight)
+    assert max(part.count for _, _, plan in whole for part in plan.prefill) > 128
+    assert any(len(plan.prefill) > 1 for _, _, plan in many)

@@ -1,0 +1,225 @@
+"""The house is in order: names that can be found, small functions and files, no import circles, nothing left over.
+
+Bounds are those of CONTRIBUTING, "House rules". What counts is the product, not tests and benchmarks.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = (
+    "diptych", "kvcache", "kvtransfer", "engine", "router", "worker", "prefill_worker", "decode_worker", "planner",
+    "services",
+)  # fmt: skip
+MIN_WORDS = 1.5  # per function name, on average
+MAX_SHARED_CLASS_NAMES = 10
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 450
+MAX_FILES = 15  # per folder
+MIN_DOCUMENTED = 0.95
+OUR_FOLDERS = (*PACKAGES, "benchmarks", "models", "tests")
+# Each has had several meanings here, where the field has a word for each.
+BANNED_WORDS = {"told", "turn", "heard", "crew", "judge"}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def trees() -> Mapping[Path, ast.Module]:
+    """Every source file of the product, parsed; paths are relative to the repository."""
+    files = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+    return {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name, in either spelling."""
+    return re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)
+
+
+def num_words(name: str) -> int:
+    """How many words a name has."""
+    return len(words_of(name))
+
+
+def banned_names(text: str) -> set[str]:
+    """The names in Python code that have a banned word."""
+    if not any(word in text.lower() for word in BANNED_WORDS):
+        return set()
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    names = {token.string for token in tokens if token.type == tokenize.NAME}
+    return {name for name in names if not BANNED_WORDS.isdisjoint(map(str.lower, words_of(name)))}
+
+
+def functions() -> Iterator[tuple[Path, Function]]:
+    """All functions and methods."""
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                yield path, node
+
+
+def public_functions() -> Iterator[tuple[str, Function]]:
+    """Functions and methods that others may call, by place; overrides and property setters are left out."""
+
+    def within(path: Path, body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:
+        for node in body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield from within(path, node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, Function) and not node.name.startswith("_"):
+                decorators = {ast.unparse(one).rpartition(".")[2] for one in node.decorator_list}
+                if not decorators & {"override", "overload", "setter"}:
+                    yield f"{path}:{prefix}{node.name}", node
+
+    for path, tree in trees().items():
+        yield from within(path, tree.body, "")
+
+
+def raised(function: Function) -> set[str]:
+    """The classes that the function itself raises."""
+    found, todo = set[str](), list[ast.AST](function.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Function | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            cls = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            if isinstance(cls, ast.Name) and cls.id[0].isupper():
+                found.add(cls.id)
+        todo += ast.iter_child_nodes(node)
+    return found - {"AssertionError", "NotImplementedError", "StopIteration"}
+
+
+def imported(path: Path, tree: ast.Module) -> set[str]:
+    """Modules of the product that a module imports when it is imported."""
+    found = set[str]()
+    for node in _outside_functions(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return {name for name in found if name in modules() and name != dotted(path)}
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function) or (
+            isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+        ):
+            continue
+        yield child
+        yield from _outside_functions(child)
+
+
+def dotted(path: Path) -> str:
+    """The name under which a file is imported."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def modules() -> frozenset[str]:
+    """The names of all modules of the product that are not empty packages."""
+    return frozenset(dotted(path) for path, tree in trees().items() if tree.body)
+
+
+def test_function_names_have_words() -> None:
+    names = [node.name for _, node in functions() if not node.name.startswith("__")]
+    assert sum(map(num_words, names)) / len(names) >= MIN_WORDS
+
+
+def test_banned_words_are_in_no_name() -> None:
+    files = [file for folder in OUR_FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 700
+    found = {
+        str(file.relative_to(ROOT)): names
+        for file in files
+        if (names := banned_names(file.read_text(encoding="utf-8")))
+    }
+    assert found == {}
+    assert [file for file in files if not BANNED_WORDS.isdisjoint(words_of(file.stem))] == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places = defaultdict[str, list[Path]](list)
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    shared = {name: where for name, where in places.items() if len(where) > 1}
+    assert len(shared) <= MAX_SHARED_CLASS_NAMES, shared
+
+
+def test_functions_and_files_are_small() -> None:
+    long = [
+        f"{path}:{node.name}"
+        for path, node in functions()
+        if node.end_lineno is not None and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    large = [
+        path for path in trees() if (ROOT / path).read_text(encoding="utf-8").count("\n") > MAX_FILE_LINES
+    ]
+    assert (long, large) == ([], [])
+
+
+def test_folders_are_small() -> None:
+    folders = Counter(path.parent for path in trees() if path.name != "__init__.py")
+    assert [folder for folder, count in folders.items() if count > MAX_FILES] == []
+
+
+def test_public_functions_are_documented() -> None:
+    everything = list(public_functions())
+    without = [place for place, node in everything if ast.get_docstring(node) is None]
+    assert len(without) <= (1 - MIN_DOCUMENTED) * len(everything), without
+    silent = [
+        place
+        for place, node in everything
+        if raised(node) and "Raises" not in (ast.get_docstring(node) or "")
+    ]
+    assert silent == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    edges = {dotted(path): imported(path, tree) for path, tree in trees().items() if tree.body}
+    left = dict(edges)
+    while leaves := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in leaves:
+            del left[name]
+    assert sorted(left) == []
+
+
+def test_planner_and_router_are_all_in_use() -> None:
+    """Everything in them is reached from a service."""
+    edges = dict[str, set[str]]()
+    for path, tree in trees().items():
+        everywhere = ast.Module(
+            body=[node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import)],
+            type_ignores=[],
+        )
+        named = {
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in modules()
+        }
+        edges[dotted(path)] = imported(path, everywhere) | named
+    seen, todo = set[str](), [name for name in modules() if name.startswith("services.")]
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo += edges.get(name, ())
+    assert sorted(name for name in modules() - seen if name.startswith(("planner.", "router."))) == []
+
+
+def test_the_rules_can_fail() -> None:
+    assert num_words("take_HTTPRequest2") == 3 and num_words("_begin") == 1 and num_words("KvAllocator") == 2
+    assert banned_names("def was_told(x): return Turn(x, no=1)  # told") == {"was_told", "Turn"}
+    assert banned_names("returned = overturned('told')") == set()
+    tree = ast.parse("def one():\n    def two():\n        raise KeyError\n    raise ValueError('x')")
+    (function,) = tree.body
+    assert isinstance(function, ast.FunctionDef) and raised(function) == {"ValueError"}

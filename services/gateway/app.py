@@ -26,6 +26,7 @@ from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.generation.formats import KV_CLASS_HEADER
+from services.gateway.generation.timings import SERVER_TIMING_HEADER
 from services.gateway.http.auth import AuthMiddleware, BearerKeys
 from services.gateway.http.cross_origin import LOCAL_ORIGINS, CrossOriginMiddleware
 from services.gateway.http.error_response import (
@@ -44,7 +45,7 @@ from services.gateway.http.request_body import (
 from services.gateway.http.request_id import RequestIdMiddleware
 from services.gateway.openai.openapi import docs_page, openapi_document
 from services.gateway.openai.response_schema import ModelCard, ModelList, Readiness, Version
-from services.gateway.openai.tenancy import Caller, parse_timeout_header
+from services.gateway.openai.tenancy import Caller, parse_timeout_header, parse_timings_header
 from services.gateway.openai.validate import check_model_name
 from services.gateway.ops.admin import AdminRoutes
 from services.gateway.service import GatewayService
@@ -257,7 +258,7 @@ def build_app(
         allow_origin_regex=None if keys else LOCAL_ORIGINS,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", KV_CLASS_HEADER],
+        expose_headers=["x-request-id", "retry-after", KV_CLASS_HEADER, SERVER_TIMING_HEADER],
     )
     enveloped = RequestIdMiddleware(layered, api.service.metrics, frozenset(route.path for route in routes))
     return UnreadBodyMiddleware(enveloped)
@@ -265,9 +266,15 @@ def build_app(
 
 def _caller_of(request: Request) -> Caller:
     """The facts about the client that the service needs: arrival, tenant, timeout, priority right, and request id."""
-    state = request.state
-    timeout_s = parse_timeout_header(request.scope["headers"])
-    return Caller(state.arrived_s, state.tenant, timeout_s, state.urgent, getattr(state, "request_id", ""))
+    state, headers = request.state, request.scope["headers"]
+    return Caller(
+        state.arrived_s,
+        state.tenant,
+        parse_timeout_header(headers),
+        state.urgent,
+        getattr(state, "request_id", ""),
+        parse_timings_header(headers),
+    )
 
 
 def json_response(body: Any, status: int = 200) -> Response:

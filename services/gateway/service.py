@@ -168,4 +168,5 @@ class GatewayService:
             deadline_s=caller.arrived_s + allowed_s,
             stall_s=patience.stall_s,
             ping_s=patience.ping_s,
+            timings=caller.timings,
         )

@@ -20,6 +20,7 @@ from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import Logprob, Output
 from diptych.request import Request
 from diptych.slo import Slo
+from router.effects import StageDurations
 from services.gateway.app import ApiRoutes, HealthProbes, build_app
 from services.gateway.generation.generation import SequenceSink
 from services.gateway.http.auth import BearerKeys
@@ -80,7 +81,7 @@ class Script:
                 )
         if "HANG" in prompt and "HANG-LATE" not in prompt:
             await asyncio.Event().wait()
-        reader.record_stages(STAGES)
+        reader.record_effect(StageDurations(request.id, STAGES), time.monotonic())
         await self._answer(request, reader, prompt)
 
     async def _answer(self, request: Request, reader: SequenceSink, prompt: str) -> None:

@@ -215,3 +215,25 @@ def test_prompts_are_read_by_decode_workers_when_that_is_sooner() -> None:
         assert served.metric("diptych:transfer_bytes_total") > 0, "others went the usual way"
         assert ask(0) == answers[0] and ask(7) == answers[7], "one at a time, the answers are the same"
         wait_for(lambda: served.held() == {})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_timings_split_the_hand_off_too(served: Served, stream: bool) -> None:
+    """The stages of a real request sum to its TTFT; its transfer is split into hidden and exposed."""
+    before = served.metric("vllm:time_to_first_token_seconds_sum")
+    answer = httpx.post(
+        f"{served.url}/v1/completions",
+        json={**BODY, "prompt": SOURCE * 40, "stream": stream},
+        headers={"X-Diptych-Timings": "1"},
+        timeout=600,
+    )
+    text = answer.text.split("data: ")[-2] if stream else answer.text
+    (timings,) = json.loads(text)["diptych"]["timings"]
+    after = served.metric("vllm:time_to_first_token_seconds_sum")
+    assert sum(timings["ttft_stages_ms"].values()) == pytest.approx(timings["ttft_ms"], abs=0.002)
+    assert timings["ttft_ms"] == pytest.approx(1e3 * (after - before), abs=0.01)
+    assert timings["ttft_stages_ms"]["prefill"] > 0
+    assert sum(timings["handoff_stages_ms"].values()) == pytest.approx(timings["handoff_ms"], abs=0.002)
+    moved = timings["transfer"]
+    assert moved["num_bytes"] > 0 and moved["hidden_ms"] + moved["exposed_ms"] > 0
+    assert timings["attempts"] == 1

@@ -24,6 +24,7 @@ from services.gateway.openai.response_schema import (
     ChatCompletion,
     ChatMessage,
     Delta,
+    DetailsField,
     Usage,
 )
 
@@ -54,18 +55,22 @@ class ChatFormat:
         """The last chunk of one choice: its finish reason, without text."""
         return self._make_chunk(ChatChunkChoice(choice, Delta(), finish_reason=reason), "", used)
 
-    def usage_chunk(self, usage: Usage) -> ChatChunk:
-        """The chunk with the whole request's usage, and no choices."""
+    def final_chunk(self, usage: UsageField, details: DetailsField = UNSET) -> ChatChunk:
+        """The chunk with the whole request's usage and timings, and no choices."""
         head = self.head
-        return ChatChunk(head.id, head.created, head.model, [], head.fingerprint, usage=usage)
+        return ChatChunk(
+            head.id, head.created, head.model, [], head.fingerprint, usage=usage, diptych=details
+        )
 
-    def full_body_parts(self, answers: Sequence[OutputText], usage: Usage) -> Iterator[bytes]:
+    def full_body_parts(
+        self, answers: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
+    ) -> Iterator[bytes]:
         """The JSON of a whole response, in parts. Takes the text out of `answers`.
 
         Log-probabilities are written `MAX_WRITTEN_TOKENS` tokens at a time, so that each part takes only milliseconds.
         """
         head = self.head
-        body = ChatCompletion(head.id, head.created, head.model, [], usage, head.fingerprint)
+        body = ChatCompletion(head.id, head.created, head.model, [], usage, head.fingerprint, diptych=details)
         before, after = split_at_field(body, b"choices", b"[]")
         yield before + b"["
         for index, answer in enumerate(answers):

@@ -17,7 +17,7 @@ from services.gateway.generation.formats import (
 from services.gateway.generation.logprob_json import LogprobJson, floor_logprob
 from services.gateway.generation.output_text import OutputPiece, OutputText
 from services.gateway.openai.resolve import ResolvedRequest
-from services.gateway.openai.response_schema import Completion, CompletionChoice, Usage
+from services.gateway.openai.response_schema import Completion, CompletionChoice, DetailsField, Usage
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,24 @@ class CompletionFormat:
         """The last chunk of one choice: its finish reason, without text."""
         return self._make_chunk(CompletionChoice("", choice, finish_reason=reason), used)
 
-    def usage_chunk(self, usage: Usage) -> Completion:
-        """The chunk with the whole request's usage, and no choices."""
+    def final_chunk(self, usage: UsageField, details: DetailsField = UNSET) -> Completion:
+        """The chunk with the whole request's usage and timings, and no choices."""
         head = self.head
-        return Completion(head.id, head.created, head.model, [], head.fingerprint, usage=usage)
+        return Completion(
+            head.id, head.created, head.model, [], head.fingerprint, usage=usage, diptych=details
+        )
 
-    def full_body_parts(self, answers: Sequence[OutputText], usage: Usage) -> Iterator[bytes]:
+    def full_body_parts(
+        self, answers: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
+    ) -> Iterator[bytes]:
         """The JSON of a whole response, in parts. Takes the text out of `answers`.
 
         Log-probabilities are written `MAX_WRITTEN_TOKENS` tokens at a time, so that each part takes only milliseconds.
         """
         head = self.head
-        body = Completion(head.id, head.created, head.model, [], head.fingerprint, usage=usage)
+        body = Completion(
+            head.id, head.created, head.model, [], head.fingerprint, usage=usage, diptych=details
+        )
         before, after = split_at_field(body, b"choices", b"[]")
         yield before + b"["
         for index, answer in enumerate(answers):

@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from services.gateway.generation.output_text import OutputPiece, OutputText
 from services.gateway.openai.resolve import ResolvedRequest
-from services.gateway.openai.response_schema import Usage
+from services.gateway.openai.response_schema import DetailsField, Usage
 
 UsageField = Usage | None | UnsetType
 
@@ -58,7 +58,7 @@ class ResponseHead:
 class OutputFormat(Protocol):
     """The response bodies of one route.
 
-    A stream consists, per choice, of `begin_chunks`, any number of `delta_chunk`, and `end_chunk`. The `usage_chunk`
+    A stream consists, per choice, of `begin_chunks`, any number of `delta_chunk`, and `end_chunk`. The `final_chunk`
     follows if the client asked for it. `choice` is the index of a choice, and `used` is the `usage` field of its chunk.
     """
 
@@ -75,10 +75,12 @@ class OutputFormat(Protocol):
     def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> msgspec.Struct:
         """The chunk that ends a choice with its finish reason."""
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        """The chunk with the usage of the whole request."""
+    def final_chunk(self, usage: UsageField, details: DetailsField = UNSET) -> msgspec.Struct:
+        """The chunk with the usage and the timings of the whole request, as far as they were asked for."""
 
-    def full_body_parts(self, answers: Sequence[OutputText], usage: Usage) -> Iterator[bytes]:
+    def full_body_parts(
+        self, answers: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
+    ) -> Iterator[bytes]:
         """The JSON of a whole response, in parts that each take some milliseconds. Takes the text out of `answers`."""
 
 

@@ -19,9 +19,11 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import RequestFailure
 from diptych.messages import Output
 from diptych.request import Request, SamplingParams
+from router.effects import StageDurations, TelemetryEffect
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.output_text import OutputPiece, OutputText
 from services.gateway.metrics.prometheus import TTFT_STAGES, GatewayMetrics, SequenceRecord
+from services.gateway.metrics.timeline import SequenceTimeline
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.response_schema import KvDetails, PromptDetails, Usage
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
@@ -36,8 +38,8 @@ class SequenceSink(Protocol):
     def deliver_output(self, output: Output, now_s: float) -> None:
         """Take the new tokens of a step. `now_s` is when they came, on the monotonic clock."""
 
-    def record_stages(self, seconds: dict[str, float]) -> None:
-        """Take the durations of request stages, in seconds by the name of the stage."""
+    def record_effect(self, effect: TelemetryEffect, now_s: float) -> None:
+        """Take what the relay reports about the sequence. `now_s` is on the monotonic clock."""
 
     def record_kv_class(self, kv_class: str, details: KvDetails | None) -> None:
         """Take the KV class of the attempt that begins; `details` if its KV is coded."""
@@ -226,6 +228,7 @@ class SequenceStream:
     ) -> None:
         self.request, self.answer, self.sampling = request, answer, sampling
         self.record = SequenceRecord(generation.ask.model, len(answer.prompt.tokens))
+        self.timeline = SequenceTimeline()
         self._generation, self._metrics = generation, generation.metrics
         self._open = False
         self._held_bytes = 0
@@ -313,12 +316,15 @@ class SequenceStream:
         """Keep the KV class for the answer and the metrics. With the first token it stays the same."""
         self.record.kv_class, self.kv = kv_class, details
 
-    def record_stages(self, seconds: dict[str, float]) -> None:
-        """Record the stages of the first token, which are kept until it is written, or of the hand-off."""
-        if TTFT_STAGES[0] in seconds:
-            self.record.stages = seconds
+    def record_effect(self, effect: TelemetryEffect, now_s: float) -> None:
+        """Add to the timeline. The stages of the first token are kept until it is written."""
+        self.timeline.record_effect(effect, now_s)
+        if not isinstance(effect, StageDurations):
+            return
+        if TTFT_STAGES[0] in effect.seconds:
+            self.record.stages = effect.seconds
         else:
-            for stage, duration in seconds.items():
+            for stage, duration in effect.seconds.items():
                 self._metrics.handoff_stage.labels(stage).observe(duration)
 
     def finish_sequence(self, reason: str, now_s: float) -> None:

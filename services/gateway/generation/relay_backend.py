@@ -36,8 +36,8 @@ from router.effects import (
     RequestArrived,
     RequestCancelled,
     SendMessage,
-    StageDurations,
     StopFound,
+    TelemetryEffect,
     WorkerCommand,
     WorkerDown,
     WorkerLost,
@@ -201,6 +201,7 @@ class RelayBackend:
                 self._telemetry.on_event(event)
                 effects = self.relay.handle_event(event, now_s)
                 for effect in effects:
+                    self._record_effect(effect, now_s)
                     self._apply_effect(effect)
                     self._telemetry.on_effect(effect, now_s)
         finally:
@@ -219,9 +220,6 @@ class RelayBackend:
             case AttemptBegan(request):
                 if sink := self._sinks.get(request):
                     sink.record_kv_class(effect.kv_class, self._kv_details(effect))
-            case StageDurations(request, seconds):
-                if sink := self._sinks.get(request):
-                    sink.record_stages(seconds)
             case FinishRequest(request, reason):
                 self._pieces.pop(request, None)
                 if sink := self._sinks.pop(request, None):
@@ -242,6 +240,11 @@ class RelayBackend:
                     self._on_worker_lost(worker, "its connection is closed")
             case RejectSession():
                 self.hub.reject_session(effect.link, effect.why)
+
+    def _record_effect(self, effect: RelayEffect, now_s: float) -> None:
+        """Pass on to a sequence what the relay reports about it."""
+        if isinstance(effect, TelemetryEffect) and (sink := self._sinks.get(effect.request)):
+            sink.record_effect(effect, now_s)
 
     def _kv_details(self, began: AttemptBegan) -> KvDetails | None:
         """What an answer says about the KV of an attempt; None for KV without a codec."""

@@ -1,6 +1,6 @@
 """Writes a generation to its client, as one body or as server-sent events (SSE).
 
-    a stream:   (role chunk, deltas, finish chunk) per choice, interleaved ─▶ usage chunk if asked for ─▶ [DONE]
+    a stream:   (role chunk, deltas, finish chunk) per choice, interleaved ─▶ final chunk if asked for ─▶ [DONE]
 
 Nothing is written before the first token, not even a ping. So an early failure is an HTTP error with its own status,
 however long it took. A later failure is an event `{"error": ...}` followed by [DONE]. If that cannot be written, the
@@ -16,14 +16,17 @@ import time
 from collections.abc import Iterator
 
 import msgspec
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.errors import RequestError
 from services.gateway.generation.formats import MAX_WRITTEN_TOKENS, OutputFormat, best_answers
 from services.gateway.generation.generation import Generation, SequenceStream
+from services.gateway.generation.timings import SERVER_TIMING_HEADER, describe_timings, server_timing
 from services.gateway.http.connection import ClientStalled, ResponseWriter
 from services.gateway.http.error_response import JSON_TYPE, error_response, log_failure
+from services.gateway.openai.response_schema import AnswerDetails, DetailsField
 
 # Seconds between two pings after the first token. They keep proxies and clients from timing out.
 PING_INTERVAL_S = 10.0
@@ -52,7 +55,7 @@ class GenerationResponse(Response):
 
     The generation is in `running` while it is being written. `arrived_s` and `deadline_s` say when the request came and
     when it must have ended, on the monotonic clock. A client that reads too little for `stall_s` seconds is
-    disconnected. `ping_s` is the time between pings.
+    disconnected. `ping_s` is the time between pings. With `timings` the answer says where its time went.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class GenerationResponse(Response):
         deadline_s: float,
         stall_s: float,
         ping_s: float = PING_INTERVAL_S,
+        timings: bool = False,
     ) -> None:
         super().__init__()
+        self._timings = timings
         self.generation, self.view, self._running = generation, view, running
         self._arrived_s, self._deadline_s = arrived_s, deadline_s
         self._stall_s, self._ping_s = stall_s, ping_s
@@ -130,10 +135,13 @@ class GenerationResponse(Response):
         await generation.wait_until_complete()
         for stream in generation.streams:
             stream.mark_written(stream.record.first_token_s or time.monotonic())
-        kv_headers = self._name_kv_class()
-        pieces = self.view.full_body_parts(best_answers(generation.ask, generation.answers), generation.usage)
+        headers = [(b"content-type", JSON_TYPE.encode()), *self._name_kv_class()]
+        details = self._describe_answer()
+        if details is not UNSET:
+            headers.append((SERVER_TIMING_HEADER.encode(), server_timing(details.timings)))
+        answers = best_answers(generation.ask, generation.answers)
+        pieces = self.view.full_body_parts(answers, generation.usage, details)
         body, complete = await _gather_pieces(pieces, MAX_FULL_BODY_BYTES)
-        headers = [(b"content-type", JSON_TYPE.encode()), *kv_headers]
         if complete:
             headers.append((b"content-length", str(len(body)).encode()))
         await wire.start_response(200, headers)
@@ -172,7 +180,7 @@ class GenerationResponse(Response):
             # An answer may end while this task sleeps. Its stream is complete only when its end is among the frames.
             open_streams = {i: stream for i, stream in open_streams.items() if not news[i][1]}
             over = generation.failure is not None or not open_streams
-            frames += self._closing_frames() if over else []
+            frames += self._closing_frames() if over and not self._timings else []
             await wire.write_body(b"".join(frames) or SSE_PING)
             for choice, choice_frames in new_frames.items():
                 if choice_frames:
@@ -183,6 +191,9 @@ class GenerationResponse(Response):
             await generation.wait_for_news(self._ping_s)
             if generation.flooded:
                 raise ClientStalled
+        if self._timings:
+            # They say when the frames before them were written.
+            await wire.write_body(b"".join(self._closing_frames()))
         if generation.failure is None:
             generation.mark_completed()
         await wire.end_response()
@@ -206,15 +217,20 @@ class GenerationResponse(Response):
         return frames, ended is not None
 
     def _closing_frames(self) -> list[bytes]:
-        """The last events of a stream: an error or the usage, and then [DONE]."""
+        """The last events of a stream: an error, or usage and timings if asked for, and then [DONE]."""
         generation = self.generation
         if generation.failure is not None:
             return [sse_event(generation.failure.error_body()), SSE_DONE]
-        return (
-            [sse_event(self.view.usage_chunk(generation.usage)), SSE_DONE]
-            if generation.ask.include_usage
-            else [SSE_DONE]
-        )
+        if not generation.ask.include_usage and not self._timings:
+            return [SSE_DONE]
+        usage = generation.usage if generation.ask.include_usage else UNSET
+        return [sse_event(self.view.final_chunk(usage, self._describe_answer())), SSE_DONE]
+
+    def _describe_answer(self) -> DetailsField:
+        """What the answer says about how it was made; UNSET if the client did not ask for that."""
+        if not self._timings:
+            return UNSET
+        return AnswerDetails(describe_timings(self.generation.streams, time.monotonic()))
 
 
 async def _gather_pieces(pieces: Iterator[bytes], num_bytes: int) -> tuple[bytes, bool]:

@@ -55,6 +55,39 @@ class Usage(msgspec.Struct, frozen=True):
     diptych: KvDetails | UnsetType = UNSET
 
 
+class TransferTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """The last transfer of a sequence's KV, as its decode worker measured it: `hidden_ms` while the prompt was still
+    computed, `exposed_ms` from the ticket to the last byte.
+    """
+
+    hidden_ms: float
+    exposed_ms: float
+    num_bytes: int
+
+
+class SequenceTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one sequence's time went, in milliseconds. The stages sum to what is named before them."""
+
+    index: int
+    attempts: int
+    ttft_ms: float
+    ttft_stages_ms: dict[str, float]
+    # From the first token to the second; left out without a hand-off.
+    handoff_ms: float | UnsetType = UNSET
+    handoff_stages_ms: dict[str, float] | UnsetType = UNSET
+    transfer: TransferTimings | UnsetType = UNSET
+    total_ms: float
+
+
+class AnswerDetails(msgspec.Struct, frozen=True):
+    """What an answer says about how it was made, if the client asks for it: one entry per sequence."""
+
+    timings: list[SequenceTimings]
+
+
+DetailsField = AnswerDetails | UnsetType
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     content: str | None
     role: str = "assistant"
@@ -76,6 +109,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: Usage
     system_fingerprint: str | None = None
     object: str = "chat.completion"
+    diptych: DetailsField = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -100,6 +134,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     object: str = "chat.completion.chunk"
     usage: Usage | None | UnsetType = UNSET
     obfuscation: str | UnsetType = UNSET
+    diptych: DetailsField = UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -120,6 +155,7 @@ class Completion(msgspec.Struct, frozen=True):
     object: str = "text_completion"
     usage: Usage | None | UnsetType = UNSET
     obfuscation: str | UnsetType = UNSET
+    diptych: DetailsField = UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True):

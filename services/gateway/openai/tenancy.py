@@ -22,6 +22,7 @@ TENANT_HEX = 16
 # search.
 SCOPE_HEX = 32
 TIMEOUT_HEADER = b"x-request-timeout"
+TIMINGS_HEADER = b"x-diptych-timings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Caller:
     """Who sent an HTTP request, and when (monotonic seconds).
 
     `timeout_s` is how long the client will wait for the answer, if it said so. `urgent` callers may ask for a better
-    priority than the default. `request_id` is the id of the HTTP request.
+    priority than the default. `request_id` is the id of the HTTP request. With `timings` the client asks where the
+    time of its request went.
     """
 
     arrived_s: float
@@ -37,6 +39,7 @@ class Caller:
     timeout_s: float | None = None
     urgent: bool = True
     request_id: str = ""
+    timings: bool = False
 
 
 def parse_timeout_header(headers: Sequence[tuple[bytes, bytes]]) -> float | None:
@@ -57,6 +60,19 @@ def parse_timeout_header(headers: Sequence[tuple[bytes, bytes]]) -> float | None
         problem = f"'{field}' must be one positive number of seconds"
         raise RequestError(RequestFailure(FailureReason.INVALID_VALUE, problem, field))
     return seconds
+
+
+def parse_timings_header(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether the `X-Diptych-Timings` header asks for timings.
+
+    Raises:
+        RequestError: it is neither 1 nor 0.
+    """
+    given = [value for name, value in headers if name == TIMINGS_HEADER]
+    if given not in ([], [b"0"], [b"1"]):
+        field = TIMINGS_HEADER.decode()
+        raise RequestError(RequestFailure(FailureReason.INVALID_VALUE, f"'{field}' must be 1 or 0", field))
+    return given == [b"1"]
 
 
 def check_priority(body: GenerationFields, caller: Caller) -> None:

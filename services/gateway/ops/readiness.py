@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from diptych.failure_statuses import RequestFailure
 from diptych.messages import Output
 from diptych.request import Request, SamplingParams
+from router.effects import TelemetryEffect
 from router.routing.fleet import WorkerState
 from router.routing.kv_classes import can_exchange_kv, classes_of
 from services.gateway.generation.relay_backend import RelayBackend
@@ -87,7 +88,7 @@ class _CanarySink:
     def deliver_output(self, output: Output, now_s: float) -> None:
         self.tokens += output.tokens
 
-    def record_stages(self, seconds: dict[str, float]) -> None:
+    def record_effect(self, effect: TelemetryEffect, now_s: float) -> None:
         """Nothing to do: canaries are not measured."""
 
     def record_kv_class(self, kv_class: str, details: KvDetails | None) -> None:

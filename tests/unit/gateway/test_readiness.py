@@ -22,6 +22,7 @@ from diptych.messages import (
     WorkerStats,
 )
 from diptych.request import Request, SamplingParams
+from router.effects import TelemetryEffect
 from router.requests.relay import Relay
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -85,7 +86,7 @@ class Client:
     def deliver_output(self, output: Output, now_s: float) -> None:
         assert output.finish == "length"
 
-    def record_stages(self, seconds: dict[str, float]) -> None: ...
+    def record_effect(self, effect: TelemetryEffect, now_s: float) -> None: ...
 
     def record_kv_class(self, kv_class: str, details: KvDetails | None) -> None: ...
 

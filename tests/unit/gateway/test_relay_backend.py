@@ -12,6 +12,7 @@ from diptych.channel.hub import ChannelHub
 from diptych.failure_statuses import RequestFailure
 from diptych.messages import Abort, Hello, Linked, Logprob, Output, Step, ToGateway, ToWorker
 from diptych.request import Request, SamplingParams
+from router.effects import TelemetryEffect
 from router.requests.admission import Admission, AdmissionLimits
 from router.requests.relay import Relay
 from services.gateway.generation.relay_backend import RelayBackend
@@ -65,7 +66,7 @@ class Client:
     def deliver_output(self, output: Output, now_s: float) -> None:
         self.tokens += output.tokens
 
-    def record_stages(self, seconds: dict[str, float]) -> None: ...
+    def record_effect(self, effect: TelemetryEffect, now_s: float) -> None: ...
 
     def record_kv_class(self, kv_class: str, details: KvDetails | None) -> None: ...
 

@@ -24,7 +24,7 @@ from engine.cpu.tensor_parallel import RankPlacement
 from engine.loop import Engine
 from engine.model.calibration_file import calibration_path
 from engine.model.checkpoint import Checkpoint
-from engine.model.kv_codec import KvClassChoice, check_ranks, largest_codec, resolve_kv_classes
+from engine.model.kv_codec import KvClassChoice, largest_codec, resolve_kv_classes, split_ranks
 from engine.model.memory_plan import MemoryPlan, split_pool
 from engine.model.tokenizer import ModelTokenizer
 from engine.protocols import StepObserver
@@ -34,14 +34,14 @@ from engine.scheduler import Scheduler
 from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
-from kvcache.codecs.calibration import CalibratedModel, Calibration
+from kvcache.codecs.calibration import Calibration
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree
 from kvcache.tiers.host import HostArenas, HostTier
 from kvtransfer.resharding import PoolArena, ShardedPool, plan_spans
 from kvtransfer.shared_memory import SharedMemory
-from worker.ranks import RankProcesses, RankSpec, load_leader
+from worker.ranks import RankClass, RankProcesses, RankSpec, load_leader
 from worker.saturation_store import SaturationStore
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ResolvedModel:
     plan: MemoryPlan
     dtype: str
     shards: tuple[Shard, ...]  # by rank
-    # The KV classes, the default one first. Several only with one rank.
+    # The KV classes, the default one first.
     classes: tuple[KvClassChoice, ...]
     # Slabs of each class.
     class_slabs: tuple[int, ...]
@@ -140,8 +140,7 @@ def resolve_model(spec: WorkerSpec) -> ResolvedModel:
     torch.set_num_threads(spec.threads)
     files = Checkpoint.resolve(spec.model, spec.revision)
     classes = resolve_kv_classes(files, spec.kv_cache_codec, spec.kv_cache_calibration)
-    check_ranks(classes, spec.tp, spec.pp)
-    shards = files.split(spec.tp, spec.pp, classes[0].codec)
+    shards = split_ranks(files, classes, spec.tp, spec.pp)
     plan = files.memory(
         max_model_len=spec.max_model_len,
         kv_bytes=spec.kv_bytes,
@@ -247,22 +246,25 @@ def _leader_spec(spec: WorkerSpec, found: ResolvedModel) -> RankSpec:
         shape=found.files.shape,
         weights={name: str(path) for name, path in found.files.weights.items()},
         dtype=found.dtype,
-        codec=found.codec,
-        calibration=_calibration_source(spec, found),
+        classes=_rank_classes(spec, found),
         sink_slots=found.plan.sink_slots,
         max_model_len=found.plan.max_model_len,
-        num_slabs=found.plan.num_slabs,
         core=spec.core,
         threads=spec.threads,
         log_level=spec.log_level,
     )
 
 
-def _calibration_source(spec: WorkerSpec, found: ResolvedModel) -> tuple[str, CalibratedModel] | None:
-    """The file from which other ranks read the codec's calibration, and the model that it must be of."""
-    if found.calibration is None:
-        return None
-    return str(calibration_path(found.files, spec.kv_cache_calibration)), found.calibration.model
+def _rank_classes(spec: WorkerSpec, found: ResolvedModel) -> tuple[RankClass, ...]:
+    """The KV classes as the ranks get them: each rank reads the calibrations itself, from the same file."""
+    classes = []
+    for one, num_slabs in zip(found.classes, found.class_slabs, strict=True):
+        source = None
+        if one.calibration is not None:
+            path = calibration_path(found.files, spec.kv_cache_calibration)
+            source = (str(path), one.calibration.model)
+        classes.append(RankClass(num_slabs, one.codec, source))
+    return tuple(classes)
 
 
 def _engine_limits(spec: WorkerSpec, found: ResolvedModel) -> EngineLimits:

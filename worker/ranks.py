@@ -35,10 +35,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import msgspec
 import torch
+from msgspec import Meta
 
 from diptych.errors import DiptychError, StartError
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS
@@ -47,9 +48,10 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.tensor_parallel import EXCHANGE_TIMEOUT_S, RankGroup, RankPlacement, decode_step
 from engine.model.architecture import ModelConfig
 from engine.model.weights import WeightReader
-from kvcache.codecs.calibration import CalibratedModel, read_calibration
+from kvcache.codecs.calibration import CalibratedModel, Calibration, read_calibration
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool
+from kvtransfer.resharding import plan_spans
 from kvtransfer.shared_memory import PAGE_BYTES, SharedMemory
 
 # Seconds that a rank may take to end after rank 0 has closed the connection.
@@ -59,6 +61,16 @@ LOOPBACK_ENV = {"GLOO_SOCKET_IFNAME": "lo"}
 RESTART_HINT = "the worker is started again by its supervisor"
 
 log = logging.getLogger(__name__)
+
+
+class RankClass(msgspec.Struct, frozen=True, array_like=True):
+    """A KV class of a worker, as its ranks get it."""
+
+    num_slabs: int
+    # The canonical id of the codec; empty: it has none.
+    codec: str = ""
+    # The file of the codec's calibration, and the model that it must be of; None for codecs without one.
+    calibration: tuple[str, CalibratedModel] | None = None
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -72,12 +84,9 @@ class RankSpec(msgspec.Struct, frozen=True):
     weights: dict[str, str]
     dtype: str
     max_model_len: int
-    num_slabs: int
-    # The canonical id of the pool's codec; empty: it has none.
-    codec: str = ""
-    # The file of the codec's calibration, and the model that it must be of; None for codecs without one.
-    calibration: tuple[str, CalibratedModel] | None = None
-    # How many first tokens' exact KV the ranks keep, if there is a codec.
+    # The KV classes, the default one first. Their pools follow each other in the memory of each rank.
+    classes: Annotated[tuple[RankClass, ...], Meta(min_length=1)]
+    # How many first tokens' exact KV the ranks keep, if any class has a codec.
     sink_slots: int = DEFAULT_SLOTS
     # An inherited file descriptor of a `SharedMemory`, and its size in bytes.
     memory: tuple[int, int] = (-1, 0)
@@ -316,18 +325,12 @@ def _run_step(runner: CpuModelRunner, step: bytes) -> RankReply:
 def _load_runner(
     orders: RankSpec, wire: RankGroup, memory: memoryview, followers: RankProcesses | None = None
 ) -> CpuModelRunner:
-    """Load the shard of one rank, and bind it to its pool in `memory`."""
+    """Load the shard of one rank, and bind it to its pools in `memory`."""
     shape, shard = orders.shape, orders.shard
-    whole = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, orders.dtype, orders.codec)
-    layout = whole.shard_layout(shard)
-    calibration = None
-    if orders.calibration is not None:
-        file, model = orders.calibration
-        calibration = read_calibration(Path(file), model)
+    (pool, calibration), *others = _open_pools(orders, memory)
     files = {name: Path(file) for name, file in orders.weights.items()}
     with torch.no_grad(), WeightReader(files) as weights:
         decoder = CpuDecoder(shape, weights, orders.max_model_len, place=orders.place, shard=shard, wire=wire)
-    pool = KvPool(layout, orders.num_slabs, memory)
     return CpuModelRunner(
         decoder,
         pool,
@@ -336,7 +339,29 @@ def _load_runner(
         calibration=calibration,
         shard=shard,
         sink_slots=orders.sink_slots,
+        others=others,
     )
+
+
+def _open_pools(orders: RankSpec, memory: memoryview) -> list[tuple[KvPool, Calibration | None]]:
+    """This rank's pool of each KV class in `memory`, one after the other, with the calibration of its codec."""
+    shape = orders.shape
+    layouts = [
+        KvLayout(shape.layers, shape.kv_heads, shape.head_dim, orders.dtype, one.codec)
+        for one in orders.classes
+    ]
+    sizes = [one.num_slabs for one in orders.classes]
+    spans, _ = plan_spans(list(zip(layouts, sizes, strict=True)), [orders.shard])
+    pools: list[tuple[KvPool, Calibration | None]] = []
+    for layout, span, one in zip(layouts, spans, orders.classes, strict=True):
+        part, (start,) = layout.shard_layout(orders.shard), span.offsets
+        view = memory[start : start + span.num_slabs * part.chunk_bytes]
+        calibration = None
+        if one.calibration is not None:
+            file, model = one.calibration
+            calibration = read_calibration(Path(file), model)
+        pools.append((KvPool(part, span.num_slabs, view, span.first), calibration))
+    return pools
 
 
 def _exit_broken(error: Exception) -> NoReturn:

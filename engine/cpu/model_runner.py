@@ -39,7 +39,7 @@ class CpuModelRunner:
     `followers` commands the other ranks, if this is rank 0 of several: they compute every step too. `calibration` is
     that of the pool's codec, if it has one; `shard` is the part of the model that a rank has. `sink_slots` is how many
     different first tokens a step may have, at least, if a pool has a codec. `others` are the pools of further KV
-    classes with their calibrations: a step may have works in all of them. Only a worker with one rank can have several.
+    classes with their calibrations: a step may have works in all of them.
     """
 
     def __init__(
@@ -54,8 +54,6 @@ class CpuModelRunner:
         sink_slots: int = DEFAULT_SLOTS,
         others: Sequence[tuple[KvPool, Calibration | None]] = (),
     ) -> None:
-        if followers is not None and others:
-            raise ValueError("a worker of several ranks has one KV class")
         self.layout: KvLayout = pool.layout
         self.vocab_size = decoder.shape.vocab
         self.max_model_len = max_model_len
@@ -128,8 +126,7 @@ class CpuModelRunner:
                 table has room for; nothing was computed.
         """
         began_s = time.perf_counter()
-        chosen = [self._pool_index(work) for work in batch]
-        works = [self._attentions[index].localise(work) for work, index in zip(batch, chosen, strict=True)]
+        works, chosen = self._localise_works(batch)
         for work, index in zip(works, chosen, strict=True):
             self._attentions[index].bounds.check(work)
         if not works:
@@ -141,7 +138,7 @@ class CpuModelRunner:
             self.prepare_seconds = time.perf_counter() - began_s
             logits = self._forward_batch(packed, pages, sinks, done)
         else:
-            self._followers.send_step(encode_step(works, sinks))
+            self._followers.send_step(encode_step(batch, sinks))
             self.prepare_seconds = time.perf_counter() - began_s
             logits = self._run_with_followers(packed, pages, sinks, self._followers)
             if done is not None:
@@ -152,7 +149,14 @@ class CpuModelRunner:
 
     def part(self, batch: Sequence[StepWork], sinks: SinkPlan) -> None:
         """Compute this rank's shard of a step of rank 0. An error is raised after all ranks have finished the step."""
-        self._forward_batch(pack_batch(batch, sinks.slots), self._attentions[0].pages, sinks)
+        works, chosen = self._localise_works(batch)
+        self._forward_batch(*self._pack_works(works, chosen, sinks), sinks)
+
+    def _localise_works(self, batch: Sequence[StepWork]) -> tuple[list[StepWork], list[int]]:
+        """The works with slabs numbered within their pools, and the index of each work's pool."""
+        chosen = [self._pool_index(work) for work in batch]
+        works = [self._attentions[index].localise(work) for work, index in zip(batch, chosen, strict=True)]
+        return works, chosen
 
     def _pool_index(self, work: StepWork) -> int:
         """Which pool the slabs of a work are in; the first one if in none, whose bounds then refuse it."""

@@ -17,6 +17,7 @@ from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, pars
 if TYPE_CHECKING:
     from engine.model.checkpoint import Checkpoint
     from kvcache.codecs.calibration import Calibration
+    from kvcache.layout import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +59,16 @@ def largest_codec(checkpoint: Checkpoint, classes: tuple[KvClassChoice, ...]) ->
     return max((one.codec for one in classes), key=lambda codec: checkpoint.layout(codec=codec).chunk_bytes)
 
 
-def check_ranks(classes: tuple[KvClassChoice, ...], tp: int, pp: int) -> None:
-    """Check that a worker of several ranks has one KV class.
+def split_ranks(
+    checkpoint: Checkpoint, classes: tuple[KvClassChoice, ...], tp: int, pp: int
+) -> tuple[Shard, ...]:
+    """The shard of each of `tp * pp` ranks; every KV class of a worker is split alike.
 
     Raises:
-        ConfigError: it has several.
+        ConfigError: there are too many ranks for this machine's cores.
+        ModelError: the model cannot be split this way, or the codec of a class codes heads together that it would cut.
     """
-    if len(classes) > 1 and tp * pp > 1:
-        names = " and ".join(one.codec or RAW_CLASS for one in classes)
-        raise ConfigError(
-            f"a worker of {tp * pp} ranks cannot have several KV classes",
-            f"--kv-cache-codec names {names}",
-            "name one codec, or use a tp and pp of 1",
-        )
+    return [checkpoint.split(tp, pp, one.codec) for one in classes][0]
 
 
 def format_kv_classes(classes: tuple[KvClassChoice, ...]) -> str:

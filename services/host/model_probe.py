@@ -16,7 +16,7 @@ from diptych.config.options import Config
 from diptych.errors import ConfigError, ModelError
 from diptych.model_config import CONFIG_FILE
 from engine.model.checkpoint import Checkpoint, find_model, is_folder_name
-from engine.model.kv_codec import check_ranks, format_kv_classes, largest_codec, resolve_kv_classes
+from engine.model.kv_codec import format_kv_classes, largest_codec, resolve_kv_classes, split_ranks
 from engine.model.memory_plan import (
     USABLE_SHARE,
     MemoryPlan,
@@ -91,8 +91,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
     classes = resolve_kv_classes(files, question.kv_cache_codec, question.kv_cache_calibration)
     for role, (tp, pp) in question.splits.items():
         try:
-            check_ranks(classes, tp, pp)
-            files.split(tp, pp, classes[0].codec)
+            split_ranks(files, classes, tp, pp)
         except (ConfigError, ModelError) as error:
             fix = f"{error.fix} (--{role}-tp, --{role}-pp)"
             raise type(error)(error.what, error.why, fix) from None

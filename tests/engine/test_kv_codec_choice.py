@@ -174,6 +174,15 @@ def test_two_ranks_can_share_groups_of_half_the_heads(model: Checkpoint, tmp_pat
     assert found.layout.page_heads == 2 and len({*found.pool_sizes}) == 1
 
 
+def test_every_class_is_split_over_the_ranks(model: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    write_calibration(fit(model, 64), path)
+    asked = worker(model, "raw:0.5,nuq4-1%.g64", kv_cache_calibration=str(path), tp=2, kv_bytes=64 << 20)
+    found = resolve_model(asked)
+    whole = sum(count * layout.chunk_bytes for layout, count in found.sized_layouts)
+    assert found.pool_sizes == [whole // 2] * 2 and len(found.class_slabs) == 2
+
+
 def test_the_codec_is_no_part_of_the_fingerprint(model: Checkpoint, file: Path) -> None:
     """So that a new calibration can be rolled out: workers are paired on classes."""
     found = [resolve_model(worker(model, codec)) for codec in ("raw", "tq4")]
@@ -219,11 +228,6 @@ def test_classes_share_the_pool_in_bytes(model: Checkpoint) -> None:
 )
 def test_classes_that_cannot_share_the_pool_are_refused(model: Checkpoint, codecs: str, why: str) -> None:
     assert why in refused(model, codecs, kv_bytes=64 << 20)
-
-
-def test_several_ranks_have_one_class(model: Checkpoint) -> None:
-    message = refused(model, "raw:0.5,tq4", splits={"decode": (2, 1)})
-    assert "a worker of 2 ranks cannot have several KV classes" in message and "tp" in message
 
 
 def test_an_unknown_codec_is_refused_with_those_there_are(model: Checkpoint) -> None:
@@ -296,6 +300,10 @@ def test_ranks_that_would_cut_a_group(model: Checkpoint, file: Path) -> None:
         "nuq4-1%.g64" in message and "--group 64" in message and "tq4" in message and "--decode-tp" in message
     )
     assert "tp of 1, 2, 4" in refused(model, "nuq4-1%", file, splits={"decode": (3, 1)})
+    behind_raw = refused(model, "raw:0.5,nuq4-1%", file, splits={"decode": (2, 1)})
+    assert (
+        "2 ranks cannot share KV that is coded as nuq4-1%.g128@" in behind_raw and "nuq4-1%.g64" in behind_raw
+    )
 
 
 def test_a_pool_too_small_for_one_request_shows_coded_bytes(model: Checkpoint) -> None:

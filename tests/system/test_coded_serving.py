@@ -221,14 +221,27 @@ def test_a_pool_too_small_for_all_requests_gives_the_tokens_of_one_worker() -> N
         wait_for(lambda: served.held() == {})
 
 
-def test_kv_of_one_rank_is_read_by_two() -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_kv_of_two_classes_moves_between_one_rank_and_two(role: str) -> None:
     """A codec that codes each head alone can be split in any way; pages of both are the same bytes."""
-    pools = ("--prefill", "1", "--decode", "1", "--decode-tp", "2")
-    with serve_parts(*pools, "--kv-cache-codec", ROTATED, *SIZED) as served:
-        answers = [complete(served, prompt)[0] for prompt in prompts()[:8]]
-        errors = find_errors(answers, ROTATED)
-        assert sum(error <= SAME for error in errors) >= MOST * len(errors) and max(errors) <= FAR
-        assert served.metric("diptych:transfer_bytes_total") > 0
+    pools = ("--prefill", "1", "--decode", "1", f"--{role}-tp", "2")
+    with serve_parts(*pools, "--kv-cache-codec", f"raw:0.5,{ROTATED}", *SIZED) as served:
+        layouts = {kv: lone_worker(kv).layout for kv in ("raw", ROTATED)}
+        for kv, layout in layouts.items():
+            before = served.metric("diptych:transfer_bytes_total")
+            found = [ask_for(served, number, kv) for number in range(8)]
+            assert {applied for _, _, applied in found} == {layout.kv_class}
+            errors = find_errors([answer for answer, _, _ in found], kv)
+            close = sum(error <= SAME for error in errors)
+            assert (
+                (close == len(errors))
+                if kv == "raw"
+                else (close >= MOST * len(errors) and max(errors) <= FAR)
+            )
+            moved = served.metric("diptych:transfer_bytes_total") - before
+            chunks = sum(layout.num_chunks(length) for length in LENGTHS[:8])
+            assert moved % layout.chunk_bytes == 0 and moved >= chunks * layout.chunk_bytes
+        wait_for(lambda: served.held() == {})
 
 
 CLASSES = ("raw", CALIBRATED)

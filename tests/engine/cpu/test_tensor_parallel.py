@@ -27,7 +27,7 @@ from kvcache.layout import Shard
 from kvcache.pool import KvPool
 from kvtransfer.shared_memory import SharedMemory
 from tests.factories import make_folder
-from worker.ranks import RankProcesses, RankSpec, load_leader
+from worker.ranks import RankClass, RankProcesses, RankSpec, load_leader
 
 SLABS, CONTEXT = 12, 512
 WAIT_S = 120.0
@@ -77,7 +77,7 @@ def orders(files: Checkpoint, tp: int, pp: int) -> RankSpec:
         weights={name: str(file) for name, file in files.weights.items()},
         dtype="float32",
         max_model_len=CONTEXT,
-        num_slabs=SLABS,
+        classes=(RankClass(SLABS),),
     )
 
 

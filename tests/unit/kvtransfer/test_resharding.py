@@ -160,7 +160,10 @@ def mixed_pool(classes: list[tuple[KvLayout, int]], split: tuple[int, int], seed
     return ShardedPool(classes[0][0], parts, classes)
 
 
-@pytest.mark.parametrize(("here", "there"), [((1, 1), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (1, 3))])
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [((1, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 1), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (1, 3))],
+)
 def test_chunks_move_between_the_arenas_of_their_class(here: tuple[int, int], there: tuple[int, int]) -> None:
     """The arenas lie in another order there, with other slab numbers, beside a class that is not here."""
     tall = KvLayout(LAYOUT.layers, LAYOUT.kv_heads, LAYOUT.head_dim, LAYOUT.dtype, "int8.g4")

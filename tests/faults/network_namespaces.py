@@ -109,6 +109,10 @@ class SlowLinkFault:
         assert counts["waited"] > 0 and max(counts["out"], counts["back"]) <= most, f"no slow link: {counts}"
         return counts
 
+    def held_anything(self) -> bool:
+        """Whether any packet had to wait by now."""
+        return self._read_counts()["waited"] > 0
+
     def _read_counts(self) -> dict[str, float]:
         here = run_command("tc", "-s", "qdisc", "show", "dev", self.house.port)
         there = run_command(*self.house.command(["tc", "-s", "qdisc", "show", "dev", "eth0"]))

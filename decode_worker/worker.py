@@ -317,6 +317,7 @@ class DecodeWorker:
         return msgspec.structs.replace(
             stats,
             waiting=stats.waiting + len(self._admission),
+            deferred=len(self._admission),
             staging_bytes=on_the_way,
             late_messages=stats.late_messages + self._late,
             integrity_failures=self._corrupt,

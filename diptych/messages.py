@@ -208,6 +208,10 @@ class Hello(ChannelMessage, frozen=True):
     raw_chunk_bytes: int = 0
 
 
+# Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.
+STEP_SIZE_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     """A worker's statistics. At rest every `*_used`, `leases` and `staging_bytes` is 0; `slabs_cached` need not be."""
 
@@ -242,6 +246,10 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     wasted_bytes: int = 0
     # Number of times that a running sequence gave its seat to another one and kept its KV.
     seat_pauses: int = 0
+    # Number of steps by the tokens that they computed: one count for each of `STEP_SIZE_BOUNDS`, one for larger.
+    step_sizes: list[int] = []
+    # Of `waiting`, the sequences whose KV has not arrived: it is still being prefilled, or on its way.
+    deferred: int = 0
 
 
 class Heartbeat(ChannelMessage, frozen=True):

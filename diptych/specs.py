@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from diptych.messages import SILENCE_S
+from diptych.slo import DEFAULT_ATTAINMENT
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +91,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     generation_config: str = "model"
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
+    # Share of requests that shall meet each SLO.
+    slo_target: float = DEFAULT_ATTAINMENT
     request_timeout_s: float = 600.0
     reader_stall_s: float = 30.0
     # Seconds that open requests may continue after SIGTERM.

@@ -9,6 +9,7 @@ engine (`engine.loop.Engine`) runs a model, samples, and copies parked KV; the s
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Durations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import OutOfSlabs
-from diptych.messages import WorkerStats
+from diptych.messages import STEP_SIZE_BOUNDS, WorkerStats
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from kvcache.allocator import KvAllocator
@@ -39,6 +40,8 @@ class StepCounters:
     plans: int = 0
     preempted: Counter[str] = field(default_factory=Counter)
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
+    # Number of steps by their tokens, as in `WorkerStats.step_sizes`.
+    sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZE_BOUNDS) + 1))
 
     def add_time(self, part: str, seconds: float) -> None:
         """One more stretch of a step."""
@@ -170,6 +173,7 @@ class SequenceTable:
         counters, record = self.counters, self.scheduler.record_step
         counters.steps += len(durations)
         counters.tokens += (rows + prefill_tokens) * len(durations)
+        counters.sizes[bisect_left(STEP_SIZE_BOUNDS, rows + prefill_tokens)] += len(durations)
         for seconds in durations:
             record(rows, prefill_tokens, seconds)
 
@@ -245,6 +249,7 @@ class SequenceTable:
             step_seconds=counters.seconds,
             step_tokens=counters.tokens,
             step_parts=dict(counters.parts),
+            step_sizes=list(counters.sizes),
             prefix_queries=allocator.prefix_queries,
             prefix_hits=allocator.prefix_hits,
             preemptions=dict(counters.preempted),

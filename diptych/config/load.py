@@ -97,12 +97,25 @@ def _check_config(loaded: LoadedConfig, command: str) -> None:
             f"host from {loaded.origin_of('host')}; without a key anyone who reaches the port may use the model",
             "--api-key KEY or --api-key-file FILE; or --insecure to serve everyone",
         )
+    if command == "gateway":
+        check_slo_target(loaded)
     if command in ("worker", "gateway"):
         for name in ("role", "channel", "keys_dir") if command == "worker" else ("channel", "keys_dir"):
             if getattr(config, name) is None:
                 raise ConfigError(
                     f"`diptych {command}` needs --{name.replace('_', '-')}", _explain_missing(command)
                 )
+
+
+def check_slo_target(loaded: LoadedConfig) -> None:
+    """Raises ConfigError if a target is given and no SLO is. Call it after a plan, which has SLOs, is applied."""
+    config = loaded.config
+    if config.slo_target is not None and config.slo_ttft_ms is None and config.slo_tpot_ms is None:
+        raise ConfigError(
+            f"{loaded.origin_of('slo_target')} has no effect",
+            "it is the share of requests that shall meet the SLOs, and no SLO is given",
+            "add --slo-ttft-ms MS or --slo-tpot-ms MS, or leave it out",
+        )
 
 
 def _check_pools(loaded: LoadedConfig) -> None:

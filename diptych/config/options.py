@@ -23,6 +23,7 @@ from diptych.config.values import (
     keys,
     one_of,
     path,
+    share,
     some_of,
     switch,
     text,
@@ -226,6 +227,9 @@ class Config(BaseSettings):
     slo_tpot_ms: Annotated[DurationMs | None, Listing(SLO_LIMITS, GATEWAY_COMMANDS)] = Field(
         default=None, description="SLO of the time per output token"
     )
+    slo_target: Annotated[
+        Annotated[float, share()] | None, Listing(SLO_LIMITS, GATEWAY_COMMANDS, shown="0.9", rare=True)
+    ] = Field(default=None, description="Share of requests that shall meet each SLO")
     request_timeout_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
         default=600.0, description="Longest time from a request's arrival to its end"
     )

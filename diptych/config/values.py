@@ -145,6 +145,25 @@ def byte_size(least: int = 1) -> ValueKind:
     )
 
 
+def share() -> ValueKind:
+    """A share between 0 and 1, both excluded: `0.99`, or `99%`."""
+
+    def read(value: Any) -> float:
+        percent = isinstance(value, str) and value.strip().endswith("%")
+        number = _parse_number(value.strip()[:-1] if percent else value, {"": 1.0}, "a share such as 0.99")
+        found = float(number) / (100 if percent else 1)
+        if not 0 < found < 1:
+            raise ValueError("is out of range: it must be between 0 and 1, both excluded")
+        return found
+
+    percentage = {"type": "string", "pattern": r"^\s*\+?[0-9][0-9_]*(\.[0-9]+)?\s*%?\s*$"}
+    return ValueKind(
+        "SHARE",
+        read,
+        {"anyOf": [{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, percentage]},
+    )
+
+
 def duration_s(least_s: float = 0.0) -> ValueKind:
     """A duration above 0, and not below `least_s`: `30s`, `500ms`, `2m`, `1h`, or plain seconds."""
 

@@ -40,6 +40,7 @@ from router.routing.prefix_index import PrefixIndex
 from services.gateway.app import ApiRoutes, build_app
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.http.auth import BearerKeys
+from services.gateway.metrics.deployment import DeploymentCollector
 from services.gateway.metrics.loop_lag import observe_loop_lag
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.request_log import RequestLog, RequestLogFile
@@ -135,7 +136,7 @@ async def serve_gateway(
 ) -> None:
     """Create all parts of the gateway, connect them, and serve until a signal ends the server."""
     metrics, relay = (
-        GatewayMetrics(Slo.from_ms(spec.slo_ttft_ms, spec.slo_tpot_ms)),
+        GatewayMetrics(Slo.from_ms(spec.slo_ttft_ms, spec.slo_tpot_ms, spec.slo_target)),
         build_relay(spec, tokenizer_identity(spec.model, spec.revision)),
     )
     log_file = RequestLogFile(spec.request_log) if spec.request_log else None
@@ -151,13 +152,16 @@ async def serve_gateway(
         longest=lambda: relay.pairs.max_model_len,
         kv_classes=lambda: relay.pairs.kv_classes,
     )
-    metrics.watch_workers(backend.worker_stats, backend.link_speeds, spec.served_names[0])
+    model = spec.served_names[0]
+    metrics.watch_workers(backend.worker_stats, backend.link_speeds, model, spec.prefix_caching)
     prober = CanaryProber(
         backend,
         metrics,
         [rules.tokenizer.start_id] * CANARY_PROMPT_LENGTH,
         (spec.num_prefill, spec.num_decode),
     )
+    wanted = prober.wanted_workers
+    metrics.registry.register(DeploymentCollector(diptych_version(), model, service.fingerprint, wanted))
     app = build_http_app(spec, service, backend, prober, metrics)
     server = GatewayServer(
         app, service, spec.drain_s, lambda: supervisor.report_progress("ready"), spec.max_connections

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from services.gateway.service import GatewayService
 
 
 def sum_stats(stats: Iterable[WorkerStats]) -> WorkerStats:
-    """The sum of several workers' statistics. Numbers are added; dictionaries are added key by key."""
+    """The sum of several workers' statistics. Numbers are added; dictionaries key by key, lists place by place."""
     totals: dict[str, Any] = msgspec.structs.asdict(WorkerStats())
     for one in stats:
         for name, value in msgspec.structs.asdict(one).items():
@@ -25,6 +26,8 @@ def sum_stats(stats: Iterable[WorkerStats]) -> WorkerStats:
                 totals[name] = {
                     key: totals[name].get(key, 0) + value.get(key, 0) for key in totals[name] | value
                 }
+            elif isinstance(value, list):
+                totals[name] = [sum(pair) for pair in zip_longest(totals[name], value, fillvalue=0)]
             else:
                 totals[name] += value
     return WorkerStats(**totals)

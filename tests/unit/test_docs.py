@@ -13,6 +13,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from diptych.messages import WorkerStats
 from diptych.slo import Slo
+from services.gateway.metrics.deployment import DeploymentCollector
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
 from tests.unit.test_house import trees
@@ -38,6 +39,9 @@ def exported() -> dict[str, Entry]:
         LinkSpeed("prefill-0", "decode-0", "shm", 1.0, 1.0),
     )
     metrics.watch_workers(lambda: [books], lambda: [link], "toy")
+    metrics.registry.register(
+        DeploymentCollector("1.0", "toy", lambda: "fp_1", lambda: {"prefill": 1, "decode": 1})
+    )
     named = {
         own._name: frozenset(own._labelnames)
         for own in vars(metrics).values()

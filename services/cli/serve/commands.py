@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diptych.config.load import LoadedConfig
+from diptych.config.load import LoadedConfig, check_slo_target
 from services.cli.serve.settings_flags import bind_settings
 from services.host.child_environment import prepare_ray_environment
 from services.host.process_guard import run_guarded, run_guarded_with_folder
@@ -24,6 +24,7 @@ def _lazy_function(module: str, name: str) -> Callable[..., Any]:
 
 def _run_serve(loaded: LoadedConfig) -> int:
     settled, answer = _lazy_function("from_plan", "apply_plan")(loaded)
+    check_slo_target(settled)
     _lazy_function("replan_checks", "check_replan_settings")(settled)
 
     def run(folder: Path) -> int:

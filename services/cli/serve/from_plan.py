@@ -226,10 +226,16 @@ def _shown_value(value: object) -> str:
 
 
 def _slo_settings(loaded: LoadedConfig, plan: PlanFile) -> dict[str, float]:
-    """The plan's SLO in milliseconds; of several kinds of request the strictest, as the gateway has only one."""
-    limits_s = strictest_slo(plan.slos_by_kind.values()).limits_s() if plan.slos else {}
-    return {
+    """The plan's SLO in milliseconds, and its target; of several kinds of request the strictest: there is only one."""
+    if not plan.slos:
+        return {}
+    strictest = strictest_slo(plan.slos_by_kind.values())
+    given: dict[str, float] = {
         f"slo_{name}_ms": limit_s * 1e3
-        for name, limit_s in limits_s.items()
+        for name, limit_s in strictest.limits_s().items()
         if limit_s is not None and f"slo_{name}_ms" not in loaded.origins
     }
+    # A plan may ask for all requests; a target leaves some for the error budget.
+    if given and "slo_target" not in loaded.origins and 0 < strictest.attainment < 1:
+        given["slo_target"] = strictest.attainment
+    return given

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
+from diptych.slo import DEFAULT_ATTAINMENT
 from diptych.specs import GatewaySpec, WorkerSpec
 from planner.placement.plan_file import PlanFile
 from planner.types import BOTH, keeps_steps_within_tpot
@@ -89,6 +90,7 @@ def gateway_spec(
         generation_config=_generation_config(config),
         slo_ttft_ms=config.slo_ttft_ms,
         slo_tpot_ms=config.slo_tpot_ms,
+        slo_target=config.slo_target or DEFAULT_ATTAINMENT,
         request_timeout_s=config.request_timeout_s,
         reader_stall_s=config.reader_stall_s,
         drain_s=config.drain_s,

@@ -30,6 +30,7 @@ from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
 # Most log-probabilities that are packed at once, before other tasks may run.
 MAX_PACKED_TOKENS = 512
+TOO_MANY_REQUESTS = 429
 
 
 class SequenceSink(Protocol):
@@ -181,6 +182,8 @@ class Generation:
             stream.mark_written(now_s)
             stream.record.ended_s = now_s
             self.metrics.on_ended(stream.record)
+        longest = max(stream.record.tokens for stream in self.streams)
+        self.metrics.max_generation.labels(self.ask.model).observe(longest)
 
     @property
     def usage(self) -> Usage:
@@ -350,3 +353,5 @@ class SequenceStream:
         self._metrics.on_failed(self.record)
         if failure.is_overload:
             self._metrics.rejections.labels(failure.code).inc()
+        if failure.status == TOO_MANY_REQUESTS:
+            self._metrics.refused.labels(failure.code).inc()

@@ -26,6 +26,7 @@ from prometheus_client import (
 
 from diptych.chunks import RAW_CLASS
 from diptych.slo import Slo
+from services.gateway.metrics.vllm_transfers import NixlHistograms
 from services.gateway.metrics.workers import LinkSpeed, WorkerCollector, WorkerSnapshot
 
 # fmt: off
@@ -144,9 +145,10 @@ class GatewayMetrics:
         snapshots: Callable[[], Iterable[WorkerSnapshot]],
         links: Callable[[], Iterable[LinkSpeed]],
         model: str,
+        prefix_caching: bool = True,
     ) -> None:
         """Add metrics of workers and links, which are collected whenever `/metrics` is requested."""
-        self.registry.register(WorkerCollector(snapshots, links, model))
+        self.registry.register(WorkerCollector(snapshots, links, model, prefix_caching))
 
     def render_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -196,6 +198,11 @@ class GatewayMetrics:
         self.request_generation = seconds(
             "vllm:request_generation_tokens", "New tokens per sequence", TOKEN_BUCKETS
         )
+        self.max_generation = seconds(
+            "vllm:request_max_num_generation_tokens",
+            "New tokens of a request's longest sequence",
+            TOKEN_BUCKETS,
+        )
         self.params_n = seconds("vllm:request_params_n", "The parameter n", COUNT_BUCKETS)
         self.params_max = seconds(
             "vllm:request_params_max_tokens", "The most tokens a sequence may have", TOKEN_BUCKETS
@@ -239,6 +246,7 @@ class GatewayMetrics:
             bucket_bounds_s(STAGE_BUCKETS_MS),
             "transport",
         )
+        self.nixl = NixlHistograms(self.registry)
         self.transfer_bytes = self._counter("diptych:transfer_bytes", "KV moved", "transport")
         self.transfer_parts = self._counter(
             "diptych:transfer_part_seconds", "Moving KV, before and after it was complete", "part"
@@ -281,8 +289,13 @@ class GatewayMetrics:
             ["objective"],
             registry=self.registry,
         )
+        self.offered = self._counter("diptych:offered_requests", "Sequences asked for, refused ones included")
+        self.refused = self._counter("diptych:refused_requests", "Of these, refused because of load", "code")
         self.objective = Gauge(
             "diptych:slo_objective_seconds", "The SLOs that were set", ["objective"], registry=self.registry
+        )
+        self.target = Gauge(
+            "diptych:slo_target_ratio", "Share that shall meet the SLO", ["objective"], registry=self.registry
         )
         self.judged = self._counter(
             "diptych:slo_requests", "Sequences with an SLO, by whether they met it", "objective", "met"
@@ -292,6 +305,8 @@ class GatewayMetrics:
         for name, bound in self._limits_s.items():
             if bound is not None:
                 self.objective.labels(name).set(bound)
+                self.target.labels(name).set(self.slo.attainment)
+                self.target.labels("all").set(self.slo.attainment)
 
     def _define_failures(self) -> None:
         """The gateway's queue, and the outcome of requests whose workers failed."""
@@ -344,12 +359,15 @@ class GatewayMetrics:
 
     def on_arrived(self, record: SequenceRecord) -> None:
         """A sequence was handed to the backend."""
+        self.offered.inc()
         if self.listener is not None:
             self.listener.on_arrived(record.prompt_tokens)
 
     def on_refused(self, code: str) -> None:
         """A request was refused before it became sequences. It counts as a request that met no SLO."""
         self.rejections.labels(code).inc()
+        self.offered.inc()
+        self.refused.labels(code).inc()
         self._count_slo({"ttft": False, "tpot": False})
         if self.listener is not None:
             self.listener.on_refused()

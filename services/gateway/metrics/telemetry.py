@@ -117,6 +117,7 @@ class RelayTelemetry:
                 self._queued_s.pop(request, None)
             case KvMoved():
                 metrics.transfer_seconds.labels(effect.transport).observe(effect.seconds)
+                metrics.nixl.observe_transfer(effect.transport, effect.seconds, effect.num_bytes)
                 metrics.transfer_bytes.labels(effect.transport).inc(effect.num_bytes)
                 metrics.transfer_parts.labels("hidden").inc(effect.hidden_s)
                 metrics.transfer_parts.labels("exposed").inc(effect.exposed_s)

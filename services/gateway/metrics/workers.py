@@ -5,13 +5,20 @@ docs/metrics.md has names, labels and meanings. A worker that is gone has no met
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from diptych.messages import WorkerStats
+from diptych.chunks import CHUNK_TOKENS
+from diptych.messages import STEP_SIZE_BOUNDS, WorkerStats
+
+# Labels of `vllm:cache_config_info` that stock dashboards read. A block is a slab, and a dtype is a KV class.
+CACHE_LABELS = (
+    "model_name", "engine", "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +51,11 @@ class WorkerCollector(Collector):
         snapshots: Callable[[], Iterable[WorkerSnapshot]],
         links: Callable[[], Iterable[LinkSpeed]],
         model: str,
+        prefix_caching: bool = True,
     ) -> None:
+        """`model` is the served name. `prefix_caching` says whether workers cache prefixes."""
         self._snapshots, self._links, self._model = snapshots, links, model
+        self._prefix_caching = prefix_caching
 
     GAUGES = (
         ("diptych:kv_slabs", "Slabs of the KV pool", "slabs_total"),
@@ -99,6 +109,7 @@ class WorkerCollector(Collector):
         """All metrics of all present workers and links."""
         snapshots = list(self._snapshots())
         yield from self._collect_vllm(snapshots)
+        yield from self._collect_vllm_details(snapshots)
         up = GaugeMetricFamily("diptych:worker_up", "Workers present", labels=["worker", "role"])
         for snapshot in snapshots:
             up.add_metric([snapshot.worker, snapshot.role], 1)
@@ -163,6 +174,29 @@ class WorkerCollector(Collector):
                 counter.add_metric([self._model, snapshot.worker], getattr(snapshot.stats, attribute))
             yield counter
 
+    def _collect_vllm_details(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
+        """What vLLM's own dashboards ask for besides: the cache's size, why sequences wait, how large steps are."""
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info", "1; the labels are the KV cache", labels=CACHE_LABELS
+        )
+        reasons = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests waiting",
+            labels=["model_name", "engine", "reason"],
+        )
+        sizes = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens computed in a step", labels=["model_name", "engine"]
+        )
+        for snapshot in snapshots:
+            row, stats = [self._model, snapshot.worker], snapshot.stats
+            blocks, classes = str(stats.slabs_total), ",".join(sorted(snapshot.kv_classes))
+            cached = str(self._prefix_caching)
+            cache.add_metric([*row, str(CHUNK_TOKENS), blocks, classes, cached], 1)
+            reasons.add_metric([*row, "capacity"], max(0, stats.waiting - stats.deferred))
+            reasons.add_metric([*row, "deferred"], stats.deferred)
+            sizes.add_metric(row, _cumulate_sizes(stats.step_sizes), stats.step_tokens)
+        yield from (cache, reasons, sizes)
+
     def _collect_links(self) -> Iterator[Metric]:
         """Speed and latency of each link."""
         labels = ["source", "target", "transport"]
@@ -176,3 +210,10 @@ class WorkerCollector(Collector):
             speed.add_metric([link.source, link.target, link.transport], link.gb_per_s)
             latency.add_metric([link.source, link.target, link.transport], link.latency_us)
         yield from (speed, latency)
+
+
+def _cumulate_sizes(counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Counts of steps by size as a histogram's cumulative buckets. A worker that sends none has none."""
+    bounds = [*(str(float(bound)) for bound in STEP_SIZE_BOUNDS), "+Inf"]
+    padded = [*counts, *[0] * len(bounds)][: len(bounds)]
+    return list(zip(bounds, accumulate(padded), strict=True))

@@ -201,7 +201,7 @@ class CanaryProber:
         )
         return self.backend.clock() - max(times_s) < BUSY_S
 
-    def _wanted_workers(self) -> dict[str, int]:
+    def wanted_workers(self) -> dict[str, int]:
         """Number of workers of each role that should be up: the expected ones, corrected by changes of role."""
         wanted = dict(zip(("prefill", "decode"), self._expected, strict=True))
         for name, member in self.backend.relay.fleet.workers.items():
@@ -238,7 +238,7 @@ class CanaryProber:
         """
         fleet = self.backend.relay.fleet
         reasons = []
-        for role, wanted in self._wanted_workers().items():
+        for role, wanted in self.wanted_workers().items():
             there = len(fleet.workers_of(role))
             if there < wanted:
                 text = f"{there} of {wanted} {role} workers are up"

@@ -100,6 +100,7 @@ def test_a_plan_gives_model_pools_splits_and_objectives(tmp_path: Path) -> None:
     assert config.model == "tiny" and config.pools == (2, 1)
     assert (config.prefill_tp, config.prefill_pp, config.decode_tp, config.decode_pp) == (2, 1, 1, 2)
     assert config.slo_ttft_ms == pytest.approx(200) and config.slo_tpot_ms == pytest.approx(50)
+    assert config.slo_target == 0.9
     assert "plan.json" in loaded.origin_of("prefill") and config.local_prefill == "fallback"
 
 

@@ -92,6 +92,9 @@ def test_every_setting_is_read_from_all_three_sources(one: Any, yaml: Path) -> N
     assert getattr(from_line, one.name) != getattr(Config(), one.name)
 
 
+PARTS = {"channel": "tcp://127.0.0.1:1", "keys_dir": "/keys"}
+
+
 def example(kind: ValueKind) -> str:
     """A text that this kind of setting accepts, and that is no default."""
     for text in (
@@ -106,6 +109,7 @@ def example(kind: ValueKind) -> str:
         "never",
         "advise",
         "tcp://x:1",
+        "0.5",
         "a key of 16 chars",
     ):
         try:
@@ -494,3 +498,24 @@ def test_a_value_of_many_aliases_is_shown_in_short(tmp_path: Path) -> None:
         "model:\n- &l0 [x, x, x, x, x, x, x, x, x]\n" + "\n".join(levels) + "\n", encoding="utf-8"
     )
     assert len(refused(file=file)) < 1000
+
+
+@pytest.mark.parametrize(("text", "target"), [("0.99", 0.99), ("99.9%", pytest.approx(0.999)), (0.5, 0.5)])
+def test_a_target_is_a_share(text: str | float, target: float) -> None:
+    loaded = load_config("gateway", PARTS | {"slo_target": text, "slo_ttft_ms": "500"}, {})
+    assert loaded.config.slo_target == target
+
+
+@pytest.mark.parametrize("text", ["0", "1", "100%", "-0.5", "1.5", "90", "nan", "most"])
+def test_a_target_outside_0_and_1_is_an_error_of_a_few_lines(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("gateway", PARTS | {"slo_target": text, "slo_ttft_ms": "500"}, {})
+    lines = caught.value.lines()
+    assert len(lines) <= 6 and "--slo-target" in lines[0]
+
+
+def test_a_target_without_objectives_has_no_effect_and_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("gateway", PARTS | {"slo_target": "0.99"}, {})
+    assert "--slo-target has no effect" in "\n".join(caught.value.lines())
+    assert load_config("serve", {"slo_target": "0.99"}, {}).config.slo_target == 0.99, "a plan may bring SLOs"

@@ -151,3 +151,58 @@ def test_workers_appear_while_they_are_there() -> None:
     assert found["diptych:link_gb_per_s{source=prefill-0,target=decode-0,transport=shm}"] == 9.5
     books.clear()
     assert not [name for name in values(metrics) if "worker=" in name]
+
+
+def test_what_is_refused_was_offered_and_met_nothing() -> None:
+    metrics = GatewayMetrics(Slo(ttft_s=0.3, attainment=0.95))
+    metrics.on_arrived(record())
+    metrics.on_ended(record())
+    metrics.on_refused("queue_full")
+    found = values(metrics)
+    assert found["diptych:offered_requests_total{}"] == 2
+    assert found["diptych:refused_requests_total{code=queue_full}"] == 1
+    assert found["diptych:slo_requests_total{met=false,objective=all}"] == 1
+    targets = {name: value for name, value in found.items() if name.startswith("diptych:slo_target_ratio{")}
+    assert targets == {
+        "diptych:slo_target_ratio{objective=all}": 0.95,
+        "diptych:slo_target_ratio{objective=ttft}": 0.95,
+    }
+
+
+def test_without_objectives_there_is_no_target() -> None:
+    assert not [name for name in values(GatewayMetrics()) if name.startswith("diptych:slo_target_ratio")]
+
+
+def test_the_names_that_dashboards_of_vllm_ask_for() -> None:
+    metrics = GatewayMetrics()
+    stats = WorkerStats(slabs_total=8, waiting=5, deferred=3, step_tokens=40, step_sizes=[4, 3, 0, 1])
+    worker = WorkerSnapshot("decode-0", "decode", stats, {"raw": (8, 4096)})
+    metrics.watch_workers(lambda: [worker], list, "toy")
+    found = values(metrics)
+    reason = "vllm:num_requests_waiting_by_reason{engine=decode-0,model_name=toy,reason="
+    assert (found[f"{reason}deferred}}"], found[f"{reason}capacity}}"]) == (3, 2)
+    (cache,) = [name for name in found if name.startswith("vllm:cache_config_info")]
+    assert "block_size=64" in cache and "num_gpu_blocks=8" in cache and "cache_dtype=raw" in cache
+    sizes = {
+        bound: found[f"vllm:iteration_tokens_total_bucket{{engine=decode-0,le={bound},model_name=toy}}"]
+        for bound in ("1.0", "8.0", "16.0", "32.0", "16384.0", "+Inf")
+    }
+    assert sizes == {"1.0": 4, "8.0": 7, "16.0": 7, "32.0": 8, "16384.0": 8, "+Inf": 8}
+    assert found["vllm:iteration_tokens_total_sum{engine=decode-0,model_name=toy}"] == 40
+
+
+@pytest.mark.parametrize("counts", [[], [1] * 50])
+def test_a_worker_s_counts_cannot_break_the_page(counts: list[int]) -> None:
+    metrics = GatewayMetrics()
+    worker = WorkerSnapshot("decode-0", "decode", WorkerStats(step_sizes=counts))
+    metrics.watch_workers(lambda: [worker], list, "toy")
+    assert values(metrics)
+
+
+def test_only_nixl_s_hand_offs_have_vllm_s_names() -> None:
+    metrics = GatewayMetrics()
+    metrics.nixl.observe_transfer("shm", 0.5, 4096)
+    metrics.nixl.observe_transfer("nixl", 0.004, 4096)
+    found = values(metrics)
+    assert found["vllm:nixl_xfer_time_seconds_count{}"] == 1
+    assert found["vllm:nixl_bytes_transferred_sum{}"] == 4096

@@ -1,0 +1,40 @@
+"""Metrics about the deployment as a whole: what was started, how it is built, and how many workers it should have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class DeploymentCollector(Collector):
+    """A Prometheus collector of what may change while the gateway runs: the build's fingerprint, the workers wanted."""
+
+    def __init__(
+        self,
+        version: str,
+        model: str,
+        fingerprint: Callable[[], str | None],
+        wanted_workers: Callable[[], Mapping[str, int]],
+    ) -> None:
+        """`fingerprint` returns the model's fingerprint, None until a worker is up. `wanted_workers` is by role."""
+        self._version, self._model = version, model
+        self._fingerprint, self._wanted_workers = fingerprint, wanted_workers
+
+    def describe(self) -> Iterable[Metric]:
+        """No metrics in advance, since the labels depend on the workers."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The build, and the workers wanted."""
+        build = GaugeMetricFamily(
+            "diptych:build_info",
+            "1; the labels say what is running",
+            labels=["version", "model_name", "fingerprint"],
+        )
+        build.add_metric([self._version, self._model, self._fingerprint() or ""], 1)
+        wanted = GaugeMetricFamily("diptych:wanted_workers", "Workers that should be up", labels=["role"])
+        for role, count in self._wanted_workers().items():
+            wanted.add_metric([role], count)
+        yield from (build, wanted)

@@ -122,6 +122,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_log: str | None = None
     # Whether to keep records of the traffic for a replanner, which reads them with the admin key.
     replan: bool = False
+    # Where the number of workers comes from, in words, for /status; empty if it was not planned.
+    plan_note: str = ""
     log_level: str = "warning"
 
     @property

@@ -216,9 +216,8 @@ def build_http_app(
     admin, admin_keys = (
         (AdminRoutes(backend, replanning), BearerKeys([spec.admin_key])) if spec.admin_key else (None, None)
     )
-    api = ApiRoutes(
-        service, LiveHealthProbes(service, backend, prober), diptych_version(), int(time.time()), admin
-    )
+    probes = LiveHealthProbes(service, backend, prober, replanning, spec.plan_note)
+    api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin)
     figures, urgent = BearerKeys(spec.figure_keys), BearerKeys(spec.priority_keys)
     return build_app(api, BearerKeys(spec.api_keys), spec.host, admin_keys, figures, urgent)
 

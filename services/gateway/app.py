@@ -260,7 +260,8 @@ def build_app(
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after", KV_CLASS_HEADER, SERVER_TIMING_HEADER],
     )
-    enveloped = RequestIdMiddleware(layered, api.service.metrics, frozenset(route.path for route in routes))
+    paths = frozenset(route.path for route in routes)
+    enveloped = RequestIdMiddleware(layered, api.service.metrics, paths, api.service.errors)
     return UnreadBodyMiddleware(enveloped)
 
 

@@ -24,6 +24,7 @@ from services.gateway.generation.logprob_json import LogprobJson
 from services.gateway.generation.streaming import PING_INTERVAL_S, GenerationResponse
 from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
 from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.metrics.recent_events import RecentErrors
 from services.gateway.openai.resolve import ResolvedRequest, check_kv_class, fit_worker_context
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
@@ -51,7 +52,7 @@ class GatewayService:
     `fingerprint` returns the `system_fingerprint` of answers (model, weights, numerics), or None until it is known.
     `longest` returns how many tokens (prompt and answer) the workers can take, or None until that is known.
     `kv_classes` returns the KV classes that the workers have.
-    `open` holds the generations whose response is being written.
+    `open` holds the generations whose response is being written. `errors` are the latest error responses.
     """
 
     rules: RequestRules
@@ -62,6 +63,7 @@ class GatewayService:
     patience: RequestTimeouts = RequestTimeouts()
     draining: bool = False
     open: set[Generation] = field(default_factory=set)
+    errors: RecentErrors = field(default_factory=RecentErrors)
     longest: Callable[[], int | None] = lambda: None
     kv_classes: Callable[[], Sequence[str]] = lambda: (RAW_CLASS,)
 

@@ -14,6 +14,7 @@ from services.gateway.app import HealthProbes
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.openai.response_schema import Readiness
 from services.gateway.ops.readiness import CanaryProber
+from services.gateway.ops.replan_endpoint import ReplanRoute
 from services.gateway.service import GatewayService
 
 
@@ -36,8 +37,17 @@ def sum_stats(stats: Iterable[WorkerStats]) -> WorkerStats:
 class LiveHealthProbes(HealthProbes):
     """The probes of a gateway with workers."""
 
-    def __init__(self, service: GatewayService, backend: RelayBackend, prober: CanaryProber) -> None:
+    def __init__(
+        self,
+        service: GatewayService,
+        backend: RelayBackend,
+        prober: CanaryProber,
+        replanning: ReplanRoute | None = None,
+        plan_note: str = "",
+    ) -> None:
+        """`plan_note` says where the number of workers comes from; empty if it was not planned."""
         self._service, self._backend, self._prober = service, backend, prober
+        self._replanning, self._plan_note = replanning, plan_note
 
     def is_alive(self) -> bool:
         """Whether the relay's clock task ran lately."""
@@ -55,6 +65,7 @@ class LiveHealthProbes(HealthProbes):
     def status_report(self) -> Mapping[str, Any]:
         """The body of `/status`. No canaries are sent for it."""
         readiness, relay = self._prober.current_readiness(), self._backend.relay
+        now_s, metrics = self._backend.clock(), self._service.metrics
         return {
             "ready": readiness.ready,
             "reasons": readiness.reasons,
@@ -77,6 +88,31 @@ class LiveHealthProbes(HealthProbes):
             "links": [dataclasses.asdict(link) for link in self._backend.link_speeds()],
             "links_out": self._missing_links(),
             "objectives": self._slo_limits(),
+            "history": metrics.history.report(now_s, metrics.slo.attainment),
+            "plan": self._plan_status(),
+            "errors": self._service.errors.report(now_s),
+            "fleet_events": self._backend.fleet_events.report(now_s),
+        }
+
+    def _plan_status(self) -> dict[str, Any]:
+        """How many workers of each role there should be, and why; with a replanner, its last report."""
+        report = None if self._replanning is None else self._replanning.report
+        replanner = (
+            {
+                "reason": report.reason,
+                "target": report.target,
+                "expected_attainment": report.attainment,
+                "decisions": report.decisions,
+                "alarms": report.alarms,
+                "actions": report.actions,
+            }
+            if report is not None
+            else None
+        )
+        return {
+            "workers": self._prober.wanted_workers(),
+            "note": self._plan_note,
+            "replanner": replanner,
         }
 
     def _queue_status(self) -> dict[str, Any]:

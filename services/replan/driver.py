@@ -32,7 +32,7 @@ from planner.replan.decide import FleetAction, FleetDecision, FleetWorker, Flip,
 from planner.replan.replanner import Replanner
 from planner.replan.traffic_windows import LengthMix
 from planner.types import BOTH, DECODE
-from services.gateway.metrics.traffic_feed import ARRIVED, ENDED, ReplanReport, TrafficEvents
+from services.gateway.metrics.traffic_feed import ARRIVED, ENDED, MAX_REASON, ReplanReport, TrafficEvents
 from services.gateway.metrics.traffic_feed import FAILED as NOT_ANSWERED
 from services.replan.roster import (
     DONE,
@@ -160,6 +160,8 @@ class ReplanDriver:
         self._target: FleetSize | None = None
         self._expected: float | None = None
         self._advised = ""
+        # What was decided last, and why.
+        self._reason = ""
         self._thread = ThreadPoolExecutor(1, "replan", initializer=_lower_priority)
 
     async def run_rounds(self) -> None:
@@ -274,17 +276,17 @@ class ReplanDriver:
         self._target = decision.target
         chosen = [option for option in decision.options if option.fleet == decision.target]
         self._expected = chosen[0].attainment if chosen else self._expected
+        self._reason = f"{decision.reason} ({decision.trigger})"
         if not decision.actions:
             return
-        summary = f"{decision.reason} ({decision.trigger})"
         if not self._act:
             for action in decision.actions:
                 self._count_action(_action_name(action), ADVISED)
             if str(decision.target) != self._advised:
                 self._advised = str(decision.target)
-                self._print_line(f"replan advises {summary}")
+                self._print_line(f"replan advises {self._reason}")
             return
-        self._print_line(f"replan: {summary}")
+        self._print_line(f"replan: {self._reason}")
         for action in decision.actions:
             await self._begin_action(action)
 
@@ -369,6 +371,7 @@ class ReplanDriver:
             actions={action: dict(outcomes) for action, outcomes in self._actions.items() if outcomes},
             target=msgspec.structs.asdict(target) if target else {},
             attainment=self._expected,
+            reason=self._reason[:MAX_REASON],
         )
 
 

@@ -192,6 +192,9 @@ class ServeRun:
             self._loaded, model, self._folder, self._logs, channel, port,
             accepted.every, self._answer, accepted.urgent,
         )  # fmt: skip
+        if self._answer is not None:
+            note = describe_plan(self._config.plan, self._answer)
+            what = replace(what, gateway=msgspec.structs.replace(what.gateway, plan_note=note))
         if self._config.replan and what.gateway.admin_key is None:
             # The replanner gives orders through the same routes as a person, so it needs an admin key.
             spec = msgspec.structs.replace(what.gateway, admin_key=secrets.token_hex(24))

@@ -48,6 +48,7 @@ from router.requests.relay import Relay
 from router.routing.kv_classes import pool_size
 from services.gateway.generation.generation import SequenceSink
 from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.metrics.recent_events import FleetEvents
 from services.gateway.metrics.request_log import RequestLog
 from services.gateway.metrics.telemetry import RelayTelemetry
 from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
@@ -148,6 +149,11 @@ class RelayBackend:
     def unfit_workers(self) -> dict[str, str]:
         """Workers that cannot serve with any other, and why."""
         return self.relay.fleet.find_mismatches()
+
+    @property
+    def fleet_events(self) -> FleetEvents:
+        """The latest workers that came up or were lost."""
+        return self._telemetry.fleet_events
 
     def worker_stats(self) -> Iterable[WorkerSnapshot]:
         """The latest statistics of every worker, by name."""

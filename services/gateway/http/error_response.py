@@ -8,6 +8,7 @@ details. Each error is logged with the request id and its cause: server errors a
 from __future__ import annotations
 
 import logging
+import time
 
 import msgspec
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.http.log_rate_limit import LogRateLimit
+from services.gateway.metrics.recent_events import RecentErrors
 
 JSON_TYPE = "application/json"
 MAX_CLIENT_LINES_PER_S = 10
@@ -25,14 +27,21 @@ client_log.addFilter(LogRateLimit(1.0, MAX_CLIENT_LINES_PER_S))
 
 
 def log_failure(scope: Scope, failure: RequestFailure, generation: str = "") -> None:
-    """Log why a request fails, under its id. `generation` is the name under which workers know it."""
+    """Log why a request fails, under its id, and keep it for `/status`.
+
+    `generation` is the name under which workers know the request.
+    """
+    state = scope.get("state", {})
+    errors: RecentErrors | None = state.get("recent_errors")
+    if errors is not None:
+        errors.add_error(time.monotonic(), failure, state["request_id"], state["route"], generation)
     logger = log if failure.status >= 500 else client_log
     what = (
         f"{failure.message} (cause: {' '.join(failure.cause.split())})" if failure.cause else failure.message
     )
     logger.warning(
         "%s%s fails with %d %s: %s",
-        scope.get("state", {}).get("request_id", "-"),
+        state.get("request_id", "-"),
         f" ({generation})" if generation else "",
         failure.status,
         failure.code,

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.http.error_response import error_response, internal_failure
 from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.metrics.recent_events import RecentErrors
 
 ROUTE_PREFIXES = {"/v1/models/": "/v1/models/{id}", "/admin/workers/": "/admin/workers/{name}"}
 CLIENT_ID_PATTERN = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -26,14 +27,23 @@ class RequestIdMiddleware:
     A client's own request id (`x-request-id`) is logged and sent back, and not used for anything else.
     """
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: frozenset[str]) -> None:
-        self.app, self.metrics, self.routes = app, metrics, routes
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: GatewayMetrics,
+        routes: frozenset[str],
+        errors: RecentErrors | None = None,
+    ) -> None:
+        self.app, self.metrics, self.routes, self.errors = app, metrics, routes, errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         request_id = f"req_{secrets.token_hex(16)}"
-        scope.setdefault("state", {}).update(request_id=request_id, arrived_s=time.monotonic())
+        route = self._route_label(scope["path"])
+        scope.setdefault("state", {}).update(
+            request_id=request_id, arrived_s=time.monotonic(), route=route, recent_errors=self.errors
+        )
         extra = [(b"x-request-id", request_id.encode())]
         theirs = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         client_id = theirs.decode() if CLIENT_ID_PATTERN.fullmatch(theirs) else ""
@@ -46,7 +56,7 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 message = {**message, "headers": [*message.get("headers", []), *extra]}
-                self.metrics.http.labels(self._route_label(scope["path"]), str(message["status"])).inc()
+                self.metrics.http.labels(route, str(message["status"])).inc()
             await send(message)
 
         log.info("%s %s %r (client id %s)", request_id, scope["method"], scope["path"], client_id or "-")

@@ -8,7 +8,7 @@ prompt, a key or a request id.
 
 from __future__ import annotations
 
-from bisect import insort
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,27 +26,19 @@ from prometheus_client import (
 
 from diptych.chunks import RAW_CLASS
 from diptych.slo import Slo
+from services.gateway.metrics.buckets import (
+    COUNT_BUCKETS,
+    ITL_BUCKETS_MS,
+    LAG_BUCKETS_MS,
+    REQUEST_BUCKETS_MS,
+    STAGE_BUCKETS_MS,
+    TOKEN_BUCKETS,
+    TTFT_BUCKETS_MS,
+    bucket_bounds_s,
+)
+from services.gateway.metrics.recent_history import RecentHistory
 from services.gateway.metrics.vllm_transfers import NixlHistograms
 from services.gateway.metrics.workers import LinkSpeed, WorkerCollector, WorkerSnapshot
-
-# fmt: off
-TTFT_BUCKETS_MS = (
-    1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 250, 300, 400, 500, 750, 1e3, 2.5e3, 5e3, 7.5e3, 1e4, 2e4,
-    4e4, 8e4, 1.6e5, 6.4e5,
-)
-ITL_BUCKETS_MS = (
-    1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 150, 200, 300, 400, 500, 750, 1e3, 2.5e3,
-    5e3, 7.5e3, 1e4, 2e4, 4e4, 8e4,
-)
-REQUEST_BUCKETS_MS = (
-    5, 10, 20, 50, 100, 200, 300, 500, 800, 1e3, 1.5e3, 2e3, 2.5e3, 5e3, 1e4, 1.5e4, 2e4, 3e4, 4e4, 5e4,
-    6e4, 1.2e5, 2.4e5, 4.8e5, 9.6e5, 1.92e6, 7.68e6,
-)
-LAG_BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 150, 200, 250, 500, 1000, 2000, 5000)
-STAGE_BUCKETS_MS = (.05, .1, .2, .5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 6e4, 6e5)
-TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
-# fmt: on
-COUNT_BUCKETS = (1, 2, 3, 5, 8, 10, 20, 50, 100, 128)
 
 TTFT_STAGES = ("admission", "retry", "prefill_queue", "prefill", "deliver", "write")
 TRANSFER_PARTS = ("hidden", "exposed")
@@ -112,20 +104,12 @@ class TrafficListener(Protocol):
         """A request was refused because of load before it became sequences."""
 
 
-def bucket_bounds_s(milliseconds: Iterable[float], *bounds_s: float | None) -> list[float]:
-    """Sorted bucket bounds in seconds: `milliseconds` converted, and each of `bounds_s` that is not None."""
-    merged = [bound / 1000 for bound in milliseconds]
-    for bound in bounds_s:
-        if bound is not None and bound not in merged:
-            insort(merged, bound)
-    return merged
-
-
 class GatewayMetrics:
     """All metrics of the gateway. `render_text` returns the body of `/metrics`."""
 
-    def __init__(self, slo: Slo | None = None) -> None:
-        self.slo = slo or Slo()
+    def __init__(self, slo: Slo | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.slo, self._clock = slo or Slo(), clock
+        self.history = RecentHistory()
         self._limits_s = self.slo.limits_s()
         self.listener: TrafficListener | None = None
         self.registry = CollectorRegistry()
@@ -368,6 +352,7 @@ class GatewayMetrics:
         self.rejections.labels(code).inc()
         self.offered.inc()
         self.refused.labels(code).inc()
+        self.history.count_ended(self._clock(), "refused")
         self._count_slo({"ttft": False, "tpot": False})
         if self.listener is not None:
             self.listener.on_refused()
@@ -404,10 +389,12 @@ class GatewayMetrics:
         self.inference.labels(model).observe(prefill_s + record.decode_s)
         if record.tpot_s is not None:
             self.tpot.labels(model).observe(record.tpot_s)
+        self.history.count_ended(self._clock(), "answered", record.tokens)
         self._check_slo(record)
 
     def on_failed(self, record: SequenceRecord | None = None) -> None:
         """A sequence failed. It counts as a sequence that met no SLO."""
+        self.history.count_ended(self._clock(), "failed")
         self._count_slo({"ttft": False, "tpot": False})
         if self.listener is not None and record is not None:
             self.listener.on_failed(record)
@@ -427,7 +414,9 @@ class GatewayMetrics:
         asked = {name: verdict for name, verdict in met.items() if self._limits_s[name] is not None}
         if not asked:
             return
-        for name, is_met in {**asked, "all": all(asked.values())}.items():
+        verdicts = {**asked, "all": all(asked.values())}
+        self.history.count_slo(self._clock(), verdicts)
+        for name, is_met in verdicts.items():
             window = self._attained[name]
             window.append(is_met)
             self.judged.labels(name, str(is_met).lower()).inc()

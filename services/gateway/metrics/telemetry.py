@@ -25,6 +25,7 @@ from router.effects import (
 )
 from router.requests.relay import Relay
 from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.metrics.recent_events import FleetEvents
 from services.gateway.metrics.request_log import RequestLog
 
 # Seconds between two warnings that decode workers prefill prompts.
@@ -38,6 +39,7 @@ class RelayTelemetry:
 
     def __init__(self, relay: Relay, metrics: GatewayMetrics, request_log: RequestLog | None) -> None:
         self._relay, self._metrics, self._request_log = relay, metrics, request_log
+        self.fleet_events = FleetEvents()
         # The time at which each request began to wait in the gateway.
         self._queued_s: dict[str, float] = {}
         # Number of late messages, by type, that the metrics have counted already.
@@ -59,6 +61,7 @@ class RelayTelemetry:
         """Called after `effect` was applied: log it, and count it in metrics and request log."""
         self._log_effect(effect, now_s)
         self._count_effect(effect, now_s)
+        self._keep_fleet_event(effect, now_s)
         if self._request_log is not None:
             member = self._relay.fleet.workers.get(effect.worker) if isinstance(effect, WorkerUp) else None
             live = self._relay.live.get(effect.request) if isinstance(effect, AttemptBegan) else None
@@ -68,9 +71,11 @@ class RelayTelemetry:
     def update_gauges(self, now_s: float) -> None:
         """Update gauges and counters that mirror counts of the relay; called at every tick."""
         relay, metrics = self._relay, self._metrics
+        predicted_wait_s = relay.admission.predicted_wait_s(now_s)
         metrics.queued.set(len(self._queued_s))
+        metrics.history.sample_queue(now_s, len(self._queued_s), predicted_wait_s)
         metrics.unprefilled_tokens.set(relay.admission.queued_tokens)
-        metrics.foreseen.set(relay.admission.predicted_wait_s(now_s))
+        metrics.foreseen.set(predicted_wait_s)
         metrics.suspects.set(len(relay.quarantine))
         metrics.links_given_up.inc(relay.fleet.links_given_up - self._links_given_up)
         self._links_given_up = relay.fleet.links_given_up
@@ -103,6 +108,16 @@ class RelayTelemetry:
                 log.warning("worker %s is lost: %s", worker, reason)
             case WorkerUnfit(worker, text):
                 log.error("worker %s cannot serve with the others:\n%s", worker, text)
+
+    def _keep_fleet_event(self, effect: RelayEffect, now_s: float) -> None:
+        """Keep a change of the fleet for `/status`."""
+        match effect:
+            case WorkerUp(worker, role):
+                self.fleet_events.add_up(now_s, worker, role)
+            case WorkerDown(worker, _, reason):
+                self.fleet_events.add_lost(now_s, worker, reason)
+            case WorkerUnfit(worker, text):
+                self.fleet_events.add_unfit(now_s, worker, text)
 
     def _count_effect(self, effect: RelayEffect, now_s: float) -> None:
         """Count an effect in the metrics."""

@@ -17,6 +17,8 @@ import msgspec
 from services.gateway.metrics.prometheus import SequenceRecord
 
 MAX_KEPT_EVENTS = 100_000
+# Characters of the replanner's reason.
+MAX_REASON = 500
 Count = Annotated[int, msgspec.Meta(ge=0)]
 # (time in s, kind of request, prompt tokens, new tokens, whether all SLOs were met, cached tokens).
 TrafficEvent = tuple[float, str, int, int, bool, int]
@@ -28,6 +30,7 @@ class ReplanReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `boot` and `after` say which events it has already. The rest is shown in `/metrics` and used for `/ready`: totals
     since the replanner started, and in `pools` how many workers were started as (prefill, decode) workers.
+    `reason` says in words what was decided last, and why.
     """
 
     boot: str = ""
@@ -38,6 +41,7 @@ class ReplanReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     actions: dict[str, dict[str, Count]] = {}
     target: dict[str, Count] = {}
     attainment: float | None = None
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
 
 
 class TrafficEvents(msgspec.Struct, frozen=True):

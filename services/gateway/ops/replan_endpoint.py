@@ -24,6 +24,8 @@ class ReplanRoute:
     def __init__(self, traffic: TrafficFeed, prober: CanaryProber, metrics: GatewayMetrics) -> None:
         self._traffic, self._prober, self._metrics = traffic, prober, metrics
         self._totals = CounterTotals()
+        # The replanner's last report; None before the first.
+        self.report: ReplanReport | None = None
 
     async def exchange_report(self, request: Request) -> Response:
         """Apply the replanner's report, and answer with new traffic. Raises RequestError if the report is invalid."""
@@ -36,6 +38,7 @@ class ReplanRoute:
 
     def _apply_report(self, report: ReplanReport) -> None:
         """Bring the metrics and the expected number of workers up to date."""
+        self.report = report
         metrics, increase = self._metrics, self._totals.take_increase
         if report.pools is not None:
             self._prober.expect_workers(report.pools)

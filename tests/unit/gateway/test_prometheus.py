@@ -9,11 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.messages import WorkerStats
 from diptych.slo import Slo
+from services.gateway.metrics.buckets import bucket_bounds_s
 from services.gateway.metrics.prometheus import (
     TTFT_STAGES,
     GatewayMetrics,
     SequenceRecord,
-    bucket_bounds_s,
     ttft_breakdown,
 )
 from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot

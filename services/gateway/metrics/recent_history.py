@@ -1,0 +1,121 @@
+"""The last 15 minutes of the service in buckets of equal length: SLOs met, requests, and the queue.
+
+`/status` has it for the operators' page, which shows recent attainment without a Prometheus server. Memory is bounded:
+a bucket holds numbers only, and buckets that are too old are dropped. Pure: time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BUCKET_S = 15.0
+NUM_BUCKETS = 60
+# The last five minutes are reported beside the whole history.
+SHORT_BUCKETS = 20
+OBJECTIVES = ("ttft", "tpot", "all")
+OUTCOMES = ("answered", "failed", "refused")
+
+
+@dataclass(slots=True)
+class HistoryBucket:
+    """What happened in one bucket. `requests` and `met` are by objective; `num_ended` is by outcome."""
+
+    index: int
+    requests: Counter[str] = field(default_factory=Counter)
+    met: Counter[str] = field(default_factory=Counter)
+    num_ended: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    # The most sequences that waited in the gateway, and the longest predicted wait in seconds.
+    queued: int = 0
+    wait_s: float = 0.0
+
+
+def burn_rate(attainment: float | None, target: float) -> float | None:
+    """How many times as fast as allowed the error budget is spent: the missed share over the allowed share.
+
+    None without requests, and for a target of 1, which allows no miss.
+    """
+    return None if attainment is None or target >= 1.0 else (1.0 - attainment) / (1.0 - target)
+
+
+class RecentHistory:
+    """Counts requests and samples the queue. All times are seconds on one monotonic clock."""
+
+    def __init__(self, bucket_s: float = BUCKET_S, num_buckets: int = NUM_BUCKETS) -> None:
+        self._bucket_s, self._num_buckets = bucket_s, num_buckets
+        self._buckets: deque[HistoryBucket] = deque(maxlen=num_buckets)
+
+    def count_slo(self, now_s: float, met: Mapping[str, bool]) -> None:
+        """Count one request: whether it met each objective that is set."""
+        bucket = self._bucket_at(now_s)
+        bucket.requests.update(met.keys())
+        bucket.met.update(name for name, is_met in met.items() if is_met)
+
+    def count_ended(self, now_s: float, outcome: str, tokens: int = 0) -> None:
+        """Count the end of one request, as one of `OUTCOMES`, with the tokens of its answer."""
+        bucket = self._bucket_at(now_s)
+        bucket.num_ended[outcome] += 1
+        bucket.tokens += tokens
+
+    def sample_queue(self, now_s: float, queued: int, wait_s: float) -> None:
+        """Record how many sequences wait, and the predicted wait of a new request; a bucket keeps the maxima."""
+        bucket = self._bucket_at(now_s)
+        bucket.queued, bucket.wait_s = max(bucket.queued, queued), max(bucket.wait_s, wait_s)
+
+    def report(self, now_s: float, target: float) -> dict[str, Any]:
+        """The history as JSON values: totals by objective, and lists by bucket, the oldest first.
+
+        `target` is the share of requests that must meet the SLOs. The last bucket is the present one, which has not
+        ended. A bucket in which nothing was recorded is 0.
+        """
+        last = self._index_at(now_s)
+        known = {bucket.index: bucket for bucket in self._buckets}
+        shown = [
+            known.get(index) or HistoryBucket(index)
+            for index in range(last - self._num_buckets + 1, last + 1)
+        ]
+        return {
+            "bucket_s": self._bucket_s,
+            "target": target,
+            "objectives": {
+                name: {
+                    "recent": _attainment(shown[-SHORT_BUCKETS:], name, target),
+                    "whole": _attainment(shown, name, target),
+                    "requests": [bucket.requests[name] for bucket in shown],
+                    "met": [bucket.met[name] for bucket in shown],
+                }
+                for name in OBJECTIVES
+                if any(bucket.requests[name] for bucket in shown)
+            },
+            **{outcome: [bucket.num_ended[outcome] for bucket in shown] for outcome in OUTCOMES},
+            "tokens": [bucket.tokens for bucket in shown],
+            "queued": [bucket.queued for bucket in shown],
+            "predicted_wait_s": [round(bucket.wait_s, 3) for bucket in shown],
+        }
+
+    def _index_at(self, now_s: float) -> int:
+        """The number of the bucket that holds this time."""
+        return int(now_s // self._bucket_s)
+
+    def _bucket_at(self, now_s: float) -> HistoryBucket:
+        """The present bucket. A clock that went back counts in the latest one."""
+        index = self._index_at(now_s)
+        if not self._buckets or self._buckets[-1].index < index:
+            self._buckets.append(HistoryBucket(index))
+        return self._buckets[-1]
+
+
+def _attainment(buckets: Iterable[HistoryBucket], name: str, target: float) -> dict[str, Any]:
+    """Requests, attainment and burn rate of an objective over some buckets."""
+    every = list(buckets)
+    requests = sum(bucket.requests[name] for bucket in every)
+    attainment = sum(bucket.met[name] for bucket in every) / requests if requests else None
+    burn = burn_rate(attainment, target)
+    return {
+        "requests": requests,
+        "attainment": None if attainment is None else round(attainment, 6),
+        "burn": None if burn is None else round(burn, 4),
+    }

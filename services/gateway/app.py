@@ -48,6 +48,7 @@ from services.gateway.openai.response_schema import ModelCard, ModelList, Readin
 from services.gateway.openai.tenancy import Caller, parse_timeout_header, parse_timings_header
 from services.gateway.openai.validate import check_model_name
 from services.gateway.ops.admin import AdminRoutes
+from services.gateway.page.web_page import WebPage, render_page
 from services.gateway.service import GatewayService
 
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -92,13 +93,14 @@ class ApiRoutes:
     ) -> None:
         """`created` is the models' creation time in Unix seconds. Without `admin` there are no `/admin` routes.
 
-        With `lenient`, a body without a content type is taken for JSON.
+        With `lenient`, a body without a content type is taken for JSON. `page` is the document at `/`.
         """
         self.lenient = False
+        self.page: WebPage = render_page(needs_key=False)
         self.service, self.probes, self.admin = service, probes, admin
         self._version, self._created = version, created
         document = openapi_document(version)
-        self._document, self._page = msgspec.json.encode(document), docs_page(document)
+        self._document, self._docs = msgspec.json.encode(document), docs_page(document)
 
     async def create_chat_completion(self, request: Request) -> Response:
         """`POST /v1/chat/completions`. Raises RequestError if the request is refused."""
@@ -136,6 +138,13 @@ class ApiRoutes:
             self._model_card(check_model_name(request.path_params["id"], self.service.rules))
         )
 
+    async def show_page(self, request: Request) -> Response:
+        """`GET /`: the operators' page, which holds no data; 304 for a client that has it already."""
+        page = self.page
+        if page.is_known(request.headers.get("if-none-match", "")):
+            return Response(status_code=304, headers=page.headers)
+        return Response(page.body, headers=page.headers)
+
     async def health(self, request: Request) -> Response:
         """`GET /health` and `GET /ping`: 200 while the gateway is alive, else 503. Workers do not matter here."""
         return Response(status_code=200 if self.probes.is_alive() else 503)
@@ -163,7 +172,7 @@ class ApiRoutes:
 
     async def show_docs(self, request: Request) -> Response:
         """`GET /docs`: the same description as an HTML page."""
-        return Response(self._page, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
+        return Response(self._docs, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
 
     def _body(self, request: Request) -> RequestBody:
         """The request's body. Entering it reads the bytes, which count as held memory until it is left.
@@ -188,6 +197,7 @@ class ApiRoutes:
     def make_routes(self) -> list[Route]:
         """All routes with their handlers. The `/admin` routes exist only if there is an admin key."""
         gets: dict[str, Endpoint] = {
+            "/": self.show_page,
             "/v1/models": self.list_models,
             "/v1/models/{id:path}": self.get_model,
             "/health": self.health,
@@ -245,6 +255,7 @@ def build_app(
     limits = api.service.rules.limits
     # If keys are required, pages of other sites cannot send requests, so a missing content type is harmless.
     api.lenient = bool(keys)
+    api.page = render_page(needs_key=bool(keys or figures))
     layered: ASGIApp = RequestBodyMiddleware(
         app, BodyMemory(limits.max_bodies_bytes), limits.max_body_bytes, limits.body_s
     )

@@ -326,7 +326,7 @@ def test_a_wrong_model_is_not_found(client: openai.OpenAI) -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/v1/nowhere", 404, "unknown_url"),
-        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/index.html", 404, "unknown_url"),
         ("POST", "/v1/chat/completions/", 404, "unknown_url"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models/toy", 405, "method_not_allowed"),
@@ -418,6 +418,35 @@ def test_probes_and_pages(http: httpx.Client) -> None:
     assert "vllm:time_to_first_token_seconds_bucket" in http.get("/metrics").text
     assert "src=" not in http.get("/docs").text
     assert http.get("/openapi.json").json()["openapi"].startswith("3.1")
+
+
+def test_the_page_is_there_without_a_key_and_has_no_data(folder: Path) -> None:
+    with (
+        scripted(folder, keys=("sk-right",)) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60) as http,
+    ):
+        page = http.get("/")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert (
+            page.headers["cache-control"] == "no-cache"
+            and "'none'" in page.headers["content-security-policy"]
+        )
+        assert 'data-needs-key="true"' in page.text
+        for secret in ("sk-right", "toy"):
+            assert secret not in page.text
+        with_key = http.get("/", headers={"authorization": "Bearer sk-right"})
+        assert (with_key.content, with_key.headers["etag"]) == (page.content, page.headers["etag"])
+        head = http.head("/")
+        assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", page.headers["etag"])
+        again = http.get("/", headers={"if-none-match": page.headers["etag"]})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", page.headers["etag"])
+
+
+def test_the_page_of_a_loopback_gateway_answers_to_its_own_names_only(http: httpx.Client) -> None:
+    page = http.get("/")
+    assert page.status_code == 200 and 'data-needs-key="false"' in page.text
+    check_error(http.get("/", headers={"host": "elsewhere.example"}), 403, "host_not_allowed")
+    check_error(http.post("/", json={}), 405, "method_not_allowed")
 
 
 def test_request_ids_are_ours(http: httpx.Client) -> None:

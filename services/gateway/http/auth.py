@@ -21,8 +21,9 @@ from services.gateway.openai.tenancy import tenant_of_key
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-# Routes that need no key. The paths must match exactly, and reveal no more than a load balancer needs.
-PUBLIC_ROUTES = frozenset({"/health", "/ping", "/ready", "/version"})
+# Routes that need no key. The paths must match exactly, and reveal no more than a load balancer needs; the page at "/"
+# holds no data.
+PUBLIC_ROUTES = frozenset({"/", "/health", "/ping", "/ready", "/version"})
 ADMIN_PREFIX = "/admin/"
 # Routes that show the requests of all tenants, and the machines.
 OPERATOR_ROUTES = frozenset({"/metrics", "/status"})

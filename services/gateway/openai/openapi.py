@@ -99,6 +99,7 @@ def openapi_document(version: str) -> dict[str, Any]:
             "/status": _get_operation("Workers, links and books", {JSON: {"schema": {"type": "object"}}}),
             "/metrics": _get_operation("Prometheus metrics", {PLAIN: {"schema": {"type": "string"}}}),
             "/version": _get_operation("The version", _json_content(Version)),
+            "/": _get_operation("The operators' page", {"text/html": {"schema": {"type": "string"}}}),
             "/docs": _get_operation("This page", {"text/html": {"schema": {"type": "string"}}}),
         },
         "components": {

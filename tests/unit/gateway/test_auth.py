@@ -65,8 +65,8 @@ def test_nothing_else_does(headers: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/chat/completions", "/metrics", "/status", "/openapi.json", "/docs", "/tokenize", "/nowhere", "/", "//health",
-     "/health/", "/HEALTH", "/health/../v1/models", "/ready#", "/v1/models?/health", "/version/x"],
+    ["/v1/chat/completions", "/metrics", "/status", "/openapi.json", "/docs", "/tokenize", "/nowhere", "//", "//health",
+     "/index.html", "/health/", "/HEALTH", "/health/../v1/models", "/ready#", "/v1/models?/health", "/version/x"],
 )  # fmt: skip
 def test_every_route_is_closed_by_default(path: str) -> None:
     assert status(path, {}) == 401

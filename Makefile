@@ -60,6 +60,7 @@ gpu: $(STAMP) ## Those that need a CUDA device
 docs: $(STAMP) ## Write what is generated: docs/configuration.md and the JSON Schemas in docs
 	@$(BIN)/python -m services.cli.serve.settings_reference > docs/configuration.md
 	@$(BIN)/diptych serve --config-schema > docs/configuration.schema.json
+	@$(BIN)/diptych dashboards --out deploy/grafana > /dev/null
 	@$(BIN)/python -m services.cli.serve.file_schemas plan > docs/plan.schema.json
 	@$(BIN)/python -m services.cli.serve.file_schemas profile > docs/profile.schema.json
 

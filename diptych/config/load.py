@@ -89,15 +89,17 @@ def _describe_usage(setting: SettingSpec) -> str:
 def _check_config(loaded: LoadedConfig, command: str) -> None:
     config = loaded.config
     _check_pools(loaded)
-    if not config.local_only and not (
-        config.api_key or config.api_key_file or config.priority_keys or config.insecure
+    if (
+        command != "dashboards"
+        and not config.local_only
+        and not (config.api_key or config.api_key_file or config.priority_keys or config.insecure)
     ):
         raise ConfigError(
             f"{config.host} can be reached from other machines, and no API key is set",
             f"host from {loaded.origin_of('host')}; without a key anyone who reaches the port may use the model",
             "--api-key KEY or --api-key-file FILE; or --insecure to serve everyone",
         )
-    if command == "gateway":
+    if command in ("gateway", "dashboards"):
         check_slo_target(loaded)
     if command in ("worker", "gateway"):
         for name in ("role", "channel", "keys_dir") if command == "worker" else ("channel", "keys_dir"):

@@ -67,6 +67,9 @@ COMMANDS = {
         "bench",
         "Measure a served model under load: requests come when they are due, whether others are answered or not.",
     ),
+    "dashboards": CommandEntry(
+        "dashboards", "Write Grafana dashboards, and Prometheus' rules and alerts, for a deployment's SLOs."
+    ),
     "keys": CommandEntry(
         "offline", "Make the channel keys that a gateway and its workers share when they are started apart."
     ),

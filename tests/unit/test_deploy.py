@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -24,6 +25,7 @@ from services.host.exit_codes import FAILED
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("gateway", "prefill", "decode")
+MONITORS = ("prometheus", "alertmanager", "grafana")
 PACKAGES = sorted(
     path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("tests", "benchmarks")
 )
@@ -46,7 +48,7 @@ def environ_of(service: dict[str, Any]) -> dict[str, str]:
 
 def mounts(service: dict[str, Any]) -> dict[str, str]:
     """Volume by folder in the container."""
-    return {folder: volume for volume, folder in (one.split(":") for one in service["volumes"])}
+    return {folder: volume for volume, folder in (filled(one).split(":")[:2] for one in service["volumes"])}
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +58,12 @@ def recipe() -> str:
 
 def test_compose_has_both_pools_a_gateway_and_keys_made_first(compose: dict[str, Any]) -> None:
     services = compose["services"]
-    assert set(services) == {"keys", "gateway", "prefill", "decode"}
+    assert set(services) == {"keys", *PARTS, *MONITORS}
     made = {"condition": "service_completed_successfully"}
     assert all(services[name]["depends_on"]["keys"] == made for name in ("gateway", "prefill", "decode"))
-    assert all((ROOT / one["build"]["dockerfile"]).is_file() for one in services.values())
+    assert all((ROOT / services[name]["build"]["dockerfile"]).is_file() for name in ("keys", *PARTS))
     named = {volume for one in services.values() for volume in mounts(one).values()}
-    assert named == set(compose["volumes"])
+    assert {volume for volume in named if "/" not in volume} == set(compose["volumes"])
     assert not any("shm_size" in one for one in services.values()), "it bounds nothing that is used"
 
 
@@ -97,7 +99,7 @@ def test_objectives_and_memory_can_be_set_from_outside(compose: dict[str, Any], 
 def test_workers_of_one_machine_share_its_memory(
     compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = [one for one in compose["services"].values() if one["command"][0] == "worker"]
+    workers = [compose["services"][name] for name in ("prefill", "decode")]
     shares = []
 
     async def find(config: Config, num_workers: int) -> None:
@@ -119,7 +121,7 @@ def test_every_volume_belongs_to_the_user_that_the_image_runs_as(
     (user,) = re.findall(r"^USER (.*)$", recipe, re.MULTILINE)
     assert user.isdecimal() and f"--uid {user} " in recipe
     (made,) = re.findall(rf"install -d -o {user} -g {user} -m 0700 \\\n([^\n]*)\n", recipe)
-    folders = {folder for one in compose["services"].values() for folder in mounts(one)}
+    folders = {folder for name in ("keys", *PARTS) for folder in mounts(compose["services"][name])}
     assert folders <= set(made.split())
     kept = dict(re.findall(r"(HF_HOME|NUMBA_CACHE_DIR)=(\S+)", recipe))
     for name in ("prefill", "decode"):
@@ -153,14 +155,20 @@ def test_the_api_key_is_a_file_of_the_gateway_that_only_up_asks_for(
 ) -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     assert ":?" not in text, "what every command of compose would ask for"
-    assert compose["secrets"] == {"api-key": {"environment": "DIPTYCH_API_KEY"}}, "never a key of our own"
+    named = {
+        name: {"environment": f"DIPTYCH_{name.upper().replace('-', '_')}"} for name in compose["secrets"]
+    }
+    assert compose["secrets"] == named and set(named) == {"api-key", "metrics-key"}, "never a key of our own"
     (secret,) = compose["services"]["gateway"]["secrets"]
     environ = environ_of(compose["services"]["gateway"])
     assert environ["DIPTYCH_API_KEY_FILE"] == f"/run/secrets/{secret['source']}"
     assert f"\nUSER {secret['uid']}\n" in recipe and secret["mode"] == 0o400
     for one in compose["services"].values():
-        assert "DIPTYCH_API_KEY" not in one["environment"]
-    assert [name for name, one in compose["services"].items() if "secrets" in one] == ["gateway"]
+        assert "DIPTYCH_API_KEY" not in one.get("environment", {})
+    held = {
+        name: one["secrets"][0]["source"] for name, one in compose["services"].items() if "secrets" in one
+    }
+    assert held == {"gateway": "api-key", "prometheus": "metrics-key"}
 
 
 def test_compose_says_healthy_only_when_a_canary_came_through(compose: dict[str, Any]) -> None:
@@ -169,6 +177,47 @@ def test_compose_says_healthy_only_when_a_canary_came_through(compose: dict[str,
     compile(gateway["healthcheck"]["test"][-1], "healthcheck", "exec")
     (port,) = gateway["ports"]
     assert filled(port) == "127.0.0.1:8000:8000"
+
+
+def test_monitoring_reads_what_is_committed_and_starts_only_when_asked_for(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    assert [name for name, one in services.items() if one.get("profiles") == ["monitoring"]] == list(MONITORS)
+    for name in MONITORS:
+        assert ":latest" not in services[name]["image"] and ":" in services[name]["image"]
+        assert all(port.startswith("127.0.0.1:") for port in services[name]["ports"])
+        for where, kept in mounts(services[name]).items():
+            assert not kept.startswith("./") or (ROOT / kept).exists(), where
+    folder = ROOT / "deploy/monitoring"
+    scraped = yaml.safe_load((folder / "prometheus.yml").read_text())
+    (job,) = scraped["scrape_configs"]
+    assert job["job_name"] == "diptych" and job["static_configs"] == [{"targets": ["gateway:8000"]}]
+    (secret,) = services["prometheus"]["secrets"]
+    assert job["authorization"]["credentials_file"] == f"/run/secrets/{secret['source']}"
+    (rules,) = scraped["rule_files"]
+    inside = mounts(services["prometheus"])
+    assert (ROOT / inside[str(Path(rules).parent)] / Path(rules).name).is_file()
+    (source,) = yaml.safe_load((folder / "grafana/provisioning/datasources/prometheus.yml").read_text())[
+        "datasources"
+    ]
+    (boards,) = yaml.safe_load((folder / "grafana/provisioning/dashboards/diptych.yml").read_text())[
+        "providers"
+    ]
+    assert source["url"] == "http://prometheus:9090"
+    assert list((ROOT / mounts(services["grafana"])[boards["options"]["path"]]).glob("*.json"))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    settings = yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())
+    settings["rule_files"] = [str(ROOT / "deploy/grafana/diptych-rules.yml")]
+    key = tmp_path / "key"
+    key.write_text("k" * 16)
+    settings["scrape_configs"][0]["authorization"]["credentials_file"] = str(key)
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(settings))
+    done = subprocess.run(
+        ["promtool", "check", "config", str(tmp_path / "prometheus.yml")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_image_takes_all_packages_and_pins(recipe: str) -> None:

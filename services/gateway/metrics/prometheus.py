@@ -289,8 +289,11 @@ class GatewayMetrics:
         for name, bound in self._limits_s.items():
             if bound is not None:
                 self.objective.labels(name).set(bound)
-                self.target.labels(name).set(self.slo.attainment)
-                self.target.labels("all").set(self.slo.attainment)
+                for objective in (name, "all"):
+                    self.target.labels(objective).set(self.slo.attainment)
+                    # From 0 on: what a series begins with is no increase to Prometheus.
+                    self.judged.labels(objective, "true")
+                    self.judged.labels(objective, "false")
 
     def _define_failures(self) -> None:
         """The gateway's queue, and the outcome of requests whose workers failed."""

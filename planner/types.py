@@ -48,6 +48,7 @@ class Job:
     """One request of a workload: arrival time, tokens of prompt and answer, and the kind whose SLOs apply.
 
     `prefix` names the blocks of `block_tokens` tokens that its prompt begins with: equal names mean equal text.
+    `kv_class` is the class of KV that it asks for, by any name of its codec; "": the first one of its deployment.
     """
 
     at_s: float
@@ -56,6 +57,7 @@ class Job:
     kind: str = ""
     prefix: tuple[int, ...] = ()
     block_tokens: int = 64
+    kv_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class JobResult:
     """The simulated outcome of a job. `failed` is the reason of a failure ("" for success); times are then infinite.
 
     `tpot_s` is 0 for an answer of one token. `parts` are seconds by stage: queue, prefill, transfer, decode, …
+    `moved_bytes` of its KV went over the link.
     """
 
     job: Job
@@ -71,6 +74,7 @@ class JobResult:
     ended_s: float
     failed: str = ""
     parts: dict[str, float] = field(default_factory=dict)
+    moved_bytes: float = 0.0
 
     def meets_slo(self, slo: Slo) -> bool:
         """Whether the request succeeded within both its TTFT and its TPOT SLO."""
@@ -83,13 +87,14 @@ class StepBatch:
 
     `tokens` prompt tokens are prefilled. Each prompt contributes a slice from `start` to `end`; `squares` is the sum of
     end² - start², to which attention time is proportional. `rows` sequences decode one token each; together they have
-    `context` tokens before it.
+    `context` tokens before it. Numbers of tokens are whole, unless some are of a KV class whose tokens cost more or
+    less (`KvClassWork`).
     """
 
-    tokens: int = 0
+    tokens: float = 0
     squares: float = 0.0
     rows: int = 0
-    context: int = 0
+    context: float = 0
 
 
 class CostModel(Protocol):
@@ -100,6 +105,35 @@ class CostModel(Protocol):
 
     def stage_s(self, batch: StepBatch) -> float:
         """Seconds for which the step occupies its slowest stage; another batch may enter after that."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvClassWork:
+    """How the work on KV of a class compares with that on KV of the codec that a profile's costs are for.
+
+    Ratios of seconds: `token` for each prompt token (coding it is part of that), `square` for each square of prompt
+    tokens, `context` for each token of context of a sequence that decodes. So a step costs what a step without this
+    class costs with so many times the tokens, squares and context.
+    """
+
+    token: Positive = 1.0
+    square: Positive = 1.0
+    context: Positive = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class KvClass:
+    """A class of KV for which every instance has a pool. `share` is its share of the bytes for KV, up to 1.
+
+    A token takes `token_bytes`, stored and moved. `room` is how many tokens the pool holds for each token that the
+    instance would hold in the codec of its profile.
+    """
+
+    name: str
+    share: float
+    token_bytes: float
+    room: float
+    work: KvClassWork = KvClassWork()
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class ElasticFleet(FastCluster):
                 seat.role,
                 sum(run.prompt for run in one.queue),
                 one.seats,
-                one.capacity - one.free if one.capacity < inf else 0.0,
+                one.capacity[0] - one.free[0] if one.capacity[0] < inf else 0.0,
                 float(sum(run.total_tokens for run in one.pulls)),
             )
             for seat in self._seats.values()

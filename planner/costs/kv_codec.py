@@ -6,6 +6,7 @@ calibration, so a codec with one can be planned for before the model is calibrat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
@@ -14,6 +15,8 @@ from kvcache.codecs.codec_id import CALIBRATED, HASH_CHARS, CodecId, complete_co
 from kvcache.codecs.storage import coded_page_bytes, heads_per_page
 from planner.costs.model import ModelDims
 from planner.costs.profile import CostProfile
+from planner.costs.step import StepCost
+from planner.types import KvClassWork
 
 # Stands for the hash of a calibration that need not exist yet.
 ANY_CALIBRATION = "0" * HASH_CHARS
@@ -53,6 +56,15 @@ def is_same_codec(shape: ModelDims, first: str, second: str) -> bool:
     return one == other
 
 
+def find_codec(shape: ModelDims, names: Iterable[str], codec: str) -> str | None:
+    """The first of `names` that means the same as `codec` for a model; None if there is none.
+
+    Raises:
+        ConfigError: there is no such codec, or it does not fit the model's heads.
+    """
+    return next((name for name in names if is_same_codec(shape, name, codec)), None)
+
+
 def _canonical_id(codec_id: CodecId, shape: ModelDims) -> CodecId:
     """The canonical id of a codec for a model, with any calibration where the id names none."""
     calibration = codec_id.calibration or (ANY_CALIBRATION if codec_id.family == CALIBRATED else None)
@@ -67,7 +79,9 @@ def _bytes_per_value(codec_id: CodecId, shape: ModelDims) -> float:
 
 
 def code_profile(profile: CostProfile, codec: str) -> CostProfile:
-    """The profile for KV in `codec`: measured room is scaled by the bytes of KV, measured step costs stay.
+    """The profile for KV in `codec`: measured room is scaled by the bytes of KV.
+
+    Step costs are those of the codec if the profile was measured with it too; if not, they stay.
 
     Raises:
         ConfigError: the profile was measured with KV of another codec, or the codec does not fit the model.
@@ -75,7 +89,8 @@ def code_profile(profile: CostProfile, codec: str) -> CostProfile:
     measured = profile.model.kv_codec or RAW_CLASS
     if is_same_codec(profile.model, measured, codec):
         return profile
-    if measured != RAW_CLASS:
+    known = find_codec(profile.model, profile.kv_classes, codec)
+    if measured != RAW_CLASS and known is None:
         raise ConfigError(
             f"the profile was measured with KV of the codec {measured}, and --kv-cache-codec is {codec}",
             "the time of a step and the room for KV are those of its codec",
@@ -84,7 +99,22 @@ def code_profile(profile: CostProfile, codec: str) -> CostProfile:
     model = with_kv_codec(profile.model, codec)
     more = profile.model.kv_token_bytes / model.kv_token_bytes
     rooms = {split: int(tokens * more) for split, tokens in profile.rooms.items()}
-    return replace(profile, model=model, rooms=rooms)
+    coded = replace(profile, model=model, rooms=rooms, kv_classes={})
+    if known is None:
+        return coded
+    work = profile.kv_classes[known]
+    costs = {
+        split: scale_work(cost, work) if isinstance(cost, StepCost) else cost
+        for split, cost in profile.costs.items()
+    }
+    return replace(coded, costs=costs)
+
+
+def scale_work(cost: StepCost, work: KvClassWork) -> StepCost:
+    """The cost of steps whose KV is all of a class, from the cost on KV of the profile's own codec."""
+    first, token, square = cost.prefill
+    decode = tuple((constant, context * work.context, row) for constant, context, row in cost.decode)
+    return replace(cost, prefill=(first, token * work.token, square * work.square), decode=decode)
 
 
 def codec_note(model: ModelDims, *profiles: CostProfile) -> tuple[str, ...]:
@@ -96,7 +126,9 @@ def codec_note(model: ModelDims, *profiles: CostProfile) -> tuple[str, ...]:
         return ()
     size = f"KV is stored and moved in {model.kv_codec}: {model.kv_token_bytes:,.0f} bytes per token"
     others = [
-        one for one in profiles if one.costs and not is_same_codec(model, one.model.kv_codec, model.kv_codec)
+        one
+        for one in profiles
+        if one.costs and find_codec(model, (one.model.kv_codec, *one.kv_classes), model.kv_codec) is None
     ]
     if not others:
         return (size,)

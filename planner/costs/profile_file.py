@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
-from planner.costs.kv_codec import code_profile
+from planner.costs.kv_codec import check_codec_name, code_profile
 from planner.costs.model import ModelDims, dims_on_cpu, find_model
 from planner.costs.profile import CostProfile, Overheads, analytic_profile, scale_cost
 from planner.costs.roofline import roofline_cost
@@ -26,13 +26,14 @@ from planner.costs.step import StepCost
 from planner.hardware import CPU, Device
 from planner.hardware import find_device as named_device
 from planner.json_file import FileModel, FileVersion, describe_fault
-from planner.types import MAX_SECONDS, CostModel, Count, Parallelism, Seconds
+from planner.types import MAX_SECONDS, CostModel, Count, KvClassWork, Parallelism, Seconds
 
 VERSION: Literal[1] = 1
 PROFILE_FOLDER = Path(__file__).resolve().parent / "profiles"
 ARTEFACT_DEVICE = "A100-80G"
 MAX_KV_TOKENS = 10**9
 
+KvCodecName = Annotated[str, AfterValidator(check_codec_name)]
 # One line of a `StepCost`: (constant, per token, per square of tokens) of prefill, or (constant, per token of
 # context, per row) of decode.
 FileCostLine = tuple[Seconds, Seconds, Seconds]
@@ -54,6 +55,7 @@ class ProfileSplit(FileModel):
 class ProfileFile(FileModel):
     """A whole profile: the model, the device, costs by split, the errors of the fits, and overheads.
 
+    `kv_classes` says, by codec, how steps on such KV compare with steps on KV of the codec of `model`.
     A `bytes_per_s` that is left out is infinite. `fit_error` is relative, by name ("prefill_mean", "decode_max", …).
     """
 
@@ -64,6 +66,13 @@ class ProfileFile(FileModel):
     splits: tuple[ProfileSplit, ...]
     fit_error: dict[str, float] = {}
     overheads: Overheads = Overheads()
+    kv_classes: dict[KvCodecName, KvClassWork] = {}
+
+    @model_validator(mode="after")
+    def _check_classes(self) -> ProfileFile:
+        if RAW_CLASS in self.kv_classes:
+            raise ValueError("kv_classes: raw should be the codec of model, since it is measured too")
+        return self
 
 
 def built_in_profile(model: ModelDims | str, device: Device | str) -> CostProfile:
@@ -118,6 +127,7 @@ def save_profile(profile: CostProfile, path: str | Path) -> None:
         splits=splits,
         fit_error=dict(profile.fit_error),
         overheads=profile.overheads,
+        kv_classes=dict(profile.kv_classes),
     )
     text = json.dumps(_drop_infinite(file.model_dump(mode="json")), indent=1, ensure_ascii=False)
     Path(path).write_text(text + "\n", encoding="utf-8")
@@ -148,7 +158,9 @@ def load_profile(path: str | Path, model: str = "") -> CostProfile:
         for row in file.splits
     }
     rooms = {Parallelism(row.tp, row.pp): row.kv_tokens for row in file.splits if row.kv_tokens is not None}
-    return CostProfile(file.model, file.device, costs, rooms, file.source, file.fit_error, file.overheads)
+    return CostProfile(
+        file.model, file.device, costs, rooms, file.source, file.fit_error, file.overheads, file.kv_classes
+    )
 
 
 def load_profile_of(path: str | Path, model: str) -> CostProfile:

@@ -62,6 +62,7 @@ class TraceLayout:
     from_first: bool = False
     kind: str = ""
     prefix: str = ""
+    kv_class: str = ""
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ TRACE_LAYOUTS: Mapping[str, TraceLayout] = {
     ),
     "distserve": TraceLayout("start_time", "prompt_len", "output_len"),
     "golden": TraceLayout("arrival_s", "prompt_len", "output_len"),
-    "jobs": TraceLayout("at_s", "prompt", "output", kind="kind", prefix="prefix"),
+    "jobs": TraceLayout("at_s", "prompt", "output", kind="kind", prefix="prefix", kv_class="kv_class"),
     "lengths": TraceLayout("", "prompt_len", "output_len"),
 }
 KNOWN_FORMATS = (*TRACE_LAYOUTS, LOG_FORMAT)
@@ -121,6 +122,8 @@ def write_trace(path: str | Path, jobs: Iterable[Job]) -> None:
                 fields["kind"] = job.kind
             if job.prefix:
                 fields |= {"prefix": job.prefix, "block_tokens": job.block_tokens}
+            if job.kv_class:
+                fields["kv_class"] = job.kv_class
             file.write(json.dumps(fields) + "\n")
 
 
@@ -248,6 +251,7 @@ def _job_from_row(number: int, row: Mapping[str, Any], layout: TraceLayout, path
         str(row.get(layout.kind) or "") if layout.kind else "",
         tuple(prefix),
         _read_tokens(row, "block_tokens", path, number) if "block_tokens" in row else BLOCK_TOKENS,
+        str(row.get(layout.kv_class) or "") if layout.kv_class else "",
     )
 
 
@@ -314,6 +318,7 @@ class _LoggedRequest:
     prefix: tuple[int, ...] = field(default=())
     output: int = 0
     done: bool = False
+    kv_class: str = ""
 
 
 def _jobs_from_log(rows: Sequence[NumberedRow], path: str | Path) -> list[Job]:
@@ -339,7 +344,14 @@ def _jobs_from_log(rows: Sequence[NumberedRow], path: str | Path) -> list[Job]:
     done = [one.output for one in requests.values() if one.done and one.output]
     mean = round(statistics.fmean(done)) if done else 0
     return [
-        Job(one.at_s, one.prompt, one.output or min(mean or one.most, one.most) or 1, one.kind, one.prefix)
+        Job(
+            one.at_s,
+            one.prompt,
+            one.output or min(mean or one.most, one.most) or 1,
+            one.kind,
+            one.prefix,
+            kv_class=one.kv_class,
+        )
         for one in requests.values()
     ]
 
@@ -353,9 +365,11 @@ def _apply_log_line(requests: dict[str, _LoggedRequest], row: Mapping[str, Any],
             requests[row["request"]] = _LoggedRequest(
                 now_s, max(1, _count_tokens(row, "prompt_tokens")), _count_tokens(row, "max_tokens"), kind
             )
-        case "begin" if row["request"] in requests and row.get("chunks"):
+        case "begin" if row["request"] in requests:
             one = requests[row["request"]]
-            one.prefix = tuple(int(name) for name in row["chunks"])[: one.prompt // BLOCK_TOKENS]
+            one.kv_class = str(row.get("kv_class") or one.kv_class)
+            if row.get("chunks"):
+                one.prefix = tuple(int(name) for name in row["chunks"])[: one.prompt // BLOCK_TOKENS]
         case "end" if row["request"] in requests:
             one = requests[row["request"]]
             one.output, one.done = _count_tokens(row, "output_tokens"), row["outcome"] == "done"

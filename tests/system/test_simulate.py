@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from diptych.config.options import Config
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile_file import PROFILE_FOLDER, built_in_profile, save_profile
 from planner.hardware import NodeSpec, find_device
-from planner.sim.exact.simulate import SimDeployment, simulate_exact
+from planner.sim.exact.simulate import ExactSimulation, SimDeployment
 from planner.types import Job, JobResult, LinkSpec, Parallelism
 from planner.workload.traces import write_trace
 from services.cli.main import main
@@ -410,11 +411,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *words: object) -> SimDeployment:
     """What is simulated with these flags."""
     found: list[SimDeployment] = []
 
-    def note(what: SimDeployment, jobs: list[Job]) -> list[JobResult]:
+    def note(what: SimDeployment, ended: Callable[[JobResult], None]) -> ExactSimulation:
         found.append(what)
-        return simulate_exact(what, jobs)
+        return ExactSimulation(what, ended)
 
-    monkeypatch.setattr(report, "simulate_exact", note)
+    monkeypatch.setattr(report, "ExactSimulation", note)
     assert typed(monkeypatch, *words, "--requests", "5", "--seeds", "1", "--rate", "1") == 0
     return found[0]
 
@@ -479,3 +480,38 @@ def test_a_context_and_a_width_are_those_of_the_profile(
     assert (found.max_model_len, found.token_bytes) == (700, 6144)
     sheet = simulated(monkeypatch, *words, "--device", "cpu")
     assert (sheet.max_model_len, sheet.token_bytes) == (2048, 6144), "on the CPU all is of 32 bits"
+
+
+TWO = ["--model", "embedded", "--device", "cpu", "--kv-cache-codec", "raw:0.25,nuq4-1%"]
+
+
+def test_classes_of_kv_have_room_requests_and_moved_bytes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes by hand: 32 and 4.5 bits of 2 x 6 x 4 x 32 numbers; and a trace keeps its classes."""
+    drawn = ["--placement", "1P + 1D", "--workload", "humaneval", "--rate", "5", "--requests", "300"]
+    report = figures(monkeypatch, capsys, *TWO, *drawn, "--seeds", "1", "--kv-mix", "raw=0.5,nuq4-1%=0.5")
+    raw, coded = report["kv_classes"]["raw"], report["kv_classes"]["nuq4-1%"]
+    assert (raw["chunk_bytes"], coded["chunk_bytes"]) == (64 * 6144, 64 * 864)
+    for pool, slabs in raw["slabs"].items():
+        assert coded["slabs"][pool] / slabs == pytest.approx(3 * 6144 / 864, rel=1e-3)
+    assert raw["requests"] + coded["requests"] == 300 and raw["requests"] == pytest.approx(150, abs=40)
+    moved = raw["moved_bytes"] / raw["requests"], coded["moved_bytes"] / coded["requests"]
+    assert moved[0] / moved[1] == pytest.approx(6144 / 864, rel=0.25)
+    assert any(
+        "25% of the bytes for KV, 6,144 bytes per token, 50% of the requests" in x for x in report["notes"]
+    )
+    trace = tmp_path / "log.jsonl"
+    named = ("", "raw", "nuq4-1%.g128@0123456789abcdef")
+    write_trace(trace, [Job(float(at), 100, 4, kv_class=named[at % 3]) for at in range(30)])
+    replayed = [*TWO, "--placement", "1P + 1D", "--trace", trace]
+    report = figures(monkeypatch, capsys, *replayed)["kv_classes"]
+    assert (report["raw"]["requests"], report["nuq4-1%"]["requests"]) == (20, 10)
+    assert report["nuq4-1%"]["moved_bytes"] == 10 * 2 * 64 * 864
+    assert typed(monkeypatch, *replayed, "--kv-mix", "nuq4-1%=1") == 0
+    assert "nuq4-1%: slabs of an instance" in " ".join(capsys.readouterr().out.split())
+    one = figures(monkeypatch, capsys, *replayed[:-2], "--trace", trace, "--kv-cache-codec", "tq4")
+    assert one["kv_classes"] == {} and "here all KV is tq4" in one["notes"][0]
+    assert typed(monkeypatch, *replayed, "--kv-cache-codec", "raw:0.5,int8") == 2
+    refused = capsys.readouterr().err
+    assert "the trace names the KV class nuq4-1%" in refused and len(refused.strip().splitlines()) <= 6

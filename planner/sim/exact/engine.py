@@ -9,6 +9,8 @@ the current step.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
 from math import inf
@@ -19,14 +21,16 @@ from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence, num_chunks
 from engine.sequence_table import SequenceTable, first_output_seconds
 from kvcache.allocator import KvAllocator
+from kvcache.arenas import KvArenas
 from kvcache.prefix_tree import PrefixTree
 from kvcache.slab_ledger import SlabLedger
 from planner.costs.step import StepVariation
 from planner.sim.exact.cores import SimCores
-from planner.types import CostModel, StepBatch
+from planner.types import CostModel, KvClassWork, StepBatch
 
 # Number of a run's steps that are computed at once at first. It doubles each time the run goes on.
 FIRST_RUN_STEPS = 8
+SAME_WORK = KvClassWork()
 
 
 @dataclass(slots=True)
@@ -67,13 +71,15 @@ def make_output(task: SimSequence, count: int, now_s: float) -> SimOutput:
 class StepRun:
     """One step, or several equal ones: decoding sequences, with `context` tokens in all, and (task, tokens) of prompts.
 
+    The context grows by `growth` with each step. Tokens of a class count as often as its KV makes them cost.
     `ends` are the times at which steps end, as far as they have been computed; the run has at most `most` steps.
     """
 
     begun_s: float
     rows: list[SimSequence] = field(default_factory=list)
     parts: SimPrefills = field(default_factory=list)
-    context: int = 0
+    context: float = 0
+    growth: float = 0
     most: int = 1
     ends: list[float] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
@@ -130,16 +136,39 @@ class PipelineStages:
         return self._rhythm.factor(batch, self._cores.busy(at_s, self)) * next(self._tapes[batch.tokens > 0])
 
 
-class SimEngine:
-    """A scheduler, its memory, and the current run of steps. With `skips`, one plan may stand for many steps."""
+def build_allocator(limits: EngineLimits, caching: bool) -> KvAllocator | KvArenas:
+    """The slabs of an engine, in an arena for each KV class if it has several."""
+    if not limits.arena_slabs:
+        return KvAllocator(SlabLedger(limits.num_slabs), PrefixTree() if caching else None)
+    arenas, first = dict[str, KvAllocator](), 0
+    for name, count in limits.arena_slabs.items():
+        arenas[name] = KvAllocator(SlabLedger(count, first), PrefixTree() if caching else None)
+        first += count
+    return KvArenas(arenas)
 
-    def __init__(self, limits: EngineLimits, stages: PipelineStages, caching: bool, skips: bool) -> None:
+
+class SimEngine:
+    """A scheduler, its memory, and the current run of steps. With `skips`, one plan may stand for many steps.
+
+    `work` says by KV class what work on it costs; it is empty if all KV costs the same. `preempted` counts preemptions
+    by class, `most_used` the slabs of each class that were held at one time at most.
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        stages: PipelineStages,
+        caching: bool,
+        skips: bool,
+        work: Mapping[str, KvClassWork] | None = None,
+    ) -> None:
         self.scheduler, self.limits = Scheduler(limits), limits
-        self.holdings = KvAllocator(SlabLedger(limits.num_slabs), PrefixTree() if caching else None)
+        self.holdings = build_allocator(limits, caching)
         self.table = SequenceTable(self.scheduler, self.holdings)
-        self.stages, self.skips = stages, skips
+        self.stages, self.skips, self._work = stages, skips, work or {}
         self.run: StepRun | None = None
-        self.most_used = 0
+        self.preempted: Counter[str] = Counter()
+        self.most_used: dict[str, int] = dict.fromkeys(limits.kv_classes, 0)
 
     # ---- a step begins
 
@@ -161,9 +190,10 @@ class SimEngine:
         self._fill_run(run, plan)
         if not run.rows and not run.parts:
             return None
-        self.most_used = max(self.most_used, self.holdings.used)
+        for name, most in self.most_used.items():
+            self.most_used[name] = max(most, self.holdings.arena_of(name).used)
         if self.skips and not waited_for and run.rows:
-            run.most = self._steps_unchanged(run, len(run.rows) if spare else 0)
+            run.most = self._steps_unchanged(run, spare)
         self.run = run
         self.extend_run()
         return run
@@ -173,25 +203,39 @@ class SimEngine:
         return self.table.make_room(seq, self._preempt_sequence)
 
     def _preempt_sequence(self, key: str) -> None:
-        cast(SimSequence, self.table.preempt(key, parked=False)).announced = 0
+        task = cast(SimSequence, self.table.preempt(key, parked=False))
+        task.announced = 0
+        self.preempted[self.limits.arena_name(task)] += 1
 
     def _fill_run(self, run: StepRun, plan: StepPlan) -> None:
         """Fills in the run's decode rows and prompt parts from the plan."""
         work = self.table.select_work(plan)
         run.rows, run.parts = cast(list[SimSequence], work.decodes), cast(SimPrefills, work.prefills)
-        run.context = sum([task.computed for task in run.rows])
+        if self._work:
+            ratios = [self._work[task.kv_class].context for task in run.rows]
+            run.context = sum(task.computed * ratio for task, ratio in zip(run.rows, ratios, strict=True))
+            run.growth = sum(ratios)
+        else:
+            run.context, run.growth = sum([task.computed for task in run.rows]), len(run.rows)
 
-    def _steps_unchanged(self, run: StepRun, spare: int) -> int:
-        """For how many steps the plan stays the same if no message arrives and `spare` slabs must stay free."""
+    def _steps_unchanged(self, run: StepRun, spare: bool) -> int:
+        """For how many steps the plan stays the same if no message arrives.
+
+        With `spare`, each row must leave one more slab of its class free.
+        """
         scheduler, rows = self.scheduler, run.rows
         if run.parts or scheduler.waiting or scheduler.adopted or len(rows) < len(scheduler.running):
             return 1
         most = min([task.max_output - len(task.output) for task in rows])
-        free = self.holdings.free - spare
-        if (most // CHUNK_TOKENS + 1) * len(rows) <= free:
-            return most
-        grown = sum(max(0, num_chunks(task.computed + most) - len(task.slabs)) for task in rows)
-        return most if grown <= free else 1
+        for name in self.limits.kv_classes:
+            mine = self.limits.select_arena(rows, name)
+            free = self.holdings.arena_of(name).free - (len(mine) if spare else 0)
+            if (most // CHUNK_TOKENS + 1) * len(mine) <= free:
+                continue
+            grown = sum(max(0, num_chunks(task.computed + most) - len(task.slabs)) for task in mine)
+            if grown > free:
+                return 1
+        return most
 
     # ---- a run goes on
 
@@ -215,9 +259,13 @@ class SimEngine:
     def _step_batch(self, run: StepRun, step: int) -> StepBatch:
         rows = len(run.rows)
         if not run.parts:
-            return StepBatch(0, 0.0, rows, run.context + step * rows)
-        squares = sum((task.computed + count) ** 2 - task.computed**2 for task, count in run.parts)
-        return StepBatch(sum(count for _, count in run.parts), float(squares), rows, run.context)
+            return StepBatch(0, 0.0, rows, run.context + step * run.growth)
+        tokens, squares = 0.0, 0.0
+        for task, count in run.parts:
+            work = self._work.get(task.kv_class, SAME_WORK)
+            tokens += work.token * count
+            squares += work.square * ((task.computed + count) ** 2 - task.computed**2)
+        return StepBatch(tokens, squares, rows, run.context)
 
     def cut(self, now_s: float) -> float | None:
         """Ends the run with its current step, since a message has come. Returns the end if it is now earlier."""
@@ -274,7 +322,8 @@ class SimEngine:
             computed = task.computed
             # Allocates the slabs that the plans of the skipped steps would have taken.
             if computed > CHUNK_TOKENS * len(task.slabs):
-                task.slabs += self.holdings.allocate(task.key, num_chunks(computed) - len(task.slabs))
+                missing = num_chunks(computed) - len(task.slabs)
+                task.slabs += self.table.arena_of(task).allocate(task.key, missing)
             if steps > 1:
                 # Its first output was scheduled when the run began.
                 task.silent = False

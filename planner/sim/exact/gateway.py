@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -21,6 +22,7 @@ from router.effects import (
     DeliverTokens,
     FailRequest,
     FinishRequest,
+    KvMoved,
     RelayEffect,
     RelayEvent,
     RequestArrived,
@@ -45,14 +47,23 @@ def _sampling_params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens, 0)
 
 
+def _class_pools(worker: SimWorker) -> dict[str, tuple[int, int]]:
+    """The pool of each KV class, as a `Hello` names them; empty for a worker with one class."""
+    slabs: Counter[str] = Counter()
+    for engine in worker.engines:
+        slabs.update(engine.limits.arena_slabs)
+    return {name: (slabs[name], size) for name, size in worker.chunk_bytes.items() if name in slabs}
+
+
 @dataclass(slots=True)
 class _SimOpenRequest:
-    """A request that has not ended: when its first token was delivered, and its latency by stage in seconds."""
+    """A request that has not ended: when its first token was delivered, its latency by stage, and its moved KV."""
 
     job: Job
     names: ChunkNames
     first_s: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,7 @@ class SimGatewaySpec:
     A request takes `gateway_s` seconds until it reaches the relay; a message to or from a worker takes `hop_s`.
     Requests fail after `timeout_s`. `max_tokens` is what clients ask for (None: exactly the length of their answer).
     `beat_s` is the interval of workers' heartbeats. `handling` is the gateway's CPU cost; None: CPU work takes no time.
+    With `several_classes`, requests ask for the KV class of their job; else the workers have one for all.
     """
 
     gateway_s: float = 0.0
@@ -72,6 +84,7 @@ class SimGatewaySpec:
     beat_s: float = 0.25
     caching: bool = False
     handling: GatewayCpuCost | None = None
+    several_classes: bool = False
 
 
 class SimGateway:
@@ -121,9 +134,10 @@ class SimGateway:
             "simulated",
             len(self.workers),
             num_slabs,
-            worker.chunk_bytes,
+            next(iter(worker.chunk_bytes.values())),
             max_model_len,
             endpoints,
+            kv_classes=_class_pools(worker),
         )
         self._handle_event(WorkerSaid(worker.name, hello))
 
@@ -228,6 +242,8 @@ class SimGateway:
         prompt = cast(list[int], SimPrompt(job.prompt, entry.names))
         output = cast(list[int], SimPrompt(0))
         request = Request(name, prompt, _sampling_params(most), job.at_s + terms.timeout_s, output)
+        if terms.several_classes:
+            request.kv_class = job.kv_class or None
         request.entered_s[RequestStage.ADMITTED] = job.at_s
         self._handle_event(RequestArrived(request))
         self._keep_time()
@@ -266,6 +282,7 @@ class SimGateway:
             max_output=job.output,
             size=job.prompt,
             quiet=quiet,
+            kv_class=order.kv_class,
         )
 
     # ---- the relay
@@ -303,6 +320,11 @@ class SimGateway:
         """Notes how long the stages of the request took."""
         self._open[effect.request].parts.update(effect.seconds)
 
+    def _on_moved(self, effect: KvMoved, _now_s: float) -> None:
+        """Notes how much KV of the request was moved."""
+        if (entry := self._open.get(effect.request)) is not None:
+            entry.moved_bytes += effect.num_bytes
+
     def _on_end(self, effect: FinishRequest | FailRequest | RequestCancelled, now_s: float) -> None:
         """Ends a request that has finished, failed or been cancelled."""
         code = effect.failure.code if isinstance(effect, FailRequest) else ""
@@ -317,11 +339,11 @@ class SimGateway:
         if (handling := self.terms.handling) is not None:
             self._processor.done_s(now_s, handling.request_s / 2.0)
         if failed:
-            self._ended(JobResult(job, inf, inf, now_s, failed, entry.parts))
+            self._ended(JobResult(job, inf, inf, now_s, failed, entry.parts, entry.moved_bytes))
             return
         first_s = now_s if entry.first_s is None else entry.first_s
         tpot_s = (now_s - first_s) / (job.output - 1) if job.output > 1 else 0.0
-        self._ended(JobResult(job, first_s - job.at_s, tpot_s, now_s, "", entry.parts))
+        self._ended(JobResult(job, first_s - job.at_s, tpot_s, now_s, "", entry.parts, entry.moved_bytes))
 
 
 # Effects that are not listed (logs, metrics) are ignored.
@@ -329,6 +351,7 @@ EFFECT_HANDLERS: dict[type[RelayEffect], Callable[..., None]] = {
     SendMessage: SimGateway._send_to_worker,
     DeliverTokens: SimGateway._on_deliver,
     StageDurations: SimGateway._on_durations,
+    KvMoved: SimGateway._on_moved,
     FinishRequest: SimGateway._on_end,
     FailRequest: SimGateway._on_end,
     RequestCancelled: SimGateway._on_end,

@@ -8,7 +8,7 @@ none. KV that is announced during prefill is sent at once, but arrives at the ea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import prod
@@ -96,14 +96,17 @@ def make_ticket(order: Admit | Fetch, num_tokens: int) -> Ticket:
 
 
 class SimFetcher:
-    """The requests whose KV one engine fetches: those that wait for room, and those whose transfer runs."""
+    """The requests whose KV one engine fetches: those that wait for room, and those whose transfer runs.
+
+    `chunk_bytes` are by the name of the KV class's arena (`engine.sequence.EngineLimits.kv_classes`).
+    """
 
     def __init__(
         self,
         name: str,
         engine: SimEngine,
         links: SimLinks,
-        chunk_bytes: int,
+        chunk_bytes: Mapping[str, int],
         send: Callable[[Any], None],
         landed: Callable[[SimArrival], None],
     ) -> None:
@@ -165,9 +168,9 @@ class SimFetcher:
 
     def _start_transfer(self, arrival: SimArrival, held: list[int], now_s: float) -> None:
         """Reserves slabs for the chunks that are not cached here, and pulls these chunks."""
-        key, holdings = arrival.seq.key, self.engine.holdings
+        key, arena = arrival.seq.key, self.engine.table.arena_of(arrival.seq)
         arrival.steps = hand_off(arrival.ticket, arrival.num_slabs, _always_matches, dict(enumerate(held)))
-        reserve = {ReserveSlabs: lambda effect: holdings.allocate(key, effect.num_slabs)}
+        reserve = {ReserveSlabs: lambda effect: arena.allocate(key, effect.num_slabs)}
         arrival.pending = perform_effects(arrival.steps, reserve)
         if isinstance(arrival.pending, PullAhead):
             self._pull_early(arrival)
@@ -203,7 +206,11 @@ class SimFetcher:
         """Starts the transfer of `count` chunks. It ends at `ready_s` at the earliest, when the chunks are computed."""
         arrival.parts += 1
         there = partial(self._on_part_copied, arrival, arrival.parts, ready_s)
-        arrival.sent[arrival.parts] = self.links.start(source, self.name, count * self.chunk_bytes, there)
+        num_bytes = count * self._chunk_bytes(arrival)
+        arrival.sent[arrival.parts] = self.links.start(source, self.name, num_bytes, there)
+
+    def _chunk_bytes(self, arrival: SimArrival) -> int:
+        return self.chunk_bytes[self.engine.limits.arena_name(arrival.seq)]
 
     def _on_part_copied(self, arrival: SimArrival, part: int, ready_s: float) -> None:
         if arrival.stopped:
@@ -266,7 +273,7 @@ class SimFetcher:
             "hidden": max(0.0, began_s - arrival.reserved_s),
             "exposed": now_s - began_s,
         }
-        num_bytes = outcome.num_pulled * self.chunk_bytes
+        num_bytes = outcome.num_pulled * self._chunk_bytes(arrival)
         self._send(Pulled(arrival.seq.id, arrival.seq.epoch, "simulated", num_bytes, seconds))
 
     def _stop_transfer(self, arrival: SimArrival, now_s: float) -> None:

@@ -20,7 +20,8 @@ Not simulated:
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
@@ -49,6 +50,7 @@ from planner.types import (
     InstancePool,
     Job,
     JobResult,
+    KvClass,
     LinkSpec,
     Placement,
     StepBatch,
@@ -102,8 +104,9 @@ class SimDeployment:
 
     The placement describes one cell. There are `cells` equal ones, each with its own gateway; a request goes to the
     cell with the fewest requests per device. Colocated pools beside others form a separate cell. `link` is the port of
-    each instance (`planner.sim.exact.links`), `token_bytes` the KV bytes per token. A request takes `gateway_s` seconds
-    to reach the relay, each message to or from a worker `hop_s`. `max_tokens` is what clients ask for (None: exactly
+    each instance (`planner.sim.exact.links`), `token_bytes` the KV bytes per token. With `kv_classes`, of which there
+    are several, each instance has a pool for each, with the bytes of that class. A request takes `gateway_s` seconds to
+    reach the relay, each message to or from a worker `hop_s`. `max_tokens` is what clients ask for (None: exactly
     the length of their answer). `local_prefill` is the gateway's setting; with "auto", steps of decode instances are
     kept within `tpot_s`. With `handling`, each gateway has a CPU that does one thing at a time and shares `cores` with
     its workers' steps (of instances with a rhythm and one stage); every step is then simulated by itself.
@@ -113,6 +116,7 @@ class SimDeployment:
     machines: tuple[InstanceSpec, ...]
     link: LinkSpec = field(default_factory=LinkSpec)
     token_bytes: float = 0.0
+    kv_classes: tuple[KvClass, ...] = ()
     gateway_s: float = 0.0
     hop_s: float = 0.0
     max_model_len: int = 1 << 20
@@ -228,6 +232,28 @@ class ExactSimulation:
         self.agenda = EventQueue()
         self.gateways: list[SimGateway] = []
         self.links: list[SimLinks] = []
+        self._class_names = {one.name for one in deployment.kv_classes}
+
+    @property
+    def preempted(self) -> Counter[str]:
+        """Preemptions by KV class; under "" if there is only one."""
+        found: Counter[str] = Counter()
+        for engine in self._engines():
+            found.update(engine.preempted)
+        return found
+
+    @property
+    def most_used(self) -> dict[str, int]:
+        """Slabs of each KV class that an engine held at one time, at most; under "" if there is only one."""
+        found: dict[str, int] = {}
+        for engine in self._engines():
+            for name, count in engine.most_used.items():
+                found[name] = max(count, found.get(name, 0))
+        return found
+
+    def _engines(self) -> Iterator[SimEngine]:
+        workers = (worker for gateway in self.gateways for worker in gateway.workers.values())
+        return (engine for worker in workers for engine in worker.engines)
 
     def run(self, jobs: Iterable[Job]) -> None:
         """Serves all jobs to the end.
@@ -254,6 +280,8 @@ class ExactSimulation:
 
     def _route_to_cell(self, job: Job, coming: Iterator[Job], number: int) -> None:
         """Sends an arriving job to the least loaded gateway, and schedules the next arrival."""
+        if job.kv_class and self._class_names and job.kv_class not in self._class_names:
+            raise ValueError(f"no instance has a pool for KV of the class {job.kv_class!r}")
         gateway = min(self.gateways, key=attrgetter("load"))
         gateway.coming += 1
         self.agenda.at(self.agenda.now_s + self.deployment.gateway_s, gateway.arrive, job, number)
@@ -292,6 +320,7 @@ class ExactSimulation:
             deployment.beat_s,
             deployment.prefix_caching,
             deployment.handling,
+            bool(deployment.kv_classes),
         )
         links, cores = SimLinks(self.agenda, deployment.link), SimCores(deployment.cores)
         gateway = SimGateway(
@@ -312,10 +341,15 @@ class ExactSimulation:
         name = f"{role}-{sum(worker.role == role for worker in gateway.workers.values())}"
         deployment, rhythm = self.deployment, machine.rhythm
         stages = PipelineStages(machine.cost, pool.split.pp, machine.step_s, rhythm, cores)
-        limits = _engine_limits(machine, pool.split.pp, deployment.max_model_len)
+        limits = _engine_limits(machine, pool.split.pp, deployment.max_model_len, deployment.kv_classes)
         skips = self.skips and pool.split.pp == 1 and rhythm is None and deployment.handling is None
-        engines = [SimEngine(limits, stages, deployment.prefix_caching, skips) for _ in range(pool.split.pp)]
-        chunk_bytes = round(deployment.token_bytes * CHUNK_TOKENS)
+        work = {one.name: one.work for one in deployment.kv_classes}
+        engines = [
+            SimEngine(limits, stages, deployment.prefix_caching, skips, work) for _ in range(pool.split.pp)
+        ]
+        chunk_bytes = {one.name: round(one.token_bytes * CHUNK_TOKENS) for one in deployment.kv_classes} or {
+            "": round(deployment.token_bytes * CHUNK_TOKENS)
+        }
         worker = SimWorker(name, role, engines, self.agenda, links, chunk_bytes, gateway.on_message)
         gateway.add_worker(worker, limits.num_slabs * pool.split.pp, deployment.max_model_len)
 
@@ -344,11 +378,21 @@ def _rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-def _engine_limits(machine: InstanceSpec, stages: int, max_model_len: int) -> EngineLimits:
+def class_slabs(machine: InstanceSpec, kv_classes: Sequence[KvClass], stages: int = 1) -> dict[str, int]:
+    """The slabs that one of the `stages` batches of an instance has for each KV class."""
+    return {
+        one.name: max(1, int(machine.kv_tokens * one.room) // CHUNK_TOKENS // stages) for one in kv_classes
+    }
+
+
+def _engine_limits(
+    machine: InstanceSpec, stages: int, max_model_len: int, kv_classes: Sequence[KvClass]
+) -> EngineLimits:
     """The limits of one of the `stages` batches in a pipeline: its share of memory and seats."""
     seats = max(1, machine.max_num_seqs // stages)
+    arenas = class_slabs(machine, kv_classes, stages)
     return EngineLimits(
-        num_slabs=max(1, machine.kv_tokens // CHUNK_TOKENS // stages),
+        num_slabs=sum(arenas.values()) or max(1, machine.kv_tokens // CHUNK_TOKENS // stages),
         max_model_len=max_model_len,
         max_num_seqs=seats,
         max_num_batched_tokens=max(seats, machine.max_num_batched_tokens),
@@ -357,6 +401,7 @@ def _engine_limits(machine: InstanceSpec, stages: int, max_model_len: int) -> En
         max_waiting_tokens=1 << 50,
         saturation_tokens=machine.saturation_tokens,
         tpot_s=machine.tpot_s,
+        arena_slabs=arenas,
     )
 
 
@@ -375,6 +420,10 @@ def _check_deployment(deployment: SimDeployment) -> None:
             f"{deployment.placement or 'an empty placement'} cannot serve requests",
             "it needs a prefill and a decode pool, or a colocated one",
             "add the pool that is missing",
+        )
+    if len(deployment.kv_classes) == 1:
+        raise ValueError(
+            "a deployment with one KV class names none: `token_bytes` and its rooms are of that class"
         )
     if deployment.cores < 1:
         raise ConfigError(

@@ -6,7 +6,7 @@ its own share of the memory. A sequence joins the batch with the least work at i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ class SimOrder:
 
 
 class SimWorker:
-    """One instance. `send` sends a message to its gateway."""
+    """One instance. `send` sends a message to its gateway, `chunk_bytes` are by the name of the KV class's arena."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SimWorker:
         engines: list[SimEngine],
         agenda: EventQueue,
         links: SimLinks,
-        chunk_bytes: int,
+        chunk_bytes: Mapping[str, int],
         send: Callable[[str, Any, float], None],
     ) -> None:
         self.name, self.role, self.engines, self.agenda = name, role, engines, agenda
@@ -253,7 +253,7 @@ class SimWorker:
             if one.held:
                 task = one.task
                 self.leases[task.key] = engine
-                num_bytes = len(task.slabs) * self.chunk_bytes
+                num_bytes = len(task.slabs) * self.chunk_bytes[engine.limits.arena_name(task)]
                 self._send_message(Offer(task.id, task.epoch, self.name.encode(), task.computed, num_bytes))
 
     def _send_message(self, what: Any, at_s: float | None = None) -> None:

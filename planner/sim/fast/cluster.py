@@ -6,7 +6,7 @@ KV memory and links. It does not run Diptych's scheduler and router; `planner.si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 
 from planner.sim.fast.grouped_pipeline import GroupedPipeline
@@ -21,6 +21,7 @@ from planner.types import (
     InstancePool,
     Job,
     JobResult,
+    KvClass,
     LinkSpec,
     Parallelism,
     Placement,
@@ -30,6 +31,8 @@ CostLookup = Mapping[Parallelism, CostModel] | Callable[[InstancePool], CostMode
 RoomLookup = Mapping[Parallelism, float] | Callable[[InstancePool], float]
 
 INSTANT_LINK = LinkSpec()
+# The pool of a class of KV that no instance has.
+NO_POOL = -1
 
 
 def simulate_fast(
@@ -42,12 +45,15 @@ def simulate_fast(
     link: LinkSpec = INSTANT_LINK,
     token_bytes: float = 0.0,
     single: bool = False,
+    kv_classes: Sequence[KvClass] = (),
 ) -> list[JobResult]:
     """Simulates `jobs` and returns their results in the same order.
 
     Args:
         costs, kv_tokens: step cost and KV capacity of an instance, by split or by pool; no `kv_tokens`: unlimited.
         link, token_bytes: the KV link, and the KV bytes of one token.
+        kv_classes: several classes of KV; each instance has a pool for each, and `token_bytes` is not used. A job that
+            names none gets the first.
         single: simulates each decode step by itself, and lets rows go round pipeline stages in groups, as DistServe's
             simulator does. Without stages the results are the same, only slower to compute.
 
@@ -55,12 +61,14 @@ def simulate_fast(
     the fewest rows. Its KV then goes to the decode instance with the fewest rows, which pulls it when it has memory for
     the longest possible answer. Until then the KV stays at its prefill instance, where prompts without memory wait. An
     instance's end of the link carries one transfer at a time; without prefill instances KV comes from outside. A job
-    that fits no instance fails with "kv".
+    that fits no instance, or is of a class that there is not, fails with "kv".
 
     Rows that alternate (`InstanceLimits`), and colocated instances with stages that prefill whole prompts, are
     simulated as with `single`. All other pipelines share their rows evenly among the stages.
     """
-    return FastCluster(placement, costs, limits, kv_tokens, link, token_bytes, single).serve_jobs(jobs)
+    return FastCluster(placement, costs, limits, kv_tokens, link, token_bytes, single, kv_classes).serve_jobs(
+        jobs
+    )
 
 
 class FastCluster:
@@ -75,9 +83,12 @@ class FastCluster:
         link: LinkSpec,
         token_bytes: float,
         single: bool,
+        kv_classes: Sequence[KvClass] = (),
     ) -> None:
-        self.clock, self.limits = EventClock(), limits
-        self._link, self._token_bytes = link, token_bytes
+        self.clock, self.limits, self._link = EventClock(), limits, link
+        classes = kv_classes or (KvClass("", 1.0, token_bytes, 1.0),)
+        self.rooms = tuple(one.room for one in classes)
+        self._classes, self._pools = classes, {one.name: pool for pool, one in enumerate(classes)}
         self._single = single or limits.rotates_rows
         self._served: list[JobResult | None] = []
         made: dict[str, list[FastInstance]] = {PREFILL: [], DECODE: [], BOTH: []}
@@ -109,7 +120,8 @@ class FastCluster:
         """Simulates `jobs` until all have ended; results are in the order of `jobs`."""
         again = self.limits.first_again
         runs = [
-            FastRequest(index, job, job.output if again else job.output - 1) for index, job in enumerate(jobs)
+            self._make_request(index, job, job.output if again else job.output - 1)
+            for index, job in enumerate(jobs)
         ]
         self._served = [None] * len(runs)
         self.clock.run_all(sorted(runs, key=lambda run: run.job.at_s), self._dispatch_prompt)
@@ -117,26 +129,31 @@ class FastCluster:
         assert not lost, f"{len(lost)} requests never ended"
         return [served for served in self._served if served is not None]
 
+    def _make_request(self, index: int, job: Job, steps: int) -> FastRequest:
+        """A request in progress, with the pool of its class; with one class all requests are of that."""
+        pool = self._pools.get(job.kv_class, NO_POOL) if job.kv_class and len(self._classes) > 1 else 0
+        return FastRequest(index, job, steps, pool, self._classes[pool].work)
+
     def _dispatch_prompt(self, run: FastRequest) -> None:
         """Sends a prompt to the instance that would prefill it first; without prefill instances, to decoding."""
         run.began_s = run.first_s = run.ready_s = run.moved_s = self.clock.now_s
         able = [prefiller for prefiller in self._prefillers if self._can_serve(prefiller, run)]
         if able:
             min(able, key=lambda prefiller: prefiller.wait_s(run)).enqueue_prompt(run)
-        elif self._prefillers or not self._can_move(run):
+        elif self._prefillers or run.pool == NO_POOL or not self._can_move(run):
             self._served[run.index] = JobResult(run.job, inf, inf, self.clock.now_s, "kv")
         else:
             self._start_handoff(run)
 
     def _can_serve(self, prefiller: FastInstance, run: FastRequest) -> bool:
         """Whether the request can be prefilled on this instance and then decoded somewhere."""
-        fits = prefiller.kv_needed(run) <= prefiller.capacity
+        fits = run.pool != NO_POOL and prefiller.kv_needed(run) <= prefiller.capacity[run.pool]
         return fits and (prefiller.role == BOTH or self._can_move(run))
 
     def _can_move(self, run: FastRequest) -> bool:
         """Whether some decode instance has memory for the request, or no decoding is needed."""
         return not self._needs_decode(run) or any(
-            run.total_tokens <= decoder.capacity for decoder in self._decoders
+            run.total_tokens <= decoder.capacity[run.pool] for decoder in self._decoders
         )
 
     def _needs_decode(self, run: FastRequest) -> bool:
@@ -148,7 +165,7 @@ class FastCluster:
         run.first_s = run.ready_s = run.moved_s = self.clock.now_s
         if not self._needs_decode(run):
             self._end_request(run)
-            at.release_kv(at.kv_needed(run))
+            at.release_kv(run, at.kv_needed(run))
         elif at.role == BOTH:
             at.seats += 1
             at.start_decode(run)
@@ -161,28 +178,45 @@ class FastCluster:
         if not self._needs_decode(run):
             self._end_request(run)
             return
-        able = (decoder for decoder in self._decoders if run.total_tokens <= decoder.capacity)
+        able = (decoder for decoder in self._decoders if run.total_tokens <= decoder.capacity[run.pool])
         target = min(able, key=lambda decoder: (decoder.seats + 1) * decoder.row_s)
         target.seats += 1
         target.pulls.append(run)
         self._pull_ready(target)
 
     def _pull_ready(self, target: FastInstance) -> None:
-        """Starts the transfers at the head of the queue whose KV fits into memory."""
-        while target.pulls and target.pulls[0].total_tokens <= target.free:
-            run = target.pulls.popleft()
-            target.free -= run.total_tokens
-            run.ready_s = self.clock.now_s
-            taken_s = run.prompt * self._token_bytes / self._link.bytes_per_s
-            if taken_s + self._link.latency_s <= 0:
-                self._on_moved((run, target))
-                continue
-            # Without prefill instances the KV comes from outside, so only the target's port is occupied.
-            source = run.source or target
-            # A port carries one transfer at a time, so the transfer begins when both ends are free.
-            begin_s = max(self.clock.now_s, target.port_s, source.port_s)
-            target.port_s = source.port_s = begin_s + taken_s
-            self.clock.schedule_at(begin_s + taken_s + self._link.latency_s, self._on_moved, (run, target))
+        """Starts the transfers at the head of the queue whose KV fits into memory.
+
+        Requests that find their pool full are passed by those of other pools.
+        """
+        pulls, full, passed = target.pulls, set[int](), list[FastRequest]()
+        while pulls and len(full) < len(target.free):
+            run = pulls.popleft()
+            if run.pool in full or run.total_tokens > target.free[run.pool]:
+                full.add(run.pool)
+                passed.append(run)
+            else:
+                target.free[run.pool] -= run.total_tokens
+                self._start_transfer(run, target)
+        pulls.extendleft(reversed(passed))
+
+    def _start_transfer(self, run: FastRequest, target: FastInstance) -> None:
+        """The request's KV goes over the link as soon as both ends are free."""
+        run.ready_s = self.clock.now_s
+        taken_s = self._kv_bytes(run) / self._link.bytes_per_s
+        if taken_s + self._link.latency_s <= 0:
+            self._on_moved((run, target))
+            return
+        # Without prefill instances the KV comes from outside, so only the target's port is occupied.
+        source = run.source or target
+        # A port carries one transfer at a time, so the transfer begins when both ends are free.
+        begin_s = max(self.clock.now_s, target.port_s, source.port_s)
+        target.port_s = source.port_s = begin_s + taken_s
+        self.clock.schedule_at(begin_s + taken_s + self._link.latency_s, self._on_moved, (run, target))
+
+    def _kv_bytes(self, run: FastRequest) -> float:
+        """Bytes of the KV of the prompt, as they are moved."""
+        return run.prompt * self._classes[run.pool].token_bytes
 
     def _on_moved(self, what: tuple[FastRequest, FastInstance]) -> None:
         """KV has arrived: decoding starts, and the prefill instance frees its memory."""
@@ -190,13 +224,13 @@ class FastCluster:
         run.moved_s = self.clock.now_s
         target.start_decode(run)
         if run.source is not None:
-            run.source.release_kv(run.source.kv_needed(run))
+            run.source.release_kv(run, run.source.kv_needed(run))
 
     def on_finished(self, run: FastRequest, at: FastInstance) -> None:
         """The last token is generated: frees the seat and memory, and starts waiting transfers."""
         self._end_request(run)
         at.seats -= 1
-        at.release_kv(run.total_tokens)
+        at.release_kv(run, run.total_tokens)
         if at.pulls:
             self._pull_ready(at)
 
@@ -211,4 +245,7 @@ class FastCluster:
             "transfer": run.moved_s - run.ready_s,
             "decode": now_s - run.moved_s,
         }
-        self._served[run.index] = JobResult(job, run.first_s - job.at_s, tpot_s, now_s, "", parts)
+        moved_bytes = 0.0 if run.source is None else self._kv_bytes(run)
+        self._served[run.index] = JobResult(
+            job, run.first_s - job.at_s, tpot_s, now_s, "", parts, moved_bytes
+        )

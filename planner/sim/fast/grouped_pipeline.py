@@ -24,10 +24,12 @@ class _RowGroup:
     `steps_done` counts the group's steps; `members` may include finished rows.
     """
 
-    __slots__ = ("context", "due", "members", "rows", "steps_done")
+    __slots__ = ("context", "due", "growth", "members", "rows", "steps_done")
 
     def __init__(self) -> None:
-        self.rows = self.context = self.steps_done = 0
+        self.rows = self.steps_done = 0
+        # Tokens of context as their classes of KV make them cost, and by how many they grow with each step.
+        self.context = self.growth = 0.0
         self.due: dict[int, list[FastRequest]] = {}
         self.members: list[FastRequest] = []
 
@@ -37,16 +39,18 @@ class _RowGroup:
         self.due.setdefault(run.ends, []).append(run)
         self.members.append(run)
         self.rows += 1
-        self.context += run.prompt + run.steps - steps
+        self.context += (run.prompt + run.steps - steps) * run.work.context
+        self.growth += run.work.context
 
     def step(self) -> list[FastRequest]:
         """Generates one token for each row; returns the requests that are finished by it, which leave the group."""
         self.steps_done += 1
-        self.context += self.rows
+        self.context += self.growth
         over = self.due.pop(self.steps_done, [])
         self.rows -= len(over)
         for run in over:
-            self.context -= run.prompt + run.steps
+            self.context -= (run.prompt + run.steps) * run.work.context
+            self.growth -= run.work.context
         if len(self.members) > 2 * self.rows + 8:
             self.members = self.present()
         return over
@@ -72,6 +76,7 @@ class _RowGroup:
         self.members[place:place] = moved
         self.rows += gone.rows
         self.context += gone.context
+        self.growth += gone.growth
 
     def part(self, rows: float, tokens: float) -> tuple[_RowGroup, _RowGroup]:
         """Splits the group: the first members, at most `rows` with `tokens` of context after the step, and the rest."""

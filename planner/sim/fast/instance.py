@@ -9,9 +9,10 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any, Protocol
 
-from planner.types import BOTH, CostModel, Job, StepBatch
+from planner.types import BOTH, CostModel, Job, KvClassWork, StepBatch
 
 EventCall = Callable[[Any], None]
+SAME_WORK = KvClassWork()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +56,22 @@ class FastRequest:
     """A request in progress.
 
     `total_tokens` is the number of prompt and output tokens, the most KV that it needs.
-    `steps` is its number of decode steps.
+    `steps` is its number of decode steps. `pool` is the number of the pool for its class of KV, and `work` says what
+    work on that KV costs.
 
     The times are: begin of prefill, first token, memory for KV available, and KV transferred.
     """
 
     __slots__ = (
-        "began_s", "done", "ends", "first_s", "index", "job", "moved_s", "prompt", "ready_s", "source", "steps",
-        "total_tokens",
+        "began_s", "done", "ends", "first_s", "index", "job", "moved_s", "pool", "prompt", "ready_s", "source", "steps",
+        "total_tokens", "work",
     )  # fmt: skip
 
-    def __init__(self, index: int, job: Job, steps: int) -> None:
+    def __init__(
+        self, index: int, job: Job, steps: int, pool: int = 0, work: KvClassWork = SAME_WORK
+    ) -> None:
         self.index, self.job, self.prompt, self.steps = index, job, job.prompt, steps
+        self.pool, self.work = pool, work
         self.total_tokens = job.prompt + job.output
         # Number of the step, in its group, with which it is finished.
         self.ends = 0
@@ -115,6 +120,8 @@ class InstanceListener(Protocol):
 
     clock: EventClock
     limits: InstanceLimits
+    # By pool: how many tokens it holds for each token of an instance's `kv_tokens`.
+    rooms: tuple[float, ...]
 
     def on_prefilled(self, run: FastRequest, at: FastInstance) -> None:
         """The prompt of `run` has been prefilled on the instance `at`."""
@@ -124,11 +131,12 @@ class InstanceListener(Protocol):
 
 
 class FastInstance:
-    """One copy of the model: a queue of prompts, memory for `free` more tokens of KV, and rows that decode."""
+    """One copy of the model: a queue of prompts, memory for `free` more tokens of KV by pool, and rows that decode."""
 
     def __init__(self, fleet: InstanceListener, role: str, cost: CostModel, kv_tokens: float) -> None:
         self.fleet, self.clock, self.role, self.cost = fleet, fleet.clock, role, cost
-        self.capacity = self.free = kv_tokens
+        self.capacity = [kv_tokens * room for room in fleet.rooms]
+        self.free = list(self.capacity)
         # Prompts that wait for prefill.
         self.queue: deque[FastRequest] = deque()
         # Requests that were prefilled elsewhere and whose KV has no room here yet.
@@ -162,9 +170,9 @@ class FastInstance:
         self.queued_tokens += run.prompt
         self.wake()
 
-    def release_kv(self, tokens: int) -> None:
-        """Frees `tokens` of KV memory; prompts may have waited for it."""
-        self.free += tokens
+    def release_kv(self, run: FastRequest, tokens: int) -> None:
+        """Frees `tokens` of the KV memory of `run`; prompts may have waited for it."""
+        self.free[run.pool] += tokens
         if self.queue:
             self.wake()
 
@@ -174,27 +182,41 @@ class FastInstance:
 
     def can_begin(self, run: FastRequest) -> bool:
         """Whether `run`'s prompt may begin: memory is free, and on a colocated instance also a seat."""
-        if self.role == BOTH and self.seats + self.prefilling >= self.fleet.limits.decode_rows:
+        if self.waits_for_seat():
             return False
-        return self.kv_needed(run) <= self.free
+        return self.kv_needed(run) <= self.free[run.pool]
+
+    def waits_for_seat(self) -> bool:
+        """Whether no prompt may begin here, whatever its class of KV, since all seats are taken."""
+        return self.role == BOTH and self.seats + self.prefilling >= self.fleet.limits.decode_rows
 
     def begin_prompt(self, run: FastRequest) -> None:
         """Reserves memory for `run`'s prompt and notes the begin of its prefill."""
-        self.free -= self.kv_needed(run)
+        self.free[run.pool] -= self.kv_needed(run)
         self.prefilling += 1
         run.began_s = self.clock.now_s
 
     def take_batch(self) -> list[FastRequest]:
-        """Takes the prompts of the next batch from the queue, in order, up to the first one that does not fit."""
+        """Takes the prompts of the next batch from the queue, in order, up to the first one that does not fit.
+
+        Prompts that find their pool full are passed by those of other pools.
+        """
         queue, most, tokens = self.queue, self.fleet.limits.prefill_tokens, 0
         batch: list[FastRequest] = []
+        full, passed = FullPools(self), list[FastRequest]()
         while queue:
             run = queue[0]
-            if not self.can_begin(run) or (batch and tokens + run.prompt > most):
+            if batch and tokens + run.prompt > most and run.pool not in full:
                 break
+            if run.pool in full or not self.can_begin(run):
+                if full.is_last(run):
+                    break
+                passed.append(queue.popleft())
+                continue
             tokens += run.prompt
             self.begin_prompt(run)
             batch.append(queue.popleft())
+        queue.extendleft(reversed(passed))
         return batch
 
     def finish_prefill(self, batch: list[FastRequest]) -> None:
@@ -205,12 +227,27 @@ class FastInstance:
             self.fleet.on_prefilled(run, self)
 
 
+class FullPools:
+    """The pools of an instance that are full, as far as a look through its queue has found."""
+
+    def __init__(self, instance: FastInstance) -> None:
+        self._instance, self._pools = instance, set[int]()
+
+    def __contains__(self, pool: int) -> bool:
+        return pool in self._pools
+
+    def is_last(self, run: FastRequest) -> bool:
+        """`run` cannot begin. Returns whether no other request can either: all pools are full, or all seats taken."""
+        self._pools.add(run.pool)
+        return len(self._pools) == len(self._instance.free) or self._instance.waits_for_seat()
+
+
 def prefill_batch(batch: Sequence[FastRequest]) -> StepBatch:
     """The batch of a step that prefills whole prompts."""
-    tokens, squares = 0, 0.0
+    tokens, squares = 0.0, 0.0
     for run in batch:
-        tokens += run.prompt
-        squares += run.prompt * run.prompt
+        tokens += run.prompt * run.work.token
+        squares += run.prompt * run.prompt * run.work.square
     return StepBatch(tokens, squares)
 
 

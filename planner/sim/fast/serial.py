@@ -9,7 +9,13 @@ from collections import deque
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
-from planner.sim.fast.instance import FastInstance, FastRequest, InstanceListener, prefill_batch
+from planner.sim.fast.instance import (
+    FastInstance,
+    FastRequest,
+    FullPools,
+    InstanceListener,
+    prefill_batch,
+)
 from planner.types import PREFILL, CostModel, StepBatch
 
 # If step times deviate from a straight line by at most this share, the steps are summed in closed form.
@@ -35,7 +41,9 @@ class SerialInstance(FastInstance):
         # A heap of (step with which the request is finished, number of the request, request).
         self._due: list[tuple[int, int, FastRequest]] = []
         self._joins: deque[FastRequest] = deque()
-        self._rows = self._context = self._step_number = 0
+        self._rows = self._step_number = 0
+        # Tokens of context as their classes of KV make them cost, and by how many they grow with each step.
+        self._context = self._growth = 0.0
         self._busy = False
         # The current run of decode steps, scheduled as one event: their number, their begin, the time of the first
         # step, and the growth of each further step.
@@ -64,7 +72,8 @@ class SerialInstance(FastInstance):
             run = joins.popleft()
             run.ends = self._step_number + run.steps
             heappush(self._due, (run.ends, run.index, run))
-            self._context += run.prompt
+            self._context += run.prompt * run.work.context
+            self._growth += run.work.context
             self._rows += 1
 
     def _start_step(self, _: object) -> None:
@@ -102,7 +111,7 @@ class SerialInstance(FastInstance):
 
     def _decode_s(self, steps: int) -> float:
         """Seconds of the decode step that follows after `steps` further steps."""
-        rows, context = self._rows, self._context + steps * self._rows
+        rows, context = self._rows, self._context + steps * self._growth
         if self._stages > 1:
             parts = min(self._stages, rows)
             rows, context = -(-rows // parts), context // parts
@@ -169,39 +178,48 @@ class SerialInstance(FastInstance):
     def _advance_rows(self, steps: int) -> None:
         """Adds the given number of tokens to every row; finished rows leave."""
         self._step_number += steps
-        self._context += steps * self._rows
+        self._context += steps * self._growth
         while self._due and self._due[0][0] <= self._step_number:
             run = heappop(self._due)[2]
             self._rows -= 1
-            self._context -= run.prompt + run.steps
+            self._context -= (run.prompt + run.steps) * run.work.context
+            self._growth -= run.work.context
+            if not self._rows:
+                # What rounding has left.
+                self._context = self._growth = 0.0
             self.fleet.on_finished(run, self)
 
     def _start_mixed(self) -> bool:
         """Starts a step of all rows and slices of the first prompts; False if no prompt token fits."""
         budget = self._prompt_budget()
-        # The part of each stage as (prompt tokens, sum of squares).
-        parts = [(0, 0.0)] * self._stages
+        # The part of each stage as (prompt tokens, these as they cost, sum of squares as they cost).
+        parts = [(0, 0.0, 0.0)] * self._stages
         over, kept = list[FastRequest](), list[FastRequest]()
-        queue = self.queue
+        queue, full = self.queue, FullPools(self)
         while queue and (least := min(parts))[0] < budget:
             run = queue[0]
             if not run.done:
-                if not self.can_begin(run):
-                    break
+                if run.pool in full or not self.can_begin(run):
+                    if full.is_last(run):
+                        break
+                    # Its pool is full: those of other pools pass it by.
+                    kept.append(queue.popleft())
+                    continue
                 self.begin_prompt(run)
-            tokens, squares = least
+            tokens, costing, squares = least
             cut = min(run.prompt - run.done, budget - tokens)
-            end = run.done + cut
-            parts[parts.index(least)] = tokens + cut, squares + (end * end - run.done * run.done)
+            end, work = run.done + cut, run.work
+            squares += (end * end - run.done * run.done) * work.square
+            parts[parts.index(least)] = tokens + cut, costing + cut * work.token, squares
             run.done = end
             (over if end == run.prompt else kept).append(queue.popleft())
         queue.extendleft(reversed(kept))
-        times_s = [self._mixed_s(*part) for part in parts if part[0]]
+        times_s = [self._mixed_s(*part[1:]) for part in parts if part[0]]
         if times_s:
             self.clock.schedule_at(self.clock.now_s + max(times_s), self._on_mixed, over)
         return bool(times_s)
 
-    def _mixed_s(self, tokens: int, squares: float) -> float:
+    def _mixed_s(self, tokens: float, squares: float) -> float:
         """Seconds of a part with `tokens` prompt tokens and its share of the rows, through all stages."""
         parts = max(1, min(self._stages, self._rows))
         return self.cost.step_s(StepBatch(tokens, squares, -(-self._rows // parts), self._context // parts))
@@ -222,8 +240,9 @@ class SerialInstance(FastInstance):
 
     def _fits_step_limit(self, tokens: int) -> bool:
         """Whether a part with this many tokens of the first prompt stays within `step_s`."""
-        done = self.queue[0].done
-        return self._mixed_s(tokens, float((done + tokens) ** 2 - done**2)) <= self.fleet.limits.step_s
+        done, work = self.queue[0].done, self.queue[0].work
+        squares = float((done + tokens) ** 2 - done**2)
+        return self._mixed_s(tokens * work.token, squares * work.square) <= self.fleet.limits.step_s
 
     def _on_mixed(self, over: list[FastRequest]) -> None:
         """A mixed step has ended; `over` are the prompts whose prefill it completed."""

@@ -7,9 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner import hardware
+from planner.costs.kv_classes import kv_class_notes, read_classes, shared_kv_classes
 from planner.costs.kv_codec import code_profile, codec_note, with_kv_codec
 from planner.costs.model import ModelDims, find_model
 from planner.costs.profile import CostProfile
@@ -40,7 +42,8 @@ def simulated_deployment(options: SimulateOptions, tpot_s: float) -> SimDeployme
     Raises:
         ConfigError: a flag cannot be used, the model does not fit, or there is no such device.
     """
-    profile, codec = _measured_profile(options), options.kv_cache_codec
+    profile, several = _measured_profile(options), read_classes(options.kv_cache_codec)
+    codec = RAW_CLASS if several else options.kv_cache_codec
     shape = with_kv_codec(find_model(options.model), codec) if profile is None else profile.model
     if options.placement is None:
         raise ConfigError("--placement is missing", "it says what is simulated", '--placement "1P + 1D"')
@@ -59,6 +62,7 @@ def simulated_deployment(options: SimulateOptions, tpot_s: float) -> SimDeployme
         chunked_prefill=options.enable_chunked_prefill,
         prefix_caching=options.enable_prefix_caching,
         local_prefill=_local_prefill(options, placement),
+        kv_classes=shared_kv_classes(profiles.values(), options.kv_cache_codec),
     )
     bound = _tpot_bound_pools(options, placement)
     budget_s = _step_budget_s(options.tpot_budget_ms, tpot_s, placement, bool(bound))
@@ -73,12 +77,22 @@ def _measured_profile(options: SimulateOptions) -> CostProfile | None:
     """The profile that was named, for KV in the codec that was named."""
     if options.profile is None:
         return None
-    return code_profile(load_profile_of(options.profile, options.model), options.kv_cache_codec)
+    profile = load_profile_of(options.profile, options.model)
+    return profile if read_classes(options.kv_cache_codec) else code_profile(profile, options.kv_cache_codec)
 
 
-def codec_notes(options: SimulateOptions) -> tuple[str, ...]:
-    """What the report says about KV that is coded."""
+def class_profile(options: SimulateOptions) -> CostProfile:
+    """A profile that says what names of codecs mean for the model."""
+    if options.profile is not None:
+        return load_profile_of(options.profile, options.model)
+    return CostProfile(find_model(options.model), hardware.find_device(options.device))
+
+
+def codec_notes(options: SimulateOptions, what: SimDeployment, mix: Mapping[str, float]) -> tuple[str, ...]:
+    """What the report says about KV that is coded; `mix` are the shares of the requests by class."""
     profile = None if options.profile is None else load_profile_of(options.profile, options.model)
+    if what.kv_classes:
+        return kv_class_notes(what.kv_classes, mix, *([] if profile is None else [profile]))
     shape = find_model(options.model) if profile is None else profile.model
     coded = shape if shape.kv_codec else with_kv_codec(shape, options.kv_cache_codec)
     return codec_note(coded, *([] if profile is None else [profile]))

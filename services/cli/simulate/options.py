@@ -50,8 +50,14 @@ class SimulateOptions:
     kv_cache_codec: str = option_field(
         DEFAULTS.kv_cache_codec,
         "--kv-cache-codec",
-        "How KV is stored and moved, as in `diptych serve`",
+        "How KV is stored and moved, as in `diptych serve`; several with shares: raw:0.25,nuq4-1%",
         metavar="CODEC",
+    )
+    kv_mix: str | None = option_field(
+        None,
+        "--kv-mix",
+        "Share of the requests for each class: raw=0.7,nuq4-1%=0.3; default: as the trace says, else the first",
+        metavar="CLASS=SHARE,...",
     )
     max_num_seqs: int = option_field(
         DEFAULTS.max_num_seqs, "--max-num-seqs", "Requests running at once per instance", min=1

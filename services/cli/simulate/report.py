@@ -15,15 +15,17 @@ from rich.table import Table
 from diptych.errors import ConfigError
 from diptych.slo import Slo, slo_for, strictest_slo
 from planner.attainment import AttainmentCounter
-from planner.sim.exact.simulate import SimDeployment, simulate_exact
+from planner.sim.exact.simulate import ExactSimulation, SimDeployment
 from planner.types import JobResult, LinkSpec
 from services.cli.simulate.deployment import codec_notes, simulated_deployment
+from services.cli.simulate.kv_use import KvClassUse
 from services.cli.simulate.options import SimulateOptions
 from services.cli.simulate.requests import (
     ALL_KINDS,
     SimulatedRequests,
     read_requests,
     slo_by_kind,
+    with_kv_classes,
 )
 
 LATENCIES = ("ttft", "tpot", "e2e")
@@ -41,10 +43,16 @@ def simulate_samples(options: SimulateOptions) -> list[JobResult]:
     what = simulated_deployment(options, strictest_slo(slos.values()).tpot_s)
     whole, shares, paces, first = AttainmentCounter(slos), [], list[float](), list[JobResult]()
     requests = read_requests(options, slos, what.max_model_len)
-    requests = requests._replace(notes=(*requests.notes, *codec_notes(options)))
+    requests, mix = with_kv_classes(requests, options, what)
+    requests = requests._replace(notes=(*requests.notes, *codec_notes(options, what, mix)))
+    classes = KvClassUse(what)
     what = replace(what, prefix_caching=what.prefix_caching and requests.prefixes)
     for jobs in requests.samples:
-        served = sorted(simulate_exact(what, jobs), key=lambda one: one.job.at_s)
+        results = list[JobResult]()
+        run = ExactSimulation(what, results.append)
+        run.run(jobs)
+        classes.add(run, results)
+        served = sorted(results, key=lambda one: one.job.at_s)
         tally = AttainmentCounter(slos, warmup_n=options.warmup)
         for one in served:
             tally.add(one)
@@ -55,7 +63,7 @@ def simulate_samples(options: SimulateOptions) -> list[JobResult]:
         paces.append(tally.goodput_rps)
         whole.merge(tally)
         first = first or served
-    figures = _report_figures(what, whole, shares, paces, requests)
+    figures = _report_figures(what, whole, shares, paces, requests) | {"kv_classes": classes.figures()}
     if options.as_json:
         print(json.dumps(figures, indent=2))
     else:
@@ -145,6 +153,12 @@ def _print_report(
             console.print(f"left out: {whose}{left} are longer than the context of {context:,} tokens")
     for note in requests.notes:
         console.print(note)
+    for name, use in figures["kv_classes"].items():
+        rooms = ", ".join(f"{slabs:,} of {pool}" for pool, slabs in use["slabs"].items())
+        console.print(
+            f"{name}: slabs of an instance: {rooms}; {use['requests']:,} requests, {use['moved_bytes']:,} bytes moved,"
+            f" {use['preemptions']:,} preemptions"
+        )
     for why, count in figures["failed"].items():
         console.print(f"failed: {count:,} × {why}")
     console.print(_times_table(tally, None))

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from diptych.errors import ConfigError
 from diptych.slo import DEFAULT_ATTAINMENT, Slo, Slos
+from planner.sim.exact.simulate import SimDeployment
 from planner.types import Job
+from planner.workload.kv_mix import class_shares, draw_classes
 from planner.workload.traces import read_trace
 from planner.workload.workload import (
     JobSource,
@@ -21,6 +23,7 @@ from planner.workload.workload import (
     find_workload,
     rescale_arrivals,
 )
+from services.cli.plan.kv_mix import choose_kv_mix, class_resolver
 from services.cli.plan.request_kinds import (
     RequestKind,
     have_own_workloads,
@@ -28,7 +31,7 @@ from services.cli.plan.request_kinds import (
     mix_workloads,
     parse_kinds,
 )
-from services.cli.simulate.deployment import positive_ms
+from services.cli.simulate.deployment import class_profile, positive_ms
 from services.cli.simulate.options import SimulateOptions
 
 # Least and greatest rate in requests per second. Beyond them floats cannot represent the arrival times.
@@ -46,6 +49,8 @@ class SimulatedRequests(NamedTuple):
     left_out: Mapping[str, OverlongCount]
     prefixes: bool
     notes: tuple[str, ...]
+    # The share of each class of KV in the trace that is replayed or drawn from.
+    kv_shares: Mapping[str, float] = {}
 
 
 def slo_by_kind(options: SimulateOptions) -> dict[str, Slo]:
@@ -119,7 +124,11 @@ def _replay_trace(trace: Path, options: SimulateOptions, slos: Slos, context: in
     jobs = [job if job.kind in slos or not job.kind else replace(job, kind="") for job in jobs]
     shares = any(job.prefix for job in jobs)
     return SimulatedRequests(
-        [jobs if rate is None else rescale_arrivals(jobs, rate)], {ALL_KINDS: left}, shares, notes
+        [jobs if rate is None else rescale_arrivals(jobs, rate)],
+        {ALL_KINDS: left},
+        shares,
+        notes,
+        class_shares(jobs),
     )
 
 
@@ -131,10 +140,12 @@ def _draw_workload(
     left = {ALL_KINDS: asked.longer(context)}
     if slos:
         mix = WorkloadMix.of(asked, slos, context)
-        return SimulatedRequests(_draw_samples(mix, options, rate), left, _shares_prefixes(mix), ())
+        samples = _draw_samples(mix, options, rate)
+        return SimulatedRequests(samples, left, _shares_prefixes(mix), (), class_shares(asked.jobs))
     held = asked.within(context)
     notes = merged_kinds_note(held.kinds(), name)
-    return SimulatedRequests(_draw_samples(held, options, rate), left, held.shares, notes)
+    samples = _draw_samples(held, options, rate)
+    return SimulatedRequests(samples, left, held.shares, notes, class_shares(held.jobs))
 
 
 def _draw_mix(
@@ -144,7 +155,36 @@ def _draw_mix(
     mix, whole = mix_workloads(found, context)
     notes = [note for name, one in mix.workloads.items() for note in merged_kinds_note(one.kinds(), name)]
     left = {name: workload.longer(context) for name, workload in whole.items()}
-    return SimulatedRequests(_draw_samples(mix, options, rate), left, _shares_prefixes(mix), tuple(notes))
+    shares = class_shares(job for workload in mix.workloads.values() for job in workload.jobs)
+    samples = _draw_samples(mix, options, rate)
+    return SimulatedRequests(samples, left, _shares_prefixes(mix), tuple(notes), shares)
+
+
+def with_kv_classes(
+    requests: SimulatedRequests, options: SimulateOptions, what: SimDeployment
+) -> tuple[SimulatedRequests, dict[str, float]]:
+    """The requests with the class of KV of each, and the share of each class. Without several classes none is named.
+
+    A trace that is replayed keeps its classes, unless --kv-mix says otherwise.
+
+    Raises:
+        ConfigError: as `services.cli.plan.kv_mix.choose_kv_mix`.
+    """
+    classes, profile = what.kv_classes, class_profile(options)
+    mix = choose_kv_mix(options.kv_mix, classes, profile, requests.kv_shares)
+    if not classes:
+        named = sorted(name for name in requests.kv_shares if name)
+        note = f"the trace names KV of the classes {' and '.join(named)}; here all KV is {options.kv_cache_codec}"
+        return requests._replace(notes=(*requests.notes, *([note] if len(named) > 1 else []))), mix
+    resolve = class_resolver(classes, profile, "the trace")
+
+    def classed(seed: int, jobs: list[Job]) -> list[Job]:
+        if options.trace is not None and options.kv_mix is None:
+            return [replace(job, kv_class=resolve(job.kv_class)) for job in jobs]
+        return list(draw_classes(jobs, mix, seed))
+
+    samples = (classed(seed, jobs) for seed, jobs in enumerate(requests.samples))
+    return requests._replace(samples=samples), mix
 
 
 def _draw_samples(source: JobSource, options: SimulateOptions, rate: float) -> Iterator[list[Job]]:

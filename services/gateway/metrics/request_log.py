@@ -207,6 +207,7 @@ class RequestLog:
         names = {} if state.begun or not chunks else {"chunks": [self._chunk_number(name) for name in chunks]}
         state.begun = True
         fields = {"prefill": choice.prefill, "decode": choice.decode, "stage": began.staged}
+        fields["kv_class"] = began.kv_class
         self._log_request("begin", began.request, **fields, **names)
 
     def _chunk_number(self, chunk: bytes) -> int:

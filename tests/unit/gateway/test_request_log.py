@@ -44,7 +44,7 @@ STORY: list[RelayEffect] = [
     DeliverTokens("a", Output("a", 0, [5, 6])),
     AttemptRetried("a", "worker_lost", 0, 2),
     WorkerDown("d", "d/1", "test"),
-    AttemptBegan("a", 1, ChosenPair("p", "e"), True),
+    AttemptBegan("a", 1, ChosenPair("p", "e"), True, "int8.g64"),
     KvMoved("a", "p", "e", "shm", 64, 0.5, 0.4, 0.1),
     DeliverTokens("a", Output("a", 1, [7])),
     RequestQuarantined("a"),
@@ -62,7 +62,8 @@ EXPECTED: list[dict[str, Any]] = [
     {"event": "tokens", "request": "a", "epoch": 0, "count": 2, "total": 2, "worker": "d"},
     {"event": "retried", "request": "a", "epoch": 0, "code": "worker_lost", "delivered": 2},
     {"event": "down", "worker": "d", "incarnation": "d/1", "reason": "test"},
-    {"event": "begin", "request": "a", "epoch": 1, "prefill": "p", "decode": "e", "stage": True},
+    {"event": "begin", "request": "a", "epoch": 1, "prefill": "p", "decode": "e", "stage": True}
+    | {"kv_class": "int8.g64"},
     {"event": "moved", "request": "a", "epoch": 1, "source": "p", "target": "e", "num_bytes": 64}
     | {"seconds": 0.5, "hidden_s": 0.4, "exposed_s": 0.1},
     {"event": "tokens", "request": "a", "epoch": 1, "count": 1, "total": 3, "worker": "d"},

@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from types import SimpleNamespace
 from typing import Any
 
 from decode_worker.kv_fetcher import KvArrival
 from decode_worker.worker import DecodeWorker
-from diptych.chunks import CHUNK_TOKENS
+from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.messages import Heartbeat, Hello, Linked, Peer, Unpeer
 from diptych.request import Request, RequestStage, SamplingParams
 from engine.loop import Engine
 from engine.protocols import SampledToken
 from engine.scheduler import Scheduler, StepPlan
-from engine.sequence import EngineLimits
-from kvcache.allocator import KvAllocator
-from kvcache.prefix_tree import PrefixTree
-from kvcache.slab_ledger import SlabLedger
+from engine.sequence import EngineLimits, Sequence
+from kvcache.layout import Shard
 from kvtransfer.handoff import PullChunks, perform_effects
 from kvtransfer.leases import LeaseLedger
-from kvtransfer.resharding import unsharded_pool
+from kvtransfer.resharding import ShardedPool, plan_spans, unsharded_pool
+from planner.sim.exact.engine import build_allocator
 from planner.sim.exact.event_queue import ORDER_STEP, EventQueue
 from planner.sim.exact.links import SimLinks
 from planner.sim.exact.simulate import InstanceSpec, SimDeployment, _engine_limits
-from planner.types import PREFILL, CostModel, Job, StepBatch
+from planner.types import PREFILL, CostModel, Job, KvClassWork, StepBatch
 from prefill_worker.worker import PrefillWorker, TicketIssuer
 from router.effects import (
     DeliverTokens,
@@ -47,10 +46,11 @@ from router.requests.admission import Admission
 from router.requests.relay import Relay
 from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
-from tests.simulation.toy_model import LAYOUT, VirtualMemory
+from tests.simulation.toy_model import LAYOUT, VirtualMemory, toy_layout
 from worker.loop import LatestStats, WorkerLoop, WorkerRole
 
 FINGERPRINT, KEY = "live", bytes(range(32))
+WHOLE = Shard((0, LAYOUT.layers), (0, LAYOUT.kv_heads))
 TOKEN_BYTES = LAYOUT.chunk_bytes / CHUNK_TOKENS
 
 
@@ -134,11 +134,18 @@ class Line:
 class Model:
     """`StepRunner` and `StepSampler`: takes the time that a cost says, and writes token 0."""
 
-    def __init__(self, cost: CostModel, sleep: Callable[[float], None]) -> None:
-        self.cost, self.sleep = cost, sleep
+    def __init__(
+        self,
+        cost: CostModel,
+        sleep: Callable[[float], None],
+        scheduler: Scheduler,
+        work_on: Mapping[str, KvClassWork],
+    ) -> None:
+        self.cost, self.sleep, self.scheduler, self.work_on = cost, sleep, scheduler, work_on
 
     def run(self, batch: list[Any], done: Callable[[int], None] | None = None) -> list[list[int]]:
-        self.sleep(self.cost.step_s(batch_of(batch)))
+        running = self.scheduler.running.values()
+        self.sleep(self.cost.step_s(batch_of(batch, running, self.work_on)))
         if done is not None:
             done(LAYOUT.layers)
         return [[0] for _ in batch]
@@ -159,13 +166,19 @@ class Model:
         return []
 
 
-def batch_of(works: list[Any]) -> StepBatch:
-    """The sums of a step. A piece of one token is a row that writes, unless it is the first of a prompt."""
-    rows = [work for work in works if len(work.tokens) == 1 and work.start]
-    reads = [work for work in works if len(work.tokens) > 1 or not work.start]
-    squares = sum((work.start + len(work.tokens)) ** 2 - work.start**2 for work in reads)
-    tokens = sum(len(work.tokens) for work in reads)
-    return StepBatch(tokens, float(squares), len(rows), sum(work.start for work in rows))
+def batch_of(works: list[Any], running: Iterable[Sequence], work_on: Mapping[str, KvClassWork]) -> StepBatch:
+    """The sums of a step of `running` sequences. `work_on` says what work on KV of a class costs; empty: the same."""
+    owner, same = {id(seq.slabs): seq for seq in running}, KvClassWork()
+    rows, context, tokens, squares = 0, 0.0, 0.0, 0.0
+    for work in works:
+        seq, count = owner[id(work.slabs)], len(work.tokens)
+        cost = work_on.get(seq.kv_class, same)
+        if seq.decoding:
+            rows, context = rows + 1, context + cost.context * work.start
+        else:
+            tokens += cost.token * count
+            squares += cost.square * ((work.start + count) ** 2 - work.start**2)
+    return StepBatch(tokens, squares, rows, context)
 
 
 class Courier:
@@ -178,7 +191,10 @@ class Courier:
         self.landed: queue.SimpleQueue[KvArrival] = queue.SimpleQueue()
         self.error = None
         self._name, self._wires, self._say, self._wake = name, links, say, wake
-        self._payload = parts.hash_slab(0, "xxh3")
+        self._parts = parts
+        self._payloads = {
+            one.layout.kv_class: parts.hash_slab(one.span.first, "xxh3") for one in parts.arenas
+        }
 
     def link_worker(self, peer: Peer) -> None:
         link = self._wires.link
@@ -196,16 +212,18 @@ class Courier:
     def start_fetch(self, arrival: KvArrival) -> None:
         assert isinstance(arrival.effect, PullChunks)
         pull, steps = arrival.effect, arrival.handoff
+        layout = self._parts.layout_of(arrival.seq.kv_class)
+        payload = self._payloads[layout.kv_class]
 
         def there() -> None:
             assert steps is not None
             arrival.effect = perform_effects(
-                steps, {PullChunks: lambda effect: [self._payload] * len(effect.pairs)}, pull
+                steps, {PullChunks: lambda effect: [payload] * len(effect.pairs)}, pull
             )
             self.landed.put(arrival)
             self._wake()
 
-        self._wires.start(pull.ticket.worker, self._name, len(pull.pairs) * LAYOUT.chunk_bytes, there)
+        self._wires.start(pull.ticket.worker, self._name, len(pull.pairs) * layout.chunk_bytes, there)
 
 
 class NotedRelay(Relay):
@@ -244,15 +262,16 @@ class Station:
     def __init__(self, world: World, name: str, role: str, machine: InstanceSpec) -> None:
         deployment = world.deployment
         self.name, self.role, self.line = name, role, Line(lambda message: world.hear(name, message))
-        limits = _engine_limits(machine, 1, deployment.max_model_len)
-        tree = PrefixTree() if deployment.prefix_caching else None
-        self.holdings, self.books = KvAllocator(SlabLedger(limits.num_slabs), tree), LatestStats()
+        limits = _engine_limits(machine, 1, deployment.max_model_len, deployment.kv_classes)
+        self.holdings, self.books = build_allocator(limits, deployment.prefix_caching), LatestStats()
+        self.arenas = dict(limits.arena_slabs)
+        work_on = {one.name: one.work for one in deployment.kv_classes}
         self.fiber = Fiber(world.agenda, self._live)
         self.line.fiber = self.fiber
-        model = Model(machine.cost, self.fiber.sleep)
+        parts = pool_of(self.arenas, limits.num_slabs)
         scheduler = Noted(limits, lambda plan: world.plans.append((name, world.agenda.now_s, plan)))
+        model = Model(machine.cost, self.fiber.sleep, scheduler, work_on)
         self.engine = Engine(model, scheduler, self.holdings, model)
-        parts = unsharded_pool(LAYOUT, VirtualMemory(limits.num_slabs).bytes)
         self.part: WorkerRole
         if role == PREFILL:
             issuer = TicketIssuer(KEY, name, "1", FINGERPRINT, "xxh3")
@@ -260,12 +279,20 @@ class Station:
         else:
             courier: Any = Courier(name, world.links, parts, self.line.send, self.line.wake_poll)
             self.part = DecodeWorker(
-                self.line, self.engine, self.holdings, lambda kv_class: LAYOUT, courier, KEY, FINGERPRINT
+                self.line, self.engine, self.holdings, parts.layout_of, courier, KEY, FINGERPRINT
             )
         caching = FINGERPRINT if deployment.prefix_caching else ""
         clock = lambda: world.agenda.now_s  # noqa: E731
+        codecs = {name: "" if name == RAW_CLASS else name for name in self.arenas or (RAW_CLASS,)}
         self.shell = WorkerLoop(
-            self.line, self.engine, self.part, self.holdings, self.books, fingerprint=caching, clock=clock
+            self.line,
+            self.engine,
+            self.part,
+            self.holdings,
+            self.books,
+            fingerprint=caching,
+            codecs=codecs,
+            clock=clock,
         )
         self.slabs = limits.num_slabs
 
@@ -291,7 +318,17 @@ class Station:
             chunk_bytes,
             length,
             endpoints,
+            kv_classes={name: (count, toy_layout(name).chunk_bytes) for name, count in self.arenas.items()},
         )
+
+
+def pool_of(arenas: Mapping[str, int], num_slabs: int) -> ShardedPool:
+    """The pool of a worker, with an arena for each class if it has several; the bytes are zeros."""
+    if not arenas:
+        return unsharded_pool(LAYOUT, VirtualMemory(num_slabs).bytes)
+    classes = [(toy_layout(name), count) for name, count in arenas.items()]
+    (_, (size,)) = plan_spans(classes, [WHOLE])
+    return ShardedPool(classes[0][0], [(WHOLE, memoryview(bytearray(size)))], classes)
 
 
 class World:
@@ -346,6 +383,7 @@ class World:
     def _arrive(self, job: Job, number: int) -> None:
         request = Request(str(number), tokens_of(job, number), SamplingParams(job.output, 0), inf)
         request.entered_s[RequestStage.ADMITTED] = job.at_s
+        request.kv_class = job.kv_class or None
         self._handle(RequestArrived(request))
         if not self._beating:
             self._beating = True

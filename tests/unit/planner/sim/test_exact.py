@@ -351,7 +351,7 @@ def test_bursts_wait_on_the_prefill_side_and_overflow_nothing() -> None:
     (gate,) = simulation.gateways
     for worker in gate.workers.values():
         (engine,) = worker.engines
-        assert 0 < engine.most_used <= 80
+        assert 0 < engine.most_used[""] <= 80
     held = sorted(
         (moment, tokens)
         for one in served

@@ -187,7 +187,7 @@ class Watched:
     """A cost that notes how many tokens of KV each step of decoding stands on."""
 
     def __init__(self) -> None:
-        self.most = 0
+        self.most = 0.0
 
     def step_s(self, batch: StepBatch) -> float:
         self.most = max(self.most, batch.context + batch.rows)
@@ -288,7 +288,7 @@ def test_colocated_instances_share_requests_though_no_prompt_waits() -> None:
 
 def test_a_faster_reader_gets_more() -> None:
     placement = Placement((InstancePool(PREFILL, Parallelism()), InstancePool(PREFILL, Parallelism(2))))
-    seen = {Parallelism(): 0, Parallelism(2): 0}
+    seen = {Parallelism(): 0.0, Parallelism(2): 0.0}
 
     def counted(pool: InstancePool) -> CostModel:
         class One(Watched):

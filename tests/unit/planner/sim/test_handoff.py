@@ -26,7 +26,7 @@ class WorkerBench:
         self.agenda.now_s = 0.0
         engine = SimEngine(EngineLimits(8, 4096), PipelineStages(COST, 1, 0.0), caching=False, skips=True)
         wires = SimLinks(self.agenda, LinkSpec(1e6))
-        self.worker = SimWorker("decode-0", DECODE, [engine], self.agenda, wires, 64, self._hear)
+        self.worker = SimWorker("decode-0", DECODE, [engine], self.agenda, wires, {"": 64}, self._hear)
 
     def _hear(self, _worker: str, what: Any, _at_s: float) -> None:
         self.said.append(what)

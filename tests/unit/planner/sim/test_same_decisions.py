@@ -25,6 +25,8 @@ from planner.types import (
     InstancePool,
     Job,
     JobResult,
+    KvClass,
+    KvClassWork,
     LinkSpec,
     Parallelism,
     Placement,
@@ -45,9 +47,10 @@ class Plain:
 
     base_s: float = grain(3.1234567e-3)
     token_s: float = grain(0.9876543e-4)
+    context_s: float = 0.0
 
     def step_s(self, batch: StepBatch) -> float:
-        return self.base_s + self.token_s * (batch.tokens + batch.rows)
+        return self.base_s + self.token_s * (batch.tokens + batch.rows) + self.context_s * batch.context
 
     def stage_s(self, batch: StepBatch) -> float:
         return self.step_s(batch)
@@ -126,6 +129,19 @@ def simulated(
     return Simulated(plans, gate.relay.noted, served)
 
 
+def in_classes(deployment: SimDeployment, jobs: list[Job]) -> tuple[SimDeployment, list[Job]]:
+    """The same with two classes of KV, for which work costs other times; a third of the jobs asks for none."""
+    classes = (
+        KvClass("fp16", 0.5, TOKEN_BYTES / 2, 1.0, KvClassWork(1.5, 1.0, 0.5)),
+        KvClass("raw", 0.5, TOKEN_BYTES, 0.5),
+    )
+    costs = Plain(context_s=grain(2e-6))
+    machines = tuple(replace(machine, cost=costs) for machine in deployment.machines)
+    asked = ("fp16", "raw", "")
+    coded = [replace(job, kv_class=asked[number % 3]) for number, job in enumerate(jobs)]
+    return replace(deployment, machines=machines, kv_classes=classes), coded
+
+
 CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
     "1P1D": (deployed((PREFILL, 1), (DECODE, 1)), trace(120, 25.0, 1)),
     "1P1D, hardly any room": (
@@ -146,6 +162,13 @@ CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
     "colocated, hardly any room": (deployed((BOTH, 1), kv_tokens=64 * 15), trace(60, 30.0, 8, spread=1.6)),
     "colocated, tight TPOT": (deployed((BOTH, 2), tpot_s=8e-3), trace(100, 30.0, 9)),
     "colocated, whole prompts": (deployed((BOTH, 1), chunked_prefill=False), trace(80, 15.0, 10)),
+    "2P2D, two classes": in_classes(deployed((PREFILL, 2), (DECODE, 2)), trace(120, 50.0, 11)),
+    "1P1D, two classes, hardly any room": in_classes(
+        deployed((PREFILL, 1), (DECODE, 1), kv_tokens=64 * 26), trace(80, 40.0, 12, spread=1.6)
+    ),
+    "colocated, two classes, shared prefixes": in_classes(
+        deployed((BOTH, 2), kv_tokens=64 * 60, prefix_caching=True), trace(100, 30.0, 13, shared=True)
+    ),
 }
 
 

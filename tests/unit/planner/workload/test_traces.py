@@ -190,3 +190,15 @@ def test_published_traces(name: str, count: int, last_s: float | None) -> None:
     found = read_trace(SHARED / "data" / name)
     assert len(found) == count
     assert last_s is None or found[-1].at_s == pytest.approx(last_s, abs=1e-4)
+
+
+def test_classes_of_kv_are_kept(tmp_path: Path) -> None:
+    """In our own layout, and from a request log: that of the last attempt that names one."""
+    jobs = [Job(0.0, 10, 2), Job(1.0, 10, 2, kv_class="nuq4-1%"), Job(2.0, 10, 2, kv_class="raw")]
+    write_trace(tmp_path / "t.jsonl", jobs)
+    assert read_trace(tmp_path / "t.jsonl") == jobs
+    lines = [ARRIVE % "20"]
+    begin = {"t": 1.0, "event": "begin", "request": "a", "kv_class": "tq4.s0", "chunks": [7]}
+    lines += [json.dumps(one) for one in (begin, begin | {"kv_class": ""})]
+    (job,) = read_trace(write(tmp_path, "log.jsonl", "\n".join(lines)))
+    assert job.kv_class == "tq4.s0"

@@ -23,6 +23,7 @@ import msgspec
 
 from decode_worker.kv_fetcher import KvArrival, KvFetcher
 from diptych.errors import DiptychError, StaleTicket, TransferError
+from diptych.log_format import about_request
 from diptych.messages import (
     Admit,
     Failed,
@@ -35,6 +36,7 @@ from diptych.messages import (
     Unpeer,
     WorkerStats,
 )
+from diptych.request_ids import ids_of_sequence
 from engine.kv_admission import (
     DepartureEffect,
     KvAdmission,
@@ -169,7 +171,8 @@ class DecodeWorker:
         except TransferError as error:
             # The request goes on, since hints are not needed.
             self._corrupt += 1
-            log.warning("request %s: %s (%s)", message.request, error.what, error.why)
+            ids = ids_of_sequence(message.request, arrival.seq.origin.client_id)
+            log.warning("%s (%s)", error.what, error.why, extra=about_request(ids))
             return
         if (hint.request, hint.epoch) == (message.request, message.epoch):
             arrival.hints.append(hint)

@@ -26,6 +26,7 @@ from typing import IO, NoReturn
 import msgspec
 
 from diptych.errors import ConfigError, DiptychError, StartError, WorkerRejected
+from diptych.log_format import configure_logging
 from diptych.specs import WorkerSpec
 
 EXIT_EXPECTED, EXIT_FATAL, EXIT_RETIRED, EXIT_REJECTED = 3, 1, 4, 5
@@ -86,10 +87,7 @@ def run_supervised(main: Callable[[WorkerSpec, SupervisorPipe], int | None]) -> 
     os.dup2(2, 1)
     try:
         spec = read_spec(sys.stdin.buffer)
-        logging.basicConfig(
-            level=spec.log_level.upper(),
-            format=f"%(levelname)s {spec.worker} %(message)s",
-        )
+        configure_logging(spec.log_level, spec.log_format, spec.worker)
         return main(spec, pipe) or 0
     except DiptychError as error:
         pipe.report_error(error)

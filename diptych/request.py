@@ -51,12 +51,14 @@ class Tenancy(msgspec.Struct, frozen=True, array_like=True):
     """On whose behalf a request runs, for scheduling and for prefix sharing.
 
     `tenant` identifies who shares resources fairly (a digest of the API key, never the key). `scope` is part of every
-    chunk's address: prefixes are shared within a scope only. A lower `priority` is served sooner.
+    chunk's address: prefixes are shared within a scope only. A lower `priority` is served sooner. `client_id` is the id
+    that the client gave its HTTP request, for logs alone.
     """
 
     tenant: str = ""
     scope: str = ""
     priority: int = 0
+    client_id: str = ""
 
 
 class RequestStage(Enum):

@@ -64,6 +64,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # Folder for a file with one line per engine step; None means no such file.
     step_log: str | None = None
     log_level: str = "warning"
+    # One of `diptych.log_format.LOG_FORMATS`.
+    log_format: str = "text"
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,6 +127,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Where the number of workers comes from, in words, for /status; empty if it was not planned.
     plan_note: str = ""
     log_level: str = "warning"
+    log_format: str = "text"
 
     @property
     def status_key(self) -> str | None:

@@ -252,6 +252,7 @@ def _leader_spec(spec: WorkerSpec, found: ResolvedModel) -> RankSpec:
         core=spec.core,
         threads=spec.threads,
         log_level=spec.log_level,
+        log_format=spec.log_format,
     )
 
 

@@ -19,6 +19,7 @@ import msgspec
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import WorkerRejected
+from diptych.log_format import about_request
 from diptych.messages import (
     Abort,
     Admit,
@@ -35,6 +36,7 @@ from diptych.messages import (
     Welcome,
     WorkerStats,
 )
+from diptych.request_ids import ids_of_sequence
 from engine.loop import Engine, SequenceOutput
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.prefix_tree import root_key
@@ -368,7 +370,8 @@ class WorkerLoop:
                 order, refusal.code, "; ".join(part for part in (refusal.what, refusal.why) if part)
             )
         except Exception as error:
-            log.exception("request %s cannot begin", order.request)
+            ids = ids_of_sequence(order.request, order.origin.client_id)
+            log.exception("the request cannot begin", extra=about_request(ids))
             self._abort_attempts(order.request, order.epoch)
             self._fail_order(order, "internal_error", f"{type(error).__name__}: {error}")
 

@@ -42,6 +42,7 @@ import torch
 from msgspec import Meta
 
 from diptych.errors import DiptychError, StartError
+from diptych.log_format import configure_logging
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.model_runner import CpuModelRunner
@@ -98,6 +99,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     # Seconds to wait for another rank within a step.
     stall_s: float = EXCHANGE_TIMEOUT_S
     log_level: str = "warning"
+    log_format: str = "text"
 
 
 class RankReply(msgspec.Struct, frozen=True, array_like=True):
@@ -377,10 +379,7 @@ def main() -> int:
     line = Connection(os.dup(0))
     orders = msgspec.json.decode(line.recv_bytes(), type=RankSpec)
     name = f"{orders.worker} rank {orders.place.rank}"
-    logging.basicConfig(
-        level=orders.log_level.upper(),
-        format=f"%(levelname)s {name} %(message)s",
-    )
+    configure_logging(orders.log_level, orders.log_format, name)
     try:
         serve_rank(orders, line)
     except DiptychError as error:

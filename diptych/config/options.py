@@ -30,6 +30,7 @@ from diptych.config.values import (
     texts,
     whole_number,
 )
+from diptych.log_format import LOG_FORMATS
 
 ALL_COMMANDS = ("serve", "worker", "gateway")
 MODEL, POOLS, ENGINE, HTTP = "Model", "Pools", "Engine and KV cache", "HTTP"
@@ -276,6 +277,9 @@ class Config(BaseSettings):
     )
     log_level: Annotated[str, one_of("debug", "info", "warning", "error"), Listing(PROCESS, ALL_COMMANDS)] = (
         Field(default="warning", description="Detail of logs")
+    )
+    log_format: Annotated[str, one_of(*LOG_FORMATS), Listing(PROCESS, ALL_COMMANDS)] = Field(
+        default="text", description="Lines of logs"
     )
     request_log: Annotated[FilePath | None, Listing(PROCESS, GATEWAY_COMMANDS, rare=True)] = Field(
         default=None, description="Log the events of each request here (JSONL)"

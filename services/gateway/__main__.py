@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 from diptych.channel.hub import ChannelHub
 from diptych.channel.keys import load_server_keys
 from diptych.errors import DiptychError
+from diptych.log_format import configure_logging
 from diptych.process import EXIT_EXPECTED, EXIT_FATAL, SupervisorPipe, die_with_parent, exit_fatally
 from diptych.slo import Slo
 from diptych.specs import GatewaySpec
@@ -73,10 +74,7 @@ def main() -> int:
         die_with_parent()
         reader = SpecReader(sys.stdin.buffer)
         spec = reader.read_without_keys()
-        logging.basicConfig(
-            level=spec.log_level.upper(),
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
+        configure_logging(spec.log_level, spec.log_format, "gateway")
         with open_listener(spec.host, spec.port) as bound:
             supervisor.report_progress("load", 0)
             tokens = GatewayTokenizer.load(spec.model, spec.revision, spec.chat_template)

@@ -286,6 +286,7 @@ def _caller_of(request: Request) -> Caller:
         state.urgent,
         getattr(state, "request_id", ""),
         parse_timings_header(headers),
+        getattr(state, "client_id", ""),
     )
 
 

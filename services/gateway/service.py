@@ -5,16 +5,17 @@ The service owns the open generations, so that a shutdown can end them.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from msgspec import structs
 from starlette.responses import Response
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
+from diptych.request_ids import answer_id
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.chat_format import ChatFormat
 from services.gateway.generation.completion_format import CompletionFormat
@@ -132,6 +133,8 @@ class GatewayService:
         prepared = await self.preparers.prepare_body(PreparationJob(route, body, caller))
         assert isinstance(prepared, PreparedRequest)
         ask = fit_worker_context(prepared.ask, self.context_tokens)
+        if caller.client_id:
+            ask = replace(ask, origin=structs.replace(ask.origin, client_id=caller.client_id))
         return ask if ask.kv is None else check_kv_class(ask, self.kv_classes())
 
     @property
@@ -147,8 +150,8 @@ class GatewayService:
 
     def _response_head(self, prefix: str, ask: ResolvedRequest, caller: Caller) -> ResponseHead:
         """The head of an answer. Its id contains the HTTP request's id, so that logs can be searched for it."""
-        digits = caller.request_id.removeprefix("req_") or secrets.token_hex(16)
-        return ResponseHead(f"{prefix}-{digits}", int(time.time()), ask.model, self.fingerprint())
+        name = answer_id(prefix, caller.request_id)
+        return ResponseHead(name, int(time.time()), ask.model, self.fingerprint())
 
     def _generation_response(
         self, head: ResponseHead, ask: ResolvedRequest, view: OutputFormat, caller: Caller

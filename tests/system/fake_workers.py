@@ -1,8 +1,8 @@
 """Workers without a model: they speak the real channel and answer as the protocol wants, with tokens from a list.
 
 A prompt's first token decides: `MUTE` is never answered by the decode worker, `HALF` gets `HALF_TOKENS` tokens of its
-answer unless it comes with some of them already, anything else gets `TOKENS`, by position. Who is asked to change pools
-does so at once.
+answer unless it comes with some of them already, those of `FAILING` fail, anything else gets `TOKENS`, by position. Who
+is asked to change pools does so at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from diptych.channel.link import ChannelLink
 from diptych.messages import (
     Abort,
     Admit,
+    Failed,
     Generate,
     Hello,
     Linked,
@@ -32,6 +33,15 @@ from diptych.messages import (
 )
 
 MUTE, HALF = 7, 8
+# A prompt that begins with one of these fails with this code, for a reason that is for the log only.
+FAILING = {
+    20: "internal_error",
+    21: "transfer_failed",
+    22: "out_of_memory",
+    23: "overloaded",
+    24: "invalid_grammar",
+}
+CAUSE = "the worker's own words"
 HALF_TOKENS = 5
 TOKENS = list(range(40, 56))
 BYTES = 4096
@@ -120,6 +130,8 @@ class Puppet:
 
     def _prefill(self, order: Prefill) -> None:
         request, epoch = order.request, order.epoch
+        if code := FAILING.get(order.prompt[0]):
+            return self._link.send(Failed(request, epoch, code, CAUSE))
         number = len(order.output)
         last = "length" if order.sampling.max_tokens <= number + 1 else None
         seconds = {"queue": 0.0001, "prefill": 0.0002}

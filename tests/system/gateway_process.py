@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -54,14 +55,16 @@ def printed_lines(out: IO[bytes]) -> list[Any]:
     return [json.loads(line) for line in out]
 
 
-def start(spec: GatewaySpec) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "services.gateway"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+def start(spec: GatewaySpec, log: Path | None = None) -> subprocess.Popen[bytes]:
+    """The process; what it logs goes to the file `log`."""
+    with open(log or os.devnull, "ab") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.gateway"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write(msgspec.json.encode(spec) + b"\n")
@@ -86,9 +89,9 @@ def specification(folder: Path, **changes: Any) -> GatewaySpec:
 
 
 @contextmanager
-def serving(folder: Path, **changes: Any) -> Iterator[Gateway]:
+def serving(folder: Path, log: Path | None = None, **changes: Any) -> Iterator[Gateway]:
     spec = specification(folder, **changes)
-    process = start(spec)
+    process = start(spec, log)
     gateway = Gateway(spec, process)
     try:
         assert process.stdout is not None

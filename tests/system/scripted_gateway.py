@@ -1,9 +1,9 @@
 """A gateway whose tokens come from a script: the real HTTP server in a thread, no workers.
 
-What a prompt says decides what happens to it, so that a test needs nothing but an HTTP client:
-"FAIL-EARLY" before the first token, "FAIL-SLOWLY" too, but after half a second, "FAIL-LATE" after three, "CRASH" in our
-own code, "HANG" for ever, "HANG-LATE" after three tokens, "SLOW" 30 ms a token, "FLOOD" without pause; anything else is
-answered with `SCRIPT`, over and over, and an end token where it ends.
+What a prompt says decides what happens to it, so that a test needs nothing but an HTTP client: "FAIL-WITH reason" fails
+for this reason, "FAIL-EARLY" before the first token, "FAIL-SLOWLY" too, but after half a second, "FAIL-LATE" after
+three, "CRASH" in our own code, "HANG" for ever, "HANG-LATE" after three tokens, "SLOW" 30 ms a token, "FLOOD" without
+pause; anything else is answered with `SCRIPT`, over and over, and an end token where it ends.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from services.gateway.service import GatewayService, RequestTimeouts
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
 SCRIPT = "Grüße, 世界! 👩‍👩‍👧 One two three four five. STOP here {and} there."
+CAUSE = "the cause is for the log"
 STAGES = {"admission": 0.001, "retry": 0.0, "prefill_queue": 0.002, "prefill": 0.003, "deliver": 0.001}
 
 
@@ -70,6 +71,10 @@ class Script:
         prompt = self.tokens.decode(list(request.prompt), skip_special=False)
         if "FAIL-SLOWLY" in prompt:
             await asyncio.sleep(0.5)
+        if "FAIL-WITH" in prompt:
+            self.open.pop(request.id, None)
+            reason = FailureReason(prompt.partition("FAIL-WITH")[2].split()[0])
+            return reader.fail_sequence(RequestFailure(reason, "as the script says", cause=CAUSE))
         crash, missing = FailureReason.INTERNAL_ERROR, FailureReason.NO_WORKERS
         for word, reason in (("FAIL-EARLY", missing), ("FAIL-SLOWLY", missing), ("CRASH", crash)):
             if word in prompt:

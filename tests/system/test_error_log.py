@@ -11,6 +11,7 @@ import pytest
 
 from diptych.config.options import Config
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.log_format import TextFormatter
 from services.gateway.generation.relay_backend import hide_worker_text
 from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -35,6 +36,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture
 def http(gateway: Running, caplog: pytest.LogCaptureFixture) -> Iterator[httpx.Client]:
     caplog.set_level(LEVEL)
+    caplog.handler.setFormatter(TextFormatter("gateway"))
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=gateway.url, trust_env=False, timeout=WAIT_S, headers=headers) as opened:
         yield opened
@@ -104,7 +106,7 @@ def test_an_exception_of_our_own(
     assert answer.status_code == 500 and "of our own" not in answer.text
     request_id = answer.headers["x-request-id"]
     wait_for(lambda: any(
-        request_id in record.getMessage() and record.exc_info is not None and "of our own" in str(record.exc_info[1])
+        request_id in (line := TextFormatter().format(record)) and "of our own" in line and "Traceback" in line
         for record in caplog.records
     ), WAIT_S)  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +29,12 @@ def memory(pid: int) -> Iterator[bytes]:
 
 def test_preparers_never_had_a_key(tmp_path: Path) -> None:
     api, admin, figures = (secrets.token_hex(20) for _ in range(3))
-    keys = {"api_keys": (api,), "priority_keys": (api,), "admin_key": admin, "figure_keys": (figures,)}
+    keys: dict[str, Any] = {
+        "api_keys": (api,),
+        "priority_keys": (api,),
+        "admin_key": admin,
+        "figure_keys": (figures,),
+    }
     with serving(tmp_path, **keys) as gateway:
         process = psutil.Process(gateway.process.pid)
         until(lambda: len(process.children(recursive=True)) >= 3)  # the fork server and some preparers

@@ -50,6 +50,7 @@ def worker_spec(
         drain_s=config.drain_s,
         step_log=str(config.step_log.absolute()) if config.step_log else None,
         log_level=config.log_level,
+        log_format=config.log_format,
     )
 
 
@@ -108,6 +109,7 @@ def gateway_spec(
         request_log=str(config.request_log.absolute()) if config.request_log else None,
         replan=config.replan,
         log_level=config.log_level,
+        log_format=config.log_format,
     )
 
 

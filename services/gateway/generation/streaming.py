@@ -21,11 +21,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.errors import RequestError
+from diptych.log_format import about_request
 from services.gateway.generation.formats import MAX_WRITTEN_TOKENS, OutputFormat, best_answers
 from services.gateway.generation.generation import Generation, SequenceStream
 from services.gateway.generation.timings import SERVER_TIMING_HEADER, describe_timings, server_timing
 from services.gateway.http.connection import ClientStalled, ResponseWriter
 from services.gateway.http.error_response import JSON_TYPE, error_response, log_failure
+from services.gateway.http.request_scope import request_ids_of
 from services.gateway.openai.response_schema import AnswerDetails, DetailsField
 
 # Seconds between two pings after the first token. They keep proxies and clients from timing out.
@@ -90,10 +92,7 @@ class GenerationResponse(Response):
                 work.result()
         except ClientStalled:
             self.generation.metrics.cut.inc()
-            request_id = scope.get("state", {}).get("request_id")
-            log.warning(
-                "%s (%s) is disconnected: the client reads too slowly", request_id, self.generation.name
-            )
+            log.warning("is disconnected: the client reads too slowly", extra=self._log_ids(scope))
             await self._reset_connection(wire, left)
         except BaseException:
             # This includes the cancellation of a server that stops: what was written must not look complete.
@@ -107,6 +106,10 @@ class GenerationResponse(Response):
             work.cancel()
             left.cancel()
 
+    def _log_ids(self, scope: Scope) -> dict[str, object]:
+        """The `extra` of log records about this request."""
+        return about_request(request_ids_of(scope, self.generation.name))
+
     async def _reset_connection(self, wire: ResponseWriter, left: asyncio.Task[None]) -> None:
         """Reset the connection if a response was begun, so that the client does not take it for complete."""
         if wire.started:
@@ -116,7 +119,7 @@ class GenerationResponse(Response):
 
     async def _run_generation(self, wire: ResponseWriter, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit the sequences and write the response, or an error if nothing was written before."""
-        log.info("%s generates %s", scope.get("state", {}).get("request_id"), self.generation.name)
+        log.info("generates %d sequences", len(self.generation.streams), extra=self._log_ids(scope))
         self.generation.submit_sequences(self._arrived_s, self._deadline_s)
         try:
             if self.generation.ask.stream:

@@ -15,6 +15,7 @@ At every moment some time limit ends a connection whose client does nothing:
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 from http import HTTPStatus
@@ -25,6 +26,8 @@ from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.log_format import about_request
+from diptych.request_ids import RequestIds, new_request_id
 from services.gateway.http.connection_table import ConnectionPhase, ConnectionTable
 from services.gateway.http.log_rate_limit import LogRateLimit
 
@@ -53,6 +56,10 @@ LINGER_RESET = struct.pack("ii", 1, 0)
 CONNECTION_EXTENSION = "diptych.connection"
 # This extension is in a request's scope once the whole body has arrived.
 BODY_ARRIVED_EXTENSION = "diptych.arrived"
+
+# Strangers can cause its lines without limit.
+log = logging.getLogger(__name__)
+log.addFilter(LogRateLimit())
 
 
 class ClientStalled(Exception):
@@ -222,12 +229,15 @@ class HttpConnection(HttpToolsProtocol):
         """Answer with an error, without calling the application, and close."""
         if self.transport.is_closing():
             return
-        failure = RequestFailure(reason, message)
+        failure, request_id = RequestFailure(reason, message), new_request_id()
+        about = about_request(RequestIds(request_id), failure.code)
+        log.warning("fails with %d %s: %s", failure.status, failure.code, message, extra=about)
         status = HTTPStatus(failure.status)
         body = msgspec.json.encode(failure.error_body())
         self.transport.write(
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-            % (status, status.phrase.encode(), len(body), body)
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+            b"x-request-id: %s\r\n\r\n%s"
+            % (status, status.phrase.encode(), len(body), request_id.encode(), body)
         )
         self._close_after_flush()
 

@@ -15,7 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.log_format import about_request
 from services.gateway.http.log_rate_limit import LogRateLimit
+from services.gateway.http.request_scope import request_ids_of
 from services.gateway.metrics.recent_events import RecentErrors
 
 JSON_TYPE = "application/json"
@@ -39,15 +41,8 @@ def log_failure(scope: Scope, failure: RequestFailure, generation: str = "") -> 
     what = (
         f"{failure.message} (cause: {' '.join(failure.cause.split())})" if failure.cause else failure.message
     )
-    logger.warning(
-        "%s%s fails with %d %s: %s",
-        state.get("request_id", "-"),
-        f" ({generation})" if generation else "",
-        failure.status,
-        failure.code,
-        what,
-        extra={"kind": failure.code},
-    )
+    about = about_request(request_ids_of(scope, generation), failure.code)
+    logger.warning("fails with %d %s: %s", failure.status, failure.code, what, extra=about)
 
 
 class ErrorResponse(Response):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diptych.log_format import about_request
+from diptych.request_ids import new_request_id
 from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.http.error_response import error_response, internal_failure
+from services.gateway.http.request_scope import request_ids_of
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
 
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestIdMiddleware:
-    """ASGI middleware that puts `request_id` and `arrived_s` (monotonic seconds) into `scope["state"]`.
+    """ASGI middleware that puts `request_id`, `client_id` and `arrived_s` (monotonic seconds) into `scope["state"]`.
 
     A client's own request id (`x-request-id`) is logged and sent back, and not used for anything else.
     """
@@ -39,14 +41,15 @@ class RequestIdMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        request_id = f"req_{secrets.token_hex(16)}"
+        request_id, arrived_s = new_request_id(), time.monotonic()
         route = self._route_label(scope["path"])
-        scope.setdefault("state", {}).update(
-            request_id=request_id, arrived_s=time.monotonic(), route=route, recent_errors=self.errors
-        )
-        extra = [(b"x-request-id", request_id.encode())]
         theirs = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         client_id = theirs.decode() if CLIENT_ID_PATTERN.fullmatch(theirs) else ""
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, client_id=client_id, arrived_s=arrived_s)
+        state.update(route=route, recent_errors=self.errors)
+        about = about_request(request_ids_of(scope))
+        extra = [(b"x-request-id", request_id.encode())]
         if client_id:
             extra.append((b"x-client-request-id", theirs))
         started = False
@@ -59,13 +62,13 @@ class RequestIdMiddleware:
                 self.metrics.http.labels(route, str(message["status"])).inc()
             await send(message)
 
-        log.info("%s %s %r (client id %s)", request_id, scope["method"], scope["path"], client_id or "-")
+        log.info("%s %r", scope["method"], scope["path"], extra=about)
         try:
             await self.app(scope, receive, stamped)
         except asyncio.CancelledError:
             raise
         except Exception:
-            log.exception("%s failed", request_id)
+            log.exception("the gateway failed on this request", extra=about)
             if not started:
                 await error_response(internal_failure(request_id))(scope, receive, stamped)
             elif (connection := scope.get("extensions", {}).get(CONNECTION_EXTENSION)) is not None:

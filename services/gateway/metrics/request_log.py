@@ -1,6 +1,6 @@
 """Writes the request log: a file with one JSON object per line about everything that happens to each request.
 
-    {"t": 12.345678, "event": "begin", "request": "cmpl-…", "epoch": 1, "prefill": "prefill-0", "decode": "decode-1", …}
+    {"t": 12.345678, "event": "begin", "request": "cmpl-…", "request_id": "req_…", "epoch": 1, "prefill": "p-0", …}
 
 `t` is in seconds since the log was opened, on the monotonic clock. The log has ids, numbers and worker names, never a
 prompt text or a token. Prompts with a common prefix have common chunk numbers. These are hashed with a random key that
@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -29,6 +29,7 @@ from diptych.errors import ConfigError
 from diptych.log_files import MAX_RECORD_BYTES, rotate_record
 from diptych.messages import Output
 from diptych.request import Request
+from diptych.request_ids import RequestIds
 from router.effects import (
     AttemptBegan,
     AttemptRetried,
@@ -138,6 +139,8 @@ class _OpenRequest:
     epoch: int = 0
     tokens: int = 0
     begun: bool = False
+    # The id of its HTTP request, and the one that the client gave it, under the names that logs have for them.
+    ids: dict[str, str] = field(default_factory=dict)
 
 
 class RequestLog:
@@ -148,9 +151,10 @@ class RequestLog:
         self._key = secrets.token_bytes(32)
         self._open: dict[str, _OpenRequest] = {}
 
-    def log_arrival(self, request: Request, canary: bool) -> None:
+    def log_arrival(self, request: Request, ids: RequestIds, canary: bool) -> None:
         """Write the arrival of a request; called just before the relay handles it."""
-        self._open[request.id] = _OpenRequest(request.epoch)
+        fields = replace(ids, sequence="").as_fields()
+        self._open[request.id] = _OpenRequest(request.epoch, ids=fields)
         self._log_request(
             "arrive",
             request.id,
@@ -184,7 +188,9 @@ class RequestLog:
             case KvMoved(request):
                 self._log_transfer(effect)
             case AttemptRetried(request, code, epoch, delivered):
-                self._log_line("retried", request=request, epoch=epoch, code=code, delivered=delivered)
+                ids = self._open_request(request).ids
+                fields = {"epoch": epoch, "code": code, "delivered": delivered}
+                self._log_line("retried", request=request, **ids, **fields)
             case PrefilledLocally(request, reason):
                 self._log_request("local", request, reason=reason)
             case RequestQuarantined(request):
@@ -243,7 +249,8 @@ class RequestLog:
 
     def _log_request(self, event: str, request: str, **fields: Any) -> None:
         """Write an event of one request, with its current epoch."""
-        self._log_line(event, request=request, epoch=self._open_request(request).epoch, **fields)
+        state = self._open_request(request)
+        self._log_line(event, request=request, **state.ids, epoch=state.epoch, **fields)
 
     def _log_line(self, event: str, **fields: Any) -> None:
         """Write one line with the time since the log was opened."""

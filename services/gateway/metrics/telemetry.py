@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+from diptych.log_format import about_request
+from diptych.request_ids import RequestIds, ids_of_sequence
 from router.effects import (
     AttemptBegan,
     AttemptRetried,
@@ -48,14 +50,18 @@ class RelayTelemetry:
         self._lines: Counter[str] = Counter()
         self._links_given_up = 0
         self._warned_s = float("-inf")
+        # The ids of each open request, for its log lines.
+        self._ids: dict[str, RequestIds] = {}
         self._speaker: str | None = None
 
     def on_event(self, event: RelayEvent) -> None:
         """Called before the relay handles `event`."""
         self._speaker = event.worker if isinstance(event, WorkerSaid) else None
-        if self._request_log is not None and isinstance(event, RequestArrived):
+        if isinstance(event, RequestArrived):
             for request in event.requests:
-                self._request_log.log_arrival(request, event.pin is not None)
+                ids = self._ids[request.id] = ids_of_sequence(request.id, request.origin.client_id)
+                if self._request_log is not None:
+                    self._request_log.log_arrival(request, ids, event.pin is not None)
 
     def on_effect(self, effect: RelayEffect, now_s: float) -> None:
         """Called after `effect` was applied: log it, and count it in metrics and request log."""
@@ -67,6 +73,8 @@ class RelayTelemetry:
             live = self._relay.live.get(effect.request) if isinstance(effect, AttemptBegan) else None
             pid = member.hello.pid if member else None
             self._request_log.on_effect(effect, self._speaker, pid, live.chunks if live else ())
+        if isinstance(effect, FinishRequest | FailRequest | RequestCancelled):
+            self._ids.pop(effect.request, None)
 
     def update_gauges(self, now_s: float) -> None:
         """Update gauges and counters that mirror counts of the relay; called at every tick."""
@@ -91,17 +99,17 @@ class RelayTelemetry:
         """Write the log line of an effect, if it has one."""
         match effect:
             case FailRequest(request, failure):
-                log.warning("request %s failed: %s: %s", request, failure.code, failure.message)
+                about = self._about(request, failure.code)
+                log.warning("the request failed: %s: %s", failure.code, failure.message, extra=about)
             case AttemptRetried(request, code, epoch, delivered, why):
-                line = "request %s loses attempt %d after %d tokens: %s: %s"
-                log.warning(line, request, epoch, delivered, code, why)
+                line, about = "attempt %d is given up after %d tokens: %s: %s", self._about(request, code)
+                log.warning(line, epoch - 1, delivered, code, why, extra=about)
             case PrefilledLocally(_, reason) if now_s - self._warned_s >= WARNING_INTERVAL_S:
                 self._warned_s = now_s
                 log.warning("decode workers prefill prompts: %s", reason.replace("_", " "))
             case RequestQuarantined(request):
-                log.error(
-                    "request %s is taken for the cause of worker crashes and is refused from now on", request
-                )
+                line = "the request is taken for the cause of worker crashes and is refused from now on"
+                log.error(line, extra=self._about(request))
             case WorkerUp(worker, role, incarnation):
                 log.info("worker %s (%s, incarnation %s) is up", worker, role, incarnation)
             case WorkerDown(worker, _, reason):
@@ -118,6 +126,10 @@ class RelayTelemetry:
                 self.fleet_events.add_lost(now_s, worker, reason)
             case WorkerUnfit(worker, text):
                 self.fleet_events.add_unfit(now_s, worker, text)
+
+    def _about(self, request: str, kind: str = "") -> dict[str, object]:
+        """The `extra` of log records about a request."""
+        return about_request(self._ids.get(request) or ids_of_sequence(request), kind)
 
     def _count_effect(self, effect: RelayEffect, now_s: float) -> None:
         """Count an effect in the metrics."""

@@ -14,6 +14,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.hashing import hash_fields
 from diptych.request import Tenancy
+from diptych.request_ids import RequestIds
 from services.gateway.openai.request_schema import GenerationFields
 
 # This many hex digits suffice to tell a deployment's keys apart.
@@ -30,8 +31,8 @@ class Caller:
     """Who sent an HTTP request, and when (monotonic seconds).
 
     `timeout_s` is how long the client will wait for the answer, if it said so. `urgent` callers may ask for a better
-    priority than the default. `request_id` is the id of the HTTP request. With `timings` the client asks where the
-    time of its request went.
+    priority than the default. `request_id` is the id of the HTTP request, `client_id` the one that the client gave
+    it. With `timings` the client asks where the time of its request went.
     """
 
     arrived_s: float
@@ -40,6 +41,12 @@ class Caller:
     urgent: bool = True
     request_id: str = ""
     timings: bool = False
+    client_id: str = ""
+
+    @property
+    def request_ids(self) -> RequestIds:
+        """What log lines about its request say."""
+        return RequestIds(self.request_id, self.client_id)
 
 
 def parse_timeout_header(headers: Sequence[tuple[bytes, bytes]]) -> float | None:

@@ -13,6 +13,7 @@ import msgspec
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.hashing import hash_fields
+from diptych.log_format import about_request
 from diptych.request import Grammar
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.tenancy import Caller
@@ -147,5 +148,6 @@ def _run_job(job: PreparationJob, rules: RequestRules, check: GrammarCheck) -> P
         problem = "the body takes too much memory to be prepared"
         return PreparationRefused(RequestFailure(FailureReason.PREPARATION_OUT_OF_MEMORY, problem))
     except Exception as error:
-        log.exception("a body for %s could not be prepared", job.route)
+        about = about_request(job.caller.request_ids)
+        log.exception("a body for %s could not be prepared", job.route, extra=about)
         return PreparationFailed(f"{type(error).__name__}: {error}"[:300])

@@ -21,6 +21,7 @@ import msgspec
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.log_format import about_request
 from diptych.request import Grammar
 from services.gateway.openai.validate import RequestRules
 from services.gateway.preparation.fork_server import (
@@ -219,13 +220,15 @@ class PreparerPool:
         except TimeoutError:
             preparer.retired = True
             self._server.send_order(KillPreparer(preparer.name))
-            log.warning("a preparer was killed: its job took more than %g s", self.job_s)
+            about = about_request(waiting.job.caller.request_ids)
+            log.warning("a preparer was killed: its job took more than %g s", self.job_s, extra=about)
             problem = "the body could not be prepared in time"
             outcome = RequestError(RequestFailure(FailureReason.PREPARATION_TIMEOUT, problem))
         except PreparerDied as died:
             preparer.retired = True
             if self._retry_job(died, waiting):
                 return
+            log.warning("%s on a job", died, extra=about_request(waiting.job.caller.request_ids))
             outcome = self._error_of_job(died)
         finally:
             slow.cancel()
@@ -245,7 +248,8 @@ class PreparerPool:
         """Queue a job again if its preparer was killed from outside for the first time. Returns whether it did."""
         if died.status in TOO_COMPLEX_SIGNALS or waiting.attempts >= MAX_ATTEMPTS or waiting.done.done():
             return False
-        log.warning("%s; its job is given to another one", died)
+        about = about_request(waiting.job.caller.request_ids)
+        log.warning("%s; its job is given to another one", died, extra=about)
         with contextlib.suppress(TenantQueueFull):
             self._queue.push(waiting.job.caller.tenant, waiting, len(waiting.job.body))
             return True
@@ -253,7 +257,6 @@ class PreparerPool:
 
     def _error_of_job(self, died: PreparerDied) -> Exception:
         """The error for a client whose job ended its preparer."""
-        log.warning("%s on a job", died)
         if died.status not in TOO_COMPLEX_SIGNALS:
             return RuntimeError(f"preparers end with status {died.status} on this body")
         if died.checking is None:

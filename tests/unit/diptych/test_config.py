@@ -108,6 +108,7 @@ def example(kind: ValueKind) -> str:
         "false",
         "never",
         "advise",
+        "json",
         "tcp://x:1",
         "0.5",
         "a key of 16 chars",

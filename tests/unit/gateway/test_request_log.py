@@ -13,6 +13,7 @@ from diptych.errors import ConfigError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import Output
 from diptych.request import Request, RequestStage, SamplingParams
+from diptych.request_ids import RequestIds
 from router.effects import (
     AttemptBegan,
     AttemptRetried,
@@ -85,7 +86,7 @@ def test_every_event_has_its_line_and_nothing_of_the_text(tmp_path: Path) -> Non
     file = RequestLogFile(str(path))
     moments = iter(range(100))
     log = RequestLog(file, lambda: float(next(moments)))
-    log.log_arrival(request("a"), canary=False)
+    log.log_arrival(request("a"), RequestIds("req_1", "mine", "a"), canary=False)
     for effect in STORY:
         log.on_effect(effect, "d", 7)
     log.log_late_messages("Offer", 2)
@@ -95,6 +96,8 @@ def test_every_event_has_its_line_and_nothing_of_the_text(tmp_path: Path) -> Non
     assert [line["t"] for line in lines] == [float(i + 1) for i in range(len(lines))]
     for line, expected in zip(lines, EXPECTED, strict=True):
         assert line == line | expected
+        of_a = {"request_id": "req_1", "client_request_id": "mine"} if line.get("request") == "a" else {}
+        assert {name: line[name] for name in ("request_id", "client_request_id") if name in line} == of_a
     assert file.outcomes == {"written": len(EXPECTED), "dropped": 0, "failed": 0}
     assert "not for this log" not in path.read_text(encoding="utf-8")
     assert path.stat().st_mode & 0o077 == 0
@@ -106,7 +109,7 @@ def test_prompts_that_begin_alike_have_the_same_numbers_within_one_log_only(tmp_
         file = RequestLogFile(str(tmp_path / name))
         log = RequestLog(file)
         for request_id, chunks in (("a", (b"x", b"y")), ("b", (b"x", b"z"))):
-            log.log_arrival(request(request_id), canary=False)
+            log.log_arrival(request(request_id), RequestIds(), canary=False)
             log.on_effect(AttemptBegan(request_id, 1, ChosenPair("p", "d"), False), None, None, chunks)
             log.on_effect(AttemptBegan(request_id, 2, ChosenPair("p", "d"), False), None, None, chunks)
         file.close()

@@ -1,0 +1,80 @@
+"""Each log line is one record with the ids of its request, as text or as JSON, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from diptych.log_format import JsonFormatter, TextFormatter, about_request
+from diptych.request_ids import RequestIds, answer_id, ids_of_sequence, new_request_id
+
+SCRIPT = """
+import logging, sys, threading, warnings
+from diptych.log_format import configure_logging, about_request
+from diptych.request_ids import RequestIds
+configure_logging("info", FORMAT, "decode-0")
+log = logging.getLogger("x")
+log.info("two\\nlines \\ud800 %s", {"a": 1}, extra=about_request(RequestIds("req_1", "mine", "cmpl-1"), "worker_lost"))
+print("printed")
+print("in parts", end=" "); print("to stderr", file=sys.stderr); print("joined")
+warnings.warn("deprecated", stacklevel=1)
+thread = threading.Thread(target=lambda: 1 / 0, name="t-1"); thread.start(); thread.join()
+log.debug("below the level")
+sys.stdout.buffer, sys.stderr.fileno()
+raise RuntimeError("the end")
+"""
+
+
+def written(log_format: str) -> str:
+    script = SCRIPT.replace("FORMAT", repr(log_format))
+    ended = subprocess.run(
+        [sys.executable, "-W", "default", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1 and (log_format == "text" or ended.stdout == "")
+    return ended.stderr
+
+
+def test_as_json_every_line_is_one_record() -> None:
+    lines = [json.loads(line) for line in written("json").splitlines()]
+    first, printed, to_stderr, joined, warned, thread, end = lines
+    assert first == first | {
+        "level": "info", "part": "decode-0", "logger": "x", "request_id": "req_1", "client_request_id": "mine",
+        "sequence": "cmpl-1", "code": "worker_lost", "message": "two\nlines ? {'a': 1}",
+    }  # fmt: skip
+    assert first["time"].endswith("Z") and all(line["part"] == "decode-0" for line in lines)
+    assert [printed["message"], to_stderr["message"], joined["message"]] == [
+        "printed",
+        "to stderr",
+        "in parts joined",
+    ]
+    assert "deprecated" in warned["message"] and "t-1" in thread["message"]
+    assert "ZeroDivisionError" in thread["exception"] and "the end" in end["exception"]
+    assert not any("request_id" in line for line in lines[1:])
+
+
+def test_as_text_a_line_has_the_ids_in_brackets() -> None:
+    text = written("text")
+    assert "INFO decode-0 x: [req_1 client=mine cmpl-1] two" in text and "RuntimeError: the end" in text
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    record = logging.LogRecord("x", logging.WARNING, "file.py", 1, "text", (), None)
+    assert TextFormatter("gateway").format(record).endswith("WARNING gateway x: text")
+    vars(record).update(about_request(RequestIds("req_1")))
+    assert TextFormatter("gateway").format(record).endswith("gateway x: [req_1] text")
+    assert set(json.loads(JsonFormatter("gateway").format(record))) == {
+        "time", "level", "part", "logger", "request_id", "message",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["", ".3"])
+@pytest.mark.parametrize("prefix", ["chatcmpl", "cmpl"])
+def test_a_sequence_leads_to_its_request(prefix: str, suffix: str) -> None:
+    request_id = new_request_id()
+    sequence = answer_id(prefix, request_id) + suffix
+    assert ids_of_sequence(sequence, "mine") == RequestIds(request_id, "mine", sequence)
+    assert ids_of_sequence("canary-ab-1") == RequestIds(sequence="canary-ab-1")

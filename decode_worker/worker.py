@@ -23,7 +23,8 @@ import msgspec
 
 from decode_worker.kv_fetcher import KvArrival, KvFetcher
 from diptych.errors import DiptychError, StaleTicket, TransferError
-from diptych.log_format import about_request
+from diptych.logs.log_format import about_request
+from diptych.logs.request_ids import ids_of_sequence
 from diptych.messages import (
     Admit,
     Failed,
@@ -36,7 +37,6 @@ from diptych.messages import (
     Unpeer,
     WorkerStats,
 )
-from diptych.request_ids import ids_of_sequence
 from engine.kv_admission import (
     DepartureEffect,
     KvAdmission,

@@ -26,7 +26,7 @@ from typing import IO, NoReturn
 import msgspec
 
 from diptych.errors import ConfigError, DiptychError, StartError, WorkerRejected
-from diptych.log_format import configure_logging
+from diptych.logs.log_format import configure_logging
 from diptych.specs import WorkerSpec
 
 EXIT_EXPECTED, EXIT_FATAL, EXIT_RETIRED, EXIT_REJECTED = 3, 1, 4, 5

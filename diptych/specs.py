@@ -64,7 +64,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # Folder for a file with one line per engine step; None means no such file.
     step_log: str | None = None
     log_level: str = "warning"
-    # One of `diptych.log_format.LOG_FORMATS`.
+    # One of `diptych.logs.log_format.LOG_FORMATS`.
     log_format: str = "text"
 
 
@@ -122,6 +122,10 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     figure_keys: tuple[str, ...] = ()
     # File that gets one line per event of a request; None means no such file.
     request_log: str | None = None
+    # URL to which traces are sent as OTLP over HTTP; None means that nothing is traced.
+    otlp_traces_endpoint: str | None = None
+    # Share of the requests that are traced, of those whose client has not decided it.
+    trace_sample: float = 1.0
     # Whether to keep records of the traffic for a replanner, which reads them with the admin key.
     replan: bool = False
     # Where the number of workers comes from, in words, for /status; empty if it was not planned.

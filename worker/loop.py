@@ -19,7 +19,8 @@ import msgspec
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import WorkerRejected
-from diptych.log_format import about_request
+from diptych.logs.log_format import about_request
+from diptych.logs.request_ids import ids_of_sequence
 from diptych.messages import (
     Abort,
     Admit,
@@ -36,7 +37,6 @@ from diptych.messages import (
     Welcome,
     WorkerStats,
 )
-from diptych.request_ids import ids_of_sequence
 from engine.loop import Engine, SequenceOutput
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.prefix_tree import root_key

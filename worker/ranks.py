@@ -42,7 +42,7 @@ import torch
 from msgspec import Meta
 
 from diptych.errors import DiptychError, StartError
-from diptych.log_format import configure_logging
+from diptych.logs.log_format import configure_logging
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.model_runner import CpuModelRunner

@@ -99,6 +99,12 @@ def _check_config(loaded: LoadedConfig, command: str) -> None:
             f"host from {loaded.origin_of('host')}; without a key anyone who reaches the port may use the model",
             "--api-key KEY or --api-key-file FILE; or --insecure to serve everyone",
         )
+    if "trace_sample" in loaded.origins and config.otlp_traces_endpoint is None:
+        raise ConfigError(
+            f"{loaded.origin_of('trace_sample')} has no effect",
+            "it is the share of requests that are traced, and no traces are sent",
+            "add --otlp-traces-endpoint URL, or leave it out",
+        )
     if command in ("gateway", "dashboards"):
         check_slo_target(loaded)
     if command in ("worker", "gateway"):

@@ -19,6 +19,7 @@ from diptych.config.values import (
     byte_size,
     duration_ms,
     duration_s,
+    http_url,
     key,
     keys,
     one_of,
@@ -30,7 +31,7 @@ from diptych.config.values import (
     texts,
     whole_number,
 )
-from diptych.log_format import LOG_FORMATS
+from diptych.logs.log_format import LOG_FORMATS
 
 ALL_COMMANDS = ("serve", "worker", "gateway")
 MODEL, POOLS, ENGINE, HTTP = "Model", "Pools", "Engine and KV cache", "HTTP"
@@ -283,6 +284,12 @@ class Config(BaseSettings):
     )
     request_log: Annotated[FilePath | None, Listing(PROCESS, GATEWAY_COMMANDS, rare=True)] = Field(
         default=None, description="Log the events of each request here (JSONL)"
+    )
+    otlp_traces_endpoint: Annotated[
+        Annotated[str, http_url()] | None, Listing(PROCESS, GATEWAY_COMMANDS, rare=True)
+    ] = Field(default=None, description="Send a trace of each request here (OTLP over HTTP)")
+    trace_sample: Annotated[float, share(with_ends=True), Listing(PROCESS, GATEWAY_COMMANDS, rare=True)] = (
+        Field(default=1.0, description="Share of requests that are traced")
     )
     step_log: Annotated[FolderPath | None, Listing(PROCESS, WORKER_COMMANDS, rare=True)] = Field(
         default=None, description="Workers log what each step cost here (JSONL)"

@@ -38,6 +38,7 @@ BYTE_SCALES = SCALES | {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10*
 BYTE_SCALES |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 SECONDS_BY_UNIT = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 MS_BY_UNIT = {unit: scale * 1e3 for unit, scale in SECONDS_BY_UNIT.items() if unit} | {"": 1.0}
+URL_PATTERN = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[^\s/:@\[\]]+)(:[0-9]{1,5})?(/\S*)?")
 NUMBER_PATTERN = re.compile(r"\s*([+-]?[0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 # JSON Schema patterns that accept the same values.
@@ -145,22 +146,24 @@ def byte_size(least: int = 1) -> ValueKind:
     )
 
 
-def share() -> ValueKind:
-    """A share between 0 and 1, both excluded: `0.99`, or `99%`."""
+def share(with_ends: bool = False) -> ValueKind:
+    """A share between 0 and 1: `0.99`, or `99%`. Both ends are excluded, unless `with_ends`."""
 
     def read(value: Any) -> float:
         percent = isinstance(value, str) and value.strip().endswith("%")
         number = _parse_number(value.strip()[:-1] if percent else value, {"": 1.0}, "a share such as 0.99")
         found = float(number) / (100 if percent else 1)
-        if not 0 < found < 1:
-            raise ValueError("is out of range: it must be between 0 and 1, both excluded")
+        if not (0 <= found <= 1 if with_ends else 0 < found < 1):
+            ends = "included" if with_ends else "excluded"
+            raise ValueError(f"is out of range: it must be between 0 and 1, both {ends}")
         return found
 
+    bounds = {"minimum": 0, "maximum": 1} if with_ends else {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
     percentage = {"type": "string", "pattern": r"^\s*\+?[0-9][0-9_]*(\.[0-9]+)?\s*%?\s*$"}
     return ValueKind(
         "SHARE",
         read,
-        {"anyOf": [{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, percentage]},
+        {"anyOf": [{"type": "number", **bounds}, percentage]},
     )
 
 
@@ -194,6 +197,18 @@ def _parse_duration(value: Any, scales: Mapping[str, float], what: str) -> float
     if not duration > 0:
         raise ValueError("is out of range: it must be above 0")
     return duration
+
+
+def http_url() -> ValueKind:
+    """The URL of an HTTP service, with a host."""
+
+    def read(value: Any) -> str:
+        found = _parse_text(value).strip()
+        if not URL_PATTERN.fullmatch(found):
+            raise ValueError("is not a URL such as http://127.0.0.1:4318/v1/traces")
+        return found
+
+    return ValueKind("URL", read, {"type": "string", "pattern": rf"^\s*{URL_PATTERN.pattern}\s*$"})
 
 
 def text(metavar: str = "TEXT") -> ValueKind:

@@ -23,7 +23,7 @@ from typing import IO, Any
 import msgspec
 
 from diptych.errors import ConfigError
-from diptych.log_files import MAX_RECORD_BYTES, rotate_record
+from diptych.logs.log_files import MAX_RECORD_BYTES, rotate_record
 from planner.replan.attainment_cache import EvaluatedFleet, FleetSize
 from planner.replan.change_detection import TrafficShift
 from planner.replan.decide import FleetDecision, FleetSituation, FleetWorker, ReplanPolicy

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 from diptych.channel.hub import ChannelHub
 from diptych.channel.keys import load_server_keys
 from diptych.errors import DiptychError
-from diptych.log_format import configure_logging
+from diptych.logs.log_format import configure_logging
 from diptych.process import EXIT_EXPECTED, EXIT_FATAL, SupervisorPipe, die_with_parent, exit_fatally
 from diptych.slo import Slo
 from diptych.specs import GatewaySpec
@@ -59,6 +59,8 @@ from services.gateway.service import GatewayService, RequestTimeouts
 from services.gateway.spec_reader import SpecReader
 from services.gateway.status import LiveHealthProbes
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
+from services.gateway.tracing.otlp_exporter import OtlpExporter
+from services.gateway.tracing.tracer import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +141,7 @@ async def serve_gateway(
     )
     log_file = RequestLogFile(spec.request_log) if spec.request_log else None
     hub = make_hub(spec)
+    exporter = make_exporter(spec, metrics)
     backend = RelayBackend(relay, hub, metrics, request_log=RequestLog(log_file) if log_file else None)
     service = GatewayService(
         rules,
@@ -160,7 +163,7 @@ async def serve_gateway(
     )
     wanted = prober.wanted_workers
     metrics.registry.register(DeploymentCollector(diptych_version(), model, service.fingerprint, wanted))
-    app = build_http_app(spec, service, backend, prober, metrics)
+    app = build_http_app(spec, service, backend, prober, metrics, exporter)
     server = GatewayServer(
         app, service, spec.drain_s, lambda: supervisor.report_progress("ready"), spec.max_connections
     )
@@ -183,8 +186,26 @@ async def serve_gateway(
     finally:
         service.close()
         hub.close()
-        if log_file is not None:
-            log_file.close()
+        close_writers(log_file, exporter)
+
+
+def close_writers(log_file: RequestLogFile | None, exporter: OtlpExporter | None) -> None:
+    """Write and send what waits: the last lines of the request log, and the last traces."""
+    if log_file is not None:
+        log_file.close()
+    if exporter is not None:
+        exporter.close()
+
+
+def make_exporter(spec: GatewaySpec, metrics: GatewayMetrics) -> OtlpExporter | None:
+    """What sends traces to the collector; None if nothing is traced. Raises ConfigError if a package is missing."""
+    if spec.otlp_traces_endpoint is None:
+        return None
+
+    def count_traces(outcome: str, num_traces: int) -> None:
+        metrics.traces.labels(outcome).inc(num_traces)
+
+    return OtlpExporter(spec.otlp_traces_endpoint, diptych_version(), os.environ, count_traces)
 
 
 def make_hub(spec: GatewaySpec) -> ChannelHub:
@@ -205,6 +226,7 @@ def build_http_app(
     backend: RelayBackend,
     prober: CanaryProber,
     metrics: GatewayMetrics,
+    exporter: OtlpExporter | None,
 ) -> ASGIApp:
     """The HTTP application: the API, and the admin and replanning routes if `spec` asks for them."""
     replanning = None
@@ -216,8 +238,9 @@ def build_http_app(
     )
     probes = LiveHealthProbes(service, backend, prober, replanning, spec.plan_note)
     api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin)
+    tracer = RequestTracer(exporter, spec.trace_sample) if exporter is not None else None
     figures, urgent = BearerKeys(spec.figure_keys), BearerKeys(spec.priority_keys)
-    return build_app(api, BearerKeys(spec.api_keys), spec.host, admin_keys, figures, urgent)
+    return build_app(api, BearerKeys(spec.api_keys), spec.host, admin_keys, figures, urgent, tracer)
 
 
 async def serve_with_tasks(

@@ -1,6 +1,6 @@
 """Builds the HTTP application: its routes, and the middleware around them, from the outside to the inside:
 
-    UnreadBodyMiddleware ─▶ RequestIdMiddleware (id, count, 500) ─▶ CORSMiddleware
+    UnreadBodyMiddleware ─▶ RequestIdMiddleware (id, count, 500) ─▶ TraceMiddleware (if traced) ─▶ CORSMiddleware
         ─▶ CrossOriginMiddleware (without API keys only) ─▶ AuthMiddleware ─▶ RequestBodyMiddleware ─▶ routes
 
 All middleware is plain ASGI, so nothing buffers a stream or hides a disconnect. A route reads its request's body
@@ -43,6 +43,7 @@ from services.gateway.http.request_body import (
     UnreadBodyMiddleware,
 )
 from services.gateway.http.request_id import RequestIdMiddleware
+from services.gateway.http.trace_requests import TraceMiddleware
 from services.gateway.openai.openapi import docs_page, openapi_document
 from services.gateway.openai.response_schema import ModelCard, ModelList, Readiness, Version
 from services.gateway.openai.tenancy import Caller, parse_timeout_header, parse_timings_header
@@ -50,8 +51,10 @@ from services.gateway.openai.validate import check_model_name
 from services.gateway.ops.admin import AdminRoutes
 from services.gateway.page.web_page import WebPage, render_page
 from services.gateway.service import GatewayService
+from services.gateway.tracing.tracer import RequestTracer
 
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+TRACED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -233,10 +236,12 @@ def build_app(
     admin: BearerKeys | None = None,
     figures: BearerKeys | None = None,
     urgent: BearerKeys | None = None,
+    tracer: RequestTracer | None = None,
 ) -> ASGIApp:
     """The whole application with its middleware.
 
-    `host` is the address that the server will be bound to. `AuthMiddleware` describes the kinds of keys.
+    `host` is the address that the server will be bound to. `AuthMiddleware` describes the kinds of keys. Without
+    `tracer` nothing is traced.
     """
     routes = api.make_routes()
     # FastAPI's own schema is off. The classes of `request_schema` decode and check bodies in one pass, and also make
@@ -269,8 +274,16 @@ def build_app(
         allow_origin_regex=None if keys else LOCAL_ORIGINS,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", KV_CLASS_HEADER, SERVER_TIMING_HEADER],
+        expose_headers=[
+            "x-request-id",
+            "retry-after",
+            KV_CLASS_HEADER,
+            SERVER_TIMING_HEADER,
+            "traceresponse",
+        ],
     )
+    if tracer is not None:
+        layered = TraceMiddleware(layered, tracer, TRACED_PATHS)
     paths = frozenset(route.path for route in routes)
     enveloped = RequestIdMiddleware(layered, api.service.metrics, paths, api.service.errors)
     return UnreadBodyMiddleware(enveloped)

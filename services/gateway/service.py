@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
-from diptych.request_ids import answer_id
+from diptych.logs.request_ids import answer_id
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.chat_format import ChatFormat
 from services.gateway.generation.completion_format import CompletionFormat

@@ -25,7 +25,7 @@ from typing import IO
 import msgspec
 
 from diptych.errors import DiptychError, StartError
-from diptych.log_files import MAX_LOG_BYTES, open_log, truncate_log
+from diptych.logs.log_files import MAX_LOG_BYTES, open_log, truncate_log
 from diptych.process import EXIT_REJECTED, EXIT_RETIRED
 from services.host.oom_kills import count_oom_kills
 

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from diptych.errors import ConfigError
-from diptych.log_files import MAX_RECORD_BYTES, OLD_SUFFIX, rotate_record
+from diptych.logs.log_files import MAX_RECORD_BYTES, OLD_SUFFIX, rotate_record
 from diptych.messages import Failed, Output
 from engine import sequence
 from engine.step_work import StepWork

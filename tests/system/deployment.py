@@ -49,6 +49,8 @@ class Served:
 
     url: str
     key: str = "none"
+    # Folder with a log of each part, if the parts were started one by one.
+    logs: Path | None = None
 
     @contextmanager
     def client(self, **options: Any) -> Iterator[openai.OpenAI]:
@@ -127,7 +129,9 @@ def serve_parts(*arguments: str) -> Iterator[Served]:
             for part in parts:
                 _until_ready(part)
             _until_linked(what)
-            yield Served(f"http://127.0.0.1:{what.gateway.port}", what.gateway.status_key or "none")
+            yield Served(
+                f"http://127.0.0.1:{what.gateway.port}", what.gateway.status_key or "none", what.logs
+            )
             started += [one for part in parts for one in _family(part.status().pid)]
         finally:
             parts[0].stop(what.gateway.drain_s + GRACE_S)

@@ -24,7 +24,7 @@ import pytest
 from diptych.config.options import Config
 from diptych.errors import RequestError
 from diptych.failure_statuses import RULES, FailureReason, RequestFailure
-from diptych.log_format import JsonFormatter
+from diptych.logs.log_format import JsonFormatter
 from services.gateway.openai.request_limits import RequestLimits
 from tests.system import fake_workers, scripted_gateway
 from tests.system.fake_workers import MUTE, Puppet

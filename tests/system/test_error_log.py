@@ -11,7 +11,7 @@ import pytest
 
 from diptych.config.options import Config
 from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.log_format import TextFormatter
+from diptych.logs.log_format import TextFormatter
 from services.gateway.generation.relay_backend import hide_worker_text
 from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.metrics.prometheus import GatewayMetrics

@@ -20,7 +20,7 @@ from rich.console import Console
 from diptych.config.load import ApiKeys, LoadedConfig, collect_api_keys
 from diptych.config.options import Config
 from diptych.errors import ConfigError, DiptychError, StartError
-from diptych.log_files import open_log
+from diptych.logs.log_files import open_log
 from diptych.specs import GatewaySpec
 from planner.placement.plan_file import PlanFile, PlanTraffic
 from services.cli.client.gateway_http import get_route

@@ -107,6 +107,8 @@ def gateway_spec(
         admin_key=config.admin_key,
         figure_keys=metrics_keys(config, bool(api_keys)),
         request_log=str(config.request_log.absolute()) if config.request_log else None,
+        otlp_traces_endpoint=config.otlp_traces_endpoint,
+        trace_sample=config.trace_sample,
         replan=config.replan,
         log_level=config.log_level,
         log_format=config.log_format,

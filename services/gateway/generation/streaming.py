@@ -21,14 +21,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.errors import RequestError
-from diptych.log_format import about_request
+from diptych.logs.log_format import about_request
 from services.gateway.generation.formats import MAX_WRITTEN_TOKENS, OutputFormat, best_answers
 from services.gateway.generation.generation import Generation, SequenceStream
 from services.gateway.generation.timings import SERVER_TIMING_HEADER, describe_timings, server_timing
 from services.gateway.http.connection import ClientStalled, ResponseWriter
 from services.gateway.http.error_response import JSON_TYPE, error_response, log_failure
-from services.gateway.http.request_scope import request_ids_of
+from services.gateway.http.request_scope import request_ids_of, trace_of
 from services.gateway.openai.response_schema import AnswerDetails, DetailsField
+from services.gateway.tracing.spans import TracedSequence
 
 # Seconds between two pings after the first token. They keep proxies and clients from timing out.
 PING_INTERVAL_S = 10.0
@@ -103,8 +104,19 @@ class GenerationResponse(Response):
             self.generation.metrics.open.set(len(self._running))
             self.generation.cancel_sequences()
             self.generation.release_bytes()
+            self._complete_trace(scope)
             work.cancel()
             left.cancel()
+
+    def _complete_trace(self, scope: Scope) -> None:
+        """Add the sequences to the trace of the request, if it is traced."""
+        if (trace := trace_of(scope)) is not None:
+            generation = self.generation
+            trace.left = generation.failure is None and not generation.done
+            trace.sequences = [
+                TracedSequence(stream.request, stream.record, stream.timeline)
+                for stream in generation.streams
+            ]
 
     def _log_ids(self, scope: Scope) -> dict[str, object]:
         """The `extra` of log records about this request."""

@@ -26,8 +26,8 @@ from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.log_format import about_request
-from diptych.request_ids import RequestIds, new_request_id
+from diptych.logs.log_format import about_request
+from diptych.logs.request_ids import RequestIds, new_request_id
 from services.gateway.http.connection_table import ConnectionPhase, ConnectionTable
 from services.gateway.http.log_rate_limit import LogRateLimit
 

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.log_format import about_request
+from diptych.logs.log_format import about_request
 from services.gateway.http.log_rate_limit import LogRateLimit
-from services.gateway.http.request_scope import request_ids_of
+from services.gateway.http.request_scope import keep_failure, request_ids_of
 from services.gateway.metrics.recent_events import RecentErrors
 
 JSON_TYPE = "application/json"
@@ -29,10 +29,11 @@ client_log.addFilter(LogRateLimit(1.0, MAX_CLIENT_LINES_PER_S))
 
 
 def log_failure(scope: Scope, failure: RequestFailure, generation: str = "") -> None:
-    """Log why a request fails, under its id, and keep it for `/status`.
+    """Log why a request fails, under its id, and keep it for `/status` and for its trace.
 
     `generation` is the name under which workers know the request.
     """
+    keep_failure(scope, failure)
     state = scope.get("state", {})
     errors: RecentErrors | None = state.get("recent_errors")
     if errors is not None:

@@ -9,8 +9,8 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych.log_format import about_request
-from diptych.request_ids import new_request_id
+from diptych.logs.log_format import about_request
+from diptych.logs.request_ids import new_request_id
 from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.http.error_response import error_response, internal_failure
 from services.gateway.http.request_scope import request_ids_of

@@ -323,6 +323,9 @@ class GatewayMetrics:
             "diptych:links_given_up", "Links given up because KV arrived corrupt"
         )
         self.log_lines = self._counter("diptych:request_log_lines", "Lines of the request log", "outcome")
+        self.traces = self._counter(
+            "diptych:traces", "Traced requests, by what became of the trace", "outcome"
+        )
 
     def _define_replanning(self) -> None:
         """Reports of the replanner (`diptych serve --replan`) about itself."""

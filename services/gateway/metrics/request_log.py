@@ -26,10 +26,10 @@ from typing import Any
 import msgspec
 
 from diptych.errors import ConfigError
-from diptych.log_files import MAX_RECORD_BYTES, rotate_record
+from diptych.logs.log_files import MAX_RECORD_BYTES, rotate_record
+from diptych.logs.request_ids import RequestIds
 from diptych.messages import Output
 from diptych.request import Request
-from diptych.request_ids import RequestIds
 from router.effects import (
     AttemptBegan,
     AttemptRetried,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from diptych.log_format import about_request
-from diptych.request_ids import RequestIds, ids_of_sequence
+from diptych.logs.log_format import about_request
+from diptych.logs.request_ids import RequestIds, ids_of_sequence
 from router.effects import (
     AttemptBegan,
     AttemptRetried,

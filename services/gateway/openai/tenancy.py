@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.hashing import hash_fields
+from diptych.logs.request_ids import RequestIds
 from diptych.request import Tenancy
-from diptych.request_ids import RequestIds
 from services.gateway.openai.request_schema import GenerationFields
 
 # This many hex digits suffice to tell a deployment's keys apart.

@@ -13,7 +13,7 @@ import msgspec
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.hashing import hash_fields
-from diptych.log_format import about_request
+from diptych.logs.log_format import about_request
 from diptych.request import Grammar
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.tenancy import Caller

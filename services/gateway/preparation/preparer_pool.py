@@ -21,7 +21,7 @@ import msgspec
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.log_format import about_request
+from diptych.logs.log_format import about_request
 from diptych.request import Grammar
 from services.gateway.openai.validate import RequestRules
 from services.gateway.preparation.fork_server import (

@@ -85,6 +85,8 @@ def test_every_setting_is_read_from_all_three_sources(one: Any, yaml: Path) -> N
     command = one.commands[0]
     apart = {"role": "prefill", "channel": "tcp://a:1", "keys_dir": "/k"}
     need = {name: value for name, value in apart.items() if name != one.name} if command != "serve" else {}
+    if one.name == "trace_sample":
+        need = {"otlp_traces_endpoint": "http://collector:4318/v1/traces"}
     from_file = load_config(command, need, {}, yaml).config
     from_env = load_config(command, need, {one.env: text}).config
     from_line = load_config(command, need | {one.name: [text] if one.kind.many else text}, {}).config
@@ -110,6 +112,7 @@ def example(kind: ValueKind) -> str:
         "advise",
         "json",
         "tcp://x:1",
+        "http://x:1/y",
         "0.5",
         "a key of 16 chars",
     ):
@@ -190,6 +193,13 @@ def test_a_mistake_in_our_own_names_is_still_refused_beside_those_of_kubernetes(
         ("transports", "shm,shm", "names the same thing twice"),
         ("enable_chunked_prefill", "perhaps", "is neither true nor false"),
         ("model", "", "is not a text"),
+        ("otlp_traces_endpoint", "collector:4317", "is not a URL such as http://"),
+        ("otlp_traces_endpoint", "http://", "is not a URL"),
+        ("otlp_traces_endpoint", "http://user:secret@h/", "is not a URL"),
+        ("trace_sample", "1.5", "must be between 0 and 1, both included"),
+        ("trace_sample", "-0.1", "must be between 0 and 1"),
+        ("trace_sample", "some", "is not a share"),
+        ("log_format", "xml", "is not one of text, json"),
     ],
 )
 def test_a_wrong_value_names_its_source_and_the_form(name: str, value: str, said: str) -> None:
@@ -520,3 +530,11 @@ def test_a_target_without_objectives_has_no_effect_and_is_refused() -> None:
         load_config("gateway", PARTS | {"slo_target": "0.99"}, {})
     assert "--slo-target has no effect" in "\n".join(caught.value.lines())
     assert load_config("serve", {"slo_target": "0.99"}, {}).config.slo_target == 0.99, "a plan may bring SLOs"
+
+
+def test_a_share_of_traces_that_nobody_gets_is_refused() -> None:
+    message = refused({"trace_sample": "0.1"})
+    assert "--trace-sample has no effect" in message and "--otlp-traces-endpoint URL" in message
+    assert len(message.splitlines()) <= 6
+    both = {"trace_sample": "10%", "otlp_traces_endpoint": "https://collector.example/v1/traces"}
+    assert loaded(both).config.trace_sample == 0.1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.log_files import open_log, rotate_record
+from diptych.logs.log_files import open_log, rotate_record
 from planner.replan.decide import ReplanPolicy
 from planner.replan.journal import Journal, JournalHead
 from services.gateway.metrics.request_log import RequestLogFile

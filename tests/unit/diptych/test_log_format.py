@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from diptych.log_format import JsonFormatter, TextFormatter, about_request
-from diptych.request_ids import RequestIds, answer_id, ids_of_sequence, new_request_id
+from diptych.logs.log_format import JsonFormatter, TextFormatter, about_request
+from diptych.logs.request_ids import RequestIds, answer_id, ids_of_sequence, new_request_id
 
 SCRIPT = """
 import logging, sys, threading, warnings
-from diptych.log_format import configure_logging, about_request
-from diptych.request_ids import RequestIds
+from diptych.logs.log_format import configure_logging, about_request
+from diptych.logs.request_ids import RequestIds
 configure_logging("info", FORMAT, "decode-0")
 log = logging.getLogger("x")
 log.info("two\\nlines \\ud800 %s", {"a": 1}, extra=about_request(RequestIds("req_1", "mine", "cmpl-1"), "worker_lost"))

@@ -11,9 +11,9 @@ import pytest
 
 from diptych.errors import ConfigError
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.logs.request_ids import RequestIds
 from diptych.messages import Output
 from diptych.request import Request, RequestStage, SamplingParams
-from diptych.request_ids import RequestIds
 from router.effects import (
     AttemptBegan,
     AttemptRetried,

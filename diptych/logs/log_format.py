@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from diptych.request_ids import RequestIds
+from diptych.logs.request_ids import RequestIds
 
 LOG_FORMATS = ("text", "json")
 # The attribute of a log record with the ids of its request.

@@ -1,0 +1,94 @@
+"""Traces reach the collector, and a collector that hangs, refuses or is not there costs traces and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from diptych.errors import ConfigError
+from diptych.logs.request_ids import RequestIds
+from services.gateway.tracing.otlp_exporter import OtlpExporter
+from services.gateway.tracing.spans import RequestTrace
+from services.gateway.tracing.trace_context import TraceContext, new_span_id, new_trace_id
+from tests.system.otlp_collector import Collector, attributes, collecting
+from tests.waiting import wait_for
+
+WAIT_S = 60.0
+ENVIRON = {"OTEL_SERVICE_NAME": "mine", "OTEL_EXPORTER_OTLP_HEADERS": "x-token=a%20b, x-other=c=d"}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as opened:
+        yield opened
+
+
+@contextmanager
+def exporting(url: str, counts: Counter[str], **options: object) -> Iterator[OtlpExporter]:
+    def count(outcome: str, number: int) -> None:
+        counts[outcome] += number
+
+    quick = {"timeout_s": 0.2, "pauses_s": (0.01,), **options}
+    exporter = OtlpExporter(url, "0.1.0", ENVIRON, count, **quick)  # type: ignore[arg-type]
+    try:
+        yield exporter
+    finally:
+        exporter.close()
+        exporter.close()
+
+
+def trace(number: int = 0) -> RequestTrace:
+    context = TraceContext(new_trace_id(), new_span_id(), True, "vendor=1")
+    return RequestTrace(context, None, "/v1/completions", 1.0, RequestIds(f"req_{number}"), 200, ended_s=2.5)
+
+
+def test_what_is_sent_arrives_with_service_headers_and_state(collector: Collector) -> None:
+    counts = Counter[str]()
+    with exporting(collector.url, counts) as exporter:
+        for number in range(300):
+            exporter.export_trace(trace(number))
+    assert counts == {"sent": 300}
+    assert list(collector.traces()) == [f"req_{number}" for number in range(300)]
+    (first, *_) = collector.spans()
+    assert first.end_time_unix_nano - first.start_time_unix_nano == pytest.approx(1.5e9, abs=1000)
+    assert (first.name, first.kind, first.trace_state) == ("POST /v1/completions", 2, "vendor=1")
+    assert attributes(collector.requests()[0].resource_spans[0].resource)["service.name"] == "mine"
+    sent = collector.headers[0]
+    assert (sent["x-token"], sent["x-other"], sent["content-type"]) == (
+        "a b",
+        "c=d",
+        "application/x-protobuf",
+    )
+
+
+def test_after_a_refusal_the_same_traces_are_sent_again(collector: Collector) -> None:
+    counts, collector.mode = Counter[str](), "refuse"
+    with exporting(collector.url, counts, pauses_s=(0.01,) * 1000) as exporter:
+        exporter.export_trace(trace())
+        wait_for(lambda: collector.asked >= 3, WAIT_S)
+        collector.mode = "take"
+        wait_for(lambda: counts == {"sent": 1}, WAIT_S)
+    assert len(collector.spans()) == 1
+
+
+@pytest.mark.parametrize("mode", ["hang", "refuse", "gone"])
+def test_without_a_working_collector_traces_are_counted_as_lost(collector: Collector, mode: str) -> None:
+    counts, collector.mode = Counter[str](), mode
+    url = "http://127.0.0.1:9/v1/traces" if mode == "gone" else collector.url
+    with exporting(url, counts, max_waiting=10) as exporter:
+        for number in range(1000):
+            exporter.export_trace(trace(number))
+        wait_for(lambda: counts["failed"] > 0, WAIT_S)
+    assert counts["dropped"] >= 900 and counts["failed"] + counts["dropped"] <= 1000
+    assert collector.spans() == []
+
+
+def test_a_missing_package_is_reported_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.proto.trace.v1", None)
+    with pytest.raises(ConfigError) as caught:
+        OtlpExporter("http://127.0.0.1:9", "0.1.0", {}, lambda outcome, number: None)
+    assert "diptych[otel]" in caught.value.fix and len(str(caught.value).splitlines()) <= 6

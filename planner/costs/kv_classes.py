@@ -9,6 +9,7 @@ by `diptych profile` with the same list, as ratios to the profile's own codec (`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import floor, isclose
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
@@ -17,6 +18,9 @@ from planner.costs.kv_codec import find_codec, is_same_codec, with_kv_codec
 from planner.costs.model import ModelDims
 from planner.costs.profile import CostProfile
 from planner.types import KvClass, KvClassWork
+
+# Shares in a plan's file are multiples of this. Shares that differ by less than `SHARE_ROUNDING` are the same.
+SHARE_STEP, SHARE_ROUNDING = 1e-6, 1e-5
 
 
 def base_codec(text: str) -> str:
@@ -37,6 +41,34 @@ def read_classes(text: str) -> tuple[ClassShare, ...]:
     """
     classes = parse_class_shares(text)
     return classes if len(classes) > 1 else ()
+
+
+def check_codecs(text: str) -> str:
+    """The value of `--kv-cache-codec`, as it is. Raises ValueError: it is neither a codec nor a list of them."""
+    try:
+        parse_class_shares(text)
+    except ConfigError as error:
+        raise ValueError("; ".join(error.lines())) from None
+    return text
+
+
+def format_classes(classes: Sequence[KvClass]) -> str:
+    """The classes and their shares, as `--kv-cache-codec` takes them; rounded down, so that they are at most 1."""
+    return ",".join(f"{one.name}:{floor(one.share / SHARE_STEP + 0.01) * SHARE_STEP:.6g}" for one in classes)
+
+
+def same_classes(shape: ModelDims, first: str, second: str) -> bool:
+    """Whether two values of `--kv-cache-codec` mean the same: the codecs in their order, and their shares.
+
+    Raises:
+        ConfigError: as `kvcache.class_shares.parse_class_shares`, or a codec does not fit the model's heads.
+    """
+    ones, others = parse_class_shares(first), parse_class_shares(second)
+    return len(ones) == len(others) and all(
+        isclose(one.share, other.share, abs_tol=SHARE_ROUNDING)
+        and is_same_codec(shape, str(one.codec_id), str(other.codec_id))
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 def plan_kv_classes(profile: CostProfile, text: str) -> tuple[KvClass, ...]:

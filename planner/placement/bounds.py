@@ -23,6 +23,8 @@ from planner.types import (
     CostModel,
     InstancePool,
     Job,
+    KvClass,
+    KvClassWork,
     LinkSpec,
     Placement,
     StepBatch,
@@ -31,6 +33,7 @@ from planner.types import (
 # Between two batch sizes tried, the cost of the smaller one counts for the rows of the larger one.
 BATCH_SIZE_RATIO = 1.05
 NO_LIMIT = math.inf
+SAME_WORK = KvClassWork()
 # Most rows of a batch, if neither TPOT nor memory limits the batch.
 MAX_ROWS = 4096.0
 
@@ -47,18 +50,43 @@ class PlacementSite:
     """Describes the model and hardware that a placement runs on, as bounds and simulations need it.
 
     `cost` and `kv_tokens` give step cost and KV capacity of one instance of a pool, `link` the KV link of a placement,
-    `token_bytes` the KV bytes of one token. `nodes` gives the number of nodes that the stages of an instance lie on;
-    bounds ignore it, since more nodes only make steps longer. A step decodes at most `rows` sequences and prefills at
-    most `batch_tokens` tokens (`planner.sim.fast.instance.InstanceLimits`).
+    `kv_classes` the classes of KV, each with its bytes and room; there is at least one. `nodes` gives the number of
+    nodes that the stages of an instance lie on; bounds ignore it, since more nodes only make steps longer. A step
+    decodes at most `rows` sequences and prefills at most `batch_tokens` tokens
+    (`planner.sim.fast.instance.InstanceLimits`).
     """
 
     cost: PoolCost
     kv_tokens: Callable[[InstancePool], float]
     link: Callable[[Placement], LinkSpec]
-    token_bytes: float
+    kv_classes: tuple[KvClass, ...]
     nodes: Callable[[Placement, InstancePool], int] = lambda placement, pool: 1
     rows: float = NO_LIMIT
     batch_tokens: float = NO_LIMIT
+
+    @property
+    def token_bytes(self) -> float:
+        """The KV bytes of one token of the first class."""
+        return self.kv_classes[0].token_bytes
+
+    def kv_class(self, job: Job) -> KvClass:
+        """The class of a job's KV: the first one if it names none."""
+        if len(self.kv_classes) == 1 or not job.kv_class:
+            return self.kv_classes[0]
+        return next(one for one in self.kv_classes if one.name == job.kv_class)
+
+    def kv_bytes(self, job: Job) -> float:
+        """Bytes of the KV of a job's prompt, as they are moved."""
+        return job.prompt * self.kv_class(job).token_bytes
+
+    def room(self, pool: InstancePool, job: Job) -> float:
+        """Tokens that an instance holds of the class of a job's KV."""
+        return self.kv_tokens(pool) * self.kv_class(job).room
+
+    def kv_size(self, job: Job) -> float:
+        """How many tokens of `kv_tokens` a token of the job's KV takes."""
+        found = self.kv_class(job)
+        return found.share / found.room
 
     def costs(self, placement: Placement) -> Callable[[InstancePool], CostModel]:
         """The step cost by pool, for the pools of this placement."""
@@ -125,14 +153,19 @@ def lowest_bound(found: dict[str, float]) -> float:
     return min(found.values(), default=NO_LIMIT)
 
 
-def min_ttft_s(cost: CostModel, job: Job) -> float:
+def _prompt_batch(job: Job, work: KvClassWork) -> StepBatch:
+    """The batch of a step that prefills one prompt, whose KV costs `work`."""
+    return StepBatch(job.prompt * work.token, float(job.prompt) * job.prompt * work.square)
+
+
+def min_ttft_s(cost: CostModel, job: Job, work: KvClassWork = SAME_WORK) -> float:
     """TTFT of a job in seconds if the instance prefills nothing else: a lower bound."""
-    return cost.step_s(StepBatch(job.prompt, float(job.prompt) * job.prompt))
+    return cost.step_s(_prompt_batch(job, work))
 
 
-def min_tpot_s(cost: CostModel, job: Job) -> float:
+def min_tpot_s(cost: CostModel, job: Job, work: KvClassWork = SAME_WORK) -> float:
     """TPOT of a job in seconds if the instance decodes nothing else: a lower bound; 0 for an answer of one token."""
-    return cost.step_s(StepBatch(0, 0.0, 1, job.prompt)) if job.output > 1 else 0.0
+    return cost.step_s(StepBatch(0, 0.0, 1, job.prompt * work.context)) if job.output > 1 else 0.0
 
 
 def saturation_rates(
@@ -159,7 +192,7 @@ def saturation_rates(
     if any(placement.role(PREFILL)) and any(placement.role(DECODE)):
         link = site.link(placement)
         pairs = min(sum(pool.count for pool in placement.role(role)) for role in (PREFILL, DECODE))
-        moved_s = _mean_s(jobs, lambda job: job.prompt * site.token_bytes / link.bytes_per_s)
+        moved_s = _mean_s(jobs, lambda job: site.kv_bytes(job) / link.bytes_per_s)
         found["link"] = (pairs / moved_s if moved_s else NO_LIMIT) + both_rps
     return found
 
@@ -175,7 +208,7 @@ def _prefill_s(site: PlacementSite, jobs: Sequence[Job], pool: InstancePool) -> 
     Each prompt pays its share of the constant cost of a step.
     """
     cost = site.cost(pool)
-    work, constant_s = _prefill_work(cost), cost.stage_s(StepBatch(1, 1.0))
+    work, constant_s = _prefill_work(site, cost), cost.stage_s(StepBatch(1, 1.0))
     return _mean_s(jobs, lambda job: work(job) + constant_s * min(1.0, job.prompt / site.batch_tokens))
 
 
@@ -183,9 +216,9 @@ def _answers_per_s(site: PlacementSite, jobs: Sequence[Job], slos: Slos, pool: I
     """Answers per second of one instance with the largest batch that meets the TPOT SLO and fits into memory."""
     cost, stages = site.cost(pool), pool.split.pp
     tokens = max(_mean_s(jobs, lambda job: job.output - 1), 1e-9)
-    context = _mean_s(jobs, lambda job: job.prompt + job.output / 2.0)
+    context = _mean_s(jobs, lambda job: (job.prompt + job.output / 2.0) * site.kv_class(job).work.context)
     tpot_s = strictest_slo(slos.values()).tpot_s
-    held = _mean_s(jobs, lambda job: job.prompt + job.output)
+    held = _mean_s(jobs, lambda job: (job.prompt + job.output) * site.kv_size(job))
     most = max(1.0, min(site.kv_tokens(pool) / held, site.rows, MAX_ROWS * stages) / stages)
     sizes = [size for size in _batch_sizes(most) if cost.step_s(_decode_batch(size, context)) <= tpot_s] or [
         1.0
@@ -206,11 +239,11 @@ def _unloaded_bounds(
     decode_pool: InstancePool,
 ) -> dict[str, float]:
     """Bounds from requests that run alone: 0 for each SLO (or memory) that too few requests meet, else infinity."""
-    counts, room = trial.counted(), min(site.kv_tokens(prefill_pool), site.kv_tokens(decode_pool))
+    counts = trial.counted()
     met = {name: dict.fromkeys(counts, 0) for name in ("ttft", "tpot", "slo", "memory")}
     for job in trial.jobs():
         ttft, tpot = _meets_unloaded(site, placement, prefill_pool, decode_pool, job, trial.slo(job.kind))
-        fits = job.prompt + job.output <= room
+        fits = job.prompt + job.output <= min(site.room(prefill_pool, job), site.room(decode_pool, job))
         for name, good in (("ttft", ttft), ("tpot", tpot), ("slo", ttft and tpot), ("memory", fits)):
             met[name][job.kind] += good
     return {
@@ -230,18 +263,19 @@ def _meets_unloaded(
     slo: Slo,
 ) -> tuple[bool, bool]:
     """Whether a job meets (its TTFT SLO, its TPOT SLO) when nothing else runs."""
-    tpot_s = min_tpot_s(site.cost(decode_pool), job)
+    work = site.kv_class(job).work
+    tpot_s = min_tpot_s(site.cost(decode_pool), job, work)
     if prefill_pool is not decode_pool and job.output > 1:
         link = site.link(placement)
-        tpot_s += (link.latency_s + job.prompt * site.token_bytes / link.bytes_per_s) / job.output
-    return slo.is_met(min_ttft_s(site.cost(prefill_pool), job), None), slo.is_met(None, tpot_s)
+        tpot_s += (link.latency_s + site.kv_bytes(job) / link.bytes_per_s) / job.output
+    return slo.is_met(min_ttft_s(site.cost(prefill_pool), job, work), None), slo.is_met(None, tpot_s)
 
 
 def _compute_bounds(
     demand: LeastDemand, site: PlacementSite, prefill_pool: InstancePool, decode_pool: InstancePool
 ) -> dict[str, float]:
     """The rates at which prefill and decode (or compute, for colocated instances) are fully used."""
-    prefill_s = demand.least(_prefill_work(site.cost(prefill_pool)))
+    prefill_s = demand.least(_prefill_work(site, site.cost(prefill_pool)))
     decode_s = _least_decode_s(demand, site, decode_pool)
     if prefill_pool is decode_pool:
         return {"compute": demand.rate((prefill_s + decode_s) / prefill_pool.count, demand.late_s)}
@@ -251,22 +285,28 @@ def _compute_bounds(
     }
 
 
-def _prefill_work(cost: CostModel) -> Callable[[Job], float]:
+def _prefill_work(site: PlacementSite, cost: CostModel) -> Callable[[Job], float]:
     """A function that gives the seconds a prompt adds to a prefill step, without the constant cost of the step."""
     constant_s = cost.stage_s(StepBatch(1, 1.0))
-    return lambda job: cost.stage_s(StepBatch(job.prompt, float(job.prompt) * job.prompt)) - constant_s
+    return lambda job: cost.stage_s(_prompt_batch(job, site.kv_class(job).work)) - constant_s
 
 
 def _least_decode_s(demand: LeastDemand, site: PlacementSite, decode_pool: InstancePool) -> float:
     """Least seconds of the slowest stage to decode all tokens after the first, with the cheapest batch size per row."""
     cost, kv_tokens = site.cost(decode_pool), site.kv_tokens(decode_pool)
     rows = demand.least(lambda job: job.output - 1)
-    context = demand.least(lambda job: (job.output - 1) * (job.prompt + job.output / 2.0 - 1.0))
+
+    def decoded(job: Job) -> float:
+        """Tokens of context over all its decode steps."""
+        return (job.output - 1) * (job.prompt + job.output / 2.0 - 1.0)
+
+    context = demand.least(lambda job: decoded(job) * site.kv_class(job).work.context)
+    held = demand.least(lambda job: decoded(job) * site.kv_size(job))
     if rows <= 0.0:
         return 0.0
-    # Mean context of a row over all decode steps, in tokens.
-    mean = max(context, 0.0) / rows
-    most = min(rows, kv_tokens / mean if mean else rows, site.rows)
+    # Mean context of a row over all decode steps, in tokens as they cost, and in tokens as they are held.
+    mean, mean_held = max(context, 0.0) / rows, max(held, 0.0) / rows
+    most = min(rows, kv_tokens / mean_held if mean_held else rows, site.rows)
     return rows * min(
         cost.stage_s(StepBatch(0, 0.0, math.floor(size), math.floor(size * mean))) / (size * BATCH_SIZE_RATIO)
         for size in _batch_sizes(most)
@@ -288,7 +328,11 @@ def _kv_bound(demand: LeastDemand, site: PlacementSite, decode_pool: InstancePoo
     cost, room = site.cost(decode_pool), site.kv_tokens(decode_pool)
     if math.isinf(room):
         return NO_LIMIT
-    held = demand.least(lambda job: job.prompt * (job.output - 1) * min_tpot_s(cost, job))
+    held = demand.least(
+        lambda job: (
+            job.prompt * site.kv_size(job) * (job.output - 1) * min_tpot_s(cost, job, site.kv_class(job).work)
+        )
+    )
     return demand.rate(held / (room * decode_pool.count), demand.late_s)
 
 
@@ -301,9 +345,7 @@ def _link_bound(
 ) -> float:
     """The rate at which the links between prefill and decode instances are full."""
     link = site.link(placement)
-    seconds = demand.least(
-        lambda job: (job.prompt * site.token_bytes / link.bytes_per_s) if job.output > 1 else 0.0
-    )
+    seconds = demand.least(lambda job: site.kv_bytes(job) / link.bytes_per_s if job.output > 1 else 0.0)
     return demand.rate(seconds / min(prefill_pool.count, decode_pool.count), demand.late_s)
 
 

@@ -169,7 +169,7 @@ class _UnloadedLatency:
     def _ttft_quantile(self, way: ServingPath) -> tuple[float, list[float]]:
         if way.prefill not in self._firsts:
             cost = self._site.cost(way.prefill.pool, way.prefill.nodes)
-            found = [min_ttft_s(cost, job) for job in self._jobs]
+            found = [min_ttft_s(cost, job, self._site.kv_class(job).work) for job in self._jobs]
             self._firsts[way.prefill] = _quantile_of(found, self._share), found
         return self._firsts[way.prefill]
 
@@ -177,7 +177,10 @@ class _UnloadedLatency:
         key = way.decode, way.link
         if key not in self._eaches:
             cost = self._site.cost(way.decode.pool, way.decode.nodes)
-            found = [min_tpot_s(cost, job) + self._moved_s(way.link, job) for job in self._jobs]
+            found = [
+                min_tpot_s(cost, job, self._site.kv_class(job).work) + self._moved_s(way.link, job)
+                for job in self._jobs
+            ]
             self._eaches[key] = _quantile_of(found, self._share), found
         return self._eaches[key]
 
@@ -185,7 +188,7 @@ class _UnloadedLatency:
         """Seconds that the transfer of a prompt's KV adds to each token after the first."""
         if link is None or job.output < 2:
             return 0.0
-        return (link.latency_s + job.prompt * self._site.token_bytes / link.bytes_per_s) / (job.output - 1)
+        return (link.latency_s + self._site.kv_bytes(job) / link.bytes_per_s) / (job.output - 1)
 
 
 def _share_unloaded(slo: Slo) -> float:
@@ -274,8 +277,28 @@ def slo_too_tight(problem: Problem) -> ConfigError:
     )
 
 
+def _check_class_rooms(problem: Problem) -> None:
+    """Raises ConfigError if a class of KV has on no instance room for the longest request that asks for it."""
+    pools = [
+        InstancePool(BOTH, split, 1, stock.device.name)
+        for stock in problem.stocks
+        for split in problem.model.splits(stock.devices)
+    ]
+    most = max(map(problem.site.kv_tokens, pools))
+    for one in problem.kv_classes:
+        if most * one.room < (longest := problem.longest_of(one.name)):
+            raise ConfigError(
+                f"the share of the KV class {one.name} is too small for one request",
+                f"{one.share:.3g} of the largest instance holds {most * one.room:,.0f} tokens,"
+                f" and the longest request has {longest:,}",
+                "raise its share, or take more devices",
+            )
+
+
 def _no_room_error(problem: Problem) -> ConfigError:
     """The error for a model that fits on no split of any device."""
+    if problem.kv_classes:
+        _check_class_rooms(problem)
     stock = max(problem.stocks, key=lambda one: one.devices * one.device.memory_bytes)
     # Raises a more precise error if memory is the reason.
     smallest_split(problem.model, stock.device, stock.devices, problem.longest)

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
 from diptych.slo import DEFAULT_ATTAINMENT, Slo
-from planner.costs.kv_codec import check_codec_name
+from planner.costs.kv_classes import check_codecs
 from planner.json_file import FileModel, FileVersion, describe_fault, one_of
 from planner.types import BOTH, DECODE, PREFILL, Count, InstancePool, Parallelism, Placement, Positive
 
@@ -34,7 +34,7 @@ Affinity = Annotated[
 LocalPrefill = Annotated[
     str, AfterValidator(one_of(*LOCAL_PREFILL)), Field(json_schema_extra={"enum": [*LOCAL_PREFILL]})
 ]
-KvCodec = Annotated[str, AfterValidator(check_codec_name)]
+KvCodecs = Annotated[str, AfterValidator(check_codecs)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -62,7 +62,8 @@ class PlanTraffic(FileModel):
     """The traffic that was planned for.
 
     Its name, mean tokens of prompts and answers, requests per second (null: as many as can be served within the SLOs),
-    and the coefficient of variation of the times between arrivals (1: Poisson). `diptych serve` prints them.
+    and the coefficient of variation of the times between arrivals (1: Poisson). `kv_mix` is the share of the requests
+    for each class of KV, where there are several. `diptych serve` prints them.
     """
 
     name: str = ""
@@ -70,6 +71,7 @@ class PlanTraffic(FileModel):
     output_mean: NotNegative = 0.0
     rate_rps: NotNegative | None = None
     burstiness_cv: NotNegative = 1.0
+    kv_mix: dict[str, Share] = {}
 
 
 class PlanPrediction(FileModel):
@@ -113,7 +115,8 @@ class PlanFile(FileModel):
 
     `slos` are by kind of request; kind "" is the default. `local_prefill` "auto": decode instances also prefill where
     that is sooner; otherwise they prefill only while there is no prefill instance. The prediction is for `steps`; null:
-    for those of `diptych serve`. `kv_cache_codec` is how KV is stored and moved.
+    for those of `diptych serve`. `kv_cache_codec` is how KV is stored and moved: one codec, or several with the share
+    of the pool that each gets.
     """
 
     version: FileVersion
@@ -128,7 +131,7 @@ class PlanFile(FileModel):
     predicted: PlanPrediction
     local_prefill: LocalPrefill = "never"
     steps: PlanStepLimits | None = None
-    kv_cache_codec: KvCodec = RAW_CLASS
+    kv_cache_codec: KvCodecs = RAW_CLASS
 
     @model_validator(mode="after")
     def _check_pools(self) -> PlanFile:

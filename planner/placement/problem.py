@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
@@ -28,6 +28,7 @@ from planner.types import (
     InstancePool,
     Job,
     JobResult,
+    KvClass,
     LinkSpec,
     Parallelism,
     Placement,
@@ -64,7 +65,9 @@ class Problem:
     has at least `requests` requests per seed, and covers at least `span_s` seconds (or ten times the TTFT SLO).
     `between` replaces the link between nodes. `limits` says how much an instance batches at once;
     `planner.placement.validate.product_limits` gives those of Diptych's workers. `verified` runs the best of each
-    family in the exact simulator (`planner.placement.validate`). `notes` are shown with the solution.
+    family in the exact simulator (`planner.placement.validate`). `notes` are shown with the solution. `kv_classes` are
+    the classes of KV that each instance has pools for, if there are several, and `kv_mix` the share of the requests for
+    each; the workload's jobs name theirs.
     """
 
     model: ModelDims
@@ -85,6 +88,8 @@ class Problem:
     limits: InstanceLimits = field(default_factory=InstanceLimits)
     verified: bool = False
     notes: tuple[str, ...] = ()
+    kv_classes: tuple[KvClass, ...] = ()
+    kv_mix: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -170,8 +175,9 @@ class Problem:
             return rooms[key]
 
         limits = self.limits
+        classes = self.kv_classes or (KvClass("", 1.0, self.model.kv_token_bytes, 1.0),)
         return PlacementSite(
-            cost, kv_tokens, self.link, self.model.kv_token_bytes, self.nodes, limits.decode_rows, limits.prefill_tokens
+            cost, kv_tokens, self.link, classes, self.nodes, limits.decode_rows, limits.prefill_tokens
         )  # fmt: skip
 
     def bare_cost(self, pool: InstancePool, nodes: int) -> CostModel:
@@ -341,7 +347,22 @@ class Problem:
         profile = self._profile(pool.device)
         if not self.model.valid(pool.split) or (self.profiled_only and not _is_profiled(profile, pool.split)):
             return False
+        if self.kv_classes:
+            room = self.site.kv_tokens(pool)
+            return all(room * one.room >= self.longest_of(one.name) for one in self.kv_classes)
         return self.site.kv_tokens(pool) >= self.longest
+
+    def longest_of(self, kv_class: str) -> int:
+        """Tokens of the longest request for a class of KV in the samples; 0 if there is none."""
+        return self._longest_by_class.get(kv_class, 0)
+
+    @cached_property
+    def _longest_by_class(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for sample in self.samples(self.requests):
+            for job in sample:
+                found[job.kv_class] = max(found.get(job.kv_class, 0), job.prompt + job.output)
+        return found
 
     def fits_on_nodes(self, placement: Placement) -> bool:
         """Whether the nodes have room for all device groups of the placement."""
@@ -379,6 +400,7 @@ class _FastRunner:
         return cluster.simulate_fast(
             placement, site.costs(placement), jobs, limits=self.limits, kv_tokens=site.kv_tokens,
             link=site.link(placement), token_bytes=site.token_bytes,
+            kv_classes=site.kv_classes if len(site.kv_classes) > 1 else (),
         )  # fmt: skip
 
 
@@ -396,53 +418,6 @@ class CostWithOverhead:
     def stage_s(self, batch: StepBatch) -> float:
         """Seconds in the slowest stage, overhead included."""
         return self.cost.stage_s(batch) + self.extra_s
-
-
-@dataclass(frozen=True, slots=True)
-class EnlargedCost:
-    """A step cost with prefill and decode work divided by a factor each: the cost if that resource were larger."""
-
-    cost: CostModel
-    prefill: float = 1.0
-    decode: float = 1.0
-
-    def step_s(self, batch: StepBatch) -> float:
-        """Seconds of a step with the larger resource."""
-        return self._quicker(batch, self.cost.step_s)
-
-    def stage_s(self, batch: StepBatch) -> float:
-        """Seconds in the slowest stage with the larger resource."""
-        return self._quicker(batch, self.cost.stage_s)
-
-    def _quicker(self, batch: StepBatch, of: Callable[[StepBatch], float]) -> float:
-        """In a mixed step, decode counts with the time that it takes alone, and prefill with the rest."""
-        if not batch.rows:
-            return of(batch) / self.prefill
-        rows_s = of(StepBatch(0, 0.0, batch.rows, batch.context))
-        return rows_s / self.decode + ((of(batch) - rows_s) / self.prefill if batch.tokens else 0.0)
-
-
-def enlarge_resource(site: PlacementSite, resource: str, by: float) -> PlacementSite:
-    """`site` with `by` times as much of a resource: "prefill", "decode", "link" or "memory"."""
-    if resource == "link":
-
-        def wider(placement: Placement) -> LinkSpec:
-            link = site.link(placement)
-            return LinkSpec(link.bytes_per_s * by, link.latency_s)
-
-        return replace(site, link=wider)
-    if resource == "memory":
-        return replace(site, kv_tokens=lambda pool: math.floor(site.kv_tokens(pool) * by))
-    prefill, decode = (by, 1.0) if resource == "prefill" else (1.0, by)
-    made: dict[tuple[str, Parallelism, int], CostModel] = {}
-
-    def cost(pool: InstancePool, nodes: int = 1) -> CostModel:
-        key = (pool.device, pool.split, nodes)
-        if key not in made:
-            made[key] = EnlargedCost(site.cost(pool, nodes), prefill, decode)
-        return made[key]
-
-    return replace(site, cost=cost)
 
 
 def _is_profiled(profile: CostProfile, split: Parallelism) -> bool:

@@ -1,8 +1,7 @@
 """The planner's main entry: finds the deployment with the best goodput, and whether it should be disaggregated.
 
-Three families are searched with the same costs and samples: colocated instances, disaggregated ones (KV within nodes as
-in DistServe's algorithm 2, and anywhere as in its algorithm 1), and hybrids of both. The best few of each family are
-measured again on fresh seeds over a longer horizon. The solution reports those figures, not the search's.
+Colocated, disaggregated (KV within nodes as in DistServe's algorithm 2, anywhere as in its algorithm 1) and hybrid
+placements are searched with the same costs and samples. The solution reports the best few, measured on fresh seeds.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from diptych.errors import ConfigError
 from planner.placement import candidates
 from planner.placement.bounds import saturation_rates
+from planner.placement.enlarged import enlarge_resource
 from planner.placement.families import FamilySearch, Finalist, has_stages
 from planner.placement.feasibility import check_feasible, slo_too_tight
-from planner.placement.problem import Problem, enlarge_resource
+from planner.placement.problem import Problem
 from planner.placement.search import MIN_RUNG, RUNG_RATIO, ScoredUnit, climb_ladder, rung_of
 from planner.placement.trial import Trial, overall_attainment
 from planner.placement.validate import (

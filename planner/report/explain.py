@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from diptych.chunks import RAW_CLASS
+from planner.costs.kv_classes import format_classes
 from planner.placement.plan_file import (
     VERSION,
     PlanFile,
@@ -250,12 +251,13 @@ def make_plan_file(answer: Solution, model: str) -> PlanFile:
         output_mean=output,
         rate_rps=request.rate,
         burstiness_cv=request.cv,
+        kv_mix=dict(request.kv_mix),
     )
     return PlanFile(
         version=VERSION,
         model=model,
         layers=request.model.layers,
-        kv_cache_codec=request.model.kv_codec or RAW_CLASS,
+        kv_cache_codec=format_classes(request.kv_classes) or request.model.kv_codec or RAW_CLASS,
         devices_per_node=max(stock.devices_per_node for stock in request.stocks),
         pools=plan_pools(best.placement),
         affinity=best.placement.affinity,

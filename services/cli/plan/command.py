@@ -7,8 +7,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
 from planner.costs import profile_file as profiles
+from planner.costs.kv_classes import kv_class_notes, read_classes, shared_kv_classes
 from planner.costs.kv_codec import code_profile, codec_note, with_kv_codec
 from planner.costs.model import ModelDims, find_model
 from planner.costs.profile import CostProfile
@@ -32,6 +34,8 @@ from planner.report.whatif import (
     compare_answers,
     spread_over_nodes,
 )
+from planner.workload.kv_mix import KvMixedSource
+from services.cli.plan.kv_mix import choose_kv_mix
 from services.cli.plan.options import PlanOptions
 from services.cli.plan.workload import read_workload
 from services.host import output_paths
@@ -72,26 +76,27 @@ def read_problem(options: PlanOptions) -> Problem:
     measured = (
         profiles.load_profile_of(options.profile, options.model) if options.profile is not None else None
     )
-    bare = measured
-    if measured is not None:
-        measured = code_profile(measured, options.kv_cache_codec)
+    bare, codec = measured, RAW_CLASS if read_classes(options.kv_cache_codec) else options.kv_cache_codec
+    if measured is not None and codec == options.kv_cache_codec:
+        measured = code_profile(measured, codec)
     stocks = _device_stocks(options, measured)
-    asked = (
-        with_kv_codec(find_model(options.model), options.kv_cache_codec)
-        if measured is None
-        else measured.model
-    )
+    asked = with_kv_codec(find_model(options.model), codec) if measured is None else measured.model
     found = {stock.device.name: _profile_of(asked, stock.device, measured) for stock in stocks}
     shape = found[stocks[0].device.name].model
     workload = read_workload(options, shape)
     _check_ranges(options)
+    classes = shared_kv_classes(found.values(), options.kv_cache_codec)
+    mix = choose_kv_mix(options.kv_mix, classes, found[stocks[0].device.name], workload.kv_shares)
+    source = KvMixedSource(workload.source, mix) if classes else workload.source
+    known = [] if bare is None else [bare]
+    coded = kv_class_notes(classes, mix, *known) if classes else codec_note(shape, *known)
     return Problem(
-        shape, stocks, found, workload.source, workload.slos, options.rate, workload.name, options.affinity,
+        shape, stocks, found, source, workload.slos, options.rate, workload.name, options.affinity,
         options.family or FAMILIES, options.cv, options.seeds, options.horizon, options.span_s,
         parse_link_flag(options.link, stocks[0].device.node.inter.latency_s),
         profiled_only=options.profiled_only,
         limits=product_limits(list(workload.slos.values()), options.chunk_tokens),
-        verified=options.verify, notes=(*workload.notes, *codec_note(shape, *([] if bare is None else [bare]))),
+        verified=options.verify, notes=(*workload.notes, *coded), kv_classes=classes, kv_mix=mix,
     )  # fmt: skip
 
 

@@ -34,9 +34,16 @@ class PlanOptions:
     kv_cache_codec: str = option_field(
         RAW_CLASS,
         "--kv-cache-codec",
-        "How KV is stored and moved, as in `diptych serve`",
+        "How KV is stored and moved, as in `diptych serve`; several with shares: raw:0.25,nuq4-1%",
         HARDWARE,
         metavar="CODEC",
+    )
+    kv_mix: str | None = option_field(
+        None,
+        "--kv-mix",
+        "Share of the requests for each class: raw=0.7,nuq4-1%=0.3; default: as the trace says, else the first",
+        TRAFFIC,
+        metavar="CLASS=SHARE,...",
     )
     profile: Path | None = option_field(
         None, "--profile", "Of `diptych profile`; default: built in", HARDWARE

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from diptych.errors import ConfigError
 from diptych.slo import Slo, Slos
 from planner.costs.model import ModelDims
+from planner.workload.kv_mix import class_shares
 from planner.workload.workload import JobSource, Workload, WorkloadMix, find_workload
 from services.cli.plan.options import DEFAULT_WORKLOAD, PlanOptions
 from services.cli.plan.request_kinds import (
@@ -21,12 +22,16 @@ from services.cli.plan.request_kinds import (
 
 
 class PlanWorkload(NamedTuple):
-    """`notes` are what the user should know: requests that are left out, kinds that are taken together."""
+    """`notes` are what the user should know: requests that are left out, kinds that are taken together.
+
+    `kv_shares` is the share of each class of KV in the trace that is drawn from; empty without one.
+    """
 
     source: JobSource
     slos: Slos
     name: str
     notes: tuple[str, ...]
+    kv_shares: Mapping[str, float]
 
 
 def read_workload(options: PlanOptions, shape: ModelDims) -> PlanWorkload:
@@ -51,7 +56,8 @@ def _single_kind(options: PlanOptions, shape: ModelDims) -> PlanWorkload:
     whole = find_workload(name)
     held = whole.within(shape.max_len)
     notes = (*_left_out_notes(whole, name, shape), *merged_kinds_note(held.kinds(), name))
-    return PlanWorkload(held.fitted() if options.fit else held, {"": slo}, name, notes)
+    source = held.fitted() if options.fit else held
+    return PlanWorkload(source, {"": slo}, name, notes, class_shares(held.jobs))
 
 
 def _kinds_of_trace(found: Sequence[RequestKind], options: PlanOptions, shape: ModelDims) -> PlanWorkload:
@@ -63,7 +69,8 @@ def _kinds_of_trace(found: Sequence[RequestKind], options: PlanOptions, shape: M
     workload = find_workload(name)
     mix = WorkloadMix.of(workload, slos, shape.max_len)
     source = mix.fitted() if options.fit else mix
-    return PlanWorkload(source, mix.slos, name, _left_out_notes(workload, name, shape))
+    notes = _left_out_notes(workload, name, shape)
+    return PlanWorkload(source, mix.slos, name, notes, class_shares(workload.jobs))
 
 
 def _kinds_with_workloads(
@@ -79,7 +86,9 @@ def _kinds_with_workloads(
             *merged_kinds_note(mix.workloads[name].kinds(), name),
         )
     ]
-    return PlanWorkload(mix.fitted() if options.fit else mix, mix.slos, ", ".join(mix.slos), tuple(notes))
+    shares = class_shares(job for workload in mix.workloads.values() for job in workload.jobs)
+    source = mix.fitted() if options.fit else mix
+    return PlanWorkload(source, mix.slos, ", ".join(mix.slos), tuple(notes), shares)
 
 
 def _common_slo(options: PlanOptions) -> Slo:

@@ -16,7 +16,7 @@ from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from diptych.slo import strictest_slo
-from planner.costs.kv_codec import is_same_codec
+from planner.costs.kv_classes import same_classes
 from planner.costs.model import EMBEDDED_NAMES as PLANNED_EMBEDDED
 from planner.costs.model import find_model
 from planner.placement.candidates import deployed_placement, local_prefill_mode
@@ -190,7 +190,7 @@ def _verified_settings(loaded: LoadedConfig, plan: PlanFile) -> dict[str, Any]:
     elif config.local_prefill == "auto":
         found["local_prefill"] = plan.local_prefill
     if "kv_cache_codec" in loaded.origins and _is_planned_codec(config.kv_cache_codec, plan):
-        # It may name more than the plan does, for example a calibration.
+        # It may name more than the plan does, for example a calibration, or leave a share open.
         found["kv_cache_codec"] = config.kv_cache_codec
     for name, value in found.items():
         said = getattr(config, name)
@@ -203,12 +203,12 @@ def _verified_settings(loaded: LoadedConfig, plan: PlanFile) -> dict[str, Any]:
     return found
 
 
-def _is_planned_codec(codec: str, plan: PlanFile) -> bool:
-    """Whether a name of a codec means what the plan was made with; as text if nothing is known of the model."""
+def _is_planned_codec(codecs: str, plan: PlanFile) -> bool:
+    """Whether codecs and their shares mean what the plan was made with; as text if nothing is known of the model."""
     try:
-        return is_same_codec(find_model(plan.model), codec, plan.kv_cache_codec)
+        return same_classes(find_model(plan.model), codecs, plan.kv_cache_codec)
     except ConfigError:
-        return codec == plan.kv_cache_codec
+        return codecs == plan.kv_cache_codec
 
 
 def _step_settings(plan: PlanFile) -> dict[str, Any]:

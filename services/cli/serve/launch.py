@@ -314,6 +314,9 @@ def _describe_traffic(traffic: PlanTraffic) -> str:
         parts.append(f"{traffic.rate_rps:.3g} requests/s asked for")
     if traffic.burstiness_cv != 1.0:
         parts.append(f"burstiness {traffic.burstiness_cv:g}")
+    if traffic.kv_mix:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in traffic.kv_mix.items())
+        parts.append(f"KV classes {shares}")
     return f"{name} ({', '.join(parts)})" if parts else name
 
 

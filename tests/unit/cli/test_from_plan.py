@@ -272,6 +272,23 @@ def test_kv_is_kept_as_it_was_planned_for(tmp_path: Path) -> None:
         load_plan(file)
 
 
+def test_classes_of_kv_are_kept_as_they_were_planned_for(tmp_path: Path) -> None:
+    plan = made(*PAIR).model_copy(update={"kv_cache_codec": "raw:0.25,tq4:0.75"})
+    assert settle(tmp_path, plan).config.kv_cache_codec == "raw:0.25,tq4:0.75"
+    named = {"kv_cache_codec": "raw:0.25,tq4.s0"}
+    assert settle(tmp_path, plan, named).config.kv_cache_codec == "raw:0.25,tq4.s0"
+    for other in ("raw:0.5,tq4", "tq4:0.75,raw", "raw:0.25,int8", "tq4"):
+        said = refused(tmp_path, plan, kv_cache_codec=other)
+        assert f"kv_cache_codec is {other}, and the plan was made with raw:0.25,tq4:0.75" in said
+    file = tmp_path / "plan.json"
+    save_plan(file, plan)
+    text = file.read_text()
+    for wrong in ("raw:0.25,int5", "raw:0.9,tq4:0.9", "raw,raw"):
+        file.write_text(text.replace("raw:0.25,tq4:0.75", wrong))
+        with pytest.raises(ConfigError, match="not a plan"):
+            load_plan(file)
+
+
 def test_what_is_set_otherwise_stays_where_it_does_not_contradict(tmp_path: Path) -> None:
     given = {"slo_ttft_ms": "900", "model": "models/../models/tiny"}
     assert settle(tmp_path, made(*PAIR), given).config.slo_ttft_ms == 900

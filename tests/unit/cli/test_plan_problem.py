@@ -110,6 +110,20 @@ def test_devices_are_on_as_few_nodes_as_may_be(
     assert (stock.nodes, stock.devices_per_node) == (nodes, per_node)
 
 
+def test_several_classes_of_kv_are_planned_for(ask: Ask) -> None:
+    words = ("--model", "tiny", "--device", "cpu", "--gpus", 2, "--kv-cache-codec", "raw:0.25,tq4")
+    problem = ask(*words, "--kv-mix", "raw=0.6,tq4=0.4")
+    assert [(one.name, one.share, one.token_bytes) for one in problem.kv_classes] == [
+        ("raw", 0.25, 6144),
+        ("tq4", 0.75, 864),
+    ]
+    assert problem.kv_mix == {"raw": 0.6, "tq4": 0.4} and problem.model.kv_codec == ""
+    asked = [job.kv_class for job in problem.samples(400)[0]]
+    assert asked.count("raw") == pytest.approx(240, abs=45)
+    assert problem.notes[-2].startswith("KV class raw: 25% of the bytes for KV, 6,144 bytes per token, 60%")
+    assert {job.kv_class for job in ask(*words).samples(50)[0]} == {"raw"}
+
+
 def test_a_device_of_ones_own_is_found_in_the_profile(ask: Ask, tmp_path: Path) -> None:
     mine = replace(
         find_device("H100"), name="X9", price_per_hour=7.0, node=NodeSpec(2, LinkSpec(1e11), LinkSpec(1e9))

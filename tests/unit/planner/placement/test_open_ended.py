@@ -11,8 +11,9 @@ import pytest
 from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner.placement import candidates
+from planner.placement.enlarged import enlarge_resource
 from planner.placement.families import FamilySearch
-from planner.placement.problem import Problem, enlarge_resource
+from planner.placement.problem import Problem
 from planner.placement.search import RUNG_RATIO
 from planner.placement.solve import solve_placement
 from planner.placement.trial import speed_up_jobs

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from diptych.slo import Slo
 from planner.placement.bounds import lowest_bound, rate_bounds
-from planner.placement.problem import Problem, enlarge_resource
+from planner.placement.enlarged import enlarge_resource
+from planner.placement.problem import Problem
 from planner.placement.search import (
     MAX_RUNG,
     MIN_RUNG,

@@ -14,8 +14,9 @@ from planner.costs.profile import Overheads
 from planner.costs.profile_file import built_in_profile
 from planner.hardware import find_device
 from planner.placement import candidates
+from planner.placement.enlarged import enlarge_resource
 from planner.placement.feasibility import tightest_slo
-from planner.placement.problem import FRESH_SEED, NodeGroup, Problem, enlarge_resource
+from planner.placement.problem import FRESH_SEED, NodeGroup, Problem
 from planner.placement.search import search_units
 from planner.placement.sizing import (
     combine_phases,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-OVERLOAD_STATUSES = (429, 503)
+TOO_MANY_REQUESTS = 429
+OVERLOAD_STATUSES = (TOO_MANY_REQUESTS, 503)
 ERROR_TYPES = {403: "permission_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from msgspec import UNSET, UnsetType
 
 from diptych.errors import RequestError
-from diptych.failure_statuses import RequestFailure
+from diptych.failure_statuses import TOO_MANY_REQUESTS, RequestFailure
 from diptych.messages import Output
 from diptych.request import Request, SamplingParams
 from router.effects import StageDurations, TelemetryEffect
@@ -30,7 +30,6 @@ from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
 # Most log-probabilities that are packed at once, before other tasks may run.
 MAX_PACKED_TOKENS = 512
-TOO_MANY_REQUESTS = 429
 
 
 class SequenceSink(Protocol):

@@ -25,6 +25,7 @@ from prometheus_client import (
 )
 
 from diptych.chunks import RAW_CLASS
+from diptych.failure_statuses import RULES, TOO_MANY_REQUESTS
 from diptych.slo import Slo
 from services.gateway.metrics.buckets import (
     COUNT_BUCKETS,
@@ -275,6 +276,9 @@ class GatewayMetrics:
         )
         self.offered = self._counter("diptych:offered_requests", "Sequences asked for, refused ones included")
         self.refused = self._counter("diptych:refused_requests", "Of these, refused because of load", "code")
+        for reason, rule in RULES.items():
+            if rule.status == TOO_MANY_REQUESTS:
+                self.refused.labels(rule.code or reason.value)
         self.objective = Gauge(
             "diptych:slo_objective_seconds", "The SLOs that were set", ["objective"], registry=self.registry
         )

@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import STEP_SIZE_BOUNDS, WorkerStats
 
+# Names that a counter has from 0 on: what a series begins with is no increase to Prometheus.
+ALWAYS_NAMED = {"preemptions": ("park", "recompute")}
 # Labels of `vllm:cache_config_info` that stock dashboards read. A block is a slab, and a dtype is a KV class.
 CACHE_LABELS = (
     "model_name", "engine", "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching",
@@ -146,7 +148,8 @@ class WorkerCollector(Collector):
         for name, help_text, label, attribute in self.NAMED:
             counter = CounterMetricFamily(name, help_text, labels=["worker", "role", label])
             for snapshot in snapshots:
-                for key, value in sorted(getattr(snapshot.stats, attribute).items()):
+                named = dict.fromkeys(ALWAYS_NAMED.get(attribute, ()), 0) | getattr(snapshot.stats, attribute)
+                for key, value in sorted(named.items()):
                     counter.add_metric([snapshot.worker, snapshot.role, key], value)
             yield counter
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -63,9 +62,11 @@ class LiveHealthProbes(HealthProbes):
         return await self._prober.fresh_readiness(known)
 
     def status_report(self) -> Mapping[str, Any]:
-        """The body of `/status`. No canaries are sent for it."""
+        """The body of `/status`. No canaries are sent for it. `msgspec` encodes the links, which are dataclasses."""
         readiness, relay = self._prober.current_readiness(), self._backend.relay
         now_s, metrics = self._backend.clock(), self._service.metrics
+        # Computed once, since it compares all workers with each other.
+        unfit = self._backend.unfit_workers
         return {
             "ready": readiness.ready,
             "reasons": readiness.reasons,
@@ -84,8 +85,8 @@ class LiveHealthProbes(HealthProbes):
             and any(source is None for source, _ in self._backend.worker_pairs()),
             "channel_refused": dict(self._backend.hub.refused),
             "pools": {role: self._pool_status(role) for role in ("prefill", "decode")},
-            "workers": [self._worker_status(name) for name in sorted(relay.fleet.workers)],
-            "links": [dataclasses.asdict(link) for link in self._backend.link_speeds()],
+            "workers": [self._worker_status(name, name in unfit) for name in sorted(relay.fleet.workers)],
+            "links": list(self._backend.link_speeds()),
             "links_out": self._missing_links(),
             "objectives": self._slo_limits(),
             "history": metrics.history.report(now_s, metrics.slo.attainment),
@@ -143,11 +144,11 @@ class LiveHealthProbes(HealthProbes):
         stats = [worker.stats for worker in self._backend.worker_stats() if worker.role == role]
         return {"workers": len(stats), **msgspec.structs.asdict(sum_stats(stats))}
 
-    def _worker_status(self, name: str) -> dict[str, Any]:
-        """The entry of one worker."""
+    def _worker_status(self, name: str, unfit: bool) -> dict[str, Any]:
+        """The entry of one worker; `unfit` says that it cannot serve with the others."""
         member = self._backend.relay.fleet.workers[name]
         hello = member.hello
-        state = "draining" if member.draining else "unfit" if name in self._backend.unfit_workers else "up"
+        state = "draining" if member.draining else "unfit" if unfit else "up"
         return {
             "worker": name,
             "role": member.role,

@@ -209,6 +209,7 @@ async def test_a_flip_is_ordered_followed_and_reported(world: World) -> None:
     assert report.actions == {"flip": {"done": 1}} and report.decisions == {"shift": 1}
     assert (report.boot, report.after, report.pools) == ("boot", 5, (1, 2))
     assert report.target == {"prefill": 1, "decode": 2, "both": 0} and report.attainment == 0.97
+    assert report.reason.startswith("a reason (shift")
 
 
 @steered()

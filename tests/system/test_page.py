@@ -155,9 +155,8 @@ def test_it_is_small_and_shows_everything(visit: Any, served: Served) -> None:
         assert one.page.locator("#slo svg rect").count() > 0
         one.page.locator("#kv .f-cached[width]:not([width='0'])").first.wait_for()
         assert KEY not in one.page.content()
-        SCREENSHOT.parent.mkdir(exist_ok=True)
-        one.page.set_viewport_size({"width": 1400, "height": 900})
-        one.page.screenshot(path=str(SCREENSHOT), full_page=True)
+        status = served.get("/status").text
+        assert KEY not in status and "in Python?" not in status
 
 
 def test_the_keyboard_suffices_and_the_playground_streams(visit: Any) -> None:
@@ -397,3 +396,26 @@ def test_it_asks_only_while_it_is_visible(visit: Any, served: Served) -> None:
             one.page.evaluate(show, "visible")
         with one.page.expect_request("**/status"):
             one.page.clock.run_for(2000)
+
+
+def test_a_gateway_that_is_away_is_asked_again(visit: Any, served: Served) -> None:
+    state, away = answer_json(served.status()), [True]
+    with visit({"status": lambda route: route.abort() if away[0] else state(route)}, expected="ERR_") as one:
+        one.type_key()
+        one.state("failed")
+        assert "is old" in one.page.locator("#state").inner_text()
+        away[0] = False
+        one.state("ready")
+
+
+def test_a_picture_of_it_is_taken(visit: Any) -> None:
+    """`.run/page.png`; the one in the documents is made of it, with fewer colours."""
+    with visit() as one:
+        one.type_key()
+        one.state("ready")
+        one.page.get_by_role("button", name="Send").click()
+        one.page.get_by_text("ended by").wait_for()
+        SCREENSHOT.parent.mkdir(exist_ok=True)
+        one.page.set_viewport_size({"width": 1400, "height": 900})
+        one.page.screenshot(path=str(SCREENSHOT), full_page=True)
+        assert SCREENSHOT.read_bytes().startswith(b"\x89PNG")

@@ -9,6 +9,8 @@ The bandwidth is that of a device-to-device copy of 2 GiB, read and write both c
     tpp_4096          time of the flat kernel where every sequence has its own copy of a 4,096-token prefix / time of
                       the two-phase kernel over one copy of it; 128 tokens of each sequence are its own
     tpp_4096_pages    the same against the flat kernel reading the same physical pages, which the cache helps
+    coded_CODEC       time of the flat decode kernel over raw bfloat16 pages / over pages of the codec, 32 sequences of
+                      4,096 tokens; above 1 the codec is faster
     step_ratio        a full decode step at 1,024 tokens each / (bytes of weights and KV it must read / the bandwidth)
     run_ratio         the same with packing, logits on the host and everything else between two steps
 
@@ -28,15 +30,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 
 import benchmarks.script_path  # noqa: F401
 from diptych.chunks import CHUNK_TOKENS
 from engine.attention.batch import pack_batch
-from engine.gpu.attention import GpuAttention, LaunchTuning
-from engine.gpu.model_runner import GpuModelRunner
+from engine.gpu.attention import GpuAttention
+from engine.gpu.coded.attention import CodedGpuAttention
+from engine.gpu.launch import LaunchTuning
+from engine.gpu.model_runner import GpuModelRunner, slab_shape
 from engine.model.architecture import ModelConfig, RopeConfig
 from engine.step_work import StepWork
+from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, parse_codec_id
+from kvcache.codecs.datatype import Datatype, LayerConstants
+from kvcache.codecs.hadamard import uniform_levels
+from kvcache.codecs.nuq import NuqCodec
+from kvcache.codecs.page import Codec, PageShape
+from kvcache.codecs.registry import build_codec
 from kvcache.layout import KvLayout
 
 LLAMA_8B = ModelConfig(
@@ -45,6 +56,10 @@ LLAMA_8B = ModelConfig(
     windows=(0,) * 32, rope=RopeConfig("llama3", 500_000.0, 8.0, 1.0, 4.0, 8192),
 )  # fmt: skip
 OWN = 128  # tokens of a sequence that it shares with none
+# Most tokens of a sequence that the attention benchmarks read.
+MAX_TOKENS = 8192
+# Codecs that are compared with raw pages.
+CODECS = ("nuq4-1%", "nuq4", "int4", "tq4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,53 @@ class Random:
         return torch.randn(shape, dtype=kind, device=device).mul_(0.02)
 
 
+def open_pages(
+    shape: ModelConfig, place: Place, codec: str, slabs: int, tuning: LaunchTuning
+) -> GpuAttention:
+    """Attention over a pool of random pages; `codec`: its name, empty for raw pages.
+
+    Calibrated codecs get constants out of thin air: what a kernel does depends on none of them.
+    """
+    layout = KvLayout(place.layers, shape.kv_heads, shape.head_dim, place.dtype)
+    if not codec:
+        kind: torch.dtype = getattr(torch, place.dtype)
+        data = torch.randn(slabs, *layout.chunk_shape, dtype=kind, device=place.device)
+        return GpuAttention(layout, data, shape.heads, tuning)
+    codec_id = complete_codec_id(parse_codec_id(codec), shape.kv_heads, shape.head_dim, "0" * 16)
+    layout = replace(layout, codec=str(codec_id))
+    codecs = ((made_up_codec(codec_id, layout),) * layout.pages_per_layer,) * layout.layers
+    data = torch.zeros(slabs, *slab_shape(layout)[0], dtype=torch.uint8, device=place.device)
+    frequencies = shape.rope.theta ** -np.linspace(0, 1, shape.head_dim // 2)
+    pages = CodedGpuAttention(layout, data, shape.heads, codecs, frequencies, MAX_TOKENS, 1, tuning)
+    fill_pages(pages)
+    return pages
+
+
+def made_up_codec(codec_id: CodecId, layout: KvLayout) -> Codec:
+    """The codec of one page, with constants out of thin air if it is calibrated."""
+    if codec_id.family != CALIBRATED:
+        return build_codec(codec_id, layout.head_dim)
+    shape = PageShape(layout.page_heads, layout.head_dim)
+    levels = uniform_levels(codec_id.code_bits[0])
+    ones = np.full(shape.width, 3, np.float16)
+    return NuqCodec(
+        codec_id, shape, LayerConstants(ones, ones * 0, Datatype(levels, levels), Datatype(levels, levels))
+    )
+
+
+def fill_pages(pages: CodedGpuAttention) -> None:
+    """Code random keys and values into one slab, and copy it to all others: codes and outliers as in real pages."""
+    layout, device = pages.layout, pages.data.device
+    width = (pages.heads + 2 * layout.kv_heads) * layout.head_dim
+    none = torch.empty(0, device=device)
+    step = pages.load(pack_batch([StepWork([0] * CHUNK_TOKENS, 0, [0], "none")]))
+    for layer in range(layout.layers):
+        kind: torch.dtype = getattr(torch, layout.dtype)
+        rows = torch.randn(len(step.tokens), width, device=device).to(kind)
+        pages.write(layer, rows, step, (none, none), (none, none), 1e-5)
+    pages.data[1:] = pages.data[:1]
+
+
 class Attention:
     """The decode kernel over random KV: `batch` sequences of `tokens`, of which `shared` chunks are the same.
 
@@ -110,6 +172,7 @@ class Attention:
         shared: int,
         copies: bool,
         tuning: LaunchTuning,
+        codec: str = "",
     ) -> None:
         self.layout = KvLayout(place.layers, shape.kv_heads, shape.head_dim, place.dtype)
         self.place, self.tokens, self.batch = place, tokens, batch
@@ -119,9 +182,7 @@ class Attention:
         prefix = [] if copies else [numbers.pop() for _ in range(shared)]
         slabs = [prefix + [numbers.pop() for _ in range(own)] for _ in range(batch)]
         kind: torch.dtype = getattr(torch, place.dtype)
-        slots = batch * own + shared
-        self.data = torch.randn(slots, *self.layout.chunk_shape, dtype=kind, device=place.device)
-        self.pages = GpuAttention(self.layout, self.data, shape.heads, tuning)
+        self.pages = open_pages(shape, place, codec, batch * own + shared, tuning)
         self.step = self.pages.load(pack_batch([StepWork([0], tokens - 1, row, "none") for row in slabs]))
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.qkv = torch.randn(batch, width, dtype=kind, device=place.device)
@@ -160,6 +221,16 @@ def attention_ratio(
     """KV bytes per second of the flat kernel over the bandwidth."""
     bench = Attention(shape, place, batch, tokens, 0, True, tuning or LaunchTuning.of(place.device))
     return bench.kv_bytes / bench.seconds() / bandwidth
+
+
+def coded_ratios(shape: ModelConfig, place: Place, batch: int = 32, tokens: int = 4096) -> dict[str, float]:
+    """Time of the flat kernel over raw pages, over that over pages of each codec."""
+    tuning = LaunchTuning.of(place.device)
+    times = {}
+    for codec in ("", *CODECS):
+        times[codec] = Attention(shape, place, batch, tokens, 0, True, tuning, codec).seconds()
+        release()
+    return {f"coded_{codec}": times[""] / times[codec] for codec in CODECS}
 
 
 def tpp_ratios(shape: ModelConfig, place: Place, batch: int = 32, prefix: int = 4096) -> tuple[float, float]:
@@ -219,6 +290,7 @@ def figures(
     found = {"attention_ratio": attention_ratio(shape, place, bandwidth, batch, tokens)}
     found["tpp_4096"], found["tpp_4096_pages"] = tpp_ratios(shape, place, batch, tokens)
     release()
+    found |= coded_ratios(shape, place, batch, tokens)
     model = Model(shape, place, batch, context)
     floor_s = model.step_bytes(batch, context) / bandwidth
     found["step_ratio"] = model.step_seconds(batch, context) / floor_s

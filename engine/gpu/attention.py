@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,6 +44,7 @@ from engine.gpu.batch import (
     measure_sizes,
     view_step,
 )
+from engine.gpu.launch import LaunchTuning, next_power_of_two
 from kvcache.layout import KvLayout
 
 INTERPRETED = not isinstance(tl.max, triton.JITFunction)
@@ -78,6 +78,12 @@ def triton_kernel(function: Callable[..., Any]) -> Any:
 def _absorb(q, k, v, seen, top, total, acc, scale):  # type: ignore[no-untyped-def]
     """Add one page to the running softmax of all rows. q [M, D], k and v [64, D], seen [M, 64]; sums in float32."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    return absorb_scores(s, v, seen, top, total, acc)
+
+
+@triton_kernel
+def absorb_scores(s, v, seen, top, total, acc):  # type: ignore[no-untyped-def]
+    """As `_absorb`, with the scores s [M, 64] of one page."""
     s = tl.where(seen, s, LOWEST)
     high = tl.maximum(top, tl.max(s, 1))
     p = tl.where(seen, tl.exp2(s - high[:, None]), 0.0)
@@ -88,7 +94,7 @@ def _absorb(q, k, v, seen, top, total, acc, scale):  # type: ignore[no-untyped-d
 
 
 @triton_kernel
-def _part(lengths, begins, line, part, splits, window):  # type: ignore[no-untyped-def]
+def row_part(lengths, begins, line, part, splits, window):  # type: ignore[no-untyped-def]
     """The range of chunks of split `part`, if a row's own chunks are cut into `splits` splits."""
     length = tl.load(lengths + line)
     begin = tl.load(begins + line)
@@ -102,10 +108,10 @@ def _part(lengths, begins, line, part, splits, window):  # type: ignore[no-untyp
 
 @triton_kernel
 def _decode(  # type: ignore[no-untyped-def]
-    qkv, rows, lengths, begins, table, items, pool, parts, weights, out,
-    splits, most, stride, out_stride, line_stride, slab, offset, scale, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    SHARED: tl.constexpr, DIRECT: tl.constexpr, TYPE: tl.constexpr,
+    qkv, rows, lengths, begins, table, items, parts, weights, out,
+    splits, most, stride, out_stride, line_stride, slab, offset, scale, window, pool,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr,
+    TYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Partial attention. SHARED: program (KV head, item, tile of its rows); else (KV head, row * splits + split).
 
@@ -128,7 +134,7 @@ def _decode(  # type: ignore[no-untyped-def]
         m = tl.arange(0, BLOCK_M)
         row = line + m * 0
         live = m < GROUP
-        first, last = _part(lengths, begins, line, part, splits, window)
+        first, last = row_part(lengths, begins, line, part, splits, window)
     head = h * GROUP + m % GROUP
     # A row attends to the tokens at places low to high - 1.
     high = tl.load(lengths + row, mask=live, other=0)
@@ -240,9 +246,12 @@ def _prefill(  # type: ignore[no-untyped-def]
 def _write(  # type: ignore[no-untyped-def]
     qkv, positions, slots, cos, sin, q_norm, k_norm, pool, count, stride, slab, offset, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr, NORMED: tl.constexpr,
+    BLOCK_H: tl.constexpr, NORMED: tl.constexpr, ROTATE_KEYS: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Program (tokens, heads): normalise and rotate queries and keys in place; store keys and values in the pages."""
+    """Program (tokens, heads): normalise and rotate queries and keys in place; store keys and values in the pages.
+
+    Without ROTATE_KEYS keys are only normalised; without STORE nothing is stored in the pages.
+    """
     # A program handles BLOCK_H heads of BLOCK_N tokens; the query heads come before the KV heads.
     line = tl.arange(0, BLOCK_N * BLOCK_H)[:, None]
     n = (tl.program_id(0) * BLOCK_N + line // BLOCK_H).to(tl.int64)
@@ -267,40 +276,21 @@ def _write(  # type: ignore[no-untyped-def]
     angle = place.to(tl.int64) * (WIDTH // 2) + i
     c = tl.load(cos + angle, mask=half, other=0.0)
     s = tl.load(sin + angle, mask=half, other=0.0)
+    if not ROTATE_KEYS:
+        c, s = tl.where(h < HEADS, c, 1.0), tl.where(h < HEADS, s, 0.0)
     rotated_x, rotated_y = x * c - y * s, y * c + x * s
     tl.store(left, rotated_x, mask=inside)
     tl.store(left + WIDTH // 2, rotated_y, mask=inside)
-    stored = inside & (h >= HEADS) & (slot >= 0)
-    key = pool + slot * slab + offset + (h - HEADS) * 2 * PAGE * WIDTH + (place % PAGE) * WIDTH + i
-    value = left + KV_HEADS * WIDTH
-    tl.store(key, rotated_x, mask=stored)
-    tl.store(key + WIDTH // 2, rotated_y, mask=stored)
-    tl.store(key + PAGE * WIDTH, tl.load(value, mask=stored, other=0.0), mask=stored)
-    tl.store(
-        key + PAGE * WIDTH + WIDTH // 2, tl.load(value + WIDTH // 2, mask=stored, other=0.0), mask=stored
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchTuning:
-    """How the kernels are distributed over a device."""
-
-    # Number of programs of one decode launch that keep the device busy.
-    programs: int
-    # Sharing a prefix is worth it if it saves this many bytes of reads per layer: the cost of two more launches.
-    saving_bytes: int
-    # Number of rows of a matrix product over a shared item or a prefill tile.
-    rows: int = 64
-    warps: int = 4
-    # Number of pages that a program loads ahead.
-    stages: int = 3
-
-    @classmethod
-    def of(cls, device: torch.device) -> LaunchTuning:
-        """The values for a device: eight programs per multiprocessor; in the interpreter, as few as possible."""
-        if device.type != "cuda":
-            return cls(programs=1, saving_bytes=0)
-        return cls(torch.cuda.get_device_properties(device).multi_processor_count * 8, saving_bytes=16 << 20)
+    if STORE:
+        stored = inside & (h >= HEADS) & (slot >= 0)
+        key = pool + slot * slab + offset + (h - HEADS) * 2 * PAGE * WIDTH + (place % PAGE) * WIDTH + i
+        value = left + KV_HEADS * WIDTH
+        tl.store(key, rotated_x, mask=stored)
+        tl.store(key + WIDTH // 2, rotated_y, mask=stored)
+        tl.store(key + PAGE * WIDTH, tl.load(value, mask=stored, other=0.0), mask=stored)
+        tl.store(
+            key + PAGE * WIDTH + WIDTH // 2, tl.load(value + WIDTH // 2, mask=stored, other=0.0), mask=stored
+        )
 
 
 class GpuAttention:
@@ -315,28 +305,28 @@ class GpuAttention:
     def __init__(
         self, layout: KvLayout, data: torch.Tensor, heads: int, tuning: LaunchTuning | None = None
     ) -> None:
-        if data.dtype != getattr(torch, layout.dtype) or not data.is_contiguous():
-            raise ValueError(
-                f"a pool of {layout.dtype} must be contiguous and of this type, not {data.dtype}"
-            )
+        kind: torch.dtype = getattr(torch, layout.dtype)
+        if data.dtype != (torch.uint8 if layout.codec else kind) or not data.is_contiguous():
+            what = "bytes" if layout.codec else layout.dtype
+            raise ValueError(f"the pool must be contiguous and of {what}, not {data.dtype}")
         self.layout, self.data, self.heads = layout, data, heads
         self.tuning = tuning or LaunchTuning.of(data.device)
         self._group = heads // layout.kv_heads
-        self._slab = layout.chunk_bytes // layout.itemsize  # elements
-        self._layer = layout.layer_bytes // layout.itemsize
+        self._slab = layout.chunk_bytes // data.element_size()  # elements
+        self._layer = layout.layer_bytes // data.element_size()
         self._scale = float(np.log2(np.e) / np.sqrt(layout.head_dim))
         self._block = max(16, next_power_of_two(layout.head_dim))
         self._spread = next_power_of_two(self._group)
         # Wide heads and float32 need more registers for each row, so fewer rows fit.
-        wide, whole = layout.head_dim > 128, data.dtype == torch.float32
+        wide, whole = layout.head_dim > 128, kind == torch.float32
         self._rows = max(self.tuning.rows // ((1 + wide) * (1 + whole)), self._spread)
-        self._launch = {
-            "num_warps": self.tuning.warps * (1 + whole),
-            "num_stages": self.tuning.stages - whole,
-        }
+        warps, stages = self.tuning.warps * (1 + whole), self.tuning.stages - whole
+        self._launch = {"num_warps": warps, "num_stages": stages}
+        self._read_launch = self._launch
         # The interpreter would treat bfloat16 as integers.
-        widen = INTERPRETED and data.dtype == torch.bfloat16
-        self._type = tl.float32 if widen else _TYPES[data.dtype]
+        widen = INTERPRETED and kind == torch.bfloat16
+        self._type = tl.float32 if widen else _TYPES[kind]
+        self._page_constants: dict[str, Any] = {"WIDTH": layout.head_dim, "BLOCK_D": self._block}
         self._cut: tuple[PrefixPlan | None, SharedItems | None] = (None, None)
 
     def load(self, batch: ForwardBatch) -> DeviceStep:
@@ -365,12 +355,19 @@ class GpuAttention:
 
         qkv: [rows, (heads + 2 * kv_heads) * head_dim]. rotary: cosines and sines, [positions, head_dim / 2] float32.
         """
+        self._prepare(layer, qkv, step, rotary, norms, eps, rotate_keys=True, store=True)
+
+    def _prepare(
+        self, layer: int, qkv: torch.Tensor, step: DeviceStep, rotary: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor], eps: float, *, rotate_keys: bool, store: bool,
+    ) -> None:  # fmt: skip
+        """As `write`; without `rotate_keys` keys are only normalised, without `store` nothing is stored."""
         width, kv_heads, rows, heads = self.layout.head_dim, self.layout.kv_heads, len(qkv), 8
         _write[(-(-rows // ROWS_PER_PROGRAM), -(-(self.heads + kv_heads) // heads))](
             qkv, step.positions, step.slots, *rotary, *norms, self.data, rows, qkv.stride(0), self._slab,
             layer * self._layer, eps, HEADS=self.heads, KV_HEADS=kv_heads, WIDTH=width,
             HALF=next_power_of_two(width // 2),
-            BLOCK_N=ROWS_PER_PROGRAM, BLOCK_H=heads, NORMED=norms[0].numel() > 0,
+            BLOCK_N=ROWS_PER_PROGRAM, BLOCK_H=heads, NORMED=norms[0].numel() > 0, ROTATE_KEYS=rotate_keys, STORE=store,
         )  # fmt: skip
 
     def decode(self, layer: int, qkv: torch.Tensor, step: DeviceStep, window: int, out: torch.Tensor) -> None:
@@ -384,36 +381,49 @@ class GpuAttention:
         space = (0,) if direct else (singles, count, self.heads)
         weights = torch.empty(space, dtype=torch.float32, device=qkv.device)
         parts = torch.empty((*space, self.layout.head_dim), dtype=torch.float32, device=qkv.device)
-        arrays = (
-            qkv, step.rows, step.lengths, step.begins, step.table, step.items, self.data, parts, weights, out,
-            splits, count, qkv.stride(0), out.stride(0), step.table.stride(0), self._slab, layer * self._layer,
-            self._scale, window,
+        kernel, pool = self._decode_kernel(layer, step)
+        arguments = (
+            qkv, step.rows, step.lengths, step.begins, step.table, step.items, parts, weights, out, splits, count,
+            qkv.stride(0), out.stride(0), step.table.stride(0), self._slab, layer * self._layer, self._scale,
+            window, *pool,
         )  # fmt: skip
         constants: dict[str, Any] = {
-            "HEADS": self.heads, "GROUP": self._group, "WIDTH": self.layout.head_dim, "BLOCK_D": self._block,
-            "DIRECT": direct, "TYPE": self._type, **self._launch,
+            "HEADS": self.heads, "GROUP": self._group, "DIRECT": direct, "TYPE": self._type,
+            **self._page_constants, **self._read_launch,
         }  # fmt: skip
         least = max(16, self._spread)  # Triton's smallest matrix product has 16 rows
         if items:
             rows = min(self._rows, max(least, next_power_of_two(singles * self._group)))
             shape = (self.layout.kv_heads, items, -(-singles * self._group // rows))
-            _decode[shape](*arrays, BLOCK_M=rows, SHARED=True, **constants)
+            kernel[shape](*arguments, BLOCK_M=rows, SHARED=True, **constants)
         shape = (self.layout.kv_heads, singles * splits, 1)
-        _decode[shape](*arrays, BLOCK_M=least, SHARED=False, **constants)
+        kernel[shape](*arguments, BLOCK_M=least, SHARED=False, **constants)
         if not direct:
             _merge[(singles, self.heads)](
                 parts, weights, step.rows, step.covers, out, splits, count, out.stride(0), HEADS=self.heads,
                 WIDTH=self.layout.head_dim, BLOCK_D=self._block,
             )  # fmt: skip
 
+    def _decode_kernel(self, layer: int, step: DeviceStep) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel for decode, and its arguments after those that every pool's kernel takes."""
+        return _decode, (self.data,)
+
     def prefill(
         self, layer: int, qkv: torch.Tensor, step: DeviceStep, window: int, out: torch.Tensor
     ) -> None:
         """Causal attention of all prefill spans over their prefixes and themselves, into their rows of `out`."""
+        self._attend_tiles(qkv, step, (step.table, self.data, self._slab, layer * self._layer), window, out)
+
+    def _attend_tiles(
+        self, qkv: torch.Tensor, step: DeviceStep, pages: tuple[torch.Tensor, torch.Tensor, int, int], window: int,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Attention of the step's tiles over raw pages: table of slabs, memory, elements of a slab, layer's place."""
+        table, data, slab, offset = pages
         if step.tiles.shape[0]:
             _prefill[(step.tiles.shape[0], self.layout.kv_heads)](
-                qkv, step.tiles, step.table, self.data, out, qkv.stride(0), out.stride(0), step.table.stride(0),
-                self._slab, layer * self._layer, self._scale, window, GROUP=self._group, SPREAD=self._spread,
+                qkv, step.tiles, table, data, out, qkv.stride(0), out.stride(0), table.stride(0),
+                slab, offset, self._scale, window, GROUP=self._group, SPREAD=self._spread,
                 WIDTH=self.layout.head_dim, BLOCK_D=self._block, BLOCK_M=max(16, self._rows), TYPE=self._type,
                 **self._launch,
             )  # fmt: skip
@@ -438,9 +448,3 @@ class GpuAttention:
 
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
-    power_of_two: int = 1 << max(0, number - 1).bit_length()
-    return power_of_two

@@ -30,6 +30,8 @@ Array = TypeVar("Array", NDArray[np.int32], torch.Tensor)
 ITEM_FIELDS = 5
 # Number of integers per tile: first row, tokens, position of the first token, line of the table.
 TILE_FIELDS = 4
+# Number of integers per span: position of its first token, end, sink.
+SPAN_FIELDS = 3
 # Most shared parts per row. Runs that lie deeper in the prefix tree are read by each row alone.
 MAX_PARTS = 32
 
@@ -55,8 +57,9 @@ class StepSizes:
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the fields of `DeviceStep`, in their order."""
         rows, singles = (self.rows,), (self.singles,)
-        arrays = ((self.items, ITEM_FIELDS), (self.tiles, TILE_FIELDS), (self.lines, self.chunks))
-        return (rows, rows, rows, (self.wanted,), singles, singles, singles, singles, *arrays)
+        spans = (self.lines - self.singles, SPAN_FIELDS)
+        arrays = ((self.items, ITEM_FIELDS), (self.tiles, TILE_FIELDS), spans, (self.lines, self.chunks))
+        return (rows, rows, rows, (self.wanted,), *[singles] * 5, *arrays)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -87,8 +90,11 @@ class DeviceStep:
     begins: torch.Tensor
     # [singles]: number of shared parts of each row.
     covers: torch.Tensor
+    # [singles]: the place of each row's first token among the sinks, for coded pages.
+    sinks: torch.Tensor
     items: torch.Tensor  # [items, 5]
     tiles: torch.Tensor  # [tiles, 4]
+    spans: torch.Tensor  # [spans, 3]
     # [lines, chunks]: slabs of each line.
     table: torch.Tensor
 
@@ -154,8 +160,8 @@ def measure_sizes(batch: ForwardBatch, shared: SharedItems, tiles: Ints) -> Step
 def fill_step(ints: Ints, sizes: StepSizes, batch: ForwardBatch, shared: SharedItems, tiles: Ints) -> None:
     """Write the step into `ints`, [sizes.numbers]; the rest of every array is padding."""
     ints[:] = 0
-    tokens, positions, slots, wanted, rows, lengths, begins, covers, items, cuts, table = split_arrays(
-        ints, sizes
+    tokens, positions, slots, wanted, rows, lengths, begins, covers, sinks, items, cuts, spans, table = (
+        split_arrays(ints, sizes)
     )
     count, singles = len(batch.positions), len(batch.rows)
     tokens[: len(batch.tokens)] = batch.tokens.numpy()
@@ -167,11 +173,13 @@ def fill_step(ints: Ints, sizes: StepSizes, batch: ForwardBatch, shared: SharedI
     rows[singles:] = np.arange(singles, len(rows))
     rows[:singles], lengths[:singles] = batch.rows, batch.lengths
     begins[:singles], covers[:singles] = shared.begins, shared.covers
+    sinks[:singles] = batch.sinks
     items[: len(shared.items)] = shared.items
     cuts[: len(tiles)] = tiles
     table[:singles, : batch.table.shape[1]] = batch.table
-    for line, span in zip(table[singles:], batch.spans, strict=False):
+    for line, numbers, span in zip(table[singles:], spans, batch.spans, strict=False):
         line[: len(span.slabs)] = span.slabs.numpy()
+        numbers[:] = span.start, span.start + span.count, span.sink
 
 
 def split_arrays(ints: Array, sizes: StepSizes) -> list[Array]:

@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as nnf
 
-from engine.gpu.attention import GpuAttention
 from engine.gpu.batch import DeviceStep
 from engine.gpu.rowwise import add_rms_norm, silu_and_mul
 from engine.model.architecture import ModelConfig
@@ -24,6 +23,24 @@ class WeightSource(Protocol):
 
     def read_tensor(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `name`, which must have exactly the given shape."""
+
+
+class PagedGpuAttention(Protocol):
+    """Attention over a pool on a device; arguments are those of `engine.gpu.attention.GpuAttention`."""
+
+    def write(
+        self, layer: int, qkv: torch.Tensor, step: DeviceStep, rotary: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor], eps: float,
+    ) -> None:  # fmt: skip
+        """Prepare the queries of a step's rows in `qkv`, and store their keys and values."""
+
+    def decode(self, layer: int, qkv: torch.Tensor, step: DeviceStep, window: int, out: torch.Tensor) -> None:
+        """Attention of the rows that decode one token."""
+
+    def prefill(
+        self, layer: int, qkv: torch.Tensor, step: DeviceStep, window: int, out: torch.Tensor
+    ) -> None:
+        """Attention of the rows of prefill spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +108,7 @@ class GpuDecoder:
         )
         return layers + self.head.weight.nbytes
 
-    def forward(self, step: DeviceStep, pages: GpuAttention) -> torch.Tensor:
+    def forward(self, step: DeviceStep, pages: PagedGpuAttention) -> torch.Tensor:
         """Compute a step: logits of the wanted rows, [wanted, vocab] float32. Afterwards the KV of all tokens is
         stored.
 
@@ -111,7 +128,7 @@ class GpuDecoder:
         return self.head(add_rms_norm(x, delta, self.norm, eps)).float()
 
     def _attend(
-        self, index: int, layer: GpuLayer, normed: torch.Tensor, step: DeviceStep, pages: GpuAttention
+        self, index: int, layer: GpuLayer, normed: torch.Tensor, step: DeviceStep, pages: PagedGpuAttention
     ) -> torch.Tensor:
         """Attention output of all rows, [rows, heads * head_dim]; padding rows are zero."""
         qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]

@@ -22,15 +22,21 @@ from typing import Any
 import torch
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.errors import ConfigError
 from engine.attention.batch import pack_batch
-from engine.gpu.attention import GpuAttention, LaunchTuning, next_power_of_two
+from engine.cpu.coded.attention import build_page_codecs
+from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots
+from engine.gpu.attention import GpuAttention
 from engine.gpu.batch import StepSizes, fill_step, measure_sizes, view_step
+from engine.gpu.coded.attention import CodedGpuAttention
+from engine.gpu.coded.sinks import GpuSinkRecorder
 from engine.gpu.decoder import GpuDecoder, WeightSource
+from engine.gpu.launch import LaunchTuning, next_power_of_two
 from engine.model.architecture import ModelConfig
+from engine.model.rope import rope_frequencies
 from engine.protocols import OnLayersDone
 from engine.step_work import RunnerBounds, StepWork
-from kvcache.layout import KvLayout
+from kvcache.codecs.calibration import Calibration
+from kvcache.layout import KvLayout, Shard
 
 # Numbers to which the number of shared items is padded. A step with more items is launched without a graph.
 PADDED_ITEMS = (0, 64, 512)
@@ -45,10 +51,12 @@ class PackedStep:
     # [sizes.numbers] int32; in page-locked memory if there is a GPU.
     ints: torch.Tensor
     graph: bool
+    # The places of the works' first tokens among the sinks; empty for a pool without a codec.
+    sinks: tuple[int, ...] = ()
 
-    def fits(self, works: Sequence[StepWork]) -> bool:
+    def fits(self, works: Sequence[StepWork], sinks: Sequence[int]) -> bool:
         """Whether `works` are the packed works, apart from their token ids, which were unknown for a guess."""
-        return len(works) == len(self.works) and all(
+        return (len(works), tuple(sinks)) == (len(self.works), self.sinks) and all(
             len(work.tokens) == 1
             and work.start == mine.start
             and work.logits == mine.logits
@@ -85,10 +93,18 @@ class DecodeGraph:
 class GpuModelRunner:
     """A loaded model bound to a pool's memory on a device. Only one thread at a time may use it.
 
-    data: [num_slabs, layers, kv_heads, 2, 64, head_dim] on the decoder's device, in its type.
+    Args:
+        decoder: the model on its device.
+        layout: of the pool; with a codec its pages are coded (`engine.gpu.coded`).
+        data: [num_slabs, layers, kv_heads, 2, 64, head_dim] on the decoder's device, in its type; with a codec
+            [num_slabs, layers, pages per layer, page_bytes] uint8.
+        max_model_len: most tokens of a sequence.
+        tuning: how kernels are distributed; None: by the device.
+        calibration: that of the pool's codec, if it has one.
+        sink_slots: how many different first tokens a step may have, if the pool has a codec.
 
     Raises:
-        ConfigError: KV is to be coded, which the kernels for GPUs cannot do.
+        ConfigError: the codec is of another calibration, or the kernels cannot handle it for heads of this size.
         ValueError: `data` does not have the shape of `layout`, or is not on the decoder's device.
     """
 
@@ -99,17 +115,16 @@ class GpuModelRunner:
         data: torch.Tensor,
         max_model_len: int,
         tuning: LaunchTuning | None = None,
+        *,
+        calibration: Calibration | None = None,
+        sink_slots: int = DEFAULT_SLOTS,
     ) -> None:
-        if layout.codec:
-            raise ConfigError(
-                f"the KV codec {layout.codec} is not available on a GPU",
-                "the kernels for GPUs read and write KV as it was computed",
-                "leave out --kv-cache-codec, or use --device cpu",
-            )
+        shape, kind = slab_shape(layout)
         if (
-            data.shape[1:] != layout.chunk_shape
+            data.shape[1:] != shape
             or data.device != decoder.device
-            or data.dtype != decoder.dtype
+            or data.dtype != kind
+            or getattr(torch, layout.dtype) != decoder.dtype
         ):
             raise ValueError(
                 f"a pool of {tuple(data.shape)} {data.dtype} on {data.device} does not fit {layout} on {decoder.device}"
@@ -121,11 +136,24 @@ class GpuModelRunner:
         # Number of steps that were packed while the step before them ran.
         self.guessed = 0
         self._decoder = decoder
-        self._pages = GpuAttention(layout, data, decoder.shape.heads, tuning)
+        self._pages = self._build_attention(tuning, calibration, sink_slots)
+        self._sink_slots = SinkSlots(sink_slots)
         self._bounds = RunnerBounds(layout, data.shape[0], max_model_len, self.vocab_size)
         self._cuda = decoder.device.type == "cuda"
         self._graphs: dict[StepSizes, DecodeGraph] = {}
         self._guess: PackedStep | None = None
+
+    def _build_attention(
+        self, tuning: LaunchTuning | None, calibration: Calibration | None, sink_slots: int
+    ) -> GpuAttention:
+        """The attention over the pool. Raises ConfigError as the runner does."""
+        layout, shape = self.layout, self._decoder.shape
+        if not layout.codec:
+            return GpuAttention(layout, self.data, shape.heads, tuning)
+        codecs = build_page_codecs(layout, calibration, Shard((0, layout.layers), (0, layout.kv_heads)))
+        frequencies = rope_frequencies(shape.rope, layout.head_dim).double().numpy()
+        limits = self.max_model_len, sink_slots
+        return CodedGpuAttention(layout, self.data, shape.heads, codecs, frequencies, *limits, tuning)
 
     @classmethod
     def load(
@@ -136,17 +164,22 @@ class GpuModelRunner:
         max_model_len: int,
         device: str,
         dtype: str,
+        *,
+        codec: str = "",
+        calibration: Calibration | None = None,
+        sink_slots: int = DEFAULT_SLOTS,
     ) -> GpuModelRunner:
-        """Load the model onto `device` with a new pool; `dtype` as in `KvLayout`.
+        """Load the model onto `device` with a new pool; `dtype` and `codec` as in `KvLayout`, the rest as the runner.
 
-        Raises ModelError as `source` does.
+        Raises ModelError as `source` does, and ConfigError as the runner does.
         """
         kind: torch.dtype = getattr(torch, dtype)
         with torch.no_grad():
             decoder = GpuDecoder(shape, source, max_model_len, torch.device(device), kind)
-        layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, dtype)
-        data = torch.zeros(num_slabs, *layout.chunk_shape, dtype=kind, device=decoder.device)
-        return cls(decoder, layout, data, max_model_len)
+        layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, dtype, codec)
+        rest, stored = slab_shape(layout)
+        data = torch.zeros(num_slabs, *rest, dtype=stored, device=decoder.device)
+        return cls(decoder, layout, data, max_model_len, calibration=calibration, sink_slots=sink_slots)
 
     def run(self, batch: Sequence[StepWork], done: OnLayersDone | None = None) -> list[torch.Tensor]:
         """Compute a step. Returns logits per work, float32 [rows, vocab] on the CPU, rows = 1, len(tokens) or 0.
@@ -155,22 +188,30 @@ class GpuModelRunner:
         all layers have finished.
 
         Raises:
-            ValueError: a work is empty, too long, or has too few slabs; nothing was computed.
+            ValueError: a work is empty, too long, or has too few slabs, or there are more first tokens than the table
+                of sinks has room for, and nothing was computed; or a key or value that was to be coded is not finite.
         """
         began_s = time.perf_counter()
         for work in batch:
             self._bounds.check(work)
         if not batch:
             return []
-        ready = self._prepare_step(batch)
+        sinks = self._plan_sinks(batch)
+        ready = self._prepare_step(batch, sinks)
         self.prepare_seconds = time.perf_counter() - began_s
         counts = [work.wanted for work in batch]
         with torch.no_grad():
-            logits = self._fetch_logits(self._launch_step(ready)[: sum(counts)])
+            self._compute_sinks(sinks)
+            logits = self._fetch(self._launch_step(ready)[: sum(counts)])
+            broken = self._fetch(self._pages.broken) if isinstance(self._pages, CodedGpuAttention) else None
         # The next step is packed while the device computes this one.
-        self._guess = self._pack_next_step(batch)
+        self._guess = self._pack_next_step(batch, sinks)
         if self._cuda:
             torch.cuda.current_stream().synchronize()
+        if broken is not None and bool(broken):
+            self._forget_broken()
+            raise ValueError("keys and values must be finite")
+        self._sink_slots.keep(sinks)
         if done is not None:
             done(self.layout.layers)
         return list(torch.split(logits, counts))
@@ -178,7 +219,8 @@ class GpuModelRunner:
     def warm(self, rows: Sequence[int] = (1,)) -> None:
         """Compile the kernels with a short prefill, and capture the graphs of these batch sizes. Writes no KV."""
         tokens = min(CHUNK_TOKENS + 1, self.max_model_len)
-        ready = self._pack_step([StepWork([0] * tokens, 0, [0] * self.layout.num_chunks(tokens), "last")])
+        work = StepWork([0] * tokens, 0, [0] * self.layout.num_chunks(tokens), "last")
+        ready = self._pack_step([work], SinkPlan())
         view_step(ready.ints, ready.sizes).slots.fill_(-1)
         with torch.no_grad():
             self._launch_step(ready)
@@ -195,22 +237,46 @@ class GpuModelRunner:
 
     def replayer(self, batch: Sequence[StepWork]) -> Callable[[], torch.Tensor]:
         """A function that repeats the device's part of running `batch`, for timing it without the host's part."""
-        ready = self._pack_step(batch)
+        sinks = self._plan_sinks(batch)
+        with torch.no_grad():
+            self._compute_sinks(sinks)
+        self._sink_slots.keep(sinks)
+        ready = self._pack_step(batch, sinks)
         return lambda: self._launch_step(ready)
 
-    def _prepare_step(self, batch: Sequence[StepWork]) -> PackedStep:
+    def _plan_sinks(self, works: Sequence[StepWork]) -> SinkPlan:
+        """The sinks that a step needs; none for a pool without a codec."""
+        if not self.layout.codec:
+            return SinkPlan()
+        return self._sink_slots.plan([0 if work.sink_token is None else work.sink_token for work in works])
+
+    def _compute_sinks(self, sinks: SinkPlan) -> None:
+        """Compute the missing sinks, in a pass of these tokens alone."""
+        if not sinks.missing:
+            return
+        assert isinstance(self._pages, CodedGpuAttention)
+        works = [StepWork([token], 0, [0], "none") for _, token in sinks.missing]
+        recorder = GpuSinkRecorder(self._pages, [slot for slot, _ in sinks.missing])
+        self._decoder.forward(self._pages.load(pack_batch(works)), recorder)
+
+    def _forget_broken(self) -> None:
+        """After a step with numbers that are not finite: the next one begins without."""
+        assert isinstance(self._pages, CodedGpuAttention)
+        self._pages.broken.zero_()
+
+    def _prepare_step(self, batch: Sequence[StepWork], sinks: SinkPlan) -> PackedStep:
         """The step in host memory: the guess if it is right, with its tokens filled in, or packed now."""
         guess, self._guess = self._guess, None
-        if guess is None or not guess.fits(batch):
-            return self._pack_step(batch)
+        if guess is None or not guess.fits(batch, sinks.slots):
+            return self._pack_step(batch, sinks)
         self.guessed += 1
         # The tokens come first among the integers.
         guess.ints.numpy()[: len(batch)] = [work.tokens[0] for work in batch]
         return guess
 
-    def _pack_step(self, works: Sequence[StepWork]) -> PackedStep:
+    def _pack_step(self, works: Sequence[StepWork], sinks: SinkPlan) -> PackedStep:
         """Pack a step into host memory, padded to the sizes of a graph if it can use one."""
-        batch = pack_batch(works)
+        batch = pack_batch(works, sinks.slots)
         shared, tiles = self._pages.cut_batch(batch)
         graph = self._cuda and not batch.spans and len(shared.items) <= PADDED_ITEMS[-1]
         sizes = (
@@ -220,7 +286,7 @@ class GpuModelRunner:
         )
         ints = torch.empty(sizes.numbers, dtype=torch.int32, pin_memory=self._cuda)
         fill_step(ints.numpy(), sizes, batch, shared, tiles)
-        return PackedStep(tuple(works), sizes, ints, graph)
+        return PackedStep(tuple(works), sizes, ints, graph, tuple(sinks.slots))
 
     def _padded_sizes(self, rows: int, items: int) -> StepSizes:
         """The sizes of the graph for a number of decode rows and shared items, both rounded up."""
@@ -243,14 +309,14 @@ class GpuModelRunner:
             self._graphs[sizes] = DecodeGraph(self._decoder, self._pages, sizes, pool)
         return self._graphs[sizes]
 
-    def _fetch_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Start copying the logits to the CPU; the result is complete when the device has finished."""
+    def _fetch(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Start copying numbers to the CPU; the result is complete when the device has finished."""
         if not self._cuda:
-            return logits
-        host = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
-        return host.copy_(logits, non_blocking=True)
+            return numbers
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        return host.copy_(numbers, non_blocking=True)
 
-    def _pack_next_step(self, works: Sequence[StepWork]) -> PackedStep | None:
+    def _pack_next_step(self, works: Sequence[StepWork], sinks: SinkPlan) -> PackedStep | None:
         """Pack the step in which each of these sequences decodes one more token; None if one of them cannot."""
         following = []
         for work in works:
@@ -259,4 +325,11 @@ class GpuModelRunner:
             if work.logits != "last" or end >= self.max_model_len or chunks > len(work.slabs):
                 return None
             following.append(StepWork([0], end, work.slabs[:chunks], "last"))
-        return self._pack_step(following)
+        return self._pack_step(following, sinks)
+
+
+def slab_shape(layout: KvLayout) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of one slab of a pool on a device."""
+    if layout.codec:
+        return (layout.layers, layout.pages_per_layer, layout.page_bytes), torch.uint8
+    return layout.chunk_shape, getattr(torch, layout.dtype)

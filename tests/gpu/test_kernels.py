@@ -16,7 +16,8 @@ pytest.importorskip(
 from engine.attention.batch import pack_batch
 from engine.cpu.model_runner import CpuModelRunner
 from engine.gpu import model_runner
-from engine.gpu.attention import GpuAttention, LaunchTuning
+from engine.gpu.attention import GpuAttention
+from engine.gpu.launch import LaunchTuning
 from engine.model.checkpoint import Checkpoint
 from engine.model.weights import WeightReader
 from engine.step_work import StepWork

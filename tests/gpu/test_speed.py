@@ -32,6 +32,7 @@ def figures(device: torch.device) -> Iterator[dict[str, float]]:
     [
         ("attention_ratio", 0.7, None),
         ("tpp_4096", 4.8, None),
+        *((f"coded_{codec}", 1.0, None) for codec in gpu_decode.CODECS),
         ("step_ratio", None, 1.3),
     ],
 )

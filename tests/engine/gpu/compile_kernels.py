@@ -1,6 +1,6 @@
 """Compiles every kernel that a step launches, for a GPU that need not be there, and prints what each one takes.
 
-    TRITON_INTERPRET=0 python -m tests.engine.gpu.compile_kernels DTYPE
+    TRITON_INTERPRET=0 python -m tests.engine.gpu.compile_kernels DTYPE [CODEC ...]
 
 The decoder runs on CPU tensors with recorders in place of its kernels, so the compiler sees the arguments of real
 launches: their types, and which numbers are divisible by 16. One line of JSON per kernel: its name, bytes of shared
@@ -24,16 +24,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.gpu_decode import LLAMA_8B, Place, Random
+from benchmarks.gpu_decode import LLAMA_8B, Place, Random, open_pages
 from engine.attention.batch import pack_batch
 from engine.gpu import attention, rowwise
+from engine.gpu.coded import attention as coded_attention
 from engine.gpu.decoder import GpuDecoder
+from engine.gpu.launch import LaunchTuning
 from engine.step_work import StepWork
-from kvcache.layout import KvLayout
 
 TARGET = GPUTarget("cuda", 90, 32)
-OPTIONS = ("num_warps", "num_stages")
-TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+TYPES = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int16: "*i16",
+    torch.uint8: "*u8",
+}  # fmt: skip
 
 
 class Recorder:
@@ -90,22 +94,27 @@ def _stack(cubin: bytes) -> int:
     return int(re.findall(r"STACK:(\d+)", result.stdout)[-1])
 
 
-def main(dtype: str) -> None:
-    """One step with decoding rows that share a prefix, one without, and a prefill."""
+def main(dtype: str, *codecs: str) -> None:
+    """For raw pages and for pages of each codec: a step with decoding rows that share a prefix, one without, and a
+    prefill.
+    """
     for module, names in (
         (attention, ("_decode", "_merge", "_prefill", "_write")),
         (rowwise, ("_add_norm", "_gate")),
+        (coded_attention, ("_decode_coded", "_encode", "_expand")),
     ):
         for name in names:
             setattr(module, name, Recorder(getattr(module, name)))
     shape = replace(LLAMA_8B, layers=1, vocab=64, mlp=1024, windows=(0,))
     place = torch.device("cpu")
     decoder = GpuDecoder(shape, Random(Place(place, dtype)), 4096, place, getattr(torch, dtype))
-    layout = KvLayout(1, shape.kv_heads, shape.head_dim, dtype)
-    data = torch.zeros(128, *layout.chunk_shape, dtype=decoder.dtype)
-    pages = attention.GpuAttention(
-        layout, data, shape.heads, attention.LaunchTuning(programs=1056, saving_bytes=0)
-    )
+    tuning = LaunchTuning(programs=1056, saving_bytes=0)
+    for codec in ("", *codecs):
+        launch_steps(decoder, open_pages(shape, Place(place, dtype, layers=1), codec, 128, tuning))
+
+
+def launch_steps(decoder: GpuDecoder, pages: attention.GpuAttention) -> None:
+    """Every kind of step once."""
     alike = [[*range(60), 100 + n] for n in range(2)]
     apart = [[n] for n in range(40)]
     for batch in (
@@ -118,4 +127,4 @@ def main(dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

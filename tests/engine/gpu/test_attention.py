@@ -15,8 +15,9 @@ pytest.importorskip(
 )
 
 from engine.attention.batch import ForwardBatch, pack_batch
-from engine.gpu.attention import INTERPRETED, GpuAttention, LaunchTuning
+from engine.gpu.attention import INTERPRETED, GpuAttention
 from engine.gpu.batch import MAX_PARTS, cut_shared_runs
+from engine.gpu.launch import LaunchTuning
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
 from tests import reference_attention

@@ -191,6 +191,7 @@ class KvMoved:
     seconds: float
     hidden_s: float = 0.0
     exposed_s: float = 0.0
+    kv_class: str = RAW_CLASS
 
 
 @dataclass(frozen=True, slots=True)

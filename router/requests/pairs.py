@@ -108,6 +108,10 @@ class PairSelector:
         members, (source, target) = self.fleet.workers, pair
         return versions_of_pair(None if source is None else members[source].hello, members[target].hello)
 
+    def classes_of_pair(self, pair: Pair) -> list[str]:
+        """The KV classes of answers that a pair can generate; a request that asks for none gets the first one."""
+        return [version.kv_class for version in self._versions_of(pair)]
+
     @property
     def kv_classes(self) -> list[str]:
         """The KV classes that requests can be served with; while no pair can serve, those of all known workers."""
@@ -229,14 +233,15 @@ class PairSelector:
         workers = self.fleet.workers
         return {(name, one) for name in self._workers_of(found) for one in classes_of(workers[name].hello)}
 
-    def can_pin(self, pin: ChosenPair) -> bool:
-        """Whether a canary can use the pair that it is pinned to."""
-        if pin.prefill is None:
-            return any(
-                member.name == pin.decode and not member.draining
-                for member in self.fleet.workers_of("decode")
-            )
-        return (pin.prefill, pin.decode) in self.fleet.linked_pairs()
+    def can_pin(self, pin: ChosenPair, kv_class: str | None) -> bool:
+        """Whether a canary can use the pair that it is pinned to, with KV of `kv_class` (None: of any)."""
+        if pin.prefill is not None and (pin.prefill, pin.decode) not in self.fleet.linked_pairs():
+            return False
+        there = any(
+            member.name == pin.decode and (pin.prefill is not None or not member.draining)
+            for member in self.fleet.workers_of("decode")
+        )
+        return there and kv_class in (None, *self.classes_of_pair((pin.prefill, pin.decode)))
 
     def rebind_decode(self, live: RequestState, quarantine: CrashQuarantine) -> str | None:
         """The best decode worker for the KV that `live.source` computes or holds; loads change during prefill.

@@ -26,6 +26,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from diptych.chunks import RAW_CLASS
 from diptych.messages import (
     Failed,
     Fetch,
@@ -165,7 +166,7 @@ class Relay:
         return live
 
     def _begin_canary(self, live: RequestState, pin: ChosenPair, now_s: float) -> None:
-        if self.pairs.can_pin(pin):
+        if self.pairs.can_pin(pin, live.kv_class):
             return self.attempts.begin_attempt(live, pin, now_s)
         self.attempts.fail_request(live, NO_WORKERS.failure(self.pairs.explain_missing()), now_s)
 
@@ -364,6 +365,7 @@ class Relay:
             live.transfer_s,
             seconds.get("hidden", 0.0),
             seconds.get("exposed", 0.0),
+            RAW_CLASS if live.began is None else live.began.kv_class,
         )
         self.attempts.effects.append(moved)
 

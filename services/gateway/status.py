@@ -12,7 +12,7 @@ from diptych.messages import WorkerStats
 from services.gateway.app import HealthProbes
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.openai.response_schema import Readiness
-from services.gateway.ops.readiness import CanaryProber
+from services.gateway.ops.readiness import CanaryProber, CanaryRoute, WorkerPair
 from services.gateway.ops.replan_endpoint import ReplanRoute
 from services.gateway.service import GatewayService
 
@@ -31,6 +31,14 @@ def sum_stats(stats: Iterable[WorkerStats]) -> WorkerStats:
             else:
                 totals[name] += value
     return WorkerStats(**totals)
+
+
+def _classes_ready(states: Mapping[CanaryRoute, bool]) -> dict[str, bool]:
+    """Whether any pair of workers is ready for each KV class."""
+    ready: dict[str, bool] = {}
+    for route, state in states.items():
+        ready[route.kv_class] = ready.get(route.kv_class, False) or state
+    return ready
 
 
 class LiveHealthProbes(HealthProbes):
@@ -62,11 +70,12 @@ class LiveHealthProbes(HealthProbes):
         return await self._prober.fresh_readiness(known)
 
     def status_report(self) -> Mapping[str, Any]:
-        """The body of `/status`. No canaries are sent for it. `msgspec` encodes the links, which are dataclasses."""
+        """The body of `/status`. No canaries are sent for it."""
         readiness, relay = self._prober.current_readiness(), self._backend.relay
         now_s, metrics = self._backend.clock(), self._service.metrics
         # Computed once, since it compares all workers with each other.
         unfit = self._backend.unfit_workers
+        states = self._prober.class_states()
         return {
             "ready": readiness.ready,
             "reasons": readiness.reasons,
@@ -86,7 +95,8 @@ class LiveHealthProbes(HealthProbes):
             "channel_refused": dict(self._backend.hub.refused),
             "pools": {role: self._pool_status(role) for role in ("prefill", "decode")},
             "workers": [self._worker_status(name, name in unfit) for name in sorted(relay.fleet.workers)],
-            "links": list(self._backend.link_speeds()),
+            "kv_classes": _classes_ready(states),
+            "links": self._link_status(states),
             "links_out": self._missing_links(),
             "objectives": self._slo_limits(),
             "history": metrics.history.report(now_s, metrics.slo.attainment),
@@ -124,6 +134,23 @@ class LiveHealthProbes(HealthProbes):
             "predicted_wait_s": round(admission.predicted_wait_s(self._backend.clock()), 3),
             "max_wait_s": admission.limits.max_wait_s,
         }
+
+    def _link_status(self, states: Mapping[CanaryRoute, bool]) -> list[dict[str, Any]]:
+        """The links, and whether canaries or requests have proven each KV class over them."""
+        classes: dict[WorkerPair, dict[str, bool]] = {}
+        for route, state in states.items():
+            classes.setdefault(route.pair, {})[route.kv_class] = state
+        return [
+            {
+                "source": link.source,
+                "target": link.target,
+                "transport": link.transport,
+                "gb_per_s": link.gb_per_s,
+                "latency_us": link.latency_us,
+                "kv_classes": classes.get((link.source, link.target), {}),
+            }
+            for link in self._backend.link_speeds()
+        ]
 
     def _missing_links(self) -> list[dict[str, Any]]:
         """Pairs of workers whose link failed or is unused, why, and in how many seconds it is tried again."""

@@ -317,6 +317,9 @@ def test_both_classes_are_shown_and_no_other_is_served(both_classes: Served) -> 
         assert sum(kind["slabs"] for kind in shown.values()) == one["stats"]["slabs_total"]
         sizes = [shown[layout.kv_class]["slabs"] * layout.chunk_bytes for layout in layouts]
         assert max(sizes) - min(sizes) <= layouts[0].chunk_bytes, "half of the pool each"
+    names = {layout.kv_class: True for layout in layouts}
+    assert both_classes.status()["kv_classes"] == names
+    assert [link["kv_classes"] for link in both_classes.status()["links"]] == [names]
     with pytest.raises(openai.BadRequestError, match="and raw") as caught:
         ask_for(both_classes, 0, "tq4")
     assert CALIBRATED in str(caught.value) and caught.value.param == "diptych.kv"

@@ -117,9 +117,15 @@ def test_status_has_pools_workers_and_links(gateway: Gateway, puppets: tuple[Pup
         ("decode-0", "up"),
         ("prefill-0", "up"),
     ]
-    assert state["links"] == [
-        {"source": "prefill-0", "target": "decode-0", "transport": "shm", "gb_per_s": 9.0, "latency_us": 12.0}
-    ]
+    link = {
+        "source": "prefill-0",
+        "target": "decode-0",
+        "transport": "shm",
+        "gb_per_s": 9.0,
+        "latency_us": 12.0,
+    }
+    assert state["links"] == [link | {"kv_classes": {"raw": True}}]
+    assert state["kv_classes"] == {"raw": True}
 
 
 def test_a_client_that_leaves_frees_both_sides(gateway: Gateway, puppets: tuple[Puppet, Puppet]) -> None:

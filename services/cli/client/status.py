@@ -42,6 +42,7 @@ def parse_state(status: dict[str, Any]) -> GatewayState:
     """Read the body of `GET /status`."""
     links = [
         f"{one['source']} → {one['target']} {one['transport']} {one['gb_per_s']:.1f} GB/s {one['latency_us']:.0f} µs"
+        + _format_classes(one.get("kv_classes", {}))
         for one in status.get("links", [])
         if one.get("transport")
     ]
@@ -52,6 +53,12 @@ def parse_state(status: dict[str, Any]) -> GatewayState:
         links,
         status,
     )
+
+
+def _format_classes(proven: dict[str, bool]) -> str:
+    """The KV classes of a link, if there are several: which are proven, and which are not."""
+    names = [name if state else f"{name} (not proven)" for name, state in proven.items()]
+    return "  " + ", ".join(names) if len(names) > 1 else ""
 
 
 def print_status(url: str, key: str | None, as_json: bool) -> int:

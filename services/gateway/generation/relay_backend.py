@@ -84,8 +84,9 @@ class RelayBackend:
         request_log: RequestLog | None = None,
     ) -> None:
         self.relay, self.hub, self.metrics, self.clock = relay, hub, metrics, clock
-        # The time at which KV last moved to or from each worker, which proves that the worker works.
-        self.proven_s: dict[str, float] = {}
+        # The time at which KV of a class last moved to or from a worker, which proves that the worker works for this
+        # class: (worker, KV class) -> seconds on the clock.
+        self.proven_s: dict[tuple[str, str], float] = {}
         # The time at which each worker last sent tokens for a client's request.
         self.last_message_s: dict[str, float] = {}
         self._telemetry = RelayTelemetry(relay, metrics, request_log)
@@ -116,7 +117,7 @@ class RelayBackend:
         self._handle_event(RequestArrived(requests[0], others=tuple(requests[1:])))
 
     def submit_canary(self, request: Request, sink: SequenceSink, pair: tuple[str | None, str]) -> None:
-        """Send a canary through exactly one (prefill, decode) pair of workers."""
+        """Send a canary through exactly one (prefill, decode) pair of workers; the request names its KV class."""
         self._sinks[request.id] = sink
         self._handle_event(RequestArrived(request, ChosenPair(*pair)))
 
@@ -137,13 +138,17 @@ class RelayBackend:
         """Why `num_requests` requests of `tenant`, however short, would be refused now; None if they would not be."""
         return self.relay.admission.find_refusal(num_requests, 0, self.clock(), tenant)
 
-    def mark_proven(self, pair: tuple[str | None, str]) -> None:
-        """Record that KV has just moved between this pair of workers, so both of them work."""
-        self.proven_s.update(dict.fromkeys(filter(None, pair), self.clock()))
+    def mark_proven(self, pair: tuple[str | None, str], kv_class: str) -> None:
+        """Record that KV of a class has just moved between this pair of workers, so both of them work for it."""
+        self.proven_s.update({(worker, kv_class): self.clock() for worker in pair if worker is not None})
 
     def worker_pairs(self) -> list[tuple[str | None, str]]:
         """The (prefill, decode) pairs that can serve now; (None, decode) where one worker does both."""
         return self.relay.find_pairs()
+
+    def classes_of_pair(self, pair: tuple[str | None, str]) -> list[str]:
+        """The KV classes that a pair of `worker_pairs` can serve, the default one first."""
+        return self.relay.pairs.classes_of_pair(pair)
 
     @property
     def unfit_workers(self) -> dict[str, str]:
@@ -238,7 +243,7 @@ class RelayBackend:
                 self._pieces.pop(request, None)
                 self._sinks.pop(request, None)
             case KvMoved(_, source, target):
-                self.mark_proven((source, target))
+                self.mark_proven((source, target), effect.kv_class)
             case WorkerDown(worker):
                 self._forget_worker(worker)
             case WorkerUp(worker):
@@ -284,7 +289,7 @@ class RelayBackend:
 
     def _forget_worker(self, worker: str) -> None:
         """Remove what is known of a worker, and end its session."""
-        self.proven_s.pop(worker, None)
+        self.proven_s = {key: at for key, at in self.proven_s.items() if key[0] != worker}
         self.last_message_s.pop(worker, None)
         self.hub.end_session(worker)
 

@@ -1,9 +1,9 @@
 """Tests readiness with canaries: requests for a few tokens that go through every worker and the KV hand-off.
 
-A worker counts as proven for `PROVEN_FOR_S` after KV last moved through it, for a canary or a client's request. Workers
-without such traffic get a canary every `CANARY_INTERVAL_S`. If the last result is older than `MAX_ANSWER_AGE_S`, a
-request for `/ready` sends one, but only from a client that may see the status. Others get the last result at once, so
-they cannot hold connections open.
+A worker counts as proven for a KV class for `PROVEN_FOR_S` after KV of this class last moved through it, for a canary
+or a client's request. Workers without such traffic get a canary every `CANARY_INTERVAL_S`, one for each class that they
+have. If the last result is older than `MAX_ANSWER_AGE_S`, a request for `/ready` sends one, but only from a client that
+may see the status. Others get the last result at once, so they cannot hold connections open.
 
 One canary tests two workers, and each time a worker is paired with another one. So the number of canaries grows with
 the workers, not with their pairs. A pair that failed is tried again until it works. A canary has not failed if it waits
@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diptych.failure_statuses import RequestFailure
 from diptych.messages import Output
@@ -44,6 +45,18 @@ CANARY_TOKENS = 3
 
 # (prefill worker or None, decode worker). None: the decode worker prefills too.
 WorkerPair = tuple[str | None, str]
+
+
+class CanaryRoute(NamedTuple):
+    """What one canary tests: a pair of workers, and the KV class that they use."""
+
+    pair: WorkerPair
+    kv_class: str
+
+    @property
+    def uses(self) -> list[tuple[str, str]]:
+        """Each worker of the pair, with the class."""
+        return [(worker, self.kv_class) for worker in self.pair if worker is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +134,8 @@ class CanaryProber:
         self._homes: dict[str, str] = {}
         self._numbers = itertools.count()
         self._name = secrets.token_hex(4)
-        # Why the last canary of each pair failed.
-        self._troubles: dict[WorkerPair, str] = {}
+        # Why the last canary of each route failed.
+        self._troubles: dict[CanaryRoute, str] = {}
         self._rotation = itertools.count()
         # The task of the canaries that are under way.
         self._round: asyncio.Task[None] | None = None
@@ -148,40 +161,64 @@ class CanaryProber:
     async def probe_workers(self, max_age_s: float) -> None:
         """Send canaries to all workers that were not proven within `max_age_s`. Concurrent callers share one round."""
         if self._round is None or self._round.done():
-            chosen = self._choose_pairs(self.backend.worker_pairs(), max_age_s)
+            chosen = self._choose_routes(self._find_routes(self.backend.worker_pairs()), max_age_s)
             if not chosen:
                 return
-            self._round = asyncio.create_task(self._try_pairs(chosen))
+            self._round = asyncio.create_task(self._try_routes(chosen))
         await asyncio.shield(self._round)
 
-    def _choose_pairs(self, pairs: list[WorkerPair], max_age_s: float) -> list[WorkerPair]:
-        """The pairs to test now: pairs that failed, and one for every worker that was not proven lately."""
-        workers = {worker for pair in pairs for worker in pair if worker is not None}
-        failed = [pair for pair in pairs if pair in self._troubles][: len(workers)]
-        now_s, tried = self.backend.clock(), {worker for pair in failed for worker in pair}
-        stale = {worker for worker in workers - tried if self._age_s(worker, now_s) > max_age_s}
-        return failed + (choose_canary_pairs(pairs, stale, next(self._rotation)) if stale else [])
+    def _find_routes(self, pairs: list[WorkerPair]) -> list[CanaryRoute]:
+        """The routes of these pairs: each with each of its classes, the default one first."""
+        return [CanaryRoute(pair, name) for pair in pairs for name in self.backend.classes_of_pair(pair)]
+
+    def _choose_routes(self, routes: list[CanaryRoute], max_age_s: float) -> list[CanaryRoute]:
+        """The routes to test now: those that failed, and for every class one for each worker not proven lately."""
+        now_s, chosen = self.backend.clock(), list[CanaryRoute]()
+        stale_by_class: dict[str, set[str]] = {}
+        by_class = _group_by_class(routes)
+        for kv_class, mine in by_class.items():
+            workers = {worker for pair in mine for worker in pair if worker is not None}
+            failed = [pair for pair in mine if (pair, kv_class) in self._troubles][: len(workers)]
+            chosen += [CanaryRoute(pair, kv_class) for pair in failed]
+            tried = {worker for pair in failed for worker in pair}
+            if stale := {one for one in workers - tried if self._age_s((one, kv_class), now_s) > max_age_s}:
+                stale_by_class[kv_class] = stale
+        # One number for all classes, so that each of them meets all partners.
+        rotation = next(self._rotation) if stale_by_class else 0
+        for kv_class, stale in stale_by_class.items():
+            pairs = choose_canary_pairs(by_class[kv_class], stale, rotation)
+            chosen += [CanaryRoute(pair, kv_class) for pair in pairs]
+        return chosen
+
+    def class_states(self) -> dict[CanaryRoute, bool]:
+        """Whether each pair of workers is ready for each of its KV classes: a class is ready when it is proven."""
+        now_s = self.backend.clock()
+        return {
+            route: self._is_ready(route, now_s) for route in self._find_routes(self.backend.worker_pairs())
+        }
+
+    def _is_ready(self, route: CanaryRoute, now_s: float) -> bool:
+        return route not in self._troubles and all(self._is_proven(use, now_s) for use in route.uses)
 
     def current_readiness(self, known: bool = True) -> Readiness:
-        """The readiness known now, without sending canaries.
+        """The readiness known now, without sending canaries: some pair is ready for its default class.
 
         Unless the client is `known`, the reasons hold no names of workers, hosts or models.
         """
         now_s, pairs = self.backend.clock(), self.backend.worker_pairs()
-        proven = {worker for pair in pairs for worker in pair if self._is_proven(worker, now_s)}
-        good = any(pair not in self._troubles and proven.issuperset(pair) for pair in pairs)
+        routes = self._find_routes(pairs)
+        # Requests that ask for no class get the first one of their pair.
+        defaults = {route.pair: route for route in reversed(routes)}
+        good = any(self._is_ready(route, now_s) for route in defaults.values())
         reasons = self._missing_reasons(bool(pairs)) + self._local_prefill_reasons(pairs)
         reasons += self._class_reasons()
         reasons += [
-            NotReadyReason("a canary did not come through", f"{_format_pair(pair)}: {self._troubles[pair]}")
-            for pair in pairs
-            if pair in self._troubles
+            NotReadyReason("a canary did not come through", f"{name}: {text}")
+            for name, text in self._name_troubles(routes)
         ]
-        troubled = {worker for pair in self._troubles for worker in pair}
-        untried = {worker for pair in pairs for worker in pair if worker is not None} - proven - troubled
         reasons += [
-            NotReadyReason("a worker was not tried yet", f"{worker}: not tried yet")
-            for worker in sorted(untried)
+            NotReadyReason("a worker was not tried yet", f"{name}: not tried yet")
+            for name in self._name_untried(routes, now_s)
         ]
         if not pairs and not reasons:
             text = "no prefill worker is linked to a decode worker yet"
@@ -192,6 +229,23 @@ class CanaryProber:
         ]
         shown_reasons = [reason.text for reason in reasons] if known else _public_reasons(reasons)
         return Readiness(ready=good, reasons=shown_reasons)
+
+    def _name_troubles(self, routes: list[CanaryRoute]) -> list[tuple[str, str]]:
+        """The routes that failed, with the class where there are several, and why."""
+        several = len(_group_by_class(routes)) > 1
+        return [
+            (_format_pair(one.pair, one.kv_class if several else ""), self._troubles[one])
+            for one in routes
+            if one in self._troubles
+        ]
+
+    def _name_untried(self, routes: list[CanaryRoute], now_s: float) -> list[str]:
+        """The workers that no canary has tested, with the class where there are several."""
+        several = len(_group_by_class(routes)) > 1
+        troubled = {use for route in self._troubles for use in route.uses}
+        uses = {use for route in routes for use in route.uses} - troubled
+        untried = sorted(use for use in uses if not self._is_proven(use, now_s))
+        return [_format_pair((None, worker), name if several else "") for worker, name in untried]
 
     def _waits_behind_clients(self, pair: WorkerPair, canary: _CanarySink) -> bool:
         """Whether an unfinished canary is only delayed: a worker that it waits for sends tokens to clients."""
@@ -260,34 +314,36 @@ class CanaryProber:
             ]
         return reasons
 
-    def _age_s(self, worker: str, now_s: float) -> float:
-        """Seconds since KV last moved through the worker."""
-        return now_s - self.backend.proven_s.get(worker, float("-inf"))
+    def _age_s(self, use: tuple[str, str], now_s: float) -> float:
+        """Seconds since KV of the class last moved through the worker: `use` is (worker, KV class)."""
+        return now_s - self.backend.proven_s.get(use, float("-inf"))
 
-    def _is_proven(self, worker: str | None, now_s: float) -> bool:
-        """Whether KV moved through the worker lately; true for the absent prefill worker of a pair (None)."""
-        return worker is None or self._age_s(worker, now_s) < PROVEN_FOR_S
+    def _is_proven(self, use: tuple[str, str], now_s: float) -> bool:
+        """Whether KV of the class moved through the worker lately."""
+        return self._age_s(use, now_s) < PROVEN_FOR_S
 
-    async def _try_pairs(self, pairs: list[WorkerPair]) -> None:
-        """Send a canary through each pair, and record which pairs work."""
-        outcomes = await asyncio.gather(*(self._try_pair(pair) for pair in pairs))
-        known = set(self.backend.worker_pairs())
+    async def _try_routes(self, routes: list[CanaryRoute]) -> None:
+        """Send a canary through each route, and record which of them work."""
+        outcomes = await asyncio.gather(*(self._try_route(route) for route in routes))
+        known = set(self._find_routes(self.backend.worker_pairs()))
         self._troubles = {
-            pair: text for pair, text in self._troubles.items() if pair in known and pair not in pairs
+            route: text for route, text in self._troubles.items() if route in known and route not in routes
         }
-        for pair, outcome in zip(pairs, outcomes, strict=True):
+        for route, outcome in zip(routes, outcomes, strict=True):
             if outcome is not None:
-                self._troubles[pair] = outcome
-            elif pair in known:
-                self.backend.mark_proven(pair)
+                self._troubles[route] = outcome
+            elif route in known:
+                self.backend.mark_proven(route.pair, route.kv_class)
 
-    async def _try_pair(self, pair: WorkerPair) -> str | None:
+    async def _try_route(self, route: CanaryRoute) -> str | None:
         """Send one canary. Returns None if it succeeded or proves nothing, else the problem."""
+        pair = route.pair
         canary = _CanarySink(asyncio.get_running_loop().create_future())
         name = f"canary-{self._name}-{next(self._numbers)}"
         now_s = self.backend.clock()
         sampling = SamplingParams(max_tokens=CANARY_TOKENS, seed=0, temperature=0.0)
-        request = Request(name, list(self._prompt), sampling, now_s + 2 * CANARY_TIMEOUT_S)
+        deadline_s = now_s + 2 * CANARY_TIMEOUT_S
+        request = Request(name, list(self._prompt), sampling, deadline_s, kv_class=route.kv_class)
         self.backend.submit_canary(request, canary, pair)
         try:
             async with asyncio.timeout(CANARY_TIMEOUT_S):
@@ -321,5 +377,15 @@ def _public_reasons(reasons: Sequence[NotReadyReason]) -> list[str]:
     return list(dict.fromkeys(reason.public for reason in reasons))
 
 
-def _format_pair(pair: WorkerPair) -> str:
-    return pair[1] if pair[0] is None else f"{pair[0]} -> {pair[1]}"
+def _group_by_class(routes: Iterable[CanaryRoute]) -> dict[str, list[WorkerPair]]:
+    """The pairs of each KV class."""
+    pairs: dict[str, list[WorkerPair]] = {}
+    for pair, kv_class in routes:
+        pairs.setdefault(kv_class, []).append(pair)
+    return pairs
+
+
+def _format_pair(pair: WorkerPair, kv_class: str = "") -> str:
+    """The workers, and the KV class if one is given: "prefill-0 -> decode-0 (tq4.s0)"."""
+    workers = pair[1] if pair[0] is None else f"{pair[0]} -> {pair[1]}"
+    return f"{workers} ({kv_class})" if kv_class else workers

@@ -10,19 +10,21 @@ import pytest
 from diptych.channel.hub import ChannelHub
 from diptych.failure_statuses import RequestFailure
 from diptych.messages import (
+    Admit,
     Heartbeat,
     Hello,
     Linked,
     Offer,
     Output,
     Prefill,
+    Pulled,
     Step,
     ToGateway,
     ToWorker,
     WorkerStats,
 )
 from diptych.request import Request, SamplingParams
-from router.effects import TelemetryEffect
+from router.effects import ChosenPair, TelemetryEffect
 from router.requests.relay import Relay
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -220,6 +222,77 @@ def test_a_class_that_no_pair_has_is_a_reason_that_names_both(mine: str, yours: 
     )
     shown = " ".join(prober.current_readiness(known=False).reasons)
     assert ("KV class" in shown) == (mine != yours) and "prefill-0" not in shown and mine not in shown
+
+
+class TwoClasses(Channel):
+    """Workers with two KV classes. Canaries of the class `broken` get stuck at the decode worker."""
+
+    def __init__(self, broken: str) -> None:
+        super().__init__(kind=True)
+        self.broken, self.classes, self.canaries = broken, dict[str, str](), list[str]()
+        self.inbox = asyncio.Queue()
+        pools = {"raw": (64, 4096), OLD: (64, 1024)}
+        for name in WAY:
+            hello = Hello(
+                name, name[:-2], "life", "same", {}, "here", 1, 128, 4096, 256, {}, kv_classes=pools
+            )
+            self.inbox.put_nowait((name, hello))
+        self.inbox.put_nowait(("decode-0", Linked("prefill-0", "life", "shm", 9.0, 12.0)))
+
+    def send(self, worker: str, message: ToWorker) -> bool:
+        if isinstance(message, Prefill):
+            self.classes[message.request] = message.kv_class
+            self.canaries.append(message.kv_class)
+        if isinstance(message, Admit) and self.classes[message.request] != self.broken:
+            pulled = Pulled(message.request, message.epoch, "shm", 4096, {})
+            tokens = Output(message.request, message.epoch, [5, 5], finish="length")
+            self.inbox.put_nowait((worker, pulled))
+            self.inbox.put_nowait((worker, Step([tokens])))
+        return super().send(worker, message)
+
+
+async def probe_classes(broken: str) -> tuple[bool, list[str], dict[str, bool], list[str]]:
+    """Readiness, its reasons, which classes the link is ready for, and the classes of all canaries of a round."""
+    channel, metrics = TwoClasses(broken), GatewayMetrics()
+    backend = RelayBackend(Relay(), cast(ChannelHub, channel), metrics)
+    prober = CanaryProber(backend, metrics, [1], (1, 1))
+    running = asyncio.create_task(backend.run_tasks())
+    while backend.worker_pairs() != [WAY]:
+        await asyncio.sleep(0)
+    before = prober.current_readiness()
+    assert not before.ready and len(before.reasons) == 4, "two workers, two classes"
+    await prober.probe_workers(0.0)
+    found = prober.current_readiness()
+    states = {route.kv_class: state for route, state in prober.class_states().items()}
+    running.cancel()
+    return found.ready, found.reasons, states, channel.canaries
+
+
+@pytest.mark.parametrize("broken", ["", "raw", OLD])
+def test_each_class_of_a_pair_is_proven_by_itself(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One canary for each. A service is ready when the class is that requests get by default."""
+    monkeypatch.setattr(readiness, "CANARY_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(readiness, "BUSY_S", 0.0)
+    ready, reported, states, canaries = asyncio.run(probe_classes(broken))
+    assert sorted(canaries) == [OLD, "raw"]
+    assert states == {"raw": broken != "raw", OLD: broken != OLD} and ready == (broken != "raw")
+    assert reported == (
+        [f"prefill-0 -> decode-0 ({broken}): a canary took longer than 1 s"] if broken else []
+    )
+
+
+def test_a_canary_of_a_class_that_its_workers_have_not_is_refused() -> None:
+    """They may have been replaced since it was planned."""
+    backend = RelayBackend(Relay(), cast(ChannelHub, TwoClasses("")), GatewayMetrics())
+    pin = ChosenPair(*WAY)
+    for name, hello in [backend.hub.inbox.get_nowait() for _ in WAY]:  # type: ignore[attr-defined]
+        backend.relay.fleet.on_message(name, hello, 0.0)
+    assert not backend.relay.pairs.can_pin(pin, "raw"), "not linked"
+    backend.relay.fleet.on_message("decode-0", Linked("prefill-0", "life", "shm", 9.0, 12.0), 0.0)
+    assert all(backend.relay.pairs.can_pin(pin, one) for one in (None, "raw", OLD))
+    assert not backend.relay.pairs.can_pin(pin, NEW)
+    local = ChosenPair(None, "decode-0")
+    assert backend.relay.pairs.can_pin(local, OLD) and not backend.relay.pairs.can_pin(local, NEW)
 
 
 def test_strangers_learn_no_names() -> None:

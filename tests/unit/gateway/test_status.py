@@ -117,7 +117,8 @@ def test_errors_history_and_lost_workers_are_there() -> None:
     assert [one["worker"] for one in report["workers"]] == ["decode-0", "prefill-0", "prefill-1"]
     assert report["history"]["target"] == 0.95 and report["history"]["objectives"] == {}
     assert report["links"][0] == {
-        "source": "prefill-0", "target": "decode-0", "transport": "shm", "gb_per_s": 9.0, "latency_us": 12.0
+        "source": "prefill-0", "target": "decode-0", "transport": "shm", "gb_per_s": 9.0, "latency_us": 12.0,
+        "kv_classes": {"raw": False},
     }  # fmt: skip
 
 

@@ -257,8 +257,21 @@ class KvAdmission(Generic[A]):
             self._arena_name(one) for one in self.moving.values() if one.ticket is None and not one.stopped
         }
         running = Counter(scheduler.limits.arena_name(seq) for seq in scheduler.running.values())
-        stuck = len(scheduler) > 0 and not scheduler.ready(allocator)
-        return sorted(name for name in names if stuck or allocator.arena_of(name).free < running[name])
+        stuck = self._stuck_arenas()
+        return sorted(
+            name for name in names if name in stuck or allocator.arena_of(name).free < running[name]
+        )
+
+    def _stuck_arenas(self) -> set[str]:
+        """Arenas whose sequences wait for slabs of theirs: there are some, and a step would do nothing for them.
+
+        An arena whose sequences only wait for a seat, since those of other arenas have all of them, is not stuck.
+        """
+        scheduler, limits = self._scheduler, self._scheduler.limits
+        full = len(scheduler.running) >= limits.max_num_seqs
+        seated = chain(scheduler.running.values(), scheduler.adopted.values())
+        here = {limits.arena_name(seq) for seq in (seated if full else scheduler.sequences())}
+        return {name for name in here if not scheduler.is_arena_ready(name, self._allocator.arena_of(name))}
 
     def _arena_name(self, arrival: A) -> str:
         return self._scheduler.limits.arena_name(arrival.seq)

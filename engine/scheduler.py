@@ -267,9 +267,9 @@ class Scheduler:
 
     def ready(self, stock: KvStock) -> bool:
         """Whether a step would do anything now, deadlines aside; if not, only an event can change that."""
-        return any(self._is_arena_ready(name, stock.arena_of(name)) for name in self.limits.kv_classes)
+        return any(self.is_arena_ready(name, stock.arena_of(name)) for name in self.limits.kv_classes)
 
-    def _is_arena_ready(self, name: str, stock: KvAvailability) -> bool:
+    def is_arena_ready(self, name: str, stock: KvAvailability) -> bool:
         """Whether a step would do anything for the sequences of one arena."""
         select = self.limits.select_arena
         running, adopted = select(self.running.values(), name), select(self.adopted.values(), name)

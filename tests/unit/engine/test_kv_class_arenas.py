@@ -8,7 +8,7 @@ import pytest
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.request import Tenancy
-from engine.kv_admission import KvAdmission, RemoteKv, StartFetch, perform_departures
+from engine.kv_admission import KvAdmission, Recall, RemoteKv, StartFetch, perform_departures
 from engine.new_token_ratio import NewTokenRatio
 from engine.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence, SequenceRefused
@@ -162,3 +162,36 @@ def test_fetches_of_a_class_do_not_wait_for_room_of_another() -> None:
 
     perform_departures(admission.departures(0.0), perform)
     assert started == ["c1", "c2"], "the small raw one does not overtake the large one of its class"
+
+
+@pytest.mark.parametrize("seats", [8, 1])
+def test_a_fetch_without_a_ticket_makes_room_while_the_other_class_runs(seats: int) -> None:
+    """A raw prompt waits for the slabs of a raw fetch; that the coded one can go on is no reason to keep them.
+
+    If it waits for a seat instead, the slabs would be of no use to it.
+    """
+    bench = ClassBench(raw=4, coded=8, seats=seats)
+    admission = KvAdmission[RemoteKv](bench.scheduler, bench.arenas, lambda arrival: arrival)
+    bench.add("coded", CODED, 100, new=300)
+    bench.step()
+    for name, kv_class in (("raw ahead", RAW), ("coded ahead", CODED)):
+        seq = sequence(name, 100, sampling(20))
+        seq.kv_class = kv_class
+        admission.enqueue(RemoteKv(seq, seq.total, 0.0))
+    recalled: list[str] = []
+
+    def perform(effect: object) -> bool | None:
+        if isinstance(effect, StartFetch):
+            seq = effect.arrival.seq
+            bench.arenas.arena_of(seq.kv_class).allocate(seq.key, effect.arrival.num_slabs)
+        if isinstance(effect, Recall):
+            recalled.append(effect.arrival.seq.id)
+        return False
+
+    perform_departures(admission.departures(0.0), perform)
+    assert len(admission.moving) == 2
+    bench.add("raw", RAW, 3 * CHUNK_TOKENS - 10, new=1)
+    bench.step()
+    assert bench.running() == {"coded"} and bench.scheduler.ready(bench.arenas)
+    perform_departures(admission.departures(0.0), perform)
+    assert recalled == (["raw ahead"] if seats > 1 else [])

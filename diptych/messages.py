@@ -250,6 +250,9 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     step_sizes: list[int] = []
     # Of `waiting`, the sequences whose KV has not arrived: it is still being prefilled, or on its way.
     deferred: int = 0
+    # `slabs_used` and `slabs_cached` by KV class; empty if the worker has one class.
+    class_slabs_used: dict[str, int] = {}
+    class_slabs_cached: dict[str, int] = {}
 
 
 class Heartbeat(ChannelMessage, frozen=True):

@@ -238,6 +238,7 @@ class SequenceTable:
     def stats(self) -> WorkerStats:
         """The engine's part of a worker's statistics."""
         counters, allocator = self.counters, self.allocator
+        arenas = allocator if isinstance(allocator, KvArenas) else None
         return WorkerStats(
             slabs_total=self.scheduler.limits.num_slabs,
             slabs_used=allocator.used,
@@ -254,6 +255,8 @@ class SequenceTable:
             prefix_hits=allocator.prefix_hits,
             preemptions=dict(counters.preempted),
             seat_pauses=self.scheduler.seat_pauses,
+            class_slabs_used=arenas.used_by_class if arenas else {},
+            class_slabs_cached=arenas.cached_by_class if arenas else {},
         )
 
 

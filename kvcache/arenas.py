@@ -49,6 +49,16 @@ class KvArenas:
         return sum(one.cached for one in self.arenas.values())
 
     @property
+    def used_by_class(self) -> dict[str, int]:
+        """`used` of each class."""
+        return {name: one.used for name, one in self.arenas.items()}
+
+    @property
+    def cached_by_class(self) -> dict[str, int]:
+        """`cached` of each class."""
+        return {name: one.cached for name, one in self.arenas.items()}
+
+    @property
     def prefix_queries(self) -> int:
         """Tokens that were looked up in the prefix trees."""
         return sum(one.prefix_queries for one in self.arenas.values())

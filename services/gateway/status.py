@@ -11,6 +11,7 @@ import msgspec
 from diptych.messages import WorkerStats
 from services.gateway.app import HealthProbes
 from services.gateway.generation.relay_backend import RelayBackend
+from services.gateway.metrics.workers import WorkerSnapshot
 from services.gateway.openai.response_schema import Readiness
 from services.gateway.ops.readiness import CanaryProber, CanaryRoute, WorkerPair
 from services.gateway.ops.replan_endpoint import ReplanRoute
@@ -175,6 +176,7 @@ class LiveHealthProbes(HealthProbes):
         """The entry of one worker; `unfit` says that it cannot serve with the others."""
         member = self._backend.relay.fleet.workers[name]
         hello = member.hello
+        snapshot = WorkerSnapshot(name, member.role, member.stats, hello.kv_classes)
         state = "draining" if member.draining else "unfit" if unfit else "up"
         return {
             "worker": name,
@@ -182,10 +184,7 @@ class LiveHealthProbes(HealthProbes):
             "state": state,
             "incarnation": hello.incarnation,
             "fingerprint": hello.fingerprint,
-            "kv_classes": {
-                name: {"slabs": num_slabs, "chunk_bytes": chunk_bytes}
-                for name, (num_slabs, chunk_bytes) in hello.kv_classes.items()
-            },
+            "kv_classes": {one: use._asdict() for one, use in snapshot.class_use.items()},
             "host": hello.host,
             "pid": hello.pid,
             "silent_s": round(self._backend.clock() - member.seen_s, 3),

@@ -174,7 +174,9 @@ def test_the_class_of_each_worker_is_shown(calibrated: Served) -> None:
     assert {name for one in state["workers"] for name in one["kv_classes"]} == {layout.codec}
     for one in state["workers"]:
         shown = one["kv_classes"][layout.codec]
-        assert shown == {"slabs": one["stats"]["slabs_total"], "chunk_bytes": layout.chunk_bytes}
+        stats = one["stats"]
+        use = {"used": stats["slabs_used"], "cached": stats["slabs_cached"]}
+        assert shown == {"slabs": stats["slabs_total"], "chunk_bytes": layout.chunk_bytes} | use
         labels = {"worker": one["worker"], "kv_class": layout.codec}
         assert calibrated.metric("diptych:kv_class_chunk_bytes", **labels) == layout.chunk_bytes
 
@@ -308,6 +310,15 @@ def test_requests_of_two_classes_side_by_side_are_those_of_one_worker_each(both_
 
 def test_both_classes_are_shown_and_no_other_is_served(both_classes: Served) -> None:
     layouts = [lone_worker(kv).layout for kv in CLASSES]
+    for kv in CLASSES:
+        ask_for(both_classes, LENGTHS.index(129), kv)
+    wait_for(
+        lambda: all(
+            use["cached"] and not use["used"]
+            for one in both_classes.status()["workers"]
+            for use in one["kv_classes"].values()
+        )
+    )
     for one in both_classes.status()["workers"]:
         shown = one["kv_classes"]
         assert list(shown) == [layout.kv_class for layout in layouts]
@@ -315,6 +326,8 @@ def test_both_classes_are_shown_and_no_other_is_served(both_classes: Served) -> 
             x.chunk_bytes for x in layouts
         ]
         assert sum(kind["slabs"] for kind in shown.values()) == one["stats"]["slabs_total"]
+        for kind in ("used", "cached"):
+            assert sum(use[kind] for use in shown.values()) == one["stats"][f"slabs_{kind}"]
         sizes = [shown[layout.kv_class]["slabs"] * layout.chunk_bytes for layout in layouts]
         assert max(sizes) - min(sizes) <= layouts[0].chunk_bytes, "half of the pool each"
     names = {layout.kv_class: True for layout in layouts}

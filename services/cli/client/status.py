@@ -90,13 +90,21 @@ def show_state(now: GatewayState) -> None:
         print(f"  {reason}")
     rows = []
     for one in now.workers:
-        flat = one | one.get("stats", {})
+        flat, classes = one | one.get("stats", {}), one.get("kv_classes", {})
         cells = [str(flat.get(key, "")) for key in COLUMNS.values()]
-        rows.append([*cells, _prefix_hit_rate(flat), ", ".join(one.get("kv_classes", {}))])
+        rows.append([*cells, _prefix_hit_rate(flat), "" if len(classes) > 1 else "".join(classes)])
+        if len(classes) > 1:
+            rows += [_class_row(name, use) for name, use in classes.items()]
     for line in format_table([*COLUMNS, HITS_TITLE, CLASS_TITLE], rows):
         print(line)
     for link in now.links:
         print(link)
+
+
+def _class_row(name: str, use: dict[str, Any]) -> list[str]:
+    """A row under that of its worker: the slabs of one of several KV classes."""
+    shown = {"slabs_used": "used", "slabs_cached": "cached", "slabs_total": "slabs"}
+    return [*[str(use.get(shown.get(key, ""), "")) for key in COLUMNS.values()], "", name]
 
 
 def format_table(titles: list[str], rows: list[list[str]]) -> list[str]:

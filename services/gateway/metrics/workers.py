@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -23,6 +24,17 @@ CACHE_LABELS = (
 )  # fmt: skip
 
 
+class ClassUse(NamedTuple):
+    """A worker's pool for one KV class: its slabs, those that requests hold, and those of cached prefixes without a
+    holder.
+    """
+
+    slabs: int
+    used: int
+    cached: int
+    chunk_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
     """The latest statistics that a worker sent, and the KV classes of its `Hello`."""
@@ -32,6 +44,20 @@ class WorkerSnapshot:
     stats: WorkerStats
     # KV class -> number of slabs, bytes of a chunk.
     kv_classes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def class_use(self) -> dict[str, ClassUse]:
+        """The room in each class, and what takes it."""
+        stats, alone = self.stats, len(self.kv_classes) == 1
+        return {
+            name: ClassUse(
+                num_slabs,
+                stats.slabs_used if alone else stats.class_slabs_used.get(name, 0),
+                stats.slabs_cached if alone else stats.class_slabs_cached.get(name, 0),
+                chunk_bytes,
+            )
+            for name, (num_slabs, chunk_bytes) in self.kv_classes.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +118,17 @@ class WorkerCollector(Collector):
         ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
         ("vllm:prefix_cache_hits", "Of these, found there", "prefix_hits"),
     )
+    # Of each KV class.
+    CLASS_GAUGES = (
+        ("diptych:kv_class_slabs", "Slabs of the KV pool, by class", "slabs"),
+        ("diptych:kv_class_slabs_used", "Slabs that requests hold, by class", "used"),
+        (
+            "diptych:kv_class_slabs_cached",
+            "Slabs of cached prefixes that no request holds, by class",
+            "cached",
+        ),
+        ("diptych:kv_class_chunk_bytes", "Bytes of 64 tokens of KV as they are stored", "chunk_bytes"),
+    )
     # Counters by name: (metric, help text, label that holds the name, attribute of the statistics).
     NAMED = (
         ("diptych:preemptions", "Running requests interrupted because memory was full", "way", "preemptions"),
@@ -133,15 +170,12 @@ class WorkerCollector(Collector):
     def _collect_classes(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
         """Which classes of KV each worker has, and the room in each."""
         labels = ["worker", "role", "kv_class"]
-        slabs = GaugeMetricFamily("diptych:kv_class_slabs", "Slabs of the KV pool, by class", labels=labels)
-        sizes = GaugeMetricFamily(
-            "diptych:kv_class_chunk_bytes", "Bytes of 64 tokens of KV as they are stored", labels=labels
-        )
-        for snapshot in snapshots:
-            for kv_class, (num_slabs, chunk_bytes) in snapshot.kv_classes.items():
-                slabs.add_metric([snapshot.worker, snapshot.role, kv_class], num_slabs)
-                sizes.add_metric([snapshot.worker, snapshot.role, kv_class], chunk_bytes)
-        yield from (slabs, sizes)
+        for name, help_text, attribute in self.CLASS_GAUGES:
+            gauge = GaugeMetricFamily(name, help_text, labels=labels)
+            for snapshot in snapshots:
+                for kv_class, use in snapshot.class_use.items():
+                    gauge.add_metric([snapshot.worker, snapshot.role, kv_class], getattr(use, attribute))
+            yield gauge
 
     def _collect_by_name(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
         """The counters whose values are dictionaries, with the name as a label."""

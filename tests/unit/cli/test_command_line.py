@@ -181,6 +181,28 @@ def test_status_fits_a_narrow_terminal(
     assert shown == ["prefill-10", "prefill", "draining", "4", "7", "3", "33", "512", "2", "50%"]
 
 
+def test_status_shows_the_room_of_each_class(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = {"slabs_used": 5, "slabs_cached": 9, "slabs_total": 40, "running": 4, "waiting": 7, "leases": 2}
+    classes = {
+        "raw": {"slabs": 8, "used": 3, "cached": 9, "chunk_bytes": 4096},
+        "tq4.s0": {"slabs": 32, "used": 2, "cached": 0, "chunk_bytes": 576},
+    }
+    worker = {"worker": "decode-0", "role": "decode", "state": "up", "stats": stats, "kv_classes": classes}
+    link = {
+        "source": "prefill-0",
+        "target": "decode-0",
+        "transport": "shm",
+        "gb_per_s": 9.0,
+        "latency_us": 3.0,
+    }
+    link["kv_classes"] = {"raw": True, "tq4.s0": False}
+    show_state(read_state({"ready": True, "workers": [worker], "links": [link]}))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["decode-0", "decode", "up", "4", "7", "5", "9", "40", "2"] in lines
+    assert ["3", "9", "8", "raw"] in lines and ["2", "0", "32", "tq4.s0"] in lines
+    assert lines[-1][-4:] == ["raw,", "tq4.s0", "(not", "proven)"]
+
+
 def test_status_and_chat_say_when_nobody_answers() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -148,6 +148,7 @@ def test_workers_appear_while_they_are_there() -> None:
     kv_class = "{kv_class=nuq4-1%.g128@0123456789abcdef,role=prefill,worker=prefill-0}"
     assert found[f"diptych:kv_class_slabs{kv_class}"] == 8
     assert found[f"diptych:kv_class_chunk_bytes{kv_class}"] == 55296
+    assert found[f"diptych:kv_class_slabs_used{kv_class}"] == 2, "its only class has all of them"
     assert found["diptych:link_gb_per_s{source=prefill-0,target=decode-0,transport=shm}"] == 9.5
     books.clear()
     assert not [name for name in values(metrics) if "worker=" in name]
@@ -206,3 +207,22 @@ def test_only_nixl_s_hand_offs_have_vllm_s_names() -> None:
     found = values(metrics)
     assert found["vllm:nixl_xfer_time_seconds_count{}"] == 1
     assert found["vllm:nixl_bytes_transferred_sum{}"] == 4096
+
+
+def test_slabs_are_counted_by_class() -> None:
+    metrics = GatewayMetrics()
+    stats = WorkerStats(
+        slabs_total=40,
+        slabs_used=5,
+        slabs_cached=9,
+        class_slabs_used={"raw": 3, "tq4.s0": 2},
+        class_slabs_cached={"raw": 9, "tq4.s0": 0},
+    )
+    worker = WorkerSnapshot("decode-0", "decode", stats, {"raw": (8, 4096), "tq4.s0": (32, 576)})
+    metrics.watch_workers(lambda: [worker], list, "toy")
+    found = values(metrics)
+    for kv_class, slabs, used, cached in (("raw", 8, 3, 9), ("tq4.s0", 32, 2, 0)):
+        label = f"{{kv_class={kv_class},role=decode,worker=decode-0}}"
+        assert found[f"diptych:kv_class_slabs{label}"] == slabs
+        assert found[f"diptych:kv_class_slabs_used{label}"] == used
+        assert found[f"diptych:kv_class_slabs_cached{label}"] == cached

@@ -25,7 +25,8 @@ from engine.loop import Engine
 from engine.model.calibration_file import calibration_path
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import KvClassChoice, largest_codec, resolve_kv_classes, split_ranks
-from engine.model.memory_plan import MemoryPlan, split_pool
+from engine.model.memory_plan import MemoryPlan
+from engine.model.pool_shares import split_pool
 from engine.model.tokenizer import ModelTokenizer
 from engine.protocols import StepObserver
 from engine.sampling import grammar
@@ -147,6 +148,7 @@ def resolve_model(spec: WorkerSpec) -> ResolvedModel:
         codec=largest_codec(files, classes),
         coded=any(one.codec for one in classes),
         tp=spec.tp,
+        ranks=spec.tp * spec.pp,
         step_tokens=spec.max_num_batched_tokens,
         step_rows=spec.max_num_seqs,
     )

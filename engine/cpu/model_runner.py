@@ -15,7 +15,7 @@ from engine.attention.batch import ForwardBatch, pack_batch
 from engine.cpu.arenas import PoolAttention, pack_groups
 from engine.cpu.attention import CpuAttention, PagedAttention
 from engine.cpu.coded.attention import CodedPool, SinkRecorder, build_page_codecs
-from engine.cpu.coded.compiled_attention import CompiledAttention
+from engine.cpu.coded.compiled_attention import NO_TABLE, CompiledAttention, build_angles
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots, SinkTable
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.tensor_parallel import FollowerRanks, encode_step
@@ -66,6 +66,10 @@ class CpuModelRunner:
         shard = shard or Shard((0, pool.layout.layers), (0, pool.layout.kv_heads))
         classes = [(pool, calibration), *others]
         self._pools = [one for one, _ in classes]
+        self._frequencies = rope_frequencies(decoder.shape.rope, pool.layout.head_dim).double().numpy()
+        coded = any(one.layout.codec for one in self._pools)
+        # All coded pools together have one table.
+        self._angles = build_angles(self._frequencies, max_model_len) if coded else NO_TABLE
         self._attentions = [self._attend_to(one, known, shard) for one, known in classes]
 
     def _attend_to(self, pool: KvPool, calibration: Calibration | None, shard: Shard) -> PoolAttention:
@@ -74,9 +78,8 @@ class CpuModelRunner:
         pages: PagedAttention
         if layout.codec:
             codecs = build_page_codecs(layout, calibration, shard)
-            frequencies = rope_frequencies(decoder.shape.rope, layout.head_dim).double().numpy()
-            coded = CodedPool(layout, pool.data, codecs, frequencies, self._sinks)
-            pages = CompiledAttention(coded, decoder.heads)
+            coded = CodedPool(layout, pool.data, codecs, self._frequencies, self._sinks)
+            pages = CompiledAttention(coded, decoder.heads, self._angles)
         else:
             pages = CpuAttention(layout, pool.data, decoder.heads)
         bounds = RunnerBounds(layout, pool.num_slabs, self.max_model_len, self.vocab_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +39,20 @@ class MemoryPlan:
     # Slots of the table of first tokens (`engine.cpu.coded.sink_table`), and its most bytes; 0 without a codec.
     sink_slots: int = 0
     sink_bytes: int = 0
+    # The ranks' tables of angles (`engine.cpu.coded.compiled_attention.build_angles`); 0 without a codec.
+    angle_bytes: int = 0
+    # The largest pool that would fit, in bytes.
+    max_kv_bytes: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What has to fit in memory beside the pool."""
+        return self.weight_bytes + self.sink_bytes + self.angle_bytes
 
     @property
     def total_bytes(self) -> int:
         """The bytes that the worker announces: all of the above. The program itself comes on top."""
-        return self.weight_bytes + self.kv_bytes + self.sink_bytes + self.step_bytes
+        return self.fixed_bytes + self.kv_bytes + self.step_bytes
 
 
 def available_memory() -> int:
@@ -85,6 +94,7 @@ def plan_memory(
     kv_bytes: int | None,
     available: int,
     tp: int = 1,
+    ranks: int | None = None,
     matrix_bytes: int = FLOAT_BYTES,
     step_tokens: int = 512,
     step_rows: int = 64,
@@ -93,9 +103,10 @@ def plan_memory(
     """Plan weights and pool within `USABLE_SHARE` of `available` bytes; the pool must hold one request of full length.
 
     `kv_bytes` is the pool's size (None: automatic). Matrices take `matrix_bytes` per number. The embedding is float32
-    and each of `tp` ranks holds it; everything else is split over the ranks. Steps have up to `step_tokens` tokens, and
-    logits for up to `step_rows` of them. Beside a pool with a codec the exact KV of first tokens takes memory, too;
-    `coded` says whether there is one, if `layout` is only one of several.
+    and each of `tp` ranks holds it; everything else is split over the ranks, of which there are `ranks` (None: `tp`).
+    Steps have up to `step_tokens` tokens, and logits for up to `step_rows` of them. Beside a pool with a codec the
+    exact KV of first tokens takes memory, too, and on every rank the angles of all positions; `coded` says whether
+    there is one, if `layout` is only one of several.
 
     Raises:
         ModelError: `max_model_len` exceeds the model's context or is not positive, or the plan does not fit.
@@ -107,7 +118,8 @@ def plan_memory(
     keeps_sinks = bool(layout.codec) if coded is None else coded
     sink_slots = sink_table_slots(shape, layout, step_rows) if keeps_sinks else 0
     sinks = sink_slots * token_kv_bytes(layout)
-    room = int(available * USABLE_SHARE) - weights - sinks
+    angles = (ranks or tp) * angle_table_bytes(layout.head_dim, length) if keeps_sinks else 0
+    room = int(available * USABLE_SHARE) - weights - sinks - angles
     pool = kv_bytes if kv_bytes is not None else min(AUTO_POOL_REQUESTS * one, max(room, one))
     if pool < one or pool > room:
         longest = (
@@ -115,15 +127,22 @@ def plan_memory(
         )
         longest = min(longest, shape.context)
         asked = kv_bytes is not None
-        raise _does_not_fit(name, layout, weights, sinks, pool, length, available, longest, asked)
+        beside = {"first tokens": sinks, "angles": angles}
+        raise _does_not_fit(name, layout, weights, beside, pool, length, available, longest, asked)
     slabs = pool // layout.chunk_bytes
     step = step_memory_bytes(shape, tokens=step_tokens, rows=step_rows)
-    return MemoryPlan(length, slabs, slabs * layout.chunk_bytes, weights, step, sink_slots, sinks)
+    kv = slabs * layout.chunk_bytes
+    return MemoryPlan(length, slabs, kv, weights, step, sink_slots, sinks, angles, room)
 
 
 def token_kv_bytes(layout: KvLayout) -> int:
     """Bytes of the exact KV of one token, as float32."""
     return FLOAT_BYTES * layout.layers * 2 * layout.kv_heads * layout.head_dim
+
+
+def angle_table_bytes(head_dim: int, max_model_len: int) -> int:
+    """Bytes of the angles that a rank with a codec needs: a cosine and a sine of each rotary pair and position."""
+    return FLOAT_BYTES * head_dim * CHUNK_TOKENS * -(-max_model_len // CHUNK_TOKENS)
 
 
 def sink_table_slots(shape: ModelConfig, layout: KvLayout, max_num_seqs: int) -> int:
@@ -132,35 +151,6 @@ def sink_table_slots(shape: ModelConfig, layout: KvLayout, max_num_seqs: int) ->
     There is room for `MAX_SINK_BYTES` over all ranks, and at least for one token of every sequence of a step.
     """
     return min(shape.vocab, max(max_num_seqs, MAX_SINK_BYTES // token_kv_bytes(layout)))
-
-
-def split_pool(
-    name: str, plan: MemoryPlan, layouts: Sequence[KvLayout], shares: Sequence[float]
-) -> tuple[int, ...]:
-    """The slabs of each KV class: its share of the pool of `plan`, in slabs of its layout.
-
-    Raises:
-        ModelError: a share is too small for one request of full length.
-    """
-    if len(layouts) == 1:
-        return (plan.num_slabs,)
-    counts = []
-    for layout, share in zip(layouts, shares, strict=True):
-        num_bytes, one = (
-            int(plan.kv_bytes * share),
-            layout.num_chunks(plan.max_model_len) * layout.chunk_bytes,
-        )
-        if num_bytes < one:
-            longest = num_bytes // layout.chunk_bytes * CHUNK_TOKENS
-            raise ModelError(
-                f"the share of {layout.kv_class} in the KV pool of {name} is too small for one request",
-                f"{share:.3g} of {format_bytes(plan.kv_bytes)} is {format_bytes(num_bytes)}; a request of"
-                f" {plan.max_model_len} tokens takes {format_bytes(one)}",
-                f"raise the share to {one / plan.kv_bytes + 0.0005:.3f} or the pool to {format_bytes(one / share)}"
-                + (f", or use --max-model-len {longest} or less" if longest else ""),
-            )
-        counts.append(num_bytes // layout.chunk_bytes)
-    return tuple(counts)
 
 
 def plan_max_length(name: str, shape: ModelConfig, max_model_len: int | None) -> int:
@@ -197,18 +187,20 @@ def _does_not_fit(
     name: str,
     layout: KvLayout,
     weights: int,
-    sinks: int,
+    tables: dict[str, int],
     pool: int,
     length: int,
     available: int,
     longest: int,
     asked: bool,
 ) -> ModelError:
-    """The error with the calculation and a fix; `asked` if the user set the size of the pool."""
+    """The error with the calculation and a fix; `tables` are what is beside weights and pool, and `asked` says that
+    the user set the size of the pool.
+    """
     one = layout.num_chunks(length) * layout.chunk_bytes
     usable = int(available * USABLE_SHARE)
-    beside = f" + first tokens {format_bytes(sinks)}" if sinks else ""
-    fixed = weights + sinks
+    beside = "".join(f" + {title} {format_bytes(size)}" for title, size in tables.items() if size)
+    fixed = weights + sum(tables.values())
     why = (
         f"weights {format_bytes(weights)}{beside} + KV pool {format_bytes(pool)} = {format_bytes(fixed + pool)}; "
         f"usable {format_bytes(usable)} ({USABLE_SHARE:.0%} of {format_bytes(available)} available)\n"

@@ -23,8 +23,8 @@ from engine.model.memory_plan import (
     available_memory,
     format_bytes,
     plan_max_length,
-    split_pool,
 )
+from engine.model.pool_shares import split_pool
 from services.host.child_environment import child_environment
 from services.host.supervisor import ErrorReport
 
@@ -103,11 +103,16 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
         coded=any(one.codec for one in classes),
         available_bytes=available,
         tp=max((tp for tp, _ in question.splits.values()), default=1),
+        ranks=max((tp * pp for tp, pp in question.splits.values()), default=1),
         step_tokens=question.step_tokens,
         step_rows=question.step_rows,
     )
     split_pool(
-        files.name, memory, [files.layout(codec=one.codec) for one in classes], [one.share for one in classes]
+        files.name,
+        memory,
+        [files.layout(codec=one.codec) for one in classes],
+        [one.share for one in classes],
+        asked=question.kv_bytes is not None,
     )
     _check_swap_space(question, memory, available)
     shape = files.shape
@@ -143,7 +148,7 @@ def _check_swap_space(question: ProbeRequest, memory: MemoryPlan, available: int
 
     The memory is only allocated when requests are parked, so without this check it would fail much later.
     """
-    rest = int(available * USABLE_SHARE) - memory.weight_bytes - memory.kv_bytes - memory.sink_bytes
+    rest = int(available * USABLE_SHARE) - memory.fixed_bytes - memory.kv_bytes
     if question.swap_bytes > max(0, rest):
         raise ConfigError(
             f"a swap space of {format_bytes(question.swap_bytes)} per worker does not fit in memory",

@@ -87,15 +87,19 @@ class CodedAttention:
         Arguments are those of `CpuAttention.write`; `rotary` is not used, since angles are computed in float64 here.
 
         Raises:
-            ValueError: a key or a value is not finite. Rows of other tokens may have been written.
+            ValueError: a key or a value is not finite. Nothing was written.
         """
         count = len(batch.positions)
         queries, keys, values = self._split_rows(qkv.numpy()[:count])
         normalise_heads(queries, norms[0], eps)
         normalise_heads(keys, norms[1], eps)
+        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+            raise ValueError("keys and values must be finite")
         queries[:] = rotate_rows(queries, batch.positions, self._frequencies)
         if self._rotated:
-            keys = rotate_rows(keys, batch.positions, self._frequencies)
+            # A rotated key may be √2 times as large. Beyond float32 it is clamped, as the codecs do with large numbers.
+            with np.errstate(over="ignore"):
+                keys = np.nan_to_num(rotate_rows(keys, batch.positions, self._frequencies))
         for start, end in _same_chunk_runs(batch.positions, batch.slots):
             page = self._pages[batch.slots[start], layer]
             row, head = int(batch.positions[start]) % CHUNK_TOKENS, 0

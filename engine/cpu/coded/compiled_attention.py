@@ -34,11 +34,15 @@ from kvcache.codecs.turbo import TurboCodec
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+# Cosines and sines by position, flat.
+Angles = tuple[Floats, Floats]
 
 # Chunks of a shared run that are expanded before they are read: few enough to stay in the cache, and enough that it
 # costs little to load and store the state of the queries for every piece.
 CHUNKS_PER_PIECE = 16
-NO_ANGLES = np.empty(0, np.float32)
+NO_TABLE = (np.empty(0, np.float32), np.empty(0, np.float32))
+# Positions whose angles are computed at once.
+ANGLE_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +88,30 @@ def _page_constants(codec: Codec) -> Floats:
     return np.empty(0, np.float32)
 
 
-class CompiledAttention(CodedAttention):
-    """`CodedAttention` by compiled kernels."""
+def build_angles(frequencies: Doubles, positions: int) -> Angles:
+    """Cosines and sines of all positions below `positions`, computed in float64.
 
-    def __init__(self, pool: CodedPool, heads: int) -> None:
+    Args:
+        frequencies: [head_dim / 2], radians per token of each rotary pair.
+        positions: rounded up to whole chunks.
+
+    Returns:
+        Two flat arrays [positions · head_dim / 2]. `engine.model.memory_plan.angle_table_bytes` is their size.
+    """
+    positions = -(-positions // CHUNK_TOKENS) * CHUNK_TOKENS
+    cos, sin = np.empty((2, positions, len(frequencies)), np.float32)
+    # In pieces, so that the numbers in float64 take little memory.
+    for start in range(0, positions, ANGLE_ROWS):
+        rows = np.arange(start, min(start + ANGLE_ROWS, positions), dtype=np.float64)
+        angles = rows[:, None] * frequencies
+        cos[start : start + len(rows)], sin[start : start + len(rows)] = np.cos(angles), np.sin(angles)
+    return cos.reshape(-1), sin.reshape(-1)
+
+
+class CompiledAttention(CodedAttention):
+    """`CodedAttention` by compiled kernels. `angles` are those of `build_angles`; several pools can share them."""
+
+    def __init__(self, pool: CodedPool, heads: int, angles: Angles) -> None:
         super().__init__(pool, heads)
         layout = pool.layout
         self._flat, self._slab = pool.data.view(-1).numpy(), layout.chunk_bytes
@@ -96,7 +120,7 @@ class CompiledAttention(CodedAttention):
         self._kernels = family.kernels
         self._shared = build_shared_prefix_kernel(layout.head_dim)
         self._span = build_prefill_kernel(layout.head_dim)
-        self._cos, self._sin = np.empty((2, 0), np.float32)
+        self._angles = angles
         self.alone = crossover_queries(heads // layout.kv_heads)
 
     def write(
@@ -117,14 +141,13 @@ class CompiledAttention(CodedAttention):
         normalise_heads(keys, norms[1], eps)
         if not np.isfinite(rows[:, self.heads * self.layout.head_dim :]).all():
             raise ValueError("keys and values must be finite")
-        self._extend_angles(int(batch.positions.max()) + 1)
         self._kernels.encode(
             rows,
             batch.positions,
             batch.slots,
             self.heads,
             self._place(layer),
-            (self._cos, self._sin),
+            self._angles,
             self._rotated,
         )
 
@@ -134,7 +157,6 @@ class CompiledAttention(CodedAttention):
         """As `CpuAttention.decode`: first chunks that rows share, then each row's other chunks."""
         if not len(batch.rows):
             return
-        self._extend_angles(int(batch.lengths.max()))
         plan = worthwhile_plan(batch, window, self.alone, self.heads // self.layout.kv_heads)
         tops, totals = np.empty((2, len(batch.rows), self.heads), np.float32)
         if len(plan.runs):
@@ -178,7 +200,6 @@ class CompiledAttention(CodedAttention):
         self, layer: int, slabs: NDArray[np.int64], first: int, length: int, sink: int, pool: Floats
     ) -> None:
         """Chunks `first` and following of a sequence of `length` tokens, into `pool`."""
-        self._extend_angles(length)
         sink_rows = self._sinks.of_layer(layer)
         self._kernels.expand(
             slabs, first, length, sink_rows[sink], self._place(layer), self._read_angles, pool
@@ -206,16 +227,6 @@ class CompiledAttention(CodedAttention):
                 begin = end
 
     @property
-    def _read_angles(self) -> tuple[Floats, Floats]:
+    def _read_angles(self) -> Angles:
         """Cosines and sines by which keys are rotated when they are read; empty if they are stored rotated."""
-        return (NO_ANGLES, NO_ANGLES) if self._rotated else (self._cos, self._sin)
-
-    def _extend_angles(self, length: int) -> None:
-        """Cosines and sines for positions below `length`, [positions · head_dim / 2] each."""
-        half = len(self._frequencies)
-        if length * half > len(self._cos):
-            positions = 1 << (length - 1).bit_length()
-            angles = np.arange(positions, dtype=np.float64)[:, None] * self._frequencies
-            self._cos, self._sin = (
-                table.astype(np.float32).reshape(-1) for table in (np.cos(angles), np.sin(angles))
-            )
+        return NO_TABLE if self._rotated else self._angles

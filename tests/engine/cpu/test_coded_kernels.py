@@ -11,10 +11,11 @@ import torch
 
 from engine.attention.batch import pack_batch
 from engine.cpu.coded.attention import CodedAttention, CodedPool
-from engine.cpu.coded.compiled_attention import CompiledAttention
+from engine.cpu.coded.compiled_attention import CompiledAttention, build_angles
 from engine.cpu.coded.exact import load_half, round_half
 from engine.cpu.coded.sink_table import SinkTable
 from engine.cpu.jit import jit
+from engine.model.memory_plan import angle_table_bytes
 from engine.step_work import StepWork
 from kvcache.codecs.codec_id import CALIBRATED, complete_codec_id, parse_codec_id
 from kvcache.codecs.datatype import LayerConstants
@@ -36,6 +37,7 @@ GRID = (
 )
 DIGEST = "0123456789abcdef"
 LAYERS, QUERIES, CHUNKS, LAYER = 2, 2, 12, 1
+MAX_LEN = 320
 NO_NORMS = (np.empty(0, np.float32), np.empty(0, np.float32))
 
 
@@ -84,7 +86,11 @@ def make_pair(name: str, heads: int, width: int, groups: int = 1) -> tuple[Coded
     slow, fast = pools
     return (
         CodedAttention(CodedPool(layout, slow, codecs, frequencies, sinks), query_heads),
-        CompiledAttention(CodedPool(layout, fast, codecs, frequencies, sinks), query_heads),
+        CompiledAttention(
+            CodedPool(layout, fast, codecs, frequencies, sinks),
+            query_heads,
+            build_angles(frequencies, MAX_LEN),
+        ),
     )
 
 
@@ -115,8 +121,8 @@ def test_codes_and_numbers_are_those_of_the_codec(name: str, heads: int, width: 
     assert np.array_equal(slow._pages, fast._pages)
     codecs = slow._codecs[LAYER]
     scratch = np.empty((3, heads, 2, 64, width), np.float32)
-    fast._cos = np.ones(64 * 8 * width, np.float32)  # angles of zero
-    fast._sin = np.zeros_like(fast._cos)
+    ones = np.ones(64 * 8 * width, np.float32)
+    fast._angles = ones, np.zeros_like(ones)  # angles of zero
     fast._kernels.expand(
         np.array([7, 2, 4]), 1, 1000, np.empty((2, heads, width), np.float32), fast._place(LAYER),
         fast._read_angles, scratch.reshape(-1),
@@ -169,13 +175,40 @@ def test_attention_is_that_of_the_slow_path(
         assert float((slow - fast).abs().max()) <= 1e-5 * scale
 
 
-def test_a_number_that_is_not_finite_writes_nothing() -> None:
-    _, fast = make_pair("nuq4-1%", 2, 16)
-    qkv = make_qkv(2, 16, 20)
-    qkv[19, -1] = float("inf")
-    with pytest.raises(ValueError, match="finite"):
-        write(fast, qkv, [StepWork([5] * 20, 0, [7], "none")])
-    assert not fast._pages.any()
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_number_that_is_not_finite_writes_nothing(bad: float) -> None:
+    for pages in make_pair("nuq4-1%", 2, 16):
+        qkv = make_qkv(2, 16, 20)
+        qkv[19, -1] = bad
+        with pytest.raises(ValueError, match="finite"):
+            write(pages, qkv, [StepWork([5] * 20, 0, [7], "none")])
+        assert not pages._pages.any()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "nuq4-1%", "nuq2"])
+def test_finite_numbers_are_never_refused(name: str) -> None:
+    """Rotation takes keys beyond half of float32's range out of it. They are clamped like other large numbers."""
+    slow, fast = make_pair(name, 2, 16)
+    qkv, largest = make_qkv(2, 16, 70), float(np.finfo(np.float32).max)
+    start = QUERIES * 2 * 16
+    for row, (size, every) in enumerate([(largest, 1), (-largest, 1), (1.8e38, 2), (-largest, 5), (7e4, 3)]):
+        qkv[10 * row + 3 : 10 * row + 9, start::every] = size
+    work = [StepWork([5] * 70, 0, [7, 2], "none")]
+    for pages in (slow, fast):
+        write(pages, qkv, work)
+    assert slow._pages.any() and np.array_equal(slow._pages, fast._pages)
+    for slab in (7, 2):
+        for codec, page in zip(slow._codecs[LAYER], slow._pages[slab, LAYER], strict=True):
+            assert all(np.isfinite(side).all() for side in codec.expand_page(page))
+
+
+def test_the_table_of_angles_is_made_once_and_ends_with_a_chunk() -> None:
+    frequencies = 10000.0 ** -(np.arange(8) / 8)
+    cos, sin = build_angles(frequencies, 5000)
+    angles = np.arange(5056)[:, None] * frequencies
+    assert len(cos) == len(sin) == 5056 * 8 and cos.nbytes + sin.nbytes == angle_table_bytes(16, 5000)
+    assert np.array_equal(cos, np.cos(angles).astype(np.float32).reshape(-1))
+    assert np.array_equal(sin, np.sin(angles).astype(np.float32).reshape(-1))
 
 
 def test_halves_are_those_of_numpy() -> None:

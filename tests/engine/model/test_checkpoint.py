@@ -187,7 +187,11 @@ def test_first_tokens_beside_a_coded_pool_are_planned_with(folder: Path) -> None
     raw, coded = (model.memory(max_model_len=None, kv_bytes=None, codec=codec) for codec in ("", "fp16"))
     assert (raw.sink_slots, raw.sink_bytes) == (0, 0)
     assert (coded.sink_slots, coded.sink_bytes) == (model.shape.vocab, model.shape.vocab * one)
-    assert coded.total_bytes == coded.weight_bytes + coded.kv_bytes + coded.sink_bytes + coded.step_bytes
+    assert (raw.angle_bytes, coded.angle_bytes) == (0, 512 * 12 * 4), "a cosine and a sine of six pairs"
+    beside = coded.sink_bytes + coded.angle_bytes
+    assert coded.total_bytes == coded.weight_bytes + coded.kv_bytes + beside + coded.step_bytes
+    spread = model.memory(max_model_len=100, kv_bytes=None, codec="fp16", tp=2, ranks=4)
+    assert spread.angle_bytes == 4 * 128 * 12 * 4, "each rank has them, for whole chunks"
     large = replace(model.shape, vocab=1 << 30)
     assert sink_table_slots(large, model.layout(codec="fp16"), 64) == (64 << 20) // one
     wide = replace(model.layout(codec="fp16"), layers=80, kv_heads=8, head_dim=128)
@@ -198,12 +202,15 @@ def test_first_tokens_beside_a_coded_pool_are_planned_with(folder: Path) -> None
 def test_a_coded_pool_is_refused_with_its_first_tokens_in_the_arithmetic(folder: Path) -> None:
     model = Checkpoint.resolve(str(folder))
     plan = model.memory(max_model_len=None, kv_bytes=1 << 20, codec="fp16")
-    enough = int((plan.weight_bytes + plan.kv_bytes + plan.sink_bytes) / USABLE_SHARE) + 1
+    enough = int((plan.fixed_bytes + plan.kv_bytes) / USABLE_SHARE) + 1
     sized: dict[str, Any] = {"max_model_len": None, "kv_bytes": plan.kv_bytes, "codec": "fp16"}
     assert model.memory(**sized, available_bytes=enough).kv_bytes == plan.kv_bytes
     with pytest.raises(ModelError) as caught:
         model.memory(**sized, available_bytes=enough - 1024)
-    assert f"+ first tokens {format_bytes(plan.sink_bytes)} + KV pool" in caught.value.why
+    tables = (
+        f"+ first tokens {format_bytes(plan.sink_bytes)} + angles {format_bytes(plan.angle_bytes)} + KV pool"
+    )
+    assert tables in caught.value.why
     assert len(caught.value.lines()) == 5 and caught.value.fix.startswith("lower the KV pool to ")
 
 

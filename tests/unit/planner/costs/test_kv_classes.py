@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from diptych.errors import ConfigError
-from engine.model.memory_plan import MemoryPlan, split_pool
+from engine.model.memory_plan import MemoryPlan
+from engine.model.pool_shares import split_pool
 from kvcache.layout import KvLayout
 from planner.costs.kv_classes import (
     base_codec,

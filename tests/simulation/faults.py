@@ -58,7 +58,10 @@ class ClientLoad:
         origin = Tenancy(tenant, rng.choice(["", tenant]), rng.choice([0, 0, 0, 1, -1]))
         patience_s = rng.choice([0.05, 0.3, 1.0]) if rng.random() < self.crowd.hurried else PATIENCE_S
         asked = random_sampling(rng, rng.choice([1, 2, 8, 30, 60, 80]))
-        return self.world.ask(prompt, asked, origin, patience_s)
+        classes = self.world.kv_class.split(",")
+        # One in three leaves the choice to the workers.
+        kv_class = rng.choice([None, *classes]) if len(classes) > 1 else None
+        return self.world.ask(prompt, asked, origin, patience_s, kv_class)
 
 
 InjectFault = Callable[[VirtualWorld, Random], None]

@@ -57,6 +57,7 @@ class VirtualClient:
     retry: bool = False  # what a failure says about another try
     retry_after_s: float | None = None
     kv_class: str = RAW_CLASS
+    asked_class: str | None = None  # the KV class that it asks for
     moved_on: bool = False  # its answer had begun when another attempt took over
 
 
@@ -91,8 +92,9 @@ class VirtualGateway:
 
     def ask(self, client: VirtualClient) -> None:
         request = Request(
-            client.name, list(client.prompt), client.sampling, client.deadline_s, origin=client.origin
-        )
+            client.name, list(client.prompt), client.sampling, client.deadline_s,
+            origin=client.origin, kv_class=client.asked_class,
+        )  # fmt: skip
         self.clients[client.name] = client
         self.handle(RequestArrived(request))
 

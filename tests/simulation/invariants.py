@@ -186,7 +186,7 @@ class InvariantChecker:
             "staging": stats.staging_bytes,
             "running": stats.running,
             "waiting": stats.waiting,
-            "parked": process.host.used_bytes,
+            "parked": sum(tier.used_bytes for tier in process.tiers.values()),
             "attempts": process.shell.is_busy,
         }
         if any(held.values()):

@@ -15,15 +15,18 @@ from decode_worker.worker import DecodeWorker
 from diptych.chunks import RAW_CLASS
 from diptych.messages import Hello
 from engine.loop import Engine
+from engine.protocols import StepRunner
 from engine.scheduler import Scheduler
 from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
+from kvcache.arenas import KvArenas
+from kvcache.layout import Shard
 from kvcache.prefix_tree import PrefixTree
 from kvcache.slab_ledger import SlabLedger
-from kvcache.tiers.host import HostTier
+from kvcache.tiers.host import HostArenas, HostTier
 from kvtransfer.layer_progress import ENTRY_BYTES, LayerProgress
 from kvtransfer.leases import LeaseLedger
-from kvtransfer.resharding import ShardedPool, unsharded_pool
+from kvtransfer.resharding import ShardedPool, plan_spans
 from prefill_worker.worker import PrefillWorker, TicketIssuer
 from tests.simulation.channel import LEASE_S, VirtualLink, VirtualNetwork
 from tests.simulation.event_queue import ScheduledEvent, VirtualEventQueue
@@ -31,9 +34,11 @@ from tests.simulation.toy_model import (
     FINGERPRINT,
     LAYERS,
     ProcessCrash,
+    VirtualClassRunner,
     VirtualMemory,
     VirtualRunner,
     VirtualSampler,
+    toy_layout,
 )
 from tests.simulation.transport import VirtualKvFetcher, VirtualPipes
 from worker.loop import LatestStats, WorkerLoop, WorkerRole
@@ -71,19 +76,53 @@ class VirtualProcess:
         self._elapsed_s, self._awake, self._lives = 0.0, False, 0
         self._due: ScheduledEvent | None = None
         self._round_planned, self._busy_s = False, 0.0
+        # Classes that are joined by commas share the worker's slabs evenly.
         self.kv_class = world.kv_classes.get(name, RAW_CLASS)
-        self.memory = VirtualMemory(world.num_slabs, self.kv_class)
-        self.layout = self.memory.layout
-        self.board_memory = memoryview(bytearray(world.num_slabs * ENTRY_BYTES))
-        self.parts: ShardedPool = unsharded_pool(self.layout, self.memory.bytes)
-        self.holdings = KvAllocator(SlabLedger(world.num_slabs), PrefixTree())
+        classes = self.kv_class.split(",")
+        sized = [(toy_layout(one), world.num_slabs // len(classes)) for one in classes]
+        shard = Shard((0, LAYERS), (0, 1))
+        spans, (num_bytes,) = plan_spans(sized, [shard])
+        whole = memoryview(bytearray(num_bytes))
+        self.parts = ShardedPool(sized[0][0], [(shard, whole)], sized)
+        self.memories = {
+            span.kv_class: VirtualMemory(
+                span.num_slabs,
+                span.kv_class,
+                span.first,
+                whole[start : start + span.num_slabs * layout.chunk_bytes],
+            )
+            for span, (layout, _) in zip(spans, sized, strict=True)
+            for start in span.offsets
+        }
+        self.num_slabs = self.parts.num_slabs
+        self.board_memory = memoryview(bytearray(self.num_slabs * ENTRY_BYTES))
+        slabs = {name: memory.num_slabs for name, memory in self.memories.items()}
         limits = EngineLimits(
-            world.num_slabs, MODEL_LEN, max_num_seqs=6, max_num_batched_tokens=96, max_waiting=64
-        )
-        runner = world.runners(self.memory, self._spend)
-        self.host = HostTier([self.memory], 4 * self.layout.chunk_bytes)
-        self.engine = Engine(runner, Scheduler(limits), self.holdings, VirtualSampler(), self.host)
+            self.num_slabs, MODEL_LEN, max_num_seqs=6, max_num_batched_tokens=96, max_waiting=64,
+            arena_slabs=slabs if len(slabs) > 1 else {},
+        )  # fmt: skip
+        books = {
+            name: KvAllocator(SlabLedger(memory.num_slabs, memory.first), PrefixTree())
+            for name, memory in self.memories.items()
+        }
+        self.tiers = {
+            name: HostTier([memory], 4 * memory.layout.chunk_bytes, memory.first)
+            for name, memory in self.memories.items()
+        }
+        self.holdings: KvAllocator | KvArenas
+        if len(classes) > 1:
+            self.holdings = KvArenas(books)
+            host: HostTier | HostArenas = HostArenas(self.tiers)
+            runner: StepRunner = VirtualClassRunner(list(self.memories.values()), self._spend, world.runners)
+        else:
+            self.holdings, host = books[classes[0]], self.tiers[classes[0]]
+            runner = world.runners(self.memories[classes[0]], self._spend)
+        self.engine = Engine(runner, Scheduler(limits), self.holdings, VirtualSampler(), host)
         self.begin(role, ended)
+
+    def memory_at(self, slab: int) -> VirtualMemory | None:
+        """The pool that has a slab."""
+        return next((memory for memory in self.memories.values() if slab in memory), None)
 
     # ---- lives
 
@@ -104,7 +143,7 @@ class VirtualProcess:
             self.holdings,
             self.books,
             fingerprint=FINGERPRINT,
-            codecs={self.kv_class: "" if self.kv_class == RAW_CLASS else self.kv_class},
+            codecs={name: memory.layout.codec for name, memory in self.memories.items()},
             drain_s=DRAIN_S,
             clock=self.clock,
         )
@@ -118,19 +157,22 @@ class VirtualProcess:
                 {},
                 "host",
                 self.number,
-                self.world.num_slabs,
-                self.layout.chunk_bytes,
+                self.num_slabs,
+                self.parts.layout.chunk_bytes,
                 MODEL_LEN,
                 endpoints,
                 ended=ended,
-                kv_classes={self.kv_class: (self.world.num_slabs, self.layout.chunk_bytes)},
+                kv_classes={
+                    name: (memory.num_slabs, memory.layout.chunk_bytes)
+                    for name, memory in self.memories.items()
+                },
             )
         )
         self.wake_process()
 
     def _prefiller(self) -> WorkerRole:
         issuer = TicketIssuer(KEY, self.name, self.incarnation, FINGERPRINT, "xxh3")
-        board = LayerProgress(self.world.num_slabs, self.board_memory)
+        board = LayerProgress(self.num_slabs, self.board_memory)
         self.ledger = LeaseLedger(LEASE_S)
         return self.world.readers(
             self.line, self.engine, self.holdings, self.parts, self.ledger, issuer, board
@@ -140,7 +182,7 @@ class VirtualProcess:
         courier = VirtualKvFetcher(self.world.pipes, self, self.line.send, self.line.wake_poll)
         self.courier = courier
         return self.world.writers(
-            self.line, self.engine, self.holdings, lambda kv_class: self.layout, courier, KEY, FINGERPRINT
+            self.line, self.engine, self.holdings, self.parts.layout_of, courier, KEY, FINGERPRINT
         )
 
     # ---- rounds

@@ -45,16 +45,21 @@ LAYOUT = toy_layout()
 
 
 class VirtualMemory:
-    """The bytes of a pool, all of one class."""
+    """The bytes of a pool, all of one class; its slabs are numbered from `first`."""
 
-    def __init__(self, num_slabs: int, kv_class: str = RAW_CLASS) -> None:
-        self.num_slabs, self.layout = num_slabs, toy_layout(kv_class)
-        self.bytes = memoryview(bytearray(num_slabs * self.layout.chunk_bytes))
+    def __init__(
+        self, num_slabs: int, kv_class: str = RAW_CLASS, first: int = 0, memory: memoryview | None = None
+    ) -> None:
+        self.num_slabs, self.layout, self.first = num_slabs, toy_layout(kv_class), first
+        self.bytes = memoryview(bytearray(num_slabs * self.layout.chunk_bytes)) if memory is None else memory
+
+    def __contains__(self, slab: int) -> bool:
+        return 0 <= slab - self.first < self.num_slabs
 
     def slab_bytes(self, slab: int) -> memoryview:
         """A window on one slab, as `kvcache.pool.KvPool` has it."""
-        size = self.layout.chunk_bytes
-        return self.bytes[slab * size : (slab + 1) * size]
+        size, place = self.layout.chunk_bytes, slab - self.first
+        return self.bytes[place * size : (place + 1) * size]
 
     def layer_bytes(self, slab: int, layer: int) -> memoryview:
         size = self.layout.layer_bytes
@@ -77,20 +82,9 @@ class VirtualRunner:
 
     def run(self, batch: Sequence[StepWork], done: OnLayersDone | None = None) -> list[list[bytes]]:
         """For each wanted row, the digest of all KV up to there."""
-        if any(POISON in work.tokens for work in batch):
-            raise ProcessCrash("a token that no process survives")
-        below = [[b""] * len(work.tokens) for work in batch]
-        for layer in range(LAYERS):
-            self._spend(sum(len(work.tokens) for work in batch))
-            below = [self._layer(work, layer, rows) for work, rows in zip(batch, below, strict=True)]
-            if done is not None:
-                done(layer + 1)
-        return [
-            [] if work.logits == "none" else [self._read(work, work.start + len(work.tokens))]
-            for work in batch
-        ]
+        return run_step(batch, [self] * len(batch), self._spend, done)
 
-    def _layer(self, work: StepWork, layer: int, below: list[bytes]) -> list[bytes]:
+    def compute_layer(self, work: StepWork, layer: int, below: list[bytes]) -> list[bytes]:
         rows = []
         before = self._load_row(work, layer, work.start - 1) if work.start else b""
         for position, (token, under) in enumerate(zip(work.tokens, below, strict=True), work.start):
@@ -139,11 +133,12 @@ class VirtualRunner:
         return keys.ljust(8, b"\0") + values.ljust(8, b"\0")
 
     def _place(self, work: StepWork, layer: int, position: int) -> int:
-        slab, row = work.slabs[position // CHUNK_TOKENS], position % CHUNK_TOKENS
+        slab, row = work.slabs[position // CHUNK_TOKENS] - self._memory.first, position % CHUNK_TOKENS
         return slab * self._slab + layer * 2 * self._half + row * self._row_bytes
 
-    def _read(self, work: StepWork, total: int) -> bytes:
+    def read_rows(self, work: StepWork) -> bytes:
         """Attention's part: every valid byte is read, but of the first token what is exact."""
+        total = work.start + len(work.tokens)
         digest, memory, size = xxhash.xxh3_64(), self._memory.bytes, self._row_bytes
         skipped = 0
         if self._coded:
@@ -156,6 +151,52 @@ class VirtualRunner:
                 digest.update(memory[start + skipped : start + rows * size])
             skipped = 0
         return digest.digest()
+
+
+def run_step(
+    batch: Sequence[StepWork],
+    runners: Sequence[VirtualRunner],
+    spend: Callable[[int], None],
+    done: OnLayersDone | None,
+) -> list[list[bytes]]:
+    """A step, each work by the runner of its pool: layer by layer, all works in each."""
+    if any(POISON in work.tokens for work in batch):
+        raise ProcessCrash("a token that no process survives")
+    below = [[b""] * len(work.tokens) for work in batch]
+    for layer in range(LAYERS):
+        spend(sum(len(work.tokens) for work in batch))
+        below = [
+            runner.compute_layer(work, layer, rows)
+            for runner, work, rows in zip(runners, batch, below, strict=True)
+        ]
+        if done is not None:
+            done(layer + 1)
+    return [
+        [] if work.logits == "none" else [runner.read_rows(work)]
+        for runner, work in zip(runners, batch, strict=True)
+    ]
+
+
+class VirtualClassRunner:
+    """`engine.protocols.StepRunner` over the pools of several classes, with a `VirtualRunner` for each."""
+
+    def __init__(
+        self,
+        memories: Sequence[VirtualMemory],
+        spend: Callable[[int], None],
+        runners: type[VirtualRunner] = VirtualRunner,
+    ) -> None:
+        self._memories, self._spend = list(memories), spend
+        self._runners = [runners(memory) for memory in memories]
+
+    def run(self, batch: Sequence[StepWork], done: OnLayersDone | None = None) -> list[list[bytes]]:
+        """As `VirtualRunner.run`."""
+        return run_step(batch, [self._runner_of(work) for work in batch], self._spend, done)
+
+    def _runner_of(self, work: StepWork) -> VirtualRunner:
+        number = next(i for i, memory in enumerate(self._memories) if work.slabs[0] in memory)
+        assert all(slab in self._memories[number] for slab in work.slabs), "slabs of two classes"
+        return self._runners[number]
 
 
 class VirtualSamplerRow:

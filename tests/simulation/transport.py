@@ -168,7 +168,7 @@ class VirtualConnection:
     layers = LAYERS
 
     def __init__(self, pipes: VirtualPipes, source: VirtualProcess, own: VirtualProcess) -> None:
-        self.num_slabs = source.memory.num_slabs
+        self.num_slabs = source.num_slabs
         self._pipes, self._source, self._own = pipes, source, own
         self._pipe = pipes.pipe(source.name, own.name)
         self._board: ProgressEntries = view_entries(source.board_memory)
@@ -199,11 +199,12 @@ class VirtualConnection:
     def _piece(
         self, source: int, target: int, layer: int, payload: PayloadHasher, stop: Callable[[], bool]
     ) -> cooperative.CoopTask[None]:
-        if not (0 <= source < self.num_slabs and 0 <= target < self._own.memory.num_slabs):
-            raise TransferError(f"slab {source} or {target} does not exist")
-        yield from self._wait(self._source.layout.layer_bytes / self._pipe.rate, stop)
-        own, dice = self._own.memory.layer_bytes(target, layer), self._pipes.rng
-        own[:] = self._source.memory.layer_bytes(source, layer)
+        theirs, mine = self._source.memory_at(source), self._own.memory_at(target)
+        if theirs is None or mine is None or theirs.layout != mine.layout:
+            raise TransferError(f"slab {source} or {target} does not exist, or is of another class")
+        yield from self._wait(theirs.layout.layer_bytes / self._pipe.rate, stop)
+        own, dice = mine.layer_bytes(target, layer), self._pipes.rng
+        own[:] = theirs.layer_bytes(source, layer)
         self._pipes.pieces += 1
         if dice.random() < self._pipe.corrupt:
             own[dice.randrange(len(own))] ^= 1 << dice.randrange(8)
@@ -243,8 +244,8 @@ class VirtualPuller:
         source = self._pipes.reach(endpoint.decode())
         if source is None:
             raise TransferError(f"no wire to {worker}", "it is not there")
-        if source.layout != self._own.layout:
-            raise TransferError(f"no wire to {worker}", f"{source.layout} is not {self._own.layout}")
+        if not source.memories.keys() & self._own.memories.keys():
+            raise TransferError(f"no wire to {worker}", f"{source.kv_class} is not {self._own.kv_class}")
         self._lanes[worker] = incarnation, VirtualConnection(self._pipes, source, self._own)
 
     def measure_task(self, worker: str) -> cooperative.CoopTask[tuple[float, float]]:

@@ -54,7 +54,7 @@ class VirtualWorld:
         kv_classes: dict[str, str] | None = None,
         kv_class: str = RAW_CLASS,
     ) -> None:
-        """`kv_class` is that of all workers that `kv_classes` does not name."""
+        """`kv_class` is that of all workers that `kv_classes` does not name; several are joined by commas."""
         self.seed, self.rng = seed, Random(seed)
         self.agenda = VirtualEventQueue()
         self.network = VirtualNetwork(self.agenda)
@@ -110,13 +110,20 @@ class VirtualWorld:
     # ---- clients
 
     def ask(
-        self, prompt: list[int], sampling: SamplingParams, origin: Tenancy, patience_s: float
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        origin: Tenancy,
+        patience_s: float,
+        kv_class: str | None = None,
     ) -> VirtualClient:
         """A request; without a gateway it has ended at once."""
         now_s = self.agenda.now_s
         name = f"r{len(self.clients)}"
         wanted = self.wanted_answer(prompt, sampling)
-        client = VirtualClient(name, prompt, sampling, origin, now_s + patience_s, wanted, now_s)
+        client = VirtualClient(
+            name, prompt, sampling, origin, now_s + patience_s, wanted, now_s, asked_class=kv_class
+        )
         self.clients.append(client)
         if self.gate is None:
             client.end, client.ended_s = "gateway", now_s

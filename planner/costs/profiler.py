@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 
 from diptych.errors import ConfigError
+from planner.costs.class_fit import fit_class_work
 from planner.costs.fit import FitError, fit_decode, fit_mixed, fit_prefill
 from planner.costs.joint_fit import fit_joint, joint_fit_error
 from planner.costs.model import ModelDims
 from planner.costs.profile import CostProfile, Overheads
 from planner.costs.step import CostLine, StepCost
 from planner.hardware import Device
-from planner.types import LinkSpec, Parallelism, StepBatch
+from planner.types import KvClassWork, LinkSpec, Parallelism, StepBatch
 
 # Request names with this prefix are the gateway's own readiness probes.
 CANARY_PREFIX = "canary-"
@@ -138,6 +139,24 @@ class FittedCosts:
                 error.held_out_largest,
             )
         return named
+
+
+def fit_kv_class(steps: Sequence[MeasuredStep], cost: StepCost) -> tuple[KvClassWork, FitError]:
+    """Fits what steps on KV of one class cost, over `cost`, which was fitted to steps on KV of another class.
+
+    Raises:
+        ConfigError: there are no steps.
+    """
+    keys = {"prefill": _prefill_key, "decode": _decode_key, "mixed": _mixed_key}
+    kinds: dict[str, list[MeasuredStep]] = {kind: [] for kind in keys}
+    for step in steps:
+        kinds[step_kind(step.batch)].append(step)
+    points = [point for kind, some in kinds.items() for point in mean_steps(some, keys[kind])]
+    if not points:
+        raise ConfigError(
+            "the cost of a KV class cannot be fitted", "no step of it was logged", "measure for longer"
+        )
+    return fit_class_work(points, cost)
 
 
 def fit_costs(steps: Sequence[MeasuredStep]) -> FittedCosts:

@@ -155,7 +155,7 @@ class LoadGenerator:
     async def _send_all(self, began_s: float) -> None:
         loop = asyncio.get_running_loop()
         for job in self._jobs:
-            body = self._target.request_body(self._writer.prompt_text(job), job.output)
+            body = self._target.request_body(self._writer.prompt_text(job), job.output, job.kv_class)
             due_s = began_s + job.at_s
             while (left_s := due_s - time.monotonic()) > 0 and not self.run.given_up:
                 await asyncio.sleep(min(left_s, CHECK_INTERVAL_S))

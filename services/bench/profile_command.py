@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from rich.table import Table
 
 from diptych.chunks import RAW_CLASS
 from diptych.config.options import Config
-from kvcache.codecs.codec_id import parse_codec_id
 from planner.costs import profiler
+from planner.costs.kv_classes import base_codec, read_classes
 from planner.costs.kv_codec import with_kv_codec
 from planner.costs.profile_file import save_profile
 from planner.costs.step import StepCost
@@ -57,15 +57,17 @@ def run_profile(
     """Measure, write, and say how well it fits. Returns the exit status.
 
     The profile names `kv_cache_codec`, in which the measured workers keep KV, with `kv_cache_calibration` if they take
-    one from elsewhere than the model's folder.
+    one from elsewhere than the model's folder. Of several codecs with shares, each is measured: costs are those of
+    `raw` if that is one of them, else of the first, and `CostProfile.kv_classes` has the others.
 
     Raises:
         ConfigError: the workload, the model, the file or the codec is wrong.
         StartError: the deployment does not come up.
     """
     require_writable(out, "--out")
-    # A profile is of one codec: a list of them is refused before anything is started.
-    parse_codec_id(kv_cache_codec)
+    base = base_codec(kv_cache_codec)
+    names = [str(one.codec_id) for one in read_classes(kv_cache_codec)]
+    classes = [base, *(name for name in names if name != base)] if names else []
     console = Console(stderr=True)
     pools = PoolSizes(0, 0, colocated) if colocated else PoolSizes()
     source = find_workload(workload)
@@ -82,8 +84,8 @@ def run_profile(
 
         if most is not None and (long := source.longer(most, shrink)).longer:
             say(f"{workload}: {long} are longer than the {most:,} tokens that the model takes, and are cut")
-        found = measure_profile(live, fitting, seconds, depths, seed, say)
-    profile = replace(found.profile, model=with_kv_codec(found.profile.model, kv_cache_codec))
+        found = measure_profile(live, fitting, seconds, depths, seed, say, classes)
+    profile = replace(found.profile, model=with_kv_codec(found.profile.model, base))
     found = replace(found, profile=profile)
     save_profile(profile, out)
     if as_json:
@@ -116,6 +118,7 @@ def measurement_figures(found: Measurement) -> dict[str, Any]:
         "between_steps_ms": {
             life.worker: round(profiler.mean_step_gap_s([life]) * 1e3, 4) for life in found.step_logs
         },
+        "kv_classes": {name: asdict(work) for name, work in found.profile.kv_classes.items()},
         "stages": [_stage_figures(found, stage) for stage in found.stages],
     }
 
@@ -152,6 +155,13 @@ def _print_figures(console: Console, found: Measurement, out: Path) -> None:
                 f"{kind}: {count} steps; means of like ones are off by {mean:.1%} unseen (at most {most:.0%})",
                 highlight=False,
             )
+    for name, work in figures["kv_classes"].items():
+        console.print(
+            f"KV of the class {name}: a prompt's token takes {work['token']:.2f} times as long, its square"
+            f" {work['square']:.2f} times, a token of context {work['context']:.2f} times;"
+            f" off by {errors[f'kv_{name}_held_out_mean']:.1%} unseen",
+            highlight=False,
+        )
     console.print(
         f"beside: gateway {figures['gateway_ms']} ms, message {figures['hop_ms']} ms, step {figures['step_ms']} ms",
         highlight=False,

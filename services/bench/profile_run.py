@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,19 @@ import msgspec
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import StartError
 from diptych.slo import Slo
 from planner.costs import profiler
 from planner.costs.fit import fit_handling
+from planner.costs.kv_codec import find_codec
 from planner.costs.model import ModelDims, dims_on_cpu, find_model
 from planner.costs.profile import CostProfile
 from planner.costs.profiler import MeasuredStep, MeasuredTransfer, WorkerTrace
+from planner.costs.step import StepCost
 from planner.hardware import CPU, find_device
-from planner.types import GatewayCpuCost, Job, Parallelism
+from planner.types import GatewayCpuCost, Job, KvClassWork, Parallelism
+from planner.workload.kv_mix import KvMixedSource
 from planner.workload.workload import JobSource
 from services.bench.load_generator import LoadGenerator, LoadRun, RunOptions
 from services.bench.server import BenchServer, probe_server
@@ -247,6 +251,8 @@ class Measurement:
     stages: list[LoadStage]
     counts: dict[str, int]
     handling: GatewayCpuCost = GatewayCpuCost()
+    # The stages that measured each further class of KV.
+    class_stages: Mapping[str, list[LoadStage]] = field(default_factory=dict)
 
     def steps_of(self, stage: LoadStage) -> list[MeasuredStep]:
         """The steps of all workers during this stage."""
@@ -317,38 +323,77 @@ def measure_profile(
     depths: Sequence[int] = DEPTHS,
     seed: int = 1,
     say: Say = lambda line: None,
+    kv_classes: Sequence[str] = (),
 ) -> Measurement:
     """The profile of a deployment that is up.
+
+    `kv_classes` are those of its workers, if there are several. Costs are fitted to steps on KV of the first one; each
+    other one is measured in as many stages of its own. All of them share `seconds`.
 
     Raises:
         ConfigError: the workload has too few unlike requests to fit costs to.
         StartError: no request was answered.
     """
-    first = [replace(job, at_s=0.0) for job in workload.sample(MIN_STAGE_REQUESTS, 1.0, seed + 1000)]
+    base, each_s = (kv_classes[0] if kv_classes else ""), seconds / max(1, len(kv_classes))
+    source: JobSource = KvMixedSource(workload, {base: 1.0})
+    first = [replace(job, at_s=0.0) for job in source.sample(MIN_STAGE_REQUESTS, 1.0, seed + 1000)]
     cold = _run_stage(live, first, depths[0])
-    done = run_stages(live, workload, seconds, depths, seed, cold.rate_rps, say)
-    traces = [life.between(done[0].begun_s, done[-1].ended_s) for life in live.read_step_logs()]
+    done = run_stages(live, source, each_s, depths, seed, cold.rate_rps, say)
+    further = dict[str, list[LoadStage]]()
+    for name in kv_classes[1:]:
+        say(f"KV of the class {name}:")
+        mixed = KvMixedSource(workload, {name: 1.0})
+        further[name] = run_stages(live, mixed, each_s, depths, seed, cold.rate_rps, say)
+    logs = live.read_step_logs()
+    traces = [life.between(done[0].begun_s, done[-1].ended_s) for life in logs]
     # With one request at a time, none waits for a step to end. The simulator models that wait itself.
     alone = done[0]
     calm = [life.between(alone.begun_s, alone.ended_s) for life in traces]
     moves = live.read_handoffs({name for life in calm for name in life.come})
     ttft_s = statistics.fmean(alone.ttfts_s)
-    shape, room = _served_shape(live)
+    shape, room = _served_shape(live, base)
     costs = profiler.fit_costs([step for life in traces for step in life.steps])
     beside = profiler.measure_overheads(calm, traces, ttft_s, moves)
-    source = f"measured on this machine: {live.pools}, {len(traces)} workers, {os.cpu_count()} cores"
-    made = profiler.build_profile(shape, find_device(CPU), Parallelism(), room, costs, beside, source)
+    where = f"measured on this machine: {live.pools}, {len(traces)} workers, {os.cpu_count()} cores"
+    made = profiler.build_profile(shape, find_device(CPU), Parallelism(), room, costs, beside, where)
+    made = _add_classes(made, costs.cost, logs, further)
     busy = [life.saturation_tokens for life in traces if life.role == "prefill"]
-    found = Measurement(made, max(busy, default=0), traces, done, dict(costs.counts))
+    found = Measurement(made, max(busy, default=0), traces, done, dict(costs.counts), class_stages=further)
     handled = [
         (len(found.steps_of(stage)), stage.tokens, len(stage.ttfts_s), stage.gateway_s) for stage in done
     ]
     return replace(found, handling=fit_handling(handled))
 
 
-def _served_shape(live: LiveDeployment) -> tuple[ModelDims, int]:
-    """The model's dimensions as it is served, and the tokens of KV of one worker."""
+def _add_classes(
+    made: CostProfile,
+    cost: StepCost,
+    logs: Sequence[WorkerTrace],
+    further: Mapping[str, Sequence[LoadStage]],
+) -> CostProfile:
+    """The profile with what steps cost on KV of further classes, and with the errors of these fits."""
+    works, errors = dict[str, KvClassWork](), dict(made.fit_error)
+    for name, stages in further.items():
+        traces = [life.between(stages[0].begun_s, stages[-1].ended_s) for life in logs]
+        works[name], error = profiler.fit_kv_class([step for life in traces for step in life.steps], cost)
+        errors[f"kv_{name}_mean"], errors[f"kv_{name}_held_out_mean"] = error.mean, error.held_out
+        errors[f"kv_{name}_max"], errors[f"kv_{name}_held_out_max"] = error.largest, error.held_out_largest
+    return replace(made, kv_classes=works, fit_error=errors)
+
+
+def _served_shape(live: LiveDeployment, base: str) -> tuple[ModelDims, int]:
+    """The model's dimensions as it is served, and a worker's room for KV in tokens (`_worker_room`)."""
     status = live.get_status()
-    shape = find_model(live.model or "embedded")
-    slabs = min(worker["stats"]["slabs_total"] for worker in status["workers"])
-    return replace(dims_on_cpu(shape), max_len=status["max_model_len"]), 64 * slabs
+    shape = replace(dims_on_cpu(find_model(live.model or "embedded")), max_len=status["max_model_len"])
+    return shape, min(_worker_room(shape, worker, base) for worker in status["workers"])
+
+
+def _worker_room(shape: ModelDims, worker: Mapping[str, Any], base: str) -> int:
+    """The tokens that a worker would have room for if all its KV were of the class `base`; "": it has one class."""
+    pools = worker["kv_classes"]
+    if not base:
+        return CHUNK_TOKENS * int(worker["stats"]["slabs_total"])
+    own = find_codec(shape, pools, base)
+    assert own is not None, f"{base} was measured, and is not among {', '.join(pools)}"
+    num_bytes = sum(pool["slabs"] * pool["chunk_bytes"] for pool in pools.values())
+    return CHUNK_TOKENS * int(num_bytes // pools[own]["chunk_bytes"])

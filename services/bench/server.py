@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -24,6 +26,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROUTES = {"completions": (COMPLETIONS,), "chat": (CHAT,), "auto": (COMPLETIONS, CHAT)}
 # Seconds to wait for the answers to the questions asked here.
 PROBE_TIMEOUT_S = 60.0
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 ABSENT = ("404", "405")
 REFUSED = ("400", "422")
 
@@ -71,10 +74,13 @@ class BenchServer:
     vocabulary: Vocabulary
     # Most tokens of prompt and answer together; None if the server does not say.
     max_model_len: int | None
+    # The classes of KV that a request may choose from; empty if there is no choice.
+    kv_classes: tuple[str, ...] = ()
 
-    def request_body(self, text: str, tokens: int) -> bytes:
-        """A request for an answer of `tokens`."""
-        return _request_body(self.route, self.model, self.length_fields, text, tokens)
+    def request_body(self, text: str, tokens: int, kv_class: str = "") -> bytes:
+        """A request for an answer of `tokens`, in a class of KV where there is a choice; "": the server's default."""
+        more = {"diptych": {"kv": kv_class}} if kv_class and self.kv_classes else {}
+        return _request_body(self.route, self.model, self.length_fields, text, tokens, more)
 
     async def send_smallest(self, tokens: int = 1) -> StreamedAnswer:
         """The smallest request there is, for an answer of this many tokens."""
@@ -83,11 +89,13 @@ class BenchServer:
         return answer
 
 
-def _request_body(route: str, model: str, way: LengthFields, text: str, tokens: int) -> bytes:
+def _request_body(
+    route: str, model: str, way: LengthFields, text: str, tokens: int, more: Mapping[str, Any] = NO_FIELDS
+) -> bytes:
     asked: dict[str, Any] = (
         {"messages": [{"role": "user", "content": text}]} if route == CHAT else {"prompt": text}
     )
-    asked |= {"model": model, "stream": True, "temperature": 0.0, **way.request_fields(tokens)}
+    asked |= {"model": model, "stream": True, "temperature": 0.0, **way.request_fields(tokens), **more}
     return msgspec.json.encode(asked)
 
 
@@ -110,12 +118,26 @@ async def probe_server(url: str, key: str | None, model: str | None, endpoint: s
             raise ConfigError(f"{origin.url} does not say which models it has", why, "give --model NAME")
         client = BenchClient(origin, key)
         route, way = await _find_length_fields(client, name, ROUTES[endpoint])
-        plain = BenchServer(client, name, route, way, Vocabulary(()), models.get(name))
+        card = models.get(name, ModelCard())
+        plain = BenchServer(client, name, route, way, Vocabulary(()), card.max_model_len, card.kv_classes)
         return replace(plain, vocabulary=await learn_vocabulary(await _token_counter(plain, http)))
 
 
-async def _list_models(http: httpx.AsyncClient, url: str) -> dict[str, int | None]:
-    """The models that are listed, with the tokens that each takes, where the server says so."""
+class ModelCard(NamedTuple):
+    """What a server says of a model: the tokens that it takes, and its classes of KV, if there are several."""
+
+    max_model_len: int | None = None
+    kv_classes: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, card: Mapping[str, Any]) -> ModelCard:
+        """Reads an entry of /v1/models."""
+        classes = tuple(map(str, card.get("kv_classes") or ()))
+        return cls(card.get("max_model_len"), classes if len(classes) > 1 else ())
+
+
+async def _list_models(http: httpx.AsyncClient, url: str) -> dict[str, ModelCard]:
+    """The models that are listed, with what the server says of each."""
     try:
         response = await http.get("/v1/models")
     except httpx.HTTPError as error:
@@ -123,7 +145,7 @@ async def _list_models(http: httpx.AsyncClient, url: str) -> dict[str, int | Non
     if response.status_code in (401, 403):
         raise _refused_error(*refusal_reason(response.status_code, response.content))
     with contextlib.suppress(ValueError, LookupError, TypeError):
-        return {str(one["id"]): one.get("max_model_len") for one in response.json()["data"]}
+        return {str(one["id"]): ModelCard.read(one) for one in response.json()["data"]}
     return {}
 
 

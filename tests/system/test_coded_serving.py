@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,10 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.step_work import StepWork
 from kvcache.pool import KvPool
+from planner.costs.kv_classes import plan_kv_classes
+from planner.costs.profile_file import built_in_profile
+from planner.sim.exact.simulate import SimDeployment, build_deployment, class_slabs, simulate_exact
+from planner.types import DECODE, PREFILL, InstancePool, Job, Parallelism, Placement
 from tests.system.deployment import Served, serve_parts, wait_for
 from tests.system.transformers_oracle import TINY, read_text
 
@@ -247,6 +251,9 @@ def test_kv_of_two_classes_moves_between_one_rank_and_two(role: str) -> None:
 
 
 CLASSES = ("raw", CALIBRATED)
+BOTH_CODECS = f"raw:0.5,{CALIBRATED}"
+# Prompts that no other test asks with, in tokens; and how far a prediction may be off.
+FRESH_LENGTHS, CLOSE = (30, 64, 200, 500, 900), 0.05
 
 
 def ask_for(
@@ -274,7 +281,7 @@ def ask_for(
 def both_classes() -> Iterator[Served]:
     """One prefill and one decode worker, each with room for raw and for coded KV."""
     pools = ("--prefill", "1", "--decode", "1")
-    with serve_parts(*pools, "--kv-cache-codec", f"raw:0.5,{CALIBRATED}", *SIZED) as served:
+    with serve_parts(*pools, "--kv-cache-codec", BOTH_CODECS, *SIZED) as served:
         yield served
 
 
@@ -336,6 +343,59 @@ def test_both_classes_are_shown_and_no_other_is_served(both_classes: Served) -> 
     with pytest.raises(openai.BadRequestError, match="and raw") as caught:
         ask_for(both_classes, 0, "tq4")
     assert CALIBRATED in str(caught.value) and caught.value.param == "diptych.kv"
+
+
+def predicted_deployment(pool_bytes: int, context: int) -> SimDeployment:
+    """What `diptych simulate` predicts for such workers, by a profile of KV as it was computed."""
+    raw = built_in_profile("embedded", "cpu")
+    room = int(pool_bytes / raw.model.kv_token_bytes)
+    profile = replace(raw, rooms={Parallelism(): room})
+    pools = (InstancePool(PREFILL, Parallelism(), 1, "cpu"), InstancePool(DECODE, Parallelism(), 1, "cpu"))
+    made = build_deployment(Placement(pools), profile, kv_classes=plan_kv_classes(profile, BOTH_CODECS))
+    return replace(made, max_model_len=context)
+
+
+def test_room_and_moved_bytes_of_each_class_are_as_predicted(both_classes: Served) -> None:
+    """Slabs, streams of 1,024 tokens and bytes on the wire, within 5 %. Health checks move one chunk each, of raw."""
+    status = both_classes.status()
+    layouts = {kv: lone_worker(kv).layout for kv in CLASSES}
+    rng = random.Random(8)
+
+    def moved() -> tuple[float, float]:
+        metric = both_classes.metric
+        return metric("diptych:transfer_bytes_total"), metric("diptych:transfer_seconds_count")
+
+    def ask_fresh(kv: str, length: int) -> None:
+        with both_classes.client(timeout=300) as client:
+            client.completions.create(
+                model="tiny", prompt=[rng.randrange(100, 1000) for _ in range(length)], max_tokens=4,
+                temperature=0, extra_body={"ignore_eos": True, "diptych": {"kv": kv}},
+            )  # fmt: skip
+
+    for worker in status["workers"]:
+        shown = worker["kv_classes"]
+        # The pool has whole chunks of raw KV; what its shares leave of the last one is in no slab.
+        used, chunk = (
+            sum(kind["slabs"] * kind["chunk_bytes"] for kind in shown.values()),
+            layouts["raw"].chunk_bytes,
+        )
+        deployment = predicted_deployment(-(-used // chunk) * chunk, status["max_model_len"])
+        for machine in deployment.machines:
+            slabs = class_slabs(machine, deployment.kv_classes)
+            for kv, layout in layouts.items():
+                measured = shown[layout.kv_class]["slabs"]
+                assert slabs[kv] == pytest.approx(measured, rel=CLOSE)
+                assert slabs[kv] * 64 // 1024 == pytest.approx(measured * 64 // 1024, rel=CLOSE)
+    for kv in CLASSES:
+        bytes_before, before = moved()
+        for length in FRESH_LENGTHS:
+            ask_fresh(kv, length)
+        bytes_after, after = moved()
+        canaries = after - before - len(FRESH_LENGTHS)
+        measured = bytes_after - bytes_before - canaries * layouts["raw"].chunk_bytes
+        jobs = [Job(float(at_s), n, 4, kv_class=kv) for at_s, n in enumerate(FRESH_LENGTHS)]
+        predicted = sum(one.moved_bytes for one in simulate_exact(deployment, jobs))
+        assert measured == pytest.approx(predicted, rel=CLOSE)
 
 
 def test_an_answer_stays_with_its_class_when_its_decode_worker_is_killed(both_classes: Served) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.costs.kv_classes import plan_kv_classes
 from planner.costs.profile_file import load_profile
 from planner.sim.exact.simulate import build_deployment, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Parallelism, Placement, StepBatch
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_deployment_is_measured_and_can_be_simulated(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     shrunk = ("--workload", "sharegpt", "--shrink", "8")
-    result = run("profile", "--out", str(out), *shrunk, "--seconds", "4", "--depths", "1,6", "--json")
+    coded = ("--kv-cache-codec", "tq4:0.5,raw")
+    result = run("profile", "--out", str(out), *shrunk, *coded, "--seconds", "4", "--depths", "1,6", "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert figures["steps"]["prefill"] > 10 and figures["steps"]["decode"] > 100
@@ -31,6 +33,10 @@ def test_a_deployment_is_measured_and_can_be_simulated(tmp_path: Path) -> None:
     assert 0.0 < cost.step_s(StepBatch(64, 64.0**2)) < cost.step_s(StepBatch(512, 512.0**2))
     assert profile.kv_tokens(Parallelism()) > 1000 and profile.overheads.gateway_s >= 0.0
     assert profile.fit_error["decode_held_out_mean"] < 1.0
+    assert profile.model.kv_codec == "" and list(profile.kv_classes) == ["tq4"], "costs are those of raw"
+    assert figures["kv_classes"]["tq4"]["token"] > 0.0 and "kv_tq4_held_out_mean" in profile.fit_error
+    raw, tq4 = sorted(plan_kv_classes(profile, "tq4:0.5,raw"), key=lambda one: one.name)
+    assert tq4.work == profile.kv_classes["tq4"] and tq4.room / raw.room == pytest.approx(32 / 4.5)
     pair = Placement((InstancePool(PREFILL, Parallelism()), InstancePool(DECODE, Parallelism())))
     served = simulate_exact(
         build_deployment(pair, profile), synthetic_workload("sharegpt").shrunk(8).sample(20, 1.0, 1)

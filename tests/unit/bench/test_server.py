@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from diptych.errors import ConfigError, StartError
-from services.bench.server import CHAT, COMPLETIONS, BenchServer, probe_server
+from services.bench.server import CHAT, COMPLETIONS, BenchServer, ModelCard, probe_server
 from tests.unit.bench import fake_server
 from tests.unit.bench.fake_server import Asked
 
@@ -75,6 +76,12 @@ async def test_fields_that_are_refused_are_left_out(refuses: tuple[str, ...], fi
 async def test_a_server_that_can_only_chat() -> None:
     target = await met(server(CHAT))
     assert target.route == CHAT and b'"messages"' in target.request_body("hello", 3)
+    assert b"diptych" not in target.request_body("hello", 3, "tq4"), "this server has no classes of KV"
+    choice = replace(target, kv_classes=("raw", "tq4"))
+    assert b'"diptych":{"kv":"tq4"}' in choice.request_body("hello", 3, "tq4")
+    assert b"diptych" not in choice.request_body("hello", 3)
+    cards = [ModelCard.read({"id": "m", "kv_classes": classes}) for classes in ([], ["raw"], ["raw", "tq4"])]
+    assert [card.kv_classes for card in cards] == [(), (), ("raw", "tq4")]
 
 
 async def test_a_model_by_name_needs_no_list() -> None:

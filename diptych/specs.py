@@ -118,8 +118,10 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Those of the `api_keys` whose requests may ask for a priority below 0.
     priority_keys: tuple[str, ...] = ()
     admin_key: str | None = None
-    # If there are any, only these keys may read /metrics and /status.
-    figure_keys: tuple[str, ...] = ()
+    # If there are any, only these keys may read /metrics.
+    metrics_keys: tuple[str, ...] = ()
+    # If there are any, only these keys may read /status.
+    status_keys: tuple[str, ...] = ()
     # File that gets one line per event of a request; None means no such file.
     request_log: str | None = None
     # URL to which traces are sent as OTLP over HTTP; None means that nothing is traced.
@@ -136,4 +138,4 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def status_key(self) -> str | None:
         """A key that may read /status; None if no key is needed."""
-        return next(iter((*self.figure_keys, *self.api_keys)), None)
+        return next(iter((*self.status_keys, *self.api_keys)), None)

@@ -202,10 +202,10 @@ class Config(BaseSettings):
         Field(default=None, description="More API keys, which may ask for a priority below 0")
     )
     metrics_key: Annotated[Secret | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = Field(
-        default=None, description="Key for /metrics and /status, instead of API keys"
+        default=None, description="Key for /metrics, instead of API keys"
     )
     admin_key: Annotated[Secret | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = Field(
-        default=None, description="Key for draining workers and switching their roles"
+        default=None, description="Key for the workers, /status and /metrics"
     )
     insecure: Annotated[Switch, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
         default=False, description="Serve other hosts without a key"
@@ -279,7 +279,7 @@ class Config(BaseSettings):
     log_level: Annotated[str, one_of("debug", "info", "warning", "error"), Listing(PROCESS, ALL_COMMANDS)] = (
         Field(default="warning", description="Detail of logs")
     )
-    log_format: Annotated[str, one_of(*LOG_FORMATS), Listing(PROCESS, ALL_COMMANDS)] = Field(
+    log_format: Annotated[str, one_of(*LOG_FORMATS), Listing(PROCESS, ALL_COMMANDS, rare=True)] = Field(
         default="text", description="Lines of logs"
     )
     request_log: Annotated[FilePath | None, Listing(PROCESS, GATEWAY_COMMANDS, rare=True)] = Field(

@@ -239,8 +239,9 @@ def build_http_app(
     probes = LiveHealthProbes(service, backend, prober, replanning, spec.plan_note)
     api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin)
     tracer = RequestTracer(exporter, spec.trace_sample) if exporter is not None else None
-    figures, urgent = BearerKeys(spec.figure_keys), BearerKeys(spec.priority_keys)
-    return build_app(api, BearerKeys(spec.api_keys), spec.host, admin_keys, figures, urgent, tracer)
+    operator = {"/metrics": BearerKeys(spec.metrics_keys), "/status": BearerKeys(spec.status_keys)}
+    urgent = BearerKeys(spec.priority_keys)
+    return build_app(api, BearerKeys(spec.api_keys), spec.host, admin_keys, operator, urgent, tracer)
 
 
 async def serve_with_tasks(

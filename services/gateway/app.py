@@ -234,7 +234,7 @@ def build_app(
     keys: BearerKeys,
     host: str,
     admin: BearerKeys | None = None,
-    figures: BearerKeys | None = None,
+    operator: Mapping[str, BearerKeys] | None = None,
     urgent: BearerKeys | None = None,
     tracer: RequestTracer | None = None,
 ) -> ASGIApp:
@@ -260,11 +260,11 @@ def build_app(
     limits = api.service.rules.limits
     # If keys are required, pages of other sites cannot send requests, so a missing content type is harmless.
     api.lenient = bool(keys)
-    api.page = render_page(needs_key=bool(keys or figures))
+    api.page = render_page(needs_key=bool(keys or (operator or {}).get("/status")))
     layered: ASGIApp = RequestBodyMiddleware(
         app, BodyMemory(limits.max_bodies_bytes), limits.max_body_bytes, limits.body_s
     )
-    layered = AuthMiddleware(layered, keys, host, admin, figures, urgent)
+    layered = AuthMiddleware(layered, keys, host, admin, operator, urgent)
     if not keys:
         layered = CrossOriginMiddleware(layered)
     layered = CORSMiddleware(

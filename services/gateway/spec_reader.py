@@ -96,7 +96,12 @@ def _send_specs(line: bytes, connection: socket.socket) -> None:
     except msgspec.MsgspecError as error:
         return frames.write_frame(msgspec.json.encode(_UnreadableSpec(str(error))))
     hidden = msgspec.structs.replace(
-        spec, api_keys=("",) * len(spec.api_keys), priority_keys=(), admin_key=None, figure_keys=()
+        spec,
+        api_keys=("",) * len(spec.api_keys),
+        priority_keys=(),
+        admin_key=None,
+        metrics_keys=(),
+        status_keys=(),
     )
     frames.write_frame(msgspec.json.encode(hidden))
     if frames.read_frame() is not None:

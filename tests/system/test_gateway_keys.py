@@ -28,17 +28,18 @@ def memory(pid: int) -> Iterator[bytes]:
 
 
 def test_preparers_never_had_a_key(tmp_path: Path) -> None:
-    api, admin, figures = (secrets.token_hex(20) for _ in range(3))
+    api, admin, figures, operator = (secrets.token_hex(20) for _ in range(4))
     keys: dict[str, Any] = {
         "api_keys": (api,),
         "priority_keys": (api,),
         "admin_key": admin,
-        "figure_keys": (figures,),
+        "metrics_keys": (figures,),
+        "status_keys": (operator,),
     }
     with serving(tmp_path, **keys) as gateway:
         process = psutil.Process(gateway.process.pid)
         until(lambda: len(process.children(recursive=True)) >= 3)  # the fork server and some preparers
-        looked_for = [key.encode() for key in (api, admin, figures)]
+        looked_for = [key.encode() for key in (api, admin, figures, operator)]
         try:
             known = {key for region in memory(process.pid) for key in looked_for if key in region}
         except PermissionError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def gateway_spec(
         recovery_s=config.recovery_s,
         local_prefill=config.local_prefill,
         admin_key=config.admin_key,
-        figure_keys=metrics_keys(config, bool(api_keys)),
+        metrics_keys=metrics_keys(config, bool(api_keys)),
+        status_keys=status_keys(config, bool(api_keys)),
         request_log=str(config.request_log.absolute()) if config.request_log else None,
         otlp_traces_endpoint=config.otlp_traces_endpoint,
         trace_sample=config.trace_sample,
@@ -123,7 +125,7 @@ def _generation_config(config: Config) -> str:
 
 
 def metrics_keys(config: Config, keyed: bool) -> tuple[str, ...]:
-    """The keys that may read /metrics and /status. None: all clients that may use the model.
+    """The keys that may read /metrics. None: all clients that may use the model.
 
     `keyed`: API keys are required. Each stands for a tenant. Tenants must not read about each other if the operator
     has a key of their own.
@@ -131,6 +133,17 @@ def metrics_keys(config: Config, keyed: bool) -> tuple[str, ...]:
     if config.metrics_key is None and not (config.admin_key is not None and keyed):
         return ()
     return tuple(key for key in (config.metrics_key, config.admin_key) if key is not None)
+
+
+def status_keys(config: Config, keyed: bool) -> tuple[str, ...]:
+    """The keys that may read /status. None: all clients that may use the model.
+
+    `keyed`: as of `metrics_keys`. With a metrics key and without an admin key nobody has the key that opens it: it is
+    made here, for the deployment's own use.
+    """
+    if not metrics_keys(config, keyed):
+        return ()
+    return (config.admin_key or secrets.token_hex(24),)
 
 
 def devices_by_worker(config: Config) -> dict[str, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,8 +25,6 @@ Headers = Sequence[tuple[bytes, bytes]]
 # holds no data.
 PUBLIC_ROUTES = frozenset({"/", "/health", "/ping", "/ready", "/version"})
 ADMIN_PREFIX = "/admin/"
-# Routes that show the requests of all tenants, and the machines.
-OPERATOR_ROUTES = frozenset({"/metrics", "/status"})
 
 
 class BearerKeys:
@@ -54,9 +52,10 @@ class BearerKeys:
 class AuthMiddleware:
     """ASGI middleware that refuses requests without an accepted key.
 
-    `admin` keys open the routes under `ADMIN_PREFIX`, `figures` keys open `OPERATOR_ROUTES`. If such keys are given, no
-    other key opens these routes, and they open nothing else. `urgent` are the API keys that may ask for a better
-    priority than the default; without API keys, every client may.
+    `admin` keys open the routes under `ADMIN_PREFIX`; `operator` has the keys of single routes, by path: of those that
+    show the requests of all tenants, and the machines. If such keys are given, no other key opens these routes, and
+    they open nothing else. `urgent` are the API keys that may ask for a better priority than the default; without API
+    keys, every client may.
 
     Without any key on a loopback address, only requests for loopback names are answered (against DNS rebinding).
     """
@@ -67,11 +66,11 @@ class AuthMiddleware:
         keys: BearerKeys,
         host: str,
         admin: BearerKeys | None = None,
-        figures: BearerKeys | None = None,
+        operator: Mapping[str, BearerKeys] | None = None,
         urgent: BearerKeys | None = None,
     ) -> None:
         self.app, self.keys, self.admin = app, keys, admin or BearerKeys(())
-        self.figures, self.urgent = figures or BearerKeys(()), urgent or BearerKeys(())
+        self.operator, self.urgent = operator or {}, urgent or BearerKeys(())
         self._loopback_only = not keys and is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +111,7 @@ class AuthMiddleware:
         """The keys that open a route; empty if no key is required."""
         if self.admin and path.startswith(ADMIN_PREFIX):
             return self.admin
-        return self.figures if self.figures and path in OPERATOR_ROUTES else self.keys
+        return self.operator.get(path) or self.keys
 
 
 def bearer_token(headers: Headers) -> bytes:

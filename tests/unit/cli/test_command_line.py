@@ -358,25 +358,35 @@ def test_a_plan_has_every_worker_with_its_own_core(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("given", "keyed", "opens"),
+    ("given", "keyed", "metrics", "status"),
     [
-        ({}, True, ()),
-        ({"metrics_key": "m" * 16}, True, ("m" * 16,)),
-        ({"metrics_key": "m" * 16}, False, ("m" * 16,)),
-        ({"admin_key": "a" * 16}, True, ("a" * 16,)),
-        ({"admin_key": "a" * 16}, False, ()),
-        ({"metrics_key": "m" * 16, "admin_key": "a" * 16}, True, ("m" * 16, "a" * 16)),
+        ({}, True, (), ()),
+        ({"metrics_key": "m" * 16}, True, ("m" * 16,), None),
+        ({"metrics_key": "m" * 16}, False, ("m" * 16,), None),
+        ({"admin_key": "a" * 16}, True, ("a" * 16,), ("a" * 16,)),
+        ({"admin_key": "a" * 16}, False, (), ()),
+        ({"metrics_key": "m" * 16, "admin_key": "a" * 16}, True, ("m" * 16, "a" * 16), ("a" * 16,)),
     ],
 )
 def test_who_may_read_the_figures(
-    given: dict[str, str], keyed: bool, opens: tuple[str, ...], tmp_path: Path
+    given: dict[str, str],
+    keyed: bool,
+    metrics: tuple[str, ...],
+    status: tuple[str, ...] | None,
+    tmp_path: Path,
 ) -> None:
+    """Where `status` is None nobody has the key that opens /status: the deployment made it for itself."""
     keys = ("k" * 16,) if keyed else ()
     made = deployment_spec(
         load_config("serve", given, {}), MODEL, tmp_path, tmp_path, 1, 2, keys, priority_keys=keys
     )
-    assert made.gateway.figure_keys == opens and made.gateway.priority_keys == keys
-    assert made.gateway.status_key == next(iter((*opens, *keys)), None)
+    assert made.gateway.metrics_keys == metrics and made.gateway.priority_keys == keys
+    if status is None:
+        (own,) = made.gateway.status_keys
+        assert len(own) >= 32 and own not in (*given.values(), *keys)
+    else:
+        assert made.gateway.status_keys == status
+    assert made.gateway.status_key == next(iter((*made.gateway.status_keys, *keys)), None)
 
 
 def test_a_colocated_plan_has_a_decode_pool_only(tmp_path: Path) -> None:

@@ -152,8 +152,9 @@ def test_an_admin_key_opens_orders_and_nothing_else() -> None:
 
 
 def test_figures_are_for_their_keys_alone_where_there_are_any() -> None:
-    figures = BearerKeys(["watcher of figures", "chief of workers"])
-    auth = AuthMiddleware(None, BearerKeys(KEYS), "0.0.0.0", BearerKeys(["chief of workers"]), figures)  # type: ignore[arg-type]
+    chief = BearerKeys(["chief of workers"])
+    operator = {"/metrics": BearerKeys(["watcher of figures", "chief of workers"]), "/status": chief}
+    auth = AuthMiddleware(None, BearerKeys(KEYS), "0.0.0.0", chief, operator)  # type: ignore[arg-type]
 
     def opens(path: str, key: str) -> bool:
         return (
@@ -162,8 +163,8 @@ def test_figures_are_for_their_keys_alone_where_there_are_any() -> None:
         )
 
     for path in ("/metrics", "/status"):
-        assert opens(path, "watcher of figures") and opens(path, "chief of workers")
-        assert not opens(path, KEYS[0]) and not opens(path, "")
+        assert opens(path, "chief of workers") and not opens(path, KEYS[0]) and not opens(path, "")
+    assert opens("/metrics", "watcher of figures") and not opens("/status", "watcher of figures")
     assert not opens("/v1/models", "watcher of figures") and opens("/v1/models", KEYS[1])
     assert not opens("/admin/workers/decode-0/drain", "watcher of figures")
     assert not opens("/metrics/", "watcher of figures")

@@ -1,6 +1,6 @@
 """What coded KV gains on slow links: from first to second token, and goodput, per codec and rate of the link.
 
-    python -m benchmarks.kv_links [--json] [--codecs raw fp16 int8 nuq4-1%] [--mbit 20 200 1000] [--tokens 1024]
+    python -m benchmarks.kv_links [--json] [--codecs raw fp16 int8 nuq4-1% auto] [--mbit 20 200 1000] [--tokens 1024]
                                   [--idle 5] [--requests 12] [--seconds 20] [--width 0.05] [--seeds 1]
                                   [--slo-ttft-ms 5000] [--slo-second-ms 5000]
 
@@ -14,7 +14,8 @@ shaped. All deployments run at the same time, and are measured in turn. Prompts 
                        --search` finds it, with runs of at least `--requests` requests and `--seconds` seconds,
                        in steps of `--width` times the rate of one request after the other
     cable_bytes_per_token    bytes that went over the cable, headers included, over the tokens of the prompts
-    over_raw, over_fp16      goodput of the last codec / that of raw and of fp16
+    over_raw, over_fp16      goodput of the last codec but `auto` / that of raw and of fp16
+    auto_over_best           goodput of `auto`, which chooses between raw and nuq4-1%, / that of the best other codec
     worst_over_raw     the smallest goodput of a codec / that of raw, over links that raw does not fill: rates at which
                        raw's KV of a prompt takes less than half of a prefill
 
@@ -36,6 +37,7 @@ import uvloop
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.load.shaped_link import ShapedDeployment, shaped_deployments
+from diptych.chunks import AUTO_CLASS
 from diptych.slo import Slo
 from planner.types import Job
 from planner.workload.workload import Workload
@@ -46,7 +48,7 @@ from tests.faults.network_namespaces import running_bridge, why_unavailable
 
 Figures = dict[str, Any]
 
-CODECS = ["raw", "fp16", "int8", "nuq4-1%"]
+CODECS = ["raw", "fp16", "int8", "nuq4-1%", AUTO_CLASS]
 TIMEOUT_S = 120.0
 # A link counts as not binding if it takes less than this share of a prefill to move its KV as raw.
 FREE_SHARE = 0.5
@@ -107,9 +109,12 @@ def measure_goodput(
 
 def compare_codecs(links: dict[str, dict[str, Figures]], tokens: int) -> Figures:
     """Ratios of goodput by link, and the smallest over raw of the links that do not bind."""
-    found: Figures = {"over_raw": {}, "over_fp16": {}, "worst_over_raw": None}
+    found: Figures = {"over_raw": {}, "over_fp16": {}, "auto_over_best": {}, "worst_over_raw": None}
     for name, codecs in links.items():
-        last = list(codecs.values())[-1]["goodput"]
+        fixed = {codec: one["goodput"] for codec, one in codecs.items() if codec != AUTO_CLASS}
+        if AUTO_CLASS in codecs and max(fixed.values(), default=0):
+            found["auto_over_best"][name] = round(codecs[AUTO_CLASS]["goodput"] / max(fixed.values()), 2)
+        last = list(fixed.values())[-1] if fixed else 0
         for base in ("raw", "fp16"):
             if base in codecs and codecs[base]["goodput"]:
                 found[f"over_{base}"][name] = round(last / codecs[base]["goodput"], 2)

@@ -3,3 +3,7 @@
 CHUNK_TOKENS = 64
 # Name of the KV class whose pages are not coded.
 RAW_CLASS = "raw"
+# What a request or a list of codecs says if the router shall choose among the classes.
+AUTO_CLASS = "auto"
+# By how many percent perplexity may grow with a class that the router chooses, unless `--kv-quality-budget` is given.
+DEFAULT_KV_BUDGET_PCT = 1.0

@@ -206,6 +206,10 @@ class Hello(ChannelMessage, frozen=True):
     kv_classes: dict[str, tuple[int, int]] = {}
     # Bytes that a chunk of this model takes in the class "raw"; 0 if the worker does not say.
     raw_chunk_bytes: int = 0
+    # By how many percent perplexity grows with each class, as the calibration recorded it; others are left out.
+    kv_losses: dict[str, float] = {}
+    # Whether the gateway chooses the class of requests that ask for none, and not the first one.
+    kv_auto: bool = False
 
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.

@@ -115,7 +115,8 @@ class Request:
     stage: RequestStage = RequestStage.ADMITTED
     entered_s: dict[RequestStage, float] = field(default_factory=dict)
     origin: Tenancy = Tenancy()
-    # The KV class that it asks for (`diptych.messages.Hello.kv_classes`); None: that of the workers.
+    # The KV class that it asks for (`diptych.messages.Hello.kv_classes`): its id, its codec's name, or `AUTO_CLASS`.
+    # None: that of the workers.
     kv_class: str | None = None
 
     def enter_stage(self, stage: RequestStage, now_s: float) -> None:

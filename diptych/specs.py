@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from diptych.chunks import DEFAULT_KV_BUDGET_PCT
 from diptych.messages import SILENCE_S
 from diptych.slo import DEFAULT_ATTAINMENT
 
@@ -115,6 +116,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     recovery_s: float = 15.0
     # When decode workers prefill: "never", or as a "fallback" while no prefill worker can.
     local_prefill: str = "fallback"
+    # By how many percent perplexity may grow with a KV class that the router chooses by itself.
+    kv_quality_budget: float = DEFAULT_KV_BUDGET_PCT
     # Those of the `api_keys` whose requests may ask for a priority below 0.
     priority_keys: tuple[str, ...] = ()
     admin_key: str | None = None

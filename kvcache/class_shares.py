@@ -2,12 +2,14 @@
 
 nuq4-1%                 the whole pool
 raw:0.25,nuq4-1%        a quarter for raw, the rest for nuq4-1%; raw is the class of requests that ask for none
+auto,raw:0.25,nuq4-1%   the same, but for requests that ask for none the router chooses
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.chunks import AUTO_CLASS
 from diptych.errors import ConfigError
 from kvcache.codecs.codec_id import CodecId, parse_codec_id
 
@@ -22,14 +24,23 @@ class ClassShare:
     share: float
 
 
+def split_auto(text: str) -> tuple[bool, str]:
+    """Whether the router chooses for requests that ask for no class, and the codecs behind that word; may be empty."""
+    first, _, rest = text.partition(",")
+    return (True, rest) if first.strip() == AUTO_CLASS else (False, text)
+
+
 def parse_class_shares(text: str) -> tuple[ClassShare, ...]:
-    """The codecs of a worker, the default one first. Their shares add up to 1 at most.
+    """The codecs of a worker, the default one first. Their shares add up to 1 at most. `split_auto` comes before.
 
     Raises:
         ConfigError: a codec is unknown or named twice, a share is not a number between 0 and 1, the shares do not
             leave anything for the codec without one, or the only codec has less than the whole pool.
     """
     parts = [part.strip().partition(":") for part in text.split(",")]
+    if AUTO_CLASS in (name for name, _, _ in parts):
+        what = "auto is no KV codec: only `diptych serve` takes it, as the first word of its list, without a share"
+        raise ConfigError(what, f"--kv-cache-codec {text}", "for example auto,raw:0.25,nuq4-1%")
     ids = [parse_codec_id(name) for name, _, _ in parts]
     twice = next((one for one in ids if ids.count(one) > 1), None)
     if twice is not None:

@@ -156,7 +156,7 @@ class RequestQueued:
 
 @dataclass(frozen=True, slots=True)
 class AttemptBegan:
-    """An attempt has begun, with KV of `kv_class`.
+    """An attempt has begun, with KV of `kv_class`; `kv_reason` is why, in a word (`router.routing.class_choice`).
 
     With `staged`, its KV is announced and may be pulled while it is computed.
     """
@@ -166,6 +166,7 @@ class AttemptBegan:
     choice: ChosenPair
     staged: bool
     kv_class: str = RAW_CLASS
+    kv_reason: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ import msgspec
 from benchmarks.engine import EMBEDDED
 from diptych.channel.keys import make_keys
 from diptych.specs import GatewaySpec, WorkerSpec
+from engine.model.checkpoint import Checkpoint
+from engine.model.kv_codec import expand_auto
 from services.host.child_environment import child_environment
 from services.host.ports import claim_port
 from services.host.supervisor import Supervisor, start_error
@@ -43,10 +45,14 @@ def link_shape(mbit_per_s: float) -> str:
 
 
 class ShapedDeployment:
-    """A gateway and two workers of the embedded model with one KV codec; `cable` is the link of their KV."""
+    """A gateway and two workers of the embedded model with a KV codec, or several; `cable` is the link of their KV.
+
+    `codec` is what the user names, `auto` included.
+    """
 
     def __init__(self, net: NamespaceBridge, folder: Path, codec: str, number: int) -> None:
         self.codec, self.port = codec, claim_port("127.0.0.1", 0)
+        codec = expand_auto(Checkpoint.resolve(str(EMBEDDED)), codec)
         make_keys(folder / "keys")
         self._folder, self._codec, self._shaped = folder, codec, False
         channel = f"tcp://{net.address}:{claim_port(net.address, 0)}"

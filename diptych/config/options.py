@@ -14,6 +14,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from diptych.chunks import DEFAULT_KV_BUDGET_PCT
 from diptych.config.fields import ENV_PREFIX, Listing
 from diptych.config.values import (
     byte_size,
@@ -24,6 +25,7 @@ from diptych.config.values import (
     keys,
     one_of,
     path,
+    percentage,
     share,
     some_of,
     switch,
@@ -171,8 +173,11 @@ class Config(BaseSettings):
         ByteSize | None, Listing(ENGINE, WORKER_COMMANDS, shown="by model and memory")
     ] = Field(default=None, description="KV pool of each worker, e.g. 2GiB")
     kv_cache_codec: Annotated[str, text("CODEC"), Listing(ENGINE, WORKER_COMMANDS)] = Field(
-        default="raw", description="How KV is stored and moved, e.g. tq4, or raw:0.5,nuq4-1%"
+        default="raw", description="How KV is stored: tq4, raw:0.5,nuq4-1%, or auto"
     )
+    kv_quality_budget: Annotated[
+        Annotated[float, percentage()] | None, Listing(ENGINE, ALL_COMMANDS, shown="1%", rare=True)
+    ] = Field(default=None, description="Growth of perplexity that auto may cost")
     kv_cache_calibration: Annotated[
         FilePath | None, Listing(ENGINE, WORKER_COMMANDS, shown="the model's", rare=True)
     ] = Field(default=None, description="What `diptych calibrate` wrote, for nuq codecs")
@@ -314,6 +319,11 @@ class Config(BaseSettings):
     def pools(self) -> tuple[int, int]:
         """Numbers of prefill and decode workers; a colocated deployment has a decode pool only."""
         return (0, self.colocated) if self.colocated else (self.prefill, self.decode)
+
+    @property
+    def kv_budget_pct(self) -> float:
+        """By how many percent perplexity may grow with a KV class that the router chooses by itself."""
+        return DEFAULT_KV_BUDGET_PCT if self.kv_quality_budget is None else self.kv_quality_budget
 
     @property
     def served_names(self) -> tuple[str, ...]:

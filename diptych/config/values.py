@@ -6,6 +6,7 @@ before its own check of the type, and takes `schema` for its JSON Schema.
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -209,6 +210,25 @@ def http_url() -> ValueKind:
         return found
 
     return ValueKind("URL", read, {"type": "string", "pattern": rf"^\s*{URL_PATTERN.pattern}\s*$"})
+
+
+def percentage() -> ValueKind:
+    """A number of percent, not negative: `1%`, `0.5%`, or plain `1`."""
+    return ValueKind(
+        "PERCENT",
+        _parse_percentage,
+        _number_schema({"type": "number", "minimum": 0}, {"%": 1.0}),
+    )
+
+
+def _parse_percentage(value: Any) -> float:
+    what = "a number of percent such as 1%"
+    number = _parse_number(
+        value.strip().removesuffix("%") if isinstance(value, str) else value, {"": 1}, what
+    )
+    if not 0 <= number < math.inf:
+        raise ValueError("is out of range: it must be at least 0%")
+    return float(number)
 
 
 def text(metavar: str = "TEXT") -> ValueKind:

@@ -5,28 +5,37 @@ NumPy is loaded only if KV is coded, so that looking at a model stays quick.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from diptych.chunks import RAW_CLASS
-from diptych.errors import ConfigError
-from kvcache.class_shares import parse_class_shares
+from diptych.chunks import AUTO_CLASS, DEFAULT_KV_BUDGET_PCT, RAW_CLASS
+from diptych.errors import ConfigError, ModelError
+from kvcache.class_shares import parse_class_shares, split_auto
 from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, parse_codec_id
 
 # Imported for types only: both modules import NumPy.
 if TYPE_CHECKING:
     from engine.model.checkpoint import Checkpoint
-    from kvcache.codecs.calibration import Calibration
+    from kvcache.codecs.calibration import Calibration, MeasuredQuality
     from kvcache.layout import Shard
+
+
+# The share of the pool that `raw` gets of a plain `auto`.
+AUTO_RAW_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class KvClassChoice:
-    """A KV class of a worker: the codec's canonical id (empty: none), its calibration, and its share of the pool."""
+    """A KV class of a worker: the codec's canonical id (empty: none), its calibration, and its share of the pool.
+
+    `loss_pct` is by how many percent perplexity grows with it, as the model's calibration recorded; None: not recorded.
+    """
 
     codec: str
     calibration: Calibration | None
     share: float
+    loss_pct: float | None = None
 
 
 def resolve_kv_classes(
@@ -40,18 +49,134 @@ def resolve_kv_classes(
         ConfigError: as `kvcache.class_shares.parse_class_shares` or `resolve_kv_codec`, or two of them are the same.
         ModelError: as `resolve_kv_codec`.
     """
-    shares = parse_class_shares(asked)
-    calibrated = any(one.codec_id.family == CALIBRATED for one in shares)
+    auto, named = split_auto(asked)
+    shares = parse_class_shares(named)
+    # `auto` reads the losses of classes without a calibration from the file, too.
+    calibrated = auto or any(one.codec_id.family == CALIBRATED for one in shares)
     choices = []
     for one in shares:
         file = calibration_file if one.codec_id.family == CALIBRATED or not calibrated else ""
         codec, calibration = resolve_kv_codec(checkpoint, str(one.codec_id), file)
         choices.append(KvClassChoice(codec, calibration, one.share))
+    if any(one.codec for one in choices):
+        found = next((one.calibration for one in choices if one.calibration is not None), None)
+        quality = _find_quality(checkpoint, found, calibration_file if auto else "")
+        choices = [replace(one, loss_pct=_recorded_loss(checkpoint, one.codec, quality)) for one in choices]
     codecs = [one.codec for one in choices]
     twice = next((codec for codec in codecs if codecs.count(codec) > 1), None)
     if twice is not None:
         raise ConfigError(f"the KV codec {twice} is named twice", f"--kv-cache-codec {asked}", "name it once")
     return tuple(choices)
+
+
+def expand_auto(
+    checkpoint: Checkpoint, asked: str, calibration_file: str = "", budget_pct: float | None = None
+) -> str:
+    """The classes that a plain `auto` stands for: `raw`, and the lightest class within the budget. Anything else stays
+    as it is. The arguments are those of `resolve_kv_classes` and `check_auto`.
+
+    Raises:
+        ConfigError: the calibration has no class within the budget, or there is no calibration with measured losses.
+        ModelError: the calibration file is damaged, or of another model.
+    """
+    if split_auto(asked) != (True, ""):
+        return asked
+    quality = _find_quality(checkpoint, None, calibration_file)
+    if quality is None:
+        raise ConfigError(
+            "--kv-cache-codec auto needs to know what codecs cost, and nothing says it",
+            f"there is no calibration of {checkpoint.name} with measured losses",
+            f"make one:  diptych calibrate {checkpoint.name}\nor name codecs, for example --kv-cache-codec tq4",
+        )
+    budget = DEFAULT_KV_BUDGET_PCT if budget_pct is None else budget_pct
+    within = [name for name, one in quality.codecs.items() if one.ppl_delta_pct <= budget]
+    if not within:
+        raise _no_choice_error(
+            asked, budget, {name: one.ppl_delta_pct for name, one in quality.codecs.items()}
+        )
+    codecs = {name: _resolved(checkpoint, name, calibration_file) for name in within}
+    lightest = min(
+        within,
+        key=lambda name: (
+            checkpoint.layout(codec=codecs[name]).chunk_bytes,
+            quality.codecs[name].ppl_delta_pct,
+        ),
+    )
+    return f"{AUTO_CLASS},{RAW_CLASS}:{AUTO_RAW_SHARE},{lightest}"
+
+
+def _resolved(checkpoint: Checkpoint, name: str, calibration_file: str) -> str:
+    file = calibration_file if parse_codec_id(name).family == CALIBRATED else ""
+    return resolve_kv_codec(checkpoint, name, file)[0]
+
+
+def check_auto(classes: tuple[KvClassChoice, ...], asked: str, budget_pct: float | None) -> None:
+    """Check that the router has a choice where it is to choose.
+
+    Args:
+        classes: of the worker.
+        asked: `--kv-cache-codec`.
+        budget_pct: `--kv-quality-budget`; None: not set.
+
+    Raises:
+        ConfigError: `asked` says `auto` and fewer than two classes are within the budget, or there is a budget and only
+            one class.
+    """
+    if not split_auto(asked)[0]:
+        if budget_pct is not None and len(classes) == 1:
+            raise ConfigError(
+                "--kv-quality-budget is for a choice between KV codecs, and there is one codec",
+                f"--kv-cache-codec {asked}",
+                "leave out the budget, or use --kv-cache-codec auto",
+            )
+        return
+    budget = DEFAULT_KV_BUDGET_PCT if budget_pct is None else budget_pct
+    losses = {one.codec or RAW_CLASS: one.loss_pct for one in classes}
+    if sum(loss is not None and loss <= budget for loss in losses.values()) < 2:
+        raise _no_choice_error(asked, budget, losses)
+
+
+def _no_choice_error(asked: str, budget_pct: float, losses: Mapping[str, float | None]) -> ConfigError:
+    shown = ", ".join(
+        f"{name.partition('@')[0]} {'not recorded' if loss is None else f'{loss:.2g}%'}"
+        for name, loss in losses.items()
+    )
+    return ConfigError(
+        f"--kv-cache-codec {asked} leaves no choice within --kv-quality-budget {budget_pct:g}%",
+        f"growth of perplexity: {shown}",
+        "raise the budget, or name codecs that lose less",
+    )
+
+
+def _find_quality(
+    checkpoint: Checkpoint, calibration: Calibration | None, calibration_file: str
+) -> MeasuredQuality | None:
+    """What the model's calibration says that codecs cost: `calibration`, or else the file; None if nothing says it.
+
+    A file that was not asked for counts only if it can be read.
+    """
+    from engine.model.calibration_file import load_calibration  # imports NumPy
+
+    if calibration is None:
+        try:
+            calibration = load_calibration(checkpoint, calibration_file)
+        except ModelError:
+            if calibration_file:
+                raise
+    return None if calibration is None else calibration.quality
+
+
+def _recorded_loss(checkpoint: Checkpoint, codec: str, quality: MeasuredQuality | None) -> float | None:
+    """The loss of a codec, if it was measured with these parameters."""
+    if not codec:
+        return 0.0
+    codec_id, shape = parse_codec_id(codec), checkpoint.shape
+    if quality is None or codec_id.name not in quality.codecs:
+        return None
+    plain = CodecId(codec_id.name)
+    if codec_id.family != CALIBRATED and codec_id != complete_codec_id(plain, shape.kv_heads, shape.head_dim):
+        return None
+    return quality.codecs[codec_id.name].ppl_delta_pct
 
 
 def largest_codec(checkpoint: Checkpoint, classes: tuple[KvClassChoice, ...]) -> str:
@@ -71,11 +196,15 @@ def split_ranks(
     return [checkpoint.split(tp, pp, one.codec) for one in classes][0]
 
 
-def format_kv_classes(classes: tuple[KvClassChoice, ...]) -> str:
-    """The classes as `--kv-cache-codec` takes them, with canonical ids; empty for `raw` alone."""
+def format_kv_classes(classes: tuple[KvClassChoice, ...], asked: str = "") -> str:
+    """The classes as `--kv-cache-codec` takes them, with canonical ids; empty for `raw` alone.
+
+    `asked` is how the user named them: it says whether the router chooses among them.
+    """
     if len(classes) == 1:
         return classes[0].codec
-    return ",".join(f"{one.codec or RAW_CLASS}:{one.share!r}" for one in classes)
+    named = [f"{one.codec or RAW_CLASS}:{one.share!r}" for one in classes]
+    return ",".join([AUTO_CLASS, *named] if split_auto(asked)[0] else named)
 
 
 def resolve_kv_codec(

@@ -10,6 +10,7 @@ gateway has to do to `effects`. The relay decides which messages count and calls
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from diptych.failure_statuses import RequestFailure
 from diptych.messages import Abort, Admit, Generate, Prefill, ToWorker
@@ -34,6 +35,7 @@ from router.requests.pairs import PairSelector, workers_of_pair
 from router.requests.quarantine import CrashQuarantine
 from router.requests.queue import RequestQueue
 from router.requests.request_state import RequestState
+from router.routing.class_choice import ClassDecision
 from router.routing.handoff_cost import HandoffCost
 from router.routing.kv_classes import AnswerVersion
 from router.routing.policy import Pair
@@ -98,20 +100,26 @@ class Attempts:
             kind = live.version, live.kv_class
             if kind not in found:
                 found[kind] = self.places.find_pairs(live.need)
-            choice = self.places.pick_pair(
-                live, found[kind], self.quarantine, closed, self.queue.is_underserved(live)
+            picked = self.places.pick_pair(
+                live, found[kind], self.quarantine, closed, now_s, self.queue.is_underserved(live)
             )
-            if choice is not None:
-                self.begin_attempt(live, choice, now_s)
+            if picked is not None:
+                self.begin_attempt(live, picked.choice, now_s, picked.decision)
             elif everyone <= closed:
                 return
 
-    def begin_attempt(self, live: RequestState, choice: ChosenPair, now_s: float) -> None:
-        """Begin an attempt on the chosen workers: send the order and count the request as their load."""
+    def begin_attempt(
+        self, live: RequestState, choice: ChosenPair, now_s: float, decision: ClassDecision | None = None
+    ) -> None:
+        """Begin an attempt on the chosen workers: send the order and count the request as their load.
+
+        `decision` is the KV class that was chosen with them; None: the first one that the request may have.
+        """
         request, first = live.request, choice.prefill or choice.decode
         self.admission.mark_begun(request.id)
-        began = self.places.version_of(choice, live)
-        live.begin_attempt(choice, began, self._worth_staging(live, choice))
+        began = self.places.version_of(choice, live, None if decision is None else decision.kv_class)
+        reason = live.kv_reason if decision is None else decision.reason
+        live.begin_attempt(choice, began, self._worth_staging(live, choice, began.kv_class), reason)
         if live.first_queued_s is None:
             live.first_queued_s = now_s
         self.enter_stage(live, RequestStage.QUEUED, now_s)
@@ -125,21 +133,24 @@ class Attempts:
             order = Generate(request.id, request.epoch, *what, remaining_s, request.origin, began.kv_class)
         self.send_message(first, order)
         live.holders = {first}
-        self.effects.append(AttemptBegan(request.id, request.epoch, choice, live.staged, began.kv_class))
+        self.effects.append(
+            AttemptBegan(request.id, request.epoch, choice, live.staged, began.kv_class, reason)
+        )
         if self.places.split and choice.prefill is None and not live.pinned:
             self.effects.append(PrefilledLocally(request.id, self.places.explain_local_prefill()))
         self.places.begin_attempt(live, choice)
         self.book_load(live)
         self.queue.start_request(live)
 
-    def _worth_staging(self, live: RequestState, choice: ChosenPair) -> bool:
+    def _worth_staging(self, live: RequestState, choice: ChosenPair, kv_class: str) -> bool:
         """Whether the attempt's KV should be pulled while it is computed."""
         request = live.request
         # If only one token is left to generate, no KV is handed over.
         decodes = request.sampling.max_tokens - len(request.output) > 1
         if live.pinned or not self.pipelined or not decodes or choice.prefill is None:
             return False
-        return self.places.transfer_s(choice, live.need) >= self.handoff_cost.seconds
+        need = replace(live.need, kv_class=kv_class)
+        return self.places.transfer_s(choice, need) >= self.handoff_cost.seconds
 
     def enter_stage(self, live: RequestState, stage: RequestStage, now_s: float) -> None:
         """Move the request to `stage`, and report it as an effect."""
@@ -167,6 +178,7 @@ class Attempts:
         if stage is RequestStage.DONE and not live.pinned:
             self.places.remember_answer(live)
         request.enter_stage(stage, now_s)
+        live.release_class()
         del self.live[request.id]
         self.book_load(live)
         self.queue.remove_request(request.id)

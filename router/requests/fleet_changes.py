@@ -33,6 +33,7 @@ class FleetChanges:
         for change in changes:
             if isinstance(change, WorkerDown):
                 self.pairs.index.forget_worker(change.worker)
+                self.pairs.auto.forget_worker(change.worker)
                 self._on_worker_lost(change, now_s)
             elif isinstance(change, WorkerUp):
                 self.drain_orders.on_worker_up(change.worker)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.routing.kv_classes import AnswerVersion
+from router.routing.kv_classes import AnswerVersion, names_class
 
 
 class WorkerGrace:
@@ -24,10 +24,10 @@ class WorkerGrace:
         """Whether a request should go on waiting for workers: True if a pair was there within the last `patience_s`.
 
         With a version, only pairs that can continue an answer of that version count; else, with a `kv_class`, only
-        pairs that have it.
+        pairs that have a class which it names.
         """
         return any(
             now_s - moment_s <= self.patience_s
             for seen, moment_s in self._seen_s.items()
-            if version in (None, seen) and kv_class in (None, seen.kv_class)
+            if version in (None, seen) and (kv_class is None or names_class(kv_class, seen.kv_class))
         )

@@ -7,7 +7,9 @@ quarantine says whether this request may use it, and the predicted wait says whi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from diptych.chunks import AUTO_CLASS
 from diptych.failure_statuses import RequestFailure
 from diptych.request import RequestStage
 from router.effects import ChosenPair
@@ -15,10 +17,13 @@ from router.requests.failure_policy import NO_WORKERS
 from router.requests.grace import WorkerGrace
 from router.requests.quarantine import CrashQuarantine
 from router.requests.request_state import RequestState
+from router.routing.auto_class import AutoClasses, eligible_classes
+from router.routing.class_choice import ClassDecision
 from router.routing.credits import pairs_with_credit
 from router.routing.fleet import ROLES, Fleet
 from router.routing.kv_classes import (
     AnswerVersion,
+    ServedClasses,
     class_is_gone,
     classes_of,
     decided_class,
@@ -35,6 +40,7 @@ from router.routing.policy import (
     AnswerLengths,
     LoadLedger,
     Pair,
+    RankedPair,
     RoutingNeed,
     RoutingView,
     choose_decode,
@@ -47,6 +53,13 @@ from router.routing.prefix_index import ChunkNames, PrefixIndex
 
 # Finds the pairs for a request without any requirements.
 ANY_REQUEST = RoutingNeed(0, 0)
+
+
+class PickedPair(NamedTuple):
+    """The workers for an attempt, and the KV class that it has there."""
+
+    choice: ChosenPair
+    decision: ClassDecision
 
 
 @dataclass(slots=True)
@@ -67,6 +80,7 @@ class PairSelector:
     tpot_s: float | None = None
     ledger: LoadLedger = field(default_factory=LoadLedger)
     answers: AnswerLengths = field(default_factory=AnswerLengths)
+    auto: AutoClasses = field(default_factory=AutoClasses)
     view: RoutingView = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,10 +117,11 @@ class PairSelector:
             {version for pair in self.find_pairs() for version in self._versions_of(pair)}, now_s
         )
 
-    def _versions_of(self, pair: Pair) -> list[AnswerVersion]:
-        """The versions of answers that a pair of members can generate."""
+    def _versions_of(self, pair: Pair, kv_class: str | None = None) -> list[AnswerVersion]:
+        """The versions of answers that a pair of members can generate; with a `kv_class`, in a class it names."""
         members, (source, target) = self.fleet.workers, pair
-        return versions_of_pair(None if source is None else members[source].hello, members[target].hello)
+        first = None if source is None else members[source].hello
+        return versions_of_pair(first, members[target].hello, kv_class)
 
     def classes_of_pair(self, pair: Pair) -> list[str]:
         """The KV classes of answers that a pair can generate; a request that asks for none gets the first one."""
@@ -119,12 +134,26 @@ class PairSelector:
         known = {name for hello in self.fleet.known_hellos() for name in classes_of(hello)}
         return sorted(served or known)
 
-    def version_of(self, choice: ChosenPair, live: RequestState) -> AnswerVersion:
-        """The version of an attempt on the chosen workers: that of its answer, that of the class which the request
-        asks for, or else their first.
+    @property
+    def served_classes(self) -> ServedClasses:
+        """The KV classes that requests may ask for, and those among which the router may choose."""
+        return ServedClasses(self.kv_classes, self.auto_classes)
+
+    @property
+    def auto_classes(self) -> list[str]:
+        """The KV classes that the router may choose: those within the budget."""
+        hellos = self.fleet.known_hellos()
+        found = {name for hello in hellos for name in eligible_classes(None, hello, self.auto.budget_pct)}
+        return sorted(found.intersection(self.kv_classes))
+
+    def version_of(
+        self, choice: ChosenPair, live: RequestState, kv_class: str | None = None
+    ) -> AnswerVersion:
+        """The version of an attempt on the chosen workers: that of its answer, that of `kv_class`, or else that of the
+        first class which the request may have.
         """
-        found = self._versions_of((choice.prefill, choice.decode))
-        return live.version or next(one for one in found if live.kv_class in (None, one.kv_class))
+        found = self._versions_of((choice.prefill, choice.decode), kv_class or live.kv_class)
+        return live.version or found[0]
 
     def should_wait(self, version: AnswerVersion | None, kv_class: str | None, now_s: float) -> bool:
         """Whether a request should wait for workers: they are there, or were there lately and may come back.
@@ -139,6 +168,8 @@ class PairSelector:
 
     def _is_known(self, kv_class: str) -> bool:
         """Whether any worker has the class, or had it when it was lost."""
+        if kv_class == AUTO_CLASS:
+            return bool(self.auto_classes)
         return any(holds_class(hello, kv_class) for hello in self.fleet.known_hellos())
 
     def _class_is_gone(self, version: AnswerVersion | None) -> bool:
@@ -165,9 +196,12 @@ class PairSelector:
         found: list[Pair],
         quarantine: CrashQuarantine,
         closed: set[tuple[str, str]],
+        now_s: float,
         behind: bool = False,
-    ) -> ChosenPair | None:
-        """The best pair of `found` with room for a queued request, or None. `behind`: its tenant is underserved.
+    ) -> PickedPair | None:
+        """The best pair of `found` with room for a queued request, and its KV class there, or None.
+
+        `behind`: its tenant is underserved.
 
         If no pair has room, the workers that the request could use are added to `closed`, each with the KV class that
         it would use there, so that later requests in the queue do not take the room it waits for. Requests of other
@@ -184,29 +218,59 @@ class PairSelector:
                 for pair in allowed
                 if all(quarantine.may_run(name, worker) for worker in workers_of_pair(pair))
             ]
-        for exact, pairs in self._group_by_class(need, allowed):
-            if (best := self._pick_with_room(exact, pairs, closed)) is not None:
-                return best
+        uses = set[tuple[str, str]]()
+        for groups in self._rank_classes(live, need, allowed, closed, now_s):
+            best: list[tuple[RankedPair, ClassDecision]] = []
+            for decision, pairs in groups.items():
+                exact = need if decision.kv_class is None else replace(need, kv_class=decision.kv_class)
+                uses.update(self._use(worker, exact) for worker in self._workers_of(pairs))
+                if (ranked := self._pick_with_room(exact, pairs, closed)) is not None:
+                    best.append((ranked, decision))
+            if best:
+                ranked, decision = min(best)
+                return PickedPair(ranked.choice, decision)
+        closed |= uses
         return None
 
-    def _group_by_class(self, need: RoutingNeed, found: list[Pair]) -> list[tuple[RoutingNeed, list[Pair]]]:
-        """`need` with the class that it would use, and the pairs that would use it.
+    def _rank_classes(
+        self,
+        live: RequestState,
+        need: RoutingNeed,
+        found: list[Pair],
+        closed: set[tuple[str, str]],
+        now_s: float,
+    ) -> list[dict[ClassDecision, list[Pair]]]:
+        """Which class a request would have on which pairs: first as it is preferred, then where there is no room.
 
-        A request that may have any class uses the first one that both workers of a pair have. Where a worker has
-        several, that need not be its own first class, so room has to be counted pair by pair.
+        A request that names a class, or may have any, has the first one that both workers of a pair have. Where a
+        worker has several, that need not be its own first class, so room has to be counted pair by pair. Workers of
+        different pairs may have different classes of one name, as during an upgrade.
         """
-        if need.kv_class is not None or all(
-            len(member.hello.kv_classes) < 2 for member in self.fleet.workers.values()
+        if live.version is not None or (
+            need.kv_class is None
+            and all(len(member.hello.kv_classes) < 2 for member in self.fleet.workers.values())
         ):
-            return [(need, found)]
-        groups: dict[str, list[Pair]] = {}
+            return [{ClassDecision(need.kv_class, live.kv_reason): found}]
+        rounds: list[dict[ClassDecision, list[Pair]]] = [{}, {}]
         for pair in found:
-            groups.setdefault(self._versions_of(pair)[0].kv_class, []).append(pair)
-        return [(replace(need, kv_class=name), pairs) for name, pairs in groups.items()]
+            decisions = list[ClassDecision]()
+            if self._leaves_choice(need, pair):
+                decisions = self.auto.rank_classes(pair, need, self.view, now_s, closed)
+            if not decisions and need.kv_class != AUTO_CLASS:
+                first = self._versions_of(pair, need.kv_class)[0]
+                decisions = [ClassDecision(first.kv_class, live.kv_reason)]
+            for groups, decision in zip(rounds, decisions, strict=False):
+                groups.setdefault(decision, []).append(pair)
+        return rounds
+
+    def _leaves_choice(self, need: RoutingNeed, pair: Pair) -> bool:
+        """Whether the router chooses the class on this pair: the request asks for that, or its workers do."""
+        asks_none = need.kv_class is None and self.fleet.workers[pair[1]].hello.kv_auto
+        return asks_none or need.kv_class == AUTO_CLASS
 
     def _pick_with_room(
         self, need: RoutingNeed, allowed: list[Pair], closed: set[tuple[str, str]]
-    ) -> ChosenPair | None:
+    ) -> RankedPair | None:
         """As `pick_pair`, among pairs that `need` may use, all with the same KV class of it."""
         unavailable = set(self.fleet.quiet)
         if closed:
@@ -216,10 +280,7 @@ class PairSelector:
         free = (
             [pair for pair in allowed if not unavailable & workers_of_pair(pair)] if unavailable else allowed
         )
-        best = choose_pair(need, self.view, pairs_with_credit(free, need, self.view))
-        if best is None:
-            closed.update(self._use(worker, need) for worker in self._workers_of(allowed))
-        return best
+        return choose_pair(need, self.view, pairs_with_credit(free, need, self.view))
 
     def _workers_of(self, found: list[Pair]) -> set[str]:
         return set[str]().union(*map(workers_of_pair, found))

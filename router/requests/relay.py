@@ -26,7 +26,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from diptych.chunks import RAW_CLASS
+from diptych.chunks import DEFAULT_KV_BUDGET_PCT, RAW_CLASS
 from diptych.messages import (
     Failed,
     Fetch,
@@ -76,7 +76,7 @@ from router.requests.grace import WorkerGrace
 from router.requests.lease_renewal import LeaseRenewal
 from router.requests.pairs import PairSelector
 from router.requests.quarantine import CrashQuarantine
-from router.requests.request_state import RequestState
+from router.requests.request_state import ClassWish, RequestState
 from router.routing.fleet import Fleet
 from router.routing.policy import Pair
 from router.routing.prefix_index import PrefixIndex
@@ -100,19 +100,21 @@ class Relay:
         recovery_s: float = 15.0,
         local_prefill: str = "fallback",
         tpot_s: float | None = None,
+        kv_budget_pct: float = DEFAULT_KV_BUDGET_PCT,
     ) -> None:
         """`split`: the deployment has prefill workers. `pipelined`: KV may be pulled while it is computed.
 
         Without `index` no worker is assumed to have cached prefixes. `local_prefill` says when decode workers may
         prefill: "never", as a "fallback" while no prefill worker can, or "auto": whenever it is predicted to be better
         and their steps stay within `tpot_s`. `lease_s` is the length of KV leases; `recovery_s` is how long requests
-        wait for lost workers.
+        wait for lost workers. `kv_budget_pct` is that of `AutoClasses`.
         """
         self.fleet, self.admission = fleet or Fleet(), admission or Admission()
         self.index = PrefixIndex(0) if index is None else index
         self.split = split
         local, auto = split and local_prefill != "never", split and local_prefill == "auto"
         self.pairs = PairSelector(self.fleet, self.index, WorkerGrace(recovery_s), split, local, auto, tpot_s)
+        self.pairs.auto.budget_pct = kv_budget_pct
         self.ledger = self.pairs.ledger
         self.drain_orders = DrainOrders(self.fleet, self.ledger)
         self.quarantine = CrashQuarantine(self.ledger.requests_at, recovery_s=recovery_s)
@@ -144,7 +146,8 @@ class Relay:
 
     def _on_arrived(self, event: RequestArrived, now_s: float) -> None:
         """Admit and queue the sequences of an HTTP request, or fail all of them; a canary starts at once."""
-        states = [self._open_request(request, event.pin, now_s) for request in event.requests]
+        wish = ClassWish(event.requests[0].kv_class)
+        states = [self._open_request(request, event.pin, wish, now_s) for request in event.requests]
         states = [live for live in states if not self.attempts.expire_request(live, now_s)]
         if not states:
             return
@@ -157,10 +160,12 @@ class Relay:
         for live in states:
             self.attempts.enqueue_request(live, now_s)
 
-    def _open_request(self, request: Request, pin: ChosenPair | None, now_s: float) -> RequestState:
+    def _open_request(
+        self, request: Request, pin: ChosenPair | None, wish: ClassWish, now_s: float
+    ) -> RequestState:
         if request.id in self.live or request.id in self.attempts.ended:
             raise ValueError(f"request {request.id} has arrived before")
-        live = self.live[request.id] = RequestState(request, next(self._numbers), pin)
+        live = self.live[request.id] = RequestState(request, next(self._numbers), pin, wish=wish)
         request.entered_s.setdefault(RequestStage.ADMITTED, now_s)
         self.deadlines.add_request(live)
         return live
@@ -354,6 +359,7 @@ class Relay:
         self.attempts.book_load(live)
         seconds = pulled.seconds
         live.transfer_s = seconds.get("transfer", 0.0) + seconds.get("verify", 0.0)
+        self.pairs.auto.record_move(source, worker, pulled.num_bytes, seconds.get("transfer", 0.0))
         if not live.staged:
             self.attempts.handoff_cost.record_handoff(now_s - live.offered_s, seconds)
         moved = KvMoved(

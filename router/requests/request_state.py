@@ -7,10 +7,43 @@ from dataclasses import dataclass, field, replace
 from diptych.request import TERMINAL_STAGES, Request, RequestStage
 from router.effects import ChosenPair
 from router.requests.failure_policy import NO_WORKERS, FailurePolicy
+from router.routing.class_choice import ASKED, DEFAULT, ClassDecision
 from router.routing.credits import CREDIT_TOKENS_PER_PROMPT, round_up_to_chunks
 from router.routing.kv_classes import AnswerVersion
 from router.routing.policy import RoutingNeed, WorkerLoad
 from router.routing.prefix_index import ChunkNames
+
+
+@dataclass(slots=True)
+class ClassWish:
+    """The KV class of the sequences of one HTTP request: they share one, so that they share the prompt and its name.
+
+    `asked` is what the request says (`router.routing.kv_classes.names_class`), if anything. What was `decided` for the
+    first sequence counts for the others, as long as a sequence uses it: it has an attempt, or delivered tokens.
+    """
+
+    asked: str | None = None
+    decided: ClassDecision | None = None
+    _used_by: set[str] = field(default_factory=set)
+
+    def decide(self, request: str, decision: ClassDecision) -> None:
+        """A sequence begins with this class."""
+        self.decided = decision
+        self._used_by.add(request)
+
+    def release(self, request: str) -> None:
+        """A sequence does not use the class any more."""
+        self._used_by.discard(request)
+
+    def bound_class(self, request: str) -> str | None:
+        """The class that other sequences use, if any do."""
+        others = len(self._used_by) > (request in self._used_by)
+        return self.decided.kv_class if others and self.decided is not None else None
+
+    @property
+    def reason(self) -> str:
+        """Why the sequences have the class that was decided last."""
+        return DEFAULT if self.decided is None else self.decided.reason
 
 
 @dataclass(slots=True)
@@ -34,6 +67,7 @@ class RequestState:
     pin: ChosenPair | None = None
     chunks: ChunkNames = ()
     expected_tokens: int = 0
+    wish: ClassWish = field(default_factory=ClassWish)
 
     # Attempts that were given up because a worker was lost or had to end.
     losses: int = 0
@@ -93,8 +127,19 @@ class RequestState:
 
     @property
     def kv_class(self) -> str | None:
-        """The KV class that the next attempt must have: that of its answer, or the one it asks for, if any."""
-        return self.request.kv_class if self.version is None else self.version.kv_class
+        """The KV class that the next attempt must have: that of its answer, or of the other sequences of its request,
+        or what it asks for, if anything.
+        """
+        if self.version is not None:
+            return self.version.kv_class
+        return self.wish.bound_class(self.request.id) or self.wish.asked
+
+    @property
+    def kv_reason(self) -> str:
+        """Why the next attempt has its class, unless the router chooses it."""
+        if self.version is not None or self.wish.bound_class(self.request.id) is not None:
+            return self.wish.reason
+        return DEFAULT if self.wish.asked is None else ASKED
 
     @property
     def need(self) -> RoutingNeed:
@@ -122,18 +167,28 @@ class RequestState:
         room = max(0, self.room_tokens - self.shared_tokens)
         if choice.prefill is None:
             return {choice.decode: WorkerLoad(unprefilled, 1, room, credit)}
-        decode = {choice.decode: WorkerLoad(0, 1, room)}
         if stage is RequestStage.DECODING:
-            return decode
-        return {choice.prefill: WorkerLoad(unprefilled, 1, self.prefill_kv_tokens, credit), **decode}
+            return {choice.decode: WorkerLoad(0, 1, room)}
+        moving = max(0, self.prefill_kv_tokens - self.shared_tokens)
+        return {
+            choice.prefill: WorkerLoad(unprefilled, 1, self.prefill_kv_tokens, credit, moving),
+            choice.decode: WorkerLoad(0, 1, room, moving_tokens=moving),
+        }
 
-    def begin_attempt(self, choice: ChosenPair, began: AnswerVersion, staged: bool) -> None:
-        """Begin another attempt, which no worker has been sent yet."""
+    def begin_attempt(self, choice: ChosenPair, began: AnswerVersion, staged: bool, reason: str) -> None:
+        """Begin another attempt, which no worker has been sent yet. `reason` is why it has its KV class."""
+        self.wish.decide(self.request.id, ClassDecision(began.kv_class, reason))
         self.choice, self.began, self.staged = choice, began, staged
         self.target, self.ticket, self.contacted_lives = None, b"", set()
         self.prefill_kv_tokens = round_up_to_chunks(self.need.prompt_tokens)
 
     def end_attempt(self) -> None:
         """The running attempt is over, and no other has begun."""
+        self.release_class()
         self.request.epoch += 1
         self.choice = self.target = None
+
+    def release_class(self) -> None:
+        """Its attempt is over: it does not need its KV class any more, unless tokens were delivered."""
+        if not self.request.output:
+            self.wish.release(self.request.id)

@@ -6,11 +6,16 @@ has a pool for. KV of one class can be read by no other, so an answer stays with
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
-from diptych.chunks import RAW_CLASS
+from diptych.chunks import AUTO_CLASS, RAW_CLASS
 from diptych.messages import Hello
+
+# Where an id is divided into its name and its parameters.
+ID_PARTS = re.compile(r"(?=[.@])")
 
 
 class KvPoolSize(NamedTuple):
@@ -18,6 +23,13 @@ class KvPoolSize(NamedTuple):
 
     num_slabs: int
     chunk_bytes: int
+
+
+class ServedClasses(NamedTuple):
+    """The KV classes that requests may ask for, and those of them among which the router may choose."""
+
+    served: list[str]
+    auto: list[str]
 
 
 class AnswerVersion(NamedTuple):
@@ -32,9 +44,35 @@ def classes_of(hello: Hello) -> Mapping[str, tuple[int, int]]:
     return hello.kv_classes or {RAW_CLASS: (hello.num_slabs, hello.chunk_bytes)}
 
 
+@lru_cache(maxsize=1024)
+def names_class(asked: str, kv_class: str) -> bool:
+    """Whether `asked` is the id of the class, its codec's name with some of the id's parameters, or `AUTO_CLASS`.
+
+    An id is NAME[.gGROUP][.sSEED][@CALIBRATION], see `kvcache.codecs.codec_id`.
+    """
+    if asked in (kv_class, AUTO_CLASS):
+        return True
+    (name, *given), (codec, *parameters) = (ID_PARTS.split(one) for one in (asked, kv_class))
+    rest = iter(parameters)
+    # In the order of the id, each at most once.
+    return name == codec and all(one in rest for one in given)
+
+
 def holds_class(hello: Hello, kv_class: str | None) -> bool:
-    """Whether the worker has a pool for the class; every worker does if `kv_class` is None (not decided yet)."""
-    return kv_class is None or kv_class in classes_of(hello)
+    """Whether the worker has a pool for a class that `kv_class` names; every worker does if it is None."""
+    classes = classes_of(hello)
+    return kv_class is None or kv_class in classes or any(names_class(kv_class, name) for name in classes)
+
+
+def loss_of(hello: Hello, kv_class: str) -> float | None:
+    """By how many percent perplexity grows with the class, as the worker's calibration says; None if it does not.
+
+    `raw` loses nothing. A measured gain is noise, and counts as no loss.
+    """
+    if kv_class == RAW_CLASS:
+        return 0.0
+    loss = hello.kv_losses.get(kv_class)
+    return None if loss is None else max(0.0, loss)
 
 
 def shared_classes(left: Hello, right: Hello) -> list[str]:
@@ -43,14 +81,22 @@ def shared_classes(left: Hello, right: Hello) -> list[str]:
     return [name for name in classes_of(left) if name in theirs]
 
 
+def share_class(left: Hello, right: Hello, kv_class: str | None) -> bool:
+    """Whether both workers have one class that `kv_class` names; None names every class."""
+    return any(kv_class is None or names_class(kv_class, name) for name in shared_classes(left, right))
+
+
 def can_exchange_kv(left: Hello, right: Hello) -> bool:
     """Whether one of the two workers can read KV of the other: the model is the same, and a class is."""
     return left.fingerprint == right.fingerprint and bool(shared_classes(left, right))
 
 
 def decided_class(hello: Hello, kv_class: str | None) -> str:
-    """`kv_class`, or where none is decided yet, the first class of the worker."""
-    return kv_class if kv_class is not None else next(iter(classes_of(hello)))
+    """`kv_class`, or where none is decided yet, the first class of the worker that it may be."""
+    classes = classes_of(hello)
+    if kv_class is None or kv_class in classes:
+        return next(iter(classes)) if kv_class is None else kv_class
+    return next((name for name in classes if names_class(kv_class, name)), kv_class)
 
 
 def pool_size(hello: Hello, kv_class: str | None) -> KvPoolSize:
@@ -58,10 +104,23 @@ def pool_size(hello: Hello, kv_class: str | None) -> KvPoolSize:
     return KvPoolSize(*classes_of(hello)[decided_class(hello, kv_class)])
 
 
-def versions_of_pair(source: Hello | None, target: Hello) -> list[AnswerVersion]:
-    """The versions of answers that a pair of workers can generate; `source` is None if `target` also prefills."""
+def saved_chunk_bytes(hello: Hello, kv_class: str) -> int:
+    """How many bytes fewer a chunk takes in the class, which the worker has, than without a codec."""
+    coded = pool_size(hello, kv_class).chunk_bytes
+    return (hello.raw_chunk_bytes or coded) - coded
+
+
+def versions_of_pair(source: Hello | None, target: Hello, kv_class: str | None = None) -> list[AnswerVersion]:
+    """The versions of answers that a pair of workers can generate; `source` is None if `target` also prefills.
+
+    With a `kv_class`, only those of classes that it names.
+    """
     names = list(classes_of(target)) if source is None else shared_classes(target, source)
-    return [AnswerVersion(target.fingerprint, name) for name in names]
+    return [
+        AnswerVersion(target.fingerprint, name)
+        for name in names
+        if kv_class is None or names_class(kv_class, name)
+    ]
 
 
 def class_is_gone(version: AnswerVersion, hellos: Iterable[Hello], roles: Collection[str]) -> bool:

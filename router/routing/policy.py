@@ -26,11 +26,12 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diptych.chunks import CHUNK_TOKENS
 from router.effects import ChosenPair
 from router.routing.fleet import Fleet, WorkerState
-from router.routing.kv_classes import decided_class, holds_class, pool_size, shared_classes
+from router.routing.kv_classes import decided_class, holds_class, pool_size, share_class
 from router.routing.prefix_index import ChunkNames, PrefixIndex
 
 # Seconds to prefill one token, and seconds per step. They are assumed until a worker of the role has been measured.
@@ -57,7 +58,7 @@ class RoutingNeed:
 
     `fingerprint` is the model that must continue its answer, if it has begun; `chunks` name the chunks of its prompt.
     `underserved`: its tenant has fewer tokens in flight than an equal share. `kv_class` is the KV class that its answer
-    must stay with, if that is decided.
+    must stay with, if that is decided; else the one that it asks for, as `kv_classes.names_class` takes it.
     """
 
     prompt_tokens: int
@@ -74,13 +75,15 @@ class WorkerLoad:
     """The load of a worker: prompt tokens it has yet to prefill, number of requests, and tokens of KV they need.
 
     `credit_tokens` are the tokens to prefill with each prompt counted as
-    `router.routing.credits.CREDIT_TOKENS_PER_PROMPT` at most.
+    `router.routing.credits.CREDIT_TOKENS_PER_PROMPT` at most. `moving_tokens` are those whose KV has yet to be moved
+    from or to the worker.
     """
 
     queued_tokens: int = 0
     running: int = 0
     room_tokens: int = 0
     credit_tokens: int = 0
+    moving_tokens: int = 0
 
     def combined_with(self, other: WorkerLoad, sign: int = 1) -> WorkerLoad:
         """The sum of both loads, or their difference (`sign` -1)."""
@@ -89,6 +92,7 @@ class WorkerLoad:
             self.running + sign * other.running,
             self.room_tokens + sign * other.room_tokens,
             self.credit_tokens + sign * other.credit_tokens,
+            self.moving_tokens + sign * other.moving_tokens,
         )
 
 
@@ -228,7 +232,11 @@ def find_pairs(need: RoutingNeed, view: RoutingView) -> list[Pair]:
         return [(None, member.name) for member in decode]
     prefill = view.eligible_workers("prefill", need)
     pairs: list[Pair] = [
-        (source.name, target.name) for source in prefill for target in decode if source.name in target.links
+        (source.name, target.name)
+        for source in prefill
+        for target in decode
+        if source.name in target.links
+        and (need.kv_class is None or share_class(source.hello, target.hello, need.kv_class))
     ]
     if pairs or not view.allow_local_prefill:
         return pairs
@@ -238,13 +246,26 @@ def find_pairs(need: RoutingNeed, view: RoutingView) -> list[Pair]:
         # Without an error for every prefill worker, a link may still come about any moment; but never without a class
         # that both have.
         if all(
-            source.name in target.link_errors or not shared_classes(source.hello, target.hello)
+            source.name in target.link_errors or not share_class(source.hello, target.hello, need.kv_class)
             for source in prefill
         )
     ]
 
 
-def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> ChosenPair | None:
+class RankedPair(NamedTuple):
+    """A pair with its predicted wait in seconds. The least one is the best; ties are broken by name."""
+
+    wait_s: float
+    prefill: str
+    decode: str
+
+    @property
+    def choice(self) -> ChosenPair:
+        """The workers; `prefill` is empty if the decode worker also prefills."""
+        return ChosenPair(self.prefill or None, self.decode)
+
+
+def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> RankedPair | None:
     """The pair with the least predicted wait among `among`, whose workers must be members; None if there is none."""
     members, found = view.fleet.workers, list(among)
     decode_s = _decode_wait_s(_workers_named(members, [target for _, target in found]), need, view)
@@ -254,7 +275,7 @@ def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> 
         _local_prefill_wait_s if view.auto_local_prefill else _colocated_wait_s
     )(colocated, need, view)
     waits = [
-        (
+        RankedPair(
             prefill_s[source or target]
             + (transfer_s(source, target, need, view) if source else 0.0)
             + decode_s[target],
@@ -263,8 +284,8 @@ def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> 
         )
         for source, target in found
     ]
-    best = min(waits, default=(math.inf, "", ""))
-    return ChosenPair(best[1] or None, best[2]) if best[0] < math.inf else None
+    best = min(waits, default=None)
+    return best if best is not None and best.wait_s < math.inf else None
 
 
 def local_prefill_pairs(found: Iterable[Pair]) -> list[Pair]:
@@ -316,7 +337,7 @@ def _workers_named(members: Mapping[str, WorkerState], names: Iterable[str]) -> 
 
 def _prefill_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingView) -> dict[str, float]:
     """Predicted seconds until each prefill worker has finished this prompt: its queue, and twice the new tokens."""
-    token_s = _seconds_per_unit([(member, member.stats.step_tokens) for member in members], DEFAULT_TOKEN_S)
+    token_s = seconds_per_unit([(member, member.stats.step_tokens) for member in members], DEFAULT_TOKEN_S)
     new_tokens = {name: need.prompt_tokens - view.shared_tokens(name, need) for name in token_s}
     return {
         name: (view.ledger.load_of(name).queued_tokens + 2 * new_tokens[name]) * token_s[name]
@@ -334,7 +355,7 @@ def _colocated_wait_s(members: list[WorkerState], need: RoutingNeed, view: Routi
     """
     tokens = sum(member.stats.step_tokens for member in members)
     token_s = sum(member.stats.step_seconds for member in members) / tokens if tokens else DEFAULT_TOKEN_S
-    steps_s = _seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
+    steps_s = seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
     # The mean is 0 if no step took any time.
     step_s = sum(steps_s.values()) / max(1, len(steps_s)) or DEFAULT_STEP_S
     waits_s: dict[str, float] = {}
@@ -360,7 +381,7 @@ def _local_prefill_wait_s(
     token_s = (
         sum(member.stats.step_seconds for member in prefill_workers) / tokens if tokens else DEFAULT_TOKEN_S
     )
-    step_s = _seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
+    step_s = seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
     waits_s: dict[str, float] = {}
     for member in members:
         load, new = (
@@ -376,7 +397,7 @@ def _local_prefill_wait_s(
 
 def _decode_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingView) -> dict[str, float]:
     """Predicted seconds of waiting at each decode worker: other requests there, and lack of memory, in its steps."""
-    step_s = _seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
+    step_s = seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
     loads = {member.name: view.ledger.load_of(member.name) for member in members}
     most = AFFINITY + AFFINITY_PART * min([load.running for load in loads.values()], default=0)
     waits_s: dict[str, float] = {}
@@ -393,8 +414,11 @@ def _decode_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingV
     return waits_s
 
 
-def _seconds_per_unit(counts: list[tuple[WorkerState, int]], default_s: float) -> dict[str, float]:
-    """Busy seconds per counted unit (token or step) of each worker, within MAX_SPEED_RATIO of the average."""
+def seconds_per_unit(counts: list[tuple[WorkerState, int]], default_s: float) -> dict[str, float]:
+    """Busy seconds per counted unit (token or step) of each worker, within MAX_SPEED_RATIO of the average.
+
+    `default_s` is that of every worker if none has been measured.
+    """
     units = sum([count for _, count in counts])
     mean_s = sum([member.stats.step_seconds for member, _ in counts]) / units if units else default_s
     least_s, most_s = mean_s / MAX_SPEED_RATIO, mean_s * MAX_SPEED_RATIO

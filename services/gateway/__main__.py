@@ -151,7 +151,7 @@ async def serve_gateway(
         lambda: system_fingerprint(relay),
         RequestTimeouts(request_s=spec.request_timeout_s, stall_s=spec.reader_stall_s),
         longest=lambda: relay.pairs.max_model_len,
-        kv_classes=lambda: relay.pairs.kv_classes,
+        kv_classes=lambda: relay.pairs.served_classes,
     )
     model = spec.served_names[0]
     metrics.watch_workers(backend.worker_stats, backend.link_speeds, model, spec.prefix_caching)
@@ -277,6 +277,7 @@ def build_relay(spec: GatewaySpec, tokenizer: str) -> Relay:
         recovery_s=spec.recovery_s,
         local_prefill=spec.local_prefill,
         tpot_s=Slo.from_ms(None, spec.slo_tpot_ms).limits_s()["tpot"],
+        kv_budget_pct=spec.kv_quality_budget,
     )
 
 

@@ -193,7 +193,7 @@ class ApiRoutes:
 
     def _model_card(self, name: str) -> ModelCard:
         """The entry of a served name in `/v1/models`."""
-        rules, classes = self.service.rules, list(self.service.kv_classes())
+        rules, classes = self.service.rules, self.service.kv_classes().served
         card = ModelCard(name, self._created, rules.served_names[0], self.service.context_tokens)
         return card if classes in ([], [RAW_CLASS]) else structs.replace(card, kv_classes=classes)
 

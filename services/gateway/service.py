@@ -6,7 +6,7 @@ The service owns the open generations, so that a shutdown can end them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
 from diptych.logs.request_ids import answer_id
+from router.routing.kv_classes import ServedClasses
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.chat_format import ChatFormat
 from services.gateway.generation.completion_format import CompletionFormat
@@ -66,7 +67,7 @@ class GatewayService:
     open: set[Generation] = field(default_factory=set)
     errors: RecentErrors = field(default_factory=RecentErrors)
     longest: Callable[[], int | None] = lambda: None
-    kv_classes: Callable[[], Sequence[str]] = lambda: (RAW_CLASS,)
+    kv_classes: Callable[[], ServedClasses] = lambda: ServedClasses([RAW_CLASS], [RAW_CLASS])
 
     def __post_init__(self) -> None:
         self._names = LogprobJson(self.rules.tokenizer)
@@ -135,7 +136,9 @@ class GatewayService:
         ask = fit_worker_context(prepared.ask, self.context_tokens)
         if caller.client_id:
             ask = replace(ask, origin=structs.replace(ask.origin, client_id=caller.client_id))
-        return ask if ask.kv is None else check_kv_class(ask, self.kv_classes())
+        if ask.kv is not None:
+            check_kv_class(ask, *self.kv_classes())
+        return ask
 
     @property
     def context_tokens(self) -> int:

@@ -99,6 +99,7 @@ class LiveHealthProbes(HealthProbes):
             "kv_classes": _classes_ready(states),
             "links": self._link_status(states),
             "links_out": self._missing_links(),
+            "kv_auto": self._kv_auto_status(),
             "objectives": self._slo_limits(),
             "history": metrics.history.report(now_s, metrics.slo.attainment),
             "plan": self._plan_status(),
@@ -166,6 +167,21 @@ class LiveHealthProbes(HealthProbes):
             for member in self._backend.relay.fleet.workers_of("decode")
             for source, why in sorted(member.link_errors.items())
         ]
+
+    def _kv_auto_status(self) -> dict[str, Any]:
+        """The KV classes that the router may choose, and on which pairs of workers it chooses the lighter one."""
+        pairs, now_s = self._backend.relay.pairs, self._backend.clock()
+        lighter = [
+            {
+                "source": source,
+                "target": target,
+                "reason": mode.reason,
+                "since_s": round(now_s - mode.since_s, 3),
+            }
+            for (source, target), mode in sorted(pairs.auto.modes.items(), key=str)
+            if mode.reason is not None
+        ]
+        return {"budget_pct": pairs.auto.budget_pct, "classes": pairs.auto_classes, "lighter": lighter}
 
     def _pool_status(self, role: str) -> dict[str, Any]:
         """The statistics of all workers of a role, added up."""

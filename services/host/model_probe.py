@@ -16,7 +16,14 @@ from diptych.config.options import Config
 from diptych.errors import ConfigError, ModelError
 from diptych.model_config import CONFIG_FILE
 from engine.model.checkpoint import Checkpoint, find_model, is_folder_name
-from engine.model.kv_codec import format_kv_classes, largest_codec, resolve_kv_classes, split_ranks
+from engine.model.kv_codec import (
+    check_auto,
+    expand_auto,
+    format_kv_classes,
+    largest_codec,
+    resolve_kv_classes,
+    split_ranks,
+)
 from engine.model.memory_plan import (
     USABLE_SHARE,
     MemoryPlan,
@@ -52,6 +59,8 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     # How KV is coded, and the file with the codec's constants (`WorkerSpec`).
     kv_cache_codec: str = "raw"
     kv_cache_calibration: str = ""
+    # Growth of perplexity, in percent, that classes chosen by the router may cost; None: not set.
+    kv_quality_budget: float | None = None
 
 
 class ProbedModel(msgspec.Struct, frozen=True):
@@ -88,7 +97,10 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
     if question.num_workers == 0:
         return _probe_without_weights(question)
     files = Checkpoint.resolve(resolve_embedded(question.model), question.revision)
-    classes = resolve_kv_classes(files, question.kv_cache_codec, question.kv_cache_calibration)
+    asked, budget = question.kv_cache_codec, question.kv_quality_budget
+    codecs = expand_auto(files, asked, question.kv_cache_calibration, budget)
+    classes = resolve_kv_classes(files, codecs, question.kv_cache_calibration)
+    check_auto(classes, asked, budget)
     for role, (tp, pp) in question.splits.items():
         try:
             split_ranks(files, classes, tp, pp)
@@ -131,7 +143,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
         memory.max_model_len,
         memory.kv_bytes,
         shape.layers,
-        format_kv_classes(classes),
+        format_kv_classes(classes, codecs),
     )
 
 
@@ -216,6 +228,7 @@ async def resolve_model(config: Config, num_workers: int) -> ProbedModel:
         config.max_num_seqs,
         config.kv_cache_codec,
         calibration_path(config),
+        config.kv_quality_budget,
     )
     if config.model == EMBEDDED_MODEL or is_folder_name(config.model):
         return probe_model(question)

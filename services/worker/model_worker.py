@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from diptych.chunks import RAW_CLASS
 from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
 from engine.scheduler import Scheduler
+from kvcache.class_shares import split_auto
 from kvtransfer.shared_memory import SharedMemory
 from services.worker.role_lifecycle import WorkerParts
 from services.worker.step_log import StepLog, StepRecorder
@@ -49,6 +51,8 @@ def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
         max_model_len=found.plan.max_model_len,
         close=close,
         tune_for=suit,
+        kv_losses={one.codec or RAW_CLASS: one.loss_pct for one in found.classes if one.loss_pct is not None},
+        kv_auto=split_auto(spec.kv_cache_codec)[0],
     )
 
 

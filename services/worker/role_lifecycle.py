@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -62,6 +62,9 @@ class WorkerParts:
     close: Callable[[], None]
     # Called with each role before the role begins.
     tune_for: Callable[[str], None] = _tune_nothing
+    # The recorded loss of each KV class, and whether the gateway chooses the class (`Hello`).
+    kv_losses: Mapping[str, float] = field(default_factory=dict)
+    kv_auto: bool = False
 
     @property
     def layout(self) -> KvLayout:
@@ -219,6 +222,8 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
             for arena in built.parts.arenas
         },
         raw_chunk_bytes=replace(built.layout, codec="").chunk_bytes,
+        kv_losses=dict(built.kv_losses),
+        kv_auto=built.kv_auto,
     )
 
 

@@ -20,6 +20,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
+from kvcache.class_shares import split_auto
 from kvcache.layout import Shard
 from kvcache.prefix_tree import PrefixTree
 from kvcache.slab_ledger import SlabLedger
@@ -76,9 +77,10 @@ class VirtualProcess:
         self._elapsed_s, self._awake, self._lives = 0.0, False, 0
         self._due: ScheduledEvent | None = None
         self._round_planned, self._busy_s = False, 0.0
-        # Classes that are joined by commas share the worker's slabs evenly.
+        # Classes that are joined by commas share the worker's slabs evenly; a leading "auto" is none.
         self.kv_class = world.kv_classes.get(name, RAW_CLASS)
-        classes = self.kv_class.split(",")
+        self.chooses, named = split_auto(self.kv_class)
+        classes = named.split(",")
         sized = [(toy_layout(one), world.num_slabs // len(classes)) for one in classes]
         shard = Shard((0, LAYERS), (0, 1))
         spans, (num_bytes,) = plan_spans(sized, [shard])
@@ -166,6 +168,8 @@ class VirtualProcess:
                     name: (memory.num_slabs, memory.layout.chunk_bytes)
                     for name, memory in self.memories.items()
                 },
+                kv_losses={name: 0.5 for name, memory in self.memories.items() if memory.layout.codec},
+                kv_auto=self.chooses,
             )
         )
         self.wake_process()

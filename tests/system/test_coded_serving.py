@@ -315,6 +315,23 @@ def test_requests_of_two_classes_side_by_side_are_those_of_one_worker_each(both_
     wait_for(lambda: both_classes.held() == {})
 
 
+def test_the_router_chooses_the_class_where_a_request_leaves_it_to_the_router(both_classes: Served) -> None:
+    """Workers say what their calibration recorded, so both classes come into question."""
+    shown = both_classes.status()["kv_auto"]
+    coded = lone_worker(CALIBRATED).layout.kv_class
+    assert (shown["budget_pct"], shown["classes"]) == (1.0, [coded, "raw"])
+    with both_classes.client(timeout=300) as client:
+        done = client.completions.create(
+            model="tiny", prompt=prompts()[0], max_tokens=4, extra_body={"diptych": {"kv": "auto"}}
+        )
+    assert done.usage is not None and done.usage.model_extra is not None
+    applied = done.usage.model_extra["diptych"]
+    classes = {"quality": "raw", "prefix": "raw", "pool": coded, "link": coded}
+    assert applied["kv_class"] == classes[applied["kv_reason"]]
+    labels = {"kv_class": applied["kv_class"], "reason": applied["kv_reason"]}
+    assert both_classes.metric("diptych:kv_class_requests_total", **labels) >= 1
+
+
 def test_both_classes_are_shown_and_no_other_is_served(both_classes: Served) -> None:
     layouts = [lone_worker(kv).layout for kv in CLASSES]
     for kv in CLASSES:

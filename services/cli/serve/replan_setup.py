@@ -8,7 +8,7 @@ from collections.abc import Callable
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from diptych.slo import Slo, strictest_slo
-from kvcache.class_shares import parse_class_shares
+from kvcache.class_shares import parse_class_shares, split_auto
 from planner.costs.kv_codec import code_profile, with_kv_codec
 from planner.costs.model import find_model
 from planner.costs.profile import CostProfile
@@ -109,8 +109,9 @@ def replan_profile(config: Config, model: ProbedModel) -> CostProfile:
     Raises:
         ConfigError: the profile cannot be read, is of another model or KV codec, or workers have several codecs.
     """
-    codecs = parse_class_shares(config.kv_cache_codec)
-    if len(codecs) > 1:
+    auto, _ = split_auto(config.kv_cache_codec)
+    codecs = () if auto else parse_class_shares(config.kv_cache_codec)
+    if len(codecs) != 1:
         raise ConfigError(
             "the replanner knows one KV codec only",
             f"--replan, and --kv-cache-codec {config.kv_cache_codec}",

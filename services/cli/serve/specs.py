@@ -105,6 +105,7 @@ def gateway_spec(
         max_queue_wait_s=config.max_queue_wait_s,
         recovery_s=config.recovery_s,
         local_prefill=config.local_prefill,
+        kv_quality_budget=config.kv_budget_pct,
         admin_key=config.admin_key,
         metrics_keys=metrics_keys(config, bool(api_keys)),
         status_keys=status_keys(config, bool(api_keys)),

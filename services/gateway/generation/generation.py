@@ -22,6 +22,7 @@ from diptych.request import Request, SamplingParams
 from router.effects import StageDurations, TelemetryEffect
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.output_text import OutputPiece, OutputText
+from services.gateway.metrics.kv_classes import KvClassRecord
 from services.gateway.metrics.prometheus import TTFT_STAGES, GatewayMetrics, SequenceRecord
 from services.gateway.metrics.timeline import SequenceTimeline
 from services.gateway.openai.resolve import ResolvedRequest
@@ -41,8 +42,8 @@ class SequenceSink(Protocol):
     def record_effect(self, effect: TelemetryEffect, now_s: float) -> None:
         """Take what the relay reports about the sequence. `now_s` is on the monotonic clock."""
 
-    def record_kv_class(self, kv_class: str, details: KvDetails | None) -> None:
-        """Take the KV class of the attempt that begins; `details` if its KV is coded."""
+    def record_kv_class(self, kv_class: str, reason: str, details: KvDetails | None) -> None:
+        """Take the KV class of the attempt that begins, why it has it, and `details` if the answer tells of it."""
 
     def finish_sequence(self, reason: str, now_s: float) -> None:
         """The sequence is complete; `reason` is its finish reason."""
@@ -203,7 +204,7 @@ class Generation:
 
     @property
     def kv(self) -> KvDetails | None:
-        """How the request's KV is coded; None if it is not. Only during an upgrade can sequences differ in it."""
+        """What the answer tells of the request's KV, if anything. Its sequences have one class."""
         return next((stream.kv for stream in self.streams if stream.kv is not None), None)
 
     def usage_so_far(self, choice: int) -> Usage | None | UnsetType:
@@ -314,9 +315,10 @@ class SequenceStream:
             self._generation.backend.stop_request(self.request)  # `finish_sequence` follows
         self._generation.notify_writer()
 
-    def record_kv_class(self, kv_class: str, details: KvDetails | None) -> None:
+    def record_kv_class(self, kv_class: str, reason: str, details: KvDetails | None) -> None:
         """Keep the KV class for the answer and the metrics. With the first token it stays the same."""
-        self.record.kv_class, self.kv = kv_class, details
+        saved_bytes = 0 if details is None else details.kv_bytes_saved_per_token
+        self.record.kv, self.kv = KvClassRecord(kv_class, reason, saved_bytes), details
 
     def record_effect(self, effect: TelemetryEffect, now_s: float) -> None:
         """Add to the timeline. The stages of the first token are kept until it is written."""

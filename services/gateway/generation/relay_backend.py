@@ -45,7 +45,8 @@ from router.effects import (
     WorkerUp,
 )
 from router.requests.relay import Relay
-from router.routing.kv_classes import pool_size
+from router.routing.class_choice import ASKED, DEFAULT
+from router.routing.kv_classes import pool_size, saved_chunk_bytes
 from services.gateway.generation.generation import SequenceSink
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import FleetEvents
@@ -230,7 +231,7 @@ class RelayBackend:
                     sink.deliver_output(whole, self.clock())
             case AttemptBegan(request):
                 if sink := self._sinks.get(request):
-                    sink.record_kv_class(effect.kv_class, self._kv_details(effect))
+                    sink.record_kv_class(effect.kv_class, effect.kv_reason, self._kv_details(effect))
             case FinishRequest(request, reason):
                 self._pieces.pop(request, None)
                 if sink := self._sinks.pop(request, None):
@@ -258,13 +259,14 @@ class RelayBackend:
             sink.record_effect(effect, now_s)
 
     def _kv_details(self, began: AttemptBegan) -> KvDetails | None:
-        """What an answer says about the KV of an attempt; None for KV without a codec."""
+        """What an answer says about the KV of an attempt; None for `raw`, unless the router chose it."""
         member = self.relay.fleet.workers.get(began.choice.decode)
-        if began.kv_class == RAW_CLASS or member is None:
+        plain = began.kv_class == RAW_CLASS and began.kv_reason in (ASKED, DEFAULT)
+        if plain or member is None:
             return None
         coded = pool_size(member.hello, began.kv_class).chunk_bytes
-        raw = member.hello.raw_chunk_bytes or coded
-        return KvDetails(began.kv_class, coded // CHUNK_TOKENS, (raw - coded) // CHUNK_TOKENS)
+        saved = saved_chunk_bytes(member.hello, began.kv_class) // CHUNK_TOKENS
+        return KvDetails(began.kv_class, coded // CHUNK_TOKENS, saved, began.kv_reason)
 
     def _join_prompt_logprobs(self, output: Output) -> Output | None:
         """Join a prompt's log-probabilities, which a worker may send in several messages (`pack_pieces`).

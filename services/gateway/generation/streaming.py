@@ -20,6 +20,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
 from diptych.logs.log_format import about_request
 from services.gateway.generation.formats import MAX_WRITTEN_TOKENS, OutputFormat, best_answers
@@ -171,7 +172,7 @@ class GenerationResponse(Response):
     def _name_kv_class(self) -> list[tuple[bytes, bytes]]:
         """Write the KV class, which is known now, into the head of all bodies; returns the headers that name it."""
         head, kv = self.view.head, self.generation.kv
-        head.kv_class = "" if kv is None else kv.kv_class
+        head.kv_class = "" if kv is None or kv.kv_class == RAW_CLASS else kv.kv_class
         return head.headers
 
     async def _write_stream(self, wire: ResponseWriter) -> None:

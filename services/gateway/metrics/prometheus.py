@@ -24,7 +24,6 @@ from prometheus_client import (
     generate_latest,
 )
 
-from diptych.chunks import RAW_CLASS
 from diptych.failure_statuses import RULES, TOO_MANY_REQUESTS
 from diptych.slo import Slo
 from services.gateway.metrics.buckets import (
@@ -37,6 +36,7 @@ from services.gateway.metrics.buckets import (
     TTFT_BUCKETS_MS,
     bucket_bounds_s,
 )
+from services.gateway.metrics.kv_classes import KvClassRecord
 from services.gateway.metrics.recent_history import RecentHistory
 from services.gateway.metrics.vllm_transfers import NixlHistograms
 from services.gateway.metrics.workers import LinkSpeed, WorkerCollector, WorkerSnapshot
@@ -66,7 +66,7 @@ class SequenceRecord:
     first_written_s: float | None = None
     ended_s: float = 0.0
     finish: str = "stop"
-    kv_class: str = RAW_CLASS
+    kv: KvClassRecord = field(default_factory=KvClassRecord)
     stages: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -205,7 +205,10 @@ class GatewayMetrics:
             "vllm:request_success", "Answered sequences", "model_name", "finished_reason"
         )
         self.class_requests = self._counter(
-            "diptych:kv_class_requests", "Answered sequences by the class of their KV", "kv_class"
+            "diptych:kv_class_requests", "Answered sequences by class of KV, and why", "kv_class", "reason"
+        )
+        self.saved_bytes = self._counter(
+            "diptych:kv_saved_bytes", "Bytes of KV fewer than without a codec", "kv_class", "where"
         )
         self.rejections = self._counter(
             "vllm:admission_rejections", "Requests refused because of load", "reason"
@@ -385,7 +388,10 @@ class GatewayMetrics:
         """A sequence was answered completely: observe its lengths and times, and check its SLOs."""
         model = record.model
         self.success.labels(model, record.finish).inc()
-        self.class_requests.labels(record.kv_class).inc()
+        self.class_requests.labels(record.kv.kv_class, record.kv.reason).inc()
+        if record.kv.saved_bytes_per_token:
+            saved_bytes = (record.prompt_tokens + record.tokens) * record.kv.saved_bytes_per_token
+            self.saved_bytes.labels(record.kv.kv_class, "pool").inc(saved_bytes)
         self.prompt_tokens.labels(model).inc(record.prompt_tokens)
         self.cached_tokens.labels(model).inc(record.cached_tokens)
         self.generation_tokens.labels(model).inc(record.tokens)

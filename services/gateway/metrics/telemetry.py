@@ -26,6 +26,7 @@ from router.effects import (
     WorkerUp,
 )
 from router.requests.relay import Relay
+from router.routing.kv_classes import holds_class, pool_size, saved_chunk_bytes
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import FleetEvents
 from services.gateway.metrics.request_log import RequestLog
@@ -148,6 +149,7 @@ class RelayTelemetry:
                 metrics.transfer_bytes.labels(effect.transport).inc(effect.num_bytes)
                 metrics.transfer_parts.labels("hidden").inc(effect.hidden_s)
                 metrics.transfer_parts.labels("exposed").inc(effect.exposed_s)
+                self._count_saved_bytes(effect)
             case AttemptRetried(_, code, _, delivered):
                 metrics.retries.labels(code).inc()
                 if delivered:
@@ -158,6 +160,15 @@ class RelayTelemetry:
                 metrics.quarantined.inc()
             case WorkerDown():
                 metrics.lost.inc()
+
+    def _count_saved_bytes(self, moved: KvMoved) -> None:
+        """Count the bytes that a transfer would have had more without a codec."""
+        kv_class, member = moved.kv_class, self._relay.fleet.workers.get(moved.target)
+        if member is None or not holds_class(member.hello, kv_class):
+            return
+        saved, size = saved_chunk_bytes(member.hello, kv_class), pool_size(member.hello, kv_class).chunk_bytes
+        if saved:
+            self._metrics.saved_bytes.labels(kv_class, "transfer").inc(moved.num_bytes * saved / size)
 
 
 def _take_increases(counts: Counter[str], reported: Counter[str]) -> list[tuple[str, int]]:

@@ -78,7 +78,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DiptychOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options that only this server has. `kv` is a KV class, by its codec's name or by its whole id."""
+    """Options that only this server has. `kv` is a KV class by its codec's name or its whole id, or "auto"."""
 
     kv: Annotated[str, Meta(min_length=1, max_length=80)] | None = None
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from diptych.errors import ConfigError
+from diptych.chunks import AUTO_CLASS
 from diptych.request import Grammar, SamplingParams, Tenancy
-from kvcache.codecs.codec_id import parse_codec_id
+from router.routing.kv_classes import names_class
 from services.gateway.openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.tenancy import tenancy_of_body
 from services.gateway.openai.validate import (
@@ -65,7 +65,7 @@ class ResolvedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     obfuscate: bool = False
-    # The KV class that the request asks for, as its client wrote it.
+    # The KV class that the request asks for, as its client wrote it (`router.routing.kv_classes.names_class`).
     kv: str | None = None
 
     @property
@@ -180,32 +180,28 @@ def fit_worker_context(ask: ResolvedRequest, context_tokens: int) -> ResolvedReq
     return replace(ask, context_tokens=context_tokens)
 
 
-def check_kv_class(ask: ResolvedRequest, served: Collection[str]) -> ResolvedRequest:
-    """The request with the id of the KV class that it asks for (if any), which may be any that the workers have.
+def check_kv_class(ask: ResolvedRequest, served: Collection[str], auto: Collection[str] = ()) -> None:
+    """Check that workers have a KV class that the request asks for, if it asks for one.
 
-    If a name fits several, for example two calibrations during an upgrade, the first in the order of their ids counts.
-    While no worker is up the request passes: it waits, or fails, like any other one.
+    If a name fits several, for example two calibrations during an upgrade, the router takes one that the chosen workers
+    have. While no worker is up the request passes: it waits, or fails, like any other one.
+
+    Args:
+        ask: the request.
+        served: the classes that workers have.
+        auto: those of them that the router may choose by itself.
 
     Raises:
         RequestError: 400, the workers do not have the class, or the name is not one of a codec.
     """
     if ask.kv is None or not served:
-        return ask
-    wanted = ask.kv
-    if (found := min((one for one in served if _names_class(wanted, one)), default=None)) is not None:
-        return replace(ask, kv=found)
+        return
+    if any(names_class(ask.kv, one) for one in (auto if ask.kv == AUTO_CLASS else served)):
+        return
     problem = f"asks for '{ask.kv}', and the workers have {' and '.join(sorted(served))}"
+    if ask.kv == AUTO_CLASS:
+        problem += ", none with a recorded loss within --kv-quality-budget"
     raise unsupported_error(KV_FIELD, problem)
-
-
-def _names_class(asked: str, kv_class: str) -> bool:
-    """Whether `asked` is the class's id, or its codec's name with some of the id's parameters."""
-    try:
-        wanted, found = parse_codec_id(asked), parse_codec_id(kv_class)
-    except ConfigError:
-        return False
-    given = [(wanted.group, found.group), (wanted.seed, found.seed), (wanted.calibration, found.calibration)]
-    return wanted.name == found.name and all(mine in (None, theirs) for mine, theirs in given)
 
 
 def _max_new_tokens(

@@ -39,11 +39,14 @@ class CompletionDetails(msgspec.Struct, frozen=True):
 
 
 class KvDetails(msgspec.Struct, frozen=True):
-    """How KV was stored and moved: its class, bytes per token, and how many fewer these are than without a codec."""
+    """How KV was stored and moved: its class, bytes per token, how many fewer these are than without a codec, and why
+    the request had this class (`router.routing.class_choice`).
+    """
 
     kv_class: str
     kv_bytes_per_token: int
     kv_bytes_saved_per_token: int
+    kv_reason: str
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -104,7 +104,7 @@ class _CanarySink:
     def record_effect(self, effect: TelemetryEffect, now_s: float) -> None:
         """Nothing to do: canaries are not measured."""
 
-    def record_kv_class(self, kv_class: str, details: KvDetails | None) -> None:
+    def record_kv_class(self, kv_class: str, reason: str, details: KvDetails | None) -> None:
         """Canaries have no answer that names the class."""
 
     def finish_sequence(self, reason: str, now_s: float) -> None:

@@ -29,7 +29,12 @@ def test_goodput_is_compared_on_every_link_and_the_worst_where_the_link_is_free(
 
 def test_a_codec_that_meets_nothing_has_no_ratio() -> None:
     found = compare_codecs({"20": {"raw": cell(0.0), "nuq4-1%": cell(1.0)}}, tokens=1000)
-    assert found == {"over_raw": {}, "over_fp16": {}, "worst_over_raw": None}
+    assert found == {"over_raw": {}, "over_fp16": {}, "auto_over_best": {}, "worst_over_raw": None}
+
+
+def test_auto_is_compared_with_the_best_and_is_no_codec() -> None:
+    found = compare_codecs({"20": {"raw": cell(0.2), "nuq4-1%": cell(1.0), "auto": cell(0.95)}}, tokens=1000)
+    assert (found["auto_over_best"], found["over_raw"]) == ({"20": 0.95}, {"20": 5.0})
 
 
 def test_runs_are_long_enough() -> None:

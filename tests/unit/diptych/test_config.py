@@ -28,6 +28,7 @@ from diptych.config.values import (
     byte_size,
     duration_ms,
     duration_s,
+    percentage,
     whole_number,
 )
 from diptych.errors import ConfigError
@@ -383,6 +384,9 @@ def test_a_file_that_is_no_mapping_is_an_error(yaml: Path, content: str) -> None
         (duration_s(), 30, 30.0),
         (duration_ms(), "200", 200.0),
         (duration_ms(), "0.5s", 500.0),
+        (percentage(), "1%", 1.0),
+        (percentage(), "0.5 %", 0.5),
+        (percentage(), 2, 2.0),
     ],
 )
 def test_units(kind: ValueKind, text: Any, value: float) -> None:

@@ -84,8 +84,11 @@ def test_an_answer_tells_how_its_kv_was_coded(rules: RequestRules, stream: bool)
         "kv_class": TQ4,
         "kv_bytes_per_token": 144,
         "kv_bytes_saved_per_token": 880,
+        "kv_reason": "default",
     }
-    assert found[f"diptych:kv_class_requests_total{{kv_class={TQ4}}}"] == 1
+    assert found[f"diptych:kv_class_requests_total{{kv_class={TQ4},reason=default}}"] == 1
+    tokens = chunks[-1]["usage"]["total_tokens"]
+    assert found[f"diptych:kv_saved_bytes_total{{kv_class={TQ4},where=pool}}"] == 880 * tokens
     assert found[f"diptych:kv_class_chunk_bytes{{kv_class={TQ4},role=decode,worker=decode-0}}"] == 144 * 64
 
 
@@ -94,16 +97,39 @@ def test_an_answer_without_a_codec_says_nothing_of_it(rules: RequestRules, hello
     headers, body, found = answer(rules, False, **hello)
     assert "x-diptych-kv-class" not in headers and "diptych" not in body
     assert json.loads(body)["system_fingerprint"] == "fp_0"
-    assert found["diptych:kv_class_requests_total{kv_class=raw}"] == 1
+    assert found["diptych:kv_class_requests_total{kv_class=raw,reason=default}"] == 1
+
+
+def test_a_class_that_the_router_chose_is_named_even_if_it_is_raw(rules: RequestRules) -> None:
+    classes = {TQ4: (64, 1024), "raw": (64, 4096)}
+    hello = {"kv_classes": classes, "raw_chunk_bytes": 4096, "kv_auto": True, "kv_losses": {TQ4: 0.5}}
+    headers, body, found = answer(rules, False, **hello)
+    assert "x-diptych-kv-class" not in headers and json.loads(body)["system_fingerprint"] == "fp_0"
+    assert json.loads(body)["usage"]["diptych"] == {
+        "kv_class": "raw",
+        "kv_bytes_per_token": 64,
+        "kv_bytes_saved_per_token": 0,
+        "kv_reason": "quality",
+    }
+    assert found["diptych:kv_class_requests_total{kv_class=raw,reason=quality}"] == 1
 
 
 @pytest.mark.parametrize("kv", ["tq4", "tq4.s0"])
 def test_a_request_may_name_the_class_that_there_is(rules: RequestRules, kv: str) -> None:
     ask = resolve(rules, diptych={"kv": kv})
-    assert check_kv_class(ask, [TQ4]).kv == check_kv_class(ask, ["raw", TQ4]).kv == TQ4
-    assert check_kv_class(resolve(rules, diptych={}), [TQ4]).kv is None
-    assert check_kv_class(resolve(rules, diptych={"kv": "raw"}), ["raw"]).kv == "raw"
-    assert check_kv_class(resolve(rules, diptych={"kv": "tq4"}), []).kv == "tq4"  # no worker is up: it waits
+    assert ask.kv == kv and resolve(rules, diptych={}).kv is None
+    check_kv_class(ask, [TQ4])
+    check_kv_class(ask, ["raw", TQ4])
+    check_kv_class(resolve(rules, diptych={}), [TQ4])
+    check_kv_class(resolve(rules, diptych={"kv": "raw"}), ["raw"])
+    check_kv_class(resolve(rules, diptych={"kv": "tq4"}), [])  # no worker is up: it waits
+
+
+def test_auto_needs_a_class_within_the_budget(rules: RequestRules) -> None:
+    ask = resolve(rules, diptych={"kv": "auto"})
+    check_kv_class(ask, [TQ4, "raw"], ["raw"])
+    with pytest.raises(RequestError, match="--kv-quality-budget"):
+        check_kv_class(ask, [TQ4], [])
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ def test_shares_are_those_given_and_the_rest(text: str, wanted: list[tuple[str, 
         ("raw:nan,tq4", "'nan' is not a share"),
         ("raw:half,tq4", "'half' is not a share"),
         ("raw:,tq4", "'' is not a share"),
+        ("auto", "auto is no KV codec"),
+        ("auto,raw:0.5,tq4", "auto is no KV codec"),
+        ("raw:0.5,auto", "auto is no KV codec"),
     ],
 )
 def test_what_does_not_add_up_is_refused(text: str, why: str) -> None:

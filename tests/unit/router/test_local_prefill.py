@@ -38,7 +38,8 @@ def measured() -> Fleet:
 def picked(looked: RoutingView, tpot_s: float | None = None, auto: bool = True) -> ChosenPair | None:
     looked = dataclasses.replace(looked, auto_local_prefill=auto, tpot_s=tpot_s)
     found = find_pairs(LONG, looked)
-    return choose_pair(LONG, looked, found + local_prefill_pairs(found))
+    best = choose_pair(LONG, looked, found + local_prefill_pairs(found))
+    return None if best is None else best.choice
 
 
 def busy(queued: int, running: int) -> RoutingView:

@@ -1,0 +1,107 @@
+"""Chooses between two KV classes of a pair of workers for a request that leaves the choice to the router (pure).
+
+    nothing binds                    the better class, which loses less
+    the link or the pool binds       the lighter class, whose KV is smaller
+
+The link binds if the KV of the prompt, as the better class has it, and all KV that moves before it, would arrive later
+than the prompt is prefilled, by more than the SLO spares. The pool binds if the better class would fill most of its
+pool. The choice changes slowly: it becomes the lighter class at once, and the better one again when nothing came near
+binding for `RETURN_S`.
+
+A prefix that workers have cached counts as what it saves: tokens that need not be prefilled, moved or kept. So even
+while something binds, a request takes the better class if it fits there and its KV is predicted to be in place sooner.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Why a request has its class: it named it, it is the workers' first one, or the router chose it: since nothing binds
+# (QUALITY), since the pool or the link binds, or since a prefix is cached in it.
+ASKED, DEFAULT, QUALITY, POOL, LINK, PREFIX = "asked", "default", "quality", "pool", "link", "prefix"
+# The pool of the better class binds above this share of it, and is far from it below the second one.
+POOL_BINDS, POOL_IS_FREE = 0.9, 0.6
+# The same for the link: predicted time of the move over the time that it may take.
+LINK_BINDS, LINK_IS_FREE = 1.0, 0.5
+# Seconds without anything near binding after which the better class is chosen again.
+RETURN_S = 30.0
+
+
+class ClassDecision(NamedTuple):
+    """A KV class (None: the first one that the chosen workers have), and why a request gets it."""
+
+    kv_class: str | None
+    reason: str
+
+
+class ClassEstimate(NamedTuple):
+    """What a class would cost a request on a pair of workers.
+
+    `pool_share` is the booked share of the fuller one of its two pools, this request included; infinite if the request
+    may not use one of them now. `prefill_s` are the seconds until the prompt is prefilled, behind those before it.
+    `move_s` are the seconds in which its KV is moved in this class, `queue_s` those in which all that is moved before
+    it would be, if it had this class as well; 0 if nothing is moved.
+    """
+
+    kv_class: str
+    pool_share: float
+    prefill_s: float
+    move_s: float
+    queue_s: float = 0.0
+
+    @property
+    def arrival_s(self) -> float:
+        """Predicted seconds until the KV is where it is decoded, without those of moves before it. It is moved while
+        it is computed.
+        """
+        return max(self.prefill_s, self.move_s)
+
+
+class ClassMode(NamedTuple):
+    """What the choice on a pair of workers is at present.
+
+    `reason` is POOL or LINK while the lighter class is chosen; None: the better one. `since_s` is when it began,
+    `near_s` when something last came near binding.
+    """
+
+    reason: str | None = None
+    since_s: float = 0.0
+    near_s: float = 0.0
+
+
+def choose_class(
+    better: ClassEstimate, lighter: ClassEstimate, spare_s: float, mode: ClassMode, now_s: float
+) -> tuple[list[ClassDecision], ClassMode]:
+    """The classes that a request may take, preferred first, and the mode from now on.
+
+    Args:
+        better: the class that loses less, for this request on this pair of workers.
+        lighter: the class with fewer bytes per token.
+        spare_s: seconds by which KV may arrive after its prompt is prefilled.
+        mode: the mode until now.
+        now_s: the router's time.
+    """
+    mode = next_mode(better, spare_s, mode, now_s)
+    heavy = better.kv_class
+    if mode.reason is None:
+        return [ClassDecision(heavy, QUALITY), ClassDecision(lighter.kv_class, POOL)], mode
+    light = ClassDecision(lighter.kv_class, mode.reason)
+    if better.pool_share <= POOL_BINDS and better.arrival_s < lighter.arrival_s:
+        return [ClassDecision(heavy, PREFIX), light], mode
+    # Over a link that binds, the better class would slow down all others.
+    return [light] if mode.reason == LINK else [light, ClassDecision(heavy, QUALITY)], mode
+
+
+def next_mode(better: ClassEstimate, spare_s: float, mode: ClassMode, now_s: float) -> ClassMode:
+    """The mode after a request was estimated in the better class; arguments as for `choose_class`."""
+    allowed_s, move_s = better.prefill_s + spare_s, better.queue_s + better.move_s
+    link = move_s / allowed_s if allowed_s > 0 else float(move_s > 0) * 2 * LINK_BINDS
+    binding = LINK if link > LINK_BINDS else POOL if better.pool_share > POOL_BINDS else None
+    if binding is not None:
+        since_s = mode.since_s if mode.reason == binding else now_s
+        return ClassMode(binding, since_s, now_s)
+    if mode.reason is None:
+        return mode
+    if link > LINK_IS_FREE or better.pool_share > POOL_IS_FREE:
+        return mode._replace(near_s=now_s)
+    return ClassMode(None, now_s, now_s) if now_s - mode.near_s >= RETURN_S else mode

@@ -191,6 +191,15 @@ def test_moves_are_measured_by_the_relay_and_forgotten_with_the_worker() -> None
     assert world.relay.pairs.auto == AutoClasses()
 
 
+def test_kv_is_pulled_while_it_is_computed_over_a_link_that_became_slow() -> None:
+    world = deployment(auto=False, gb_per_s=1e6)
+    ask(world, "a", text=1)
+    assert not world.relay.live["a"].staged
+    world.relay.pairs.auto.record_move(*PAIR, 5 << 20, 2.0)
+    ask(world, "b", text=2)
+    assert world.relay.live["b"].staged
+
+
 def test_the_queue_in_front_of_a_link_counts() -> None:
     """Alone, the move of each prompt hides behind its prefill. Those whose prefill is over still have to be moved."""
     world = deployment(gb_per_s=0.05)

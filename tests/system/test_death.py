@@ -18,6 +18,7 @@ import pytest
 from diptych.messages import SILENCE_S
 from services.cli.client import admin
 from tests.system.deployment import Launched, serve, wait_for
+from tests.system.otlp_collector import Collector, attributes, collecting, seconds, ttft_ms
 
 SOURCE = "def read(self, size=-1):\n    return self.buffer.read(size)\n\n"
 PROMPTS = [f"# module {name}\n" + SOURCE * 12 for name in ("io", "pickle", "socket")]
@@ -28,10 +29,17 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Launched]:
+def collector() -> Iterator[Collector]:
+    with collecting() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def served(collector: Collector) -> Iterator[Launched]:
     # As long as it takes: a slow machine needs longer to start a worker than people are to wait.
     with serve(
-        "--prefill", "2", "--decode", "2", "--recovery-s", "300", "--drain-s", "0.5", "--admin-key", ADMIN
+        "--prefill", "2", "--decode", "2", "--recovery-s", "300", "--drain-s", "0.5", "--admin-key", ADMIN,
+        "--otlp-traces-endpoint", collector.url,
     ) as deployment:  # fmt: skip
         yield deployment
 
@@ -157,8 +165,11 @@ def test_workers_of_one_host_listen_on_no_port(served: Launched) -> None:
         assert [at for at in process.net_connections() if at.status == psutil.CONN_LISTEN] == []
 
 
-def test_with_spares_killed_workers_cost_no_request(served: Launched, undisturbed: dict[str, str]) -> None:
-    names = ("prefill-0", "decode-0")
+def test_with_spares_killed_workers_cost_no_request(
+    served: Launched, undisturbed: dict[str, str], collector: Collector
+) -> None:
+    """Each request is one trace, also if it lost a worker, or both."""
+    names, known = ("prefill-0", "decode-0"), set(collector.traces())
     victims = [served.worker(name) for name in names]
 
     def strike() -> None:
@@ -168,9 +179,19 @@ def test_with_spares_killed_workers_cost_no_request(served: Launched, undisturbe
             wait_for(lambda: not {one["worker"] for one in served.status()["workers"]} & set(names))
             assert served.ready()  # there is another way
 
-    exact(under_load(served, strike), undisturbed)
+    load = under_load(served, strike)
+    exact(load, undisturbed)
     wait_for(lambda: len(served.status()["workers"]) == 4)
     assert {served.worker(name).pid for name in names}.isdisjoint(victim.pid for victim in victims)
+    wait_for(lambda: len(collector.traces().keys() - known) == len(load.texts))
+    lost = 0
+    for spans in (spans for name, spans in collector.traces().items() if name not in known):
+        (root,) = (span for span in spans if not span.parent_span_id)
+        errors = [attributes(span).get("error.type") for span in spans if span.name == "attempt"]
+        assert errors[-1] is None and set(errors[:-1]) <= {"worker_lost"} and root.status.code == 0
+        assert 0 < ttft_ms(spans) <= 1e3 * seconds(root)
+        lost += len(errors) > 1
+    assert lost > 0
 
 
 def test_without_a_spare_streams_wait_for_a_decode_worker_to_come_back(

@@ -8,6 +8,7 @@ Protocol: https://opentelemetry.io/docs/specs/otlp/, "OTLP/HTTP".
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -32,11 +33,15 @@ SEND_TIMEOUT_S = 5.0
 RETRY_PAUSES_S = (0.5, 1.0, 2.0)
 # Answers after which the same message may be sent again (OTLP/HTTP, "Retryable Response Codes").
 RETRYABLE_STATUSES = (429, 502, 503, 504)
+# Names and values of headers that HTTP can carry (RFC 9110, section 5).
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+HEADER_VALUE = re.compile(r"[!-~](?:[ \t!-~]*[!-~])?")
 # Seconds that a gateway which ends gives the last message.
 CLOSE_TIMEOUT_S = 2.0
 HEADERS_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
 NAME_VARIABLE = "OTEL_SERVICE_NAME"
 SERVICE_NAME = "diptych"
+MAX_PORT = 65535
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +72,11 @@ class OtlpExporter:
         `environ` may name the service and headers for the collector, as for other programs with OpenTelemetry.
 
         Raises:
-            ConfigError: the package for OTLP is not installed.
+            ConfigError: the package for OTLP is not installed, or the URL or a header cannot be sent.
         """
+        # A URL may have a key in its query: neither we nor the HTTP library write it to the log.
+        self._shown = _parse_endpoint(endpoint).copy_with(query=None, fragment=None)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         self._encoder = _load_encoder(environ.get(NAME_VARIABLE, SERVICE_NAME), version)
         headers = {"content-type": "application/x-protobuf", **_collector_headers(environ)}
         self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
@@ -125,7 +133,7 @@ class OtlpExporter:
                 self._reachable = True
                 return True
             if self._reachable:
-                log.warning("the collector %s does not take traces: %s", self._endpoint, problem)
+                log.warning("the collector %s does not take traces: %s", self._shown, problem)
             self._reachable = False
             if not again or pause_s is None or self._closing.wait(pause_s):
                 break
@@ -146,10 +154,38 @@ def _weight(trace: RequestTrace) -> int:
 
 
 def _collector_headers(environ: Mapping[str, str]) -> dict[str, str]:
-    """The headers that the environment names for the collector: `name=value` pairs with commas between them."""
-    text = next((environ[name] for name in HEADERS_VARIABLES if environ.get(name)), "")
-    pairs = [pair.partition("=") for pair in text.split(",") if "=" in pair]
-    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+    """The headers that the environment names for the collector: `name=value` pairs with commas between them.
+
+    Raises:
+        ConfigError: HTTP cannot carry one of them. Its value may be a key, and is not shown.
+    """
+    variable = next((name for name in HEADERS_VARIABLES if environ.get(name)), "")
+    pairs = [pair.partition("=") for pair in environ.get(variable, "").split(",") if pair.strip()]
+    headers = {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+    for number, (name, value) in enumerate(headers.items(), 1):
+        if not HEADER_NAME.fullmatch(name) or not HEADER_VALUE.fullmatch(value):
+            raise ConfigError(
+                f"header {number} of {variable} cannot be sent",
+                "a name has letters, digits and hyphens; a value has printable ASCII characters",
+                f"{variable}='name=value,other=value', with %20 for a space",
+            )
+    return headers
+
+
+def _parse_endpoint(endpoint: str) -> httpx.URL:
+    """The URL of the collector. Raises ConfigError if nothing can be sent to it."""
+    try:
+        url = httpx.URL(endpoint)
+        usable = bool(url.host) and (url.port or 1) <= MAX_PORT
+    except (httpx.InvalidURL, ValueError):
+        usable = False
+    if not usable:
+        raise ConfigError(
+            "traces cannot be sent to this collector",
+            "its URL has no host that could exist, or a port above 65535",
+            "--otlp-traces-endpoint http://127.0.0.1:4318/v1/traces",
+        )
+    return url
 
 
 def _load_encoder(service: str, version: str) -> Callable[[Sequence[RequestTrace]], bytes]:

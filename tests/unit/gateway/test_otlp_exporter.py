@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -92,3 +93,37 @@ def test_a_missing_package_is_reported_with_the_fix(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError) as caught:
         OtlpExporter("http://127.0.0.1:9", "0.1.0", {}, lambda outcome, number: None)
     assert "diptych[otel]" in caught.value.fix and len(str(caught.value).splitlines()) <= 6
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "headers"),
+    [
+        ("http://127.0.0.1:99999/v1/traces", ""),
+        ("http://[::::]/v1/traces", ""),
+        ("http://xn--/v1/traces", ""),
+        ("http://?planted", ""),
+        ("http://127.0.0.1:9", "x-key=planted%C3%A9"),
+        ("http://127.0.0.1:9", "x-key=planted%0Ab"),
+        ("http://127.0.0.1:9", "x key=planted"),
+        ("http://127.0.0.1:9", "x-key=1,planted"),
+    ],
+)
+def test_what_cannot_be_sent_is_reported_at_the_start_and_keys_are_not_shown(
+    endpoint: str, headers: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OtlpExporter(endpoint, "0.1.0", {"OTEL_EXPORTER_OTLP_HEADERS": headers}, lambda outcome, number: None)
+    assert len(caught.value.lines()) <= 6 and "planted" not in str(caught.value)
+
+
+def test_a_key_in_the_url_is_not_logged(collector: Collector, caplog: pytest.LogCaptureFixture) -> None:
+    counts, collector.mode = Counter[str](), "refuse"
+    with (
+        caplog.at_level(logging.INFO),
+        exporting(f"{collector.url}?key=planted", counts, pauses_s=(0.01,) * 1000) as exporter,
+    ):
+        exporter.export_trace(trace())
+        wait_for(lambda: collector.asked >= 1, WAIT_S)
+        collector.mode = "take"
+        wait_for(lambda: counts == {"sent": 1}, WAIT_S)
+    assert "does not take traces" in caplog.text and "planted" not in caplog.text

@@ -69,7 +69,7 @@ def burn_alert_spec(burn: BurnAlert, objectives: Sequence[str], target: float) -
         f"{long_rate} and {short_rate} and {traffic}",
         "0s",
         burn.severity,
-        f"The error budget of the SLO {{{{ $labels.objective }}}} (target {target:g}) burns "
+        f"The error budget of the SLO {{{{ $labels.objective }}}} (target {target:.12g}) burns "
         "{{ $value | humanize }} times as fast as it may",
         "Look at the row `Where the time goes`: admission or prefill_queue: add prefill workers, or refuse earlier "
         "(--max-queue-wait-s); decode or hand-off: add decode workers.",
@@ -85,10 +85,10 @@ def alerts(target: float, objectives: Sequence[str] = OBJECTIVES) -> list[AlertS
     burning = [burn_alert_spec(burn, objectives, target) for burn in burn_alerts(target)]
     wrong_target = AlertSpec(
         "DiptychOtherTarget",
-        f"max by (job) (abs(diptych:slo_target_ratio - {target:g})) > 1e-9",
+        f"max by (job) (abs(diptych:slo_target_ratio - {target:.12g})) > 1e-9",
         "10m",
         "ticket",
-        f"The deployment has another target than these rules, which are for {target:g}",
+        f"The deployment has another target than these rules, which are for {target:.12g}",
         "Write the rules anew, with the deployment's settings: diptych dashboards --out DIR --config FILE",
     )
     return [*burning, *AVAILABILITY, *HAND_OFF, *ENGINE, wrong_target]
@@ -96,7 +96,10 @@ def alerts(target: float, objectives: Sequence[str] = OBJECTIVES) -> list[AlertS
 
 AVAILABILITY = (
     AlertSpec(
-        "DiptychDown", "up == 0", "2m", "page", "Prometheus cannot read the gateway's metrics",
+        "DiptychDown",
+        # Other programs' jobs are none of ours: a job is if it had our metrics within a day, or says so by its name.
+        'up == 0 and on (job, instance) last_over_time(diptych:ready[1d]) or up{job=~".*diptych.*"} == 0',
+        "2m", "page", "Prometheus cannot read the gateway's metrics",
         "See whether the gateway runs (GET /health), and whether the scraper's key is the deployment's --metrics-key.",
     ),
     AlertSpec(
@@ -162,7 +165,7 @@ HAND_OFF = (
 
 ENGINE = (
     AlertSpec(
-        "DiptychPoolFull", "vllm:kv_cache_usage_perc > 0.95", "10m", "ticket",
+        "DiptychPoolFull", "vllm:kv_cache_usage_perc > 0.95 and on (job) diptych:ready", "10m", "ticket",
         "The KV pool of {{ $labels.engine }} is full",
         "Requests are preempted or wait: add workers of this role, or give each more memory "
         "(--kv-cache-memory-bytes), or a codec (--kv-cache-codec).",

@@ -17,7 +17,7 @@ from services.dashboard.slo_rows import admission_row, clients_row, slo_row, tim
 
 RULES_FILE = "diptych-rules.yml"
 HEADER = (
-    "# Written by `diptych dashboards`, for a target of {target:g}. Change the settings, not this file.\n"
+    "# Written by `diptych dashboards`, for a target of {target:.12g}. Change the settings, not this file.\n"
 )
 
 

@@ -211,6 +211,32 @@ def test_every_other_alert_fires_for_its_cause_alone(tmp_path: Path) -> None:
 
 
 @needs_promtool
+def test_other_programs_in_the_same_prometheus_alert_nobody(tmp_path: Path) -> None:
+    theirs = {
+        'up{job="node",instance="a"}': "0x30",
+        'vllm:kv_cache_usage_perc{job="vllm",engine="0"}': "1x30",
+    }
+    lost = {
+        'up{job="mine",instance="b"}': "1x10 0x20",
+        'diptych:ready{job="mine",instance="b"}': "1x10 stale",
+    }
+    never_seen = {'up{job="diptych-2",instance="c"}': "0x30"}
+    check_fires(
+        tmp_path,
+        0.9,
+        [
+            case(theirs, "30m", DiptychDown=0, DiptychPoolFull=0),
+            case(theirs | lost | never_seen, "30m", DiptychDown=2),
+        ],
+    )
+
+
+def test_a_target_keeps_all_its_digits() -> None:
+    (other,) = [one for one in alerts(0.9999999) if one.name == "DiptychOtherTarget"]
+    assert "- 0.9999999)" in other.expr and other.summary.endswith(" 0.9999999")
+
+
+@needs_promtool
 def test_a_broken_threshold_is_seen(tmp_path: Path) -> None:
     """The check itself can fail: with a threshold that is out of reach nothing fires."""
     with pytest.raises(AssertionError, match="DiptychBurnFast"):

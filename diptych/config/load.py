@@ -105,7 +105,7 @@ def _check_config(loaded: LoadedConfig, command: str) -> None:
             "it is the share of requests that are traced, and no traces are sent",
             "add --otlp-traces-endpoint URL, or leave it out",
         )
-    if command in ("gateway", "dashboards"):
+    if command == "gateway":
         check_slo_target(loaded)
     if command in ("worker", "gateway"):
         for name in ("role", "channel", "keys_dir") if command == "worker" else ("channel", "keys_dir"):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diptych.config.load import load_config
+from diptych.config.load import check_slo_target, load_config
 from diptych.slo import DEFAULT_ATTAINMENT
 
 HELP = """Write Grafana dashboards, and Prometheus' rules and alerts, for a deployment's SLOs.
@@ -36,13 +36,17 @@ def dashboards(
         str | None, typer.Option(metavar="SHARE", help="As in `diptych serve` (0.9)", show_default=False)
     ] = None,
 ) -> None:
-    """Write the files and say where they are. Without SLOs, they are for a deployment with both."""
+    """Write the files and say where they are. Without SLOs, also in the deployment's plan, they are for both."""
     given: dict[str, Any] = {
         "slo_ttft_ms": slo_ttft_ms,
         "slo_tpot_ms": slo_tpot_ms,
         "slo_target": slo_target,
     }
-    loaded = load_config("dashboards", given, os.environ, config).config
+    settled = load_config("dashboards", given, os.environ, config)
+    if settled.config.plan is not None:
+        settled = importlib.import_module("services.cli.serve.from_plan").apply_plan_slos(settled)
+    check_slo_target(settled)
+    loaded = settled.config
     limits = {"ttft": loaded.slo_ttft_ms, "tpot": loaded.slo_tpot_ms}
     named = [name for name, limit_ms in limits.items() if limit_ms is not None] or list(limits)
     writer = importlib.import_module("services.dashboard.write")

@@ -55,6 +55,18 @@ def apply_plan(loaded: LoadedConfig) -> tuple[LoadedConfig, PlanFile | None]:
     ), plan
 
 
+def apply_plan_slos(loaded: LoadedConfig) -> LoadedConfig:
+    """The settings with the SLOs and the target of their plan, if one is named; its pools do not matter.
+
+    Raises:
+        ConfigError: the plan cannot be read.
+    """
+    path = loaded.config.plan
+    given = {} if path is None else _slo_settings(loaded, load_plan(path))
+    origins = loaded.origins | dict.fromkeys(given, f"the plan {path}")
+    return LoadedConfig(loaded.config.model_copy(update=given), origins)
+
+
 def check_planned_model(plan: PlanFile | None, model: ProbedModel) -> None:
     """Raises ConfigError if the model that was found is not the model of the plan."""
     if plan is not None and model.num_layers != plan.layers:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import planner.placement.validate
 from diptych.config.load import LoadedConfig, load_config
@@ -32,12 +33,14 @@ from planner.placement.plan_file import (
 from planner.placement.validate import product_limits, step_limits
 from planner.sim.exact.simulate import SimDeployment
 from planner.types import Job, JobResult, Parallelism, Placement
-from services.cli.serve.from_plan import apply_plan, check_planned_model, node_groups
+from services.cli.dashboards import dashboards
+from services.cli.serve.from_plan import apply_plan, apply_plan_slos, check_planned_model, node_groups
 from services.cli.serve.launch import describe_plan
 from services.cli.serve.specs import deployment_spec as deployment
 from services.cli.serve.specs import worker_spec
 from services.cli.simulate.deployment import simulated_deployment as simulated_of
 from services.cli.simulate.options import SimulateOptions
+from services.dashboard.rules import rule_file
 from services.host.model_probe import ProbedModel
 from tests.unit.planner.small_problems import question
 
@@ -102,6 +105,19 @@ def test_a_plan_gives_model_pools_splits_and_objectives(tmp_path: Path) -> None:
     assert config.slo_ttft_ms == pytest.approx(200) and config.slo_tpot_ms == pytest.approx(50)
     assert config.slo_target == 0.9
     assert "plan.json" in loaded.origin_of("prefill") and config.local_prefill == "fallback"
+
+
+def test_dashboards_are_for_the_plan_s_objectives(tmp_path: Path) -> None:
+    save_plan(tmp_path / "plan.json", made(*PAIR))
+    given = {"plan": str(tmp_path / "plan.json"), "slo_ttft_ms": "900"}
+    config = apply_plan_slos(load_config("dashboards", given, {})).config
+    assert (config.slo_ttft_ms, config.slo_target) == (900, 0.9)
+    assert config.slo_tpot_ms == pytest.approx(50) and config.prefill_tp == 1
+    settings = tmp_path / "deployment.yaml"
+    settings.write_text(f"plan: {tmp_path / 'plan.json'}\nslo_target: 0.99\n")
+    out = tmp_path / "out"
+    dashboards(out, settings)
+    assert yaml.safe_load((out / "diptych-rules.yml").read_text()) == rule_file(0.99)
 
 
 def test_workers_take_on_in_a_step_what_was_planned_with(tmp_path: Path) -> None:

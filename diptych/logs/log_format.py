@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import threading
 from datetime import UTC, datetime
@@ -25,6 +26,9 @@ LOG_FORMATS = ("text", "json")
 IDS_FIELD = "request_ids"
 # The attribute with a short word for what happened, such as an error code. Rate limits count by it.
 KIND_FIELD = "kind"
+LINE_END = re.compile(r"[\r\n]")
+# Most characters that are kept of a line which has not ended.
+MAX_REST_CHARS = 8 << 10
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +99,17 @@ class LogWriter(io.TextIOBase):
         self._local = threading.local()
 
     def write(self, text: str) -> int:
-        """Log every complete line of `text`, and keep the rest for the next call of the same thread."""
+        """Log every complete line of `text`, and keep the rest for the next call of the same thread.
+
+        Progress bars end their lines with carriage returns. A rest that becomes too long is logged as a line.
+        """
         if getattr(self._local, "busy", False):
             # The logging module itself complains.
             return self._original.write(text)
-        *lines, self._local.rest = (getattr(self._local, "rest", "") + text).split("\n")
+        *lines, rest = LINE_END.split(getattr(self._local, "rest", "") + text)
+        if len(rest) > MAX_REST_CHARS:
+            lines, rest = [*lines, rest], ""
+        self._local.rest = rest
         self._local.busy = True
         try:
             for line in filter(str.strip, lines):

@@ -95,6 +95,16 @@ def test_refusals(http: httpx.Client, gateway: Running, caplog: pytest.LogCaptur
     assert full.status_code == 429 and "no room" in logged_lines(caplog, full)
 
 
+def test_the_words_of_a_client_cannot_forge_a_line(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    forged = "x\n2026-01-31 12:00:00,000 ERROR gateway x: [req_0] forged\x1b[2J"
+    answer = http.post("/v1/completions", json=ask("x") | {"model": forged})
+    assert answer.status_code == 404 and "\n" in answer.json()["error"]["message"]
+    assert "forged" in logged_lines(caplog, answer) and "\x1b" not in caplog.text
+    assert not any(line.startswith("2026-01-31") for line in caplog.text.splitlines())
+
+
 def test_an_exception_of_our_own(
     http: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,8 @@ def log_failure(scope: Scope, failure: RequestFailure, generation: str = "") -> 
     what = (
         f"{failure.message} (cause: {' '.join(failure.cause.split())})" if failure.cause else failure.message
     )
+    # A client's own words in it, such as a model's name, must not look like other lines.
+    what = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in what)
     about = about_request(request_ids_of(scope, generation), failure.code)
     logger.warning("fails with %d %s: %s", failure.status, failure.code, what, extra=about)
 

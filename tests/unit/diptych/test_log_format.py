@@ -9,7 +9,13 @@ import sys
 
 import pytest
 
-from diptych.logs.log_format import JsonFormatter, TextFormatter, about_request
+from diptych.logs.log_format import (
+    MAX_REST_CHARS,
+    JsonFormatter,
+    LogWriter,
+    TextFormatter,
+    about_request,
+)
 from diptych.logs.request_ids import RequestIds, answer_id, ids_of_sequence, new_request_id
 
 SCRIPT = """
@@ -54,6 +60,26 @@ def test_as_json_every_line_is_one_record() -> None:
     assert "deprecated" in warned["message"] and "t-1" in thread["message"]
     assert "ZeroDivisionError" in thread["exception"] and "the end" in end["exception"]
     assert not any("request_id" in line for line in lines[1:])
+
+
+def test_a_progress_bar_is_lines_too_and_none_grows_without_end() -> None:
+    named = logging.getLogger("test-writer")
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    named.addHandler(handler)
+    try:
+        writer = LogWriter("test-writer", sys.__stderr__ or sys.stderr)
+        for percent in (10, 20, 30):
+            writer.write(f"\r{percent} %")
+        assert records == ["10 %", "20 %"]
+        writer.write("\n")
+        for _ in range(1000):
+            writer.write("x" * 1000)
+    finally:
+        named.removeHandler(handler)
+    assert records[2] == "30 %" and sum(map(len, records[3:])) > 900_000
+    assert max(map(len, records)) < 2 * MAX_REST_CHARS
 
 
 def test_as_text_a_line_has_the_ids_in_brackets() -> None:

@@ -351,8 +351,9 @@ class SequenceStream:
         """Close the sequence and count the failure in the metrics."""
         self._open = False
         self._metrics.failures.labels(failure.code).inc()
-        self._metrics.on_failed(self.record)
+        refused = failure.status == TOO_MANY_REQUESTS
+        self._metrics.on_failed(self.record, refused)
         if failure.is_overload:
             self._metrics.rejections.labels(failure.code).inc()
-        if failure.status == TOO_MANY_REQUESTS:
+        if refused:
             self._metrics.refused.labels(failure.code).inc()

@@ -408,9 +408,9 @@ class GatewayMetrics:
         self.history.count_ended(self._clock(), "answered", record.tokens)
         self._check_slo(record)
 
-    def on_failed(self, record: SequenceRecord | None = None) -> None:
-        """A sequence failed. It counts as a sequence that met no SLO."""
-        self.history.count_ended(self._clock(), "failed")
+    def on_failed(self, record: SequenceRecord | None = None, refused: bool = False) -> None:
+        """A sequence failed, or was `refused` because of load. It counts as a sequence that met no SLO."""
+        self.history.count_ended(self._clock(), "refused" if refused else "failed")
         self._count_slo({"ttft": False, "tpot": False})
         if self.listener is not None and record is not None:
             self.listener.on_failed(record)

@@ -83,6 +83,8 @@ def test_what_does_not_fit_whole_is_refused_whole_and_counted_once_each(gateway:
         assert found["vllm:admission_rejections_total{reason=too_many_requests}"] == 8
         assert found["diptych:slo_requests_total{met=false,objective=ttft}"] == 8
         assert found["diptych:requests_cancelled_total{}"] == 0
+        history = gateway.metrics.history.report(gateway.backend.clock(), 0.9)
+        assert (sum(history["refused"]), sum(history["failed"])) == (8, 0)
         first.cancel_sequences()
         assert gateway.backend.relay.admission.in_flight == 0
         running.cancel()

@@ -131,7 +131,7 @@ def check_auto(classes: tuple[KvClassChoice, ...], asked: str, budget_pct: float
             )
         return
     budget = DEFAULT_KV_BUDGET_PCT if budget_pct is None else budget_pct
-    losses = {one.codec or RAW_CLASS: one.loss_pct for one in classes}
+    losses = {one.codec or RAW_CLASS: one.loss_pct if one.codec else 0.0 for one in classes}
     if sum(loss is not None and loss <= budget for loss in losses.values()) < 2:
         raise _no_choice_error(asked, budget, losses)
 
@@ -144,7 +144,7 @@ def _no_choice_error(asked: str, budget_pct: float, losses: Mapping[str, float |
     return ConfigError(
         f"--kv-cache-codec {asked} leaves no choice within --kv-quality-budget {budget_pct:g}%",
         f"growth of perplexity: {shown}",
-        "raise the budget, or name codecs that lose less",
+        "raise the budget, or name two codecs or more that lose less",
     )
 
 

@@ -129,6 +129,7 @@ def test_a_named_list_may_leave_the_choice_to_the_router() -> None:
         ("auto,raw:0.5,nuq2-1%", None, ("nuq2-1%.g128 14%", "raise the budget")),
         ("auto,raw:0.5,tq4.s7", 50.0, ("tq4.s7 not recorded",)),
         ("auto,nuq4-1%", None, ("no choice",)),
+        ("auto,raw", None, ("raw 0%", "two codecs")),
         ("auto:0.5,raw", None, ("first word",)),
         ("raw:0.5,auto", None, ("first word",)),
         ("raw", 1.0, ("--kv-quality-budget", "one codec")),

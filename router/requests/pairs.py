@@ -17,7 +17,7 @@ from router.requests.failure_policy import NO_WORKERS
 from router.requests.grace import WorkerGrace
 from router.requests.quarantine import CrashQuarantine
 from router.requests.request_state import RequestState
-from router.routing.auto_class import AutoClasses, eligible_classes
+from router.routing.auto_class import AutoClasses, WorkerPaces, eligible_classes
 from router.routing.class_choice import ClassDecision
 from router.routing.credits import pairs_with_credit
 from router.routing.fleet import ROLES, Fleet
@@ -141,10 +141,16 @@ class PairSelector:
 
     @property
     def auto_classes(self) -> list[str]:
-        """The KV classes that the router may choose: those within the budget."""
-        hellos = self.fleet.known_hellos()
-        found = {name for hello in hellos for name in eligible_classes(None, hello, self.auto.budget_pct)}
-        return sorted(found.intersection(self.kv_classes))
+        """The KV classes that the router may choose: those within the budget on a pair that can serve; while no pair
+        can, those of all known workers.
+        """
+        members = self.fleet.workers
+        pairs = [
+            (None if source is None else members[source].hello, members[target].hello)
+            for source, target in self.find_pairs()
+        ] or [(None, hello) for hello in self.fleet.known_hellos()]
+        found = (eligible_classes(source, target, self.auto.budget_pct) for source, target in pairs)
+        return sorted(set[str]().union(*found))
 
     def version_of(
         self, choice: ChosenPair, live: RequestState, kv_class: str | None = None
@@ -252,10 +258,12 @@ class PairSelector:
         ):
             return [{ClassDecision(need.kv_class, live.kv_reason): found}]
         rounds: list[dict[ClassDecision, list[Pair]]] = [{}, {}]
+        paces: WorkerPaces | None = None
         for pair in found:
             decisions = list[ClassDecision]()
             if self._leaves_choice(need, pair):
-                decisions = self.auto.rank_classes(pair, need, self.view, now_s, closed)
+                paces = paces or WorkerPaces.of(self.view)
+                decisions = self.auto.rank_classes(pair, need, self.view, paces, now_s, closed)
             if not decisions and need.kv_class != AUTO_CLASS:
                 first = self._versions_of(pair, need.kv_class)[0]
                 decisions = [ClassDecision(first.kv_class, live.kv_reason)]

@@ -11,7 +11,7 @@ Speeds of links are those of recent moves: what was measured when the link was m
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from router.routing.class_choice import (
     choose_class,
 )
 from router.routing.credits import round_up_to_chunks
+from router.routing.fleet import ROLES
 from router.routing.kv_classes import classes_of, loss_of, pool_size, shared_classes
 from router.routing.policy import (
     DEFAULT_STEP_S,
@@ -39,7 +40,7 @@ from router.routing.policy import (
 SPARE_S = 0.05
 # Weight of the past in the measured speed of a link, applied at each move.
 SPEED_DECAY = 0.8
-# Smaller moves tell more about latency than about speed.
+# Smaller moves tell more about latency than about speed: they count only if they were faster than those before.
 MIN_MEASURED_BYTES = 64 << 10
 
 INFINITE = float("inf")
@@ -74,6 +75,23 @@ def eligible_classes(source: Hello | None, target: Hello, budget_pct: float) -> 
     return sorted(losses, key=lambda name: (losses[name], -sizes[name][1], name))
 
 
+class WorkerPaces(NamedTuple):
+    """Measured seconds per prefilled token, and per decode step, of each worker that can do either."""
+
+    token_s: Mapping[str, float]
+    step_s: Mapping[str, float]
+
+    @classmethod
+    def of(cls, view: RoutingView) -> WorkerPaces:
+        """The paces of all members; defaults where nothing was measured yet."""
+        token_s = dict[str, float]()
+        for role in ROLES:
+            members = view.fleet.workers_of(role)
+            token_s |= seconds_per_unit([(one, one.stats.step_tokens) for one in members], DEFAULT_TOKEN_S)
+        members = view.fleet.workers_of("decode")
+        return cls(token_s, seconds_per_unit([(one, one.stats.steps) for one in members], DEFAULT_STEP_S))
+
+
 @dataclass(slots=True)
 class AutoClasses:
     """Chooses the classes of requests, and remembers the mode of each pair of workers and the speed of each link."""
@@ -84,9 +102,10 @@ class AutoClasses:
 
     def record_move(self, source: str, target: str, num_bytes: int, seconds: float) -> None:
         """KV of `num_bytes` was moved over a link in `seconds`."""
-        if num_bytes < MIN_MEASURED_BYTES or seconds <= 0:
-            return
         before = self._moves.get((source, target), MoveHistory())
+        faster = num_bytes * before.seconds > before.num_bytes * seconds
+        if seconds <= 0 or (num_bytes < MIN_MEASURED_BYTES and not faster):
+            return
         self._moves[source, target] = MoveHistory(
             SPEED_DECAY * before.num_bytes + num_bytes, SPEED_DECAY * before.seconds + seconds
         )
@@ -112,19 +131,22 @@ class AutoClasses:
         pair: Pair,
         need: RoutingNeed,
         view: RoutingView,
+        paces: WorkerPaces,
         now_s: float,
         closed: Container[tuple[str, str]] = (),
     ) -> list[ClassDecision]:
         """The classes that a request may take on a pair of members, preferred first; none if none is eligible.
 
-        `closed` are workers with classes whose room an earlier request waits for.
+        `paces` are the same for all pairs of a view. `closed` are workers with classes whose room an earlier request
+        waits for.
         """
         found = self.find_classes(pair, view)
         if found is None or found.better == found.lighter:
             return [] if found is None else [ClassDecision(found.better, QUALITY)]
-        better, lighter = (self._estimate_class(name, pair, need, view, closed) for name in found)
+        better, lighter = (self._estimate_class(name, pair, need, view, paces, closed) for name in found)
+        spare_s = _spare_s(pair[1], need, view, paces)
         decisions, self.modes[pair] = choose_class(
-            better, lighter, _spare_s(pair[1], need, view), self.modes.get(pair, ClassMode()), now_s
+            better, lighter, spare_s, self.modes.get(pair, ClassMode()), now_s
         )
         return decisions
 
@@ -134,6 +156,7 @@ class AutoClasses:
         pair: Pair,
         need: RoutingNeed,
         view: RoutingView,
+        paces: WorkerPaces,
         closed: Container[tuple[str, str]],
     ) -> ClassEstimate:
         """What a class would cost the request on this pair of members."""
@@ -146,7 +169,7 @@ class AutoClasses:
         if any((worker, kv_class) in closed for worker in pair if worker is not None):
             share = INFINITE
         tokens = view.ledger.load_of(first).queued_tokens + need.prompt_tokens - cached
-        prefill_s = tokens * _seconds_per_token(first, view)
+        prefill_s = tokens * paces.token_s[first]
         if source is None:
             return ClassEstimate(kv_class, share, prefill_s, 0.0)
         queued = max(view.ledger.load_of(name).moving_tokens for name in (source, target))
@@ -175,17 +198,9 @@ def _pool_share(worker: str, tokens: int, need: RoutingNeed, view: RoutingView) 
     return (load.room_tokens + tokens) / (slabs * CHUNK_TOKENS) if slabs else INFINITE
 
 
-def _seconds_per_token(worker: str, view: RoutingView) -> float:
-    """Measured seconds per prefilled token of a worker; the default if none was prefilled yet."""
-    members = view.fleet.workers_of(view.fleet.workers[worker].role)
-    return seconds_per_unit([(one, one.stats.step_tokens) for one in members], DEFAULT_TOKEN_S)[worker]
-
-
-def _spare_s(target: str, need: RoutingNeed, view: RoutingView) -> float:
+def _spare_s(target: str, need: RoutingNeed, view: RoutingView, paces: WorkerPaces) -> float:
     """Seconds by which KV may arrive after its prompt is prefilled: what decoding leaves of the TPOT SLO."""
     if view.tpot_s is None:
         return SPARE_S
-    members = view.fleet.workers_of("decode")
-    step_s = seconds_per_unit([(one, one.stats.steps) for one in members], DEFAULT_STEP_S)[target]
     answer_tokens = max(1, need.room_tokens - need.prompt_tokens)
-    return max(0.0, view.tpot_s - step_s) * answer_tokens
+    return max(0.0, view.tpot_s - paces.step_s[target]) * answer_tokens

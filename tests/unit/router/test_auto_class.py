@@ -9,9 +9,12 @@ from msgspec import structs
 
 from diptych.messages import Hello, Offer, Output, Prefill, Pulled, Step
 from router.effects import AttemptBegan, FailRequest, RelayEffect, RequestArrived, SendMessage
+from router.routing import auto_class
 from router.routing.auto_class import AutoClasses, eligible_classes
 from router.routing.class_choice import ASKED, DEFAULT, LINK, POOL, PREFIX, QUALITY, RETURN_S
+from router.routing.fleet import WorkerState
 from router.routing.kv_classes import AnswerVersion, names_class
+from router.routing.policy import seconds_per_unit
 from tests.unit.router.fake_deployment import PAIR, FakeDeployment, make_hello, make_request
 
 LIGHT = "nuq4-1%.g128@aaaaaaaaaaaaaaaa"
@@ -200,6 +203,19 @@ def test_kv_is_pulled_while_it_is_computed_over_a_link_that_became_slow() -> Non
     assert world.relay.live["b"].staged
 
 
+def test_small_moves_show_that_a_link_is_fast_again() -> None:
+    """They cannot show that it is slow, since latency takes most of their time."""
+    auto = AutoClasses()
+    auto.record_move(*PAIR, 1 << 20, 10.0)
+    slow = replace(auto, _moves=dict(auto._moves))
+    auto.record_move(*PAIR, 1 << 10, 1.0)
+    assert auto == slow
+    for _ in range(30):
+        auto.record_move(*PAIR, 50_000, 0.001)
+    (moves,) = auto._moves.values()
+    assert moves.num_bytes / moves.seconds > 2e6
+
+
 def test_the_queue_in_front_of_a_link_counts() -> None:
     """Alone, the move of each prompt hides behind its prefill. Those whose prefill is over still have to be moved."""
     world = deployment(gb_per_s=0.05)
@@ -307,6 +323,33 @@ def test_auto_without_a_class_in_question_fails_at_once() -> None:
     ask(world, "a", "auto")
     end = world.terminal["a"]
     assert isinstance(end, FailRequest) and end.failure.code == "no_workers"
+
+
+def test_auto_fails_at_once_where_only_one_worker_of_each_pair_knows_a_loss() -> None:
+    world = deployment({LIGHT: 64})
+    unsaid = structs.replace(hello_with(world, "prefill-0", {LIGHT: 64}, link="new"), kv_losses={})
+    world.say("prefill-0", unsaid)
+    world.link("decode-0", "prefill-0")
+    assert world.relay.find_pairs() == [PAIR]
+    assert world.relay.pairs.served_classes == ([LIGHT], [])
+    ask(world, "a", "auto")
+    end = world.terminal["a"]
+    assert isinstance(end, FailRequest) and end.failure.code == "no_workers"
+    assert given(world, "b") == (LIGHT, DEFAULT)
+
+
+def test_the_speeds_of_workers_are_worked_out_once_for_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[int]()
+
+    def counted(counts: list[tuple[WorkerState, int]], default_s: float) -> dict[str, float]:
+        calls.append(len(counts))
+        return seconds_per_unit(counts, default_s)
+
+    names = tuple(f"{role}-{number}" for role in ("prefill", "decode") for number in range(3))
+    world = deployment(names=names)
+    monkeypatch.setattr(auto_class, "seconds_per_unit", counted)
+    assert given(world, "a") == ("raw", QUALITY)
+    assert len(world.relay.find_pairs()) == 9 and len(calls) == 3
 
 
 def test_requests_that_ask_for_nothing_are_served_by_what_there_is() -> None:

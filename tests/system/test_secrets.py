@@ -4,6 +4,7 @@ detailed log level; and every line that the parts of a deployment log is JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Iterator
@@ -88,9 +89,15 @@ def ask_everything(served: Served) -> list[httpx.Response]:
         ]
 
 
-def processes() -> list[psutil.Process]:
-    """The gateway and the workers with all their processes."""
-    return [one for one in psutil.Process().children(recursive=True) if one.is_running()]
+def process_texts() -> dict[str, str]:
+    """Arguments and environment of the gateway, the workers and all their processes, by process."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        # It may end meanwhile.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            text = " ".join([*process.cmdline(), *process.environ().values()])
+            found[f"process {process.pid}"] = text
+    return found
 
 
 def test_planted_secrets_appear_nowhere(served: Served, collector: Collector, written: Path) -> None:
@@ -103,8 +110,9 @@ def test_planted_secrets_appear_nowhere(served: Served, collector: Collector, wr
             found[path.name] = path.read_text(encoding="utf-8", errors="replace")
     assert any(name.startswith("gateway") for name in found) and any("decode-0" in name for name in found)
     found["traces"] = b"\n".join(collector.bodies).decode("latin-1")
-    for process in processes():
-        found[f"process {process.pid}"] = " ".join([*process.cmdline(), *process.environ().values()])
+    found |= process_texts()
+    assert f"process {served.worker('decode-0').pid}" in found
+    assert any("services.gateway" in text for name, text in found.items() if name.startswith("process "))
     assert sum(map(len, found.values())) > 10_000
     leaks = {
         (name, PLANTED.index(secret)) for name, text in found.items() for secret in PLANTED if secret in text

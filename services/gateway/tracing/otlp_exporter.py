@@ -7,6 +7,7 @@ Protocol: https://opentelemetry.io/docs/specs/otlp/, "OTLP/HTTP".
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import threading
@@ -29,6 +30,8 @@ MAX_BATCH_TRACES = 128
 GATHER_S = 0.5
 # Seconds that the collector has for one message.
 SEND_TIMEOUT_S = 5.0
+# Most pieces (64 KiB at most, each within that time) that are read of its answer.
+MAX_ANSWER_PIECES = 4
 # Seconds to wait before each further try to send the same message.
 RETRY_PAUSES_S = (0.5, 1.0, 2.0)
 # Answers after which the same message may be sent again (OTLP/HTTP, "Retryable Response Codes").
@@ -142,7 +145,11 @@ class OtlpExporter:
     def _post_message(self, message: bytes) -> tuple[str, bool]:
         """Send a message once. Returns the problem, "" if there is none, and whether to try again."""
         try:
-            status = self._client.post(self._endpoint, content=message).status_code
+            with self._client.stream("POST", self._endpoint, content=message) as answer:
+                # A short body is read to its end, so that the connection can be used again; an endless one is not.
+                for _ in itertools.islice(answer.iter_raw(), MAX_ANSWER_PIECES):
+                    pass
+                status = answer.status_code
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {error}", True
         return ("" if 200 <= status < 300 else f"it answers {status}"), status in RETRYABLE_STATUSES

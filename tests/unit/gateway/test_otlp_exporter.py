@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,3 +130,25 @@ def test_a_key_in_the_url_is_not_logged(collector: Collector, caplog: pytest.Log
         collector.mode = "take"
         wait_for(lambda: counts == {"sent": 1}, WAIT_S)
     assert "does not take traces" in caplog.text and "planted" not in caplog.text
+
+
+def test_an_answer_without_an_end_is_not_read_to_its_end() -> None:
+    counts = Counter[str]()
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            with contextlib.suppress(OSError):
+                while True:
+                    connection.sendall(b"1000\r\n" + b"x" * 0x1000 + b"\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces"
+        with exporting(url, counts, timeout_s=WAIT_S) as exporter:
+            exporter.export_trace(trace())
+            wait_for(lambda: counts == {"sent": 1}, WAIT_S)
+        thread.join()

@@ -35,7 +35,7 @@ from router.requests.pairs import PairSelector, workers_of_pair
 from router.requests.quarantine import CrashQuarantine
 from router.requests.queue import RequestQueue
 from router.requests.request_state import RequestState
-from router.routing.class_choice import ClassDecision
+from router.routing.class_choice import LINK, ClassDecision
 from router.routing.handoff_cost import HandoffCost
 from router.routing.kv_classes import AnswerVersion
 from router.routing.policy import Pair
@@ -119,7 +119,7 @@ class Attempts:
         self.admission.mark_begun(request.id)
         began = self.places.version_of(choice, live, None if decision is None else decision.kv_class)
         reason = live.kv_reason if decision is None else decision.reason
-        live.begin_attempt(choice, began, self._worth_staging(live, choice, began.kv_class), reason)
+        live.begin_attempt(choice, began, self._worth_staging(live, choice, began.kv_class, reason), reason)
         if live.first_queued_s is None:
             live.first_queued_s = now_s
         self.enter_stage(live, RequestStage.QUEUED, now_s)
@@ -142,13 +142,18 @@ class Attempts:
         self.book_load(live)
         self.queue.start_request(live)
 
-    def _worth_staging(self, live: RequestState, choice: ChosenPair, kv_class: str) -> bool:
-        """Whether the attempt's KV should be pulled while it is computed."""
+    def _worth_staging(self, live: RequestState, choice: ChosenPair, kv_class: str, reason: str) -> bool:
+        """Whether the attempt's KV should be pulled while it is computed.
+
+        Where the class was chosen since the link binds, it should: recent moves were slower than the link was at first.
+        """
         request = live.request
         # If only one token is left to generate, no KV is handed over.
         decodes = request.sampling.max_tokens - len(request.output) > 1
         if live.pinned or not self.pipelined or not decodes or choice.prefill is None:
             return False
+        if reason == LINK:
+            return True
         need = replace(live.need, kv_class=kv_class)
         return self.places.transfer_s(choice, need) >= self.handoff_cost.seconds
 

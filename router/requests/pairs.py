@@ -339,16 +339,9 @@ class PairSelector:
         return others or choose_decode(live.source, live.attempt_need, self.view, barred)
 
     def transfer_s(self, choice: ChosenPair, need: RoutingNeed) -> float:
-        """Predicted seconds of the transfer of its KV to the decode worker; 0 if one worker does both.
-
-        A link that has become slower than it was at first counts as slow.
-        """
-        if choice.prefill is None:
-            return 0.0
-        tokens = need.prompt_tokens - self.view.shared_tokens(choice.decode, need)
-        return max(
-            transfer_s(choice.prefill, choice.decode, need, self.view),
-            self.auto.move_s(choice.prefill, choice.decode, tokens, need, self.view),
+        """Predicted seconds of the transfer of its KV to the decode worker; 0 if one worker does both."""
+        return (
+            transfer_s(choice.prefill, choice.decode, need, self.view) if choice.prefill is not None else 0.0
         )
 
     def begin_attempt(self, live: RequestState, choice: ChosenPair) -> None:

@@ -174,11 +174,11 @@ class AutoClasses:
             return ClassEstimate(kv_class, share, prefill_s, 0.0)
         queued = max(view.ledger.load_of(name).moving_tokens for name in (source, target))
         move_s, queue_s = (
-            self.move_s(source, target, count, exact, view) for count in (need.prompt_tokens - moved, queued)
+            self._move_s(source, target, count, exact, view) for count in (need.prompt_tokens - moved, queued)
         )
         return ClassEstimate(kv_class, share, prefill_s, move_s, queue_s)
 
-    def move_s(self, source: str, target: str, tokens: int, need: RoutingNeed, view: RoutingView) -> float:
+    def _move_s(self, source: str, target: str, tokens: int, need: RoutingNeed, view: RoutingView) -> float:
         """Seconds in which the KV of `tokens` is moved in the class of `need`, at the speed of recent moves."""
         if tokens <= 0:
             return 0.0

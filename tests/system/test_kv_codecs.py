@@ -119,6 +119,7 @@ def test_answers_tell_the_class_and_what_it_saves(coded: Coded) -> None:
         "kv_class": kv_class,
         "kv_bytes_per_token": token_bytes,
         "kv_bytes_saved_per_token": RAW_TOKEN_BYTES - token_bytes,
+        "kv_reason": "default",
     }
     with coded.served.client() as client:
         card = client.models.retrieve("tiny").model_dump()

@@ -284,12 +284,16 @@ def test_kv_of_two_codecs_never_meets_in_a_tree(line: FakeGatewayLink, role: Fak
 def test_a_worker_says_which_class_of_kv_it_has(codec: str) -> None:
     layout = KvLayout(layers=2, kv_heads=1, head_dim=2, dtype="float32", codec=codec)
     parts = unsharded_pool(layout, memoryview(bytearray(3 * layout.chunk_bytes)))
-    built: Any = SimpleNamespace(parts=parts, layout=layout, fingerprint="f", identity={}, max_model_len=192)
+    built: Any = SimpleNamespace(
+        parts=parts, layout=layout, fingerprint="f", identity={}, max_model_len=192, kv_losses={"int4.g2": 0.5},
+        kv_auto=True,
+    )  # fmt: skip
     spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir="", model="")
     life: Any = SimpleNamespace(built=built, spec=spec, role="decode")
     hello = role_lifecycle.make_hello(life, {})
     assert hello.kv_classes == {codec or "raw": (3, layout.chunk_bytes)}
     assert (hello.num_slabs, hello.chunk_bytes) == (3, layout.chunk_bytes)
+    assert hello.kv_losses == {"int4.g2": 0.5} and hello.kv_auto
 
 
 def test_a_worker_that_is_rejected_ends_and_says_why(line: FakeGatewayLink, shell: WorkerLoop) -> None:

@@ -25,6 +25,8 @@ from diptych.config.options import Config
 from diptych.errors import RequestError
 from diptych.failure_statuses import RULES, FailureReason, RequestFailure
 from diptych.logs.log_format import JsonFormatter
+from services.gateway.http import connection, connection_table, error_response
+from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.openai.request_limits import RequestLimits
 from tests.system import fake_workers, scripted_gateway
 from tests.system.fake_workers import MUTE, Puppet
@@ -97,8 +99,12 @@ def documented_codes() -> set[str]:
 
 @contextmanager
 def logged() -> Iterator[Callable[[], list[dict[str, str]]]]:
-    """The lines that this process logs at the default level, as JSON."""
+    """The lines that this process logs at the default level, as JSON. What it logged before counts for no limit."""
     text, root = io.StringIO(), logging.getLogger()
+    limited = [connection.log, connection_table.log, error_response.client_log]
+    limits = [one.filters for one in limited]
+    for one, burst in zip(limited, (1, 1, error_response.MAX_CLIENT_LINES_PER_S), strict=True):
+        one.filters = [LogRateLimit(burst=burst)]
     handler, before = logging.StreamHandler(text), root.level
     handler.setFormatter(JsonFormatter("gateway"))
     handler.setLevel(LEVEL.upper())
@@ -109,6 +115,8 @@ def logged() -> Iterator[Callable[[], list[dict[str, str]]]]:
     finally:
         root.removeHandler(handler)
         root.setLevel(before)
+        for one, filters in zip(limited, limits, strict=True):
+            one.filters = filters
 
 
 def ask(prompt: Any = "x", **fields: Any) -> dict[str, Any]:

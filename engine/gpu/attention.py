@@ -14,25 +14,15 @@ type and sum in float32. Without a CUDA device everything runs in Triton's inter
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-
-# Triton reads this variable whenever a kernel is declared, its own kernels included.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import triton
 import triton.language as tl
 
-from diptych.chunks import CHUNK_TOKENS
 from engine.attention.batch import ForwardBatch
 from engine.attention.prefix_plan import PrefixPlan
 from engine.gpu.batch import (
-    ITEM_FIELDS,
     MAX_PARTS,
     TILE_FIELDS,
     DeviceStep,
@@ -44,34 +34,20 @@ from engine.gpu.batch import (
     measure_sizes,
     view_step,
 )
+from engine.gpu.decode_rows import (
+    EMPTY_PART,
+    LOWEST,
+    PAGE,
+    PRECISION,
+    absorb_scores,
+    locate_rows,
+    store_part,
+)
 from engine.gpu.launch import LaunchTuning, next_power_of_two
+from engine.gpu.triton_kernel import INTERPRETED, ROWS_PER_PROGRAM, triton_kernel
 from kvcache.layout import KvLayout
 
-INTERPRETED = not isinstance(tl.max, triton.JITFunction)
-if bool(triton.knobs.runtime.interpret) != INTERPRETED:
-    raise ImportError("TRITON_INTERPRET was changed after triton was imported: set it before, or not at all")
-
-# Rows per program of a row-wise kernel. The interpreter is faster with few programs.
-ROWS_PER_PROGRAM = 32 if INTERPRETED else 1
-
-PAGE = tl.constexpr(CHUNK_TOKENS)
-ITEM_NUMBERS = tl.constexpr(ITEM_FIELDS)
 TILE_NUMBERS = tl.constexpr(TILE_FIELDS)
-# Precision of float32 products: three passes over tensor cores are as exact as float32 sums.
-PRECISION = tl.constexpr("tf32x3")
-LOWEST = tl.constexpr(-1e30)  # used as minus infinity: differences between such numbers stay finite
-# A part with a weight below this is empty.
-EMPTY_PART = tl.constexpr(-1e29)
-
-
-# Arguments that change from step to step: specialising on their divisibility would recompile kernels again and again.
-UNSPECIALIZED = ["count", "line_stride", "splits", "most", "window"]
-
-
-def triton_kernel(function: Callable[..., Any]) -> Any:
-    """`function` as a Triton kernel, to be indexed with a grid; compiled for the GPU, or interpreted without one."""
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[name for name in UNSPECIALIZED if name in names])
 
 
 @triton_kernel
@@ -79,31 +55,6 @@ def _absorb(q, k, v, seen, top, total, acc, scale):  # type: ignore[no-untyped-d
     """Add one page to the running softmax of all rows. q [M, D], k and v [64, D], seen [M, 64]; sums in float32."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     return absorb_scores(s, v, seen, top, total, acc)
-
-
-@triton_kernel
-def absorb_scores(s, v, seen, top, total, acc):  # type: ignore[no-untyped-def]
-    """As `_absorb`, with the scores s [M, 64] of one page."""
-    s = tl.where(seen, s, LOWEST)
-    high = tl.maximum(top, tl.max(s, 1))
-    p = tl.where(seen, tl.exp2(s - high[:, None]), 0.0)
-    fade = tl.exp2(top - high)
-    total = total * fade + tl.sum(p, 1)
-    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return high, total, acc
-
-
-@triton_kernel
-def row_part(lengths, begins, line, part, splits, window):  # type: ignore[no-untyped-def]
-    """The range of chunks of split `part`, if a row's own chunks are cut into `splits` splits."""
-    length = tl.load(lengths + line)
-    begin = tl.load(begins + line)
-    if window > 0:
-        begin = tl.maximum(begin, tl.maximum(length - window, 0) // PAGE)
-    end = (length + PAGE - 1) // PAGE
-    share = (tl.maximum(end - begin, 0) + splits - 1) // splits
-    first = begin + part * share
-    return first, tl.minimum(end, first + share)
 
 
 @triton_kernel
@@ -121,27 +72,9 @@ def _decode(  # type: ignore[no-untyped-def]
     h = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
     t = tl.arange(0, PAGE)
-    if SHARED:
-        item = items + tl.program_id(1) * ITEM_NUMBERS
-        first, last = tl.load(item), tl.load(item + 1)
-        line, bottom, part = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4) + splits
-        m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-        row = line + m // GROUP
-        live = row < bottom
-    else:
-        line = tl.program_id(1) // splits
-        part = tl.program_id(1) % splits
-        m = tl.arange(0, BLOCK_M)
-        row = line + m * 0
-        live = m < GROUP
-        first, last = row_part(lengths, begins, line, part, splits, window)
-    head = h * GROUP + m % GROUP
-    # A row attends to the tokens at places low to high - 1.
-    high = tl.load(lengths + row, mask=live, other=0)
-    low = tl.where(window > 0, tl.maximum(high - window, 0), 0)
-    # Tokens at this place and later are not read, since their memory may hold anything.
-    reach = tl.max(high, 0)
-    at = tl.load(rows + row, mask=live, other=0).to(tl.int64)
+    line, part, row, live, first, last, head, low, high, reach, at = locate_rows(
+        rows, lengths, begins, items, splits, window, GROUP, BLOCK_M, SHARED
+    )
     inside = live[:, None] & (d < WIDTH)[None, :]
     q = tl.load(qkv + at[:, None] * stride + head[:, None] * WIDTH + d[None, :], mask=inside, other=0.0).to(
         TYPE
@@ -159,14 +92,10 @@ def _decode(  # type: ignore[no-untyped-def]
         seen = (token[None, :] >= low[:, None]) & (token[None, :] < high[:, None])
         top, total, acc = _absorb(q, k, v, seen, top, total, acc, scale)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    if DIRECT:
-        tl.store(out + at[:, None] * out_stride + head[:, None] * WIDTH + d[None, :], acc, mask=inside)
-    else:
-        # An empty part stores only its weight; the merge does not read its values.
-        slot = (row.to(tl.int64) * most + part) * HEADS + head
-        weight = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), LOWEST)
-        tl.store(weights + slot, weight, mask=live)
-        tl.store(parts + slot[:, None] * WIDTH + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
+    store_part(
+        acc, top, total, at, row, part, head, d, live, inside, out, parts, weights, most, out_stride,
+        HEADS, WIDTH, DIRECT,
+    )  # fmt: skip
 
 
 @triton_kernel

@@ -22,22 +22,14 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.gpu.attention import (
-    ITEM_NUMBERS,
-    LOWEST,
-    PAGE,
-    PRECISION,
-    ROWS_PER_PROGRAM,
-    GpuAttention,
-    absorb_scores,
-    row_part,
-    triton_kernel,
-)
+from engine.gpu.attention import GpuAttention
 from engine.gpu.batch import DeviceStep
 from engine.gpu.coded.encode import _encode
 from engine.gpu.coded.expand import _expand, expand_halves, expand_head, mix_heads, unmix_heads
 from engine.gpu.coded.page_format import CALIBRATED, ROTATED, describe_pages
+from engine.gpu.decode_rows import LOWEST, PAGE, PRECISION, absorb_scores, locate_rows, store_part
 from engine.gpu.launch import LaunchTuning, next_power_of_two
+from engine.gpu.triton_kernel import ROWS_PER_PROGRAM, triton_kernel
 from kvcache.codecs.hadamard import rotate_heads
 from kvcache.codecs.page import Codec
 from kvcache.layout import KvLayout
@@ -105,25 +97,9 @@ def _decode_coded(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr = FORMAT.width
     h = tl.program_id(0)
     d = tl.arange(0, FORMAT.block)
-    if SHARED:
-        item = items + tl.program_id(1) * ITEM_NUMBERS
-        first, last = tl.load(item), tl.load(item + 1)
-        line, bottom, part = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4) + splits
-        m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-        row = line + m // GROUP
-        live = row < bottom
-    else:
-        line = tl.program_id(1) // splits
-        part = tl.program_id(1) % splits
-        m = tl.arange(0, BLOCK_M)
-        row = line + m * 0
-        live = m < GROUP
-        first, last = row_part(lengths, begins, line, part, splits, window)
-    head = h * GROUP + m % GROUP
-    high = tl.load(lengths + row, mask=live, other=0)
-    low = tl.where(window > 0, tl.maximum(high - window, 0), 0)
-    reach = tl.max(high, 0)
-    at = tl.load(rows + row, mask=live, other=0).to(tl.int64)
+    line, part, row, live, first, last, head, low, high, reach, at = locate_rows(
+        rows, lengths, begins, items, splits, window, GROUP, BLOCK_M, SHARED
+    )
     inside = live[:, None] & (d < WIDTH)[None, :]
     page, own_head = h // FORMAT.heads, h % FORMAT.heads
     own, base = tables + page * table_stride, offset + page * FORMAT.page_bytes
@@ -146,13 +122,10 @@ def _decode_coded(  # type: ignore[no-untyped-def]
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if FORMAT.family == ROTATED:
         acc = unmix_heads(acc, own, BLOCK_M, FORMAT)
-    if DIRECT:
-        tl.store(out + at[:, None] * out_stride + head[:, None] * WIDTH + d[None, :], acc, mask=inside)
-    else:
-        slot = (row.to(tl.int64) * most + part) * HEADS + head
-        weight = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), LOWEST)
-        tl.store(weights + slot, weight, mask=live)
-        tl.store(parts + slot[:, None] * WIDTH + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
+    store_part(
+        acc, top, total, at, row, part, head, d, live, inside, out, parts, weights, most, out_stride,
+        HEADS, WIDTH, DIRECT,
+    )  # fmt: skip
 
 
 class CodedGpuAttention(GpuAttention):

@@ -30,6 +30,7 @@ from engine.gpu import attention, rowwise
 from engine.gpu.coded import attention as coded_attention
 from engine.gpu.decoder import GpuDecoder
 from engine.gpu.launch import LaunchTuning
+from engine.gpu.triton_kernel import UNSPECIALIZED
 from engine.step_work import StepWork
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -59,7 +60,7 @@ class Recorder:
         aligned = {
             (self.names.index(name),): [["tt.divisibility", 16]]
             for name, value in values.items()
-            if name not in constants and name not in attention.UNSPECIALIZED and _aligned(value)
+            if name not in constants and name not in UNSPECIALIZED and _aligned(value)
         }
         key = str((signature, sorted(aligned), constants, options))
         if key in self.seen:

@@ -15,9 +15,10 @@ pytest.importorskip(
 )
 
 from engine.attention.batch import ForwardBatch, pack_batch
-from engine.gpu.attention import INTERPRETED, GpuAttention
+from engine.gpu.attention import GpuAttention
 from engine.gpu.batch import MAX_PARTS, cut_shared_runs
 from engine.gpu.launch import LaunchTuning
+from engine.gpu.triton_kernel import INTERPRETED
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
 from tests import reference_attention

@@ -18,10 +18,10 @@ from diptych.errors import ConfigError
 from engine.attention.batch import ForwardBatch, pack_batch
 from engine.cpu.coded.attention import CodedAttention, CodedPool
 from engine.cpu.coded.sink_table import SinkTable
-from engine.gpu.attention import INTERPRETED
 from engine.gpu.coded import attention
 from engine.gpu.coded.attention import CodedGpuAttention
 from engine.gpu.launch import LaunchTuning
+from engine.gpu.triton_kernel import INTERPRETED
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
 from tests.engine.cpu.test_coded_kernels import (

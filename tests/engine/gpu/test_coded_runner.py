@@ -16,11 +16,11 @@ pytest.importorskip(
 from diptych.errors import ConfigError
 from engine.attention.batch import pack_batch
 from engine.cpu.model_runner import CpuModelRunner
-from engine.gpu.attention import INTERPRETED
 from engine.gpu.batch import fill_step, view_step
 from engine.gpu.coded.attention import CodedGpuAttention
 from engine.gpu.coded.memory import coded_memory_bytes
 from engine.gpu.model_runner import GpuModelRunner
+from engine.gpu.triton_kernel import INTERPRETED
 from engine.model.checkpoint import Checkpoint
 from engine.model.weights import WeightReader
 from engine.step_work import StepWork

@@ -19,9 +19,9 @@ from benchmarks import gpu_decode
 from engine.attention.batch import pack_batch
 from engine.cpu.model_runner import CpuModelRunner
 from engine.gpu import model_runner
-from engine.gpu.attention import INTERPRETED
 from engine.gpu.batch import fill_step, view_step
 from engine.gpu.decoder import GpuDecoder
+from engine.gpu.triton_kernel import INTERPRETED
 from engine.model.checkpoint import Checkpoint
 from engine.model.weights import WeightReader
 from engine.step_work import StepWork

@@ -118,25 +118,25 @@ async def probe_server(url: str, key: str | None, model: str | None, endpoint: s
             raise ConfigError(f"{origin.url} does not say which models it has", why, "give --model NAME")
         client = BenchClient(origin, key)
         route, way = await _find_length_fields(client, name, ROUTES[endpoint])
-        card = models.get(name, ModelCard())
+        card = models.get(name, ListedModel())
         plain = BenchServer(client, name, route, way, Vocabulary(()), card.max_model_len, card.kv_classes)
         return replace(plain, vocabulary=await learn_vocabulary(await _token_counter(plain, http)))
 
 
-class ModelCard(NamedTuple):
+class ListedModel(NamedTuple):
     """What a server says of a model: the tokens that it takes, and its classes of KV, if there are several."""
 
     max_model_len: int | None = None
     kv_classes: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, card: Mapping[str, Any]) -> ModelCard:
+    def read(cls, card: Mapping[str, Any]) -> ListedModel:
         """Reads an entry of /v1/models."""
         classes = tuple(map(str, card.get("kv_classes") or ()))
         return cls(card.get("max_model_len"), classes if len(classes) > 1 else ())
 
 
-async def _list_models(http: httpx.AsyncClient, url: str) -> dict[str, ModelCard]:
+async def _list_models(http: httpx.AsyncClient, url: str) -> dict[str, ListedModel]:
     """The models that are listed, with what the server says of each."""
     try:
         response = await http.get("/v1/models")
@@ -145,7 +145,7 @@ async def _list_models(http: httpx.AsyncClient, url: str) -> dict[str, ModelCard
     if response.status_code in (401, 403):
         raise _refused_error(*refusal_reason(response.status_code, response.content))
     with contextlib.suppress(ValueError, LookupError, TypeError):
-        return {str(one["id"]): ModelCard.read(one) for one in response.json()["data"]}
+        return {str(one["id"]): ListedModel.read(one) for one in response.json()["data"]}
     return {}
 
 

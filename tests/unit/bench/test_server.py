@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diptych.errors import ConfigError, StartError
-from services.bench.server import CHAT, COMPLETIONS, BenchServer, ModelCard, probe_server
+from services.bench.server import CHAT, COMPLETIONS, BenchServer, ListedModel, probe_server
 from tests.unit.bench import fake_server
 from tests.unit.bench.fake_server import Asked
 
@@ -80,7 +80,9 @@ async def test_a_server_that_can_only_chat() -> None:
     choice = replace(target, kv_classes=("raw", "tq4"))
     assert b'"diptych":{"kv":"tq4"}' in choice.request_body("hello", 3, "tq4")
     assert b"diptych" not in choice.request_body("hello", 3)
-    cards = [ModelCard.read({"id": "m", "kv_classes": classes}) for classes in ([], ["raw"], ["raw", "tq4"])]
+    cards = [
+        ListedModel.read({"id": "m", "kv_classes": classes}) for classes in ([], ["raw"], ["raw", "tq4"])
+    ]
     assert [card.kv_classes for card in cards] == [(), (), ("raw", "tq4")]
 
 

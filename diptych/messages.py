@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.request import SamplingParams, Tenancy
 
 # A peer that was silent for this long counts as lost; no pause of a healthy process lasts that long.
@@ -83,6 +84,8 @@ class Prefill(ChannelMessage, frozen=True):
     stage: bool = False
     # The KV class (`Hello.kv_classes`) that this attempt's KV is in; empty: the worker's first one.
     kv_class: str = ""
+    # What the attempt may drop of its KV.
+    keep: KeepSpec = KEEP_ALL
 
 
 class Generate(ChannelMessage, frozen=True):
@@ -97,6 +100,7 @@ class Generate(ChannelMessage, frozen=True):
     origin: Tenancy = Tenancy()
     # As in `Prefill`.
     kv_class: str = ""
+    keep: KeepSpec = KEEP_ALL
 
 
 class Admit(ChannelMessage, frozen=True):
@@ -118,6 +122,7 @@ class Admit(ChannelMessage, frozen=True):
     origin: Tenancy = Tenancy()
     # As in `Prefill`.
     kv_class: str = ""
+    keep: KeepSpec = KEEP_ALL
 
 
 class Staging(ChannelMessage, frozen=True):
@@ -129,7 +134,10 @@ class Staging(ChannelMessage, frozen=True):
 
 
 class Fetch(ChannelMessage, frozen=True):
-    """The ticket of an attempt that was admitted without one; `output` has the first token now."""
+    """The ticket of an attempt that was admitted without one; `output` has the first token now.
+
+    What the attempt may drop of its KV was said by its `Admit`, and cannot change.
+    """
 
     request: str
     epoch: int

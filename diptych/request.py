@@ -10,6 +10,8 @@ from enum import Enum
 
 import msgspec
 
+from diptych.keep_spec import KEEP_ALL, KeepSpec
+
 
 class Grammar(msgspec.Struct, frozen=True):
     """Structured output: `kind` is "json_object", "json_schema", "regex" or "lark"; `text` is the grammar's source."""
@@ -118,6 +120,8 @@ class Request:
     # The KV class that it asks for (`diptych.messages.Hello.kv_classes`): its id, its codec's name, or `AUTO_CLASS`.
     # None: that of the workers.
     kv_class: str | None = None
+    # What may be dropped of its KV.
+    keep: KeepSpec = KEEP_ALL
 
     def enter_stage(self, stage: RequestStage, now_s: float) -> None:
         """Enter `stage` at `now_s`.

@@ -9,6 +9,7 @@ from typing import Any
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import DiptychError
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.request import SamplingParams, Tenancy
 from kvcache.prefix_tree import chunk_keys
 
@@ -75,6 +76,8 @@ class Sequence:
     # Whether nothing has been emitted for it yet.
     silent: bool = True
     kv_class: str = ""
+    # What it may drop of its KV.
+    keep: KeepSpec = KEEP_ALL
     # Its name in the engine and in `KvAllocator`.
     key: str = field(init=False)
 

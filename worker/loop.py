@@ -360,6 +360,7 @@ class WorkerLoop:
             origin=order.origin,
             root=self._prefix_root(order.origin.scope, self._codecs[kv_class]),
             kv_class=kv_class,
+            keep=order.keep,
         )
         # The sequence's KV may be on the way for a while before the engine gets the sequence.
         self.engine.expect(seq)

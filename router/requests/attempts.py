@@ -126,11 +126,11 @@ class Attempts:
         what = list(request.prompt), list(request.output), request.sampling
         remaining_s = request.deadline_s - now_s
         if choice.prefill:
-            order: ToWorker = Prefill(
-                request.id, request.epoch, *what, remaining_s, request.origin, live.staged, began.kv_class
-            )
+            kv = live.staged, began.kv_class, request.keep
+            order: ToWorker = Prefill(request.id, request.epoch, *what, remaining_s, request.origin, *kv)
         else:
-            order = Generate(request.id, request.epoch, *what, remaining_s, request.origin, began.kv_class)
+            kept = began.kv_class, request.keep
+            order = Generate(request.id, request.epoch, *what, remaining_s, request.origin, *kept)
         self.send_message(first, order)
         live.holders = {first}
         self.effects.append(
@@ -151,6 +151,9 @@ class Attempts:
         # If only one token is left to generate, no KV is handed over.
         decodes = request.sampling.max_tokens - len(request.output) > 1
         if live.pinned or not self.pipelined or not decodes or choice.prefill is None:
+            return False
+        if request.keep.evicts:
+            # What is kept of its KV is decided when the prompt has all of it.
             return False
         if reason == LINK:
             return True
@@ -270,10 +273,8 @@ class Attempts:
         request = live.request
         what = list(request.prompt), list(request.output), request.sampling, live.ticket
         remaining_s = request.deadline_s - now_s
-        kv_class = "" if live.began is None else live.began.kv_class
-        self.send_message(
-            decode, Admit(request.id, request.epoch, *what, remaining_s, request.origin, kv_class)
-        )
+        kv = "" if live.began is None else live.began.kv_class, request.keep
+        self.send_message(decode, Admit(request.id, request.epoch, *what, remaining_s, request.origin, *kv))
         live.target, live.offered_s = decode, now_s
         live.holders.add(decode)
         live.contacted_lives.add(self.places.fleet.workers[decode].hello.incarnation)

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import (
+    Admit,
     ChannelMessage,
+    Generate,
     Hello,
     Output,
     Prefill,
@@ -43,6 +46,7 @@ SAMPLES: dict[object, object] = {
     list[Output]: [Output("r", 1, [5], finish="stop", seconds={"prefill": 1.0})],
     WorkerStats: WorkerStats(slabs_used=3, step_seconds=0.5, preemptions={"park": 2}),
     Tenancy: Tenancy("t", "s", -1),
+    KeepSpec: KeepSpec(0.95, 128),
     SamplingParams: SamplingParams(
         max_tokens=3, seed=2**63, logit_bias={5: -1.0}, grammar=Grammar("regex", "a+")
     ),
@@ -82,6 +86,36 @@ def test_fields_at_the_end_with_defaults_may_be_absent() -> None:
     old = msgspec.msgpack.decode(short, type=Hello)
     assert (old.ended, old.kv_classes, old.raw_chunk_bytes, old.worker) == ("", {}, 0, "text")
     assert (old.kv_losses, old.kv_auto) == ({}, False)
+
+
+@pytest.mark.parametrize("kind", [Prefill, Generate, Admit], ids=lambda kind: kind.__name__)
+def test_an_order_without_a_keep_spec_keeps_everything(kind: type[ChannelMessage]) -> None:
+    whole = msgspec.msgpack.decode(msgspec.msgpack.encode(example(kind)))
+    old = msgspec.msgpack.decode(msgspec.msgpack.encode(whole[:-1]), type=kind)
+    assert isinstance(old, Prefill | Generate | Admit)
+    assert (old.keep, old.keep.evicts) == (KEEP_ALL, False)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "boundary", "why"),
+    [
+        (0.0, 0, "at most 1, not 0.0"),
+        (1.01, 0, "at most 1, not 1.01"),
+        (float("nan"), 0, "at most 1, not nan"),
+        (0.5, -64, "not -64 tokens"),
+        (0.5, 63, "not 63 tokens"),
+    ],
+)
+def test_a_keep_spec_that_makes_no_sense_is_refused(threshold: float, boundary: int, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        KeepSpec(threshold, boundary)
+    with pytest.raises(msgspec.ValidationError, match=why):
+        msgspec.msgpack.decode(msgspec.msgpack.encode((threshold, boundary)), type=KeepSpec)
+
+
+def test_decision_points_follow_the_answer() -> None:
+    points = {tokens: decision_tokens(100, tokens) for tokens in (99, 100, 163, 164, 227, 228)}
+    assert points == {99: 0, 100: 100, 163: 100, 164: 164, 227: 164, 228: 228}
 
 
 def test_the_wire_is_compact() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from diptych.keep_spec import KeepSpec
 from diptych.messages import (
     Abort,
     Admit,
@@ -18,13 +19,22 @@ from diptych.messages import (
     Step,
 )
 from diptych.request import RequestStage
-from router.effects import AttemptBegan, ClientGone, FailRequest, FinishRequest, KvMoved, StopFound
+from router.effects import (
+    AttemptBegan,
+    ClientGone,
+    FailRequest,
+    FinishRequest,
+    KvMoved,
+    RequestArrived,
+    StopFound,
+)
 from router.routing.handoff_cost import COST_DECAY, INITIAL_COST_S, HandoffCost
 from tests.unit.router.fake_deployment import (
     PAIR,
     FakeDeployment,
     is_at_rest,
     linked_deployment,
+    make_request,
     messages_to,
 )
 
@@ -39,6 +49,18 @@ def staged(*workers: str) -> FakeDeployment:
     world.stage("prefill-0", KEY)
     world.flush("prefill-0")
     return world
+
+
+def test_kv_of_which_something_is_dropped_is_not_pulled_while_it_is_computed() -> None:
+    world = linked_deployment(*PAIR, gb_per_s=SLOW)
+    request = make_request("r")
+    request.keep = KeepSpec(0.95, 64)
+    effects = world.do(RequestArrived(request))
+    [prefill] = messages_to(effects, "prefill-0")
+    assert isinstance(prefill, Prefill) and (prefill.stage, prefill.keep) == (False, request.keep)
+    world.first("prefill-0", KEY)
+    [admit] = messages_to(world.flush("prefill-0"), "decode-0")
+    assert isinstance(admit, Admit) and (admit.ticket, admit.keep) == (b"ticket", request.keep)
 
 
 def stage_of(world: FakeDeployment) -> RequestStage:

@@ -1,0 +1,62 @@
+"""What an attempt may drop of its KV (eviction by attention head), and when it is decided what is dropped.
+
+    |-- boundary: whole chunks, all kept --|-- prompt, by policy --|-- answer, by policy --|-- since then: all kept --|
+    0                                                              P                       P + 64 k            tokens
+
+P is the number of the prompt's tokens. It is decided once when the prompt has its KV, and again whenever 64 more tokens
+of the answer have theirs. Nothing but prompt, answer and `KeepSpec` counts for what is kept, so an attempt that reads
+the delivered tokens again decides as the attempt before.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from diptych.chunks import CHUNK_TOKENS
+
+
+class KeepSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How much of its attention every head of an attempt keeps, and from which position on tokens may be dropped.
+
+    `threshold` (T in FastGen, Ge et al. 2024, section 3) is the share of a head's attention over the prompt that its
+    policy must recover: more than 0, at most 1. With 1 nothing is dropped. Positions below `boundary`, a number of
+    tokens in whole chunks, always stay.
+
+    Raises:
+        ValueError: the threshold is not above 0 and at most 1, or the boundary is not a number of whole chunks.
+    """
+
+    threshold: float = 1.0
+    boundary: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise ValueError(f"a threshold must be greater than 0 and at most 1, not {self.threshold}")
+        if self.boundary < 0 or self.boundary % CHUNK_TOKENS:
+            raise ValueError(
+                f"a boundary is a number of chunks of {CHUNK_TOKENS} tokens, not {self.boundary} tokens"
+            )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything may be dropped."""
+        return self.threshold < 1
+
+    @property
+    def boundary_chunks(self) -> int:
+        """Number of leading chunks that stay whole."""
+        return self.boundary // CHUNK_TOKENS
+
+
+# Everything is kept.
+KEEP_ALL = KeepSpec()
+
+
+def decision_tokens(prompt_tokens: int, num_tokens: int) -> int:
+    """Number of tokens at the last point at which it was decided what is kept.
+
+    `num_tokens` of a sequence have KV, of which `prompt_tokens` are its prompt's. It is 0 while the prompt is computed.
+    """
+    if num_tokens < prompt_tokens:
+        return 0
+    return num_tokens - (num_tokens - prompt_tokens) % CHUNK_TOKENS

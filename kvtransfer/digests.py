@@ -21,7 +21,9 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.hashing import HashField, hash_fields
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from kvcache.codecs.codec_id import MAX_ID_CHARS
 
 DIGEST_BYTES = 16
@@ -75,6 +77,10 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     `[layers, kv_heads, 2, chunk_tokens, head_dim]`; `chunk_bytes` is its size in memory and on the wire; `codec` is the
     canonical id of the codec of its pages, empty if they are not coded (`kvcache.layout.KvLayout.codec`); `algorithm`
     is a key of `HASH_FUNCTIONS`.
+
+    If `keep` drops tokens, only the chunks below its boundary are chunks. What is kept of the other tokens is in
+    `num_bag_slabs` slabs, whose own map says what lies where (`kvcache.kept_rows`); `num_tokens` are the tokens at the
+    point at which that was decided. Where a docstring here says chunk, it means such a slab as well.
     """
 
     request: BoundedText
@@ -87,6 +93,8 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     chunk_bytes: Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]
     codec: Annotated[str, Meta(max_length=MAX_ID_CHARS)] = ""
     algorithm: BoundedText = "xxh3"
+    keep: KeepSpec = KEEP_ALL
+    num_bag_slabs: BoundedCount = 0
 
     @property
     def chunk_tokens(self) -> int:
@@ -96,10 +104,32 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     @property
     def num_chunks(self) -> int:
         """Number of chunks that the tokens fill; the last one may be partly filled."""
+        if self.keep.evicts:
+            return self.keep.boundary_chunks + self.num_bag_slabs
         return -(-self.num_tokens // self.chunk_tokens)
 
+    @property
+    def is_keep_sound(self) -> bool:
+        """Whether `keep` and `num_bag_slabs` can be true of `num_tokens` tokens.
+
+        A bag has a slab for its map at least. Kept rows and map together never need two slabs for each chunk of tokens.
+        """
+        if not self.keep.evicts:
+            return self.keep == KEEP_ALL and self.num_bag_slabs == 0
+        behind = self.num_tokens - self.keep.boundary
+        return (
+            self.chunk_tokens == CHUNK_TOKENS
+            and behind >= 0
+            and 1 <= self.num_bag_slabs <= 1 + 2 * -(-behind // CHUNK_TOKENS)
+        )
+
     def valid_tokens(self, index: int) -> int:
-        """Number of rows of chunk `index` that hold KV; only the last chunk may have fewer than `chunk_tokens`."""
+        """Number of rows of chunk `index` that hold KV; only the last chunk may have fewer than `chunk_tokens`.
+
+        It is 0 for a slab of a bag, whose map says what it holds.
+        """
+        if self.keep.evicts:
+            return self.chunk_tokens if index < self.keep.boundary_chunks else 0
         return min(self.chunk_tokens, self.num_tokens - index * self.chunk_tokens)
 
 
@@ -119,6 +149,7 @@ class ChunkDigester:
         ]
         fields += [terms.dtype, *terms.shape, terms.fingerprint]
         fields += [terms.chunk_bytes, terms.codec, terms.algorithm]
+        fields += [repr(terms.keep.threshold), terms.keep.boundary, terms.num_bag_slabs]
         self.context = terms
         self._sealed = hashlib.blake2b(hash_fields(fields), key=_fit_key(key), digest_size=DIGEST_BYTES)
 

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import StaleTicket, TransferError
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from kvcache.layout import DTYPE_BYTES, KvLayout
 from kvtransfer.digests import (
     DIGEST_BYTES,
@@ -41,13 +42,16 @@ class OfferedChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An offer of the KV of `terms.request`, held by life `incarnation` of `worker`; `chunks` are in token order."""
+    """An offer of the KV of `terms.request`, held by life `incarnation` of `worker`; `chunks` are in token order.
+
+    If `terms.keep` drops tokens, the whole chunks come first, and then the slabs of the bag, in the bag's order.
+    """
 
     terms: DigestContext
     worker: BoundedText
     incarnation: BoundedText
     chunks: Annotated[tuple[OfferedChunk, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
-    version: Annotated[int, Meta(ge=2, le=2)] = 2
+    version: Annotated[int, Meta(ge=3, le=3)] = 3
 
     @property
     def num_bytes(self) -> int:
@@ -87,10 +91,13 @@ def issue_ticket(
     one per chunk of `terms` in token order, must not change any more.
 
     Raises:
-        ValueError: the number of slabs is not `terms.num_chunks`.
+        ValueError: the number of slabs is not `terms.num_chunks`, or `terms` contradict what is kept.
     """
     if len(slabs) != terms.num_chunks:
         raise ValueError(f"{terms.num_tokens} tokens are {terms.num_chunks} chunks, not {len(slabs)} slabs")
+    if not terms.is_keep_sound:
+        what = f"a bag of {terms.num_bag_slabs} slabs and {terms.keep}"
+        raise ValueError(f"{what} contradict each other for {terms.num_tokens} tokens")
     seal = ChunkDigester(key, terms)
     chunks = tuple(
         OfferedChunk(slab, seal.digest_chunk(i, payload(slab, terms.algorithm)))
@@ -140,8 +147,12 @@ def check_ticket(
     num_tokens: int,
     layout: KvLayout,
     fingerprint: str,
+    keep: KeepSpec = KEEP_ALL,
 ) -> None:
     """Check that a ticket fits this worker's order for the request, and the model and the KV layout that it has.
+
+    `keep` and `num_tokens` are those of the order: what it may drop, and the tokens at the last point at which it was
+    decided what is dropped (`diptych.keep_spec.decision_tokens`); without eviction all tokens that have KV.
 
     Raises:
         StaleTicket: a field differs; the text names the first one, with both values.
@@ -150,6 +161,8 @@ def check_ticket(
     pairs: list[tuple[str, object, object]] = [
         ("request", terms.request, request),
         ("epoch", terms.epoch, epoch),
+        ("eviction threshold", terms.keep.threshold, keep.threshold),
+        ("eviction boundary", terms.keep.boundary, keep.boundary),
         ("num_tokens", terms.num_tokens, num_tokens),
         ("dtype", terms.dtype, layout.dtype),
         ("chunk shape", tuple(terms.shape), layout.chunk_shape),
@@ -173,6 +186,7 @@ def _check_fields(ticket: Ticket) -> None:
         and (terms.codec or terms.chunk_bytes == math.prod(terms.shape) * DTYPE_BYTES[terms.dtype])
         and terms.layers[0] < terms.layers[1]
         and terms.layers[1] - terms.layers[0] == terms.shape[0]
+        and terms.is_keep_sound
         and len(ticket.chunks) == terms.num_chunks
         and len({chunk.slab for chunk in ticket.chunks}) == len(ticket.chunks)
     )

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.errors import StaleTicket, TransferError
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from kvcache.layout import KvLayout
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import (
@@ -40,7 +41,11 @@ BASE: dict[str, object] = {
     "chunk_bytes": SLAB_BYTES,
     "codec": "",
     "algorithm": "xxh3",
+    "keep": KEEP_ALL,
+    "num_bag_slabs": 0,
 }
+# Of 130 tokens the first chunk stays whole, and what is kept of the others is in two slabs.
+EVICTED: dict[str, object] = {"keep": KeepSpec(0.95, 64), "num_bag_slabs": 2}
 LAYOUT = KvLayout(2, 2, 4, "float32")
 # Two codecs of the same size, and one codec with two calibrations.
 CODED = [
@@ -58,6 +63,10 @@ def payload(slab: int, algorithm: str) -> bytes:
 
 def written() -> tickets.Ticket:
     return tickets.issue_ticket(KEY, terms(), "prefill-0", "life-1", [5, 0, 7], payload)
+
+
+def evicted() -> tickets.Ticket:
+    return tickets.issue_ticket(KEY, terms(**EVICTED), "prefill-0", "life-1", [5, 0, 7], payload)
 
 
 def test_a_ticket_survives_the_wire() -> None:
@@ -151,6 +160,9 @@ def test_another_key_and_too_much_are_refused() -> None:
         {"chunk_bytes": 0, "codec": "tq4.s0"},
         {"chunk_bytes": 2 * MAX_CHUNK_BYTES, "codec": "tq4.s0"},
         {"codec": "x" * 81},
+        {"keep": KeepSpec(0.95)},
+        {"keep": KeepSpec(1.0, 64)},
+        {"num_bag_slabs": 3},
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(change: dict[str, object]) -> None:
@@ -158,6 +170,88 @@ def test_fields_that_contradict_each_other_are_refused(change: dict[str, object]
     bad = msgspec.structs.replace(ticket, terms=msgspec.structs.replace(ticket.terms, **change))
     with pytest.raises(TransferError):
         tickets.decode_ticket(tickets.encode_ticket(bad, KEY), KEY)
+
+
+def test_the_slabs_of_an_evicted_sequence_follow_from_prefix_and_bag() -> None:
+    ticket = tickets.decode_ticket(tickets.encode_ticket(evicted(), KEY), KEY)
+    assert ticket == evicted() and ticket.num_bytes == 3 * SLAB_BYTES
+    assert [ticket.terms.valid_tokens(index) for index in range(3)] == [64, 0, 0]
+    longer = msgspec.structs.replace(ticket, terms=msgspec.structs.replace(ticket.terms, num_tokens=1000))
+    assert longer.terms.num_chunks == 3
+    tickets.check_ticket(ticket, **expected_terms(keep=KeepSpec(0.95, 64)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keep": KEEP_ALL},
+        {"keep": KeepSpec(1.0, 64)},
+        {"keep": KeepSpec(0.95, 0)},
+        {"keep": KeepSpec(0.95, 128)},
+        {"keep": KeepSpec(0.95, 192)},
+        {"keep": KeepSpec(0.95, 1 << 40)},
+        {"num_bag_slabs": 0},
+        {"num_bag_slabs": 1},
+        {"num_bag_slabs": 3},
+        {"num_bag_slabs": -1},
+        {"num_bag_slabs": 2**31},
+        {"num_tokens": 63},
+        {"num_tokens": 64},
+        {"shape": (2, 2, 2, 32, 8)},
+    ],
+)
+def test_fields_of_an_evicted_sequence_that_contradict_each_other_are_refused(
+    change: dict[str, object],
+) -> None:
+    """Among them: a bag without a slab for its map, one that needs more than its tokens do, another chunk size."""
+    ticket = evicted()
+    bad = msgspec.structs.replace(ticket, terms=msgspec.structs.replace(ticket.terms, **change))
+    with pytest.raises(TransferError):
+        tickets.decode_ticket(tickets.encode_ticket(bad, KEY), KEY)
+    if min(bad.terms.num_chunks, bad.terms.num_tokens) > 0 and bad.terms.num_chunks < 1000:
+        with pytest.raises(ValueError):
+            slabs = list(range(3))
+            tickets.issue_ticket(KEY, bad.terms, "prefill-0", "life-1", slabs, payload)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "boundary"), [(0.0, 64), (1.5, 64), (float("nan"), 64), (0.95, 63), (0.95, -64)]
+)
+def test_a_ticket_with_an_impossible_keep_spec_is_malformed(threshold: float, boundary: int) -> None:
+    """`KeepSpec` refuses such values, so a hostile ticket is written without it."""
+    body = msgspec.to_builtins(evicted())
+    body[0][-2] = [threshold, boundary]
+    raw = msgspec.msgpack.encode(body)
+    with pytest.raises(TransferError, match="refused") as caught:
+        tickets.decode_ticket(raw + tickets._compute_mac(raw, KEY, "ticket"), KEY)
+    assert "malformed" in caught.value.why
+
+
+@given(data=st.data())
+def test_no_changed_byte_of_an_evicted_ticket_is_accepted(data: st.DataObject) -> None:
+    raw = bytearray(tickets.encode_ticket(evicted(), KEY))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(TransferError):
+        tickets.decode_ticket(bytes(raw), KEY)
+
+
+@pytest.mark.parametrize(
+    ("offered", "here", "what", "why"),
+    [
+        (EVICTED, KEEP_ALL, "eviction threshold", "offered: 0.95\nhere:    1.0"),
+        ({}, KeepSpec(0.95, 64), "eviction threshold", "offered: 1.0\nhere:    0.95"),
+        (EVICTED, KeepSpec(0.9, 64), "eviction threshold", "offered: 0.95\nhere:    0.9"),
+        (EVICTED, KeepSpec(0.95, 0), "eviction boundary", "offered: 64\nhere:    0"),
+    ],
+)
+def test_a_ticket_of_another_keep_spec_names_both_sides(
+    offered: dict[str, object], here: KeepSpec, what: str, why: str
+) -> None:
+    ticket = tickets.issue_ticket(KEY, terms(**offered), "prefill-0", "life-1", [5, 0, 7], payload)
+    with pytest.raises(StaleTicket, match=f"for another {what}") as caught:
+        tickets.check_ticket(ticket, **expected_terms(keep=here))
+    assert caught.value.why == why
 
 
 def test_two_chunks_in_one_slab_are_refused() -> None:
@@ -218,6 +312,8 @@ def test_digests_are_bound_to_every_term(algorithm: str) -> None:
         "chunk_bytes": SLAB_BYTES + 64,
         "codec": CODED[1].codec,
         "algorithm": next(name for name in HASH_FUNCTIONS if name != algorithm),
+        "keep": KeepSpec(0.95),
+        "num_bag_slabs": 1,
     }
     assert set(others) == set(base.__struct_fields__)
     assert base.codec == ""
@@ -236,6 +332,20 @@ def test_hashing_in_pieces_is_hashing(algorithm: str, data: bytes, cut: int) -> 
     hasher.update(data[:cut])
     hasher.update(data[cut:])
     assert hasher.digest() == HASH_FUNCTIONS[algorithm](data)
+
+
+def test_digests_of_a_bag_are_bound_to_threshold_boundary_and_size() -> None:
+    base = terms(**EVICTED)
+    promised = ChunkDigester(KEY, base).digest_chunk(1, b"x" * 16)
+    for other in (
+        {"keep": KeepSpec(0.9499999999999999, 64)},
+        {"keep": KeepSpec(0.95, 128)},
+        {"num_bag_slabs": 3},
+        {"num_tokens": 194},
+    ):
+        changed = ChunkDigester(KEY, terms(**(EVICTED | other)))
+        assert not changed.matches_chunk(1, b"x" * 16, promised), other
+    assert ChunkDigester(KEY, base).matches_chunk(1, b"x" * 16, promised)
 
 
 def test_a_request_name_cannot_slide_into_the_next_field() -> None:

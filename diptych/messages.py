@@ -339,13 +339,18 @@ class Staged(ChannelMessage, frozen=True):
 
 
 class Offer(ChannelMessage, frozen=True):
-    """The KV of (request, epoch) is complete and leased; `ticket` contains what is needed to pull it."""
+    """The KV of (request, epoch) is complete and leased; `ticket` contains what is needed to pull it.
+
+    `num_slabs` hold it; of an attempt that may drop tokens fewer than its `num_tokens` would need.
+    """
 
     request: str
     epoch: int
     ticket: bytes
     num_tokens: int
     num_bytes: int
+    # 0 if the worker does not say.
+    num_slabs: int = 0
 
 
 class Pulled(ChannelMessage, frozen=True):

@@ -8,6 +8,8 @@ With such an announcement a decode worker can copy KV layer by layer while prefi
 (shared memory) has for every slab a mark, which identifies its content, and the number of layers of this content that
 are done. A chunk is announced at the beginning of the step that completes it. Chunks that were complete before, from
 the prefix tree or the host tier, are announced at once. Announcements are only hints: the digests in the ticket decide.
+
+Of a sequence that may drop tokens only the chunks below its boundary are announced, and hashed before its ticket.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from engine.sequence import Sequence, num_chunks
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvtransfer.layer_progress import COMPLETE_MARK, LayerProgress
-from prefill_worker.chunk_hashes import ChunkHashes
+from prefill_worker.chunk_hashes import ChunkHashes, count_whole_chunks
 
 # Called with a sequence, the index of the first announced chunk, the slabs from there on, and their common mark.
 SendHint = Callable[[Sequence, int, list[int], int], None]
@@ -83,8 +85,9 @@ class KvAnnouncer:
     def _announce_chunks(self, seq: Sequence, end: int, progress: LayerProgress) -> list[int]:
         """Announce the chunks of `seq` that are complete now or after this step; returns the slabs of the latter."""
         first, known = self._announced.get(seq.key, 0), len(self._holdings.shared_nodes(seq.key))
-        complete = max(first, seq.computed // CHUNK_TOKENS)
-        last = num_chunks(end) if end == seq.total else end // CHUNK_TOKENS
+        most = count_whole_chunks(seq)
+        complete = max(first, min(most, seq.computed // CHUNK_TOKENS))
+        last = min(most, num_chunks(end) if end == seq.total else end // CHUNK_TOKENS)
         if known < complete:
             # Chunks that are complete but not in the prefix tree: all their layers are done, so they are counted now.
             progress.advance_layers(seq.slabs[max(first, known) : complete], self._layers)
@@ -104,9 +107,12 @@ class KvAnnouncer:
             self._payloads.hash_full(seq)
         self._in_step.clear()
 
-    def finish_sequence(self, seq: Sequence) -> list[bytes]:
-        """After prefill: return the payload hashes of all slabs of `seq`, in token order, and forget the sequence."""
-        payloads = self._payloads.hash_all(seq)
+    def finish_sequence(self, seq: Sequence, slabs: Many[int]) -> list[bytes]:
+        """After prefill: return the payload hashes of the offered `slabs` of `seq`, and forget the sequence.
+
+        They are those of its whole chunks in token order, and then those of its bag.
+        """
+        payloads = self._payloads.hash_offered(seq, slabs)
         self.on_sequence_dropped(seq.key)
         return payloads
 

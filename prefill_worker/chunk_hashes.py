@@ -8,13 +8,19 @@ evicted and reused cannot get an old hash. Hashes of private chunks are kept unt
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from weakref import WeakKeyDictionary
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.sequence import Sequence
+from engine.sequence import Sequence, num_chunks
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.prefix_tree import PrefixNode
+
+
+def count_whole_chunks(seq: Sequence) -> int:
+    """How many leading chunks of `seq` are offered whole: as many as it has, or those below its boundary."""
+    return seq.keep.boundary_chunks if seq.keep.evicts else num_chunks(seq.total)
 
 
 class ChunkHashes:
@@ -28,12 +34,16 @@ class ChunkHashes:
         self.num_hashed = 0
 
     def hash_full(self, seq: Sequence) -> None:
-        """Hash the chunks of `seq` that are full by now and have no hash yet."""
-        self._hash_first(seq, seq.computed // CHUNK_TOKENS)
+        """Hash the chunks of `seq` that are full by now, will be offered whole, and have no hash yet."""
+        self._hash_first(seq, min(count_whole_chunks(seq), seq.computed // CHUNK_TOKENS))
 
-    def hash_all(self, seq: Sequence) -> list[bytes]:
-        """The payload hashes of all slabs of `seq`, in token order. Nothing may write to the slabs any more."""
-        return self._hash_first(seq, len(seq.slabs))
+    def hash_offered(self, seq: Sequence, slabs: Many[int]) -> list[bytes]:
+        """The payload hashes of `slabs`, which `seq` offers: its whole chunks in token order, then its bag.
+
+        Nothing may write to the slabs any more.
+        """
+        whole = min(count_whole_chunks(seq), len(slabs))
+        return self._hash_first(seq, whole) + [self._hash_slab(slab) for slab in slabs[whole:]]
 
     def drop_sequence(self, key: str) -> None:
         """Forget the hashes of a sequence's private chunks. Hashes of shared chunks stay."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from diptych.errors import DiptychError, TransferError
+from diptych.keep_spec import KEEP_ALL, decision_tokens
 from diptych.messages import (
     Failed,
     Offer,
@@ -66,17 +67,17 @@ class TicketIssuer:
         )
         return tickets.encode_hint(hint, self.key)
 
-    def sign_ticket(self, seq: Sequence, layout: KvLayout, payloads: Many[bytes]) -> bytes:
-        """Sign the ticket for the slabs of a prefilled sequence. `payloads` are the hashes of its chunks, in token
-        order.
+    def sign_ticket(self, seq: Sequence, layout: KvLayout, slabs: Many[int], payloads: Many[bytes]) -> bytes:
+        """Sign the ticket for the `slabs` that a prefilled sequence offers. `payloads` are the hashes of their content.
 
         Raises:
-            ValueError: the number of hashes is not the number of chunks.
+            ValueError: the number of hashes or of slabs is not what the sequence has to offer.
         """
+        evicts = seq.keep.evicts
         terms = DigestContext(
             request=seq.id,
             epoch=seq.epoch,
-            num_tokens=seq.computed,
+            num_tokens=offered_tokens(seq),
             layers=(0, layout.layers),
             dtype=layout.dtype,
             shape=layout.chunk_shape,
@@ -84,12 +85,22 @@ class TicketIssuer:
             chunk_bytes=layout.chunk_bytes,
             codec=layout.codec,
             algorithm=self.algorithm,
+            keep=seq.keep if evicts else KEEP_ALL,
+            num_bag_slabs=len(slabs) - seq.keep.boundary_chunks if evicts else 0,
         )
-        known = dict(zip(seq.slabs, payloads, strict=True))
+        known = dict(zip(slabs, payloads, strict=True))
         ticket = tickets.issue_ticket(
-            self.key, terms, self.worker, self.incarnation, seq.slabs, lambda slab, algorithm: known[slab]
+            self.key, terms, self.worker, self.incarnation, slabs, lambda slab, algorithm: known[slab]
         )
         return tickets.encode_ticket(ticket, self.key)
+
+
+def offered_tokens(seq: Sequence) -> int:
+    """Number of tokens whose KV a prefilled sequence offers.
+
+    If it may drop tokens, these are the ones at its last decision: those after it are computed again elsewhere.
+    """
+    return decision_tokens(len(seq.prompt), seq.computed) if seq.keep.evicts else seq.computed
 
 
 class PrefillWorker:
@@ -167,15 +178,30 @@ class PrefillWorker:
         """Lease and offer the KV of `seq`, which the engine has prefilled. On an error the attempt fails."""
         try:
             layout = self.pool.layout_of(seq.kv_class)
-            ticket = self.issuer.sign_ticket(seq, layout, self.announcer.finish_sequence(seq))
-            older = self.ledger.grant_lease(seq.id, seq.epoch, seq.slabs, now_s)
+            slabs = self._keep_offered(seq)
+            ticket = self.issuer.sign_ticket(seq, layout, slabs, self.announcer.finish_sequence(seq, slabs))
+            older = self.ledger.grant_lease(seq.id, seq.epoch, slabs, now_s)
         except (DiptychError, ValueError) as error:
             self.holdings.release(seq.key)
             self.link.send(Failed(seq.id, seq.epoch, "internal_error", str(error)))
             return
         self._free_lease(older)
-        num_bytes = len(seq.slabs) * layout.chunk_bytes
-        self.link.send(Offer(seq.id, seq.epoch, ticket, seq.computed, num_bytes))
+        num_bytes = len(slabs) * layout.chunk_bytes
+        self.link.send(Offer(seq.id, seq.epoch, ticket, offered_tokens(seq), num_bytes, len(slabs)))
+
+    def _keep_offered(self, seq: Sequence) -> list[int]:
+        """The slabs that `seq` offers. The slab of its tokens since the last decision is not among them: it is freed.
+
+        Raises:
+            ValueError: it has no such slab, so it has not been decided what it keeps.
+        """
+        if not seq.keep.evicts:
+            return seq.slabs
+        place = seq.keep.boundary_chunks
+        if len(seq.slabs) <= place + 1:
+            raise ValueError(f"{len(seq.slabs)} slabs do not hold a bag behind {place} chunks")
+        self.holdings.arena_of(seq.kv_class).free_slabs(seq.key, seq.slabs[place : place + 1])
+        return seq.slabs[:place] + seq.slabs[place + 1 :]
 
     def tend_held(self, now_s: float) -> float | None:
         """Hash full chunks and free expired leases; returns when the next lease expires (clock seconds), or None."""

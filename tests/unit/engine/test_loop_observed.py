@@ -106,7 +106,7 @@ class BoardReader:
 
     def offer(self, seq: Sequence) -> None:
         """It leaves with its slabs: all of them were announced, and are hashed as they are."""
-        assert self.stager.finish_sequence(seq) == [self.content(slab) for slab in seq.slabs]
+        assert self.stager.finish_sequence(seq, seq.slabs) == [self.content(slab) for slab in seq.slabs]
         last = {chunk.place: chunk for chunk in self.announced if chunk.key == seq.key}
         assert sorted(last) == list(range(len(seq.slabs)))
         for place, chunk in last.items():

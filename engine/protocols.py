@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from diptych.keep_spec import KeepSpec
 from diptych.messages import Failed, Logprob, Output
 from engine import sequence
 from engine.step_work import StepWork
@@ -29,6 +30,68 @@ class StepRunner(Protocol):
 
         Calls `done` with the number of layers whose KV is complete.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionOrder:
+    """A sequence at a decision point: at the end of its prompt, or after each 64 tokens of its answer.
+
+    `tokens` are all its tokens with KV, of which the first `prompt_tokens` are the prompt. At the end of the prompt
+    `slabs` are those of its whole chunks; later they are as in `engine.step_work.KeptWork`.
+    """
+
+    key: str
+    tokens: list[int]
+    prompt_tokens: int
+    spec: KeepSpec
+    slabs: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionReport:
+    """What an eviction keeps, over all layers and heads.
+
+    `bag_slabs` is how many slabs the kept rows need. A row is the KV of one token in one layer and KV head: of
+    `all_rows` behind the boundary, `kept_rows` stay. `policies` counts heads by the name of their policy.
+    """
+
+    bag_slabs: int
+    kept_rows: int
+    all_rows: int
+    policies: Mapping[str, int]
+
+
+class EvictingRunner(StepRunner, Protocol):
+    """A runner that can evict KV per head. Its `run` takes works with `engine.step_work.KeptWork`.
+
+    The runner keeps the queries and the map of each such sequence by its key, until `forget_kept`.
+    """
+
+    def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
+        """Decide what every head keeps, and copy the kept rows aside, so that the sequence can give up its slabs.
+
+        Slabs do not change. A repeated plan has the same result.
+
+        Raises:
+            ValueError: the sequence is at no decision point, or its last rows were not computed by this runner.
+        """
+
+    def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
+        """Write the rows of the last plan into `bag_slabs`, as many as it reported.
+
+        Raises:
+            ValueError: there is no plan, or it needs another number of slabs.
+        """
+
+    def load_kept(self, key: str, prompt_tokens: int, bag_slabs: list[int]) -> None:
+        """Take over a bag that another runner wrote, or that was moved to other slabs: read its map.
+
+        Raises:
+            ValueError: the slabs do not begin with a valid map.
+        """
+
+    def forget_kept(self, key: str) -> None:
+        """Drop everything that the runner keeps of a sequence; a sequence that is unknown is no error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import KeepSpec, decision_tokens
 from engine.sequence import Sequence
 from kvcache.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWork:
+    """What the runner has to know of a sequence whose KV is evicted per head (FastGen, section 3).
+
+    `key` names the sequence; its prompt has `prompt_tokens` tokens. Before eviction (`evicted` is False) the runner
+    only records the queries of the last prompt rows. Afterwards the sequence's slabs are the whole chunks of its first
+    `spec.boundary` tokens, then one slab that the newest tokens are written to in turn (position p to row p % 64), then
+    the slabs with the rows that its heads keep.
+    """
+
+    key: str
+    prompt_tokens: int
+    spec: KeepSpec
+    evicted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +33,8 @@ class StepWork:
     `slabs` have room for at least `start + len(tokens)` tokens, and contain the KV of positions 0 to `start - 1`.
     `logits` says which rows of logits are returned: of the "last" token, of "all" tokens, or "none". `first_token` is
     the id of the sequence's token 0, whose KV pools with a codec keep exactly; None: that of `tokens`, if `start` is 0.
+    `kept` is given for sequences whose KV is evicted. After eviction each of `tokens` is a decode row of its own, whose
+    result does not depend on the others, and all of them lie between two decision points.
     """
 
     tokens: list[int]
@@ -22,6 +42,7 @@ class StepWork:
     slabs: list[int]
     logits: str
     first_token: int | None = None
+    kept: KeptWork | None = None
 
     @property
     def sink_token(self) -> int | None:
@@ -56,12 +77,15 @@ class RunnerBounds:
         """Check `work`.
 
         Raises ValueError if it is empty, too long, has too few slabs, unknown slabs or tokens, or, for a pool with a
-        codec, if its first token is unknown.
+        codec, if its first token is unknown. A work with `kept` also needs a pool without a codec, and its tokens and
+        slabs have to be as `KeptWork` and `StepWork` say.
         """
         end = work.start + len(work.tokens)
         if not work.tokens or work.start < 0 or end > self.max_model_len:
             raise ValueError(f"positions {work.start}..{end - 1} are not within 0..{self.max_model_len - 1}")
-        if self.layout.num_chunks(end) > len(work.slabs):
+        if work.kept is not None:
+            self._check_kept(work, work.kept, end)
+        if self.layout.num_chunks(end) > len(work.slabs) and not (work.kept and work.kept.evicted):
             raise ValueError(f"{end} tokens do not fit into {len(work.slabs)} slabs")
         if work.logits not in ("last", "all", "none"):
             raise ValueError(f"logits are 'last', 'all' or 'none', not {work.logits!r}")
@@ -74,3 +98,22 @@ class RunnerBounds:
             raise ValueError(f"a pool of {self.layout.codec} needs the sequence's first token")
         if min(work.tokens) < 0 or max(work.tokens) >= self.vocab_size:
             raise ValueError(f"token ids are not all within 0..{self.vocab_size - 1}")
+
+    def _check_kept(self, work: StepWork, kept: KeptWork, end: int) -> None:
+        """Check what a work says about eviction; `end` is the number of tokens with KV after it."""
+        prompt = kept.prompt_tokens
+        if self.layout.codec:
+            raise ValueError(f"KV of {self.layout.codec} is not evicted: only raw pools are")
+        if not kept.spec.boundary <= prompt:
+            raise ValueError(f"the first {kept.spec.boundary} tokens cannot be kept of a prompt of {prompt}")
+        if not kept.evicted:
+            if end > prompt:
+                raise ValueError(f"position {end - 1} comes after eviction, at {prompt} tokens")
+        elif work.start < prompt or end > decision_tokens(prompt, work.start) + CHUNK_TOKENS:
+            raise ValueError(
+                f"positions {work.start}..{end - 1} of an answer from {prompt} on are not within one block"
+            )
+        elif len(work.slabs) < kept.spec.boundary_chunks + 2:
+            raise ValueError(
+                f"{len(work.slabs)} slabs are too few for {kept.spec.boundary_chunks} chunks and a bag"
+            )

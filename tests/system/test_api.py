@@ -415,6 +415,9 @@ def test_probes_and_pages(http: httpx.Client) -> None:
     assert http.head("/health").status_code == 200
     assert http.get("/ready").json() == {"ready": True, "reasons": []}
     assert "version" in http.get("/version").json()
+    # Of requests there are figures as soon as there was one.
+    asked = http.post("/v1/chat/completions", json={"model": "toy", "messages": HI, "max_tokens": 2})
+    assert asked.status_code == 200
     assert "vllm:time_to_first_token_seconds_bucket" in http.get("/metrics").text
     assert "src=" not in http.get("/docs").text
     assert http.get("/openapi.json").json()["openapi"].startswith("3.1")

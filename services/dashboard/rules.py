@@ -114,9 +114,14 @@ AVAILABILITY = (
     ),
     AlertSpec(
         "DiptychPoolDead",
+        # Workers that crash whenever they start are up for moments: they count as dead. Not in the first 30 s of
+        # a deployment, whose workers are starting.
         "max by (job, role) (diptych:wanted_workers) > 0 "
-        "unless on (job, role) sum by (job, role) (diptych:worker_up) > 0",
-        "30s", "page", "No {{ $labels.role }} worker is up",
+        "and on (job, role) max by (job, role) (diptych:wanted_workers offset 30s) >= 0 "
+        "and on (job, role) max by (job, role) (count_over_time(diptych:wanted_workers[30s])) > 0 "
+        "unless on (job, role) sum by (job, role) (count_over_time(diptych:worker_up[30s])) "
+        "> on (job, role) 0.2 * max by (job, role) (count_over_time(diptych:wanted_workers[30s]))",
+        "0s", "page", "No {{ $labels.role }} worker stays up: in the last 30 s there was none most of the time",
         "The workers' logs say how they ended (--log-dir); requests wait for --recovery-s, then fail with 503.",
     ),
     AlertSpec(

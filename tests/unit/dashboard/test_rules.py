@@ -185,6 +185,38 @@ def test_a_burn_alert_ends_with_the_fire_and_needs_traffic(tmp_path: Path) -> No
 
 
 @needs_promtool
+def test_a_pool_whose_workers_come_up_for_moments_is_dead(tmp_path: Path) -> None:
+    """Scraped every second. Who crashes whenever it starts is not up; who restarts once, or starts, is not dead."""
+    up, other = (f'diptych:worker_up{{job="d",role="decode",worker="decode-{number}"}}' for number in (0, 1))
+    wanted = {'diptych:wanted_workers{job="d",role="decode"}': "2x180"}
+    moments = " ".join(["stale", "_x13", "1"] * 12)
+    crashing = wanted | {up: f"1x60 {moments}", other: f"1x60 _x5 {moments}"}
+    once = wanted | {up: "1x60 stale _x15 1x100"}
+    short, long = (wanted | {up: f"{start} 1x100"} for start in ("_x20", "_x60"))
+
+    def second_by_second(series: Series, at: str, fires: int) -> dict[str, Any]:
+        return case(series, at, DiptychPoolDead=fires) | {"interval": "1s"}
+
+    check_fires(
+        tmp_path,
+        0.9,
+        [
+            second_by_second(wanted | {up: "1x180"}, "120s", 0),
+            second_by_second(crashing, "60s", 0),
+            second_by_second(crashing, "95s", 1),
+            second_by_second(crashing, "175s", 1),
+            second_by_second(once, "76s", 0),
+            second_by_second(short, "20s", 0),
+            second_by_second(short, "40s", 0),
+            second_by_second(long, "45s", 1),
+            second_by_second(long, "100s", 0),
+            second_by_second(wanted | {up: "1x60 stale"}, "95s", 1),
+        ],
+        every="1s",
+    )
+
+
+@needs_promtool
 def test_without_any_miss_the_share_is_0_and_not_unknown(tmp_path: Path) -> None:
     series = judged(0.9, 0, 100, minutes=30)
     del series['diptych:slo_requests_total{job="d",objective="all",met="false"}']

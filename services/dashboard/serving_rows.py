@@ -46,6 +46,11 @@ def handoff_row() -> RowSpec:
                 "Of one small read, measured at the same time.", "table",
             ),
             PanelSpec(
+                "Links, KV moved",
+                (Query(f"rate(diptych:link_bytes_total[{RATE_WINDOW}])", link),), "Bps",
+                "Bytes per second over each link.", "table",
+            ),
+            PanelSpec(
                 "Leases", (Query("diptych:leases", "{{worker}}"),), "short",
                 "Requests whose KV waits to be pulled. 0 at rest.",
             ),

@@ -59,7 +59,7 @@ from services.gateway.service import GatewayService, RequestTimeouts
 from services.gateway.spec_reader import SpecReader
 from services.gateway.status import LiveHealthProbes
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
-from services.gateway.tracing.otlp_exporter import OtlpExporter
+from services.gateway.tracing.otlp_exporter import TRACE_OUTCOMES, OtlpExporter
 from services.gateway.tracing.tracer import RequestTracer
 
 log = logging.getLogger(__name__)
@@ -201,6 +201,10 @@ def make_exporter(spec: GatewaySpec, metrics: GatewayMetrics) -> OtlpExporter | 
     """What sends traces to the collector; None if nothing is traced. Raises ConfigError if a package is missing."""
     if spec.otlp_traces_endpoint is None:
         return None
+
+    # From 0 on: what a series begins with is no increase to Prometheus.
+    for outcome in TRACE_OUTCOMES:
+        metrics.traces.labels(outcome)
 
     def count_traces(outcome: str, num_traces: int) -> None:
         metrics.traces.labels(outcome).inc(num_traces)

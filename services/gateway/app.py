@@ -49,6 +49,7 @@ from services.gateway.openai.response_schema import ModelCard, ModelList, Readin
 from services.gateway.openai.tenancy import Caller, parse_timeout_header, parse_timings_header
 from services.gateway.openai.validate import check_model_name
 from services.gateway.ops.admin import AdminRoutes
+from services.gateway.ops.status_body import StatusBody, accepted_age_s
 from services.gateway.page.web_page import WebPage, render_page
 from services.gateway.service import GatewayService
 from services.gateway.tracing.tracer import RequestTracer
@@ -101,6 +102,7 @@ class ApiRoutes:
         self.lenient = False
         self.page: WebPage = render_page(needs_key=False)
         self.service, self.probes, self.admin = service, probes, admin
+        self._status = StatusBody(probes.status_report)
         self._version, self._created = version, created
         document = openapi_document(version)
         self._document, self._docs = msgspec.json.encode(document), docs_page(document)
@@ -158,8 +160,9 @@ class ApiRoutes:
         return json_response(state, 200 if state.ready else 503)
 
     async def status(self, request: Request) -> Response:
-        """`GET /status`: workers, links and queues, for operators."""
-        return json_response(self.probes.status_report())
+        """`GET /status`: workers, links and queues, for operators. It may be as old as the client accepts."""
+        body, age_s = self._status.read(accepted_age_s(request.headers.get("cache-control", "")))
+        return Response(body, headers={"age": str(int(age_s))}, media_type=JSON_TYPE)
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`: all metrics in Prometheus' text format."""

@@ -78,6 +78,7 @@ class LiveHealthProbes(HealthProbes):
         unfit = self._backend.unfit_workers
         states = self._prober.class_states()
         return {
+            "time_s": round(now_s, 3),
             "ready": readiness.ready,
             "reasons": readiness.reasons,
             "model": self._service.rules.served_names[0],
@@ -149,6 +150,7 @@ class LiveHealthProbes(HealthProbes):
                 "transport": link.transport,
                 "gb_per_s": link.gb_per_s,
                 "latency_us": link.latency_us,
+                "moved_bytes": link.moved_bytes,
                 "kv_classes": classes.get((link.source, link.target), {}),
             }
             for link in self._backend.link_speeds()

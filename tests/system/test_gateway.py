@@ -124,8 +124,21 @@ def test_status_has_pools_workers_and_links(gateway: Gateway, puppets: tuple[Pup
         "gb_per_s": 9.0,
         "latency_us": 12.0,
     }
-    assert state["links"] == [link | {"kv_classes": {"raw": True}}]
+    (found,) = state["links"]
+    moved_bytes = found.pop("moved_bytes")
+    assert found == link | {"kv_classes": {"raw": True}}
+    assert moved_bytes > 0, "canaries move KV too"
     assert state["kv_classes"] == {"raw": True}
+
+
+def test_visitors_that_say_so_share_a_status(gateway: Gateway, puppets: tuple[Puppet, Puppet]) -> None:
+    shared = {"cache-control": "max-age=3600"}
+    first, *others = [gateway.http.get("/status", headers=shared) for _ in range(5)]
+    assert {answer.content for answer in others} == {first.content}
+    assert all(answer.headers["age"].isdigit() for answer in others)
+    new = gateway.http.get("/status")
+    assert new.headers["age"] == "0" and new.json()["time_s"] > first.json()["time_s"]
+    assert gateway.http.get("/status", headers=shared).content == new.content
 
 
 def test_a_client_that_leaves_frees_both_sides(gateway: Gateway, puppets: tuple[Puppet, Puppet]) -> None:

@@ -140,7 +140,9 @@ def test_it_is_small_and_shows_everything(visit: Any, served: Served) -> None:
     assert served.get("/v1/models/none").status_code == 404
     with visit() as one:
         sizes: list[int] = []
+        asked: list[Any] = []
         one.page.on("response", lambda answer: sizes.append(len(answer.body())))
+        one.page.on("request", lambda call: asked.append(call))
         one.page.reload()
         one.type_key()
         one.state("ready")
@@ -152,6 +154,11 @@ def test_it_is_small_and_shows_everything(visit: Any, served: Served) -> None:
         for word in ("prefill-0", "decode-1", "Burn", "raw", "model_not_found", "Wanted: 1 prefill", "req_"):
             assert word in text, word
         assert one.page.locator("#handoff rect").count() == 2
+        links = one.page.locator("#handoff rect title").all_text_contents()
+        assert any("B moved" in link and not link.endswith(" 0 B moved") for link in links)
+        one.page.locator("#workers tr[data-state=up] td:nth-child(3)", has_text="%").first.wait_for()
+        (status_call, *_) = [call for call in asked if call.url.endswith("/status")]
+        assert status_call.headers["cache-control"] == "max-age=1"
         assert one.page.locator("#slo svg rect").count() > 0
         one.page.locator("#kv .f-cached[width]:not([width='0'])").first.wait_for()
         assert KEY not in one.page.content()

@@ -170,9 +170,17 @@ class RelayBackend:
         ]
 
     def link_speeds(self) -> Iterable[LinkSpeed]:
-        """The measured speed of every link between a prefill and a decode worker."""
+        """The measured speed of every link between a prefill and a decode worker, and the KV moved over it."""
+        moved = self._telemetry.moved_bytes
         return [
-            LinkSpeed(source, member.name, tie.transport, tie.gb_per_s, tie.latency_us)
+            LinkSpeed(
+                source,
+                member.name,
+                tie.transport,
+                tie.gb_per_s,
+                tie.latency_us,
+                moved.get((source, member.name), 0),
+            )
             for member in self.relay.fleet.workers_of("decode")
             for source, tie in sorted(member.links.items())
         ]

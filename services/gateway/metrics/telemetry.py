@@ -25,7 +25,7 @@ from router.effects import (
     WorkerUnfit,
     WorkerUp,
 )
-from router.requests.relay import Relay
+from router.requests.relay import MESSAGE_HANDLERS, Relay
 from router.routing.kv_classes import holds_class, pool_size, saved_chunk_bytes
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import FleetEvents
@@ -45,11 +45,16 @@ class RelayTelemetry:
         self.fleet_events = FleetEvents()
         # The time at which each request began to wait in the gateway.
         self._queued_s: dict[str, float] = {}
+        # From 0 on: what a series begins with is no increase to Prometheus.
+        for kind in MESSAGE_HANDLERS:
+            metrics.late.labels(kind.__name__)
         # Number of late messages, by type, that the metrics have counted already.
         self._late: Counter[str] = Counter()
         # Number of lines of the request log that the metrics have counted already.
         self._lines: Counter[str] = Counter()
         self._links_given_up = 0
+        # Bytes of KV that each (source, target) has moved. A pair is forgotten when one of its workers is lost.
+        self.moved_bytes: Counter[tuple[str, str]] = Counter()
         self._warned_s = float("-inf")
         # The ids of each open request, for its log lines.
         self._ids: dict[str, RequestIds] = {}
@@ -147,6 +152,8 @@ class RelayTelemetry:
                 metrics.transfer_seconds.labels(effect.transport).observe(effect.seconds)
                 metrics.nixl.observe_transfer(effect.transport, effect.seconds, effect.num_bytes)
                 metrics.transfer_bytes.labels(effect.transport).inc(effect.num_bytes)
+                if {effect.source, effect.target} <= self._relay.fleet.workers.keys():
+                    self.moved_bytes[effect.source, effect.target] += effect.num_bytes
                 metrics.transfer_parts.labels("hidden").inc(effect.hidden_s)
                 metrics.transfer_parts.labels("exposed").inc(effect.exposed_s)
                 self._count_saved_bytes(effect)
@@ -158,8 +165,10 @@ class RelayTelemetry:
                 metrics.local.labels(reason).inc()
             case RequestQuarantined():
                 metrics.quarantined.inc()
-            case WorkerDown():
+            case WorkerDown(worker):
                 metrics.lost.inc()
+                for pair in [pair for pair in self.moved_bytes if worker in pair]:
+                    del self.moved_bytes[pair]
 
     def _count_saved_bytes(self, moved: KvMoved) -> None:
         """Count the bytes that a transfer would have had more without a codec."""

@@ -62,13 +62,17 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """The speed of the link from prefill worker `source` to decode worker `target`, measured when it was opened."""
+    """The speed of the link from prefill worker `source` to decode worker `target`, measured when it was opened.
+
+    `moved_bytes` is the KV that this pair of workers has moved since both came up.
+    """
 
     source: str
     target: str
     transport: str
     gb_per_s: float
     latency_us: float
+    moved_bytes: int = 0
 
 
 class WorkerCollector(Collector):
@@ -235,7 +239,7 @@ class WorkerCollector(Collector):
         yield from (cache, reasons, sizes)
 
     def _collect_links(self) -> Iterator[Metric]:
-        """Speed and latency of each link."""
+        """Speed and latency of each link, and what was moved over it."""
         labels = ["source", "target", "transport"]
         speed = GaugeMetricFamily(
             "diptych:link_gb_per_s", "Bandwidth, measured when the link was opened", labels=labels
@@ -243,10 +247,13 @@ class WorkerCollector(Collector):
         latency = GaugeMetricFamily(
             "diptych:link_latency_us", "Latency, measured when the link was opened", labels=labels
         )
+        moved = CounterMetricFamily("diptych:link_bytes", "KV moved by this pair of workers", labels=labels)
         for link in self._links():
-            speed.add_metric([link.source, link.target, link.transport], link.gb_per_s)
-            latency.add_metric([link.source, link.target, link.transport], link.latency_us)
-        yield from (speed, latency)
+            ends = [link.source, link.target, link.transport]
+            speed.add_metric(ends, link.gb_per_s)
+            latency.add_metric(ends, link.latency_us)
+            moved.add_metric(ends, link.moved_bytes)
+        yield from (speed, latency, moved)
 
 
 def _cumulate_sizes(counts: Sequence[int]) -> list[tuple[str, float]]:

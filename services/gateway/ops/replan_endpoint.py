@@ -16,6 +16,8 @@ from services.gateway.openai.parse_body import parse_body
 from services.gateway.ops.readiness import CanaryProber
 
 MAX_BODY_DEPTH = 4
+# What a replanner does, and what usually becomes of it.
+ACTIONS, OUTCOMES = ("flip", "start", "stop"), ("done", "failed")
 
 
 class ReplanRoute:
@@ -23,6 +25,10 @@ class ReplanRoute:
 
     def __init__(self, traffic: TrafficFeed, prober: CanaryProber, metrics: GatewayMetrics) -> None:
         self._traffic, self._prober, self._metrics = traffic, prober, metrics
+        # From 0 on: what a series begins with is no increase to Prometheus.
+        for action in ACTIONS:
+            for outcome in OUTCOMES:
+                metrics.replan_actions.labels(action, outcome)
         self._totals = CounterTotals()
         # The replanner's last report; None before the first.
         self.report: ReplanReport | None = None

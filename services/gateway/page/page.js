@@ -2,6 +2,8 @@
 // Everything that the gateway sends is put in as text: strings become text nodes, and no markup is ever parsed.
 (() => {
 const POLL_MS = 1000, SLOWEST_MS = 10000, TIMEOUT_MS = 8000, MAX_LABELLED = 12;
+// An answer that was made for another visitor less than a second ago will do.
+const SHARED = { "cache-control": "max-age=1" };
 const byId = (id) => document.getElementById(id);
 const body = (id) => byId(id).querySelector(".body");
 const SVG = "http://www.w3.org/2000/svg";
@@ -128,8 +130,12 @@ function showTraffic(history) {
 // ---- workers
 
 let before = new Map(); // worker -> [incarnation, step_seconds, time in s], of the status before
+let shares = new Map(), sharesOf = -1; // the time in s of the status that they are of: it may come twice
 function busyShares(workers, now) {
-  const shares = new Map(), next = new Map();
+  if (now === sharesOf) return shares;
+  sharesOf = now;
+  shares = new Map();
+  const next = new Map();
   for (const one of workers) {
     const was = before.get(one.worker), spent = one.stats.step_seconds;
     if (was && was[0] === one.incarnation && now > was[2]) shares.set(one.worker, Math.min(1, Math.max(0, (spent - was[1]) / (now - was[2]))));
@@ -182,15 +188,26 @@ function showWorkers(status, now) {
 
 // ---- hand-off, KV, plan, errors
 
+const linkKey = (one) => JSON.stringify([one.source, one.target]);
+const linkTitles = new Map(); // the link's key -> its tooltip, which changes without a new drawing
+function nameLinks(links) {
+  for (const one of links) {
+    const title = linkTitles.get(linkKey(one));
+    const text = `${one.source} to ${one.target}: ${one.transport}, ${round(one.gb_per_s)} GB/s, ${round(one.latency_us, 0)} µs, ${bytes(one.moved_bytes)} moved`;
+    if (title && title.textContent !== text) title.textContent = text;
+  }
+}
+
 function showHandoff(status) {
   const rank = (names) => [...new Set(names)].sort((left, right) => left.localeCompare(right, "en", { numeric: true }));
-  show("handoff", [status.links, status.links_out.map((one) => [one.source, one.target, one.why]), status.split], () => {
+  show("handoff", [status.links.map(({ moved_bytes, ...one }) => one), status.links_out.map((one) => [one.source, one.target, one.why]), status.split], () => {
     if (!status.split) return [none("Every worker prefills and decodes: no KV is handed off.")];
     const every = [...status.links, ...status.links_out];
     if (!every.length) return [none("No prefill worker is linked to a decode worker.")];
     const sources = rank(every.map((one) => one.source)), targets = rank(every.map((one) => one.target));
-    const links = new Map(status.links.map((one) => [JSON.stringify([one.source, one.target]), one]));
-    const failed = new Map(status.links_out.map((one) => [JSON.stringify([one.source, one.target]), one]));
+    const links = new Map(status.links.map((one) => [linkKey(one), one]));
+    const failed = new Map(status.links_out.map((one) => [linkKey(one), one]));
+    linkTitles.clear();
     const numbers = targets.length <= MAX_LABELLED, cell = numbers ? 48 : 20, tall = numbers ? 26 : 20, left = 120, above = 84;
     const fastest = Math.max(1e-9, ...status.links.map((one) => one.gb_per_s));
     const clip = (name) => (name.length > 16 ? `${name.slice(0, 15)}…` : name);
@@ -204,12 +221,12 @@ function showHandoff(status) {
       const y = above + tall * row;
       figure.append(draw("text", { x: left - 6, y: y + tall / 2 + 4, "text-anchor": "end" }, clip(name), draw("title", {}, name)));
       targets.forEach((target, column) => {
-        const x = left + cell * column, key = JSON.stringify([name, target]), link = links.get(key), why = failed.get(key);
+        const x = left + cell * column, key = linkKey({ source: name, target }), link = links.get(key), why = failed.get(key);
         const box = { x: x + 1, y: y + 1, width: cell - 2, height: tall - 2 };
         if (link) {
-          const share = 0.25 + (0.75 * link.gb_per_s) / fastest;
-          figure.append(draw("rect", { ...box, class: "f-good", "fill-opacity": share }, draw("title", {},
-            `${name} to ${target}: ${link.transport}, ${round(link.gb_per_s)} GB/s, ${round(link.latency_us, 0)} µs`)));
+          const share = 0.25 + (0.75 * link.gb_per_s) / fastest, title = draw("title");
+          linkTitles.set(key, title);
+          figure.append(draw("rect", { ...box, class: "f-good", "fill-opacity": share }, title));
           if (numbers) figure.append(draw("text", { x: x + cell / 2, y: y + tall / 2 + 4, "text-anchor": "middle", class: share > 0.6 ? "on" : "" }, round(link.gb_per_s)));
         } else {
           figure.append(draw("rect", { ...box, class: "f-free" }, draw("title", {}, why ? `${name} to ${target}: ${why.why}` : `${name} to ${target}: no link`)));
@@ -224,6 +241,7 @@ function showHandoff(status) {
     return [el("p", { class: "muted" }, `Rows send, columns receive; GB/s measured when a link was opened. ${transports.join("; ")}.`), figure,
       el("ul", {}, ...status.links_out.slice(0, 20).map((one) => el("li", { class: "bad" }, `${one.source} to ${one.target}: ${one.why}`)))];
   });
+  nameLinks(status.links);
 }
 
 function showKv(status) {
@@ -304,14 +322,13 @@ function say(text, state) {
 }
 
 function showAll(status) {
-  const now = performance.now() / 1000;
   model = status.model;
   byId("model").textContent = status.model;
   say(status.ready ? (status.reasons.length ? "Ready, with less than there should be" : "Ready") : "Not ready", status.ready ? "ready" : "not-ready");
   showService(status);
   showSlo(status.history, status.objectives);
   showTraffic(status.history);
-  showWorkers(status, now);
+  showWorkers(status, status.time_s);
   showHandoff(status);
   showKv(status);
   showPlan(status.plan, status.split);
@@ -331,7 +348,7 @@ async function poll() {
   const used = key;
   let again = true;
   try {
-    const answer = await fetch("status", { headers: bearer(used), cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_MS) });
+    const answer = await fetch("status", { headers: { ...bearer(used), ...SHARED }, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (answer.ok) {
       showAll(await answer.json());
       delay = POLL_MS;

@@ -44,6 +44,8 @@ CLOSE_TIMEOUT_S = 2.0
 HEADERS_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
 NAME_VARIABLE = "OTEL_SERVICE_NAME"
 SERVICE_NAME = "diptych"
+# What becomes of a trace.
+TRACE_OUTCOMES = ("sent", "dropped", "failed")
 MAX_PORT = 65535
 
 log = logging.getLogger(__name__)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.messages import WorkerStats
 from diptych.slo import Slo
+from diptych.specs import GatewaySpec
+from router.requests.relay import MESSAGE_HANDLERS, Relay
+from services.gateway.__main__ import make_exporter
 from services.gateway.metrics.buckets import bucket_bounds_s
 from services.gateway.metrics.prometheus import (
     TTFT_STAGES,
@@ -16,7 +22,12 @@ from services.gateway.metrics.prometheus import (
     SequenceRecord,
     ttft_breakdown,
 )
+from services.gateway.metrics.telemetry import RelayTelemetry
+from services.gateway.metrics.traffic_feed import TrafficFeed
 from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
+from services.gateway.ops.readiness import CanaryProber
+from services.gateway.ops.replan_endpoint import ReplanRoute
+from services.replan.roster import FLIP, START, STOP
 
 seconds = st.floats(0, 100, allow_nan=False)
 
@@ -168,6 +179,27 @@ def test_what_is_refused_was_offered_and_met_nothing() -> None:
         "diptych:slo_target_ratio{objective=all}": 0.95,
         "diptych:slo_target_ratio{objective=ttft}": 0.95,
     }
+
+
+def test_what_may_never_happen_is_counted_from_0_on() -> None:
+    """Else Prometheus would not see the first of them: what a series begins with is no increase."""
+    metrics = GatewayMetrics()
+    assert not [
+        name for name in values(metrics) if name.startswith(("diptych:traces_", "diptych:replan_act"))
+    ]
+    spec = SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")
+    exporter = make_exporter(cast(GatewaySpec, spec), metrics)
+    assert exporter is not None
+    exporter.close()
+    ReplanRoute(TrafficFeed(), cast(CanaryProber, None), metrics)
+    RelayTelemetry(Relay(split=True), metrics, None)
+    found = values(metrics)
+    for kind in MESSAGE_HANDLERS:
+        assert found[f"diptych:gateway_late_messages_total{{kind={kind.__name__}}}"] == 0
+    for outcome in ("sent", "dropped", "failed"):
+        assert found[f"diptych:traces_total{{outcome={outcome}}}"] == 0
+    for action in (FLIP, START, STOP):
+        assert found[f"diptych:replan_actions_total{{action={action},outcome=done}}"] == 0
 
 
 def test_without_objectives_there_is_no_target() -> None:

@@ -13,7 +13,7 @@ from diptych.channel.hub import ChannelHub
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import Heartbeat, Hello, Linked, WorkerStats
 from diptych.slo import Slo
-from router.effects import WorkerLost, WorkerSaid
+from router.effects import KvMoved, WorkerLost, WorkerSaid
 from router.requests.relay import Relay
 from router.routing.fleet import Fleet
 from services.gateway.generation.relay_backend import RelayBackend
@@ -22,6 +22,7 @@ from services.gateway.metrics.recent_events import RecentErrors
 from services.gateway.metrics.traffic_feed import ReplanReport, TrafficFeed
 from services.gateway.ops.readiness import CanaryProber
 from services.gateway.ops.replan_endpoint import ReplanRoute
+from services.gateway.ops.status_body import StatusBody, accepted_age_s
 from services.gateway.service import GatewayService
 from services.gateway.status import LiveHealthProbes, sum_stats
 
@@ -118,8 +119,61 @@ def test_errors_history_and_lost_workers_are_there() -> None:
     assert report["history"]["target"] == 0.95 and report["history"]["objectives"] == {}
     assert report["links"][0] == {
         "source": "prefill-0", "target": "decode-0", "transport": "shm", "gb_per_s": 9.0, "latency_us": 12.0,
-        "kv_classes": {"raw": False},
+        "moved_bytes": 0, "kv_classes": {"raw": False},
     }  # fmt: skip
+
+
+def test_what_a_link_moved_is_counted_while_both_of_its_workers_are_there() -> None:
+    world = StatusWorld(2)
+
+    def move(source: str, target: str) -> None:
+        moved = KvMoved("cmpl-1", source, target, "shm", 4096, 0.01)
+        world.backend._telemetry.on_effect(moved, world.backend.clock())
+
+    move("prefill-0", "decode-1")
+    move("prefill-0", "decode-1")
+    move("prefill-1", "decode-0")
+    move("prefill-9", "decode-0")
+    assert {(one["source"], one["target"]): one["moved_bytes"] for one in world.report()["links"]} == {
+        ("prefill-0", "decode-0"): 0, ("prefill-0", "decode-1"): 8192,
+        ("prefill-1", "decode-0"): 4096, ("prefill-1", "decode-1"): 0,
+    }  # fmt: skip
+    world.backend._handle_event(WorkerLost("decode-1", "life-decode-1", "it was killed"))
+    assert world.backend._telemetry.moved_bytes == {("prefill-1", "decode-0"): 4096}
+    backend = world.backend
+    backend.metrics.watch_workers(backend.worker_stats, backend.link_speeds, "toy")
+    page = backend.metrics.render_text().decode()
+    assert 'diptych:link_bytes_total{source="prefill-1",target="decode-0",transport="shm"} 4096.0' in page
+
+
+def test_clients_that_take_an_older_status_share_one() -> None:
+    now_s, made = 100.0, list[float]()
+
+    def build_report() -> dict[str, float]:
+        made.append(now_s)
+        return {"time_s": now_s}
+
+    status = StatusBody(build_report, lambda: now_s)
+    assert status.read(1.0) == (b'{"time_s":100.0}', 0.0)
+    now_s = 100.75
+    assert {status.read(1.0) for _ in range(50)} == {(b'{"time_s":100.0}', 0.75)}
+    assert status.read() == (b'{"time_s":100.75}', 0.0), "who does not say so gets a new one"
+    now_s = 101.5
+    assert status.read(1.0) == (b'{"time_s":100.75}', 0.75)
+    now_s = 101.75
+    assert status.read(1.0) == (b'{"time_s":101.75}', 0.0)
+    assert made == [100.0, 100.75, 101.75]
+
+
+@pytest.mark.parametrize(
+    ("header", "age_s"),
+    [
+        ("", 0), ("no-cache", 0), ("max-age=1", 1), ("no-transform, Max-Age=2", 2), ("max-age=-1", 0),
+        ("max-age=1.5", 0), ("x-max-age=9", 0), ("max-age=" + "9" * 40, 0),
+    ],
+)  # fmt: skip
+def test_how_old_a_client_lets_a_status_be(header: str, age_s: float) -> None:
+    assert accepted_age_s(header) == age_s
 
 
 def test_workers_are_compared_with_each_other_no_more_often_when_there_are_many(

@@ -14,6 +14,9 @@ import msgspec
 
 from diptych.chunks import CHUNK_TOKENS
 
+# The last rows of a prompt, from which its heads are profiled. They are always computed, whatever prefix is cached.
+PROFILE_ROWS = 64
+
 
 class KeepSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How much of its attention every head of an attempt keeps, and from which position on tokens may be dropped.

@@ -18,6 +18,8 @@ PURE = {
     "router.routing.fleet": (*HEAVY, "asyncio", "zmq"),
     "engine.scheduler": HEAVY,
     "kvcache.allocator": (*HEAVY, "asyncio", "zmq"),
+    "diptych.keep_spec": HEAVY,
+    "kvcache.kept_rows": ("torch", "ray", "numba", "scipy"),
     "kvcache.codecs.storage": (*HEAVY, "safetensors"),
     "kvcache.codecs.registry": ("torch", "ray", "numba"),
     "kvcache.codecs.fitting": ("torch", "ray", "numba", "scipy"),

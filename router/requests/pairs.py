@@ -354,7 +354,7 @@ class PairSelector:
     def admit_to_decode(self, live: RequestState, decode: str) -> None:
         """Record the estimate for the decode worker that the request is sent to now: the tokens that are shared."""
         live.shared_tokens = self.view.shared_tokens(decode, live.attempt_need)
-        self.expect_chunks(decode, live.chunks, live.attempt_need.kv_class)
+        self.expect_chunks(decode, live.handed_chunks, live.attempt_need.kv_class)
 
     def expect_chunks(self, worker: str, chunks: ChunkNames, kv_class: str | None) -> None:
         """Assume from now on that the worker has these chunks cached, in its pool of `kv_class`."""
@@ -368,7 +368,7 @@ class PairSelector:
         """
         request, choice = live.request, live.choice
         self.answers.record_length(len(request.output))
-        if request.stage is RequestStage.DECODING and choice is not None:
+        if request.stage is RequestStage.DECODING and choice is not None and not request.keep.evicts:
             # The last token has no KV.
             text = request.prompt + request.output[:-1]
             names = self.index.name_chunks(text, request.origin.scope, live.chunks)

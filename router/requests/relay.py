@@ -333,7 +333,7 @@ class Relay:
             )
         if self.attempts.expire_request(live, now_s):
             return
-        live.ticket, live.offered_s = offer.ticket, now_s
+        live.take_offer(offer, now_s)
         if live.target is not None:
             remaining_s = request.deadline_s - now_s
             fetch = Fetch(request.id, request.epoch, list(request.output), offer.ticket, remaining_s)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from diptych.chunks import CHUNK_TOKENS
+from diptych.messages import Offer
 from diptych.request import TERMINAL_STAGES, Request, RequestStage
 from router.effects import ChosenPair
 from router.requests.failure_policy import NO_WORKERS, FailurePolicy
@@ -91,6 +93,8 @@ class RequestState:
     prefill_kv_tokens: int = 0
     unprefilled_tokens: int = 0
     shared_tokens: int = 0
+    # Tokens for which the KV that was offered needs no room, since its heads dropped so much.
+    dropped_tokens: int = 0
     booked_tokens: int = 0
 
     first_queued_s: float | None = None
@@ -112,10 +116,18 @@ class RequestState:
     def room_tokens(self) -> int:
         """Tokens of KV that the request is expected to need at its end, in whole chunks: prompt and expected answer.
 
-        `max_tokens` is not used: few answers reach it, and workers allocate memory only as answers grow.
+        `max_tokens` is not used: few answers reach it, and workers allocate memory only as answers grow. What was
+        dropped of the KV that was offered is not counted.
         """
         request = self.request
-        return round_up_to_chunks(len(request.prompt) + max(len(request.output), self.expected_tokens))
+        tokens = round_up_to_chunks(len(request.prompt) + max(len(request.output), self.expected_tokens))
+        return tokens - self.dropped_tokens
+
+    @property
+    def handed_chunks(self) -> ChunkNames:
+        """The chunks of the prompt that a decode worker gets as they are, so that it can share them."""
+        keep = self.request.keep
+        return self.chunks[: keep.boundary_chunks] if keep.evicts else self.chunks
 
     @property
     def version(self) -> AnswerVersion | None:
@@ -148,7 +160,13 @@ class RequestState:
         total = len(request.prompt) + len(request.output)
         fingerprint = None if self.version is None else self.version.fingerprint
         return RoutingNeed(
-            total, self.room_tokens, fingerprint, self.chunks, request.origin.priority, kv_class=self.kv_class
+            total,
+            self.room_tokens,
+            fingerprint,
+            self.chunks,
+            request.origin.priority,
+            kv_class=self.kv_class,
+            whole_tokens=request.keep.boundary if request.keep.evicts else None,
         )
 
     @property
@@ -182,8 +200,17 @@ class RequestState:
         self.target, self.ticket, self.contacted_lives = None, b"", set()
         self.prefill_kv_tokens = round_up_to_chunks(self.need.prompt_tokens)
 
+    def take_offer(self, offer: Offer, now_s: float) -> None:
+        """The KV of the attempt is complete: from now on it counts for the slabs that it really has."""
+        self.ticket, self.offered_s = offer.ticket, now_s
+        if self.request.keep.evicts and offer.num_slabs:
+            offered = offer.num_slabs * CHUNK_TOKENS
+            self.prefill_kv_tokens = offered
+            self.dropped_tokens = max(0, round_up_to_chunks(offer.num_tokens) - offered)
+
     def end_attempt(self) -> None:
         """The running attempt is over, and no other has begun."""
+        self.dropped_tokens = 0
         self.release_class()
         self.request.epoch += 1
         self.choice = self.target = None

@@ -59,6 +59,8 @@ class RoutingNeed:
     `fingerprint` is the model that must continue its answer, if it has begun; `chunks` name the chunks of its prompt.
     `underserved`: its tenant has fewer tokens in flight than an equal share. `kv_class` is the KV class that its answer
     must stay with, if that is decided; else the one that it asks for, as `kv_classes.names_class` takes it.
+    `whole_tokens` are the first tokens of its prompt whose KV a decode worker may share, if it drops some of the
+    others; None: it drops none.
     """
 
     prompt_tokens: int
@@ -68,6 +70,7 @@ class RoutingNeed:
     priority: int = 0
     underserved: bool = False
     kv_class: str | None = None
+    whole_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +211,10 @@ class RoutingView:
         """Prompt tokens that the worker is assumed to have cached; at least the last token is always computed."""
         if not need.chunks:
             return 0
-        kv_class = decided_class(self.fleet.workers[worker].hello, need.kv_class)
-        known = CHUNK_TOKENS * self.index.count_shared(worker, need.chunks, kv_class)
+        hello, chunks = self.fleet.workers[worker].hello, need.chunks
+        if need.whole_tokens is not None and hello.role == "decode":
+            chunks = chunks[: need.whole_tokens // CHUNK_TOKENS]
+        known = CHUNK_TOKENS * self.index.count_shared(worker, chunks, decided_class(hello, need.kv_class))
         return min(known, max(0, need.prompt_tokens - 1))
 
     def eligible_workers(self, role: str, need: RoutingNeed) -> list[WorkerState]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from diptych.keep_spec import KeepSpec
 from diptych.messages import (
     Abort,
     Admit,
@@ -383,6 +384,33 @@ def test_kv_that_a_decode_worker_pulls_is_expected_there() -> None:
     assert [choice.decode for choice in targets if choice] == ["decode-0", "decode-0"]
     # Room for two answers of 11 chunks each, and for the 10 of the prompt once.
     assert world.relay.ledger.load_of("decode-0").room_tokens == (11 + 11 - 10) * 64
+
+
+def test_kv_of_which_heads_dropped_something_takes_the_room_that_it_takes() -> None:
+    world = linked_deployment(*PAIR)
+    ledger, index = world.relay.ledger, world.relay.index
+    for name, decode_tokens in (("a", (2 + 3 + 4) * 64), ("b", (2 + 3 + 4) * 64 + (3 + 4) * 64)):
+        request = make_request(name, 640, 256)
+        request.keep = KeepSpec(0.95, 128)
+        world.do(RequestArrived(request))
+        before = ledger.load_of("prefill-0").room_tokens
+        world.first("prefill-0", (name, 0), offer=False)
+        world.flush("prefill-0")
+        world.say("prefill-0", Offer(name, 0, b"ticket", 640, 500, 5))
+        live = world.relay.live[name]
+        # The prompt's 10 chunks have become 2 whole ones and a bag of 3; 4 are expected of the answer.
+        assert ledger.load_of("prefill-0").room_tokens == before - 5 * 64
+        assert ledger.load_of("decode-0").room_tokens == decode_tokens
+        assert index.count_shared("prefill-0", live.chunks) == 10
+        assert index.count_shared("decode-0", live.chunks) == 2
+    world.say("decode-0", Failed("a", 0, "transfer_failed", "lost"))
+    # All of it is computed again, and the delivered token.
+    assert ledger.load_of("prefill-0").room_tokens == (11 + 5) * 64
+    world.relay.live["b"].request.output.extend(range(100))
+    world.pull("decode-0", ("b", 0))
+    world.decode("decode-0", ("b", 0), finish="stop")
+    world.flush("decode-0")
+    assert index.count_shared("decode-0", index.name_chunks(list(range(640)), "scope")) == 2
 
 
 def test_a_worker_that_was_lost_has_no_prefixes() -> None:

@@ -10,7 +10,12 @@ from diptych.request import TERMINAL_STAGES, Request, RequestStage
 from router.effects import ChosenPair
 from router.requests.failure_policy import NO_WORKERS, FailurePolicy
 from router.routing.class_choice import ASKED, DEFAULT, ClassDecision
-from router.routing.credits import CREDIT_TOKENS_PER_PROMPT, round_up_to_chunks
+from router.routing.credits import (
+    CREDIT_TOKENS_PER_PROMPT,
+    DROPPING_TOKENS,
+    prefill_room_tokens,
+    round_up_to_chunks,
+)
 from router.routing.kv_classes import AnswerVersion
 from router.routing.policy import RoutingNeed, WorkerLoad
 from router.routing.prefix_index import ChunkNames
@@ -121,7 +126,7 @@ class RequestState:
         """
         request = self.request
         tokens = round_up_to_chunks(len(request.prompt) + max(len(request.output), self.expected_tokens))
-        return tokens - self.dropped_tokens
+        return tokens + (DROPPING_TOKENS if request.keep.evicts else 0) - self.dropped_tokens
 
     @property
     def handed_chunks(self) -> ChunkNames:
@@ -198,7 +203,7 @@ class RequestState:
         self.wish.decide(self.request.id, ClassDecision(began.kv_class, reason))
         self.choice, self.began, self.staged = choice, began, staged
         self.target, self.ticket, self.contacted_lives = None, b"", set()
-        self.prefill_kv_tokens = round_up_to_chunks(self.need.prompt_tokens)
+        self.prefill_kv_tokens = prefill_room_tokens(self.need)
 
     def take_offer(self, offer: Offer, now_s: float) -> None:
         """The KV of the attempt is complete: from now on it counts for the slabs that it really has."""
@@ -206,7 +211,9 @@ class RequestState:
         if self.request.keep.evicts and offer.num_slabs:
             offered = offer.num_slabs * CHUNK_TOKENS
             self.prefill_kv_tokens = offered
-            self.dropped_tokens = max(0, round_up_to_chunks(offer.num_tokens) - offered)
+            # The offer has the map, but not the slab for the tokens since the decision.
+            whole = round_up_to_chunks(offer.num_tokens) + DROPPING_TOKENS - CHUNK_TOKENS
+            self.dropped_tokens = max(0, whole - offered)
 
     def end_attempt(self) -> None:
         """The running attempt is over, and no other has begun."""

@@ -27,11 +27,14 @@ CREDIT_TOKENS_PER_PROMPT = 512
 MAX_CREDIT_TOKENS = 4 * CREDIT_TOKENS_PER_PROMPT
 # The same limit for requests of tenants that have less in flight than their share.
 MAX_CREDIT_TOKENS_UNDERSERVED = 6 * CREDIT_TOKENS_PER_PROMPT
+# Room beside its tokens for a request that may drop KV: a slab for the tokens since the last decision, and one for the
+# map of what its heads kept.
+DROPPING_TOKENS = 2 * CHUNK_TOKENS
 
 
 def pairs_with_credit(found: Sequence[Pair], need: RoutingNeed, view: RoutingView) -> list[Pair]:
     """The pairs of `found` whose workers have credit for `need` now; each worker is examined once."""
-    tokens = round_up_to_chunks(need.prompt_tokens)
+    tokens = prefill_room_tokens(need)
     room = {
         target: _has_kv_room(
             target, need.room_tokens - view.shared_tokens(target, need), need, view, need.priority
@@ -47,6 +50,12 @@ def pairs_with_credit(found: Sequence[Pair], need: RoutingNeed, view: RoutingVie
         for source, target in found
         if room[target] and (_has_prefill_credit(target, view, need) if source is None else credit[source])
     ]
+
+
+def prefill_room_tokens(need: RoutingNeed) -> int:
+    """Tokens of room that a prompt needs at its prefill worker until its KV is offered."""
+    extra = 0 if need.whole_tokens is None else DROPPING_TOKENS
+    return round_up_to_chunks(need.prompt_tokens) + extra
 
 
 def round_up_to_chunks(tokens: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.keep_spec import KeepSpec
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.messages import (
     Abort,
     Admit,
@@ -389,7 +389,7 @@ def test_kv_that_a_decode_worker_pulls_is_expected_there() -> None:
 def test_kv_of_which_heads_dropped_something_takes_the_room_that_it_takes() -> None:
     world = linked_deployment(*PAIR)
     ledger, index = world.relay.ledger, world.relay.index
-    for name, decode_tokens in (("a", (2 + 3 + 4) * 64), ("b", (2 + 3 + 4) * 64 + (3 + 4) * 64)):
+    for name, decode_tokens in (("a", (2 + 3 + 5) * 64), ("b", (2 + 3 + 5) * 64 + (3 + 5) * 64)):
         request = make_request(name, 640, 256)
         request.keep = KeepSpec(0.95, 128)
         world.do(RequestArrived(request))
@@ -398,19 +398,33 @@ def test_kv_of_which_heads_dropped_something_takes_the_room_that_it_takes() -> N
         world.flush("prefill-0")
         world.say("prefill-0", Offer(name, 0, b"ticket", 640, 500, 5))
         live = world.relay.live[name]
-        # The prompt's 10 chunks have become 2 whole ones and a bag of 3; 4 are expected of the answer.
-        assert ledger.load_of("prefill-0").room_tokens == before - 5 * 64
+        # The prompt's 10 chunks, with room for a ring and a map, have become 2 whole ones and a bag of 3. At the decode
+        # worker 4 are expected of the answer, and the ring.
+        assert ledger.load_of("prefill-0").room_tokens == before - 7 * 64
         assert ledger.load_of("decode-0").room_tokens == decode_tokens
         assert index.count_shared("prefill-0", live.chunks) == 10
         assert index.count_shared("decode-0", live.chunks) == 2
     world.say("decode-0", Failed("a", 0, "transfer_failed", "lost"))
     # All of it is computed again, and the delivered token.
-    assert ledger.load_of("prefill-0").room_tokens == (11 + 5) * 64
+    assert ledger.load_of("prefill-0").room_tokens == (11 + 2 + 5) * 64
+    assert ledger.load_of("decode-0").room_tokens == (14 + 2 - 2) * 64 + (3 + 5) * 64
     world.relay.live["b"].request.output.extend(range(100))
     world.pull("decode-0", ("b", 0))
     world.decode("decode-0", ("b", 0), finish="stop")
     world.flush("decode-0")
     assert index.count_shared("decode-0", index.name_chunks(list(range(640)), "scope")) == 2
+
+
+def test_a_request_that_may_drop_kv_shares_only_whole_chunks_at_its_decode_worker() -> None:
+    world = linked_deployment(*PAIR)
+    bring_to_decode(world)
+    for name, keep, shared in (("a", KEEP_ALL, 0), ("b", KeepSpec(0.95, 128), 128), ("c", KEEP_ALL, 639)):
+        request = make_request(name, 640, 256)
+        request.keep = keep
+        world.do(RequestArrived(request))
+        assert world.relay.live[name].shared_tokens == shared
+        world.first("prefill-0", (name, 0))
+        world.flush("prefill-0")
 
 
 def test_a_worker_that_was_lost_has_no_prefixes() -> None:

@@ -27,10 +27,9 @@ from itertools import chain
 from math import inf
 from typing import Generic, TypeVar
 
-from diptych.chunks import CHUNK_TOKENS
 from engine.prefill_adder import RemainingArenas
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceRefused, num_chunks
+from engine.sequence import Sequence, SequenceRefused
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 
@@ -65,12 +64,12 @@ class RemoteKv:
     @property
     def full_keys(self) -> list[bytes]:
         """Addresses of all its full chunks: even the last one can be attached, since no logits are computed here."""
-        return self.seq.keys[: self.num_tokens // CHUNK_TOKENS]
+        return self.seq.keys[: self.seq.full_chunks(self.num_tokens)]
 
     @property
     def num_slabs(self) -> int:
         """Slabs for its KV and for one more token."""
-        return num_chunks(self.num_tokens + 1)
+        return self.seq.slabs_for(self.num_tokens + 1)
 
     @property
     def is_wanted(self) -> bool:

@@ -20,7 +20,6 @@ from typing import Any
 from diptych.messages import Failed, Logprob, Output, WorkerStats
 from engine.isolation import BadSamplingParams, failure_code, isolate_failures
 from engine.new_token_ratio import MeasuredRate
-from engine.parking import park_sequence, restore_sequence
 from engine.protocols import (
     KvObserver,
     Logits,
@@ -31,11 +30,13 @@ from engine.protocols import (
     StepRunner,
     StepSampler,
 )
+from engine.reclaim.decision_points import DecisionPoints
+from engine.reclaim.parking import park_sequence, restore_sequence
 from engine.sampling.mask_budget import MaskBudget
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.sequence_table import DEADLINE_FAILURE, AdmittedSequence, SequenceTable, first_output_seconds
-from engine.step_work import StepWork, choose_logits
+from engine.step_work import StepWork, choose_logits, kept_work
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.tiers.host import HostArenas, HostTier
@@ -92,6 +93,7 @@ class Engine:
         self.table = SequenceTable(scheduler, holdings)
         self._live: dict[str, _LiveSequence] = {}
         self._masks = MaskBudget()
+        self.decisions = DecisionPoints(runner, self.table)
 
     def expect(self, seq: Sequence) -> None:
         """Announce a sequence that will be added or adopted soon, so that slow preparation can begin. Idempotent."""
@@ -106,6 +108,7 @@ class Engine:
 
         Raises SequenceRefused if it cannot be taken (`code` says why), and ValueError if it is already here.
         """
+        self.decisions.check_runner(seq)
         self.expect(seq)
         self.scheduler.add(seq, now_s)
         if self._observer is not None:
@@ -125,11 +128,20 @@ class Engine:
     def adopt(self, seq: Sequence, now_s: float) -> None:
         """Continue a sequence prefilled elsewhere: its slabs, held under its key, have KV of all tokens but the last.
 
-        The engine frees them from now on. Raises ValueError, and leaves them to the caller, if something is
-        missing, or no token is left to generate.
+        An evicted sequence has the KV up to its last decision point (`Sequence.is_adoptable`). The engine frees the
+        slabs from now on. Raises ValueError or SequenceRefused, and leaves them to the caller, if something is missing,
+        if its bag has no valid map, or if no token is left to generate.
         """
+        self.decisions.check_runner(seq)
         self.expect(seq)
         self.scheduler.adopt(seq, now_s)
+        if seq.kept_slabs:
+            try:
+                self.decisions.load(seq)
+            except ValueError:
+                self.table.withdraw(seq.key)
+                self.decisions.forget(seq.key)
+                raise
         if self._observer is not None:
             self._observer.on_sequence_arrived(seq, now_s)
 
@@ -181,7 +193,7 @@ class Engine:
         ready_s = clock()
         logits = self._run_jobs(jobs)
         ran_s = clock()
-        outputs += self._account_results(jobs, logits, ran_s)
+        outputs += self._account_results(jobs, logits, ran_s, clock)
         prepared_s = min(getattr(self.runner, "prepare_seconds", 0.0), ran_s - ready_s)
         counters = self.table.counters
         counters.add_time("schedule", decided_s - begun_s)
@@ -212,17 +224,22 @@ class Engine:
         if reading > rows:
             self.prefill_rate.add_sample(reading, seconds)
 
-    def _preempt_sequence(self, key: str, clock: Callable[[], float]) -> None:
-        """Take a sequence's memory away: park its KV if that is cheaper than computing it again, else drop the KV."""
+    def _preempt_sequence(self, key: str, clock: Callable[[], float], parks: bool = True) -> None:
+        """Take a sequence's memory away: park its KV if that is cheaper than computing it again, else drop the KV.
+
+        Without `parks` the KV is dropped: a step has computed tokens that were not sampled from, or decided upon, yet.
+        """
         seq, live = self.scheduler.find(key), self._live.get(key)
         assert seq is not None, key
         rates, arena = (self.prefill_rate, self.copy_rate), self.table.arena_of(seq)
         host = None if self.host is None else self.host.arena_of(seq.kv_class)
-        parked = host is not None and park_sequence(seq, host, arena, *rates, clock)
+        parked = parks and host is not None and park_sequence(seq, host, arena, *rates, clock)
         if not parked and live is not None and live.scores is not None:
             # The tokens are computed again, and their log-probabilities with them.
             live.scores = [None]
         self.table.preempt(key, parked)
+        if not parked:
+            self.decisions.forget(key)
         if self.follower is not None:
             self.follower.on_sequence_dropped(key)
 
@@ -244,10 +261,15 @@ class Engine:
             and restore_sequence(seq, self.host.arena_of(seq.kv_class), cached, self.copy_rate, clock)
         )
         self.table.start(admission, clock(), restored)
-        if seq.key in self._live:
-            # The sequence was preempted earlier and keeps its row of the sampler.
-            return None
         try:
+            if cached is not None and not restored:
+                self.decisions.forget(seq.key)
+            elif cached is not None and seq.kept_slabs:
+                # Its bag is in other slabs now.
+                self.decisions.load(seq)
+            if seq.key in self._live:
+                # The sequence was preempted earlier and keeps its row of the sampler.
+                return None
             row = self.sampler.open(seq)
         except Exception as error:
             return self._fail_sequence(seq.key, failure_code(error), str(error))
@@ -261,22 +283,27 @@ class Engine:
         left_out = self._masks.choose_left_out([(seq.key, live[seq.key].row) for seq in asked])
         for seq in work.decodes:
             if seq.key not in left_out:
-                one = StepWork(seq.output[-1:], seq.computed, seq.slabs, "last", seq.prompt[0])
+                one = StepWork(
+                    seq.output[-1:], seq.computed, seq.slabs, "last", seq.prompt[0], kept_work(seq)
+                )
                 jobs.append(_StepJob(live[seq.key], one, decodes=True))
         for seq, count in work.prefills:
             if not (seq.key in left_out and seq.pending == count):
                 entry = live[seq.key]
                 wanted = choose_logits(seq, count, entry.scores is not None)
-                one = StepWork(
-                    seq.tokens(seq.computed, count), seq.computed, seq.slabs, wanted, seq.prompt[0]
-                )
+                tokens = seq.tokens(seq.computed, count)
+                one = StepWork(tokens, seq.computed, seq.slabs, wanted, seq.prompt[0], kept_work(seq))
                 jobs.append(_StepJob(entry, one))
+        for job in jobs:
+            self.decisions.note_run(job.live.seq)
         return jobs
 
     def _account_results(
-        self, jobs: list[_StepJob], results: list[Any], now_s: float
+        self, jobs: list[_StepJob], results: list[Any], now_s: float, clock: Callable[[], float]
     ) -> list[SequenceOutput]:
-        """Advance every sequence by the tokens that ran, and sample a token for those whose prefill is complete."""
+        """Advance every sequence by the tokens that ran, let those at decision points drop KV, and sample a token for
+        those whose prefill is complete.
+        """
         # The output of each sequence, in the order of the step's jobs. None: the sequence has nothing to report.
         verdicts: dict[str, SequenceOutput | None] = {}
         chosen: list[tuple[_LiveSequence, Logits]] = []
@@ -296,10 +323,33 @@ class Engine:
                 chosen.append((live, result[-1:]))
             elif seq.pending == 0:
                 verdicts[seq.key] = self._emit_output(live, [], None, "length", now_s)
+        if deciding := [job.live.seq for job in jobs if job.live.seq.must_decide]:
+            verdicts.update(self._decide_kept(deciding, clock))
+            chosen = [pair for pair in chosen if pair[0].seq.key in self.scheduler.running]
         picks = isolate_failures(self._sample_rows, chosen) if chosen else []
         for (live, _), pick in zip(chosen, picks, strict=True):
             verdicts[live.seq.key] = self._append_token(live, pick, now_s)
         return [verdict for verdict in verdicts.values() if verdict]
+
+    def _decide_kept(
+        self, deciding: list[Sequence], clock: Callable[[], float]
+    ) -> dict[str, SequenceOutput | None]:
+        """Let sequences at decision points drop KV, those with the best precedence first; returns the failures."""
+        failures: dict[str, SequenceOutput | None] = {}
+        for seq in sorted(deciding, key=lambda seq: seq.precedence):
+            if seq.key not in self.scheduler.running:
+                # It has failed, or was preempted for one before it.
+                continue
+            try:
+                taken = self.decisions.evict(
+                    seq, lambda victim: self._preempt_sequence(victim.key, clock, parks=False)
+                )
+            except Exception as error:
+                failures[seq.key] = self._fail_sequence(seq.key, failure_code(error), str(error))
+                continue
+            if self.follower is not None and taken is not None:
+                self.follower.on_slabs_taken(taken)
+        return failures
 
     def _sample_rows(self, pairs: list[tuple[_LiveSequence, Logits]]) -> list[SampledToken | Exception]:
         return self.sampler.sample([logits for _, logits in pairs], [live.row for live, _ in pairs])
@@ -359,6 +409,8 @@ class Engine:
             self._forget_sequence(seq.key)
         elif held:
             del self._live[seq.key]
+            # The map is in the bag.
+            self.decisions.forget(seq.key)
         return SequenceOutput(output, seq if held else None)
 
     def _fail_sequence(self, key: str, code: str, message: str, sound: bool = False) -> SequenceOutput:
@@ -375,6 +427,7 @@ class Engine:
     def _forget_sequence(self, key: str) -> None:
         """Forget all that the engine and its host tier hold for a sequence whose slabs were freed."""
         self._live.pop(key, None)
+        self.decisions.forget(key)
         if self.follower is not None:
             self.follower.on_sequence_dropped(key)
         if self.host is not None:

@@ -28,7 +28,7 @@ from typing import Protocol
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.fairness import VirtualTokenCounter
-from engine.sequence import EngineLimits, Sequence, num_chunks
+from engine.sequence import EngineLimits, Sequence
 
 # Most tokens per step of a prompt with `prompt_logprobs`. Each needs a float32 row of logits over the whole
 # vocabulary.
@@ -122,9 +122,9 @@ class PrefixHit:
     chunks: int
     unheld: int
 
-    def slab_cost(self, tokens: int) -> int:
-        """Free slabs that are used up when the sequence holds `tokens` tokens, its unheld cached chunks included."""
-        return num_chunks(tokens) - self.chunks + self.unheld
+    def slab_cost(self, seq: Sequence, tokens: int) -> int:
+        """Free slabs that are used up until `tokens` tokens of `seq` have KV, its unheld cached chunks included."""
+        return seq.expected_slabs(tokens, self.chunks >= seq.parked_from) - self.chunks + self.unheld
 
 
 def find_prefix(seq: Sequence, stock: KvAvailability) -> PrefixHit:
@@ -245,7 +245,7 @@ class PrefillAdder:
         """Offer the budget to shorter prompts behind `long`, then to other lines; the rest is reserved for `long`."""
         keep, budget, room = min(self._keep, self.budget), self.budget, self._room_of(long)
         self._aside = min(
-            room.free, max(0, num_chunks(self._start_position(long) + keep) - self._held_slabs(long))
+            room.free, max(0, long.slabs_for(self._start_position(long) + keep) - self._held_slabs(long))
         )
         room.free -= self._aside
         behind = [
@@ -265,9 +265,11 @@ class PrefillAdder:
     def _grant_tokens(self, seq: Sequence, count: int) -> int:
         """Plan the prefill of up to `count` tokens of `seq`, fewer if slabs are short; returns how many."""
         start, have, room = self._start_position(seq), self._held_slabs(seq), self._room_of(seq)
-        need = max(0, num_chunks(start + count) - have)
+        count = seq.step_tokens(start, count)
+        need = max(0, seq.slabs_for(start + count) - have)
         if need > room.free:
-            if not self.limits.chunked_prefill:
+            if not self.limits.chunked_prefill or (seq.kept_slabs and start >= len(seq.prompt)):
+                # An evicted sequence that was parked needs its whole bag.
                 return 0
             need, count = room.free, (have + room.free) * CHUNK_TOKENS - start
         if count <= 0:
@@ -281,8 +283,9 @@ class PrefillAdder:
         return count
 
     def _wanted_tokens(self, seq: Sequence) -> int:
-        """Tokens that `seq` still has to prefill; at most MAX_SCORED_ROWS if its prompt is scored."""
-        pending = seq.total - self._start_position(seq)
+        """Tokens of `seq` to prefill in one step: all of them, or MAX_SCORED_ROWS at most if its prompt is scored."""
+        start = self._start_position(seq)
+        pending = seq.step_tokens(start, seq.total - start)
         scored = self.limits.chunked_prefill and seq.scores_prompt
         return min(pending, MAX_SCORED_ROWS) if scored else pending
 
@@ -356,13 +359,15 @@ class PrefillAdder:
             return True
         found, whole = self._peek_prefix(seq), self.limits.expected_tokens(seq, self.ratio)
         room = self._room_of(seq)
-        if found.slab_cost(seq.total) > room.free or (not room.alone and found.slab_cost(whole) > room.left):
+        if found.slab_cost(seq, seq.total) > room.free or (
+            not room.alone and found.slab_cost(seq, whole) > room.left
+        ):
             room.blocked = seq
             return False
         self.admitted.append(seq.key)
         self.seats -= 1
         room.alone = False
         room.free -= found.unheld
-        room.left -= found.slab_cost(whole)
+        room.left -= found.slab_cost(seq, whole)
         self._claim_chunks(seq, self._start_position(seq))
         return True

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 
-from diptych.chunks import CHUNK_TOKENS
 from engine.fairness import VirtualTokenCounter
 from engine.new_token_ratio import NewTokenRatio
 from engine.prefill_adder import (
@@ -36,7 +35,7 @@ from engine.prefill_adder import (
     find_prefix,
 )
 from engine.seats import choose_startable, choose_yielding
-from engine.sequence import EngineLimits, Sequence, SequenceRefused, num_chunks
+from engine.sequence import EngineLimits, Sequence, SequenceRefused
 from engine.step_time import StepTimeModel
 
 # After a prompt has started beside a longer one, more such prompts are expected for this many steps.
@@ -133,27 +132,22 @@ class Scheduler:
             raise SequenceRefused("overloaded", "the worker's queue is full", why)
 
     def adopt(self, seq: Sequence, now_s: float) -> None:
-        """Take over a sequence whose slabs hold the KV of all its tokens but the last. It needs a seat.
+        """Take over a sequence whose slabs hold its KV (`Sequence.is_adoptable`). It needs a seat.
 
         Raises:
             ValueError: it is already here, its KV is not complete, it has nothing left to write, or it can never run
                 here to its end.
         """
         over = len(seq.output) >= seq.sampling.max_tokens or seq.total >= self.limits.max_model_len
-        if seq.key in self or seq.hold_kv or seq.pending != 1 or not seq.output:
+        if seq.key in self or over or not seq.is_adoptable:
             raise ValueError(
-                f"{seq.key} cannot be adopted: {seq.computed} of {seq.total} tokens have KV, {seq.hold_kv=}"
+                f"{seq.key} cannot be adopted: {seq.computed} of {seq.total} tokens have KV, in {len(seq.slabs)} slabs"
+                f" (evicted: {bool(seq.kept_slabs)}), {seq.hold_kv=}; or it is finished, or already here"
             )
-        if (
-            over
-            or len(seq.slabs) < num_chunks(seq.computed)
-            or self.limits.max_slabs(seq) > self.limits.slabs_for(seq)
-        ):
-            raise ValueError(
-                f"{seq.key} cannot be adopted: it holds {len(seq.slabs)} slabs, and {num_chunks(seq.computed)} have its"
-                " KV; or it is finished, or will not fit"
-            )
-        seq.target, seq.started_s = seq.computed, None
+        if (need := self.limits.max_slabs(seq)) > (most := self.limits.slabs_for(seq)):
+            raise ValueError(f"{seq.key} cannot be adopted: it needs {need} slabs, and there are {most}")
+        # An evicted sequence may have to compute more than one token before it decodes.
+        seq.target, seq.started_s = seq.computed if seq.pending == 1 else seq.total, None
         self._register_arrival(seq, now_s)
         self.adopted[seq.key] = seq
 
@@ -202,7 +196,7 @@ class Scheduler:
         seq = (self.running if key in self.running else self.adopted).pop(key)
         seq.slabs, seq.parked, seq.shared = [], parked, 0
         if not parked:
-            seq.computed, seq.target = 0, seq.total
+            seq.computed, seq.target, seq.kept_slabs = 0, seq.total, 0
         seq.update_keys()
         self._preempted.add(key)
         self._enqueue_sequence(seq)
@@ -285,7 +279,7 @@ class Scheduler:
             self._lines[line].values() for line in self._line_order() if line[2] == name
         )
         head = next((seq for seq in waiting if seq.ready), None)
-        return head is not None and find_prefix(head, stock).slab_cost(head.total) <= stock.free
+        return head is not None and find_prefix(head, stock).slab_cost(head, head.total) <= stock.free
 
     def admits(self, seq: Sequence, stock: KvStock, moving: Iterable[Sequence] = ()) -> bool:
         """Whether a sequence whose KV is to come from elsewhere may take slabs now: `chunks(seq.total)` in all.
@@ -302,12 +296,13 @@ class Scheduler:
         found = find_prefix(seq, arena)
         coming = [other for other in moving if self.limits.arena_name(other) == name]
         if not (coming or any(True for _ in self._memory_holders(name))):
-            return found.slab_cost(seq.total) <= arena.free
+            return found.slab_cost(seq, seq.total) <= arena.free
         on_the_way = sum(
-            num_chunks(self._expected_tokens(other)) - num_chunks(other.total) for other in coming
+            other.expected_slabs(self._expected_tokens(other)) - other.slabs_for(other.total)
+            for other in coming
         )
         left = arena.free - on_the_way - self._expected_growth(name)
-        return found.slab_cost(self._expected_tokens(seq)) <= left
+        return found.slab_cost(seq, self._expected_tokens(seq)) <= left
 
     def next_plan(self, stock: KvStock) -> StepPlan:
         """The next step's plan, after sequences that must give up their seats were paused."""
@@ -326,8 +321,9 @@ class Scheduler:
         if paused := choose_yielding(running, adopted, self.service, seats):
             return StepPlan(paused=paused)
         handed = choose_startable(running, adopted, self.service, seats)
-        decode = [seq for seq in self.running.values() if seq.decoding] + handed
-        growing = [seq for seq in decode if seq.computed // CHUNK_TOKENS >= len(seq.slabs)]
+        decode = [seq for seq in self.running.values() if seq.decoding]
+        decode += [seq for seq in handed if seq.pending == 1]
+        growing = [seq for seq in decode if seq.computed >= seq.capacity]
         rooms: dict[str, ArenaRoom] = {}
         for name in self.limits.kv_classes:
             arena, mine = stock.arena_of(name), self.limits.select_arena(growing, name)
@@ -345,8 +341,8 @@ class Scheduler:
                 grow=tuple(grow),
                 decode=tuple([seq.key for seq in decode]),
             )
-        adder = self._open_adder(rooms, len(decode), len(handed))
-        adder.add_prompts(self._open_lines())
+        adder = self._open_adder(rooms, len(decode), handed)
+        adder.add_prompts(self._open_lines(handed))
         for room in rooms.values():
             if room.blocked is not None and (victim := self.victim_for(room.blocked, stock)) is not None:
                 return StepPlan(preempted=victim)
@@ -376,9 +372,13 @@ class Scheduler:
         if not worse:
             return None
         room = arena.free + arena.count_freed_by([other.key for other in worse])
-        if find_prefix(seq, arena).slab_cost(seq.total) > room:
+        if find_prefix(seq, arena).slab_cost(seq, seq.total) > room:
             return None
         return max(worse, key=lambda other: other.precedence).key
+
+    def worst_holder(self, seq: Sequence) -> Sequence:
+        """The sequence with the worst precedence of those that hold slabs in the arena of `seq`."""
+        return max(self._memory_holders(self.limits.arena_name(seq)), key=lambda other: other.precedence)
 
     def _memory_holders(self, name: str) -> Iterator[Sequence]:
         """The sequences that hold slabs of an arena."""
@@ -393,21 +393,19 @@ class Scheduler:
     def _needed_slabs(self, seq: Sequence) -> int:
         """Slabs that a running sequence must take for its next step."""
         ahead = 1 if seq.decoding or self.limits.chunked_prefill else seq.pending
-        return max(0, num_chunks(seq.computed + ahead) - len(seq.slabs))
+        return seq.needed_slabs(ahead)
 
     def _expected_tokens(self, seq: Sequence) -> int:
         return self.limits.expected_tokens(seq, self.ratio.value)
 
     def _expected_growth(self, name: str) -> int:
         """Slabs of an arena that sequences with memory there are expected to take in addition."""
-        grown, ratio = self.limits.expected_tokens, self.ratio.value
-        return sum(
-            [max(0, num_chunks(grown(seq, ratio)) - len(seq.slabs)) for seq in self._memory_holders(name)]
-        )
+        grown, ratio, holders = self.limits.expected_tokens, self.ratio.value, self._memory_holders(name)
+        return sum([max(0, seq.expected_slabs(grown(seq, ratio)) - len(seq.slabs)) for seq in holders])
 
-    def _open_adder(self, rooms: dict[str, ArenaRoom], rows: int, handed: int) -> PrefillAdder:
+    def _open_adder(self, rooms: dict[str, ArenaRoom], rows: int, handed: list[Sequence]) -> PrefillAdder:
         limits = self.limits
-        seats = limits.max_num_seqs - len(self.running) - handed
+        seats = limits.max_num_seqs - len(self.running) - len(handed)
         budget = limits.max_num_batched_tokens - rows
         if rows and limits.tpot_s is not None:
             budget = min(budget, self.pace.prefill_budget(rows, limits.tpot_s))
@@ -421,17 +419,17 @@ class Scheduler:
             limits=limits,
             rooms=rooms,
             service=self.service,
-            running=self.running,
+            running={**self.running, **{seq.key: seq for seq in handed}} if handed else self.running,
             ratio=self.ratio.value,
             seats=seats,
             budget=budget,
             gentle=self._company > 0,
         )
 
-    def _open_lines(self) -> dict[PromptLine, Iterator[Sequence]]:
-        """The sequences in prefill, then the waiting ones, by line."""
+    def _open_lines(self, handed: list[Sequence]) -> dict[PromptLine, Iterator[Sequence]]:
+        """The sequences in prefill, also among those `handed` a seat now, then the waiting ones, by line."""
         reading: dict[PromptLine, list[Sequence]] = {}
-        for seq in self.running.values():
+        for seq in chain(self.running.values(), handed):
             if not seq.decoding:
                 reading.setdefault(self._line_of(seq), []).append(seq)
         lines: dict[PromptLine, Iterator[Sequence]] = {}

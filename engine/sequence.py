@@ -9,9 +9,13 @@ from typing import Any
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import DiptychError
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.keep_spec import KEEP_ALL, PROFILE_ROWS, KeepSpec, decision_tokens
 from diptych.request import SamplingParams, Tenancy
 from kvcache.prefix_tree import chunk_keys
+
+# Slabs that an evicted sequence may need beyond those for its tokens, if every head keeps everything: the ring, and
+# one for the map of its bag.
+RING_AND_MAP = 2
 
 
 def num_chunks(tokens: int) -> int:
@@ -39,6 +43,11 @@ class Sequence:
     `kv_class` names the arena that its KV is in (`kvcache.arenas`); it never changes.
     `root` is the address before its first chunk in the prefix tree, empty if its chunks are never shared; `keys` are
     the addresses of its full chunks so far, of which the first `shared` are in the tree.
+
+    `keep` says what its heads may drop. If they may, the sequence *evicts*: at each decision point
+    (`diptych.keep_spec`) its heads drop rows, and it gives slabs back. From then on `slabs` are the whole chunks before
+    the boundary, one slab as a ring (for positions since the last decision, p in row p % 64), and a bag with the rows
+    that each head keeps. What is computed from then on has no addresses. No step crosses a decision point.
     """
 
     id: str
@@ -76,8 +85,11 @@ class Sequence:
     # Whether nothing has been emitted for it yet.
     silent: bool = True
     kv_class: str = ""
-    # What it may drop of its KV.
     keep: KeepSpec = KEEP_ALL
+    # Number of slabs of its ring and its bag; 0 before its first decision point.
+    kept_slabs: int = 0
+    # What its last decision kept (`engine.protocols.EvictionReport`), or None.
+    eviction: Any = None
     # Its name in the engine and in `KvAllocator`.
     key: str = field(init=False)
 
@@ -131,18 +143,116 @@ class Sequence:
         return self.prompt[start:end] + self.output[max(0, start - split) : max(0, end - split)]
 
     def update_keys(self) -> list[bytes]:
-        """Extend `keys` to all full chunks of the tokens known by now, and return them."""
-        if self.root and len(self.keys) < self.total // CHUNK_TOKENS:
-            chunk_keys(self.prompt + self.output, self.root, self.keys)
+        """Extend `keys` to all full chunks of the tokens known by now, and return them.
+
+        If the sequence evicts, chunks with tokens of the output have none.
+        """
+        output = [] if self.keep.evicts else self.output
+        if self.root and len(self.keys) < (len(self.prompt) + len(output)) // CHUNK_TOKENS:
+            chunk_keys(self.prompt + output, self.root, self.keys)
         return self.keys
 
     def attachable_keys(self) -> list[bytes]:
-        """Addresses of the chunks that need not be computed if they are cached; the last token always is, for its
-        logits.
+        """Addresses of the chunks that need not be computed if they are cached.
+
+        The last token always is computed, for its logits; if the sequence evicts, so are the last `PROFILE_ROWS` of
+        its prompt.
         """
         if self.scores_prompt and not self.parked:
             return []
-        return self.keys[: self.computed // CHUNK_TOKENS if self.parked else (self.total - 1) // CHUNK_TOKENS]
+        if self.parked or self.kept_slabs:
+            return self.keys[: self.full_chunks(self.computed)]
+        last = len(self.prompt) - PROFILE_ROWS if self.keep.evicts else self.total - 1
+        return self.keys[: max(0, last) // CHUNK_TOKENS]
+
+    def full_chunks(self, tokens: int) -> int:
+        """How many of its leading chunks may be shared when `tokens` tokens have KV: they are full, and whole."""
+        if self.kept_slabs:
+            return self.keep.boundary_chunks
+        return (min(tokens, len(self.prompt)) if self.keep.evicts else tokens) // CHUNK_TOKENS
+
+    # ---- slabs
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that its slabs have room for; an evicted one's ring has, up to the next decision point."""
+        if self.kept_slabs:
+            return decision_tokens(len(self.prompt), self.computed) + CHUNK_TOKENS
+        return len(self.slabs) * CHUNK_TOKENS
+
+    @property
+    def bag_slabs(self) -> list[int]:
+        """The slabs with the rows that its heads keep, once it is evicted."""
+        return self.slabs[self.keep.boundary_chunks + 1 :] if self.kept_slabs else []
+
+    def slabs_for(self, tokens: int) -> int:
+        """Number of slabs that it holds when `tokens` tokens have KV, before anything more is decided."""
+        if self.kept_slabs and tokens > len(self.prompt):
+            return self.keep.boundary_chunks + self.kept_slabs
+        return num_chunks(tokens)
+
+    def needed_slabs(self, ahead: int) -> int:
+        """Number of slabs to take before up to `ahead` more tokens are computed in one step."""
+        return max(
+            0, self.slabs_for(self.computed + self.step_tokens(self.computed, ahead)) - len(self.slabs)
+        )
+
+    def expected_slabs(self, tokens: int, intact: bool = True) -> int:
+        """Number of slabs that it is expected to need until `tokens` tokens have KV.
+
+        Heads of an evicted sequence are expected to keep the share of new tokens that they keep of all; before that,
+        everything. `intact` is False if its parked KV is of no use, so that all KV is computed again.
+        """
+        prompt, whole = len(self.prompt), num_chunks(tokens)
+        if not self.keep.evicts or tokens < prompt:
+            return whole
+        if self.kept_slabs and intact:
+            # KV on the way from elsewhere was evicted at the last decision point before its last token.
+            known = self.computed if self.computed >= prompt else self.total - 1
+            decided, bag = decision_tokens(prompt, known), self.kept_slabs - 1
+            chunks = max(1, num_chunks(decided - self.keep.boundary))
+            grown = max(0, decision_tokens(prompt, tokens) - decided) // CHUNK_TOKENS
+            return min(
+                self.keep.boundary_chunks + self.kept_slabs + ceil(bag * grown / chunks), whole + RING_AND_MAP
+            )
+        return whole + RING_AND_MAP
+
+    @property
+    def is_adoptable(self) -> bool:
+        """Whether its slabs have the KV of all its tokens but the last, so that another engine's work can go on here.
+
+        An evicted one has the KV of the tokens up to its last decision point; the rest, at most 64, are computed again.
+        """
+        if self.hold_kv or not self.output:
+            return False
+        if self.keep.evicts:
+            decided = decision_tokens(len(self.prompt), self.total - 1)
+            return (
+                self.kept_slabs > 1
+                and self.computed == decided
+                and len(self.slabs) == self.slabs_for(self.total)
+            )
+        return self.pending == 1 and len(self.slabs) >= num_chunks(self.computed)
+
+    # ---- decision points
+
+    def step_tokens(self, start: int, count: int) -> int:
+        """How many of the `count` tokens from `start` on one step may compute: none behind a decision point."""
+        if not self.keep.evicts:
+            return count
+        prompt = len(self.prompt)
+        end = prompt if start < prompt else decision_tokens(prompt, start) + CHUNK_TOKENS
+        return min(count, end - start)
+
+    @property
+    def must_decide(self) -> bool:
+        """Whether, after the last step, its heads have to decide what they keep, since its answer goes on.
+
+        A sequence that ends with its next token needs no slabs any more, so nothing is decided for it.
+        """
+        if not self.keep.evicts or self.computed != decision_tokens(len(self.prompt), self.computed):
+            return False
+        return self.pending > 0 or len(self.output) + 1 < self.sampling.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +311,8 @@ class EngineLimits:
 
         A sequence that is handed over, or only scored, never grows beyond its present tokens.
         """
-        return num_chunks(self.expected_tokens(seq, 1.0))
+        slabs = num_chunks(self.expected_tokens(seq, 1.0))
+        return slabs + RING_AND_MAP if seq.keep.evicts else slabs
 
     def expected_tokens(self, seq: Sequence, ratio: float) -> int:
         """Number of tokens that `seq` ends with if it generates the share `ratio` of its remaining `max_tokens`."""

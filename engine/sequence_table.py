@@ -144,7 +144,7 @@ class SequenceTable:
         """Let an admitted sequence run; `restored` says that its parked KV is back in its slabs."""
         seq, cached, first = admission.seq, admission.cached, admission.seq.started_s is None
         if cached is not None and not restored:
-            seq.computed = cached * CHUNK_TOKENS
+            seq.computed, seq.target, seq.kept_slabs = cached * CHUNK_TOKENS, seq.total, 0
             seq.cached = seq.computed if first else seq.cached
         if first:
             seq.silent, seq.fetched = True, seq.key in self.scheduler.adopted
@@ -156,12 +156,12 @@ class SequenceTable:
         decodes = [
             seq
             for key in plan.decode
-            if (seq := running.get(key)) is not None and seq.computed < len(seq.slabs) * CHUNK_TOKENS
+            if (seq := running.get(key)) is not None and seq.computed < seq.capacity
         ]
         prefills = list[tuple[Sequence, int]]()
         for part in plan.prefill:
             if (seq := running.get(part.key)) is not None:
-                count = min(part.start + part.count, len(seq.slabs) * CHUNK_TOKENS) - seq.computed
+                count = min(part.start + part.count, seq.capacity) - seq.computed
                 if count > 0:
                     prefills.append((seq, count))
         return StepWorkload(decodes, prefills)
@@ -187,12 +187,35 @@ class SequenceTable:
         for seq in seqs:
             charge(seq.origin.tenant, count)
             seq.computed += count
-            full, shared = seq.computed // CHUNK_TOKENS, seq.shared
+            full, shared = seq.full_chunks(seq.computed), seq.shared
             if full > shared and (seq.root or len(seq.keys) > shared):
                 keys = seq.update_keys()[:full]
                 # Slabs of chunks that the tree had already are replaced by the tree's slabs.
                 self.arena_of(seq).publish(seq.key, keys, seq.slabs)
                 seq.shared = len(keys)
+
+    # ---- decision points
+
+    def release_undecided(self, seq: Sequence) -> None:
+        """Free the slabs with the rows that `seq` chooses from: all behind the boundary, but not an evicted one's ring.
+
+        Its prompt's chunks that were published stay cached. The rows to keep must have been copied aside.
+        """
+        stay = seq.keep.boundary_chunks + bool(seq.kept_slabs)
+        self.arena_of(seq).release_tail(seq.key, seq.slabs[stay:])
+        seq.kept_slabs = min(seq.kept_slabs, 1)
+        seq.slabs, seq.shared = seq.slabs[:stay], min(seq.shared, seq.keep.boundary_chunks)
+
+    def take_bag(self, seq: Sequence, bag_slabs: int) -> list[int] | None:
+        """Take a bag of so many slabs, and the ring if `seq` has none yet, after `release_undecided`.
+
+        Returns the slabs taken; None if too few are free.
+        """
+        slabs = self._allocate(seq, bag_slabs + (not seq.kept_slabs))
+        if slabs is not None:
+            seq.slabs += slabs
+            seq.kept_slabs = bag_slabs + 1
+        return slabs
 
     def finish_reason(self, seq: Sequence, stopped: bool) -> str | None:
         """Why the output of a sequence is complete, if it is; `stopped` says that its last token ends it."""
@@ -222,6 +245,10 @@ class SequenceTable:
         self.allocator.release(key, keep)
         seq.slabs = []
         return seq
+
+    def withdraw(self, key: str) -> None:
+        """Forget a sequence that was adopted just now. Its slabs are the caller's again."""
+        self.scheduler.remove(key)
 
     def keys_of(self, request: str, epoch: int) -> list[str]:
         """The keys of a request's sequences of this epoch and older ones."""

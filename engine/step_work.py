@@ -55,6 +55,13 @@ class StepWork:
         return {"last": 1, "all": len(self.tokens), "none": 0}[self.logits]
 
 
+def kept_work(seq: Sequence) -> KeptWork | None:
+    """What the runner has to know of `seq` if its heads may drop KV; None if nothing is dropped."""
+    if not seq.keep.evicts:
+        return None
+    return KeptWork(seq.key, len(seq.prompt), seq.keep, seq.kept_slabs > 0)
+
+
 def choose_logits(seq: Sequence, count: int, scores: bool) -> str:
     """Which logits are needed when the next `count` tokens of `seq` are computed; `scores`: its prompt is being
     scored.

@@ -157,6 +157,31 @@ class KvAllocator:
                 del owned.private[slab]
             self._drop_if_empty(key, owned)
 
+    def release_tail(self, key: str, slabs: Sequence[int]) -> None:
+        """Release the last slabs that sequence `key` holds: private ones become idle, shared chunks stay cached.
+
+        `slabs` are in token order, shared chunks before private slabs.
+
+        Raises:
+            ValueError: they are not the last chunks and private slabs of `key`; none was released.
+        """
+        owned = self._sequences.get(key) or _SequenceSlabs()
+        private = [slab for slab in slabs if slab in owned.private]
+        stay = len(owned.shared) + len(private) - len(slabs)
+        if stay < 0 or [*(node.slab for node in owned.shared[stay:]), *private] != list(slabs):
+            raise ValueError(f"slabs {slabs} are not the last ones of {key}")
+        gone = owned.shared[stay:]
+        if gone and len(private) < len(owned.private):
+            raise ValueError(f"private slabs of {key} come after the chunks {slabs}")
+        self.pool.give_back(private, key)
+        for slab in private:
+            del owned.private[slab]
+        if self.tree is not None and gone:
+            self.tree.unlock_nodes(gone)
+            owned.shared = owned.shared[:stay]
+        if key in self._sequences:
+            self._drop_if_empty(key, owned)
+
     def release(self, key: str, keep: bool = True) -> None:
         """Release every slab that sequence `key` holds: private slabs become idle, shared chunks stay cached.
         Idempotent.

@@ -8,20 +8,22 @@ work shows.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import GrammarError
+from diptych.keep_spec import decision_tokens
 from diptych.messages import Logprob
 from diptych.request import Grammar, SamplingParams
 from engine.isolation import BadSamplingParams
 from engine.loop import Engine
 from engine.new_token_ratio import MeasuredRate
-from engine.protocols import OnLayersDone, SampledToken, StepObserver
+from engine.protocols import EvictionOrder, EvictionReport, OnLayersDone, SampledToken, StepObserver
 from engine.scheduler import Scheduler
-from engine.sequence import EngineLimits, Sequence
-from engine.step_work import StepWork
+from engine.sequence import EngineLimits, Sequence, num_chunks
+from engine.step_work import KeptWork, StepWork
 from kvcache.allocator import KvAllocator
 from kvcache.prefix_tree import PrefixTree
 from kvcache.slab_ledger import SlabLedger
@@ -52,13 +54,24 @@ def following(tokens: list[int]) -> int:
     return hashlib.sha256(bytes(tokens)).digest()[0] % VOCAB
 
 
+def kept_rows(rows: list[tuple[int, int]], queries: list[int], boundary: int) -> list[tuple[int, int]]:
+    """The rows (position, token) that the model's one head keeps, as the last 64 tokens `queries` decide it."""
+    mass = sum(queries)
+    return [row for row in rows if row[0] < boundary or (row[0] + 7 * row[1] + mass) % 3]
+
+
 def alone(seq: Sequence, max_model_len: int = 10_000) -> list[int]:
-    """What the hash model writes after a prompt, undisturbed."""
+    """What the hash model writes after a prompt, undisturbed: what its head dropped, it does not read."""
     output: list[int] = []
-    while len(output) < seq.sampling.max_tokens and len(seq.prompt) + len(output) < max_model_len:
-        output.append(following(seq.prompt + output))
+    rows, prompt = list(enumerate(seq.prompt)), len(seq.prompt)
+    while len(output) < seq.sampling.max_tokens and prompt + len(output) < max_model_len:
+        output.append(following([token for _, token in rows]))
         if output[-1] in seq.sampling.stop_token_ids:
             break
+        tokens = seq.prompt + output[:-1]
+        if seq.keep.evicts and len(tokens) == decision_tokens(prompt, len(tokens)):
+            rows = kept_rows(rows, tokens[-CHUNK_TOKENS:], seq.keep.boundary)
+        rows.append((len(tokens), output[-1]))
     return output
 
 
@@ -117,6 +130,98 @@ class FakeRunner:
             self.kv[place(work, position)] = known
             rows.append(known)
         return rows[{"all": 0, "last": len(rows) - 1, "none": len(rows)}[work.logits] :]
+
+
+class EvictingFakeRunner(FakeRunner):
+    """`engine.protocols.EvictingRunner`: in a bag the first cell has the positions of the rows that follow."""
+
+    def __init__(self, num_slabs: int) -> None:
+        super().__init__(num_slabs)
+        self.given: set[str] = set()  # sequences that it keeps something for
+        self.queries: dict[str, dict[int, int]] = {}  # by sequence and position: the token
+        self.maps: dict[str, list[int]] = {}  # positions of the kept rows behind the boundary
+        self._plans: dict[str, list[list[int]]] = {}  # the texts of the kept rows
+        self.calls: Counter[str] = Counter()
+
+    def run(self, batch: list[StepWork], done: OnLayersDone | None = None) -> list[list[list[int]]]:
+        self.given |= {work.kept.key for work in batch if work.kept is not None}
+        return super().run(batch, done)
+
+    def one(self, work: StepWork) -> list[list[int]]:
+        """As of all, but those that were evicted read what is kept."""
+        kept = work.kept
+        if kept is not None:
+            assert kept.evicted == (work.start >= kept.prompt_tokens) == (kept.key in self.maps)
+        rows = self._evicted(work, kept) if kept is not None and kept.evicted else super().one(work)
+        if kept is not None:
+            asked = self.queries.setdefault(kept.key, {})
+            asked.update(enumerate(work.tokens, work.start))
+        return rows
+
+    def _evicted(self, work: StepWork, kept: KeptWork) -> list[list[int]]:
+        if self.poison & set(work.tokens):
+            raise MemoryError("no room for this one")
+        decided = decision_tokens(kept.prompt_tokens, work.start)
+        assert work.start + len(work.tokens) <= decided + CHUNK_TOKENS, "a step crosses a decision point"
+        ring, rows = work.slabs[kept.spec.boundary_chunks], []
+        assert len(work.slabs) == kept.spec.boundary_chunks + 1 + num_chunks(1 + len(self.maps[kept.key]))
+        for position, token in enumerate(work.tokens, work.start):
+            texts = self._texts(work.slabs, kept.spec.boundary, self.maps[kept.key])
+            texts += [self.kv[ring, at % CHUNK_TOKENS] for at in range(decided, position)]
+            text = [*(text[-1] for text in texts), token]
+            self.kv[ring, position % CHUNK_TOKENS] = text
+            rows.append(text)
+        return rows[{"all": 0, "last": len(rows) - 1, "none": len(rows)}[work.logits] :]
+
+    def _texts(self, slabs: list[int], boundary: int, positions: list[int]) -> list[list[int]]:
+        """The texts of the rows before the boundary, and of those in the bag."""
+        bag = slabs[boundary // CHUNK_TOKENS + 1 :]
+        texts = [self.kv[slabs[at // CHUNK_TOKENS], at % CHUNK_TOKENS] for at in range(boundary)]
+        cells = [divmod(at + 1, CHUNK_TOKENS) for at in range(len(positions))]
+        return texts + [self.kv[bag[chunk], row] for chunk, row in cells]
+
+    def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
+        length, boundary = len(order.tokens), order.spec.boundary
+        assert length == decision_tokens(order.prompt_tokens, length), "this is no decision point"
+        if length == order.prompt_tokens:
+            texts = [
+                self.kv[order.slabs[at // CHUNK_TOKENS], at % CHUNK_TOKENS] for at in range(boundary, length)
+            ]
+            rows = list(zip(range(boundary, length), texts, strict=True))
+        else:
+            positions, ring = self.maps[order.key], order.slabs[order.spec.boundary_chunks]
+            texts = self._texts(order.slabs, boundary, positions)[boundary:]
+            rows = list(zip(positions, texts, strict=True))
+            rows += [(at, self.kv[ring, at % CHUNK_TOKENS]) for at in range(length - CHUNK_TOKENS, length)]
+        assert [text[-1] for _, text in rows] == [order.tokens[at] for at, _ in rows], "foreign KV"
+        asked = self.queries[order.key]
+        last = [asked[at] for at in range(max(0, length - CHUNK_TOKENS), length)]
+        kept = kept_rows([(at, text[-1]) for at, text in rows], last, boundary)
+        found = dict(rows)
+        self._plans[order.key] = [[at for at, _ in kept], *[found[at] for at, _ in kept]]
+        return EvictionReport(num_chunks(1 + len(kept)), len(kept), len(rows), {"some": 1})
+
+    def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
+        cells = self._plans.pop(key)
+        assert len(bag_slabs) == num_chunks(len(cells))
+        self.calls["answer" if key in self.maps else "prompt"] += 1
+        for at, text in enumerate(cells):
+            self.kv[bag_slabs[at // CHUNK_TOKENS], at % CHUNK_TOKENS] = text
+        self.maps[key] = cells[0]
+
+    def load_kept(self, key: str, prompt_tokens: int, bag_slabs: list[int]) -> None:
+        self.calls["restored" if key in self.given else "adopted"] += 1
+        self.given.add(key)
+        positions = self.kv[bag_slabs[0], 0]
+        if num_chunks(1 + len(positions)) != len(bag_slabs) or positions != sorted(set(positions)):
+            raise ValueError("this is no bag")
+        self.maps[key] = positions
+
+    def forget_kept(self, key: str) -> None:
+        assert key in self.given, "it is forgotten once"
+        self.given.discard(key)
+        for known in (self.queries, self.maps, self._plans):
+            known.pop(key, None)
 
 
 def place(work: StepWork, position: int) -> tuple[int, int]:
@@ -205,7 +310,8 @@ class EngineBench:
             "max_model_len": 1000,
         } | limits
         self.scheduler = Scheduler(EngineLimits(num_slabs=num_slabs, **settings))  # type: ignore[arg-type]
-        self.pool, self.runner, self.sampler = SlabLedger(num_slabs), FakeRunner(num_slabs), FakeSampler()
+        self.pool, self.sampler = SlabLedger(num_slabs), FakeSampler()
+        self.runner = EvictingFakeRunner(num_slabs)
         self.holdings = KvAllocator(self.pool, PrefixTree() if caching else None)
         self.host = HostTier([self.runner.kv], swap * CHUNK_TOKENS * 4)
         self.engine = Engine(self.runner, self.scheduler, self.holdings, self.sampler, self.host, observer)

@@ -15,16 +15,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import Failed, Output
 from diptych.request import Tenancy
 from engine.new_token_ratio import NewTokenRatio
-from engine.sequence import Sequence, SequenceRefused
+from engine.sequence import Sequence, SequenceRefused, num_chunks
 from tests.unit.engine.fakes import EngineBench, FixedRate, alone, sampling, sequence
 
 MODEL_LEN = 300
 FAMILIES = [sequence(name, MODEL_LEN).prompt for name in ("one", "another")]
 WAYS: Counter[str] = Counter()  # preemptions of all examples
+EVICTED: Counter[str] = Counter()  # decisions, and bags that were loaded, of all examples
 HITS: list[int] = []  # tokens found in the prefix tree, by example
 
 
@@ -64,6 +65,7 @@ class Conservation(RuleBasedStateMachine):
         scored=st.booleans(),
         origin=st.builds(Tenancy, st.sampled_from("ab"), st.just(""), st.integers(-1, 1)),
         patience=st.one_of(st.just(float("inf")), st.integers(0, 200)),
+        keep=st.sampled_from([KEEP_ALL, KeepSpec(0.5), KeepSpec(0.5, 64)]),
     )
     def add(self, **asked: Any) -> None:
         """One more request."""
@@ -80,13 +82,16 @@ class Conservation(RuleBasedStateMachine):
         scored: bool,
         origin: Tenancy,
         patience: float,
+        keep: KeepSpec = KEEP_ALL,
     ) -> None:
         """Prompts begin alike up to `common` tokens, within a family."""
+        if keep.boundary > length:
+            keep = KeepSpec(keep.threshold)
         name = self._name()
         prompt = FAMILIES[family][: min(length, common)]
         prompt += sequence(name, length - len(prompt)).prompt
         asked = sampling(new, prompt_logprobs=0 if scored else None)
-        plain = sequence(name, prompt, asked, origin=origin)
+        plain = sequence(name, prompt, asked, origin=origin, keep=keep)
         whole = alone(plain, MODEL_LEN)
         output = whole[: min(earlier, max(0, len(whole) - 1))]
         deadline_s = self.first.now_s + patience
@@ -99,6 +104,7 @@ class Conservation(RuleBasedStateMachine):
             stage=hold_kv,
             deadline_s=deadline_s,
             origin=origin,
+            keep=keep,
         )
         try:
             self.first.engine.add(seq, self.first.now_s)
@@ -111,11 +117,15 @@ class Conservation(RuleBasedStateMachine):
         self.rates(parks, second=False)
         self.crowd(0, 64)
 
-    @rule(family=st.integers(0, 1), common=st.sampled_from([0, 64, 100]))
-    def crowd(self, family: int, common: int) -> None:
+    @rule(
+        family=st.integers(0, 1),
+        common=st.sampled_from([0, 64, 100]),
+        keep=st.sampled_from([KEEP_ALL, KeepSpec(0.5), KeepSpec(0.5, 64)]),
+    )
+    def crowd(self, family: int, common: int, keep: KeepSpec = KEEP_ALL) -> None:
         """Three who all grow beyond what there is."""
         for tenant in "aab":
-            self._add(100, common, family, 100, False, 0, False, Tenancy(tenant), float("inf"))
+            self._add(100, common, family, 100, False, 0, False, Tenancy(tenant), float("inf"), keep)
 
     @rule(which=st.integers(0, 10))
     def hand_over(self, which: int) -> None:
@@ -123,14 +133,15 @@ class Conservation(RuleBasedStateMachine):
         if not self.held:
             return
         seq, bench = self.held[which % len(self.held)], self.second
-        fields = {"output": list(seq.output), "computed": seq.computed, "origin": seq.origin}
-        copy = sequence(seq.id, seq.prompt, seq.sampling, **fields)
-        if not bench.engine.admits(copy):
+        computed = decision_tokens(len(seq.prompt), seq.computed) if seq.keep.evicts else seq.computed
+        fields = {"output": list(seq.output), "computed": computed, "origin": seq.origin, "keep": seq.keep}
+        copy = sequence(seq.id, seq.prompt, seq.sampling, kept_slabs=seq.kept_slabs, **fields)
+        if bench.scheduler.limits.max_slabs(copy) > 6 or not bench.engine.admits(copy):
             return
-        full = seq.computed // CHUNK_TOKENS
+        full = copy.full_chunks(computed)
         copy.slabs = bench.holdings.attach_prefix(copy.key, copy.keys[:full])
         fetched = len(copy.slabs)
-        copy.slabs += bench.holdings.allocate(copy.key, -(-copy.total // CHUNK_TOKENS) - fetched)
+        copy.slabs += bench.holdings.allocate(copy.key, copy.slabs_for(copy.total) - fetched)
         pairs = zip(seq.slabs[fetched:], copy.slabs[fetched:], strict=False)
         bench.runner.kv.fetch(self.first.runner.kv, pairs)
         bench.holdings.publish(copy.key, copy.keys[:full], copy.slabs)
@@ -199,8 +210,25 @@ class Conservation(RuleBasedStateMachine):
             assert set(bench.engine._live) == started and started >= set(book.running)
             parked = [seq for seq in book.waiting.values() if seq.parked]
             assert set(bench.host._held) == {seq.key for seq in parked}
-            slabs = sum(-(-seq.computed // CHUNK_TOKENS) - seq.parked_from for seq in parked)
+            slabs = sum(
+                (seq.slabs_for(seq.computed + 1) if seq.kept_slabs else num_chunks(seq.computed))
+                - seq.parked_from
+                for seq in parked
+            )
             assert bench.host.used_bytes == slabs * bench.host.slab_bytes <= bench.host.capacity_bytes
+
+    @invariant()
+    def a_bag_has_the_slabs_that_its_map_needs(self) -> None:
+        """And the runner keeps nothing of a sequence that is gone, or that is computed again from its first token."""
+        for bench in (self.first, self.second):
+            book, maps = bench.scheduler, bench.runner.maps
+            for seq in [*book.running.values(), *book.adopted.values()]:
+                assert (seq.key in maps) == bool(seq.kept_slabs)
+                assert len(seq.bag_slabs) == (num_chunks(1 + len(maps[seq.key])) if seq.kept_slabs else 0)
+                assert not seq.kept_slabs or len(seq.slabs) == seq.slabs_for(seq.computed + 1)
+            goes_on = {seq.key for seq in book.waiting.values() if seq.parked}
+            assert bench.runner.given <= {*book.running, *book.adopted, *goes_on}
+        assert all(bool(seq.kept_slabs) == seq.keep.evicts for seq in self.held)
 
     @invariant()
     def the_first_among_the_best_is_never_preempted(self) -> None:
@@ -238,9 +266,11 @@ class Conservation(RuleBasedStateMachine):
                         bench.holdings.release(emission.held.key)
                         self.ended[emission.held.id] = "dropped"
             assert not len(bench.scheduler) and bench.holdings.used == bench.host.used_bytes == 0
+            assert not bench.runner.given | bench.runner.queries.keys() | bench.runner.maps.keys()
             bench.holdings.check_books()
         assert set(self.ended) == set(self.asked)
         WAYS.update(self.first.engine.stats.preemptions, **self.second.engine.stats.preemptions)
+        EVICTED.update(self.first.runner.calls + self.second.runner.calls)
         HITS.append(self.first.holdings.prefix_hits + self.second.holdings.prefix_hits)
 
 
@@ -248,6 +278,7 @@ def test_nothing_is_lost_whatever_happens() -> None:
     """And all of it happens: the examples preempt in both ways, and share."""
     run_state_machine_as_test(Conservation, settings=settings(max_examples=40, stateful_step_count=40))
     assert WAYS["recompute"] and WAYS["park"] and sum(HITS)
+    assert EVICTED["prompt"]
 
 
 def test_the_only_sequence_gives_its_memory_to_a_better_priority() -> None:

@@ -17,12 +17,13 @@ from hypothesis.stateful import run_state_machine_as_test
 from diptych.chunks import CHUNK_TOKENS
 from engine.loop import SequenceOutput
 from engine.protocols import OnLayersDone
+from engine.reclaim.decision_points import DecisionPoints
 from engine.sequence import Sequence
 from engine.step_work import StepWork
 from kvtransfer.layer_progress import COMPLETE_MARK, LayerProgress
 from prefill_worker.announcer import KvAnnouncer
 from prefill_worker.chunk_hashes import ChunkHashes
-from tests.unit.engine.fakes import LAYERS, EngineBench, FakeRunner
+from tests.unit.engine.fakes import LAYERS, EngineBench, EvictingFakeRunner
 from tests.unit.engine.test_loop_machine import Conservation
 
 SEEN: Counter[str] = Counter()
@@ -39,7 +40,7 @@ class AnnouncedChunk:
     tokens: tuple[int, ...]
 
 
-class WatchedRunner(FakeRunner):
+class WatchedRunner(EvictingFakeRunner):
     """Lets the memory be looked at before a step, and after each layer of one."""
 
     look: Callable[[], None]
@@ -68,6 +69,7 @@ class BoardReader:
         watched = WatchedRunner(bench.pool.num_slabs)
         watched.kv, watched.look = bench.runner.kv, self.check
         bench.runner = bench.engine.runner = watched
+        bench.engine.decisions = DecisionPoints(watched, bench.engine.table)
         self.step, bench.engine.step = bench.engine.step, self.observed_step  # type: ignore[method-assign]
 
     def observed_step(self, clock: Callable[[], float]) -> list[SequenceOutput]:

@@ -156,3 +156,33 @@ def test_thirty_two_streams_with_one_beginning_take_a_quarter_of_the_slabs() -> 
         holdings.publish(f"{i}#0", keys, slabs)
     assert holdings.used == 32 + 32 * 8
     assert holdings.used <= 0.25 * sum(holdings.owners().values())
+
+
+def test_the_last_slabs_of_a_sequence_can_go_before_it_ends() -> None:
+    """Published chunks stay cached, and held where another sequence holds them; private slabs are idle again."""
+    holdings = sharing()
+    slabs = holdings.allocate("a#0", 5)
+    holdings.publish("a#0", KEYS, slabs)
+    holdings.attach_prefix("b#0", KEYS[:3])
+    holdings.release_tail("a#0", slabs[1:])
+    holdings.check_books()
+    assert holdings.owners() == {"a#0": 1, "b#0": 3} and holdings.cached == 1
+    assert holdings.allocate("a#0", 1) and holdings.num_held("a#0") == 2
+    holdings.release("a#0")
+    holdings.release_tail("b#0", slabs[:3])
+    holdings.check_books()
+    assert (holdings.used, holdings.cached) == (0, 4)
+
+
+@pytest.mark.parametrize("places", [[0], [2, 1], [1, 2], [2, 3], [3, 4, 4], [4, 2]])
+def test_only_the_last_slabs_can_go_first(places: list[int]) -> None:
+    """The first three of five slabs are shared chunks."""
+    holdings = sharing()
+    slabs = holdings.allocate("a#0", 5)
+    holdings.publish("a#0", KEYS[:3], slabs)
+    with pytest.raises(ValueError, match="not the last ones|come after|twice"):
+        holdings.release_tail("a#0", [slabs[place] for place in places])
+    with pytest.raises(ValueError, match="not the last ones"):
+        holdings.release_tail("b#0", slabs[4:])
+    holdings.check_books()
+    assert holdings.num_held("a#0") == 5

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.new_token_ratio import MeasuredRate, swap_is_cheaper
-from engine.sequence import Sequence
+from engine.sequence import Sequence, num_chunks
 from kvcache.allocator import KvAllocator
 from kvcache.tiers.host import HostTier
 
@@ -23,9 +23,10 @@ def park_sequence(
 
     `prefill_rate` is in prefill tokens per second. `copy_rate`, in bytes per second, is updated with this copy. Returns
     whether the KV was copied. Chunks that other sequences hold stay in the pool: they are neither copied nor counted.
+    Of an evicted sequence the ring and the bag are copied, so it goes on with what its heads have kept.
     """
     skip = 0 if seq.scores_prompt else allocator.count_shared(seq.key)
-    slabs = seq.slabs[skip : -(-seq.computed // CHUNK_TOKENS)]
+    slabs = seq.slabs[skip : None if seq.kept_slabs else num_chunks(seq.computed)]
     if not slabs or not host.has_room(len(slabs)):
         return False
     num_bytes, begun_s = len(slabs) * host.slab_bytes, clock()

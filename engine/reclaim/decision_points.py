@@ -1,0 +1,72 @@
+"""Lets the heads of sequences at a decision point drop KV, so that slabs go back to the pool while they decode.
+
+    rows computed ─▶ plan: rows to keep are copied aside ─▶ slabs released ─▶ bag and ring allocated ─▶ rows written
+
+When there is a decision point: `diptych.keep_spec`. What a head keeps: `kvcache.keep`. The runner decides and copies
+(`engine.protocols.EvictingRunner`); this moves the slabs, and finds the sequence that pays if there are too few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from engine.protocols import EvictingRunner, EvictionOrder, StepRunner
+from engine.sequence import Sequence, SequenceRefused
+from engine.sequence_table import SequenceTable
+
+
+class DecisionPoints:
+    """What the runner keeps of the sequences of `table` that evict: the queries of the last rows, the maps of bags.
+
+    Its `evict` and `load` may be called only if the runner is an `engine.protocols.EvictingRunner`.
+    """
+
+    def __init__(self, runner: StepRunner, table: SequenceTable) -> None:
+        self._runner, self._table = cast(EvictingRunner, runner), table
+        # Keys of the sequences that the runner was given.
+        self._known: set[str] = set()
+
+    def check_runner(self, seq: Sequence) -> None:
+        """Check that the runner can run `seq`. Raises SequenceRefused if it evicts and the runner does not."""
+        if seq.keep.evicts and not hasattr(self._runner, "plan_eviction"):
+            raise SequenceRefused("internal_error", "the runner of this worker cannot evict KV")
+
+    def note_run(self, seq: Sequence) -> None:
+        """The runner is given work of `seq`."""
+        if seq.keep.evicts:
+            self._known.add(seq.key)
+
+    def evict(self, seq: Sequence, preempt: Callable[[Sequence], None]) -> list[int] | None:
+        """Let the heads of `seq`, which has come to a decision point, drop KV. Returns the slabs that it has taken.
+
+        While there are too few slabs for its bag, `preempt` takes the memory of the sequence with the worst precedence
+        in the arena. If that is `seq` itself, nothing is decided, and None is returned. A failure of the runner is
+        raised.
+        """
+        order = EvictionOrder(
+            seq.key, seq.tokens(0, seq.computed), len(seq.prompt), seq.keep, list(seq.slabs)
+        )
+        seq.eviction = report = self._runner.plan_eviction(order)
+        self._table.release_undecided(seq)
+        while (taken := self._table.take_bag(seq, report.bag_slabs)) is None:
+            victim = self._table.scheduler.worst_holder(seq)
+            preempt(victim)
+            if victim is seq:
+                return None
+        self._runner.apply_eviction(seq.key, seq.bag_slabs)
+        return taken
+
+    def load(self, seq: Sequence) -> None:
+        """Let the runner read the map of a bag that came from elsewhere, or is in other slabs now.
+
+        Queries of `seq` that the runner has stay. Raises ValueError if the bag has no valid map.
+        """
+        self._known.add(seq.key)
+        self._runner.load_kept(seq.key, len(seq.prompt), seq.bag_slabs)
+
+    def forget(self, key: str) -> None:
+        """The runner keeps nothing of a sequence any more. It hears of it once, and only if it was given any."""
+        if key in self._known:
+            self._known.discard(key)
+            self._runner.forget_kept(key)

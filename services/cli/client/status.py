@@ -99,6 +99,21 @@ def show_state(now: GatewayState) -> None:
         print(line)
     for link in now.links:
         print(link)
+    for line in format_auto(now.body.get("kv_auto", {})):
+        print(line)
+
+
+def format_auto(auto: dict[str, Any]) -> list[str]:
+    """Lines about the KV class that the router chooses: within which budget, and where it is the lighter one now."""
+    if len(auto.get("classes", ())) < 2:
+        return []
+    lines = [f"KV class auto: {', '.join(auto['classes'])}, within {auto['budget_pct']:g} %"]
+    for one in auto["lighter"]:
+        pair = " → ".join(name for name in (one["source"], one["target"]) if name)
+        lines.append(
+            f"  {pair}: the lighter class for {one['since_s']:.0f} s, since the {one['reason']} binds"
+        )
+    return lines if auto["lighter"] else [f"{lines[0]}; the better class on all pairs"]
 
 
 def _class_row(name: str, use: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner import hardware
-from planner.costs.kv_classes import kv_class_notes, read_classes, shared_kv_classes
+from planner.costs.kv_classes import check_class_rooms, kv_class_notes, read_classes, shared_kv_classes
 from planner.costs.kv_codec import code_profile, codec_note, with_kv_codec
 from planner.costs.model import ModelDims, find_model
 from planner.costs.profile import CostProfile
@@ -40,7 +40,8 @@ def simulated_deployment(options: SimulateOptions, tpot_s: float) -> SimDeployme
     """The deployment that `options` describe; `tpot_s` is the TPOT SLO, in seconds.
 
     Raises:
-        ConfigError: a flag cannot be used, the model does not fit, or there is no such device.
+        ConfigError: a flag cannot be used, the model does not fit, a class of KV has too small a share, or there is
+            no such device.
     """
     profile, several = _measured_profile(options), read_classes(options.kv_cache_codec)
     codec = RAW_CLASS if several else options.kv_cache_codec
@@ -64,6 +65,8 @@ def simulated_deployment(options: SimulateOptions, tpot_s: float) -> SimDeployme
         local_prefill=_local_prefill(options, placement),
         kv_classes=shared_kv_classes(profiles.values(), options.kv_cache_codec),
     )
+    for machine in made.machines:
+        check_class_rooms(made.kv_classes, machine.kv_tokens, made.max_model_len)
     bound = _tpot_bound_pools(options, placement)
     budget_s = _step_budget_s(options.tpot_budget_ms, tpot_s, placement, bool(bound))
     machines = tuple(

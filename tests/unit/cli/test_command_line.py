@@ -203,6 +203,23 @@ def test_status_shows_the_room_of_each_class(capsys: pytest.CaptureFixture[str])
     assert lines[-1][-4:] == ["raw,", "tq4.s0", "(not", "proven)"]
 
 
+def test_status_shows_the_mode_of_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    auto = {"budget_pct": 1.0, "classes": ["raw", "nuq4-1%"], "lighter": []}
+    show_state(read_state({"ready": True, "kv_auto": auto | {"classes": ["raw"]}}))
+    assert "auto" not in capsys.readouterr().out
+    show_state(read_state({"ready": True, "kv_auto": auto}))
+    assert "auto: raw, nuq4-1%, within 1 %; the better class on all pairs" in capsys.readouterr().out
+    lighter = [
+        {"source": "prefill-0", "target": "decode-1", "reason": "link", "since_s": 12.4},
+        {"source": None, "target": "decode-2", "reason": "pool", "since_s": 3.0},
+    ]
+    show_state(read_state({"ready": True, "kv_auto": auto | {"lighter": lighter}}))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].endswith("nuq4-1%, within 1 %")
+    assert lines[-2].strip() == "prefill-0 → decode-1: the lighter class for 12 s, since the link binds"
+    assert lines[-1].strip() == "decode-2: the lighter class for 3 s, since the pool binds"
+
+
 def test_status_and_chat_say_when_nobody_answers() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -9,9 +9,9 @@ by `diptych profile` with the same list, as ratios to the profile's own codec (`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import floor, isclose
+from math import ceil, floor, isclose
 
-from diptych.chunks import RAW_CLASS
+from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.errors import ConfigError
 from kvcache.class_shares import ClassShare, parse_class_shares
 from planner.costs.kv_codec import find_codec, is_same_codec, with_kv_codec
@@ -21,6 +21,8 @@ from planner.types import KvClass, KvClassWork
 
 # Shares in a plan's file are multiples of this. Shares that differ by less than `SHARE_ROUNDING` are the same.
 SHARE_STEP, SHARE_ROUNDING = 1e-6, 1e-5
+# Shares that advice names are multiples of this.
+SHARE_ADVICE = 0.01
 
 
 def base_codec(text: str) -> str:
@@ -110,6 +112,29 @@ def shared_kv_classes(profiles: Iterable[CostProfile], text: str) -> tuple[KvCla
             "use one kind of device, or a single codec",
         )
     return found[0]
+
+
+def whole_request(kv_tokens: float, max_len: int) -> int:
+    """Tokens that every class of an instance must have room for, as `diptych serve` demands: a request of full length.
+
+    0 where even the whole instance, of `kv_tokens` tokens, has no room for one: it then serves shorter requests only.
+    """
+    return max_len if kv_tokens >= max_len else 0
+
+
+def check_class_rooms(classes: Sequence[KvClass], kv_tokens: float, max_len: int) -> None:
+    """Raises ConfigError: a class has too small a share of an instance's `kv_tokens` for one request of full length."""
+    need = -(-whole_request(kv_tokens, max_len) // CHUNK_TOKENS) * CHUNK_TOKENS
+    for one in classes:
+        if (room := int(kv_tokens * one.room)) >= need:
+            continue
+        share = ceil(need / kv_tokens * one.share / one.room / SHARE_ADVICE) * SHARE_ADVICE
+        more = f"give it {share:.2f} or more, or " if share < 1 else ""
+        raise ConfigError(
+            f"the share of the KV class {one.name} is too small for one request",
+            f"{one.share:.3g} of an instance holds {room:,} tokens, and a request may have {max_len:,}",
+            f"{more}take instances with more memory",
+        )
 
 
 def _class_dims(profile: CostProfile, codec: str, text: str) -> ModelDims:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner.costs.capacity import check_memory_fit, smallest_split
+from planner.costs.kv_classes import check_class_rooms
 from planner.placement.bounds import min_tpot_s, min_ttft_s
 from planner.placement.problem import Problem
 from planner.types import BOTH, InstancePool, Job, LinkSpec, Placement
@@ -278,13 +279,17 @@ def slo_too_tight(problem: Problem) -> ConfigError:
 
 
 def _check_class_rooms(problem: Problem) -> None:
-    """Raises ConfigError if a class of KV has on no instance room for the longest request that asks for it."""
+    """Raises ConfigError if a class of KV has on no instance room for one request.
+
+    That is one of full length, or the longest one that asks for the class where instances are too small for the other.
+    """
     pools = [
         InstancePool(BOTH, split, 1, stock.device.name)
         for stock in problem.stocks
         for split in problem.model.splits(stock.devices)
     ]
     most = max(map(problem.site.kv_tokens, pools))
+    check_class_rooms(problem.kv_classes, most, problem.model.max_len)
     for one in problem.kv_classes:
         if most * one.room < (longest := problem.longest_of(one.name)):
             raise ConfigError(

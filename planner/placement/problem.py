@@ -9,6 +9,7 @@ from functools import cache, cached_property
 
 from diptych.errors import ConfigError
 from diptych.slo import Slo, Slos, slo_for
+from planner.costs.kv_classes import whole_request
 from planner.costs.model import ModelDims
 from planner.costs.profile import CostProfile
 from planner.hardware import Device
@@ -349,12 +350,16 @@ class Problem:
             return False
         if self.kv_classes:
             room = self.site.kv_tokens(pool)
-            return all(room * one.room >= self.longest_of(one.name) for one in self.kv_classes)
+            return all(room * one.room >= self.class_need(one.name, room) for one in self.kv_classes)
         return self.site.kv_tokens(pool) >= self.longest
 
     def longest_of(self, kv_class: str) -> int:
         """Tokens of the longest request for a class of KV in the samples; 0 if there is none."""
         return self._longest_by_class.get(kv_class, 0)
+
+    def class_need(self, kv_class: str, kv_tokens: float) -> int:
+        """Tokens that a class must have room for on an instance with room for `kv_tokens`."""
+        return max(self.longest_of(kv_class), whole_request(kv_tokens, self.model.max_len))
 
     @cached_property
     def _longest_by_class(self) -> dict[str, int]:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from diptych.errors import ConfigError
+from diptych.errors import ConfigError, ModelError
 from engine.model.memory_plan import MemoryPlan
 from engine.model.pool_shares import split_pool
 from kvcache.layout import KvLayout
 from planner.costs.kv_classes import (
     base_codec,
+    check_class_rooms,
     kv_class_notes,
     plan_kv_classes,
     shared_kv_classes,
@@ -51,6 +52,28 @@ def test_slabs_are_those_that_a_worker_takes(text: str, shares: dict[str, float]
     for slabs, layout, one in zip(counts, layouts, classes, strict=True):
         assert 64 * one.token_bytes == layout.chunk_bytes
         assert abs(predicted[one.name] - slabs) <= 1
+
+
+def test_a_share_that_a_worker_refuses_is_refused() -> None:
+    """By `split_pool` for the same bytes, and the advice is a share with which a worker starts."""
+    kv_tokens = MEASURED.kv_tokens(SPLIT)
+    pool_bytes = round(kv_tokens * MEASURED.model.kv_token_bytes)
+    plan = MemoryPlan(1024, 900, pool_bytes, 0, 0, 0, 0)
+
+    def split(text: str) -> tuple[int, ...]:
+        layouts = [KvLayout(6, 4, 32, "float32", CODECS[name]) for name in ("raw", "tq4")]
+        return split_pool("tiny", plan, layouts, [one.share for one in plan_kv_classes(MEASURED, text)])
+
+    check_class_rooms(plan_kv_classes(MEASURED, "raw:0.02,tq4"), kv_tokens, 1024)
+    assert split("raw:0.02,tq4")[0] >= 16
+    with pytest.raises(ModelError):
+        split("raw:0.01,tq4")
+    with pytest.raises(ConfigError, match="raw is too small for one request") as refused:
+        check_class_rooms(plan_kv_classes(MEASURED, "raw:0.01,tq4"), kv_tokens, 1024)
+    assert len(refused.value.lines()) <= 6
+    assert "give it 0.02 or more" in "".join(refused.value.lines())
+    # An instance without room for a request of full length serves shorter ones.
+    check_class_rooms(plan_kv_classes(MEASURED, "raw:0.01,tq4"), kv_tokens, kv_tokens + 1)
 
 
 def test_a_single_codec_is_no_class() -> None:

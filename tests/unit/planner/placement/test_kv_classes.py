@@ -82,15 +82,21 @@ def test_a_plan_is_verified_with_its_classes_and_names_them(tmp_path: Any) -> No
     assert "KV class raw" in answer.notes
 
 
-def test_a_share_too_small_for_one_request_is_named() -> None:
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.0, 1.0)])
+def test_a_share_too_small_for_one_request_is_named(shares: tuple[float, float]) -> None:
+    """Also if no request asks for the class: `diptych serve --plan` would refuse it."""
     with pytest.raises(ConfigError, match="class raw is too small") as caught:
-        solve_placement(asked("raw:0.002,int8"))
-    assert len(caught.value.lines()) <= 6 and "0.002 of the largest instance" in " ".join(
-        caught.value.lines()
-    )
-    assert solve_placement(asked("raw:0.002,int8", (0.0, 1.0))), (
-        "if no request asks for it, it need not be large"
-    )
+        solve_placement(asked("raw:0.002,int8", shares))
+    lines = caught.value.lines()
+    assert len(lines) <= 6 and "0.002 of an instance holds" in " ".join(lines)
+
+
+def test_an_instance_without_room_for_a_request_of_full_length_serves_shorter_ones() -> None:
+    """`diptych serve` then needs a shorter `--max-model-len`, which the longest request has to fit into."""
+    problem = asked("raw:0.002,int8")
+    full, longest = problem.model.max_len, problem.longest_of("raw")
+    assert 0 < longest < full
+    assert problem.class_need("raw", full) == full and problem.class_need("raw", full - 1) == longest
 
 
 def test_lists_are_compared_by_what_they_mean() -> None:

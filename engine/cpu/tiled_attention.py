@@ -166,7 +166,7 @@ def _mix_tile(
 
 
 @jit_inner
-def _read_run(
+def read_run(
     first: Any, last: Any, slabs: Any, pool: Any, slab: int, offset: Any, tiles: Any,
     q: Any, out: Any, top: Any, total: Any, s: Any, width: int,
 ) -> None:  # fmt: skip
@@ -211,7 +211,7 @@ def _read_span(
 
 
 @jit_inner
-def _clear_lanes(lanes: Any, q: Any, out: Any, top: Any, total: Any, width: int) -> None:
+def clear_lanes(lanes: Any, q: Any, out: Any, top: Any, total: Any, width: int) -> None:
     """Reset the state of all lanes. Lanes without a query compute with zeros, and their results are ignored."""
     literally(width)
     q[: lanes * width] = np.float32(0)
@@ -221,7 +221,7 @@ def _clear_lanes(lanes: Any, q: Any, out: Any, top: Any, total: Any, width: int)
 
 
 @jit_inner
-def _load_lane(row: Any, head: Any, scale: Any, tiles: Any, lane: Any, width: int) -> None:
+def load_lane(row: Any, head: Any, scale: Any, tiles: Any, lane: Any, width: int) -> None:
     """Copy one head of a row of queries or outputs, times `scale`, into a lane of the tiles."""
     literally(width)
     at = lane // LANES * LANES * width + lane % LANES
@@ -230,8 +230,8 @@ def _load_lane(row: Any, head: Any, scale: Any, tiles: Any, lane: Any, width: in
 
 
 @jit_inner
-def _store_lane(tiles: Any, lane: Any, scale: Any, row: Any, head: Any, width: int) -> None:
-    """Copy a lane of the tiles, times `scale`, into one head of a row: the reverse of `_load_lane`."""
+def store_lane(tiles: Any, lane: Any, scale: Any, row: Any, head: Any, width: int) -> None:
+    """Copy a lane of the tiles, times `scale`, into one head of a row: the reverse of `load_lane`."""
     literally(width)
     at = lane // LANES * LANES * width + lane % LANES
     for i in range(width):
@@ -261,18 +261,18 @@ def build_shared_prefix_kernel(width: int) -> Callable[..., None]:
             lanes = (runs[r, 3] - first) * group
             tiles = (lanes + LANES - 1) // LANES
             for h in range(kv_heads):
-                _clear_lanes(tiles * LANES, q, o, top, total, width)
+                clear_lanes(tiles * LANES, q, o, top, total, width)
                 for lane in range(lanes):
                     n, g = first + lane // group, h * group + lane % group
-                    _load_lane(qkv[rows[n]], g, scale, q, lane, width)
+                    load_lane(qkv[rows[n]], g, scale, q, lane, width)
                     if start > 0:
-                        _load_lane(out[rows[n]], g, one, o, lane, width)
+                        load_lane(out[rows[n]], g, one, o, lane, width)
                         top[lane], total[lane] = tops[n, g], totals[n, g]
                 place = offset + h * 2 * PAGE * width
-                _read_run(start, last, table[first], pool, slab, place, tiles, q, o, top, total, s, width)
+                read_run(start, last, table[first], pool, slab, place, tiles, q, o, top, total, s, width)
                 for lane in range(lanes):
                     n, g = first + lane // group, h * group + lane % group
-                    _store_lane(o, lane, one, out[rows[n]], g, width)
+                    store_lane(o, lane, one, out[rows[n]], g, width)
                     tops[n, g], totals[n, g] = top[lane], total[lane]
 
     return run
@@ -308,14 +308,14 @@ def build_prefill_kernel(width: int) -> Callable[..., None]:
                 at = start + (block + min(lane, lanes - 1)) // group
                 low[lane], high[lane] = max(0, at + 1 - window) if window > 0 else 0, at
             for h in range(kv_heads):
-                _clear_lanes(tiles * LANES, q, o, top, total, width)
+                clear_lanes(tiles * LANES, q, o, top, total, width)
                 for lane in range(lanes):
                     g = h * group + (block + lane) % group
-                    _load_lane(qkv[(block + lane) // group], g, scale, q, lane, width)
+                    load_lane(qkv[(block + lane) // group], g, scale, q, lane, width)
                 place = offset + h * 2 * PAGE * width
                 _read_span(low, high, slabs, pool, slab, place, tiles, q, o, top, total, s, width)
                 for lane in range(lanes):
                     g = h * group + (block + lane) % group
-                    _store_lane(o, lane, np.float32(1) / total[lane], out[(block + lane) // group], g, width)
+                    store_lane(o, lane, np.float32(1) / total[lane], out[(block + lane) // group], g, width)
 
     return run

@@ -11,8 +11,18 @@ import numpy as np
 from numba.misc.special import literally
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.cpu.coded.exact import exact_add, exact_mul, jit_exact, lookup
-from engine.cpu.simd import LANES, load, store
+from engine.cpu.coded.exact import (
+    CODES_PER_WORD,
+    clip,
+    count_above,
+    exact_add,
+    exact_mul,
+    jit_exact,
+    lookup,
+    pack_codes,
+    store_counts,
+)
+from engine.cpu.simd import LANES, load, splat, store
 
 # With more bits, the code is found by halving the range: a pass over all midpoints would be longer.
 MAX_COUNTED_BITS = 4
@@ -21,6 +31,14 @@ MAX_COUNTED_BITS = 4
 @jit_exact
 def assign_codes(numbers: Any, limit: Any, midpoints: Any, first: Any, bits: int, codes: Any) -> None:
     """Code of the nearest level of each number, clipped to ±limit: how many of midpoints[first :] lie below it."""
+    if bits <= MAX_COUNTED_BITS and numbers.shape[0] % LANES == 0:
+        most = splat(limit)
+        for i in range(0, numbers.shape[0], LANES):
+            x, count = clip(load(numbers, i), most), splat(np.float32(0))
+            for m in range((1 << bits) - 1):
+                count = count_above(count, x, splat(midpoints[first + m]))
+            store_counts(codes, i, count)
+        return
     for i in range(numbers.shape[0]):
         codes[i] = 0
     if bits <= MAX_COUNTED_BITS:
@@ -41,6 +59,13 @@ def assign_codes(numbers: Any, limit: Any, midpoints: Any, first: Any, bits: int
 @jit_exact
 def pack_row(codes: Any, bits: int, data: Any, at: Any) -> None:
     """Write codes as a stream of bits to data[at:]; the last byte is filled up with zeros."""
+    if codes.shape[0] % CODES_PER_WORD == 0:
+        for i in range(0, codes.shape[0], CODES_PER_WORD):
+            packed = pack_codes(codes, i, bits)
+            for j in range(bits):
+                data[at + j] = np.uint8((packed >> 8 * j) & 255)
+            at += bits
+        return
     stream: Any = 0
     held = 0
     for i in range(codes.shape[0]):

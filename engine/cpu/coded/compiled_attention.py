@@ -25,7 +25,7 @@ from engine.cpu.coded.nuq_encode import build_nuq_kernels
 from engine.cpu.coded.page_kernels import PageKernels
 from engine.cpu.coded.plain_kernels import build_plain_kernels
 from engine.cpu.coded.turbo_kernels import build_turbo_kernels
-from engine.cpu.tiled_attention import build_prefill_kernel, build_shared_prefix_kernel
+from engine.cpu.tiled_attention import build_prefill_kernel
 from kvcache.codecs.grouped import GroupedCodec
 from kvcache.codecs.nuq import NuqCodec
 from kvcache.codecs.page import Codec
@@ -37,9 +37,6 @@ Doubles = NDArray[np.float64]
 # Cosines and sines by position, flat.
 Angles = tuple[Floats, Floats]
 
-# Chunks of a shared run that are expanded before they are read: few enough to stay in the cache, and enough that it
-# costs little to load and store the state of the queries for every piece.
-CHUNKS_PER_PIECE = 16
 NO_TABLE = (np.empty(0, np.float32), np.empty(0, np.float32))
 # Positions whose angles are computed at once.
 ANGLE_ROWS = 4096
@@ -118,7 +115,6 @@ class CompiledAttention(CodedAttention):
         family = find_family(pool.codecs, layout.head_dim)
         self._layer, self._page, self._constants = layout.layer_bytes, family.page, family.constants
         self._kernels = family.kernels
-        self._shared = build_shared_prefix_kernel(layout.head_dim)
         self._span = build_prefill_kernel(layout.head_dim)
         self._angles = angles
         self.alone = crossover_queries(heads // layout.kv_heads)
@@ -159,13 +155,13 @@ class CompiledAttention(CodedAttention):
             return
         plan = worthwhile_plan(batch, window, self.alone, self.heads // self.layout.kv_heads)
         tops, totals = np.empty((2, len(batch.rows), self.heads), np.float32)
+        sinks, place = self._sinks.of_layer(layer), (self._place(layer), self._read_angles)
         if len(plan.runs):
-            self._read_shared(layer, qkv.numpy(), batch, plan.runs, out.numpy(), tops, totals)
-        rows = (batch.rows, batch.lengths, batch.table, batch.sinks, self._sinks.of_layer(layer))
+            shared = (batch.rows, batch.table, batch.sinks, sinks)
+            self._kernels.shared(qkv.numpy(), shared, plan.runs, *place, (tops, totals), out.numpy())
+        rows = (batch.rows, batch.lengths, batch.table, batch.sinks, sinks)
         state = (plan.shared, tops, totals)
-        self._kernels.decode(
-            qkv.numpy(), rows, state, self._place(layer), self._read_angles, window, out.numpy()
-        )
+        self._kernels.decode(qkv.numpy(), rows, state, *place, window, out.numpy())
 
     def prefill(
         self, layer: int, qkv: torch.Tensor, span: PrefillSpan, window: int, out: torch.Tensor
@@ -204,27 +200,6 @@ class CompiledAttention(CodedAttention):
         self._kernels.expand(
             slabs, first, length, sink_rows[sink], self._place(layer), self._read_angles, pool
         )
-
-    def _read_shared(
-        self, layer: int, qkv: Floats, batch: ForwardBatch, runs: NDArray[np.int64], out: Floats,
-        tops: Floats, totals: Floats,
-    ) -> None:  # fmt: skip
-        """Read every run once for all its rows, a few chunks at a time."""
-        pool = self._take_chunks(CHUNKS_PER_PIECE)
-        table = np.tile(np.arange(batch.table.shape[1]) % CHUNKS_PER_PIECE, (len(batch.rows), 1))
-        for start, last, top, bottom in runs.tolist():
-            begin = start
-            while begin < last:
-                # A piece ends at a multiple of its size, so that no two of its chunks take the same place.
-                end = min(last, (begin // CHUNKS_PER_PIECE + 1) * CHUNKS_PER_PIECE)
-                slabs, place = batch.table[top, begin:end], begin % CHUNKS_PER_PIECE * self._raw_floats
-                sink = int(batch.sinks[top])
-                self._expand_chunks(layer, slabs, begin, end * CHUNK_TOKENS, sink, pool[place:])
-                self._shared(
-                    qkv, batch.rows, table, np.array([[begin, end, top, bottom]]), pool, self._raw_floats, 0,
-                    self.heads, self.layout.kv_heads, out, tops, totals,
-                )  # fmt: skip
-                begin = end
 
     @property
     def _read_angles(self) -> Angles:

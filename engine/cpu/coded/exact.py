@@ -71,11 +71,9 @@ def _lookup(typing: Any, codes: Any, at: Any, bits: Any, table: Any) -> Any:
         width = builder.trunc(width, ir.IntType(32))
         first = _load_word(builder, data, place)
         second = _load_word(builder, data, builder.add(place, builder.zext(width, place.type)))
-        halves = ir.Constant(_WORDS, [0] * CODES_PER_WORD + [1] * CODES_PER_WORD)
-        pair = ir.Constant(ir.VectorType(ir.IntType(32), 2), ir.Undefined)
-        for index, word in enumerate((first, second)):
-            pair = builder.insert_element(pair, word, ir.Constant(ir.IntType(32), index))
-        words = builder.shuffle_vector(pair, pair, halves)
+        halves = ir.Constant(_WORDS, [*range(CODES_PER_WORD), *range(LANES + CODES_PER_WORD, 2 * LANES)])
+        spread = _spread_word(builder, first), _spread_word(builder, second)
+        words = builder.shuffle_vector(*spread, halves)
         distance = builder.mul(_spread_word(builder, width), ir.Constant(_WORDS, list(range(8)) * 2))
         one = ir.Constant(ir.IntType(32), 1)
         mask = _spread_word(builder, builder.sub(builder.shl(one, width), one))
@@ -111,6 +109,90 @@ def _pick(context: Any, builder: Any, numbers: Any, picks: Any) -> Any:
         number = builder.load(builder.gep(first, [builder.extract_element(picks, index)]))
         picked = builder.insert_element(picked, number, index)
     return picked
+
+
+def _clip(typing: Any, x: Any, limit: Any) -> Any:
+    """Intrinsic `clip`: x, or the end of ±limit beyond which it lies, lane by lane; no lane is NaN."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number, most = arguments
+        least = builder.fneg(most)
+        raised = builder.select(builder.fcmp_ordered("<", number, least), least, number)
+        return builder.select(builder.fcmp_ordered(">", raised, most), most, raised)
+
+    return FLOAT_VECTOR(FLOAT_VECTOR, FLOAT_VECTOR), emit
+
+
+def _count_above(typing: Any, count: Any, x: Any, y: Any) -> Any:
+    """Intrinsic `count_above`: count, and one more where x > y, lane by lane."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        counted, left, right = arguments
+        more = builder.fadd(counted, ir.Constant(_FLOATS, [1.0] * LANES))
+        return builder.select(builder.fcmp_ordered(">", left, right), more, counted)
+
+    return FLOAT_VECTOR(FLOAT_VECTOR, FLOAT_VECTOR, FLOAT_VECTOR), emit
+
+
+def _mask_above(typing: Any, x: Any, y: Any) -> Any:
+    """Intrinsic `mask_above`: bit i of a number says whether x > y in lane i."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        above = builder.fcmp_ordered(">", *arguments)
+        return builder.zext(builder.bitcast(above, ir.IntType(LANES)), ir.IntType(64))
+
+    return types.int64(FLOAT_VECTOR, FLOAT_VECTOR), emit
+
+
+def _words_at(context: Any, builder: Any, array_type: Any, arguments: Any, count: int) -> Any:
+    """Pointer to array[index : index + count], an array of int32, as a vector; both are the first arguments."""
+    data = context.make_array(array_type)(context, builder, arguments[0]).data
+    return builder.bitcast(
+        builder.gep(data, [arguments[1]]), ir.VectorType(ir.IntType(32), count).as_pointer()
+    )
+
+
+def _store_counts(typing: Any, words: Any, at: Any, x: Any) -> Any:
+    """Intrinsic `store_counts`: words[at : at + 16] = the whole numbers x."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _words_at(context, builder, signature.args[0], arguments, LANES)
+        builder.store(builder.fptosi(arguments[2], _WORDS), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(words, types.intp, FLOAT_VECTOR), emit
+
+
+def _look_up(typing: Any, words: Any, at: Any, table: Any) -> Any:
+    """Intrinsic `look_up`: the numbers of a table of sixteen that the codes words[at : at + 16] stand for."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _words_at(context, builder, signature.args[0], arguments, LANES)
+        return _pick(context, builder, arguments[2], builder.load(place, align=4))
+
+    return FLOAT_VECTOR(words, types.intp, FLOAT_VECTOR), emit
+
+
+def _pack_codes(typing: Any, words: Any, at: Any, bits: Any) -> Any:
+    """Intrinsic `pack_codes`: the codes words[at : at + 8], of `bits` bits each, as one number, lowest bits first."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        long = ir.IntType(64)
+        wide = ir.VectorType(long, CODES_PER_WORD)
+        place = _words_at(context, builder, signature.args[0], arguments, CODES_PER_WORD)
+        codes = builder.zext(builder.load(place, align=4), wide)
+        empty = ir.Constant(wide, ir.Undefined)
+        one = builder.insert_element(empty, arguments[2], ir.Constant(ir.IntType(32), 0))
+        order = ir.Constant(ir.VectorType(ir.IntType(32), CODES_PER_WORD), [0] * CODES_PER_WORD)
+        distance = builder.mul(
+            builder.shuffle_vector(one, empty, order), ir.Constant(wide, list(range(CODES_PER_WORD)))
+        )
+        insert: Any = cgutils.get_or_insert_function
+        kind = ir.FunctionType(long, [wide])
+        reduce = insert(builder.module, kind, f"llvm.vector.reduce.or.v{CODES_PER_WORD}i64")
+        return builder.call(reduce, [builder.shl(codes, distance)])
+
+    return types.int64(words, types.intp, types.int64), emit
 
 
 def _load_vector(context: Any, builder: Any, array_type: Any, arguments: Any, bits: int) -> Any:
@@ -175,10 +257,44 @@ def _transform_lanes(typing: Any, x: Any) -> Any:
     return FLOAT_VECTOR(FLOAT_VECTOR), emit
 
 
+def _byte_at(typing: Any, data: Any, at: Any) -> Any:
+    """Intrinsic `byte_at`: data[at], of an array of bytes; a negative index does not count from the end."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.zext(builder.load(builder.gep(place, [arguments[1]])), ir.IntType(64))
+
+    return types.int64(data, types.intp), emit
+
+
+def _add_at(typing: Any, array: Any, at: Any, numbers: Any, index: Any) -> Any:
+    """Intrinsic `add_at`: array[at] += numbers[index]; a negative index does not count from the end."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        places = []
+        for first in (0, 2):
+            data = context.make_array(signature.args[first])(context, builder, arguments[first]).data
+            places.append(builder.gep(data, [arguments[first + 1]]))
+        target, source = places
+        builder.store(builder.fadd(builder.load(target), builder.load(source)), target)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, numbers, types.intp), emit
+
+
 bits_of_float: Any = intrinsic(_bits_of_float)
 exact_add: Any = intrinsic(_exact("fadd"))
 exact_sub: Any = intrinsic(_exact("fsub"))
 exact_mul: Any = intrinsic(_exact("fmul"))
+exact_div: Any = intrinsic(_exact("fdiv"))
+clip: Any = intrinsic(_clip)
+count_above: Any = intrinsic(_count_above)
+mask_above: Any = intrinsic(_mask_above)
+store_counts: Any = intrinsic(_store_counts)
+look_up: Any = intrinsic(_look_up)
+pack_codes: Any = intrinsic(_pack_codes)
+byte_at: Any = intrinsic(_byte_at)
+add_at: Any = intrinsic(_add_at)
 lookup: Any = intrinsic(_lookup)
 load_bytes: Any = intrinsic(_load_bytes)
 load_halves: Any = intrinsic(_load_halves)

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from engine.cpu.coded.code_rows import assign_codes, pack_row
-from engine.cpu.coded.exact import MAX_HALF, jit_exact, store_half
+from engine.cpu.coded.exact import (
+    MAX_HALF,
+    exact_add,
+    exact_div,
+    exact_mul,
+    exact_sub,
+    jit_exact,
+    look_up,
+    mask_above,
+    store_half,
+)
 from engine.cpu.coded.nuq_expand import expand_page
 from engine.cpu.coded.page_kernels import (
     CALIBRATED,
@@ -23,11 +33,13 @@ from engine.cpu.coded.page_kernels import (
     decode_rows,
     encode_tokens,
     expand_chunks,
+    read_runs,
     register_functions,
 )
 from engine.cpu.jit import jit
-from engine.cpu.simd import LANES
+from engine.cpu.simd import LANES, larger, load, splat, store
 
+ALL_LANES = (1 << LANES) - 1
 _ONE, _HALF = np.float32(1), np.float32(0.5)
 
 
@@ -41,6 +53,17 @@ def _store_outlier(
     else:
         data[places + 2 * j], data[places + 2 * j + 1] = np.uint8(place & 255), np.uint8(place >> 8)
     store_half(data, residuals + 2 * j, residual)
+
+
+@jit_exact
+def _sort_places(places: Any, count: int) -> None:
+    """Sort the first `count` places, which are few, in place."""
+    for i in range(1, count):
+        place, j = places[i], i
+        while j > 0 and places[j - 1] > place:
+            places[j] = places[j - 1]
+            j -= 1
+        places[j] = place
 
 
 @jit_exact
@@ -62,7 +85,7 @@ def _farthest(away: Any, outside: Any, found: Any, slots: int) -> Any:
                 best, most = k, away[place]
         found[j] = outside[best]
         outside[best] = -1
-    found[:slots].sort()
+    _sort_places(found, slots)
     return slots
 
 
@@ -71,20 +94,39 @@ def _encode_keys(x: Any, data: Any, at: Any, page: Any, row: Any, table: Any, wo
     """Code one row of keys x [group], which become their residuals."""
     numbers, codes, places, _ = work
     group, bits, slots = x.shape[0], page[KEY_BITS], page[DETAIL]
-    levels = 2 * group
-    for i in range(group):
-        numbers[i] = (x[i] - table[group + i]) / table[i]
+    levels, whole = 2 * group, group % LANES == 0
+    if whole:
+        for i in range(0, group, LANES):
+            moved = exact_sub(load(x, i), load(table, group + i))
+            store(numbers, i, exact_div(moved, load(table, i)))
+    else:
+        for i in range(group):
+            numbers[i] = (x[i] - table[group + i]) / table[i]
     assign_codes(numbers, _ONE, table, levels + 2 * LANES, bits, codes)
     pack_row(codes, bits, data, at + page[SECTIONS] + row * ((group * bits + 7) // 8))
     if slots == 0:
         return
     count = 0
-    for i in range(group):
-        x[i] = x[i] - (table[levels + codes[i]] * table[i] + table[group + i])
-        if abs(numbers[i]) > _ONE:
-            places[slots + count] = i
-            count += 1
-        numbers[i] = abs(x[i])
+    if whole:
+        level, one, minus = load(table, levels), splat(_ONE), splat(-_ONE)
+        for i in range(0, group, LANES):
+            number = load(numbers, i)
+            expanded = exact_add(exact_mul(look_up(codes, i, level), load(table, i)), load(table, group + i))
+            residual = exact_sub(load(x, i), expanded)
+            store(x, i, residual)
+            store(numbers, i, larger(residual, exact_sub(splat(np.float32(0)), residual)))
+            outside = mask_above(number, one) | mask_above(minus, number)
+            for j in range(LANES if outside else 0):
+                if outside >> j & 1:
+                    places[slots + count] = i + j
+                    count += 1
+    else:
+        for i in range(group):
+            x[i] = x[i] - (table[levels + codes[i]] * table[i] + table[group + i])
+            if abs(numbers[i]) > _ONE:
+                places[slots + count] = i
+                count += 1
+            numbers[i] = abs(x[i])
     used = _farthest(numbers, places[slots : slots + count], places, slots)
     wide = 1 if group <= 256 else 2
     first, residuals = at + page[SECTIONS + 1] + row * slots * wide, at + page[SECTIONS + 2] + row * slots * 2
@@ -112,25 +154,48 @@ def _insert(
 
 
 @jit_exact
+def _find_extremes(x: Any, kept: Any, places: Any, size: int) -> None:
+    """The `size` smallest numbers of x, and behind them the largest, into `kept`, and their indices into `places`."""
+    group = x.shape[0]
+    whole = max(0, group - size) // LANES * LANES
+    first = group - whole
+    for i in range(first):
+        _insert(x[i], i, i, kept, places, 0, size, True)
+        _insert(x[i], i, i, kept, places, size, size, False)
+    # Few numbers are beyond those that were found before them.
+    for i in range(first, group, LANES):
+        row = load(x, i)
+        below = mask_above(splat(kept[size - 1]), row)
+        above = ~mask_above(splat(kept[2 * size - 1]), row) & ALL_LANES
+        for j in range(LANES if below | above else 0):
+            if below >> j & 1:
+                _insert(x[i + j], i + j, i + j, kept, places, 0, size, True)
+            if above >> j & 1:
+                _insert(x[i + j], i + j, i + j, kept, places, size, size, False)
+
+
+@jit_exact
 def _encode_values(x: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any) -> None:
     """Code one row of values x [group]."""
     numbers, codes, places, kept = work
     group, bits, slots = x.shape[0], page[VALUE_BITS], page[DETAIL]
     levels, side = 2 * group + LANES, slots // 2
     size = side + 1
-    for i in range(group):
-        _insert(x[i], i, i, kept, places, 0, size, True)
-        _insert(x[i], i, i, kept, places, size, size, False)
+    _find_extremes(x, kept, places, size)
     low, high = kept[side], kept[size + side]
     scale = store_half(data, at + page[SECTIONS + 6] + 2 * row, (high - low) * _HALF)
     zero = store_half(data, at + page[SECTIONS + 7] + 2 * row, (high + low) * _HALF)
-    for i in range(group):
-        numbers[i] = (x[i] - zero) / scale if scale > np.float32(0) else np.float32(0)
+    if group % LANES == 0 and scale > np.float32(0):
+        for i in range(0, group, LANES):
+            store(numbers, i, exact_div(exact_sub(load(x, i), splat(zero)), splat(scale)))
+    else:
+        for i in range(group):
+            numbers[i] = (x[i] - zero) / scale if scale > np.float32(0) else np.float32(0)
     assign_codes(numbers, _ONE, table, levels + LANES + 15, bits, codes)
     pack_row(codes, bits, data, at + page[SECTIONS + 3] + row * ((group * bits + 7) // 8))
     for j in range(side):
         places[side + j] = places[size + j]
-    places[:slots].sort()
+    _sort_places(places, slots)
     wide = 1 if group <= 256 else 2
     first, residuals = at + page[SECTIONS + 4] + row * slots * wide, at + page[SECTIONS + 5] + row * slots * 2
     for j in range(slots):
@@ -172,4 +237,8 @@ def build_nuq_kernels(width: int) -> PageKernels:
     def expand(slabs: Any, first: int, length: int, sink: Any, pages: Any, angles: Any, scratch: Any) -> None:
         expand_chunks(CALIBRATED, slabs, first, length, sink, pages, angles, scratch, width)
 
-    return PageKernels(encode, decode, expand)
+    @jit
+    def shared(qkv: Any, batch: Any, runs: Any, pages: Any, angles: Any, state: Any, out: Any) -> None:
+        read_runs(CALIBRATED, qkv, batch, runs, pages, angles, state, out, width)
+
+    return PageKernels(encode, decode, expand, shared)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.cpu.coded.code_rows import expand_row
-from engine.cpu.coded.exact import exact_add, exact_mul, jit_exact, load_half
+from engine.cpu.coded.exact import add_at, byte_at, exact_add, exact_mul, jit_exact, load_half, load_halves
 from engine.cpu.coded.page_kernels import DETAIL, KEY_BITS, SECTIONS
 from engine.cpu.simd import LANES, load, splat, store
 from kvcache.codecs.nuq import NuqCodec
@@ -26,17 +26,29 @@ PAGE = CHUNK_TOKENS
 
 @jit_exact
 def _add_residuals(
-    data: Any, places: Any, residuals: Any, slots: int, group: int, scratch: Any, at: Any, width: int
-) -> None:
-    """Add the outliers' residuals of one row. A place beyond the group, in a damaged page, is ignored."""
-    for j in range(slots):
-        if group <= 256:
-            place = np.int64(data[places + j])
-        else:
-            place = np.int64(data[places + 2 * j]) | (np.int64(data[places + 2 * j + 1]) << 8)
-        if place < group:
-            o = at + place // width * 2 * PAGE * width + place % width
-            scratch[o] = scratch[o] + load_half(data, residuals + 2 * j)
+    data: Any, places: Any, residuals: Any, slots: int, count: Any, numbers: Any, scratch: Any, at: Any,
+    group: int, width: int,
+) -> None:  # fmt: skip
+    """Add the outliers' residuals of the first `count` rows. A place beyond the group, in a damaged page, is ignored.
+
+    `numbers` has room for the residuals of a page.
+    """
+    literally(width)
+    used = count * slots
+    # A page has 64 rows, so whole vectors cover them.
+    for i in range(0, used, LANES):
+        store(numbers, i, load_halves(data, residuals + 2 * i))
+    i = 0
+    for t in range(count):
+        o = at + t * width
+        for _ in range(slots):
+            if group <= 256:
+                place = byte_at(data, places + i)
+            else:
+                place = byte_at(data, places + 2 * i) | byte_at(data, places + 2 * i + 1) << 8
+            if place < group:
+                add_at(scratch, o + place // width * 2 * PAGE * width + place % width, numbers, i)
+            i += 1
 
 
 @jit_exact
@@ -48,18 +60,15 @@ def expand_page(
     bits, slots = page[KEY_BITS], page[DETAIL]
     group, side, levels = heads * width, PAGE * width, 2 * heads * width
     row = (group * bits + 7) // 8
-    place = 1 if group <= 256 else 2
+    numbers, outliers = np.empty(LANES, np.float32), np.empty(PAGE * slots, np.float32)
     codes, places, residuals = at + page[SECTIONS], at + page[SECTIONS + 1], at + page[SECTIONS + 2]
     for t in range(count):
         o = t * width
         expand_row(data, codes + t * row, bits, table, levels, table, scratch, o, heads, width)
-        if slots > 0:
-            _add_residuals(
-                data, places + t * slots * place, residuals + t * slots * 2, slots, group, scratch, o, width
-            )
+    if slots > 0:
+        _add_residuals(data, places, residuals, slots, count, outliers, scratch, 0, group, width)
     codes, places, residuals = at + page[SECTIONS + 3], at + page[SECTIONS + 4], at + page[SECTIONS + 5]
     scales, zeros = at + page[SECTIONS + 6], at + page[SECTIONS + 7]
-    numbers = np.empty(LANES, np.float32)
     for t in range(count):
         o = t * width + side
         scale = load_half(data, scales + 2 * t)
@@ -68,10 +77,8 @@ def expand_page(
         scaled = exact_mul(load(table, levels + LANES), splat(scale))
         store(numbers, 0, exact_add(scaled, splat(zero)))
         expand_row(data, codes + t * row, bits, numbers, 0, table[:0], scratch, o, heads, width)
-        if slots > 0:
-            _add_residuals(
-                data, places + t * slots * place, residuals + t * slots * 2, slots, group, scratch, o, width
-            )
+    if slots > 0:
+        _add_residuals(data, places, residuals, slots, count, outliers, scratch, side, group, width)
 
 
 def page_constants(codec: NuqCodec) -> NDArray[np.float32]:

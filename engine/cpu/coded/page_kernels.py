@@ -7,8 +7,9 @@ Each family has a module with these two, and compiles them into the loops (`Page
     encode_row(keys, values, data, at, page, row, table, work, width)
         one token's keys and values [heads · width], finite, into a row of a page; may overwrite them, and `work`
 
-A family's module also compiles `encode_tokens`, `decode_rows` and `expand_chunks` for its number, in functions of its
-own: the kernel cache looks for changed sources from the module in which a kernel stands (`diptych.kernel_cache`).
+A family's module also compiles `encode_tokens`, `decode_rows`, `expand_chunks` and `read_runs` for its number, in
+functions of its own: the kernel cache looks for changed sources from the module in which a kernel stands
+(`diptych.kernel_cache`).
 
 Both give the bits of the family's NumPy codec. Arguments that belong together come as tuples:
 
@@ -38,9 +39,12 @@ from engine.cpu.attention import mix_values, score_page, softmax_page
 from engine.cpu.coded.exact import exact_add, exact_mul, exact_sub, jit_exact
 from engine.cpu.jit import JIT_OPTIONS, LOG2_E, LOWEST, NO_WRAPPERS, jit_inner, prefetch
 from engine.cpu.simd import LANES, load, store
+from engine.cpu.tiled_attention import clear_lanes, load_lane, read_run, store_lane
 
 PAGE = CHUNK_TOKENS
 CACHE_LINE = 64
+# Chunks of a shared run that are expanded before they are read: few enough to stay in the cache.
+CHUNKS_PER_PIECE = 4
 # Families: one module each.
 PLAIN, GROUPED, CALIBRATED, ROTATED = range(4)
 # Places in `page`: bytes of a page, its KV heads, bits of a key's and of a value's code, a number that each family uses
@@ -58,6 +62,8 @@ class PageKernels:
     decode: Callable[..., None]
     # `expand_chunks`
     expand: Callable[..., None]
+    # `read_runs`
+    shared: Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +296,55 @@ def expand_chunks(
                 _rotate_keys(room, count, cos, sin, begin, heads, width)
             if begin == 0:
                 _restore_sink(sink[:, p * heads : (p + 1) * heads], room, heads, width)
+
+
+@jit_inner
+def read_runs(
+    family: int, qkv: Any, batch: Any, runs: Any, pages: Any, angles: Any, state: Any, out: Any, width: int
+) -> None:  # fmt: skip
+    """The first phase of decode, as `engine.cpu.tiled_attention.build_shared_prefix_kernel`: every run is read once for
+    all its rows. Its chunks are expanded a few at a time, and the queries' state stays where it is meanwhile.
+
+    batch: rows and slabs of the sequences, their sinks' places, and all sinks of the layer. state: maxima and sums.
+    """
+    literally(width), literally(family)
+    (rows, table, sinks, sink_rows), (tops, totals) = batch, state
+    scale, one = np.float32(LOG2_E / np.sqrt(np.float32(width))), np.float32(1)
+    kv_heads = pages[3][HEADS] * pages[4].shape[0]
+    group, floats = out.shape[1] // width // kv_heads, kv_heads * 2 * PAGE * width
+    room = (rows.shape[0] * group + LANES - 1) // LANES * LANES
+    q, o = np.empty(kv_heads * room * width, np.float32), np.empty(kv_heads * room * width, np.float32)
+    top, total = np.empty(kv_heads * room, np.float32), np.empty(kv_heads * room, np.float32)
+    s, order = np.empty(PAGE * LANES, np.float32), np.arange(CHUNKS_PER_PIECE)
+    scratch = np.empty(CHUNKS_PER_PIECE * floats, np.float32)
+    for r in range(runs.shape[0]):
+        start, last, first = runs[r, 0], runs[r, 1], runs[r, 2]
+        lanes = (runs[r, 3] - first) * group
+        tiles = (lanes + LANES - 1) // LANES
+        for h in range(kv_heads):
+            at, place = h * room, h * room * width
+            clear_lanes(tiles * LANES, q[place:], o[place:], top[at:], total[at:], width)
+            for lane in range(lanes):
+                n, g = first + lane // group, h * group + lane % group
+                load_lane(qkv[rows[n]], g, scale, q[place:], lane, width)
+                if start > 0:
+                    load_lane(out[rows[n]], g, one, o[place:], lane, width)
+                    top[at + lane], total[at + lane] = tops[n, g], totals[n, g]
+        for begin in range(start, last, CHUNKS_PER_PIECE):
+            end = min(last, begin + CHUNKS_PER_PIECE)
+            slabs, sink = table[first, begin:end], sink_rows[sinks[first]]
+            expand_chunks(family, slabs, begin, end * PAGE, sink, pages, angles, scratch, width)
+            for h in range(kv_heads):
+                at, place = h * room, h * room * width
+                read_run(
+                    0, end - begin, order, scratch, floats, h * 2 * PAGE * width, tiles,
+                    q[place:], o[place:], top[at:], total[at:], s, width,
+                )  # fmt: skip
+        for h in range(kv_heads):
+            for lane in range(lanes):
+                n, g, at = first + lane // group, h * group + lane % group, h * room + lane
+                store_lane(o[h * room * width :], lane, one, out[rows[n]], g, width)
+                tops[n, g], totals[n, g] = top[at], total[at]
 
 
 @jit_inner

@@ -39,6 +39,7 @@ from engine.cpu.coded.page_kernels import (
     decode_rows,
     encode_tokens,
     expand_chunks,
+    read_runs,
     register_functions,
 )
 from engine.cpu.jit import float_of_bits, jit
@@ -206,4 +207,8 @@ def build_turbo_kernels(width: int) -> PageKernels:
     def expand(slabs: Any, first: int, length: int, sink: Any, pages: Any, angles: Any, scratch: Any) -> None:
         expand_chunks(ROTATED, slabs, first, length, sink, pages, angles, scratch, width)
 
-    return PageKernels(encode, decode, expand)
+    @jit
+    def shared(qkv: Any, batch: Any, runs: Any, pages: Any, angles: Any, state: Any, out: Any) -> None:
+        read_runs(ROTATED, qkv, batch, runs, pages, angles, state, out, width)
+
+    return PageKernels(encode, decode, expand, shared)

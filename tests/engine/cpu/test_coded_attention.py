@@ -199,7 +199,7 @@ def test_no_kernel_is_compiled_after_warming_up(folders: dict[str, Path], name: 
     pages = runner._attentions[0].pages
     assert isinstance(pages, CompiledAttention)
     made = pages._kernels
-    kernels = (made.encode, made.decode, made.expand, pages._shared, pages._span)
+    kernels = (made.encode, made.decode, made.expand, made.shared, pages._span)
 
     def compiled() -> list[int]:
         return [len(kernel.signatures) for kernel in kernels]  # type: ignore[attr-defined]

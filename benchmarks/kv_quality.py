@@ -18,11 +18,14 @@ large models do (`models/twin.py`).
     nuq_over_tq       loss of nuq-1% / loss of tq at the same code bits; on the embedded model both take the same bytes
     prefill           the same loss of the second half of each window, once with all of it coded (`coded`, as Diptych
                       does) and once with the first half attending to exact keys and values (`exact`, as the paper does)
+    calibration       nuq3-1% calibrated on less text of the same kind, and on prose (`docs/`): processor seconds of all
+                      calibrated codecs, `ppl_delta_pct`, and `over_own_pct`: the same against the usual calibration
     recall            percent of questions that are answered exactly, values of several tokens with the newline after
                       them (`models/recall.py`): first questions after a table, and later ones after earlier answers
 
-Rows in brackets are baselines and ablations, not codecs: `[intN per token]` has one scale per token over all heads; the
-others are nuq at 2 bits with one thing changed.
+Rows in brackets are baselines and ablations, not codecs: `[intN per token]` has one scale per token over all heads,
+`[fp8 per tensor]` is e4m3 with one scale for the keys of a layer and one for its values; the others are nuq at 2 bits
+with one thing changed.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -73,14 +77,16 @@ from kvcache.codecs.page import Floats
 from models.calibration import calibration_sequences, held_out_windows
 from models.evaluate import HeldOutText
 from models.recall import RecallSeries, recall_series
+from models.tokenizer import END_OF_TEXT, load_tokenizer, token_id
 from models.twin import make_twin
 
 FOLDER = Path(__file__).parents[1] / "models" / "tiny"
 LAYERS, KV_HEADS, HEAD_DIM = 6, 4, 32
 WIDTH = KV_HEADS * HEAD_DIM
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 2048
-PARTS = ("perplexity", "prefill", "recall")
+PARTS = ("perplexity", "prefill", "recall", "calibration")
 SIMULATION = "simulation"
+FP8 = torch.float8_e4m3fn
 # Codecs whose recall and prefill are measured.
 COMPARED = ("int8", "nuq4-1%", "nuq3-1%", "nuq2-1%", "tq4", "tq3")
 # Recall: distances in tokens, questions after each table, and kinds of values, all of several tokens.
@@ -103,6 +109,36 @@ def per_token_scheme(bits: int) -> CodingScheme:
         return round_rows(keys), round_rows(values)
 
     return CodingScheme(f"[int{bits} per token]", bits + 32 / WIDTH, True, code)
+
+
+def fp8_scheme(samples: Sequence[LayerSample]) -> CodingScheme:
+    """The 8-bit floats e4m3, keys after rotation; the scales of each layer hold the largest number of `samples`."""
+    scales = []
+    for sample in samples:
+        pairs = sample.keys.reshape(-1, KV_HEADS, 2, HEAD_DIM // 2)
+        # However far a pair of keys is rotated, neither gets larger than this.
+        largest = float(np.sqrt(np.square(pairs).sum(axis=2)).max()), float(np.abs(sample.values).max())
+        scales.append([one / torch.finfo(FP8).max for one in largest])
+
+    def round_rows(rows: Floats, scale: float) -> Floats:
+        # Larger numbers become the largest one, not infinite.
+        within = (torch.from_numpy(rows) / scale).clamp(torch.finfo(FP8).min, torch.finfo(FP8).max)
+        return (within.to(FP8).to(torch.float32) * scale).numpy()
+
+    def code(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        key_scale, value_scale = scales[layer]
+        return round_rows(keys, key_scale), round_rows(values, value_scale)
+
+    return CodingScheme("[fp8 per tensor]", 8, True, code)
+
+
+def prose_sequences(count: int, tokens: int) -> list[torch.Tensor]:
+    """Sequences of token ids of this repository's documents, `count` of [tokens]: no program text."""
+    end, stream = token_id(load_tokenizer(FOLDER), END_OF_TEXT), list[int]()
+    for path in sorted((Path(__file__).parents[1] / "docs").glob("*.md")):
+        stream += [end, *HeldOutText(FOLDER).encode(path.read_text())]
+    assert len(stream) >= count * tokens, f"the documents have {len(stream)} tokens"
+    return list(torch.tensor(stream[: count * tokens]).reshape(count, tokens))
 
 
 def fit_samples(samples: list[LayerSample], names: Sequence[str], weigh: Weigh = weigh_errors) -> Calibration:
@@ -128,6 +164,7 @@ def list_schemes(full: Calibration, samples: list[LayerSample]) -> Iterator[Codi
         yield build_scheme(complete_id(name, full), full)
     for bits in (4, 3, 2):
         yield per_token_scheme(bits)
+    yield fp8_scheme(samples)
     variants = {
         "[2: uniform]": change_datatypes(full, lambda one: Datatype(uniform_levels(2), uniform_levels(2))),
         "[2: unweighted]": fit_samples(samples, ("nuq2",), lambda fisher, scales: np.ones_like(fisher)),
@@ -266,6 +303,30 @@ def measure_recall(make: MakeSubject, schemes: Sequence[CodingScheme], tables: i
     return {"recall": rows}
 
 
+def measure_calibration(model: Any, windows: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """What `nuq3-1%` loses by the text of its calibration, and the processor seconds of all calibrations."""
+    few = CALIBRATION_TOKENS // 8
+    texts = {
+        f"own {CALIBRATION_TOKENS}": calibration_sequences(FOLDER, CALIBRATION_SEQUENCES, CALIBRATION_TOKENS),
+        f"own {few}": calibration_sequences(FOLDER, CALIBRATION_SEQUENCES, few),
+        f"prose {CALIBRATION_TOKENS}": prose_sequences(CALIBRATION_SEQUENCES, CALIBRATION_TOKENS),
+    }
+    forward, rows, own = model_forward(model), dict[str, Any](), None
+    exact = score_windows(forward, windows)
+    for name, sequences in texts.items():
+        start = time.process_time()
+        full = fit_samples(capture_layers(model, sequences, range(LAYERS)), CALIBRATED_NAMES)
+        cpu_s = time.process_time() - start
+        with coded_attention(model, build_scheme(complete_id("nuq3-1%", full), full)):
+            found = score_windows(forward, windows)
+        own = own or found
+        (delta, interval), (over, around) = (compare_losses(found.losses, to.losses) for to in (exact, own))
+        rows[name] = {"cpu_s": round(cpu_s, 1), "ppl_delta_pct": delta, "interval": interval}
+        rows[name] |= {"over_own_pct": over, "over_own_interval": around}
+        show_progress(f"calibrated on {name}: {rows[name]}")
+    return {"calibration": rows}
+
+
 def measure_model(model: Any, windows: Sequence[torch.Tensor], given: argparse.Namespace) -> dict[str, Any]:
     """The figures of one model."""
     show_progress("calibrating")
@@ -291,6 +352,8 @@ def measure_model(model: Any, windows: Sequence[torch.Tensor], given: argparse.N
             figures |= measure_prefill(model, windows, schemes)
         if "recall" in given.parts:
             figures |= measure_recall(make, schemes, given.tables)
+        if "calibration" in given.parts and given.through == SIMULATION:
+            figures |= measure_calibration(model, windows)
     return figures
 
 
@@ -315,6 +378,8 @@ def print_table(figures: dict[str, Any]) -> None:
         for name, ways in table.get("prefill", {}).items():
             losses = ", ".join(f"{way} {row['ppl_delta_pct']:+.3f} %" for way, row in ways.items())
             print(f"  {name:28} second half, prefill {losses}")
+        for name, row in table.get("calibration", {}).items():
+            print(f"  nuq3-1% calibrated on {name}: {row['ppl_delta_pct']:+.3f} %, {row['cpu_s']} s")
         for name, cells in table.get("recall", {}).items():
             shown = ", ".join(f"{distance}: {row['right_pct']:.1f} %" for distance, row in cells.items())
             print(f"  {name:28} recall at {shown}")
@@ -349,7 +414,7 @@ def main() -> None:
         "--through",
         choices=(SIMULATION, "engine"),
         default=SIMULATION,
-        help="the model of transformers, or the CPU engine with real pages (codecs alone; `prefill` is left out)",
+        help="the model of transformers, or the CPU engine with real pages (codecs and recall alone)",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(

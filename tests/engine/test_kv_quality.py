@@ -21,6 +21,7 @@ from benchmarks.kv_quality import (
     count_answers,
     draw_plot,
     fit_samples,
+    fp8_scheme,
     list_schemes,
     per_token_scheme,
 )
@@ -154,6 +155,25 @@ def test_int_per_token_has_one_scale_per_token() -> None:
     rows = np.arange(WIDTH, dtype=np.float32).reshape(1, KV_HEADS, HEAD_DIM)
     coded, _ = per_token_scheme(2).code(0, rows, rows)
     assert np.allclose(np.unique(coded), np.linspace(0, WIDTH - 1, 4)) and per_token_scheme(2).bits == 2.25
+
+
+def test_fp8_has_three_bits_below_the_first_one_and_one_scale_per_tensor() -> None:
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(2, 50, WIDTH)).astype(np.float32) * np.array(
+        [[[5.0]], [[0.01]]], np.float32
+    )
+    sample = LayerSample(keys, values, np.ones_like(keys), np.ones_like(values))
+    shape = (50, KV_HEADS, HEAD_DIM)
+    coded = fp8_scheme([sample]).code(0, keys.reshape(shape), values.reshape(shape))
+    for found, exact in zip(coded, (keys, values), strict=True):
+        assert found.shape == shape
+        large = np.abs(exact) > np.abs(exact).max() / 1_000
+        error = np.abs(found.reshape(exact.shape) - exact)[large] / np.abs(exact)[large]
+        assert 0.02 < error.max() <= 1 / 16 + 1e-6
+    assert np.abs(coded[1]).max() == pytest.approx(np.abs(values).max(), rel=1e-6)
+    # Beyond the samples, numbers become the largest one.
+    _, far = fp8_scheme([sample]).code(0, keys.reshape(shape), 100 * values.reshape(shape))
+    assert np.abs(far).max() == pytest.approx(np.abs(values).max(), rel=1e-6)
 
 
 def test_keys_are_rotated_as_the_model_does(tiny: Any, windows: list[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from diptych.chunks import CHUNK_TOKENS
@@ -27,10 +28,13 @@ class ClassWish:
 
     `asked` is what the request says (`router.routing.kv_classes.names_class`), if anything. What was `decided` for the
     first sequence counts for the others, as long as a sequence uses it: it has an attempt, or delivered tokens.
+
+    `beside_tokens` are the tokens of KV that all other sequences are expected to need beside those of the first one.
     """
 
     asked: str | None = None
     decided: ClassDecision | None = None
+    beside_tokens: int = 0
     _used_by: set[str] = field(default_factory=set)
 
     def decide(self, request: str, decision: ClassDecision) -> None:
@@ -164,6 +168,7 @@ class RequestState:
         request = self.request
         total = len(request.prompt) + len(request.output)
         fingerprint = None if self.version is None else self.version.fingerprint
+        bound = self.version is not None or self.wish.bound_class(request.id) is not None
         return RoutingNeed(
             total,
             self.room_tokens,
@@ -172,6 +177,7 @@ class RequestState:
             request.origin.priority,
             kv_class=self.kv_class,
             whole_tokens=request.keep.boundary if request.keep.evicts else None,
+            beside_tokens=0 if bound else self.wish.beside_tokens,
         )
 
     @property
@@ -226,3 +232,12 @@ class RequestState:
         """Its attempt is over: it does not need its KV class any more, unless tokens were delivered."""
         if not self.request.output:
             self.wish.release(self.request.id)
+
+
+def count_beside_tokens(states: Sequence[RequestState]) -> int:
+    """Tokens of KV that the sequences of an HTTP request need beside those of the first one; chunks are shared."""
+    seen, beside = set[bytes](), -states[0].room_tokens
+    for live in states:
+        beside += live.room_tokens - CHUNK_TOKENS * len(seen.intersection(live.chunks))
+        seen.update(live.chunks)
+    return beside

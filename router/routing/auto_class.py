@@ -163,7 +163,7 @@ class AutoClasses:
         (source, target), exact = pair, replace(need, kv_class=kv_class)
         first = source or target
         cached, moved = view.shared_tokens(first, exact), view.shared_tokens(target, exact)
-        share = _pool_share(target, need.room_tokens - moved, exact, view)
+        share = _pool_share(target, need.room_tokens - moved + need.beside_tokens, exact, view)
         if source is not None:
             share = max(share, _pool_share(source, round_up_to_chunks(need.prompt_tokens), exact, view))
         if any((worker, kv_class) in closed for worker in pair if worker is not None):

@@ -37,10 +37,10 @@ class ClassDecision(NamedTuple):
 class ClassEstimate(NamedTuple):
     """What a class would cost a request on a pair of workers.
 
-    `pool_share` is the booked share of the fuller one of its two pools, this request included; infinite if the request
-    may not use one of them now. `prefill_s` are the seconds until the prompt is prefilled, behind those before it.
-    `move_s` are the seconds in which its KV is moved in this class, `queue_s` those in which all that is moved before
-    it would be, if it had this class as well; 0 if nothing is moved.
+    `pool_share` is the booked share of the fuller one of its two pools, all sequences of this request included;
+    infinite if the request may not use one of them now. `prefill_s` are the seconds until the prompt is prefilled,
+    behind those before it. `move_s` are the seconds in which its KV is moved in this class, `queue_s` those in which
+    all that is moved before it would be, if it had this class as well; 0 if nothing is moved.
     """
 
     kv_class: str

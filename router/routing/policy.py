@@ -61,6 +61,7 @@ class RoutingNeed:
     must stay with, if that is decided; else the one that it asks for, as `kv_classes.names_class` takes it.
     `whole_tokens` are the first tokens of its prompt whose KV a decode worker may share, if it drops some of the
     others; None: it drops none.
+    `beside_tokens` of KV will be needed in the class that it gets by other sequences of its HTTP request.
     """
 
     prompt_tokens: int
@@ -71,6 +72,7 @@ class RoutingNeed:
     underserved: bool = False
     kv_class: str | None = None
     whole_tokens: int | None = None
+    beside_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

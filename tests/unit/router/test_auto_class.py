@@ -9,6 +9,7 @@ from msgspec import structs
 
 from diptych.messages import Hello, Offer, Output, Prefill, Pulled, Step
 from router.effects import AttemptBegan, FailRequest, RelayEffect, RequestArrived, SendMessage
+from router.requests.request_state import count_beside_tokens
 from router.routing import auto_class
 from router.routing.auto_class import AutoClasses, eligible_classes
 from router.routing.class_choice import ASKED, DEFAULT, LINK, POOL, PREFIX, QUALITY, RETURN_S
@@ -275,6 +276,23 @@ def test_sequences_of_one_request_share_the_class_of_the_first() -> None:
     begun = ask(world, "a", prompt=500, sequences=2)
     assert [(one.kv_class, one.kv_reason) for one in begun] == [("raw", QUALITY)] * 2
     assert given(world, "b", prompt=500) == (LIGHT, POOL)
+
+
+def test_the_room_of_all_sequences_of_a_request_counts() -> None:
+    """Each of them alone would have room in the better class, which all of them would fill."""
+    for sequences, expected in ((3, ("raw", QUALITY)), (24, (LIGHT, POOL))):
+        begun = ask(deployment({"raw": 16, LIGHT: 256}), "a", prompt=300, sequences=sequences)
+        assert {(one.kv_class, one.kv_reason) for one in begun} == {expected}
+
+
+def test_chunks_that_sequences_share_count_once() -> None:
+    world = deployment({"raw": 64, LIGHT: 256})
+    ask(world, "a", prompt=300, sequences=3)
+    first, second, _ = (world.relay.live[name] for name in ("a", "a.1", "a.2"))
+    assert count_beside_tokens([first]) == 0
+    assert count_beside_tokens([first, second]) == second.room_tokens - 4 * 64
+    assert first.wish.beside_tokens == 2 * (second.room_tokens - 4 * 64)
+    assert first.need.beside_tokens == 0, "the class is decided"
 
 
 def test_an_attempt_without_a_token_may_get_another_class() -> None:

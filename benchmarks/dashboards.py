@@ -1,23 +1,28 @@
 """Whether dashboards show what clients got: a real Prometheus beside a real deployment, under load, then under faults.
 
-    python -m benchmarks.dashboards [--json] [--seconds 40] [--good 120] [--pictures docs/img]
+    python -m benchmarks.dashboards [--json] [--seconds 40] [--good 120] [--pictures docs/img] [--only-good SHARE]
 
-One deployment of the embedded model with SLOs and a replanner that only advises. It gets half of what it can serve for
-`--good` seconds, then five times as much for `--seconds`; then its decode worker is killed under load, and kept
-down, and after that its prefill worker. Two workers without a model then play what real ones guard against: KV that is
-held at rest, and KV that arrives corrupt.
+One deployment of the embedded model with SLOs and a replanner that acts: one prefill and two decode workers, whose
+roles it may change. `diptych bench` sends half of what it can serve for `--good` seconds, then five times as much for
+`--seconds`, then long prompts, for which another prefill worker takes over. What steps cost in the replanner's eyes is
+made up, and follows from the peak, so that its decisions do not depend on this machine. Then the decode workers are
+killed under load, and kept down, and after that the prefill workers. Two workers without a model at last play what real
+ones guard against: KV that is held at rest, and KV that arrives corrupt.
 
     queries_wrong       queries of dashboards, rules and alerts that Prometheus does not take
     queries_unknown     names in them that neither the gateway nor a rule has
     queries_data        share of the dashboards' queries that have data after the load
     queries_empty       queries without data at any time until after the faults, by name in `empty`
     stages_gap          sum of the stages over the mean TTFT, less 1, from what Prometheus stored
-    attainment_gap      points between attainment in Prometheus and what the client counted, the largest of both loads
+    attainment_gap      points between attainment in Prometheus and what `diptych bench` counted, the larger of half
+                        load and overload (Prometheus has some requests more, with which bench asks what is served)
     alerts_missed       of the faults (`alerts`): those without their own alert in its wait and two evaluations
     alerts_false        alerts that fired while service was good
+    replan_actions      what the replanner did, by action and outcome
 
 Rules are evaluated every second, so that a run is short; thresholds, windows and waits are those that are written.
-`--pictures` draws every row of the dashboards.
+`--pictures` draws every row of the dashboards. `--only-good SHARE` ends after good service, at this share of the peak
+instead of half: with `--good 1800`, half an hour that must alert nobody, and that a busy machine can serve well too.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -37,19 +43,34 @@ import uvloop
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.load.deployment import ServedDeployment, serving_deployment
-from benchmarks.overload import Load, Seen, total
+from benchmarks.overload import Load
+from benchmarks.watching.bench_runs import CHAT, DOCUMENTS, answers_per_s, run_bench
 from benchmarks.watching.broken_workers import alert_delays
 from benchmarks.watching.dashboard_queries import check_queries, panel_queries, rule_queries
 from benchmarks.watching.prometheus_server import PrometheusServer, scraping
 from benchmarks.watching.row_pictures import draw_rows
+from planner.costs.model import find_model
+from planner.costs.profile import CostProfile
+from planner.costs.profile_file import save_profile
+from planner.costs.step import StepCost
+from planner.hardware import find_device
+from planner.types import Parallelism
 
-WAIT_S, SLO_TTFT_S, TARGET = 2.0, 1.0, 0.9
-STEP_S, CLIENTS = 8.0, (4, 8, 16)
+# What is admitted is answered within the SLO for the most part, so attainment under overload is far from 0 and 1.
+WAIT_S, TARGET = 1.0, 0.9
+SLOS = ("--slo-ttft-ms", "2000", "--slo-tpot-ms", "500")
+CLIENTS, NUM_REQUESTS = (4, 8, 16, 32), 200
 FACTOR, HALF = 5.0, 0.5
+# In the replanner's eyes a prefill worker is busy all the time at the peak, so a second one is needed for as many
+# requests with prompts of `DOCUMENTS`, at a share of the peak that leaves it idle with those of `CHAT`.
+CHAT_PROMPT, DOCUMENTS_SHARE = 95, 0.3
+DECODE_COST = (0.001, 0.0, 0.0001)
+WINDOW_S = 10.0
+ACTIONS = "diptych:replan_actions_total"
 EVALUATION_S = 1.0
 # What a busy machine may need to notice a fault, beside an alert's wait.
 PATIENCE_S = 30.0
-# The wait of the alert on a dead pool, the longest time that a fault lasts, and requests after it.
+# The window of the alert on a dead pool, the longest time that a fault lasts, and requests after it.
 DEAD_WAIT_S, MAX_FAULT_S, RECOVERY_S = 30.0, 120.0, 10.0
 
 
@@ -89,24 +110,30 @@ class Watched:
         raise TimeoutError("Prometheus does not store what the gateway exposes")
 
     async def attainment(self, rate: float, seconds: float) -> tuple[float, float]:
-        """Attainment of this load as the client counted it, and in Prometheus."""
+        """Attainment of this load as `diptych bench` counted it, and in Prometheus."""
         met, every = await asyncio.to_thread(self.judged)
-        seen = await self.load.storm(rate, seconds)
+        figures = await self.bench(CHAT, rate, seconds)
         await self.ask_queries()
         met_after, every_after = await asyncio.to_thread(self.judged)
-        return count_attainment(seen), (met_after - met) / max(1.0, every_after - every)
+        return float(figures["attainment"]), (met_after - met) / max(1.0, every_after - every)
+
+    async def bench(self, lengths: tuple[str, ...], rate: float, seconds: float) -> dict[str, Any]:
+        """What `diptych bench` reports of a load."""
+        load = ("--rate", f"{rate:.3f}", "--duration", f"{seconds:g}")
+        return await run_bench(self.deployment.url, *lengths, *load, *SLOS)
 
 
-def count_attainment(seen: Seen) -> float:
-    """The share of all requests whose answer was whole and began in time, as clients saw it."""
-    good = sum(ttft_s <= SLO_TTFT_S for ttft_s, _ in seen.whole)
-    return good / max(1, total(seen))
-
-
-async def peak_rate(load: Load) -> float:
+async def peak_rate(url: str) -> float:
     """Answers per second of the best number of clients."""
-    await load.steady(CLIENTS[0], STEP_S / 2)
-    return max([await load.steady(clients, STEP_S) for clients in CLIENTS])
+    await answers_per_s(url, CLIENTS[0], NUM_REQUESTS)
+    return max([await answers_per_s(url, clients, NUM_REQUESTS) for clients in CLIENTS])
+
+
+def save_costs(peak: float, path: Path) -> None:
+    """Write the profile that the replanner believes: at the peak, one prefill worker is always busy."""
+    cost = StepCost(prefill=(0.0, 1 / (peak * CHAT_PROMPT), 0.0), decode=(DECODE_COST,))
+    model, device = find_model("embedded"), find_device("cpu")
+    save_profile(CostProfile(model, device, {Parallelism(): cost}, source="made up"), path)
 
 
 def first_token_sums(server: PrometheusServer) -> tuple[float, float]:
@@ -116,11 +143,13 @@ def first_token_sums(server: PrometheusServer) -> tuple[float, float]:
     return stages, whole
 
 
-async def await_alert(server: PrometheusServer, alert: str, limit_s: float) -> float | None:
-    """Seconds until an alert fires; None if it does not within `limit_s`."""
-    begun_s = time.monotonic()
+async def await_alert(
+    server: PrometheusServer, chosen: str, limit_s: float, fires: bool = True
+) -> float | None:
+    """Seconds until one of the alerts with these labels fires, or until none does; None after `limit_s`."""
+    begun_s, expr = time.monotonic(), f'ALERTS{{alertstate="firing", {chosen}}}'
     while time.monotonic() - begun_s < limit_s:
-        if alert in await asyncio.to_thread(server.firing):
+        if bool(await asyncio.to_thread(server.query, expr)) is fires:
             return time.monotonic() - begun_s
         await asyncio.sleep(EVALUATION_S / 2)
     return None
@@ -145,8 +174,13 @@ async def keep_dead(watched: Watched, role: str, rate: float) -> None:
 
 async def dead_pool(watched: Watched, role: str, rate: float) -> float | None:
     """Seconds until a pool that stays dead raises its alert, with service restored at the end."""
+    alert, limit_s = (
+        f'alertname="DiptychPoolDead", role="{role}"',
+        DEAD_WAIT_S + 2 * EVALUATION_S + PATIENCE_S,
+    )
+    await await_alert(watched.server, alert, limit_s, fires=False)
     doing = asyncio.create_task(keep_dead(watched, role, rate))
-    after = await await_alert(watched.server, "DiptychPoolDead", DEAD_WAIT_S + 2 * EVALUATION_S + PATIENCE_S)
+    after = await await_alert(watched.server, alert, limit_s)
     await watched.ask_queries()
     doing.cancel()
     await asyncio.gather(doing, return_exceptions=True)
@@ -156,17 +190,52 @@ async def dead_pool(watched: Watched, role: str, rate: float) -> float | None:
     return after
 
 
+async def switch_roles(watched: Watched, peak: float) -> dict[str, float]:
+    """Send long prompts until the replanner has acted, for `MAX_FAULT_S` at most. Returns its actions so far."""
+    doing = asyncio.create_task(watched.bench(DOCUMENTS, DOCUMENTS_SHARE * peak, MAX_FAULT_S))
+    done = f'sum({ACTIONS}{{outcome="done"}})'
+    while not doing.done() and not await asyncio.to_thread(watched.server.value, done):
+        await asyncio.sleep(EVALUATION_S)
+    await asyncio.sleep(WINDOW_S)
+    await watched.ask_queries()
+    doing.cancel()
+    await asyncio.gather(doing, return_exceptions=True)
+    await asyncio.to_thread(watched.deployment.wait_ready)
+    found = await asyncio.to_thread(watched.server.query, f"{ACTIONS} > 0")
+    return {f"{one['metric']['action']} {one['metric']['outcome']}": float(one["value"][1]) for one in found}
+
+
+async def serve_well(watched: Watched, rate: float, seconds: float) -> tuple[tuple[float, float], list[str]]:
+    """Attainment of a load that can be served, as of `Watched.attainment`, and the alerts that it raised."""
+    good = await watched.attainment(rate, seconds)
+    raised = await asyncio.to_thread(
+        watched.server.query, 'max by (alertname) (max_over_time(ALERTS{alertstate="firing"}[1h]))'
+    )
+    return good, sorted(one["metric"]["alertname"] for one in raised)
+
+
+async def play_good(watched: Watched, peak: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Good service alone."""
+    (counted, stored), raised = await serve_well(watched, options.only_good * peak, options.good)
+    return {
+        "attainment_gap": round(100 * abs(counted - stored), 2),
+        "alerts_false": len(raised),
+        "attainment": {"good": (counted, stored)},
+        "false": raised,
+    }
+
+
 async def play(watched: Watched, peak: float, options: argparse.Namespace) -> dict[str, Any]:
     """Good service, overload, faults."""
     server, begun_s = watched.server, time.time()
-    good = await watched.attainment(HALF * peak, options.good)
-    false_alerts = await asyncio.to_thread(
-        server.query, 'max by (alertname) (max_over_time(ALERTS{alertstate="firing"}[1h]))'
-    )
+    good, raised = await serve_well(watched, HALF * peak, options.good)
     storm = asyncio.create_task(watched.attainment(FACTOR * peak, options.seconds))
-    alerts = {"overload": await await_alert(server, "DiptychBurnFast", options.seconds + PATIENCE_S)}
+    alerts = {
+        "overload": await await_alert(server, 'alertname="DiptychBurnFast"', options.seconds + PATIENCE_S)
+    }
     overload = await storm
     data_share = len(watched.with_data) / len(panel_queries())
+    actions = await switch_roles(watched, peak)
     for role in ("decode", "prefill"):
         alerts[f"dead {role} pool"] = await dead_pool(watched, role, 0.2 * peak)
     alerts |= await asyncio.to_thread(alert_delays, EVALUATION_S, PATIENCE_S)
@@ -182,11 +251,12 @@ async def play(watched: Watched, peak: float, options: argparse.Namespace) -> di
         "stages_gap": round(stages / whole - 1, 5),
         "attainment_gap": round(100 * max(abs(counted - stored) for counted, stored in (good, overload)), 2),
         "alerts_missed": sum(after is None for after in alerts.values()),
-        "alerts_false": len(false_alerts),
+        "alerts_false": len(raised),
         "attainment": {"half": good, "overload": overload},
         "alerts": alerts,
+        "replan_actions": actions,
         "empty": empty,
-        "false": sorted(one["metric"]["alertname"] for one in false_alerts),
+        "false": raised,
         "wrong": report.wrong + report.unknown,
     }
     if options.pictures is not None:
@@ -205,21 +275,33 @@ def main() -> None:
     parser.add_argument(
         "--good", type=float, default=120.0, help="seconds of good service; 1800 for half an hour"
     )
+    parser.add_argument("--only-good", type=float, metavar="SHARE", help="good service alone, at this share")
     parser.add_argument("--pictures", type=Path, help="draw the rows into this folder (PNG)")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    flags = ("--prefill", "1", "--decode", "1", "--kv-cache-memory-bytes", "256MiB")
-    replan = ("--replan", "--replan-mode", "advise", "--replan-window-s", "20s")
-    # The client here measures first tokens only, so the other SLO is one that is always met.
-    slo = ("--slo-ttft-ms", str(SLO_TTFT_S * 1e3), "--slo-tpot-ms", "60000", "--slo-target", str(TARGET))
-    with serving_deployment(*flags, *replan, *slo, "--max-queue-wait-s", str(WAIT_S)) as deployment:
+    with tempfile.TemporaryDirectory(prefix="diptych-watched-") as folder:
+        report = measure(options, Path(folder) / "profile.json")
+    print(json.dumps(report, indent=None if options.json else 2))
+
+
+def measure(options: argparse.Namespace, profile: Path) -> dict[str, Any]:
+    """Find the peak of one deployment, and watch another of the same kind. The costs are written to `profile`."""
+    pools = ("--prefill", "1", "--decode", "2", "--kv-cache-memory-bytes", "256MiB")
+    flags = (*pools, *SLOS, "--slo-target", str(TARGET), "--max-queue-wait-s", str(WAIT_S))
+    with serving_deployment(*flags) as deployment:
         deployment.wait_ready()
-        # What came before the first scrape is no increase: the search for the peak is not part of what is watched.
-        peak = uvloop.run(peak_rate(Load(deployment, options.seed)))
+        peak = uvloop.run(peak_rate(deployment.url))
+    save_costs(peak, profile)
+    replan = ("--replan", "--replan-profile", str(profile), "--replan-window-s", f"{WINDOW_S:g}s")
+    with serving_deployment(*flags, *replan) as deployment:
+        deployment.wait_ready()
+        # What came before the first scrape is no increase: warming up is not part of what is watched.
+        uvloop.run(answers_per_s(deployment.url, CLIENTS[0], NUM_REQUESTS))
         evaluation = f"{EVALUATION_S:g}s"
         with scraping(f"127.0.0.1:{deployment.port}", evaluation=evaluation, slo_target=TARGET) as server:
-            report = uvloop.run(play(Watched(deployment, server, options.seed), peak, options))
-    print(json.dumps(report, indent=None if options.json else 2))
+            watched = Watched(deployment, server, options.seed)
+            playing = play if options.only_good is None else play_good
+            return uvloop.run(playing(watched, peak, options))
 
 
 if __name__ == "__main__":

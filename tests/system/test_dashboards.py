@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.watching.bench_runs import CHAT, run_bench
 from benchmarks.watching.dashboard_queries import check_queries, panel_queries, rule_queries
 from benchmarks.watching.prometheus_server import PrometheusServer, is_installed, scraping
 from tests.system.deployment import Served, serve_parts, wait_for
@@ -75,6 +77,21 @@ def test_stages_stack_to_the_mean_and_good_service_alerts_nobody(
     wait_for(lambda: server.query("diptych:slo_burn:rate5m"))
     assert server.value("max(diptych:slo_burn:rate5m)") == 0
     assert not server.firing()
+
+
+def test_prometheus_stores_the_attainment_that_bench_counts(
+    deployment: Served, server: PrometheusServer
+) -> None:
+    """As `python -m benchmarks.dashboards` compares them."""
+    of_all = 'sum(diptych:slo_requests_total{objective="all"})'
+    before = server.value(of_all) or 0
+    slos = ("--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000")
+    figures = asyncio.run(run_bench(deployment.url, *CHAT, "--rate", "20", "--num-requests", "10", *slos))
+    assert (figures["requests"], figures["attainment"]) == (10, 1.0)
+    wait_for(lambda: (server.value(of_all) or 0) >= before + 10)
+    assert server.value('sum(diptych:slo_requests_total{objective="all", met="false"})') == 0
+    with pytest.raises(RuntimeError, match="diptych bench failed"):
+        asyncio.run(run_bench(deployment.url, "--rate", "0"))
 
 
 def test_a_query_of_a_metric_that_is_not_there_is_seen(deployment: Served, server: PrometheusServer) -> None:

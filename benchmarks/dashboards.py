@@ -1,6 +1,7 @@
 """Whether dashboards show what clients got: a real Prometheus beside a real deployment, under load, then under faults.
 
-    python -m benchmarks.dashboards [--json] [--seconds 40] [--good 120] [--pictures docs/img] [--only-good SHARE]
+    python -m benchmarks.dashboards [--json] [--seconds 40] [--good 120] [--slo-ttft-ms 1000] [--slo-tpot-ms 500]
+                                    [--wait 2] [--pictures docs/img] [--only-good SHARE]
 
 One deployment of the embedded model with SLOs and a replanner that acts: one prefill and two decode workers, whose
 roles it may change. `diptych bench` sends half of what it can serve for `--good` seconds, then five times as much for
@@ -56,9 +57,7 @@ from planner.costs.step import StepCost
 from planner.hardware import find_device
 from planner.types import Parallelism
 
-# What is admitted is answered within the SLO for the most part, so attainment under overload is far from 0 and 1.
-WAIT_S, TARGET = 1.0, 0.9
-SLOS = ("--slo-ttft-ms", "2000", "--slo-tpot-ms", "500")
+TARGET = 0.9
 CLIENTS, NUM_REQUESTS = (4, 8, 16, 32), 200
 FACTOR, HALF = 5.0, 0.5
 # In the replanner's eyes a prefill worker is busy all the time at the peak, so a second one is needed for as many
@@ -77,8 +76,12 @@ DEAD_WAIT_S, MAX_FAULT_S, RECOVERY_S = 30.0, 120.0, 10.0
 class Watched:
     """A deployment, its load, and the Prometheus that watches it."""
 
-    def __init__(self, deployment: ServedDeployment, server: PrometheusServer, seed: int) -> None:
+    def __init__(
+        self, deployment: ServedDeployment, server: PrometheusServer, slos: tuple[str, ...], seed: int
+    ) -> None:
+        """`slos` are the flags that both `diptych serve` and `diptych bench` have for them."""
         self.deployment, self.server, self.load = deployment, server, Load(deployment, seed)
+        self._slos = slos
         self.with_data: set[str] = set()
 
     async def ask_queries(self) -> None:
@@ -120,7 +123,7 @@ class Watched:
     async def bench(self, lengths: tuple[str, ...], rate: float, seconds: float) -> dict[str, Any]:
         """What `diptych bench` reports of a load."""
         load = ("--rate", f"{rate:.3f}", "--duration", f"{seconds:g}")
-        return await run_bench(self.deployment.url, *lengths, *load, *SLOS)
+        return await run_bench(self.deployment.url, *lengths, *load, *self._slos)
 
 
 async def peak_rate(url: str) -> float:
@@ -276,6 +279,9 @@ def main() -> None:
         "--good", type=float, default=120.0, help="seconds of good service; 1800 for half an hour"
     )
     parser.add_argument("--only-good", type=float, metavar="SHARE", help="good service alone, at this share")
+    parser.add_argument("--slo-ttft-ms", type=float, default=1000.0)
+    parser.add_argument("--slo-tpot-ms", type=float, default=500.0)
+    parser.add_argument("--wait", type=float, default=2.0, help="--max-queue-wait-s of the deployment")
     parser.add_argument("--pictures", type=Path, help="draw the rows into this folder (PNG)")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
@@ -287,7 +293,8 @@ def main() -> None:
 def measure(options: argparse.Namespace, profile: Path) -> dict[str, Any]:
     """Find the peak of one deployment, and watch another of the same kind. The costs are written to `profile`."""
     pools = ("--prefill", "1", "--decode", "2", "--kv-cache-memory-bytes", "256MiB")
-    flags = (*pools, *SLOS, "--slo-target", str(TARGET), "--max-queue-wait-s", str(WAIT_S))
+    slos = ("--slo-ttft-ms", f"{options.slo_ttft_ms:g}", "--slo-tpot-ms", f"{options.slo_tpot_ms:g}")
+    flags = (*pools, *slos, "--slo-target", str(TARGET), "--max-queue-wait-s", f"{options.wait:g}")
     with serving_deployment(*flags) as deployment:
         deployment.wait_ready()
         peak = uvloop.run(peak_rate(deployment.url))
@@ -299,7 +306,7 @@ def measure(options: argparse.Namespace, profile: Path) -> dict[str, Any]:
         uvloop.run(answers_per_s(deployment.url, CLIENTS[0], NUM_REQUESTS))
         evaluation = f"{EVALUATION_S:g}s"
         with scraping(f"127.0.0.1:{deployment.port}", evaluation=evaluation, slo_target=TARGET) as server:
-            watched = Watched(deployment, server, options.seed)
+            watched = Watched(deployment, server, slos, options.seed)
             playing = play if options.only_good is None else play_good
             return uvloop.run(playing(watched, peak, options))
 

@@ -7,15 +7,20 @@ The result equals that of transformers' fast tokenizers, with which the tests co
 from __future__ import annotations
 
 import json
+import string
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, processors
 
 from diptych.errors import ModelError
 from diptych.model_config import load_model_config
+from kvcache.keep import PUNCT_KIND, SPECIAL_KIND
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -174,3 +179,54 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     if isinstance(found, dict):
         return {str(name): str(template) for name, template in found.items()}
     return {"default": str(found)} if found else {}
+
+
+def read_token_kinds(tokenizer: ModelTokenizer, vocab_size: int) -> NDArray[np.uint8]:
+    """The kind of each token id (FastGen, arXiv 2310.01801, section 3).
+
+    `SPECIAL_KIND` are the tokenizer's special tokens, and added tokens that a chat template writes. `PUNCT_KIND` are
+    tokens whose text is punctuation, blanks or both, as `is_punctuation` says. No token has both kinds.
+
+    A kind belongs to an id, so a marker of a chat template that consists of several ordinary tokens, such as Llama 2's
+    `[INST]`, has none. The first tokens of a prompt count as special by their position (`kvcache.keep`).
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocab_size: the size of the model's vocabulary. Ids for which the tokenizer has no token have no kind.
+
+    Returns:
+        Shape [vocab_size].
+    """
+    kinds = np.zeros(vocab_size, np.uint8)
+    known = sorted(index for index in tokenizer.backend.get_vocab().values() if index < vocab_size)
+    # One at a time: a token's text must not depend on the tokens around it.
+    texts = tokenizer.backend.decode_batch([[index] for index in known], skip_special_tokens=False)
+    kinds[[index for index, text in zip(known, texts, strict=True) if is_punctuation(text)]] = PUNCT_KIND
+    kinds[[index for index in _marker_ids(tokenizer) if index < vocab_size]] = SPECIAL_KIND
+    return kinds
+
+
+def is_punctuation(text: str) -> bool:
+    """Whether a token's text is punctuation, blanks or both.
+
+    Punctuation is ASCII's (which includes symbols such as `=`), and what Unicode calls punctuation. Blanks count as in
+    the reproduction that FastGen's authors point to: in code and tables line breaks and indents separate parts as dots
+    do in prose, and tokens often hold both (` (`, or `:` with a line break). A text without characters counts as a
+    blank, since some tokenizers decode a lone blank to nothing.
+    """
+    return all(
+        one.isspace() or one in string.punctuation or unicodedata.category(one)[0] == "P" for one in text
+    )
+
+
+def _marker_ids(tokenizer: ModelTokenizer) -> set[int]:
+    """Ids of all special tokens, and of other added tokens that stand in a chat template."""
+    templates = "\n".join(tokenizer.templates.values())
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    marked = {index for index, one in added if one.special or _is_marker(one.content, templates)}
+    return marked | tokenizer.special_ids
+
+
+def _is_marker(text: str, templates: str) -> bool:
+    """Whether a token that is not declared special is a marker: templates also contain punctuation by themselves."""
+    return text in templates and not is_punctuation(text)

@@ -51,7 +51,7 @@ def _exp2_lanes(x: Any) -> Any:
 
 
 @jit_inner
-def _score_tile(
+def score_tile(
     q: Any, at: Any, pool: Any, key: Any, count: Any, ahead: Any, high: Any, s: Any, width: int
 ) -> Any:
     """Scores s[t] = key[t] · q in every lane, for the first `count` tokens of a page; returns their maximum with
@@ -91,7 +91,7 @@ def _score_tile(
 
 
 @jit_inner
-def _softmax_tile(s: Any, count: Any, high: Any, top: Any, total: Any, at: Any) -> Any:
+def softmax_tile(s: Any, count: Any, high: Any, top: Any, total: Any, at: Any) -> Any:
     """Turn `count` scores into weights, and update maximum and sum; returns the factor by which to scale the output."""
     old = load(top, at)
     summed = splat(np.float32(0))
@@ -106,7 +106,7 @@ def _softmax_tile(s: Any, count: Any, high: Any, top: Any, total: Any, at: Any) 
 
 
 @jit_inner
-def _mask_scores(s: Any, count: Any, low: Any, high: Any, first: int, old: Any) -> Any:
+def mask_scores(s: Any, count: Any, low: Any, high: Any, first: int, old: Any) -> Any:
     """Set the scores of tokens outside low..high, lane by lane, to LOWEST; `first` is the position of the page's
     first.
     """
@@ -179,8 +179,8 @@ def read_run(
             # Only the first tile has to wait until the page has come from memory.
             fresh = tile == 0
             lane, at = tile * LANES, tile * LANES * width
-            high = _score_tile(q, at, pool, page, PAGE, size if fresh else 0, load(top, lane), s, width)
-            fade = _softmax_tile(s, PAGE, high, top, total, lane)
+            high = score_tile(q, at, pool, page, PAGE, size if fresh else 0, load(top, lane), s, width)
+            fade = softmax_tile(s, PAGE, high, top, total, lane)
             following = slabs[c + 1] * slab + offset if fresh and c + 1 < last else -1
             _mix_tile(s, fade, pool, page + size, PAGE, following, out, at, width)
 
@@ -202,10 +202,10 @@ def _read_span(
                 continue
             used = (count + UNROLL - 1) // UNROLL * UNROLL
             old = load(top, lane)
-            largest = _score_tile(q, at, pool, page, used, size if fresh else 0, old, s, width)
+            largest = score_tile(q, at, pool, page, used, size if fresh else 0, old, s, width)
             if high[lane] < first + used - 1 or low[lane + LANES - 1] > first:
-                largest = _mask_scores(s, used, load(low, lane), load(high, lane), first, old)
-            fade = _softmax_tile(s, used, largest, top, total, lane)
+                largest = mask_scores(s, used, load(low, lane), load(high, lane), first, old)
+            fade = softmax_tile(s, used, largest, top, total, lane)
             _mix_tile(s, fade, pool, page + size, count, -1, out, at, width)
             fresh = False
 

@@ -63,6 +63,7 @@ class ForwardBatch:
 def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardBatch:
     """Pack a step. Single tokens become decode rows, sorted by shared prefix; several tokens become prefill spans.
 
+    Tokens after an eviction (`KeptWork.evicted`) become neither: they are only written, each to its sequence's ring.
     `sinks` are the places of the works' first tokens among the sinks, for pools with a codec.
     """
     tokens: list[int] = []
@@ -74,7 +75,10 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
     for work, sink in zip(works, sinks or [0] * len(works), strict=True):
         row, count, start, slabs = len(tokens), len(work.tokens), work.start, work.slabs
         tokens += work.tokens
-        if count == 1:
+        if work.kept is not None and work.kept.evicted:
+            positions += range(start, start + count)
+            slots += [slabs[work.kept.spec.boundary_chunks]] * count
+        elif count == 1:
             positions.append(start)
             slots.append(slabs[start // CHUNK_TOKENS])
             singles.append((row, work, sink))

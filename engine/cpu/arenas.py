@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from engine.attention import prefix_plan
 from engine.attention.batch import ForwardBatch, PrefillSpan, pack_batch
-from engine.cpu.attention import PagedAttention
+from engine.cpu.attention import CpuAttention, PagedAttention
+from engine.cpu.eviction import CpuEvictor
 from engine.cpu.linear import MIN_ROWS
 from engine.step_work import RunnerBounds, StepWork
 
@@ -29,15 +30,44 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class PoolAttention:
-    """The attention over one pool, whose slabs are numbered from `first`, and the limits of work on it."""
+    """The attention over one pool, whose slabs are numbered from `first`, and the limits of work on it.
+
+    `evictor` evicts KV of the pool; None: nothing may be evicted.
+    """
 
     first: int
     bounds: RunnerBounds
     pages: PagedAttention
+    evictor: CpuEvictor | None = None
 
     def localise(self, work: StepWork) -> StepWork:
         """The work with slabs numbered within this pool."""
         return replace(work, slabs=[slab - self.first for slab in work.slabs]) if self.first else work
+
+    def check_work(self, work: StepWork) -> None:
+        """Check a work with slabs numbered within this pool.
+
+        Raises:
+            ValueError: as `RunnerBounds.check` and `CpuEvictor.check_work`, or the pool does not evict.
+        """
+        self.bounds.check(work)
+        if work.kept is None:
+            return
+        if self.evictor is None:
+            raise ValueError(
+                "nothing is evicted from this pool: that takes one rank, raw KV and the tokens' kinds"
+            )
+        self.evictor.check_work(work, work.kept)
+
+    def pack_works(
+        self, works: Sequence[StepWork], sinks: Sequence[int]
+    ) -> tuple[ForwardBatch, PagedAttention]:
+        """Pack works in this pool, and the attention for them; see `pack_batch`."""
+        batch, pages = pack_batch(works, sinks), self.pages
+        if self.evictor is not None and any(work.kept is not None for work in works):
+            assert isinstance(pages, CpuAttention)
+            pages = self.evictor.attend_to(works, pages)
+        return batch, pages
 
     @property
     def has_sinks(self) -> bool:
@@ -113,8 +143,9 @@ def pack_groups(
         for i in mine:
             starts[i] = len(tokens)
             tokens += works[i].tokens
-        packed = pack_batch([works[i] for i in mine], [sinks[i] for i in mine])
-        groups.append(PoolRows(row, packed, pools[number].pages))
+        groups.append(
+            PoolRows(row, *pools[number].pack_works([works[i] for i in mine], [sinks[i] for i in mine]))
+        )
     wanted: list[int] = []
     for work, start in zip(works, starts, strict=True):
         wanted += range(start + len(work.tokens) - work.wanted, start + len(work.tokens))

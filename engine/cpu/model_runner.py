@@ -18,10 +18,11 @@ from engine.cpu.coded.attention import CodedPool, SinkRecorder, build_page_codec
 from engine.cpu.coded.compiled_attention import NO_TABLE, CompiledAttention, build_angles
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots, SinkTable
 from engine.cpu.decoder import CpuDecoder
+from engine.cpu.eviction import CpuEvictor, EvictionSetup
 from engine.cpu.tensor_parallel import FollowerRanks, encode_step
 from engine.model.rope import rope_frequencies
 from engine.model.weights import WeightReader
-from engine.protocols import OnLayersDone
+from engine.protocols import EvictionOrder, EvictionReport, OnLayersDone
 from engine.step_work import RunnerBounds, StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.layout import KvLayout, Shard
@@ -39,7 +40,8 @@ class CpuModelRunner:
     `followers` commands the other ranks, if this is rank 0 of several: they compute every step too. `calibration` is
     that of the pool's codec, if it has one; `shard` is the part of the model that a rank has. `sink_slots` is how many
     different first tokens a step may have, at least, if a pool has a codec. `others` are the pools of further KV
-    classes with their calibrations: a step may have works in all of them.
+    classes with their calibrations: a step may have works in all of them. `eviction` is given to evict KV of the raw
+    pool (`EvictingRunner`), which takes a runner of one rank.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class CpuModelRunner:
         shard: Shard | None = None,
         sink_slots: int = DEFAULT_SLOTS,
         others: Sequence[tuple[KvPool, Calibration | None]] = (),
+        eviction: EvictionSetup | None = None,
     ) -> None:
         self.layout: KvLayout = pool.layout
         self.vocab_size = decoder.shape.vocab
@@ -70,20 +73,25 @@ class CpuModelRunner:
         coded = any(one.layout.codec for one in self._pools)
         # All coded pools together have one table.
         self._angles = build_angles(self._frequencies, max_model_len) if coded else NO_TABLE
+        self._eviction = eviction
         self._attentions = [self._attend_to(one, known, shard) for one, known in classes]
+        self._evicting = next((one for one in self._attentions if one.evictor is not None), None)
 
     def _attend_to(self, pool: KvPool, calibration: Calibration | None, shard: Shard) -> PoolAttention:
         """The attention over a pool. Raises ConfigError if its codec is of another calibration."""
         decoder, layout = self._decoder, pool.layout
         pages: PagedAttention
+        evictor: CpuEvictor | None = None
         if layout.codec:
             codecs = build_page_codecs(layout, calibration, shard)
             coded = CodedPool(layout, pool.data, codecs, self._frequencies, self._sinks)
             pages = CompiledAttention(coded, decoder.heads, self._angles)
         else:
-            pages = CpuAttention(layout, pool.data, decoder.heads)
+            pages = raw = CpuAttention(layout, pool.data, decoder.heads)
+            if self._eviction is not None and self._followers is None:
+                evictor = CpuEvictor(pool, raw, decoder.shape.windows, self._eviction)
         bounds = RunnerBounds(layout, pool.num_slabs, self.max_model_len, self.vocab_size)
-        return PoolAttention(pool.first, bounds, pages)
+        return PoolAttention(pool.first, bounds, pages, evictor)
 
     @classmethod
     def load(
@@ -94,10 +102,11 @@ class CpuModelRunner:
         calibration: Calibration | None = None,
         sink_slots: int = DEFAULT_SLOTS,
         others: Sequence[tuple[KvPool, Calibration | None]] = (),
+        eviction: EvictionSetup | None = None,
     ) -> CpuModelRunner:
         """Read the weights and bind them to `pool`; `calibration` and `sink_slots` are those of the runner.
 
-        `others` are the pools of further KV classes, with their calibrations.
+        `others` are the pools of further KV classes, with their calibrations; `eviction` is as for the runner.
 
         Raises:
             ModelError: the checkpoint does not match its config, or the pool is not of this model's layout.
@@ -114,7 +123,13 @@ class CpuModelRunner:
         with torch.no_grad(), WeightReader(model.weights) as weights:
             decoder = CpuDecoder(model.shape, weights, max_model_len)
         return cls(
-            decoder, pool, max_model_len, calibration=calibration, sink_slots=sink_slots, others=others
+            decoder,
+            pool,
+            max_model_len,
+            calibration=calibration,
+            sink_slots=sink_slots,
+            others=others,
+            eviction=eviction,
         )
 
     def run(self, batch: Sequence[StepWork], done: OnLayersDone | None = None) -> list[torch.Tensor]:
@@ -131,7 +146,7 @@ class CpuModelRunner:
         began_s = time.perf_counter()
         works, chosen = self._localise_works(batch)
         for work, index in zip(works, chosen, strict=True):
-            self._attentions[index].bounds.check(work)
+            self._attentions[index].check_work(work)
         if not works:
             return []
         counts = [work.wanted for work in works]
@@ -149,6 +164,35 @@ class CpuModelRunner:
         assert logits is not None
         self._sink_slots.keep(sinks)
         return list(torch.split(logits[: sum(counts)], counts))
+
+    def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
+        """As `EvictingRunner.plan_eviction`, which says when ValueError is raised."""
+        pool = self._require_eviction()
+        assert pool.evictor is not None
+        return pool.evictor.plan_eviction(order, [slab - pool.first for slab in order.slabs])
+
+    def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
+        """As `EvictingRunner.apply_eviction`, which says when ValueError is raised."""
+        pool = self._require_eviction()
+        assert pool.evictor is not None
+        pool.evictor.apply_eviction(key, [slab - pool.first for slab in bag_slabs])
+
+    def load_kept(self, key: str, prompt_tokens: int, bag_slabs: list[int]) -> None:
+        """As `EvictingRunner.load_kept`, which says when ValueError is raised."""
+        pool = self._require_eviction()
+        assert pool.evictor is not None
+        pool.evictor.load_kept(key, prompt_tokens, [slab - pool.first for slab in bag_slabs])
+
+    def forget_kept(self, key: str) -> None:
+        """As `EvictingRunner.forget_kept`."""
+        if self._evicting is not None and self._evicting.evictor is not None:
+            self._evicting.evictor.forget_sequence(key)
+
+    def _require_eviction(self) -> PoolAttention:
+        """The pool that evicts. Raises ValueError if none does."""
+        if self._evicting is None:
+            raise ValueError("this runner evicts nothing: that takes one rank, raw KV and the tokens' kinds")
+        return self._evicting
 
     def part(self, batch: Sequence[StepWork], sinks: SinkPlan) -> None:
         """Compute this rank's shard of a step of rank 0. An error is raised after all ranks have finished the step."""
@@ -173,7 +217,7 @@ class CpuModelRunner:
     ) -> tuple[ForwardBatch, PagedAttention]:
         """The batch of a step, and its attention: that of one pool, or of several."""
         if len(set(chosen)) == 1:
-            return pack_batch(works, sinks.slots), self._attentions[chosen[0]].pages
+            return self._attentions[chosen[0]].pack_works(works, sinks.slots)
         return pack_groups(works, self._attentions, chosen, sinks.slots)
 
     def _plan_sinks(self, works: Sequence[StepWork], chosen: Sequence[int]) -> SinkPlan:

@@ -1,0 +1,250 @@
+"""Decides on the CPU which rows every head keeps: profiles heads at a prompt's end, and applies policies later.
+
+The columns of a head are what it still has: at the end of the prompt all its tokens, in whole chunks; at the end of a
+block of the answer the chunks that no head evicts from, the head's frames, and the 64 newest tokens in the ring. This
+module says where they lie in a raw pool, whose rows are its keys and values: `[rows, head_dim]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import KeepSpec
+from engine.cpu.keep_profile import RowColumns, sum_attention
+from kvcache.keep import FULL, KeepRule, choose_policies, kept_mask, mask_without_window
+from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
+from kvcache.layout import KvLayout
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+ROWS_PER_PAGE = 2 * CHUNK_TOKENS
+ROWS_PER_FRAME = 2 * FRAME_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class HeadColumns:
+    """The tokens that a head has: their positions, ascending, and the rows of the pool with their keys and values."""
+
+    # [columns] each
+    positions: Ints
+    keys: Ints
+    values: Ints
+
+    def select(self, chosen: NDArray[np.bool_]) -> HeadColumns:
+        """Some of the columns; `chosen` is [columns]."""
+        return HeadColumns(self.positions[chosen], self.keys[chosen], self.values[chosen])
+
+
+class ColumnSource(Protocol):
+    """Says what columns heads have."""
+
+    def find_columns(self, layer: int, head: int) -> HeadColumns:
+        """The columns of one KV head."""
+
+
+class ChunkColumns:
+    """The columns of tokens in pages of slabs, which are those of every head.
+
+    Position p is row p % 64 of page `slabs[i]`, where `slabs` has one slab for each of `positions`.
+    """
+
+    def __init__(self, layout: KvLayout, slabs: Ints, positions: Ints) -> None:
+        self._heads = layout.kv_heads
+        self._positions = positions
+        self._rows = slabs * (layout.layers * layout.kv_heads * ROWS_PER_PAGE) + positions % CHUNK_TOKENS
+
+    @classmethod
+    def of_prompt(cls, layout: KvLayout, slabs: Sequence[int], length: int) -> ChunkColumns:
+        """The first `length` tokens of a sequence in whole chunks, whose slabs are `slabs`."""
+        positions = np.arange(length)
+        return cls(layout, np.asarray(slabs, np.int64)[positions // CHUNK_TOKENS], positions)
+
+    def find_columns(self, layer: int, head: int) -> HeadColumns:
+        """The columns of one KV head."""
+        keys = self._rows + (layer * self._heads + head) * ROWS_PER_PAGE
+        return HeadColumns(self._positions, keys, keys + CHUNK_TOKENS)
+
+
+class BagColumns:
+    """The columns of a sequence after eviction: whole chunks, then kept rows, then the newest tokens in the ring.
+
+    Args:
+        prefix: the chunks.
+        kept: what is in the bag.
+        bag: its slabs.
+        ring: the newest tokens.
+    """
+
+    def __init__(self, prefix: ColumnSource, kept: KeptRows, bag: Sequence[int], ring: ColumnSource) -> None:
+        self._prefix, self._kept, self._ring = prefix, kept, ring
+        self._bag, self._first = np.asarray(bag, np.int64), kept.first_frames
+        self._per_slab = frames_per_slab(kept.layout)
+
+    def find_columns(self, layer: int, head: int) -> HeadColumns:
+        """The columns of one KV head."""
+        positions = self._kept.head_positions(layer, head).astype(np.int64)
+        places = np.arange(len(positions))
+        frames = self._first[layer, head] + places // FRAME_TOKENS
+        slabs = self._bag[frames // self._per_slab]
+        keys = (slabs * self._per_slab + frames % self._per_slab) * ROWS_PER_FRAME + places % FRAME_TOKENS
+        bag = HeadColumns(positions, keys, keys + FRAME_TOKENS)
+        parts = [self._prefix.find_columns(layer, head), bag, self._ring.find_columns(layer, head)]
+        return HeadColumns(
+            np.concatenate([part.positions for part in parts]),
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.values for part in parts]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionPoint:
+    """A sequence at a decision point: its last rows with their queries, and what its heads have.
+
+    `kinds` are the kinds of all its tokens, [length] uint8. `rows` are the positions of the recorded queries,
+    ascending; the query of position p is `queries[layer, p % 64]`, of [heads * head_dim] floats.
+    """
+
+    prompt_tokens: int
+    spec: KeepSpec
+    kinds: NDArray[np.uint8]
+    rows: Ints
+    queries: Floats
+    source: ColumnSource
+
+    @property
+    def length(self) -> int:
+        """Tokens that have KV."""
+        return len(self.kinds)
+
+
+class HeadDecider:
+    """Decides what heads keep.
+
+    Args:
+        layout: of the pool.
+        rows: the pool's memory, [rows, head_dim].
+        group: query heads per KV head.
+        windows: the sliding window of each layer; 0: none.
+        rule: what the policies are made of.
+    """
+
+    def __init__(
+        self, layout: KvLayout, rows: Floats, group: int, windows: Sequence[int], rule: KeepRule
+    ) -> None:
+        self._layout, self._rows, self._group = layout, rows, group
+        self._windows, self._rule = list(windows), rule
+
+    def profile_prompt(self, point: DecisionPoint) -> tuple[NDArray[np.uint8], list[HeadColumns]]:
+        """Choose the policy of every head at the end of the prompt (FastGen, algorithm 1).
+
+        Returns:
+            The policies, [layers, kv_heads]; and what each head keeps behind the boundary, those of layer 0 first.
+        """
+        policies = np.empty((self._layout.layers, self._layout.kv_heads), np.uint8)
+        positions, kept = np.arange(point.length), list[HeadColumns]()
+        near = point.length - self._rule.window_tokens(point.prompt_tokens)
+        seen = {window: self._find_rows(point, positions, window) for window in set(self._windows)}
+        plain = {
+            policy: self._mask_columns(point, positions, policy, None)
+            for policy in range(FULL)
+            if "frequent" not in self._rule.policy_parts(policy)
+        }
+        for layer, head in np.ndindex(policies.shape):
+            columns = point.source.find_columns(layer, head)
+            masses, masks = self._profile_head(
+                point, columns, layer, head, *seen[self._windows[layer]], plain
+            )
+            policy = int(choose_policies(masses, point.spec.threshold, point.prompt_tokens))
+            policies[layer, head] = policy
+            mask = masks[policy] if policy < FULL else np.ones(point.length, np.bool_)
+            if policy < FULL and "local" in self._rule.policy_parts(policy):
+                mask = mask | (positions >= near)
+            kept.append(columns.select(mask & (positions >= point.spec.boundary)))
+        return policies, kept
+
+    def apply_policies(self, point: DecisionPoint, policies: NDArray[np.uint8]) -> list[HeadColumns]:
+        """What each head keeps behind the boundary at a point of the answer (FastGen, algorithm 2), as above."""
+        kept = list[HeadColumns]()
+        for layer, head in np.ndindex(policies.shape):
+            columns, policy = point.source.find_columns(layer, head), int(policies[layer, head])
+            positions, scores = columns.positions, None
+            if policy != FULL and "frequent" in self._rule.policy_parts(policy):
+                seen, visible = self._find_rows(point, positions, self._windows[layer])
+                scores = self._sum_columns(point, columns, layer, head, seen, with_near=False)[0] / visible
+            mask = kept_mask(
+                policy, point.kinds[positions], positions, scores, point.length, point.prompt_tokens,
+                point.spec.boundary, self._rule,
+            )  # fmt: skip
+            kept.append(columns.select(mask & (positions >= point.spec.boundary)))
+        return kept
+
+    def _find_rows(self, point: DecisionPoint, positions: Ints, window: int) -> tuple[RowColumns, Ints]:
+        """Which of the columns at `positions` each row sees; and how many rows see each column, 1 if none does."""
+        near = self._rule.window_tokens(point.prompt_tokens)
+        seen = RowColumns.of_positions(point.rows, positions, window, near)
+        return seen, np.maximum(seen.count_rows(len(positions)), 1)
+
+    def _sum_columns(
+        self,
+        point: DecisionPoint,
+        columns: HeadColumns,
+        layer: int,
+        head: int,
+        seen: RowColumns,
+        with_near: bool,
+    ) -> tuple[Floats, Floats]:
+        """The attention of each column of a head, as `sum_attention`."""
+        # [rows, heads of the group * head_dim]
+        heads = slice(
+            head * self._group * self._layout.head_dim, (head + 1) * self._group * self._layout.head_dim
+        )
+        queries = point.queries[layer, :, heads][point.rows % CHUNK_TOKENS]
+        return sum_attention(
+            queries, 0, self._group, np.take(self._rows, columns.keys, axis=0), seen, with_near
+        )
+
+    def _mask_columns(
+        self, point: DecisionPoint, positions: Ints, policy: int, scores: NDArray[np.float64] | None
+    ) -> NDArray[np.bool_]:
+        """The columns of a prompt that a policy keeps for another reason than its window."""
+        return mask_without_window(
+            policy,
+            point.kinds,
+            positions,
+            scores,
+            point.length,
+            point.prompt_tokens,
+            point.spec.boundary,
+            self._rule,
+        )
+
+    def _profile_head(
+        self, point: DecisionPoint, columns: HeadColumns, layer: int, head: int, seen: RowColumns, visible: Ints,
+        plain: Mapping[int, NDArray[np.bool_]],
+    ) -> tuple[NDArray[np.float64], list[NDArray[np.bool_]]]:  # fmt: skip
+        """The recovered mass of policies 0 to 3, up to the first that suffices, then NaN; and the masks of those.
+
+        `plain` are the masks of policies that need no scores.
+        """
+        sums, near = self._sum_columns(point, columns, layer, head, seen, with_near=True)
+        scores = sums / visible
+        masses, masks = np.full(FULL, np.nan), list[NDArray[np.bool_]]()
+        for policy in range(FULL):
+            mask = plain.get(policy)
+            masks.append(
+                self._mask_columns(point, columns.positions, policy, scores) if mask is None else mask
+            )
+            mass = sums[masks[-1]].sum(dtype=np.float64)
+            if "local" in self._rule.policy_parts(policy):
+                mass += near[~masks[-1]].sum(dtype=np.float64)
+            masses[policy] = mass / len(point.rows)
+            if masses[policy] >= point.spec.threshold:
+                break
+        return masses, masks

@@ -12,6 +12,8 @@ the thread's CPU seconds over rounds, each round measuring all contestants in tu
 
 `--json` prints those of nuq4-1% as `nuq4_ratio`, `nuq4_shared_ratio`, `encode_share` and `prefill_ratio`, and all with
 the medians in milliseconds under `codecs`. `--codecs all` takes every codec.
+
+What eviction per head costs is measured too (`benchmarks.kv_ragged` says how), and printed under `eviction`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
@@ -32,6 +33,7 @@ import torch
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.engine import EMBEDDED
+from benchmarks.kv_ragged import measure_eviction, thread_seconds
 from engine.attention.batch import ForwardBatch, pack_batch
 from engine.cpu.attention import PagedAttention
 from engine.cpu.model_runner import CpuModelRunner
@@ -80,7 +82,7 @@ class TimedWrites:
 
     def write(self, *arguments: Any) -> None:
         """As `PagedAttention.write`."""
-        self.seconds += seconds(lambda: self._pages.write(*arguments))
+        self.seconds += thread_seconds(lambda: self._pages.write(*arguments))
 
 
 def prompt_ids(count: int) -> list[int]:
@@ -112,13 +114,6 @@ def make_contestant(codec: str) -> Contestant:
     return Contestant(runner, layout, pack_batch(works), pack_batch(shared), qkv, out)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """CPU seconds of this thread: what a neighbour takes from the core is not counted."""
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start
-
-
 def measure(rounds: int, codecs: list[str]) -> dict[str, dict[str, float]]:
     """Figures by codec; the results of each pool are compared with those of raw pages first."""
     sides = {name: make_contestant(name) for name in ("raw", *codecs)}
@@ -144,7 +139,7 @@ def measure(rounds: int, codecs: list[str]) -> dict[str, dict[str, float]]:
     for _ in range(rounds):
         for (name, kind), call in calls.items():
             before = writes[name].seconds if name in writes else 0.0
-            taken[name, kind].append(seconds(call))
+            taken[name, kind].append(thread_seconds(call))
             if name in writes and kind == "prefill":
                 shares[name].append((writes[name].seconds - before) / taken[name, kind][-1])
     middle = {key: median(times) for key, times in taken.items()}
@@ -176,9 +171,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     names = [name for name in CODE_BITS if name != "raw"] if options.codecs == ["all"] else options.codecs
-    found = measure(options.rounds, names)
+    found, eviction = measure(options.rounds, names), measure_eviction(options.rounds)
     if options.json:
-        print(json.dumps(flatten_figures(found)))
+        print(json.dumps(flatten_figures(found) | {"eviction": eviction}))
         return
     columns = (
         "ratio",
@@ -192,6 +187,8 @@ def main() -> None:
     print("codec", *columns, sep="\t")
     for name, figures in found.items():
         print(name, *(figures.get(column, "") for column in columns), sep="\t")
+    for name, figure in eviction.items():
+        print("eviction", name, figure, sep="\t")
 
 
 def flatten_figures(found: dict[str, dict[str, float]]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ decisions to the pool, the fetcher and the gateway. Pulls write directly into re
 only asks the fetcher to stop; the slabs are freed when nothing writes to them any more.
 
 A request without a ticket (its KV is still being computed) pulls the chunks that hints announce until `Fetch` brings
-the ticket.
+the ticket. If it may drop tokens, it waits for the ticket instead, since what it keeps is decided last. The slabs with
+what its heads kept are pulled and verified like chunks, as opaque bytes; the engine then reads the map in them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from functools import partial
 import msgspec
 
 from decode_worker.kv_fetcher import KvArrival, KvFetcher
-from diptych.errors import DiptychError, StaleTicket, TransferError
+from diptych.errors import CorruptChunk, DiptychError, StaleTicket, TransferError
+from diptych.keep_spec import KEEP_ALL, decision_tokens
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import ids_of_sequence
 from diptych.messages import (
@@ -118,8 +120,13 @@ class DecodeWorker:
                 )
 
     def _await_room(self, order: Admit, seq: Sequence, now_s: float) -> None:
+        self.engine.decisions.check_runner(seq)
         # With a ticket, the last token is the first decode input and has no KV. Without one it is not there yet.
-        arrival = KvArrival(seq, seq.total - bool(order.ticket), now_s)
+        num_tokens, evicts = seq.total - bool(order.ticket), seq.keep.evicts
+        if evicts:
+            num_tokens = decision_tokens(len(seq.prompt), num_tokens)
+        # A recalled request waits for its ticket.
+        arrival = KvArrival(seq, num_tokens, now_s, recalled=evicts and not order.ticket)
         if order.ticket:
             self._accept_ticket(arrival, order.ticket, now_s)
         self._admission.enqueue(arrival)
@@ -136,14 +143,27 @@ class DecodeWorker:
                 num_tokens=arrival.num_tokens,
                 layout=self._layout_of(seq.kv_class),
                 fingerprint=self._fingerprint,
+                keep=seq.keep if seq.keep.evicts else KEEP_ALL,
             )
         except DiptychError as error:
             code = "stale_ticket" if isinstance(error, StaleTicket) else "transfer_failed"
             raise SequenceRefused(code, error.what, error.why) from error
+        if seq.keep.evicts:
+            self._expect_bag(arrival, ticket.terms.num_bag_slabs)
         route = self.fetcher.links.route_to(ticket.worker)
         arrival.transport = route.transport if route else ""
         arrival.digester, arrival.ticket_s = ChunkDigester(self._key, ticket.terms), now_s
         arrival.ticket = ticket  # set last, because the fetcher's thread waits for it
+
+    def _expect_bag(self, arrival: KvArrival, num_bag_slabs: int) -> None:
+        """The KV of an arrival comes with a bag of so many slabs. Raises SequenceRefused if it can never fit."""
+        seq = arrival.seq
+        # The slabs of the bag, and one for the tokens since the decision.
+        seq.kept_slabs = num_bag_slabs + 1
+        if (need := arrival.num_slabs) > (most := self.engine.scheduler.limits.slabs_for(seq)):
+            seq.kept_slabs = 0
+            why = f"this worker has {most}"
+            raise SequenceRefused("out_of_memory", f"the request needs {need} KV slabs", why)
 
     def take_message(self, message: ToWorker, now_s: float) -> None:
         """Link or unlink a prefill worker, or take a hint or a ticket."""
@@ -250,8 +270,9 @@ class DecodeWorker:
             arrival.handoff, {ReserveSlabs: partial(self._reserve_slabs, arrival.seq)}
         )
         if isinstance(arrival.effect, PullAhead | PullChunks):
-            layout = self._layout_of(arrival.seq.kv_class)
-            arrival.num_bytes = (layout.num_chunks(arrival.num_tokens) - len(held)) * layout.chunk_bytes
+            layout, ticket = self._layout_of(arrival.seq.kv_class), arrival.ticket
+            count = len(ticket.chunks) if ticket else layout.num_chunks(arrival.num_tokens)
+            arrival.num_bytes = (count - len(held)) * layout.chunk_bytes
             self.fetcher.start_fetch(arrival)
         else:
             # The prefix tree has all chunks already, so there is nothing to fetch.
@@ -267,7 +288,13 @@ class DecodeWorker:
 
         def commit(effect: CommitSlabs) -> None:
             self._admission.commit(arrival, list(effect.slabs))
-            self.engine.adopt(seq, now_s)
+            try:
+                self.engine.adopt(seq, now_s)
+            except ValueError as error:
+                if not seq.keep.evicts:
+                    raise
+                what = f"KV of request {seq.id} does not say what its heads kept"
+                raise CorruptChunk(what, str(error)) from error
 
         table = {CommitSlabs: commit, FreeSlabs: lambda effect: self.holdings.release(seq.key)}
         aborted = self._admission.must_abort(arrival, isinstance(arrival.effect, CommitSlabs))

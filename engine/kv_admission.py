@@ -354,8 +354,14 @@ class KvAdmission(Generic[A]):
         return arrival.stopped and not (arrival.recalled and complete)
 
     def commit(self, arrival: A, slabs: list[int]) -> None:
-        """All KV is in `slabs`, in token order: give them to the sequence, and publish its full chunks."""
+        """All KV is in `slabs`: give them to the sequence, and publish its full chunks.
+
+        They are in token order, whole chunks before a bag; the last one is for the next tokens. If there is a bag, that
+        one is the ring.
+        """
         seq, keys = arrival.seq, arrival.full_keys
+        if seq.kept_slabs:
+            slabs.insert(seq.keep.boundary_chunks, slabs.pop())
         seq.slabs, seq.computed = slabs, arrival.num_tokens
         self._allocator.arena_of(seq.kv_class).publish(seq.key, keys, seq.slabs)
         seq.shared = len(keys)

@@ -47,7 +47,7 @@ LEASE_S = 10.0
 
 def following(tokens: Sequence[int]) -> int:
     """The token that the byte model writes after `tokens`."""
-    return _chain(tokens)[-1][0] % VOCAB
+    return chain_links(tokens)[-1][0] % VOCAB
 
 
 def alone(prompt: list[int], max_tokens: int) -> list[int]:
@@ -58,7 +58,7 @@ def alone(prompt: list[int], max_tokens: int) -> list[int]:
     return output
 
 
-def _chain(tokens: Sequence[int], before: bytes = bytes(8)) -> list[bytes]:
+def chain_links(tokens: Sequence[int], before: bytes = bytes(8)) -> list[bytes]:
     links = []
     for token in tokens:
         before = hashlib.blake2b(before + token.to_bytes(4, "big"), digest_size=8).digest()
@@ -81,7 +81,7 @@ class ByteRunner:
 
     def _one(self, work: StepWork) -> list[bytes]:
         before = self._at(work, work.start - 1).tobytes() if work.start else bytes(8)
-        links = _chain(work.tokens, before)
+        links = chain_links(work.tokens, before)
         for position, link in enumerate(links, work.start):
             self._at(work, position)[:] = np.frombuffer(link, np.uint8)
         return links[-1:]
@@ -234,12 +234,17 @@ class BenchWorker:
     """One worker: its loop, line, engine and pool, and who holds what of that."""
 
     def __init__(
-        self, bench: WorkerBench, num_slabs: int, make: Callable[[BenchWorker], WorkerRole], caching: bool
+        self,
+        bench: WorkerBench,
+        num_slabs: int,
+        make: Callable[[BenchWorker], WorkerRole],
+        caching: bool,
     ) -> None:
         self.line, self.pool, self.books = FakeLine(), KvPool(LAYOUT, num_slabs), LatestStats()
         self.holdings = KvAllocator(self.pool, PrefixTree() if caching else None)
         limits = EngineLimits(num_slabs, max_model_len=1000, max_num_seqs=8, max_num_batched_tokens=128)
-        self.engine = Engine(ByteRunner(self.pool), Scheduler(limits), self.holdings, ByteSampler())
+        self.runner = bench.runner(self.pool)
+        self.engine = Engine(self.runner, Scheduler(limits), self.holdings, ByteSampler())
         self.role = make(self)
         self.shell = WorkerLoop(
             self.line,
@@ -302,6 +307,8 @@ class BenchWorker:
 
 class WorkerBench:
     """A prefill and a decode worker, and a clock that a test moves. `caching`: do they keep and share prefixes?"""
+
+    runner: Callable[[KvPool], ByteRunner] = ByteRunner
 
     def __init__(self, prefill_slabs: int = 40, decode_slabs: int = 40, caching: bool = True) -> None:
         self.now_s = 100.0

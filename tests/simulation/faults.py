@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.request import Tenancy
 from tests.simulation.gateway import VirtualClient
 from tests.simulation.process import MODEL_LEN
@@ -15,12 +17,15 @@ from tests.simulation.world import PATIENCE_S, VirtualWorld, random_sampling
 
 @dataclass(frozen=True, slots=True)
 class ClientMix:
-    """Requests per second, and how likely a client has little time, leaves, or brings what kills a worker."""
+    """Requests per second, and how likely a client has little time, leaves, brings what kills a worker, or lets heads
+    drop KV.
+    """
 
     rate: float = 12.0
     hurried: float = 0.05
     leaving: float = 0.1
     poisonous: float = 0.0
+    dropping: float = 0.0
 
 
 class ClientLoad:
@@ -61,7 +66,10 @@ class ClientLoad:
         classes = self.world.kv_class.split(",")
         # One in three leaves the choice to the workers.
         kv_class = rng.choice([None, *classes]) if len(classes) > 1 else None
-        return self.world.ask(prompt, asked, origin, patience_s, kv_class)
+        keep = KEEP_ALL
+        if self.crowd.dropping and rng.random() < self.crowd.dropping:
+            keep = KeepSpec(rng.choice([0.95, 0.5]), rng.choice([0, length // CHUNK_TOKENS]) * CHUNK_TOKENS)
+        return self.world.ask(prompt, asked, origin, patience_s, kv_class, keep)
 
 
 InjectFault = Callable[[VirtualWorld, Random], None]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from diptych.chunks import RAW_CLASS
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.messages import ToGateway
 from diptych.request import Request, SamplingParams, Tenancy
 from router.effects import (
@@ -58,6 +59,7 @@ class VirtualClient:
     retry_after_s: float | None = None
     kv_class: str = RAW_CLASS
     asked_class: str | None = None  # the KV class that it asks for
+    keep: KeepSpec = KEEP_ALL  # what may be dropped of its KV
     moved_on: bool = False  # its answer had begun when another attempt took over
 
 
@@ -73,7 +75,7 @@ class VirtualGateway:
         network: VirtualNetwork,
         relay: Relay,
         over: list[VirtualClient],
-        wanted: Callable[[list[int], SamplingParams, str], tuple[list[int], str]],
+        wanted: Callable[[list[int], SamplingParams, str, KeepSpec], tuple[list[int], str]],
     ) -> None:
         """`wanted` tells what an undisturbed run would answer with KV of one class."""
         self._wanted = wanted
@@ -93,7 +95,7 @@ class VirtualGateway:
     def ask(self, client: VirtualClient) -> None:
         request = Request(
             client.name, list(client.prompt), client.sampling, client.deadline_s,
-            origin=client.origin, kv_class=client.asked_class,
+            origin=client.origin, kv_class=client.asked_class, keep=client.keep,
         )  # fmt: skip
         self.clients[client.name] = client
         self.handle(RequestArrived(request))
@@ -197,7 +199,7 @@ class VirtualGateway:
                 if client is not None and live is not None and live.began is not None and not client.got:
                     # With its first token an answer is bound to the class of this attempt.
                     client.kv_class = live.began.kv_class
-                    client.wanted = self._wanted(client.prompt, client.sampling, client.kv_class)
+                    client.wanted = self._wanted(client.prompt, client.sampling, client.kv_class, client.keep)
             case KvMoved():
                 self.moved += 1
             case WorkerDown(worker):

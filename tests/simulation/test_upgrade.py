@@ -7,6 +7,9 @@ from random import Random
 
 import pytest
 
+from diptych.chunks import RAW_CLASS
+from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.request import SamplingParams
 from tests.simulation.faults import ClientLoad, ClientMix, FaultStorm
 from tests.simulation.invariants import DONE, InvariantBroken, InvariantChecker, settle_world
 from tests.simulation.toy_model import CODED
@@ -82,9 +85,13 @@ def test_an_answer_that_changes_its_class_is_seen() -> None:
     """The law of tokens has teeth: answers of the two classes differ."""
     world = VirtualWorld(1, 1, 1, kv_classes=dict.fromkeys(("prefill-0", "decode-0"), OLD))
     laws, rng = InvariantChecker(world), Random(1)
-    world.wanted_answer = lambda prompt, sampling, kv_class="raw": VirtualWorld.wanted_answer(  # type: ignore[method-assign]
-        world, prompt, sampling, NEW
-    )
+
+    def answer_of_the_other(
+        prompt: list[int], sampling: SamplingParams, kv_class: str = RAW_CLASS, keep: KeepSpec = KEEP_ALL
+    ) -> tuple[list[int], str]:
+        return VirtualWorld.wanted_answer(world, prompt, sampling, NEW, keep)
+
+    world.wanted_answer = answer_of_the_other  # type: ignore[method-assign]
     world.open()
     assert world.run(lambda: is_settled(world), 5.0)
     ClientLoad(world, rng, CLIENTS, world.agenda.now_s + 2.0)

@@ -16,6 +16,7 @@ import msgspec
 
 from decode_worker.worker import DecodeWorker
 from diptych.chunks import RAW_CLASS
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.messages import Drain, SwitchRole
 from diptych.request import Grammar, SamplingParams, Tenancy
 from prefill_worker.worker import PrefillWorker
@@ -25,6 +26,7 @@ from router.requests.relay import Relay
 from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
 from tests.simulation.channel import LEASE_S, VirtualNetwork
+from tests.simulation.dropping_model import undisturbed_kept_answer
 from tests.simulation.event_queue import VirtualEventQueue
 from tests.simulation.gateway import VirtualClient, VirtualGateway
 from tests.simulation.process import MODEL_LEN, VirtualProcess, VirtualSupervisor
@@ -116,13 +118,14 @@ class VirtualWorld:
         origin: Tenancy,
         patience_s: float,
         kv_class: str | None = None,
+        keep: KeepSpec = KEEP_ALL,
     ) -> VirtualClient:
         """A request; without a gateway it has ended at once."""
         now_s = self.agenda.now_s
         name = f"r{len(self.clients)}"
-        wanted = self.wanted_answer(prompt, sampling)
+        wanted, deadline_s = self.wanted_answer(prompt, sampling, keep=keep), now_s + patience_s
         client = VirtualClient(
-            name, prompt, sampling, origin, now_s + patience_s, wanted, now_s, asked_class=kv_class
+            name, prompt, sampling, origin, deadline_s, wanted, now_s, asked_class=kv_class, keep=keep
         )
         self.clients.append(client)
         if self.gate is None:
@@ -133,16 +136,21 @@ class VirtualWorld:
         return client
 
     def wanted_answer(
-        self, prompt: list[int], sampling: SamplingParams, kv_class: str = RAW_CLASS
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        kv_class: str = RAW_CLASS,
+        keep: KeepSpec = KEEP_ALL,
     ) -> tuple[list[int], str]:
-        """What an undisturbed run would answer with KV of this class."""
-        key = msgspec.msgpack.encode((prompt, sampling, kv_class))
+        """What an undisturbed run would answer with KV of this class, of which heads drop rows if `keep` says so."""
+        key = msgspec.msgpack.encode((prompt, sampling, kv_class, keep))
         if key not in self._wanted:
-            self._wanted[key] = (
-                ([], "")
-                if POISON in prompt
-                else undisturbed_answer(prompt, sampling, MODEL_LEN, kv_class, self.runners)
-            )
+            if POISON in prompt:
+                self._wanted[key] = [], ""
+            elif keep.evicts:
+                self._wanted[key] = undisturbed_kept_answer(prompt, sampling, MODEL_LEN, keep)
+            else:
+                self._wanted[key] = undisturbed_answer(prompt, sampling, MODEL_LEN, kv_class, self.runners)
         return self._wanted[key]
 
     def leave(self, client: VirtualClient) -> None:

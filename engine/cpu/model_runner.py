@@ -11,6 +11,7 @@ import torch
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
+from diptych.keep_spec import KeepSpec
 from engine.attention.batch import ForwardBatch, pack_batch
 from engine.cpu.arenas import PoolAttention, pack_groups
 from engine.cpu.attention import CpuAttention, PagedAttention
@@ -23,7 +24,7 @@ from engine.cpu.tensor_parallel import FollowerRanks, encode_step
 from engine.model.rope import rope_frequencies
 from engine.model.weights import WeightReader
 from engine.protocols import EvictionOrder, EvictionReport, OnLayersDone
-from engine.step_work import RunnerBounds, StepWork
+from engine.step_work import KeptWork, RunnerBounds, StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool
@@ -285,9 +286,29 @@ class CpuModelRunner:
         return None
 
     def warm(self) -> None:
-        """Compile the kernels and touch the weights: run a short prefill, a decode, and decodes that share a chunk."""
-        for pool in self._pools:
+        """Compile the kernels and touch the weights: run a short prefill, a decode, and decodes that share a chunk.
+
+        A runner that evicts also evicts a short prompt, and decodes behind it.
+        """
+        for pool, attention in zip(self._pools, self._attentions, strict=True):
             self._warm_pool(pool)
+            if attention.evictor is not None and pool.num_slabs > 1:
+                self._warm_eviction(pool)
+
+    def _warm_eviction(self, pool: KvPool) -> None:
+        owner, spec, tokens = "warm", KeepSpec(0.5), [0] * min(CHUNK_TOKENS // 2, self.max_model_len - 1)
+        slabs = pool.take_slabs(1, owner)
+        try:
+            kept = KeptWork(owner, len(tokens), spec, evicted=False)
+            self.run([StepWork(tokens, 0, slabs, "none", 0, kept)])
+            report = self.plan_eviction(EvictionOrder(owner, tokens, len(tokens), spec, slabs))
+            # The plan has a copy of the rows, so that the prompt's slab becomes the ring.
+            slabs += pool.take_slabs(report.bag_slabs, owner)
+            self.apply_eviction(owner, slabs[1:])
+            self.run([StepWork([0], len(tokens), slabs, "last", 0, replace(kept, evicted=True))])
+        finally:
+            self.forget_kept(owner)
+            pool.give_back(slabs, owner)
 
     def _warm_pool(self, pool: KvPool) -> None:
         tokens = min(CHUNK_TOKENS + 8, self.max_model_len - 2)

@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from diptych.keep_spec import KeepSpec
 from engine.cpu.eviction import query_record_bytes
+from engine.cpu.keep_profile import build_profile_kernel
 from engine.cpu.model_runner import CpuModelRunner
+from engine.cpu.ragged_attention import build_ragged_kernel
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.protocols import EvictionOrder
@@ -205,6 +207,15 @@ def test_short_prompts_keep_everything_and_boundaries_may_be_whole_prompts() -> 
     whole.run([128, 64, 3])
     assert whole.reports[0].all_rows == 0 and whole.reports[0].bag_slabs == 1
     assert whole.reports[1].all_rows == 24 * 64
+
+
+def test_warming_up_compiles_the_kernels_of_evictions_and_leaves_nothing() -> None:
+    runner, pool = make_runner(4)
+    runner.warm()
+    evictor = runner._attentions[0].evictor
+    assert evictor is not None and evictor.recorded_bytes == 0 and pool.free == 4
+    kernels = build_ragged_kernel(32), build_profile_kernel(32)
+    assert all(kernel.signatures for kernel in kernels)  # type: ignore[attr-defined]
 
 
 def test_recorded_queries_take_what_is_announced() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.kept_report import KeptReport
 from diptych.request import SamplingParams, Tenancy
 
 # A peer that was silent for this long counts as lost; no pause of a healthy process lasts that long.
@@ -218,6 +219,8 @@ class Hello(ChannelMessage, frozen=True):
     kv_losses: dict[str, float] = {}
     # Whether the gateway chooses the class of requests that ask for none, and not the first one.
     kv_auto: bool = False
+    # The KV classes in which this worker can evict (`diptych.keep_spec`); other classes keep everything.
+    keep_classes: list[str] = []
 
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.
@@ -319,6 +322,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     finish: str | None = None
     seconds: dict[str, float] = {}
     cached_tokens: int = 0
+    # What is kept of its KV, if that was decided since its last output.
+    kept: KeptReport | None = None
 
 
 class Step(ChannelMessage, frozen=True):

@@ -34,10 +34,9 @@ from router.requests.failure_policy import DEADLINE_EXCEEDED, FailurePolicy
 from router.requests.pairs import PairSelector, workers_of_pair
 from router.requests.quarantine import CrashQuarantine
 from router.requests.queue import RequestQueue
-from router.requests.request_state import RequestState
+from router.requests.request_state import RequestKind, RequestState
 from router.routing.class_choice import LINK, ClassDecision
 from router.routing.handoff_cost import HandoffCost
-from router.routing.kv_classes import AnswerVersion
 from router.routing.policy import Pair
 
 # A request fails after more than this many attempts that ended because a worker was lost or had to end.
@@ -79,7 +78,7 @@ class Attempts:
 
     def enqueue_request(self, live: RequestState, now_s: float) -> None:
         """Put the request into the queue; fails it if no workers for it exist or are expected back."""
-        if not self.places.should_wait(live.version, live.kv_class, now_s):
+        if not self.places.should_wait(live.kind, now_s):
             return self.fail_unserved(live, now_s)
         self.queue.enqueue_request(live)
         self._newly_queued.append(live.request.id)
@@ -90,14 +89,14 @@ class Attempts:
 
         A request without free workers blocks these workers for later requests.
         """
-        # The free pairs by the version and the class that a request must stay with; None stands for any.
+        # The free pairs by what a request needs.
         everywhere = self.places.find_pairs()
-        found: dict[tuple[AnswerVersion | None, str | None], list[Pair]] = {(None, None): everywhere}
+        found: dict[RequestKind, list[Pair]] = {RequestKind(): everywhere}
         everyone, closed = self.places.all_uses(everywhere), set[tuple[str, str]]()
         for live in self.queue.in_order():
             if self.expire_request(live, now_s):
                 continue
-            kind = live.version, live.kv_class
+            kind = live.kind
             if kind not in found:
                 found[kind] = self.places.find_pairs(live.need)
             picked = self.places.pick_pair(

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from diptych.chunks import AUTO_CLASS
 from diptych.failure_statuses import RequestFailure
+from diptych.messages import Hello
 from diptych.request import RequestStage
 from router.effects import ChosenPair
 from router.requests.failure_policy import NO_WORKERS
 from router.requests.grace import WorkerGrace
 from router.requests.quarantine import CrashQuarantine
-from router.requests.request_state import RequestState
+from router.requests.request_state import RequestKind, RequestState
 from router.routing.auto_class import AutoClasses, WorkerPaces, eligible_classes
 from router.routing.class_choice import ClassDecision
 from router.routing.credits import pairs_with_credit
@@ -24,12 +25,14 @@ from router.routing.fleet import ROLES, Fleet
 from router.routing.kv_classes import (
     AnswerVersion,
     ServedClasses,
+    can_evict,
     class_is_gone,
     classes_of,
     decided_class,
     describe_classes,
     have_shared_class,
     holds_class,
+    keep_classes_of_pair,
     pool_size,
     versions_of_pair,
 )
@@ -136,20 +139,46 @@ class PairSelector:
 
     @property
     def served_classes(self) -> ServedClasses:
-        """The KV classes that requests may ask for, and those among which the router may choose."""
-        return ServedClasses(self.kv_classes, self.auto_classes)
+        """The KV classes that requests may ask for, those among which the router may choose, and those in which KV can
+        be evicted.
+        """
+        return ServedClasses(self.kv_classes, self.auto_classes, self.keep_classes, self._default_class)
+
+    @property
+    def keep_classes(self) -> list[str]:
+        """The KV classes in which pairs that can serve can evict; while no pair can serve, those of all known
+        workers.
+        """
+        found = (keep_classes_of_pair(*pair) for pair in self._hellos_of_pairs())
+        return sorted(set[str]().union(*found))
+
+    @property
+    def _default_class(self) -> str | None:
+        """The class of a request that asks for none: an id, or `AUTO_CLASS`; None if workers differ."""
+        found = {
+            AUTO_CLASS if target.kv_auto else version.kv_class
+            for source, target in self._hellos_of_pairs()
+            for version in versions_of_pair(source, target)[:1]
+        }
+        return next(iter(found)) if len(found) == 1 else None
+
+    def _hellos_of_pairs(self) -> list[tuple[Hello | None, Hello]]:
+        """The hellos of all pairs that can serve; while none can, of all known workers, each by itself."""
+        members = self.fleet.workers
+        return [
+            (None if source is None else members[source].hello, members[target].hello)
+            for source, target in self.find_pairs()
+        ] or [(None, hello) for hello in self.fleet.known_hellos()]
 
     @property
     def auto_classes(self) -> list[str]:
         """The KV classes that the router may choose: those within the budget on a pair that can serve; while no pair
         can, those of all known workers.
         """
-        members = self.fleet.workers
-        pairs = [
-            (None if source is None else members[source].hello, members[target].hello)
-            for source, target in self.find_pairs()
-        ] or [(None, hello) for hello in self.fleet.known_hellos()]
-        found = (eligible_classes(source, target, self.auto.budget_pct) for source, target in pairs)
+        found = (
+            eligible_classes(source, target, self.auto.budget_pct)
+            for source, target in self._hellos_of_pairs()
+        )
         return sorted(set[str]().union(*found))
 
     def version_of(
@@ -161,14 +190,16 @@ class PairSelector:
         found = self._versions_of((choice.prefill, choice.decode), kv_class or live.kv_class)
         return live.version or found[0]
 
-    def should_wait(self, version: AnswerVersion | None, kv_class: str | None, now_s: float) -> bool:
-        """Whether a request should wait for workers: they are there, or were there lately and may come back.
-
-        `version` is that of its answer, if it has begun; `kv_class` the class that it needs, if any.
+    def should_wait(self, kind: RequestKind, now_s: float) -> bool:
+        """Whether a request of this kind should wait for workers: they are there, or were there lately and may come
+        back.
 
         The workers of an answer's KV class cannot come back if each of them has restarted with another class.
         """
+        version, kv_class = kind.version, kind.kv_class
         if version is None and kv_class is not None and not self._is_known(kv_class):
+            return False
+        if kind.evicts and not self._is_evicted_somewhere(kv_class):
             return False
         return self.grace.should_wait(version, now_s, kv_class) and not self._class_is_gone(version)
 
@@ -178,14 +209,27 @@ class PairSelector:
             return bool(self.auto_classes)
         return any(holds_class(hello, kv_class) for hello in self.fleet.known_hellos())
 
+    def _is_evicted_somewhere(self, kv_class: str | None) -> bool:
+        """Whether workers of all roles that are needed can evict in the class, or could when they were lost."""
+        able = {hello.role for hello in self.fleet.known_hellos() if can_evict(hello, kv_class)}
+        return able.issuperset(self._needed_roles)
+
+    @property
+    def _needed_roles(self) -> tuple[str, ...]:
+        """The roles without which no request can be served."""
+        return ROLES if self.split and not self.allow_local_prefill else ("decode",)
+
     def _class_is_gone(self, version: AnswerVersion | None) -> bool:
         """Whether no worker can come back that continues an answer of `version`, since its KV class was replaced."""
-        roles = ROLES if self.split and not self.allow_local_prefill else ("decode",)
-        return version is not None and class_is_gone(version, self.fleet.known_hellos(), roles)
+        return version is not None and class_is_gone(version, self.fleet.known_hellos(), self._needed_roles)
 
     def unserved_failure(self, live: RequestState) -> RequestFailure:
         """Why a queued request, which should not wait any longer, fails."""
         version = live.version
+        if live.kind.evicts and not self._is_evicted_somewhere(live.kv_class):
+            able = sorted(name for name, member in self.fleet.workers.items() if member.hello.keep_classes)
+            problem = f"no pair of workers can evict KV of the class {live.kv_class}, as the request asks"
+            return NO_WORKERS.failure(f"{problem}: {' and '.join(able) or 'none'} can")
         listed = describe_classes([member.hello for member in self.fleet.workers.values()])
         if version is None and live.kv_class is not None and not self._is_known(live.kv_class):
             return NO_WORKERS.failure(f"no worker has KV of the class {live.kv_class}: {listed}")

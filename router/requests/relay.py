@@ -416,12 +416,11 @@ class Relay:
         self.fleet_changes.apply_changes(self.fleet.check_silence(now_s), now_s)
         self.fleet_changes.apply_findings(self.quarantine.expire_waits(now_s), now_s)
         self.pairs.note_available(now_s)
-        should_wait = self.pairs.should_wait
-        kinds = {(live.version, live.kv_class) for live in self.queue}
-        if not all(should_wait(*kind, now_s) for kind in kinds):
-            for live in list(self.queue.in_order()):
-                if not should_wait(live.version, live.kv_class, now_s):
-                    self.attempts.fail_unserved(live, now_s)
+        kinds = {live.kind for live in self.queue}
+        hopeless = {kind for kind in kinds if not self.pairs.should_wait(kind, now_s)}
+        for live in list(self.queue.in_order()) if hopeless else ():
+            if live.kind in hopeless:
+                self.attempts.fail_unserved(live, now_s)
         for worker, renewal in self._lease_renewal.take_due(self.live.values(), now_s):
             self.attempts.send_message(worker, renewal)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Offer
@@ -55,6 +56,18 @@ class ClassWish:
     def reason(self) -> str:
         """Why the sequences have the class that was decided last."""
         return DEFAULT if self.decided is None else self.decided.reason
+
+
+class RequestKind(NamedTuple):
+    """What the workers of a request must be able to do; requests of one kind can be served by the same pairs.
+
+    `version` is that of its answer, if it has begun; `kv_class` the class that it needs, if any. `evicts`: KV is
+    dropped in this class.
+    """
+
+    version: AnswerVersion | None = None
+    kv_class: str | None = None
+    evicts: bool = False
 
 
 @dataclass(slots=True)
@@ -154,6 +167,11 @@ class RequestState:
         if self.version is not None:
             return self.version.kv_class
         return self.wish.bound_class(self.request.id) or self.wish.asked
+
+    @property
+    def kind(self) -> RequestKind:
+        """What its workers must be able to do."""
+        return RequestKind(self.version, self.kv_class, self.request.keep.evicts)
 
     @property
     def kv_reason(self) -> str:

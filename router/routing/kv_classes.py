@@ -26,10 +26,16 @@ class KvPoolSize(NamedTuple):
 
 
 class ServedClasses(NamedTuple):
-    """The KV classes that requests may ask for, and those of them among which the router may choose."""
+    """The KV classes that requests may ask for, those of them among which the router may choose, and those in which
+    KV can be evicted.
+
+    `default` is the class of a request that asks for none: an id, or `AUTO_CLASS`; None if workers differ.
+    """
 
     served: list[str]
     auto: list[str]
+    keep: list[str] = []
+    default: str | None = None
 
 
 class AnswerVersion(NamedTuple):
@@ -62,6 +68,18 @@ def holds_class(hello: Hello, kv_class: str | None) -> bool:
     """Whether the worker has a pool for a class that `kv_class` names; every worker does if it is None."""
     classes = classes_of(hello)
     return kv_class is None or kv_class in classes or any(names_class(kv_class, name) for name in classes)
+
+
+def can_evict(hello: Hello, kv_class: str | None) -> bool:
+    """Whether the worker can drop KV by head (`diptych.keep_spec`) in a class that `kv_class` names, or in any."""
+    return any(kv_class is None or names_class(kv_class, name) for name in hello.keep_classes)
+
+
+def keep_classes_of_pair(source: Hello | None, target: Hello) -> list[str]:
+    """The classes in which a pair of workers can evict; `source` is None if `target` also prefills."""
+    names = list(classes_of(target)) if source is None else shared_classes(target, source)
+    both = [target] if source is None else [target, source]
+    return [name for name in names if all(name in hello.keep_classes for hello in both)]
 
 
 def loss_of(hello: Hello, kv_class: str) -> float | None:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from diptych.chunks import CHUNK_TOKENS
 from router.effects import ChosenPair
 from router.routing.fleet import Fleet, WorkerState
-from router.routing.kv_classes import decided_class, holds_class, pool_size, share_class
+from router.routing.kv_classes import can_evict, decided_class, holds_class, pool_size, share_class
 from router.routing.prefix_index import ChunkNames, PrefixIndex
 
 # Seconds to prefill one token, and seconds per step. They are assumed until a worker of the role has been measured.
@@ -73,6 +73,11 @@ class RoutingNeed:
     kv_class: str | None = None
     whole_tokens: int | None = None
     beside_tokens: int = 0
+
+    @property
+    def evicts(self) -> bool:
+        """Whether its workers must be able to drop KV by head in its class."""
+        return self.whole_tokens is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +339,11 @@ def transfer_s(source: str, target: str, need: RoutingNeed, view: RoutingView) -
 
 
 def _can_serve(member: WorkerState, need: RoutingNeed) -> bool:
-    """Whether the worker runs the model that must continue the request, if any, and holds its KV class."""
+    """Whether the worker runs the model that must continue the request, if any, holds its KV class, and can evict in it
+    if the request needs that.
+    """
+    if need.evicts and not can_evict(member.hello, need.kv_class):
+        return False
     return need.fingerprint in (None, member.hello.fingerprint) and holds_class(member.hello, need.kv_class)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
+from diptych.kept_report import KeptReport
 from diptych.messages import (
     Admit,
     ChannelMessage,
@@ -47,6 +48,7 @@ SAMPLES: dict[object, object] = {
     WorkerStats: WorkerStats(slabs_used=3, step_seconds=0.5, preemptions={"park": 2}),
     Tenancy: Tenancy("t", "s", -1),
     KeepSpec: KeepSpec(0.95, 128),
+    KeptReport | None: KeptReport(3, 8, {"special": 2, "full": 1}, 4),
     SamplingParams: SamplingParams(
         max_tokens=3, seed=2**63, logit_bias={5: -1.0}, grammar=Grammar("regex", "a+")
     ),
@@ -82,10 +84,10 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 def test_fields_at_the_end_with_defaults_may_be_absent() -> None:
     whole = msgspec.msgpack.decode(msgspec.msgpack.encode(example(Hello)))
-    short = msgspec.msgpack.encode(whole[:-5])
+    short = msgspec.msgpack.encode(whole[:-6])
     old = msgspec.msgpack.decode(short, type=Hello)
     assert (old.ended, old.kv_classes, old.raw_chunk_bytes, old.worker) == ("", {}, 0, "text")
-    assert (old.kv_losses, old.kv_auto) == ({}, False)
+    assert (old.kv_losses, old.kv_auto, old.keep_classes) == ({}, False, [])
 
 
 @pytest.mark.parametrize("kind", [Prefill, Generate, Admit], ids=lambda kind: kind.__name__)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from diptych.messages import (
     Abort,
     Admit,
@@ -97,6 +99,7 @@ class WorldWorker:
     ended: str = ""
     slabs: int = 64
     kv_class: str = ""
+    keep_classes: tuple[str, ...] = ()
     must_drain: bool = False  # to drain
     next_role: str = ""  # the role it is to have next
     held: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -111,9 +114,10 @@ class WorldWorker:
     @property
     def hello(self) -> Hello:
         link, changes = f"{self.life}.{self.links}", {"role": self.role, "ended": self.ended}
-        return make_hello(
+        hello = make_hello(
             self.name, self.life, link, pid=self.pid, slabs=self.slabs, kv_class=self.kv_class, **changes
         )
+        return structs.replace(hello, keep_classes=list(self.keep_classes))
 
     @property
     def reads(self) -> bool:
@@ -193,7 +197,9 @@ class FakeDeployment:
     def say(self, worker: str, message: ToGateway) -> list[RelayEffect]:
         return self.do(WorkerSaid(worker, message))
 
-    def join(self, name: str, ended: str = "", kv_class: str = "") -> list[RelayEffect]:
+    def join(
+        self, name: str, ended: str = "", kv_class: str = "", keep_classes: tuple[str, ...] = ()
+    ) -> list[RelayEffect]:
         """A worker starts with a pool of `kv_class`, or starts again; then `ended` is how it ended before.
 
         Without that word it is the closed connection of the process before that tells that it is over.
@@ -203,7 +209,14 @@ class FakeDeployment:
         life = before.life + 1 if before else 1
         role = before.role if before else ""
         self.workers[name] = WorldWorker(
-            name, life, role=role, pid=life, ended=ended, slabs=self.slabs, kv_class=kv_class
+            name,
+            life,
+            role=role,
+            pid=life,
+            ended=ended,
+            slabs=self.slabs,
+            kv_class=kv_class,
+            keep_classes=keep_classes,
         )
         return over + self.say(name, self.workers[name].hello)
 

@@ -1,0 +1,123 @@
+"""Requests that evict KV go to workers that can, keep what they asked for in every attempt, and fail where none can."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from diptych.keep_spec import KeepSpec
+from diptych.messages import Admit, Generate, Prefill
+from router.effects import ClockTick, FailRequest, RequestArrived
+from router.routing.kv_classes import can_evict, keep_classes_of_pair
+from tests.unit.router.fake_deployment import (
+    PAIR,
+    RECOVERY_S,
+    FakeDeployment,
+    make_hello,
+    make_request,
+    messages_to,
+)
+
+KEEP = KeepSpec(0.95, 64)
+RAW = ("raw",)
+FOUR = ("prefill-0", "decode-0", "prefill-1", "decode-1")
+
+
+def deployment(able: tuple[str, ...], names: tuple[str, ...] = PAIR, local: str = "never") -> FakeDeployment:
+    """Linked workers with raw KV, of which `able` can evict."""
+    world = FakeDeployment(local_prefill=local)
+    for name in names:
+        world.join(name, kv_class="raw", keep_classes=RAW if name in able else ())
+    for name in names:
+        world.flush(name)
+    return world
+
+
+def ask(world: FakeDeployment, name: str, keep: KeepSpec = KEEP, kv_class: str = "raw") -> list[object]:
+    """A request arrives; returns the orders that it causes."""
+    request = make_request(name)
+    request.keep, request.kv_class = keep, kv_class
+    effects = world.do(RequestArrived(request))
+    return [order for worker in world.workers for order in messages_to(effects, worker)]
+
+
+def test_requests_that_evict_go_to_workers_that_can() -> None:
+    world = deployment(("prefill-1", "decode-1"), FOUR)
+    for number in range(4):
+        [order] = ask(world, f"r{number}")
+        assert isinstance(order, Prefill) and order.keep == KEEP
+    assert len(world.workers["prefill-1"].held) == 4 and not world.workers["prefill-0"].held
+    [other] = ask(world, "whole", KeepSpec())
+    assert isinstance(other, Prefill) and not other.keep.evicts
+    assert world.workers["prefill-0"].held, "a request that keeps everything may go anywhere"
+    assert world.relay.pairs.served_classes.keep == ["raw"]
+
+
+def test_what_a_request_keeps_stays_the_same_when_it_is_tried_again_and_when_it_moves() -> None:
+    world = deployment(FOUR, FOUR)
+    ask(world, "r")
+    [source] = [name for name in world.workers if ("r", 0) in world.workers[name].held]
+    world.workers[source].alive = False
+    effects = world.lost(source)
+    [again] = [
+        order for name in world.workers for order in messages_to(effects, name) if isinstance(order, Prefill)
+    ]
+    assert (again.epoch, again.keep) == (1, KEEP)
+    source = next(name for name in world.workers if ("r", 1) in world.workers[name].held)
+    world.first(source, ("r", 1))
+    effects = world.flush(source)
+    [admit] = [
+        order for name in world.workers for order in messages_to(effects, name) if isinstance(order, Admit)
+    ]
+    assert admit.keep == KEEP
+    target = next(name for name in world.workers if name != source and ("r", 1) in world.workers[name].held)
+    world.pull(target, ("r", 1))
+    world.flush(target)
+    world.decode(target, ("r", 1), count=3)
+    world.flush(target)
+    world.workers[target].alive = False
+    effects = world.lost(target)
+    [moved] = [
+        order for name in world.workers for order in messages_to(effects, name) if isinstance(order, Prefill)
+    ]
+    assert (moved.epoch, moved.keep, len(moved.output)) == (2, KEEP, 4)
+
+
+def test_a_worker_that_decodes_alone_gets_it_too() -> None:
+    world = deployment(("decode-0",), ("decode-0",), local="fallback")
+    [order] = ask(world, "r")
+    assert isinstance(order, Generate) and order.keep == KEEP
+
+
+@pytest.mark.parametrize("able", [(), ("prefill-0",), ("decode-0",)])
+def test_a_request_that_no_pair_can_evict_for_fails_at_once(able: tuple[str, ...]) -> None:
+    world = deployment(able)
+    assert ask(world, "r") == []
+    end = world.terminal["r"]
+    assert isinstance(end, FailRequest) and end.failure.code == "no_workers"
+    assert "can evict KV of the class raw" in end.failure.message
+    assert (able[0] if able else "none") in end.failure.message
+
+
+def test_a_request_waits_for_the_lost_worker_that_could_and_fails_when_it_comes_back_without() -> None:
+    world = deployment(PAIR)
+    world.workers["decode-0"].alive = False
+    world.lost("decode-0")
+    assert ask(world, "r") == [] and "r" not in world.terminal
+    world.join("decode-0", "killed", "raw")
+    for name in PAIR:
+        world.flush(name)
+    world.now_s += RECOVERY_S / 2
+    world.do(ClockTick())
+    end = world.terminal["r"]
+    assert isinstance(end, FailRequest) and "prefill-0 can" in end.failure.message
+
+
+def test_a_pair_can_evict_in_the_classes_that_both_can() -> None:
+    both = {"raw": (8, 64), "tq4.s0": (8, 16)}
+    plain = structs.replace(make_hello("decode-0"), kv_classes=both)
+    left = structs.replace(plain, keep_classes=["raw", "tq4.s0"])
+    right = structs.replace(plain, keep_classes=["raw"])
+    assert keep_classes_of_pair(left, right) == ["raw"] and keep_classes_of_pair(None, left) == [*both]
+    assert keep_classes_of_pair(left, plain) == []
+    assert can_evict(left, "tq4") and not can_evict(right, "tq4") and not can_evict(plain, None)

@@ -403,6 +403,7 @@ class Engine:
             finish=finish,
             seconds=first_output_seconds(seq, now_s) if seq.silent else {},
             cached_tokens=seq.cached if seq.silent else 0,
+            kept=self.decisions.take_report(seq),
         )
         held = self.table.settle_output(seq, finish)
         if finish:

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError, GrammarError, ModelError
 from diptych.kernel_cache import kernel_source_stamp, machine_kernel_folder
 from diptych.process import SupervisorPipe, exit_fatally
 from diptych.specs import WorkerSpec
 from engine import saturation
 from engine.cpu import attention, matmul
+from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.tensor_parallel import RankPlacement
 from engine.loop import Engine
@@ -27,7 +29,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import KvClassChoice, largest_codec, resolve_kv_classes, split_ranks
 from engine.model.memory_plan import MemoryPlan
 from engine.model.pool_shares import split_pool
-from engine.model.tokenizer import ModelTokenizer
+from engine.model.tokenizer import ModelTokenizer, read_token_kinds
 from engine.protocols import StepObserver
 from engine.sampling import grammar
 from engine.sampling.sampler import Sampler
@@ -110,6 +112,8 @@ class EngineParts:
     pool: ShardedPool
     # The processes of the other ranks; None if the worker has one rank.
     ranks: RankProcesses | None
+    # The KV classes in which the engine can evict.
+    keep_classes: tuple[str, ...] = ()
 
     def close(self) -> None:
         """End the other ranks."""
@@ -181,6 +185,8 @@ def build_engine(
     pools = [_class_pools(parts, arena) for arena in parts.arenas]
     holdings = _build_arenas(pools, spec.prefix_caching)
     ranks = RankProcesses(spec.worker, partial(exit_fatally, supervisor)) if len(memories) > 1 else None
+    tokenizer = _load_tokenizer(found.files.path)
+    eviction = None if ranks is not None else _eviction_setup(found, tokenizer)
     try:
         if ranks is None:
             plan = found.plan
@@ -189,11 +195,17 @@ def build_engine(
                 for by_rank, one in zip(pools[1:], found.classes[1:], strict=True)
             ]
             runner = CpuModelRunner.load(
-                found.files, pools[0][0], plan.max_model_len, found.calibration, plan.sink_slots, others
+                found.files,
+                pools[0][0],
+                plan.max_model_len,
+                found.calibration,
+                plan.sink_slots,
+                others,
+                eviction=eviction,
             )
         else:
             runner = load_leader(_leader_spec(spec, found), found.shards, memories, ranks)
-        sampler = Sampler(runner.vocab_size, _load_grammar_tokens(found.files.path))
+        sampler = Sampler(runner.vocab_size, _load_grammar_tokens(found.files.path, tokenizer))
         supervisor.report_progress("load")
         supervisor.report_progress("warm", 0)
         runner.warm()
@@ -206,7 +218,7 @@ def build_engine(
         raise
     host = _build_host(pools, found, spec.swap_bytes) if spec.swap_bytes else None
     engine = Engine(runner, scheduler, holdings, sampler, host, observer)
-    return EngineParts(engine, holdings, parts, ranks)
+    return EngineParts(engine, holdings, parts, ranks, () if eviction is None else (RAW_CLASS,))
 
 
 def _class_pools(parts: ShardedPool, arena: PoolArena) -> list[KvPool]:
@@ -343,11 +355,28 @@ class RoleTuning:
         self.engine.scheduler.limits = replace(limits, saturation_tokens=busy)
 
 
-def _load_grammar_tokens(folder: Path) -> Any:
-    """The tokenizer in the form that structured output needs, or None (logged) if this model cannot do it."""
+def _load_tokenizer(folder: Path) -> ModelTokenizer | None:
+    """The model's tokenizer, or None (logged) if it cannot be read."""
     try:
-        tokenizer = ModelTokenizer.load(folder)
+        return ModelTokenizer.load(folder)
+    except ModelError as error:
+        log.warning("neither structured output nor eviction is possible with this model: %s", error)
+        return None
+
+
+def _load_grammar_tokens(folder: Path, tokenizer: ModelTokenizer | None) -> Any:
+    """The tokenizer in the form that structured output needs, or None (logged) if this model cannot do it."""
+    if tokenizer is None:
+        return None
+    try:
         return grammar.build_tokenizer(tokenizer.backend, tokenizer.end_ids(folder))
-    except (GrammarError, ModelError, OSError, ValueError) as error:
+    except (GrammarError, OSError, ValueError) as error:
         log.warning("structured output is not possible with this model: %s", error)
         return None
+
+
+def _eviction_setup(found: ResolvedModel, tokenizer: ModelTokenizer | None) -> EvictionSetup | None:
+    """What the runner of a worker with one rank needs to evict raw KV; None if it has none, or no tokenizer."""
+    if tokenizer is None or all(one.codec for one in found.classes):
+        return None
+    return EvictionSetup(read_token_kinds(tokenizer, found.files.shape.vocab))

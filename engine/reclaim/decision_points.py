@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+from diptych.chunks import CHUNK_TOKENS
+from diptych.kept_report import KeptReport
 from engine.protocols import EvictingRunner, EvictionOrder, StepRunner
 from engine.sequence import Sequence, SequenceRefused
 from engine.sequence_table import SequenceTable
@@ -26,6 +28,8 @@ class DecisionPoints:
         self._runner, self._table = cast(EvictingRunner, runner), table
         # Keys of the sequences that the runner was given.
         self._known: set[str] = set()
+        # Keys of the sequences whose latest decision no output has reported.
+        self._unsent: set[str] = set()
 
     def check_runner(self, seq: Sequence) -> None:
         """Check that the runner can run `seq`. Raises SequenceRefused if it evicts and the runner does not."""
@@ -55,7 +59,17 @@ class DecisionPoints:
             if victim is seq:
                 return None
         self._runner.apply_eviction(seq.key, seq.bag_slabs)
+        self._unsent.add(seq.key)
         return taken
+
+    def take_report(self, seq: Sequence) -> KeptReport | None:
+        """What the latest decision about `seq` kept, for its next output; None if that has been sent already."""
+        if seq.key not in self._unsent:
+            return None
+        self._unsent.discard(seq.key)
+        report = seq.eviction
+        freed = -(-seq.computed // CHUNK_TOKENS) - len(seq.slabs)
+        return KeptReport(report.kept_rows, report.all_rows, dict(report.policies), max(0, freed))
 
     def load(self, seq: Sequence) -> None:
         """Let the runner read the map of a bag that came from elsewhere, or is in other slabs now.
@@ -67,6 +81,7 @@ class DecisionPoints:
 
     def forget(self, key: str) -> None:
         """The runner keeps nothing of a sequence any more. It hears of it once, and only if it was given any."""
+        self._unsent.discard(key)
         if key in self._known:
             self._known.discard(key)
             self._runner.forget_kept(key)

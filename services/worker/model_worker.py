@@ -53,6 +53,7 @@ def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
         tune_for=suit,
         kv_losses={one.codec or RAW_CLASS: one.loss_pct for one in found.classes if one.loss_pct is not None},
         kv_auto=split_auto(spec.kv_cache_codec)[0],
+        keep_classes=body.keep_classes,
     )
 
 

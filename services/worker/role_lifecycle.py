@@ -65,6 +65,8 @@ class WorkerParts:
     # The recorded loss of each KV class, and whether the gateway chooses the class (`Hello`).
     kv_losses: Mapping[str, float] = field(default_factory=dict)
     kv_auto: bool = False
+    # The KV classes in which the engine can evict.
+    keep_classes: Sequence[str] = ()
 
     @property
     def layout(self) -> KvLayout:
@@ -224,6 +226,7 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         raw_chunk_bytes=replace(built.layout, codec="").chunk_bytes,
         kv_losses=dict(built.kv_losses),
         kv_auto=built.kv_auto,
+        keep_classes=list(built.keep_classes),
     )
 
 

@@ -1,0 +1,46 @@
+"""What a decision about a sequence's KV kept is in the first output after it, and in no other."""
+
+from __future__ import annotations
+
+from diptych.keep_spec import KeepSpec
+from diptych.kept_report import KeptReport
+from diptych.messages import Output
+from engine.sequence import Sequence
+from tests.unit.engine.fakes import EngineBench, sampling, sequence
+
+
+def run_alone(seq: Sequence) -> list[KeptReport | None]:
+    """The reports of all outputs of a sequence, in order."""
+    bench = EngineBench(caching=False, max_num_batched_tokens=512)
+    bench.engine.add(seq, 0.0)
+    reports: list[KeptReport | None] = []
+    while bench.engine.has_work:
+        for one in bench.engine.step(bench.clock):
+            assert isinstance(one.message, Output)
+            reports.append(one.message.kept)
+            if one.message.kept is not None:
+                whole, held = -(-seq.computed // 64), len(seq.slabs)
+                assert one.message.kept.freed_slabs == whole - held > 0
+    return reports
+
+
+def test_each_decision_is_reported_once_with_the_next_token() -> None:
+    seq = sequence("one", 400, sampling(150), keep=KeepSpec(0.5))
+    reports = run_alone(seq)
+    assert [place for place, one in enumerate(reports) if one is not None] == [0, 64, 128]
+    first = reports[0]
+    assert first is not None and (first.all_rows, first.policies) == (400, {"some": 1})
+    assert 0 < first.kept_rows < first.all_rows and first.pruned_rows == 400 - first.kept_rows
+
+
+def test_a_prefill_worker_reports_with_the_token_that_it_hands_over() -> None:
+    bench = EngineBench(caching=False, max_num_batched_tokens=512)
+    seq = sequence("one", 400, sampling(150), keep=KeepSpec(0.5), hold_kv=True)
+    bench.engine.add(seq, 0.0)
+    [output] = bench.engine.step(bench.clock)
+    assert isinstance(output.message, Output) and output.message.kept is not None and output.held is seq
+
+
+def test_who_keeps_everything_reports_nothing() -> None:
+    assert set(run_alone(sequence("one", 400, sampling(80)))) == {None}
+    assert run_alone(sequence("one", 400, sampling(1), keep=KeepSpec(0.5))) == [None], "it ends at once"

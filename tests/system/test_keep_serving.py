@@ -1,0 +1,208 @@
+"""Deployments that evict: what answers tell, and that they are the same however often they are computed, and where."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from tests.system.deployment import Served, serve_parts
+from tests.system.transformers_oracle import TINY, read_text
+
+pytestmark = pytest.mark.timeout(600)
+
+# Past the first two decision points of the answer.
+NEW_TOKENS, CONTEXT, SLOTS = 140, 1024, 6 * 4
+LENGTHS = (16, 200, 448)
+# Low, so that heads of this model drop something.
+LOW = 0.75
+SIZED = ("--max-model-len", str(CONTEXT))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """A greedy answer, what it tells of its KV, and how many tokens of its prompt were cached."""
+
+    tokens: list[str]
+    kv: dict[str, Any] | None
+    fingerprint: str
+    cached: int
+
+    @property
+    def keep(self) -> dict[str, Any]:
+        assert self.kv is not None
+        found: dict[str, Any] = self.kv["keep"]
+        return found
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Real text, each prompt cut from another place."""
+    text, rng = read_text(), random.Random(17)
+    return [text[start : start + n] for n in LENGTHS for start in [rng.randrange(len(text) - n)]]
+
+
+def complete(served: Served, prompt: list[int], keep: Any, num_tokens: int = NEW_TOKENS) -> KeptAnswer:
+    with served.client(timeout=300) as client:
+        done = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=num_tokens, temperature=0, logprobs=0,
+            extra_body={"ignore_eos": True, "skip_special_tokens": False, "diptych": {"keep": keep}},
+        )  # fmt: skip
+    logprobs, usage = done.choices[0].logprobs, done.usage
+    assert logprobs is not None and logprobs.tokens is not None and usage is not None
+    details = usage.prompt_tokens_details
+    assert details is not None
+    kv = (usage.model_extra or {}).get("diptych")
+    return KeptAnswer(list(logprobs.tokens), kv, str(done.system_fingerprint), details.cached_tokens or 0)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Served]:
+    """One prefill and two decode workers, which evict by default as they do not in these tests' requests."""
+    with serve_parts("--prefill", "1", "--decode", "2", "--kv-keep", "0.99", *SIZED) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def colocated() -> Iterator[Served]:
+    with serve_parts("--colocated", "1", *SIZED) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def alone(colocated: Served) -> list[KeptAnswer]:
+    """The answers of one worker that does everything itself."""
+    return [complete(colocated, prompt, LOW) for prompt in prompts()]
+
+
+def test_answers_tell_what_was_kept_and_freed(colocated: Served, alone: list[KeptAnswer]) -> None:
+    for length, answer in zip(LENGTHS, alone, strict=True):
+        keep, kv = answer.keep, answer.kv
+        assert answer.fingerprint.endswith(".keep0.75")
+        assert kv is not None and (kv["kv_class"], kv["kv_bytes_saved_per_token"]) == ("raw", 0)
+        assert (keep["threshold"], keep["boundary"], sum(keep["heads"].values())) == (LOW, 0, SLOTS)
+        # The last decision came after a whole number of chunks of the answer.
+        decided = length + (NEW_TOKENS - 1) // 64 * 64
+        assert keep["all_rows"] == decided * SLOTS and 0 < keep["kept_rows"] <= keep["all_rows"]
+    longest = alone[-1].keep
+    assert longest["kept_rows"] < longest["all_rows"] and longest["freed_bytes"] > 0
+    row_bytes = colocated.status()["workers"][0]["kv_classes"]["raw"]["chunk_bytes"] / 64 / SLOTS
+    for outcome, rows in {
+        "kept": sum(answer.keep["kept_rows"] for answer in alone),
+        "dropped": sum(answer.keep["all_rows"] - answer.keep["kept_rows"] for answer in alone),
+    }.items():
+        counted = colocated.metric("diptych:kv_pruned_bytes_total", outcome=outcome)
+        assert counted == pytest.approx(rows * row_bytes)
+    assert colocated.metric("diptych:kv_pruned_heads_total") == SLOTS * len(alone)
+    assert colocated.metric("diptych:kv_pruned_freed_bytes_total") >= longest["freed_bytes"]
+
+
+def test_a_hit_and_a_hand_over_give_the_tokens_of_one_worker(
+    colocated: Served, pair: Served, alone: list[KeptAnswer]
+) -> None:
+    cold = [complete(pair, prompt, LOW) for prompt in prompts()]
+    warm = [complete(pair, prompt, LOW) for prompt in prompts()]
+    here = [complete(colocated, prompt, LOW) for prompt in prompts()]
+    for answers in (cold, warm, here):
+        assert [one.tokens for one in answers] == [one.tokens for one in alone]
+        assert [one.keep for one in answers] == [one.keep for one in alone]
+    # The last 64 tokens of a prompt are always computed: heads are judged by them.
+    assert [one.cached for one in warm] == [max(0, length - 64) // 64 * 64 for length in LENGTHS]
+
+
+def test_a_boundary_keeps_what_is_before_it(pair: Served) -> None:
+    answer = complete(pair, prompts()[-1], {"threshold": LOW, "boundary": 128})
+    decided = LENGTHS[-1] - 128 + (NEW_TOKENS - 1) // 64 * 64
+    assert (answer.keep["boundary"], answer.keep["all_rows"]) == (128, decided * SLOTS)
+
+
+def test_a_threshold_of_one_changes_no_token_and_tells_nothing(pair: Served, colocated: Served) -> None:
+    whole = complete(pair, prompts()[-1], 1)
+    assert whole.kv is None and "keep" not in whole.fingerprint
+    assert complete(colocated, prompts()[-1], None).tokens == whole.tokens
+
+
+def test_the_default_of_the_deployment_counts_where_a_request_says_nothing(pair: Served) -> None:
+    answer = complete(pair, prompts()[-1], None, 2)
+    assert answer.keep["threshold"] == 0.99 and answer.fingerprint.endswith(".keep0.99")
+    state = pair.status()
+    assert state["kv_keep"] == {"threshold": 0.99, "classes": ["raw"]}
+    assert {tuple(one["keep_classes"]) for one in state["workers"]} == {("raw",)}
+
+
+def test_scores_of_a_prompt_are_those_without_eviction(pair: Served) -> None:
+    scores = []
+    with pair.client(timeout=300) as client:
+        for keep in (LOW, 1):
+            done = client.completions.create(
+                model="tiny", prompt=prompts()[-1], max_tokens=2, temperature=0, logprobs=0, echo=True,
+                extra_body={"diptych": {"keep": keep}},
+            )  # fmt: skip
+            logprobs = done.choices[0].logprobs
+            assert logprobs is not None and logprobs.token_logprobs is not None
+            scores.append(logprobs.token_logprobs[: LENGTHS[-1]])
+    assert scores[0] == scores[1]
+
+
+def test_an_answer_goes_on_when_its_decode_worker_is_killed(pair: Served, colocated: Served) -> None:
+    """It is read again, prompt and answer so far, decides as before, and goes on with the same tokens."""
+    # So long that it is not over when a heartbeat says who decodes it.
+    prompt, num_tokens = prompts()[LENGTHS.index(200)][:150], 850
+    wanted = complete(colocated, prompt, LOW, num_tokens)
+    migrated = pair.metric("diptych:migrated_streams_total")
+    tokens: list[str] = []
+    killed = False
+    with pair.client(timeout=300) as client:
+        stream = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=num_tokens, temperature=0, logprobs=0, stream=True,
+            extra_body={"ignore_eos": True, "skip_special_tokens": False, "diptych": {"keep": LOW}},
+        )  # fmt: skip
+        for chunk in stream:
+            if chunk.choices and chunk.choices[0].logprobs is not None:
+                tokens += chunk.choices[0].logprobs.tokens or []
+            if not killed and len(tokens) > 100:
+                busy = [
+                    one["worker"]
+                    for one in pair.status()["workers"]
+                    if one["role"] == "decode" and one["stats"]["running"]
+                ]
+                if busy:
+                    pair.worker(busy[0]).kill()
+                    killed = True
+    assert killed and tokens == wanted.tokens
+    assert pair.metric("diptych:migrated_streams_total") > migrated
+
+
+@pytest.mark.parametrize(
+    ("keep", "param", "named"),
+    [
+        (0, "diptych.keep", "> 0"),
+        (1.5, "diptych.keep", "<= 1"),
+        ({"threshold": 0.9, "boundary": 100}, "diptych.keep.boundary", "64 or 128"),
+        ({"threshold": 0.9, "boundary": 512}, "diptych.keep.boundary", "448 tokens"),
+    ],
+)
+def test_what_makes_no_sense_is_a_400(pair: Served, keep: Any, param: str, named: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(pair, prompts()[-1], keep, 2)
+    assert caught.value.param == param and named in str(caught.value)
+
+
+def test_the_system_message_of_a_chat_stays(pair: Served) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
+    system = tokenizer.decode(prompts()[-1][:150])
+    with pair.client(timeout=300) as client:
+        done = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "system", "content": system}, {"role": "user", "content": "What is a list?"}],
+            max_tokens=4,
+            extra_body={"diptych": {"keep": LOW}},
+        )
+    assert done.usage is not None and done.usage.model_extra is not None
+    assert done.usage.model_extra["diptych"]["keep"]["boundary"] == 128

@@ -178,6 +178,9 @@ class Config(BaseSettings):
     kv_quality_budget: Annotated[
         Annotated[float, percentage()] | None, Listing(ENGINE, ALL_COMMANDS, shown="1%", rare=True)
     ] = Field(default=None, description="Growth of perplexity that auto may cost")
+    kv_keep: Annotated[float, share(with_one=True), Listing(ENGINE, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=1.0, description="Attention that heads keep; below 1 KV is evicted"
+    )
     kv_cache_calibration: Annotated[
         FilePath | None, Listing(ENGINE, WORKER_COMMANDS, shown="the model's", rare=True)
     ] = Field(default=None, description="What `diptych calibrate` wrote, for nuq codecs")

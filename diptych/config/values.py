@@ -147,19 +147,21 @@ def byte_size(least: int = 1) -> ValueKind:
     )
 
 
-def share(with_ends: bool = False) -> ValueKind:
-    """A share between 0 and 1: `0.99`, or `99%`. Both ends are excluded, unless `with_ends`."""
+def share(with_ends: bool = False, with_one: bool = False) -> ValueKind:
+    """A share between 0 and 1: `0.99`, or `99%`. Both ends are excluded, unless `with_ends`; `with_one` allows 1."""
 
     def read(value: Any) -> float:
         percent = isinstance(value, str) and value.strip().endswith("%")
         number = _parse_number(value.strip()[:-1] if percent else value, {"": 1.0}, "a share such as 0.99")
         found = float(number) / (100 if percent else 1)
-        if not (0 <= found <= 1 if with_ends else 0 < found < 1):
-            ends = "included" if with_ends else "excluded"
-            raise ValueError(f"is out of range: it must be between 0 and 1, both {ends}")
+        low = found < 0 if with_ends else found <= 0
+        if low or (found > 1 if with_one or with_ends else found >= 1):
+            ends = "both included" if with_ends else "1 included" if with_one else "both excluded"
+            raise ValueError(f"is out of range: it must be between 0 and 1, {ends}")
         return found
 
-    bounds = {"minimum": 0, "maximum": 1} if with_ends else {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
+    bounds = {"minimum" if with_ends else "exclusiveMinimum": 0}
+    bounds |= {"maximum" if with_ends or with_one else "exclusiveMaximum": 1}
     percentage = {"type": "string", "pattern": r"^\s*\+?[0-9][0-9_]*(\.[0-9]+)?\s*%?\s*$"}
     return ValueKind(
         "SHARE",

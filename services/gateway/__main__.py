@@ -107,7 +107,8 @@ def make_request_rules(spec: GatewaySpec, tokens: GatewayTokenizer) -> RequestRu
         max_sequences=min(MAX_SEQUENCES, admission_limits(spec).max_group),
     )
     context_tokens = min(spec.max_model_len or tokens.context_tokens, tokens.context_tokens)
-    return RequestRules(tokens, spec.served_names, context_tokens, limits, load_sampling_defaults(spec))
+    defaults = load_sampling_defaults(spec)
+    return RequestRules(tokens, spec.served_names, context_tokens, limits, defaults, spec.kv_keep)
 
 
 def load_sampling_defaults(spec: GatewaySpec) -> SamplingDefaults:

@@ -27,6 +27,7 @@ from services.gateway.generation.streaming import PING_INTERVAL_S, GenerationRes
 from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
+from services.gateway.openai.keep_options import choose_keep_class
 from services.gateway.openai.resolve import ResolvedRequest, check_kv_class, fit_worker_context
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
@@ -136,8 +137,11 @@ class GatewayService:
         ask = fit_worker_context(prepared.ask, self.context_tokens)
         if caller.client_id:
             ask = replace(ask, origin=structs.replace(ask.origin, client_id=caller.client_id))
-        if ask.kv is not None:
-            check_kv_class(ask, *self.kv_classes())
+        if ask.kv is not None or ask.keep.evicts:
+            classes = self.kv_classes()
+            check_kv_class(ask, classes.served, classes.auto)
+            if ask.keep.evicts:
+                ask = replace(ask, kv=choose_keep_class(ask.kv, classes))
         return ask
 
     @property
@@ -154,7 +158,8 @@ class GatewayService:
     def _response_head(self, prefix: str, ask: ResolvedRequest, caller: Caller) -> ResponseHead:
         """The head of an answer. Its id contains the HTTP request's id, so that logs can be searched for it."""
         name = answer_id(prefix, caller.request_id)
-        return ResponseHead(name, int(time.time()), ask.model, self.fingerprint())
+        fingerprint = self.fingerprint()
+        return ResponseHead(name, int(time.time()), ask.model, fingerprint, keep=ask.keep.threshold)
 
     def _generation_response(
         self, head: ResponseHead, ask: ResolvedRequest, view: OutputFormat, caller: Caller

@@ -101,6 +101,7 @@ class LiveHealthProbes(HealthProbes):
             "links": self._link_status(states),
             "links_out": self._missing_links(),
             "kv_auto": self._kv_auto_status(),
+            "kv_keep": self._kv_keep_status(),
             "objectives": self._slo_limits(),
             "history": metrics.history.report(now_s, metrics.slo.attainment),
             "plan": self._plan_status(),
@@ -185,6 +186,13 @@ class LiveHealthProbes(HealthProbes):
         ]
         return {"budget_pct": pairs.auto.budget_pct, "classes": pairs.auto_classes, "lighter": lighter}
 
+    def _kv_keep_status(self) -> dict[str, Any]:
+        """The threshold of eviction of requests that give none, and the KV classes in which KV can be evicted."""
+        return {
+            "threshold": self._service.rules.keep_threshold,
+            "classes": self._backend.relay.pairs.keep_classes,
+        }
+
     def _pool_status(self, role: str) -> dict[str, Any]:
         """The statistics of all workers of a role, added up."""
         stats = [worker.stats for worker in self._backend.worker_stats() if worker.role == role]
@@ -203,6 +211,7 @@ class LiveHealthProbes(HealthProbes):
             "incarnation": hello.incarnation,
             "fingerprint": hello.fingerprint,
             "kv_classes": {one: use._asdict() for one, use in snapshot.class_use.items()},
+            "keep_classes": hello.keep_classes,
             "host": hello.host,
             "pid": hello.pid,
             "silent_s": round(self._backend.clock() - member.seen_s, 3),

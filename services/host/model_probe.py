@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from diptych.errors import ConfigError, ModelError
 from diptych.model_config import CONFIG_FILE
 from engine.model.checkpoint import Checkpoint, find_model, is_folder_name
 from engine.model.kv_codec import (
+    KvClassChoice,
     check_auto,
     expand_auto,
     format_kv_classes,
@@ -61,6 +63,8 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     kv_cache_calibration: str = ""
     # Growth of perplexity, in percent, that classes chosen by the router may cost; None: not set.
     kv_quality_budget: float | None = None
+    # Threshold of eviction for all requests that give none (`Config.kv_keep`).
+    kv_keep: float = 1.0
 
 
 class ProbedModel(msgspec.Struct, frozen=True):
@@ -90,7 +94,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
     """Find a model, and divide this machine's memory among the workers that will load it. No tensor is read.
 
     Raises:
-        ConfigError: this machine has too few cores for the ranks, or KV cannot be coded this way.
+        ConfigError: this machine has too few cores for the ranks, or KV cannot be coded, or evicted, this way.
         ModelError: the model is not found, incomplete, not supported, cannot be split this way, or does not fit; the
             error shows the memory arithmetic. Or its calibration cannot be read.
     """
@@ -107,6 +111,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
         except (ConfigError, ModelError) as error:
             fix = f"{error.fix} (--{role}-tp, --{role}-pp)"
             raise type(error)(error.what, error.why, fix) from None
+    _check_eviction(question, classes)
     available = available_memory() // question.num_workers
     memory = files.memory(
         max_model_len=question.max_model_len,
@@ -153,6 +158,26 @@ def _probe_without_weights(question: ProbeRequest) -> ProbedModel:
     length = plan_max_length(question.model, shape, question.max_model_len)
     description = f"{shape.architecture.removesuffix('ForCausalLM')}, context {length:,}"
     return ProbedModel(str(path), description, has_chat_template(path), length, 0, shape.layers)
+
+
+def _check_eviction(question: ProbeRequest, classes: Sequence[KvClassChoice]) -> None:
+    """Raise ConfigError if KV is to be evicted by default, and workers like these cannot."""
+    if question.kv_keep >= 1:
+        return
+    said = f"--kv-keep {question.kv_keep} evicts KV of all requests"
+    if coded := [one.codec for one in classes if one.codec]:
+        raise ConfigError(
+            f"{said}, and the workers have KV of the class {' and '.join(coded)}",
+            "KV that is coded is always kept whole for now (docs/eviction.md)",
+            "use --kv-cache-codec raw; or leave out --kv-keep, and let requests for raw KV ask for 'keep'",
+        )
+    split = {role: tp * pp for role, (tp, pp) in question.splits.items() if tp * pp > 1}
+    for role, ranks in split.items():
+        raise ConfigError(
+            f"{said}, and {role} workers have {ranks} ranks",
+            "workers of several ranks keep KV whole for now (docs/eviction.md)",
+            f"leave out --{role}-tp and --{role}-pp, or --kv-keep",
+        )
 
 
 def _check_swap_space(question: ProbeRequest, memory: MemoryPlan, available: int) -> None:
@@ -229,6 +254,7 @@ async def resolve_model(config: Config, num_workers: int) -> ProbedModel:
         config.kv_cache_codec,
         calibration_path(config),
         config.kv_quality_budget,
+        config.kv_keep,
     )
     if config.model == EMBEDDED_MODEL or is_folder_name(config.model):
         return probe_model(question)

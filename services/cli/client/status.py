@@ -101,6 +101,8 @@ def show_state(now: GatewayState) -> None:
         print(link)
     for line in format_auto(now.body.get("kv_auto", {})):
         print(line)
+    if eviction := _format_eviction(now.body.get("kv_keep", {})):
+        print(eviction)
 
 
 def format_auto(auto: dict[str, Any]) -> list[str]:
@@ -114,6 +116,14 @@ def format_auto(auto: dict[str, Any]) -> list[str]:
             f"  {pair}: the lighter class for {one['since_s']:.0f} s, since the {one['reason']} binds"
         )
     return lines if auto["lighter"] else [f"{lines[0]}; the better class on all pairs"]
+
+
+def _format_eviction(keep: dict[str, Any]) -> str:
+    """What is evicted by default, and where it is possible; empty where it is not."""
+    classes = ", ".join(keep.get("classes", []))
+    threshold = keep.get("threshold", 1)
+    default = f"--kv-keep {threshold}" if threshold < 1 else "none unless requests ask for 'keep'"
+    return f"eviction: {default}; possible for KV of {classes}" if classes else ""
 
 
 def _class_row(name: str, use: dict[str, Any]) -> list[str]:

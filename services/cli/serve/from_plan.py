@@ -197,6 +197,12 @@ def _verified_settings(loaded: LoadedConfig, plan: PlanFile) -> dict[str, Any]:
         ConfigError: a setting says something else.
     """
     config, found = loaded.config, _step_settings(plan) | {"kv_cache_codec": plan.kv_cache_codec}
+    if config.kv_keep < 1:
+        raise ConfigError(
+            f"kv_keep is {config.kv_keep}, and a plan counts KV that is kept whole",
+            f"from {loaded.origins['kv_keep']}: the prediction of the plan {config.plan} would not hold",
+            f"leave out {loaded.origins['kv_keep']}; single requests may still ask for 'diptych': {{'keep': …}}",
+        )
     if "auto" in (plan.local_prefill, local_prefill_mode(plan.placement)):
         found["local_prefill"] = "auto"
     elif config.local_prefill == "auto":

@@ -107,8 +107,15 @@ def replan_profile(config: Config, model: ProbedModel) -> CostProfile:
     """The measured profile, or else one from a data sheet.
 
     Raises:
-        ConfigError: the profile cannot be read, is of another model or KV codec, or workers have several codecs.
+        ConfigError: the profile cannot be read, is of another model or KV codec, or workers have several codecs or
+            evict KV.
     """
+    if config.kv_keep < 1:
+        raise ConfigError(
+            "the replanner counts KV that is kept whole",
+            f"--replan, and --kv-keep {config.kv_keep}",
+            "leave out one of the two; single requests may still ask for 'diptych': {'keep': …}",
+        )
     auto, _ = split_auto(config.kv_cache_codec)
     codecs = () if auto else parse_class_shares(config.kv_cache_codec)
     if len(codecs) != 1:

@@ -106,6 +106,7 @@ def gateway_spec(
         recovery_s=config.recovery_s,
         local_prefill=config.local_prefill,
         kv_quality_budget=config.kv_budget_pct,
+        kv_keep=config.kv_keep,
         admin_key=config.admin_key,
         metrics_keys=metrics_keys(config, bool(api_keys)),
         status_keys=status_keys(config, bool(api_keys)),

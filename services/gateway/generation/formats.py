@@ -34,6 +34,7 @@ class ResponseHead:
     """The fields that the whole body, or every chunk, of one response repeats. `created` is in Unix seconds.
 
     `kv_class` is set when the first token is there: the class that KV is coded in, or "" for KV without a codec.
+    `keep` is the threshold of a request that evicts, else 1.
     """
 
     id: str
@@ -41,13 +42,17 @@ class ResponseHead:
     model: str
     model_fingerprint: str | None
     kv_class: str = ""
+    keep: float = 1.0
 
     @property
     def fingerprint(self) -> str | None:
-        """The `system_fingerprint`: it names the model and, if KV is coded, the KV class."""
-        if self.model_fingerprint is None or not self.kv_class:
-            return self.model_fingerprint
-        return f"{self.model_fingerprint}.{self.kv_class}"
+        """The `system_fingerprint`: it names the model, the KV class if KV is coded, and the threshold if KV is
+        evicted.
+        """
+        if self.model_fingerprint is None:
+            return None
+        keep = f"keep{self.keep!r}" if self.keep < 1 else ""
+        return ".".join(part for part in (self.model_fingerprint, self.kv_class, keep) if part)
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -25,6 +25,7 @@ from services.gateway.generation.output_text import OutputPiece, OutputText
 from services.gateway.metrics.kv_classes import KvClassRecord
 from services.gateway.metrics.prometheus import TTFT_STAGES, GatewayMetrics, SequenceRecord
 from services.gateway.metrics.timeline import SequenceTimeline
+from services.gateway.openai.keep_options import describe_kv
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.response_schema import KvDetails, PromptDetails, Usage
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
@@ -205,7 +206,8 @@ class Generation:
     @property
     def kv(self) -> KvDetails | None:
         """What the answer tells of the request's KV, if anything. Its sequences have one class."""
-        return next((stream.kv for stream in self.streams if stream.kv is not None), None)
+        details = next((stream.kv for stream in self.streams if stream.kv is not None), None)
+        return describe_kv(details, self.ask.keep, [stream.record.kv.kept for stream in self.streams])
 
     def usage_so_far(self, choice: int) -> Usage | None | UnsetType:
         """The `usage` field of a chunk of one choice.
@@ -235,8 +237,13 @@ class SequenceStream:
         self._generation, self._metrics = generation, generation.metrics
         self._open = False
         self._held_bytes = 0
-        # How the KV of the running attempt is coded; None if it is not.
-        self.kv: KvDetails | None = None
+        # How the KV of the running attempt is coded; None if the answer does not tell.
+        self._kv: KvDetails | None = None
+
+    @property
+    def kv(self) -> KvDetails | None:
+        """What the answer tells of the sequence's KV, if anything."""
+        return describe_kv(self._kv, self._generation.ask.keep, [self.record.kv.kept])
 
     async def pack_logprobs(self) -> None:
         """Pack the prompt's log-probabilities into arrays, with pauses in which other tasks run."""
@@ -265,6 +272,7 @@ class SequenceStream:
             deadline_s,
             origin=self._generation.ask.origin,
             kv_class=self._generation.ask.kv,
+            keep=self._generation.ask.keep,
         )
         request.entered_s[request.stage] = arrived_s
         self._metrics.on_arrived(self.record)
@@ -303,6 +311,7 @@ class SequenceStream:
             return
         record, answer, count = self.record, self.answer, len(output.tokens)
         answer.feed_output(output)
+        record.kv.kept = output.kept or record.kv.kept
         self._update_held_bytes()
         if count and record.first_token_s is None:
             record.first_token_s = record.last_token_s = now_s
@@ -317,8 +326,10 @@ class SequenceStream:
 
     def record_kv_class(self, kv_class: str, reason: str, details: KvDetails | None) -> None:
         """Keep the KV class for the answer and the metrics. With the first token it stays the same."""
-        saved_bytes = 0 if details is None else details.kv_bytes_saved_per_token
-        self.record.kv, self.kv = KvClassRecord(kv_class, reason, saved_bytes), details
+        saved, size = (
+            (0, 0) if details is None else (details.kv_bytes_saved_per_token, details.kv_bytes_per_token)
+        )
+        self.record.kv, self._kv = KvClassRecord(kv_class, reason, saved, size), details
 
     def record_effect(self, effect: TelemetryEffect, now_s: float) -> None:
         """Add to the timeline. The stages of the first token are kept until it is written."""

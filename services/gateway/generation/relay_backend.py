@@ -267,9 +267,10 @@ class RelayBackend:
             sink.record_effect(effect, now_s)
 
     def _kv_details(self, began: AttemptBegan) -> KvDetails | None:
-        """What an answer says about the KV of an attempt; None for `raw`, unless the router chose it."""
-        member = self.relay.fleet.workers.get(began.choice.decode)
-        plain = began.kv_class == RAW_CLASS and began.kv_reason in (ASKED, DEFAULT)
+        """What an answer says about the KV of an attempt; None for `raw`, unless the router chose it or it evicts."""
+        member, live = self.relay.fleet.workers.get(began.choice.decode), self.relay.live.get(began.request)
+        evicts = live is not None and live.request.keep.evicts
+        plain = began.kv_class == RAW_CLASS and began.kv_reason in (ASKED, DEFAULT) and not evicts
         if plain or member is None:
             return None
         coded = pool_size(member.hello, began.kv_class).chunk_bytes

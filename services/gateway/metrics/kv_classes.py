@@ -1,19 +1,65 @@
-"""Which KV class an answer had, why, and what that saved."""
+"""What is counted of the KV of answers: its class and why, what a codec saved, and what eviction kept."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from diptych.chunks import RAW_CLASS
+from prometheus_client import Counter
+
+from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
+from diptych.kept_report import KeptReport
 from router.routing.class_choice import DEFAULT
 
 
 @dataclass(slots=True)
 class KvClassRecord:
-    """The KV class of a sequence, why it has it (`router.routing.class_choice`), and how many bytes fewer a token takes
-    than without a codec.
+    """The KV class of a sequence, why it has it (`router.routing.class_choice`), and bytes of a token: as it is stored,
+    and how many fewer these are than without a codec. The former is 0 if the answer does not tell of its KV.
     """
 
     kv_class: str = RAW_CLASS
     reason: str = DEFAULT
     saved_bytes_per_token: int = 0
+    bytes_per_token: int = 0
+    # What eviction kept of the sequence, if it evicts.
+    kept: KeptReport | None = None
+
+
+class KvCounters:
+    """Counters of the KV of answered sequences. `counter` makes one from its name, help text and labels."""
+
+    def __init__(self, counter: Callable[..., Counter]) -> None:
+        self.class_requests = counter(
+            "diptych:kv_class_requests", "Answered sequences by class of KV, and why", "kv_class", "reason"
+        )
+        self.saved_bytes = counter(
+            "diptych:kv_saved_bytes", "Bytes of KV fewer than without a codec", "kv_class", "where"
+        )
+        self.pruned_heads = counter(
+            "diptych:kv_pruned_heads", "Heads of sequences that evict, by their policy", "policy"
+        )
+        self.pruned_bytes = counter(
+            "diptych:kv_pruned_bytes", "Bytes of KV of sequences that evict: kept, or dropped", "outcome"
+        )
+        self.freed_bytes = counter(
+            "diptych:kv_pruned_freed_bytes", "Bytes by which sequences that evict took less of the pool"
+        )
+
+    def count_answer(self, record: KvClassRecord, num_tokens: int) -> None:
+        """Count the KV of a sequence that was answered, of `num_tokens` tokens with its prompt."""
+        self.class_requests.labels(record.kv_class, record.reason).inc()
+        if record.saved_bytes_per_token:
+            saved_bytes = num_tokens * record.saved_bytes_per_token
+            self.saved_bytes.labels(record.kv_class, "pool").inc(saved_bytes)
+        if record.kept is not None:
+            self._count_kept(record.kept, record.bytes_per_token)
+
+    def _count_kept(self, kept: KeptReport, bytes_per_token: int) -> None:
+        """Count what was kept as it was last reported; `bytes_per_token` are those over all heads."""
+        for policy, count in kept.policies.items():
+            self.pruned_heads.labels(policy).inc(count)
+        row_bytes = bytes_per_token / max(1, sum(kept.policies.values()))
+        self.pruned_bytes.labels("kept").inc(kept.kept_rows * row_bytes)
+        self.pruned_bytes.labels("dropped").inc(kept.pruned_rows * row_bytes)
+        self.freed_bytes.inc(kept.freed_slabs * bytes_per_token * CHUNK_TOKENS)

@@ -36,7 +36,7 @@ from services.gateway.metrics.buckets import (
     TTFT_BUCKETS_MS,
     bucket_bounds_s,
 )
-from services.gateway.metrics.kv_classes import KvClassRecord
+from services.gateway.metrics.kv_classes import KvClassRecord, KvCounters
 from services.gateway.metrics.recent_history import RecentHistory
 from services.gateway.metrics.vllm_transfers import NixlHistograms
 from services.gateway.metrics.workers import LinkSpeed, WorkerCollector, WorkerSnapshot
@@ -204,12 +204,7 @@ class GatewayMetrics:
         self.success = self._counter(
             "vllm:request_success", "Answered sequences", "model_name", "finished_reason"
         )
-        self.class_requests = self._counter(
-            "diptych:kv_class_requests", "Answered sequences by class of KV, and why", "kv_class", "reason"
-        )
-        self.saved_bytes = self._counter(
-            "diptych:kv_saved_bytes", "Bytes of KV fewer than without a codec", "kv_class", "where"
-        )
+        self.kv = KvCounters(self._counter)
         self.rejections = self._counter(
             "vllm:admission_rejections", "Requests refused because of load", "reason"
         )
@@ -388,10 +383,7 @@ class GatewayMetrics:
         """A sequence was answered completely: observe its lengths and times, and check its SLOs."""
         model = record.model
         self.success.labels(model, record.finish).inc()
-        self.class_requests.labels(record.kv.kv_class, record.kv.reason).inc()
-        if record.kv.saved_bytes_per_token:
-            saved_bytes = (record.prompt_tokens + record.tokens) * record.kv.saved_bytes_per_token
-            self.saved_bytes.labels(record.kv.kv_class, "pool").inc(saved_bytes)
+        self.kv.count_answer(record.kv, record.prompt_tokens + record.tokens)
         self.prompt_tokens.labels(model).inc(record.prompt_tokens)
         self.cached_tokens.labels(model).inc(record.cached_tokens)
         self.generation_tokens.labels(model).inc(record.tokens)

@@ -177,7 +177,7 @@ class RelayTelemetry:
             return
         saved, size = saved_chunk_bytes(member.hello, kv_class), pool_size(member.hello, kv_class).chunk_bytes
         if saved:
-            self._metrics.saved_bytes.labels(kv_class, "transfer").inc(moved.num_bytes * saved / size)
+            self._metrics.kv.saved_bytes.labels(kv_class, "transfer").inc(moved.num_bytes * saved / size)
 
 
 def _take_increases(counts: Counter[str], reported: Counter[str]) -> list[tuple[str, int]]:

@@ -77,10 +77,24 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
 
+# With 1 nothing is dropped.
+KeepThreshold = Annotated[float, Meta(gt=0, le=1)]
+
+
+class KeepOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much attention each head keeps at least, and how many tokens at the beginning always stay."""
+
+    threshold: KeepThreshold | None = None
+    boundary: Count | None = None
+
+
 class DiptychOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options that only this server has. `kv` is a KV class by its codec's name or its whole id, or "auto"."""
+    """Options that only this server has. `kv` is a KV class by its codec's name or its whole id, or "auto"; `keep` says
+    how much of its KV the request keeps (`diptych.keep_spec.KeepSpec`), by a threshold alone or with a boundary.
+    """
 
     kv: Annotated[str, Meta(min_length=1, max_length=80)] | None = None
+    keep: KeepThreshold | KeepOptions | None = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from diptych.chunks import AUTO_CLASS
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.request import Grammar, SamplingParams, Tenancy
 from router.routing.kv_classes import names_class
+from services.gateway.openai.keep_options import resolve_keep
 from services.gateway.openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.tenancy import tenancy_of_body
 from services.gateway.openai.validate import (
@@ -67,6 +69,8 @@ class ResolvedRequest:
     obfuscate: bool = False
     # The KV class that the request asks for, as its client wrote it (`router.routing.kv_classes.names_class`).
     kv: str | None = None
+    # What may be dropped of its KV.
+    keep: KeepSpec = KEEP_ALL
 
     @property
     def prompt_tokens(self) -> int:
@@ -83,14 +87,20 @@ class ResolvedRequest:
 
 
 def resolve_chat(
-    body: ChatRequest, prompt: Prompt, grammar: Grammar | None, rules: RequestRules, tenant: str = ""
+    body: ChatRequest,
+    prompt: Prompt,
+    grammar: Grammar | None,
+    rules: RequestRules,
+    tenant: str = "",
+    system_tokens: int = 0,
 ) -> ResolvedRequest:
     """The `ResolvedRequest` of a `/v1/chat/completions` body that passed `check_chat_fields`.
 
-    `prompt` is the rendered conversation, `grammar` that of the body's `response_format`.
+    `prompt` is the rendered conversation, `grammar` that of the body's `response_format`. The first `system_tokens` of
+    the prompt are its system message.
 
     Raises:
-        RequestError: the length is invalid, or the context is too short for the request.
+        RequestError: the length is invalid, the context is too short for the request, or what it keeps is beyond it.
     """
     newer = body.max_completion_tokens is not None
     wanted = body.max_completion_tokens if newer else body.max_tokens
@@ -110,6 +120,7 @@ def resolve_chat(
         n=body.n or 1,
         best_of=body.n or 1,
         logprobs=top,
+        keep=resolve_keep(body, [len(prompt.tokens)], system_tokens, rules),
         **_output_options(body),
     )
 
@@ -126,7 +137,7 @@ def resolve_completion(
     `grammar` is that of the body's `response_format`.
 
     Raises:
-        RequestError: the length is invalid, or the context is too short for the request.
+        RequestError: the length is invalid, the context is too short for the request, or what it keeps is beyond it.
     """
     n, echo = body.n or 1, bool(body.echo)
     best_of = body.best_of or n
@@ -152,6 +163,7 @@ def resolve_completion(
         best_of=best_of,
         echo=echo,
         logprobs=body.logprobs,
+        keep=resolve_keep(body, [len(prompt.tokens) for prompt in prompts], 0, rules),
         **_output_options(body),
     )
 

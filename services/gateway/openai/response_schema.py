@@ -38,15 +38,31 @@ class CompletionDetails(msgspec.Struct, frozen=True):
     rejected_prediction_tokens: int = 0
 
 
+class KeepDetails(msgspec.Struct, frozen=True):
+    """What eviction kept of a request's KV (`diptych.keep_spec`), after the latest decision of each sequence.
+
+    A row is one token's KV in one head of one layer. `heads` counts heads by their policy. All counts are 0 if the
+    answer ended before anything was decided.
+    """
+
+    threshold: float
+    boundary: int
+    kept_rows: int
+    all_rows: int
+    freed_bytes: int
+    heads: dict[str, int]
+
+
 class KvDetails(msgspec.Struct, frozen=True):
-    """How KV was stored and moved: its class, bytes per token, how many fewer these are than without a codec, and why
-    the request had this class (`router.routing.class_choice`).
+    """How KV was stored and moved: its class, bytes per token, how many fewer these are than without a codec, why the
+    request had this class (`router.routing.class_choice`), and what was kept if the request evicts.
     """
 
     kv_class: str
     kv_bytes_per_token: int
     kv_bytes_saved_per_token: int
     kv_reason: str
+    keep: KeepDetails | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):

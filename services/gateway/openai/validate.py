@@ -38,6 +38,8 @@ class RequestRules:
     limits: RequestLimits
     # Values of fields that a request does not set.
     defaults: SamplingDefaults = SamplingDefaults()
+    # Threshold of eviction of requests that give none (`diptych.keep_spec.KeepSpec`).
+    keep_threshold: float = 1.0
 
 
 def unsupported_error(field: str, problem: str = "is not supported") -> RequestError:

@@ -18,6 +18,7 @@ from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.request import Grammar
 from services.gateway.generation.output_text import with_echo
 from services.gateway.openai.chat_messages import parse_chat_messages
+from services.gateway.openai.keep_options import count_shared_tokens, find_system_end
 from services.gateway.openai.parse_body import parse_body
 from services.gateway.openai.request_schema import (
     ChatRequest,
@@ -137,7 +138,27 @@ def _validate_conversation(body: ChatRequest | TokenizeRequest, messages: list[M
 def _resolve_chat(
     body: ChatRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
 ) -> ResolvedRequest:
-    return resolve_chat(body, Prompt(prompts[0].tokens), valid.grammar, rules, caller.tenant)
+    [source], [prompt] = valid.sources, prompts
+    assert isinstance(source, Conversation)
+    system_tokens = (
+        _count_system_tokens(source, prompt, valid.special, rules) if _may_evict(body, rules) else 0
+    )
+    plain = Prompt(prompt.tokens)
+    return resolve_chat(body, plain, valid.grammar, rules, caller.tenant, system_tokens)
+
+
+def _may_evict(body: ChatRequest, rules: RequestRules) -> bool:
+    """Whether it may count where the system message ends: only requests that drop KV need to know."""
+    return rules.keep_threshold < 1 or (body.diptych is not None and body.diptych.keep is not None)
+
+
+def _count_system_tokens(chat: Conversation, prompt: Prompt, special: bool, rules: RequestRules) -> int:
+    """The tokens of a rendered conversation up to the end of its system message."""
+    assert prompt.text is not None
+    end = find_system_end(chat.messages, prompt.text)
+    if not end:
+        return 0
+    return count_shared_tokens(rules.tokenizer.encode(prompt.text[:end], special), prompt.tokens)
 
 
 def _validate_completion(body: CompletionRequest, caller: Caller, rules: RequestRules) -> ValidBody:

@@ -305,6 +305,12 @@ def test_classes_of_kv_are_kept_as_they_were_planned_for(tmp_path: Path) -> None
             load_plan(file)
 
 
+def test_a_plan_counts_kv_that_is_kept_whole(tmp_path: Path) -> None:
+    assert settle(tmp_path, made(*PAIR), {"kv_keep": "1"}).config.kv_keep == 1
+    said = refused(tmp_path, made(*PAIR), kv_keep="95%")
+    assert "kv_keep is 0.95" in said and "plan.json" in said and "'keep'" in said
+
+
 def test_what_is_set_otherwise_stays_where_it_does_not_contradict(tmp_path: Path) -> None:
     given = {"slo_ttft_ms": "900", "model": "models/../models/tiny"}
     assert settle(tmp_path, made(*PAIR), given).config.slo_ttft_ms == 900

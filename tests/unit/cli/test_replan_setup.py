@@ -127,6 +127,14 @@ def test_the_replanner_takes_no_list_of_codecs() -> None:
     assert len(caught.value.lines()) <= 6
 
 
+def test_the_replanner_takes_no_eviction() -> None:
+    """It would count KV that is dropped."""
+    config = loaded({"kv_keep": "0.95"}).config
+    with pytest.raises(ConfigError, match="counts KV that is kept whole") as caught:
+        replan_profile(config, MODEL)
+    assert len(caught.value.lines()) <= 6 and "--kv-keep 0.95" in "\n".join(caught.value.lines())
+
+
 def test_the_evaluator_simulates_this_deployment_until_it_is_asked_to_stop(
     profile: Path, tmp_path: Path
 ) -> None:

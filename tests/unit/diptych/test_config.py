@@ -199,6 +199,8 @@ def test_a_mistake_in_our_own_names_is_still_refused_beside_those_of_kubernetes(
         ("otlp_traces_endpoint", "http://user:secret@h/", "is not a URL"),
         ("trace_sample", "1.5", "must be between 0 and 1, both included"),
         ("trace_sample", "-0.1", "must be between 0 and 1"),
+        ("kv_keep", "0", "must be between 0 and 1, 1 included"),
+        ("kv_keep", "101%", "must be between 0 and 1, 1 included"),
         ("trace_sample", "some", "is not a share"),
         ("log_format", "xml", "is not one of text, json"),
     ],

@@ -1,0 +1,44 @@
+"""`--kv-keep` at a start: who may evict by default, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.errors import DiptychError
+from services.host.model_probe import ProbedModel, ProbeRequest, probe_model
+
+TINY = str(Path(__file__).parents[2] / "models" / "tiny")
+
+
+def probe(**more: Any) -> ProbedModel:
+    sized: dict[str, Any] = {"revision": None, "max_model_len": None, "kv_bytes": 256 << 20, "num_workers": 1}
+    return probe_model(ProbeRequest(TINY, **sized | {"kv_keep": 0.95} | more))
+
+
+def test_workers_with_raw_kv_and_one_rank_may_evict_by_default() -> None:
+    assert probe() == probe(kv_keep=1.0)
+    assert probe(splits={"prefill": (1, 1), "decode": (1, 1)}).kv_bytes > 0
+    assert probe(num_workers=0).kv_bytes == 0, "a gateway alone cannot know its workers"
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"kv_cache_codec": "tq4"}, ["--kv-keep 0.95", "class tq4.s0", "--kv-cache-codec raw"]),
+        ({"kv_cache_codec": "raw:0.25,int8"}, ["class int8.g32", "--kv-cache-codec raw", "'keep'"]),
+        ({"kv_cache_codec": "auto"}, ["class nuq4-1%.g128@", "--kv-cache-codec raw"]),
+        ({"splits": {"prefill": (2, 1), "decode": (1, 1)}}, ["prefill workers have 2 ranks", "--prefill-tp"]),
+        ({"splits": {"prefill": (1, 1), "decode": (1, 2)}}, ["decode workers have 2 ranks", "--decode-pp"]),
+    ],
+)
+def test_workers_that_keep_everything_are_refused_in_six_lines(
+    more: dict[str, Any], named: list[str]
+) -> None:
+    with pytest.raises(DiptychError) as caught:
+        probe(**more)
+    lines = caught.value.lines()
+    assert 1 <= len(lines) <= 6 and all(part in "\n".join(lines) for part in named)
+    assert probe(**more | {"kv_keep": 1.0}).kv_bytes > 0, "without eviction they serve"

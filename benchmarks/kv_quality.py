@@ -1,6 +1,6 @@
 """What each KV codec costs: perplexity, agreement and recall of the embedded model and its twin.
 
-    python -m benchmarks.kv_quality [--json] [--plot FILE] [--parts perplexity prefill recall] [--only nuq4-1% tq4]
+    python -m benchmarks.kv_quality [--json] [--plot FILE] [--parts perplexity recall eviction ...] [--only nuq4-1% tq4]
 
 The model is that of transformers, in float32. Every key and value that attention reads, prompts and the token itself
 included, has gone through `encode_rows` and `expand_page` of `kvcache/codecs/` (`engine/model/kv_quality.py`). With
@@ -22,6 +22,7 @@ large models do (`models/twin.py`).
                       calibrated codecs, `ppl_delta_pct`, and `over_own_pct`: the same against the usual calibration
     recall            percent of questions that are answered exactly, values of several tokens with the newline after
                       them (`models/recall.py`): first questions after a table, and later ones after earlier answers
+    eviction          what heads keep, and what that costs (`benchmarks/kv_eviction.py`)
 
 Rows in brackets are baselines and ablations, not codecs: `[intN per token]` has one scale per token over all heads,
 `[fp8 per tensor]` is e4m3 with one scale for the keys of a layer and one for its values; the others are nuq at 2 bits
@@ -57,6 +58,7 @@ from transformers import AutoModelForCausalLM
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.kv_engine import EngineModel, save_folder
+from benchmarks.kv_eviction import ANSWER_TOKENS, measure_eviction, print_eviction
 from engine.model.kv_capture import capture_layers
 from engine.model.kv_quality import (
     CodingScheme,
@@ -68,6 +70,7 @@ from engine.model.kv_quality import (
     model_forward,
     score_windows,
 )
+from engine.model.tokenizer import ModelTokenizer, read_token_kinds
 from kvcache.codecs.calibration import CALIBRATED_NAMES, CalibratedModel, Calibration
 from kvcache.codecs.codec_id import CODE_BITS, parse_codec_id
 from kvcache.codecs.datatype import Datatype, LayerConstants
@@ -84,7 +87,7 @@ FOLDER = Path(__file__).parents[1] / "models" / "tiny"
 LAYERS, KV_HEADS, HEAD_DIM = 6, 4, 32
 WIDTH = KV_HEADS * HEAD_DIM
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 2048
-PARTS = ("perplexity", "prefill", "recall", "calibration")
+PARTS = ("perplexity", "prefill", "recall", "calibration", "eviction")
 SIMULATION = "simulation"
 FP8 = torch.float8_e4m3fn
 # Codecs whose recall and prefill are measured.
@@ -354,7 +357,22 @@ def measure_model(model: Any, windows: Sequence[torch.Tensor], given: argparse.N
             figures |= measure_recall(make, schemes, given.tables)
         if "calibration" in given.parts and given.through == SIMULATION:
             figures |= measure_calibration(model, windows)
+    if "eviction" in given.parts:
+        figures["eviction"] = measure_kept(model, full, given)
     return figures
+
+
+def measure_kept(model: Any, calibration: Calibration, given: argparse.Namespace) -> dict[str, Any]:
+    """The part `eviction`: prompts of `--tokens` tokens, and tables at all distances."""
+    held_out = HeldOutText(FOLDER)
+    series = [
+        one
+        for distance in DISTANCES
+        for one in recall_series(2, given.kept_tables, held_out.encode, distance, QUESTIONS, VALUE_KINDS)
+    ]
+    windows = held_out_windows(FOLDER, given.windows, given.tokens + ANSWER_TOKENS)
+    kinds = read_token_kinds(ModelTokenizer.load(FOLDER), model.config.vocab_size)
+    return measure_eviction(model, windows, series, calibration, kinds, held_out.stream, show_progress)
 
 
 def loss_ratios(rows: dict[str, Any]) -> dict[str, Any]:
@@ -383,6 +401,8 @@ def print_table(figures: dict[str, Any]) -> None:
         for name, cells in table.get("recall", {}).items():
             shown = ", ".join(f"{distance}: {row['right_pct']:.1f} %" for distance, row in cells.items())
             print(f"  {name:28} recall at {shown}")
+        if "eviction" in table:
+            print_eviction(table["eviction"])
         print("  " + ", ".join(f"{name} {table[name]}" for name in table if "_over_" in name))
 
 
@@ -420,6 +440,7 @@ def main() -> None:
     parser.add_argument(
         "--tables", type=int, default=50, help=f"tables per cell, with {QUESTIONS} questions each"
     )
+    parser.add_argument("--kept-tables", type=int, default=16, help="the same for the part `eviction`")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw perplexity against bytes per token")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -37,6 +37,8 @@ CodeRows = Callable[[int, Floats, Floats], tuple[Floats, Floats]]
 Losses = NDArray[np.float64]
 # Token ids [tokens] -> logits [tokens, vocabulary]
 Forward = Callable[[torch.Tensor], torch.Tensor]
+# An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)
+Attend = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,9 @@ def rotate_keys(model: Any, keys: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 @contextmanager
-def coded_attention(model: Any, scheme: CodingScheme, exact_tokens: int = 0) -> Iterator[None]:
+def coded_attention(
+    model: Any, scheme: CodingScheme, exact_tokens: int = 0, attend_rows: Attend = sdpa_attention_forward
+) -> Iterator[None]:
     """Within, every layer's attention reads keys and values that went through `scheme`.
 
     Args:
@@ -134,6 +138,7 @@ def coded_attention(model: Any, scheme: CodingScheme, exact_tokens: int = 0) -> 
         scheme: how keys and values are coded.
         exact_tokens: this many first tokens attend to exact keys and values, as KVQuant prefills prompts, and later
             ones read the codes of all. Diptych never does so: 0.
+        attend_rows: attends to what was coded.
     """
     exact_keys: dict[int, torch.Tensor] = {}
 
@@ -147,14 +152,14 @@ def coded_attention(model: Any, scheme: CodingScheme, exact_tokens: int = 0) -> 
         keys = key.transpose(1, 2) if scheme.rotated_keys else values
         seen = [x.transpose(1, 2) for x in code(module.layer_idx, keys, values)]
         read = seen[0] if scheme.rotated_keys else key
-        out = sdpa_attention_forward(module, query, read, seen[1], mask, **options)[0]
+        out = attend_rows(module, query, read, seen[1], mask, **options)[0]
         if exact_tokens:
             exact = (
                 key
                 if scheme.rotated_keys
                 else rotate_keys(model, exact_keys[module.layer_idx], key.shape[-1])
             )
-            first = sdpa_attention_forward(module, query, exact, value, mask, **options)[0]
+            first = attend_rows(module, query, exact, value, mask, **options)[0]
             out = torch.cat([first[:, :exact_tokens], out[:, exact_tokens:]], dim=1)
         return out, None
 

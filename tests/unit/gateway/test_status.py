@@ -68,8 +68,8 @@ class StatusWorld:
                 self.backend._handle_event(WorkerSaid(f"decode-{target}", linked))
         self.errors = RecentErrors()
         service = SimpleNamespace(
-            rules=SimpleNamespace(served_names=("toy",)), context_tokens=64, open=set[object](), metrics=metrics,
-            errors=self.errors,
+            rules=SimpleNamespace(served_names=("toy",), keep_threshold=1.0), context_tokens=64,
+            open=set[object](), metrics=metrics, errors=self.errors,
         )  # fmt: skip
         prober = CanaryProber(self.backend, metrics, [1], (num_each, num_each))
         self.replanning = ReplanRoute(TrafficFeed(), prober, metrics)

@@ -99,7 +99,7 @@ class WorldWorker:
     ended: str = ""
     slabs: int = 64
     kv_class: str = ""
-    keep_classes: tuple[str, ...] = ()
+    keep_classes: tuple[str, ...] = ("raw",)
     must_drain: bool = False  # to drain
     next_role: str = ""  # the role it is to have next
     held: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class FakeDeployment:
         return self.do(WorkerSaid(worker, message))
 
     def join(
-        self, name: str, ended: str = "", kv_class: str = "", keep_classes: tuple[str, ...] = ()
+        self, name: str, ended: str = "", kv_class: str = "", keep_classes: tuple[str, ...] = ("raw",)
     ) -> list[RelayEffect]:
         """A worker starts with a pool of `kv_class`, or starts again; then `ended` is how it ended before.
 

@@ -104,7 +104,7 @@ def test_a_request_waits_for_the_lost_worker_that_could_and_fails_when_it_comes_
     world.workers["decode-0"].alive = False
     world.lost("decode-0")
     assert ask(world, "r") == [] and "r" not in world.terminal
-    world.join("decode-0", "killed", "raw")
+    world.join("decode-0", "killed", "raw", ())
     for name in PAIR:
         world.flush(name)
     world.now_s += RECOVERY_S / 2

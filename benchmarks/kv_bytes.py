@@ -1,9 +1,10 @@
 """Bytes of a token's KV in the pool and on the wire, and how many streams a small pool serves at once, per codec.
 
-    python -m benchmarks.kv_bytes [--json] [--codecs raw int8 tq4 nuq4-1%] [--only bytes streams] [--tokens 1024]
-                                  [--answer 64] [--pool 64MiB]
+    python -m benchmarks.kv_bytes [--json] [--codecs raw int8 tq4 nuq4-1%] [--only bytes streams freed] [--tokens 1024]
+                                  [--answer 64] [--pool 64MiB] [--keep 0.98 0.95 0.91 0.85 0.75] [--prompts 10]
 
-All figures are counters of running deployments of the embedded model.
+All figures are counters of running deployments of the embedded model, but for those of `freed`, which are counted in an
+engine (`benchmarks.kept_slabs`).
 
     pool_bytes_per_token    one prefill and one decode worker, 4 streams of 1,024 tokens: slabs that the decode worker
                             holds when all of them run, times the bytes of a slab, over their tokens
@@ -12,9 +13,13 @@ All figures are counters of running deployments of the embedded model.
                             part of it
     streams                 one worker for both with a pool of 64 MiB, and as many streams of 1,024 tokens as have room
                             in it: how many of them ran at once; null if any was preempted
+    pruned_pct              per threshold of `--keep`: share of the KV of prompts of 1,000 to 1,900 tokens of held-out
+                            text that heads drop at the end of the prompt
+    freed_ratio             bytes that the pool gets back, while 64 more tokens are generated, as a part of those
+                            dropped; `keep_freed_ratio` is that of all thresholds together, null if nothing was dropped
     streams_ratio           `streams` of the last codec / `streams` of the first one
 
-Prompts share nothing. With `--only bytes` or `--only streams` the other deployments are not started.
+Prompts share nothing. With `--only` the others are not measured; `freed` is raw KV of one rank.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import httpx
 import uvloop
 
 import benchmarks.script_path  # noqa: F401
+from benchmarks.kept_slabs import FreedMeter
 from benchmarks.load.deployment import ServedDeployment, serving_deployment
 from kvcache.codecs.codec_id import parse_codec_id
 from kvcache.codecs.storage import bytes_per_token
@@ -148,6 +154,23 @@ def measure_streams(codec: str, tokens: int, answer: int, pool: str) -> dict[str
     return {"slabs": slabs, "room": room, "streams": streams, "preemptions": watched.preemptions}
 
 
+def measure_freed(thresholds: Sequence[float], prompts: int) -> dict[str, Any]:
+    """Per threshold, what heads drop of prompts, and how much of it comes back to the pool."""
+    meter = FreedMeter(prompts)
+    freed = {threshold: meter.measure(threshold) for threshold in thresholds}
+    pruned = sum(one.pruned for one in freed.values())
+    return {
+        "keep_freed_ratio": round(sum(one.freed for one in freed.values()) / pruned, 4) if pruned else None,
+        "keep": {
+            str(threshold): {
+                "pruned_pct": round(100 * one.pruned / one.whole, 1),
+                "freed_ratio": None if one.freed_ratio is None else round(one.freed_ratio, 4),
+            }
+            for threshold, one in freed.items()
+        },
+    }
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -155,10 +178,16 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
     parser.add_argument("--codecs", nargs="+", default=["raw", "int8", "tq4", "nuq4-1%"])
-    parser.add_argument("--only", nargs="+", choices=["bytes", "streams"], default=["bytes", "streams"])
+    parser.add_argument(
+        "--only", nargs="+", choices=["bytes", "streams", "freed"], default=["bytes", "streams", "freed"]
+    )
     parser.add_argument("--tokens", type=int, default=1024, help="prompt and answer of a stream")
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--pool", default="64MiB")
+    parser.add_argument("--keep", nargs="+", type=float, default=[0.98, 0.95, 0.91, 0.85, 0.75])
+    parser.add_argument(
+        "--prompts", type=int, default=10, help="prompts that are measured for each threshold"
+    )
     options = parser.parse_args()
     load = os.getloadavg()[0]
     figures: dict[str, Any] = {codec: {} for codec in options.codecs}
@@ -176,6 +205,8 @@ def main() -> None:
     ]
     if errors:
         found["max_error"] = max(errors)
+    if "freed" in options.only:
+        found |= measure_freed(options.keep, options.prompts)
     found |= {
         "tokens": options.tokens,
         "pool": options.pool,

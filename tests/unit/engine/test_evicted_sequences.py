@@ -14,7 +14,7 @@ from diptych.messages import Failed, Output
 from diptych.request import Tenancy
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.reclaim.decision_points import DecisionPoints
-from engine.sequence import Sequence, SequenceRefused
+from engine.sequence import Sequence, SequenceRefused, num_chunks
 from tests.unit.engine.fakes import EngineBench, FakeRunner, alone, sampling, sequence
 from tests.unit.engine.test_loop_machine import Conservation
 
@@ -92,11 +92,12 @@ def test_slabs_go_back_at_the_end_of_the_prompt_and_with_every_64th_token() -> N
     seq = evicting("one", 400)
     bench.engine.add(seq, 0.0)
     bench.engine.step(bench.clock)
-    assert seq.eviction.all_rows == 400 and seq.eviction.kept_rows == len(bench.runner.maps["one#1"])
+    assert 0 < len(bench.runner.maps["one#1"]) < 400
     held = [bench.holdings.used]
     for _ in range(130):
         bench.engine.step(bench.clock)
-        assert len(seq.slabs) == bench.holdings.used == 1 + seq.eviction.bag_slabs
+        kept = len(bench.runner.maps[seq.key])
+        assert len(seq.slabs) == bench.holdings.used == 1 + num_chunks(1 + kept)
         held.append(bench.holdings.used)
     assert max(held) < 7 and bench.runner.calls == {"prompt": 1, "answer": 2}
     assert run_until(bench) and seq.output == alone(seq)
@@ -167,6 +168,28 @@ def test_too_few_slabs_for_a_bag_preempt_the_sequence_with_the_worst_precedence(
     assert [done[seq.id] for seq in seqs] == [alone(seq) for seq in seqs]
     bench.holdings.release("a lease")
     assert bench.holdings.used == 0 and not bench.runner.given
+
+
+def test_the_best_sequence_is_not_the_one_that_pays_for_its_bag() -> None:
+    bench = EngineBench(max_num_batched_tokens=512)
+    take_bag, refused = bench.engine.table.take_bag, list[str]()
+
+    def refuse_once(seq: Sequence, bag_slabs: int) -> list[int] | None:
+        if seq.id == "one" and not refused:
+            refused.append(seq.id)
+            return None
+        return take_bag(seq, bag_slabs)
+
+    bench.engine.table.take_bag = refuse_once  # type: ignore[method-assign]
+    seqs = [evicting(name, 100, 90) for name in ("one", "two")]
+    for seq in seqs:
+        bench.engine.add(seq, 0.0)
+    bench.engine.step(bench.clock)
+    assert (
+        refused and list(bench.scheduler.running) == ["one#1"] and list(bench.scheduler.waiting) == ["two#1"]
+    )
+    run_until(bench)
+    assert [seq.output for seq in seqs] == [alone(seq) for seq in seqs]
 
 
 def test_a_sequence_alone_gives_way_to_slabs_that_others_than_sequences_hold() -> None:

@@ -287,6 +287,7 @@ def test_a_worker_says_which_class_of_kv_it_has(codec: str) -> None:
     built: Any = SimpleNamespace(
         parts=parts, layout=layout, fingerprint="f", identity={}, max_model_len=192, kv_losses={"int4.g2": 0.5},
         kv_auto=True,
+        keep_classes=("raw",),
     )  # fmt: skip
     spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir="", model="")
     life: Any = SimpleNamespace(built=built, spec=spec, role="decode")
@@ -294,6 +295,7 @@ def test_a_worker_says_which_class_of_kv_it_has(codec: str) -> None:
     assert hello.kv_classes == {codec or "raw": (3, layout.chunk_bytes)}
     assert (hello.num_slabs, hello.chunk_bytes) == (3, layout.chunk_bytes)
     assert hello.kv_losses == {"int4.g2": 0.5} and hello.kv_auto
+    assert hello.keep_classes == ["raw"]
 
 
 def test_a_worker_that_is_rejected_ends_and_says_why(line: FakeGatewayLink, shell: WorkerLoop) -> None:

@@ -163,7 +163,8 @@ class AutoClasses:
         (source, target), exact = pair, replace(need, kv_class=kv_class)
         first = source or target
         cached, moved = view.shared_tokens(first, exact), view.shared_tokens(target, exact)
-        share = _pool_share(target, need.room_tokens - moved + need.beside_tokens, exact, view)
+        share = _pool_share(target, need.room_tokens - moved, exact, view)
+        group_share = _pool_share(target, need.room_tokens - moved + need.beside_tokens, exact, view)
         if source is not None:
             share = max(share, _pool_share(source, round_up_to_chunks(need.prompt_tokens), exact, view))
         if any((worker, kv_class) in closed for worker in pair if worker is not None):
@@ -171,12 +172,12 @@ class AutoClasses:
         tokens = view.ledger.load_of(first).queued_tokens + need.prompt_tokens - cached
         prefill_s = tokens * paces.token_s[first]
         if source is None:
-            return ClassEstimate(kv_class, share, prefill_s, 0.0)
+            return ClassEstimate(kv_class, share, prefill_s, 0.0, group_share=group_share)
         queued = max(view.ledger.load_of(name).moving_tokens for name in (source, target))
         move_s, queue_s = (
             self._move_s(source, target, count, exact, view) for count in (need.prompt_tokens - moved, queued)
         )
-        return ClassEstimate(kv_class, share, prefill_s, move_s, queue_s)
+        return ClassEstimate(kv_class, share, prefill_s, move_s, queue_s, group_share)
 
     def _move_s(self, source: str, target: str, tokens: int, need: RoutingNeed, view: RoutingView) -> float:
         """Seconds in which the KV of `tokens` is moved in the class of `need`, at the speed of recent moves."""

@@ -37,10 +37,11 @@ class ClassDecision(NamedTuple):
 class ClassEstimate(NamedTuple):
     """What a class would cost a request on a pair of workers.
 
-    `pool_share` is the booked share of the fuller one of its two pools, all sequences of this request included;
-    infinite if the request may not use one of them now. `prefill_s` are the seconds until the prompt is prefilled,
-    behind those before it. `move_s` are the seconds in which its KV is moved in this class, `queue_s` those in which
-    all that is moved before it would be, if it had this class as well; 0 if nothing is moved.
+    `pool_share` is the booked share of the fuller one of its two pools, this sequence included; infinite if the request
+    may not use one of them now. `group_share` is the same with all sequences of its HTTP request.
+    `prefill_s` are the seconds until the prompt is prefilled, behind those before it. `move_s` are the seconds in which
+    its KV is moved in this class, `queue_s` those in which all that is moved before it would be, if it had this class
+    as well; 0 if nothing is moved.
     """
 
     kv_class: str
@@ -48,6 +49,12 @@ class ClassEstimate(NamedTuple):
     prefill_s: float
     move_s: float
     queue_s: float = 0.0
+    group_share: float = 0.0
+
+    @property
+    def full_for_group(self) -> bool:
+        """Whether the sequences of this HTTP request would fill most of a pool."""
+        return max(self.pool_share, self.group_share) > POOL_BINDS
 
     @property
     def arrival_s(self) -> float:
@@ -74,6 +81,9 @@ def choose_class(
 ) -> tuple[list[ClassDecision], ClassMode]:
     """The classes that a request may take, preferred first, and the mode from now on.
 
+    Room for other sequences of the same HTTP request counts for this request only: the mode, which decides for all
+    requests on the pair, follows from what is booked.
+
     Args:
         better: the class that loses less, for this request on this pair of workers.
         lighter: the class with fewer bytes per token.
@@ -82,11 +92,11 @@ def choose_class(
         now_s: the router's time.
     """
     mode = next_mode(better, spare_s, mode, now_s)
-    heavy = better.kv_class
-    if mode.reason is None:
+    heavy, full = better.kv_class, better.full_for_group
+    if mode.reason is None and not full:
         return [ClassDecision(heavy, QUALITY), ClassDecision(lighter.kv_class, POOL)], mode
-    light = ClassDecision(lighter.kv_class, mode.reason)
-    if better.pool_share <= POOL_BINDS and better.arrival_s < lighter.arrival_s:
+    light = ClassDecision(lighter.kv_class, mode.reason or POOL)
+    if not full and better.arrival_s < lighter.arrival_s:
         return [ClassDecision(heavy, PREFIX), light], mode
     # Over a link that binds, the better class would slow down all others.
     return [light] if mode.reason == LINK else [light, ClassDecision(heavy, QUALITY)], mode

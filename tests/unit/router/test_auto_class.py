@@ -285,6 +285,13 @@ def test_the_room_of_all_sequences_of_a_request_counts() -> None:
         assert {(one.kv_class, one.kv_reason) for one in begun} == {expected}
 
 
+def test_a_request_with_many_sequences_is_light_and_the_pair_stays_as_it_is() -> None:
+    world = deployment({"raw": 16, LIGHT: 256})
+    assert {(one.kv_class, one.kv_reason) for one in ask(world, "a", sequences=24)} == {(LIGHT, POOL)}
+    assert world.relay.pairs.auto.modes[PAIR].reason is None
+    assert given(world, "b") == ("raw", QUALITY), "its pool is empty"
+
+
 def test_chunks_that_sequences_share_count_once() -> None:
     world = deployment({"raw": 64, LIGHT: 256})
     ask(world, "a", prompt=300, sequences=3)

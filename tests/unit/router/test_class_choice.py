@@ -97,6 +97,19 @@ def test_bounds_of_binding(estimate: ClassEstimate, reason: str | None) -> None:
     assert next_mode(estimate, 0.5, FREE, NOW_S).reason == reason
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [(FREE, ONLY_RAW_FITS), (BY_POOL, ONLY_RAW_FITS), (BY_LINK, [(LIGHTER, LINK)])],
+)
+def test_room_for_other_sequences_counts_for_this_request_only(
+    mode: ClassMode, expected: list[tuple[str, str]]
+) -> None:
+    heavy = better(prefill_s=0.1, move_s=0.01)._replace(group_share=POOL_BINDS + 0.01)
+    decisions, then = choose_class(heavy, lighter(), 0.05, mode, NOW_S)
+    assert decisions == [ClassDecision(*one) for one in expected]
+    assert (then.reason, then.near_s) == (mode.reason, mode.near_s)
+
+
 def test_without_any_time_to_spare_every_move_binds() -> None:
     assert next_mode(better(prefill_s=0.0, move_s=0.001), 0.0, FREE, NOW_S).reason == LINK
 

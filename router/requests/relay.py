@@ -76,7 +76,7 @@ from router.requests.grace import WorkerGrace
 from router.requests.lease_renewal import LeaseRenewal
 from router.requests.pairs import PairSelector
 from router.requests.quarantine import CrashQuarantine
-from router.requests.request_state import ClassWish, RequestState, count_beside_tokens
+from router.requests.request_state import ClassWish, RequestState, sum_beside
 from router.routing.fleet import Fleet
 from router.routing.policy import Pair
 from router.routing.prefix_index import PrefixIndex
@@ -210,7 +210,7 @@ class Relay:
             self.admission.admit_request(request.id, len(request.prompt), now_s, tenant, first.id)
             live.chunks = self.index.name_chunks(request.prompt, request.origin.scope)
             live.expected_tokens = self.pairs.answers.expected_tokens(request.sampling.max_tokens)
-        states[0].wish.beside_tokens = count_beside_tokens(states)
+        states[0].wish.beside = sum_beside(states)
 
     def _on_client_gone(self, event: ClientGone, now_s: float) -> None:
         if (live := self.live.get(event.request)) is not None:

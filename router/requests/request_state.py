@@ -11,7 +11,7 @@ from diptych.messages import Offer
 from diptych.request import TERMINAL_STAGES, Request, RequestStage
 from router.effects import ChosenPair
 from router.requests.failure_policy import NO_WORKERS, FailurePolicy
-from router.routing.class_choice import ASKED, DEFAULT, ClassDecision
+from router.routing.class_choice import ASKED, DEFAULT, BesideNeed, ClassDecision
 from router.routing.credits import (
     CREDIT_TOKENS_PER_PROMPT,
     DROPPING_TOKENS,
@@ -30,12 +30,12 @@ class ClassWish:
     `asked` is what the request says (`router.routing.kv_classes.names_class`), if anything. What was `decided` for the
     first sequence counts for the others, as long as a sequence uses it: it has an attempt, or delivered tokens.
 
-    `beside_tokens` are the tokens of KV that all other sequences are expected to need beside those of the first one.
+    `beside` is what all other sequences are expected to need beside the first one.
     """
 
     asked: str | None = None
     decided: ClassDecision | None = None
-    beside_tokens: int = 0
+    beside: BesideNeed = BesideNeed()
     _used_by: set[str] = field(default_factory=set)
 
     def decide(self, request: str, decision: ClassDecision) -> None:
@@ -195,7 +195,7 @@ class RequestState:
             request.origin.priority,
             kv_class=self.kv_class,
             whole_tokens=request.keep.boundary if request.keep.evicts else None,
-            beside_tokens=0 if bound else self.wish.beside_tokens,
+            beside=BesideNeed() if bound else self.wish.beside,
         )
 
     @property
@@ -252,10 +252,11 @@ class RequestState:
             self.wish.release(self.request.id)
 
 
-def count_beside_tokens(states: Sequence[RequestState]) -> int:
-    """Tokens of KV that the sequences of an HTTP request need beside those of the first one; chunks are shared."""
-    seen, beside = set[bytes](), -states[0].room_tokens
-    for live in states:
-        beside += live.room_tokens - CHUNK_TOKENS * len(seen.intersection(live.chunks))
-        seen.update(live.chunks)
-    return beside
+def sum_beside(states: Sequence[RequestState]) -> BesideNeed:
+    """What the sequences of an HTTP request need beside the first one, as it is booked when they begin together."""
+    first, *others = states
+    return BesideNeed(
+        sum(prefill_room_tokens(live.need) for live in others),
+        sum(live.room_tokens for live in others),
+        sum(live.chunks == first.chunks for live in others),
+    )

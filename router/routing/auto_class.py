@@ -24,7 +24,7 @@ from router.routing.class_choice import (
     ClassMode,
     choose_class,
 )
-from router.routing.credits import round_up_to_chunks
+from router.routing.credits import prefill_room_tokens, round_up_to_chunks
 from router.routing.fleet import ROLES
 from router.routing.kv_classes import classes_of, loss_of, pool_size, shared_classes
 from router.routing.policy import (
@@ -163,10 +163,15 @@ class AutoClasses:
         (source, target), exact = pair, replace(need, kv_class=kv_class)
         first = source or target
         cached, moved = view.shared_tokens(first, exact), view.shared_tokens(target, exact)
-        share = _pool_share(target, need.room_tokens - moved, exact, view)
-        group_share = _pool_share(target, need.room_tokens - moved + need.beside_tokens, exact, view)
+        beside = need.beside
+        shares = [
+            _pool_shares(
+                target, need.room_tokens - moved, beside.room_tokens - beside.alike * moved, exact, view
+            )
+        ]
         if source is not None:
-            share = max(share, _pool_share(source, round_up_to_chunks(need.prompt_tokens), exact, view))
+            shares.append(_pool_shares(source, prefill_room_tokens(need), beside.prefill_tokens, exact, view))
+        share, group_share = map(max, zip(*shares, strict=True))
         if any((worker, kv_class) in closed for worker in pair if worker is not None):
             share = INFINITE
         tokens = view.ledger.load_of(first).queued_tokens + need.prompt_tokens - cached
@@ -192,11 +197,21 @@ class AutoClasses:
         return link.latency_us * 1e-6 + num_bytes / speed
 
 
-def _pool_share(worker: str, tokens: int, need: RoutingNeed, view: RoutingView) -> float:
-    """The share of the pool that is booked if `tokens` more are; requests of worse priority do not count."""
+def _pool_shares(
+    worker: str, tokens: int, beside_tokens: int, need: RoutingNeed, view: RoutingView
+) -> tuple[float, float]:
+    """The share of the pool that is booked if `tokens` more are, and if its part of `beside_tokens` is as well.
+
+    Other sequences of the request spread over all workers of a role that hold its class. Requests of worse priority do
+    not count.
+    """
     load = view.ledger.load_up_to(worker, need.priority, need.kv_class)
-    slabs = pool_size(view.fleet.workers[worker].hello, need.kv_class).num_slabs
-    return (load.room_tokens + tokens) / (slabs * CHUNK_TOKENS) if slabs else INFINITE
+    hello = view.fleet.workers[worker].hello
+    capacity = pool_size(hello, need.kv_class).num_slabs * CHUNK_TOKENS
+    if not capacity:
+        return INFINITE, INFINITE
+    part = beside_tokens / max(1, len(view.eligible_workers(hello.role, need))) if beside_tokens else 0.0
+    return (load.room_tokens + tokens) / capacity, (load.room_tokens + tokens + part) / capacity
 
 
 def _spare_s(target: str, need: RoutingNeed, view: RoutingView, paces: WorkerPaces) -> float:

@@ -34,6 +34,19 @@ class ClassDecision(NamedTuple):
     reason: str
 
 
+class BesideNeed(NamedTuple):
+    """What all other sequences of an HTTP request need beside the first one.
+
+    Tokens of KV at prefill workers until it is offered, and at decode workers at the end, in whole chunks. None of it
+    is shared yet. `alike` is how many of them have the first one's prompt, so that a worker which holds chunks of that
+    one holds theirs too.
+    """
+
+    prefill_tokens: int = 0
+    room_tokens: int = 0
+    alike: int = 0
+
+
 class ClassEstimate(NamedTuple):
     """What a class would cost a request on a pair of workers.
 

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from diptych.chunks import CHUNK_TOKENS
 from router.effects import ChosenPair
+from router.routing.class_choice import BesideNeed
 from router.routing.fleet import Fleet, WorkerState
 from router.routing.kv_classes import can_evict, decided_class, holds_class, pool_size, share_class
 from router.routing.prefix_index import ChunkNames, PrefixIndex
@@ -61,7 +62,7 @@ class RoutingNeed:
     must stay with, if that is decided; else the one that it asks for, as `kv_classes.names_class` takes it.
     `whole_tokens` are the first tokens of its prompt whose KV a decode worker may share, if it drops some of the
     others; None: it drops none.
-    `beside_tokens` of KV will be needed in the class that it gets by other sequences of its HTTP request.
+    `beside` is what other sequences of its HTTP request will need in the class that it gets.
     """
 
     prompt_tokens: int
@@ -72,7 +73,7 @@ class RoutingNeed:
     underserved: bool = False
     kv_class: str | None = None
     whole_tokens: int | None = None
-    beside_tokens: int = 0
+    beside: BesideNeed = BesideNeed()
 
     @property
     def evicts(self) -> bool:

@@ -9,10 +9,10 @@ from msgspec import structs
 
 from diptych.messages import Hello, Offer, Output, Prefill, Pulled, Step
 from router.effects import AttemptBegan, FailRequest, RelayEffect, RequestArrived, SendMessage
-from router.requests.request_state import count_beside_tokens
+from router.requests.request_state import sum_beside
 from router.routing import auto_class
 from router.routing.auto_class import AutoClasses, eligible_classes
-from router.routing.class_choice import ASKED, DEFAULT, LINK, POOL, PREFIX, QUALITY, RETURN_S
+from router.routing.class_choice import ASKED, DEFAULT, LINK, POOL, PREFIX, QUALITY, RETURN_S, BesideNeed
 from router.routing.fleet import WorkerState
 from router.routing.kv_classes import AnswerVersion, names_class
 from router.routing.policy import seconds_per_unit
@@ -271,16 +271,16 @@ def test_an_answer_stays_with_its_class_when_the_choice_has_changed() -> None:
 
 
 def test_sequences_of_one_request_share_the_class_of_the_first() -> None:
-    """On its own the second one would be light, as the next request is."""
+    """Together they have room in the better class. The next request has not."""
     world = deployment({"raw": 16, LIGHT: 256})
-    begun = ask(world, "a", prompt=500, sequences=2)
+    begun = ask(world, "a", prompt=400, sequences=2)
     assert [(one.kv_class, one.kv_reason) for one in begun] == [("raw", QUALITY)] * 2
     assert given(world, "b", prompt=500) == (LIGHT, POOL)
 
 
 def test_the_room_of_all_sequences_of_a_request_counts() -> None:
     """Each of them alone would have room in the better class, which all of them would fill."""
-    for sequences, expected in ((3, ("raw", QUALITY)), (24, (LIGHT, POOL))):
+    for sequences, expected in ((2, ("raw", QUALITY)), (24, (LIGHT, POOL))):
         begun = ask(deployment({"raw": 16, LIGHT: 256}), "a", prompt=300, sequences=sequences)
         assert {(one.kv_class, one.kv_reason) for one in begun} == {expected}
 
@@ -292,14 +292,49 @@ def test_a_request_with_many_sequences_is_light_and_the_pair_stays_as_it_is() ->
     assert given(world, "b") == ("raw", QUALITY), "its pool is empty"
 
 
-def test_chunks_that_sequences_share_count_once() -> None:
+def test_what_the_other_sequences_need_is_what_they_book() -> None:
     world = deployment({"raw": 64, LIGHT: 256})
     ask(world, "a", prompt=300, sequences=3)
     first, second, _ = (world.relay.live[name] for name in ("a", "a.1", "a.2"))
-    assert count_beside_tokens([first]) == 0
-    assert count_beside_tokens([first, second]) == second.room_tokens - 4 * 64
-    assert first.wish.beside_tokens == 2 * (second.room_tokens - 4 * 64)
-    assert first.need.beside_tokens == 0, "the class is decided"
+    assert sum_beside([first]) == BesideNeed()
+    assert sum_beside([first, second]) == BesideNeed(320, second.room_tokens, 1)
+    assert first.wish.beside == BesideNeed(2 * 320, 2 * second.room_tokens, 2)
+    assert first.need.beside == BesideNeed(), "the class is decided"
+    ask(world, "b", text=1)
+    assert sum_beside([first, world.relay.live["b"]]).alike == 0
+
+
+@pytest.mark.parametrize(("prefill_slabs", "decode_slabs"), [(64, 64), (64, 1024), (1024, 64)])
+def test_sequences_with_a_long_prompt_are_light_and_none_waits(prefill_slabs: int, decode_slabs: int) -> None:
+    """As raw, four prompts of 15 slabs fill the smaller pool, at the prefill worker until their KV is moved."""
+    decode, prefill = ({"raw": slabs, LIGHT: 512} for slabs in (decode_slabs, prefill_slabs))
+    world = deployment(decode, source_slabs=prefill)
+    begun = ask(world, "a", prompt=900, sequences=32)
+    assert {(one.kv_class, one.kv_reason) for one in begun} == {(LIGHT, POOL)}
+    assert len(begun) == 32 and not world.waiting
+
+
+def test_sequences_spread_over_all_workers_of_the_class() -> None:
+    """Each decode worker gets two of the eleven at most: 10 of 16 slabs."""
+    names = tuple(f"{role}-{number}" for role in ("prefill", "decode") for number in range(8))
+    world = deployment({"raw": 16, LIGHT: 64}, names=names)
+    begun = ask(world, "a", prompt=300, sequences=11)
+    assert {(one.kv_class, one.kv_reason) for one in begun} == {("raw", QUALITY)}
+    assert len(begun) == 11 and not world.waiting
+
+
+def test_sequences_share_the_chunks_that_a_worker_holds() -> None:
+    """Each of 40 needs a slab of its own beside the 14 that are there already."""
+    world = deployment({"raw": 64, LIGHT: 512}, source_slabs={"raw": 1024, LIGHT: 1024})
+    assert given(world, "a", prompt=900) == ("raw", QUALITY)
+    world.say("prefill-0", Step([Output("a", 0, [1])]))
+    world.say("prefill-0", Offer("a", 0, b"ticket", 900, 15 << 20))
+    world.say("decode-0", Pulled("a", 0, "shm", 15 << 20, {"transfer": 0.001}))
+    begun = ask(world, "b", prompt=900, sequences=40)
+    assert {(one.kv_class, one.kv_reason) for one in begun} == {("raw", QUALITY)}
+    assert {(one.kv_class, one.kv_reason) for one in ask(world, "c", prompt=900, sequences=40, text=1)} == {
+        (LIGHT, POOL)
+    }, "nobody has its chunks"
 
 
 def test_an_attempt_without_a_token_may_get_another_class() -> None:

@@ -21,8 +21,8 @@ from planner.types import KvClass, KvClassWork
 
 # Shares in a plan's file are multiples of this. Shares that differ by less than `SHARE_ROUNDING` are the same.
 SHARE_STEP, SHARE_ROUNDING = 1e-6, 1e-5
-# Shares that advice names are multiples of this.
-SHARE_ADVICE = 0.01
+# Advice names shares in steps of one in so many.
+SHARE_ADVICE = 100
 
 
 def base_codec(text: str) -> str:
@@ -125,16 +125,30 @@ def whole_request(kv_tokens: float, max_len: int) -> int:
 def check_class_rooms(classes: Sequence[KvClass], kv_tokens: float, max_len: int) -> None:
     """Raises ConfigError: a class has too small a share of an instance's `kv_tokens` for one request of full length."""
     need = -(-whole_request(kv_tokens, max_len) // CHUNK_TOKENS) * CHUNK_TOKENS
-    for one in classes:
-        if (room := int(kv_tokens * one.room)) >= need:
-            continue
-        share = ceil(need / kv_tokens * one.share / one.room / SHARE_ADVICE) * SHARE_ADVICE
-        more = f"give it {share:.2f} or more, or " if share < 1 else ""
-        raise ConfigError(
-            f"the share of the KV class {one.name} is too small for one request",
-            f"{one.share:.3g} of an instance holds {room:,} tokens, and a request may have {max_len:,}",
-            f"{more}take instances with more memory",
-        )
+    small = next((one for one in classes if int(kv_tokens * one.room) < need), None)
+    if small is None:
+        return
+    shares = _find_shares(classes, kv_tokens, need)
+    first = f"use --kv-cache-codec {shares}" if shares else "take fewer classes"
+    raise ConfigError(
+        f"the share of the KV class {small.name} is too small for one request",
+        f"{small.share:.3g} of an instance holds {int(kv_tokens * small.room):,} tokens, and a request may have"
+        f" {max_len:,}",
+        f"{first}, or take instances with more memory.\nWithout a plan, `diptych serve` accepts smaller shares with a"
+        " smaller --max-model-len",
+    )
+
+
+def _find_shares(classes: Sequence[KvClass], kv_tokens: float, need: int) -> str:
+    """Shares with room for `need` tokens in each class, as `--kv-cache-codec` takes them; empty if there are none."""
+    least = [ceil(need / kv_tokens * one.share / one.room * SHARE_ADVICE) for one in classes]
+    spare = SHARE_ADVICE - sum(least)
+    if spare < 0:
+        return ""
+    shares = [low + floor(spare * one.share) for low, one in zip(least, classes, strict=True)]
+    return ",".join(
+        f"{one.name}:{share / SHARE_ADVICE:.2f}" for one, share in zip(classes, shares, strict=True)
+    )
 
 
 def _class_dims(profile: CostProfile, codec: str, text: str) -> ModelDims:

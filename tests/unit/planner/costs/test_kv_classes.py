@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,9 +59,9 @@ def test_a_share_that_a_worker_refuses_is_refused() -> None:
     """By `split_pool` for the same bytes, and the advice is a share with which a worker starts."""
     kv_tokens = MEASURED.kv_tokens(SPLIT)
     pool_bytes = round(kv_tokens * MEASURED.model.kv_token_bytes)
-    plan = MemoryPlan(1024, 900, pool_bytes, 0, 0, 0, 0)
 
-    def split(text: str) -> tuple[int, ...]:
+    def split(text: str, max_model_len: int = 1024) -> tuple[int, ...]:
+        plan = MemoryPlan(max_model_len, 900, pool_bytes, 0, 0, 0, 0)
         layouts = [KvLayout(6, 4, 32, "float32", CODECS[name]) for name in ("raw", "tq4")]
         return split_pool("tiny", plan, layouts, [one.share for one in plan_kv_classes(MEASURED, text)])
 
@@ -71,9 +72,27 @@ def test_a_share_that_a_worker_refuses_is_refused() -> None:
     with pytest.raises(ConfigError, match="raw is too small for one request") as refused:
         check_class_rooms(plan_kv_classes(MEASURED, "raw:0.01,tq4"), kv_tokens, 1024)
     assert len(refused.value.lines()) <= 6
-    assert "give it 0.02 or more" in "".join(refused.value.lines())
+    assert "use --kv-cache-codec raw:0.02,tq4:0.97, or" in refused.value.fix
+    assert "serve` accepts smaller shares with a smaller --max-model-len" in refused.value.fix
+    check_class_rooms(plan_kv_classes(MEASURED, "raw:0.02,tq4:0.97"), kv_tokens, 1024)
+    assert split("raw:0.02,tq4:0.97")[0] >= 16
+    assert split("raw:0.01,tq4", 512)[0] >= 8
     # An instance without room for a request of full length serves shorter ones.
     check_class_rooms(plan_kv_classes(MEASURED, "raw:0.01,tq4"), kv_tokens, kv_tokens + 1)
+
+
+def test_advised_shares_work_together() -> None:
+    """Of a little more than one request: all that raw leaves is too little; of less, nothing has room for both."""
+    classes = plan_kv_classes(MEASURED, "raw:0.9,tq4")
+    with pytest.raises(ConfigError, match=r"tq4 is too small") as refused:
+        check_class_rooms(classes, 1280.0, 1024)
+    shares = re.search(r"use --kv-cache-codec (\S+), or", refused.value.fix)
+    assert shares is not None
+    check_class_rooms(plan_kv_classes(MEASURED, shares[1]), 1280.0, 1024)
+    with pytest.raises(ConfigError, match=r"is too small") as refused:
+        check_class_rooms(plan_kv_classes(MEASURED, "raw:0.9,tq4"), 1100.0, 1024)
+    assert refused.value.fix.startswith("take fewer classes, or take instances with more memory")
+    assert len(refused.value.lines()) <= 6
 
 
 def test_a_single_codec_is_no_class() -> None:

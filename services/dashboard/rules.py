@@ -114,13 +114,12 @@ AVAILABILITY = (
     ),
     AlertSpec(
         "DiptychPoolDead",
-        # Workers that crash whenever they start are up for moments: they count as dead. Not in the first 30 s of
-        # a deployment, whose workers are starting.
+        # Workers that crash whenever they start are up for moments: they count as dead, unless one of them was up for
+        # more than 6 of the last 30 s. Seconds are counted, not scrapes: so any interval of scrapes will do. Not in
+        # the first 70 s of a deployment: its workers are starting, and by then two scrapes a minute apart are there.
         "max by (job, role) (diptych:wanted_workers) > 0 "
-        "and on (job, role) max by (job, role) (diptych:wanted_workers offset 30s) >= 0 "
-        "and on (job, role) max by (job, role) (count_over_time(diptych:wanted_workers[30s])) > 0 "
-        "unless on (job, role) sum by (job, role) (count_over_time(diptych:worker_up[30s])) "
-        "> on (job, role) 0.2 * max by (job, role) (count_over_time(diptych:wanted_workers[30s]))",
+        "and on (job, role) max by (job, role) (diptych:wanted_workers offset 70s) >= 0 "
+        "unless on (job, role) max by (job, role) (count_over_time((diptych:worker_up > 0)[30s:1s])) > 6",
         "0s", "page", "No {{ $labels.role }} worker stays up: in the last 30 s there was none most of the time",
         "The workers' logs say how they ended (--log-dir); requests wait for --recovery-s, then fail with 503.",
     ),

@@ -184,36 +184,79 @@ def test_a_burn_alert_ends_with_the_fire_and_needs_traffic(tmp_path: Path) -> No
     )
 
 
+def pool_of(num_workers: int, values: str = "") -> Series:
+    """A pool of decode workers that all have these samples; without them it is only wanted."""
+    wanted = {'diptych:wanted_workers{job="d",role="decode"}': f"{num_workers}x300"}
+    return wanted | {decode_up(number): values for number in range(num_workers) if values}
+
+
+def decode_up(number: int) -> str:
+    return f'diptych:worker_up{{job="d",role="decode",worker="decode-{number}"}}'
+
+
+def dead_pools(series: Series, interval: str, at: str, fires: int) -> dict[str, Any]:
+    """Scraped every `interval`: so many pools are dead after `at`."""
+    return case(series, at, DiptychPoolDead=fires) | {"interval": interval}
+
+
 @needs_promtool
 def test_a_pool_whose_workers_come_up_for_moments_is_dead(tmp_path: Path) -> None:
     """Scraped every second. Who crashes whenever it starts is not up; who restarts once, or starts, is not dead."""
-    up, other = (f'diptych:worker_up{{job="d",role="decode",worker="decode-{number}"}}' for number in (0, 1))
-    wanted = {'diptych:wanted_workers{job="d",role="decode"}': "2x180"}
-    moments = " ".join(["stale", "_x13", "1"] * 12)
-    crashing = wanted | {up: f"1x60 {moments}", other: f"1x60 _x5 {moments}"}
-    once = wanted | {up: "1x60 stale _x15 1x100"}
-    short, long = (wanted | {up: f"{start} 1x100"} for start in ("_x20", "_x60"))
-
-    def second_by_second(series: Series, at: str, fires: int) -> dict[str, Any]:
-        return case(series, at, DiptychPoolDead=fires) | {"interval": "1s"}
-
+    wanted, up = pool_of(2), decode_up(0)
+    once = wanted | {up: "1x100 stale _x15 1x100"}
+    short, long = (wanted | {up: f"{start} 1x200"} for start in ("_x20", "_x100"))
+    cases = [
+        (pool_of(2, "1x180"), "120s", 0),
+        (once, "116s", 0),
+        (short, "20s", 0),
+        (short, "40s", 0),
+        (short, "80s", 0),
+        (long, "60s", 0),
+        (long, "85s", 1),
+        (long, "140s", 0),
+        (wanted | {up: "1x100 stale"}, "135s", 1),
+    ]
     check_fires(
-        tmp_path,
-        0.9,
-        [
-            second_by_second(wanted | {up: "1x180"}, "120s", 0),
-            second_by_second(crashing, "60s", 0),
-            second_by_second(crashing, "95s", 1),
-            second_by_second(crashing, "175s", 1),
-            second_by_second(once, "76s", 0),
-            second_by_second(short, "20s", 0),
-            second_by_second(short, "40s", 0),
-            second_by_second(long, "45s", 1),
-            second_by_second(long, "100s", 0),
-            second_by_second(wanted | {up: "1x60 stale"}, "95s", 1),
-        ],
-        every="1s",
+        tmp_path, 0.9, [dead_pools(series, "1s", at, fires) for series, at, fires in cases], every="1s"
     )
+
+
+@needs_promtool
+@pytest.mark.parametrize("num_workers", [2, 4, 16])
+def test_a_pool_of_any_size_whose_workers_all_crash_at_start_is_dead(
+    num_workers: int, tmp_path: Path
+) -> None:
+    """Each worker is up for 1 s of 14, at a moment of its own: of 16 there is always one up, but none stays up."""
+    moments = " ".join(["stale", "_x12", "1"] * 12)
+    crashing = pool_of(num_workers) | {
+        decode_up(number): f"1x100 {f'_x{number % 14}' if number % 14 else ''} {moments}"
+        for number in range(num_workers)
+    }
+    one_stays = crashing | {decode_up(0): "1x300"}
+    cases = [(crashing, "100s", 0), (crashing, "150s", 1), (crashing, "215s", 1), (one_stays, "215s", 0)]
+    check_fires(
+        tmp_path, 0.9, [dead_pools(series, "1s", at, fires) for series, at, fires in cases], every="1s"
+    )
+
+
+@needs_promtool
+@pytest.mark.parametrize("interval_s", [5, 10, 60])
+def test_a_dead_pool_alerts_without_a_break_at_any_scrape_interval(interval_s: int, tmp_path: Path) -> None:
+    """Prometheus' own default is a minute: the alert neither ends between scrapes, nor comes at the start."""
+    samples = 180 // interval_s
+    dead_s = (samples + 1) * interval_s
+
+    def at_all(series: Series, begin_s: int, fires: int) -> dict[str, Any]:
+        """The same after each 10 s of three minutes."""
+        asked = [dead_pools(series, f"{interval_s}s", f"{begin_s + s}s", fires) for s in range(0, 180, 10)]
+        return asked[0] | {"promql_expr_test": [test for one in asked for test in one["promql_expr_test"]]}
+
+    cases = [
+        at_all(pool_of(4, f"1x{samples} stale"), dead_s + 30, 1),
+        at_all(pool_of(4, "_ 1x300"), 0, 0),  # they come up between the first two scrapes
+        at_all(pool_of(4, "1x300"), 0, 0),
+    ]
+    check_fires(tmp_path, 0.9, cases, every="10s")
 
 
 @needs_promtool

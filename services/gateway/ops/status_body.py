@@ -14,6 +14,9 @@ from typing import Any
 import msgspec
 
 MAX_AGE = re.compile(r"(?:^|,)\s*max-age\s*=\s*(\d{1,9})\s*(?=,|$)", re.IGNORECASE)
+WANTS_NEW = re.compile(r"(?:^|,)\s*(?:no-cache|no-store)\s*(?=,|$)", re.IGNORECASE)
+# A body is never older than this, whatever a client accepts.
+MAX_AGE_S = 5.0
 
 
 class StatusBody:
@@ -36,6 +39,9 @@ class StatusBody:
 
 
 def accepted_age_s(cache_control: str) -> float:
-    """How many seconds old an answer may be for a client with this `Cache-Control` header; 0 if it says nothing."""
+    """How many seconds old an answer may be for a client with this `Cache-Control` header, at most `MAX_AGE_S`.
+
+    0 if it says nothing, or if it wants a new answer (`no-cache`, `no-store`), whatever else it says.
+    """
     found = MAX_AGE.search(cache_control)
-    return float(found[1]) if found else 0.0
+    return min(float(found[1]), MAX_AGE_S) if found and not WANTS_NEW.search(cache_control) else 0.0

@@ -170,6 +170,9 @@ def test_clients_that_take_an_older_status_share_one() -> None:
     [
         ("", 0), ("no-cache", 0), ("max-age=1", 1), ("no-transform, Max-Age=2", 2), ("max-age=-1", 0),
         ("max-age=1.5", 0), ("x-max-age=9", 0), ("max-age=" + "9" * 40, 0),
+        ("max-age=5", 5), ("max-age=999999999", 5),
+        ("no-cache, max-age=60", 0), ("max-age=60, no-store", 0), ("max-age=1,No-Cache", 0),
+        ("x-no-cache, max-age=1", 1),
     ],
 )  # fmt: skip
 def test_how_old_a_client_lets_a_status_be(header: str, age_s: float) -> None:

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import statistics
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -39,7 +40,7 @@ WATCHED, PLAIN = "watched", "plain"
 
 
 class Watchers:
-    """Visitors of the page and a scraper, who ask on time whatever they get."""
+    """Visitors of the page and a scraper, who ask every second whatever they get."""
 
     def __init__(self, url: str, pages: int) -> None:
         self._url, self._pages = url, pages
@@ -60,10 +61,14 @@ class Watchers:
                 await asyncio.gather(*watchers, return_exceptions=True)
 
     async def _ask(self, client: httpx.AsyncClient, path: str, headers: dict[str, str]) -> None:
+        """Ask every `INTERVAL_S`, and go on after errors; what is due while an answer is awaited is left out."""
+        begun_s = time.monotonic()
         while True:
             self.asked[path] += 1
-            self.answered[path] += (await client.get(path, headers=headers)).status_code == 200
-            await asyncio.sleep(INTERVAL_S)
+            with contextlib.suppress(httpx.HTTPError):
+                self.answered[path] += (await client.get(path, headers=headers)).status_code == 200
+            passed_s = time.monotonic() - begun_s
+            await asyncio.sleep(INTERVAL_S - passed_s % INTERVAL_S)
 
     def share_answered(self, path: str) -> float:
         """Answers over requests; the last ones are cut off when a round ends."""

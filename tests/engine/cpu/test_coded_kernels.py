@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.attention.batch import pack_batch
+from engine.cpu.attention import worthwhile_plan
 from engine.cpu.coded.attention import CodedAttention, CodedPool
 from engine.cpu.coded.compiled_attention import CompiledAttention, build_angles
 from engine.cpu.coded.exact import load_half, round_half
@@ -70,8 +71,10 @@ def make_rows(rng: np.random.Generator, tokens: int, heads: int, width: int) -> 
     return keys, values
 
 
-def make_pair(name: str, heads: int, width: int, groups: int = 1) -> tuple[CodedAttention, CompiledAttention]:
-    """The slow and the fast attention, each over its own pool of random bytes that are equal, with random sinks."""
+def make_pair(
+    name: str, heads: int, width: int, groups: int = 1, *, chunks: int = CHUNKS, max_len: int = MAX_LEN
+) -> tuple[CodedAttention, CompiledAttention]:
+    """The slow and the fast attention, each over its own empty pool of `chunks` slabs, with equal random sinks."""
     codec = make_codec(name, heads, width)
     pages = heads // codec.shape.heads * groups
     layout = KvLayout(LAYERS, heads * groups, width, "float32", str(codec.codec_id))
@@ -81,7 +84,7 @@ def make_pair(name: str, heads: int, width: int, groups: int = 1) -> tuple[Coded
     for layer in range(LAYERS):
         first = rng.standard_normal((2, 3, heads * groups, width)).astype(np.float32)
         sinks.write([0, 1, 2], layer, first[0], first[1])
-    pools = (torch.zeros(CHUNKS, LAYERS, pages, layout.page_bytes, dtype=torch.uint8) for _ in range(2))
+    pools = (torch.zeros(chunks, LAYERS, pages, layout.page_bytes, dtype=torch.uint8) for _ in range(2))
     query_heads = QUERIES * heads * groups
     slow, fast = pools
     return (
@@ -89,7 +92,7 @@ def make_pair(name: str, heads: int, width: int, groups: int = 1) -> tuple[Coded
         CompiledAttention(
             CodedPool(layout, fast, codecs, frequencies, sinks),
             query_heads,
-            build_angles(frequencies, MAX_LEN),
+            build_angles(frequencies, max_len),
         ),
     )
 
@@ -173,6 +176,51 @@ def test_attention_is_that_of_the_slow_path(
     for slow, fast in zip(*found, strict=True):
         scale = max(1.0, float(slow.abs().max()))
         assert float((slow - fast).abs().max()) <= 1e-5 * scale
+
+
+# First chunk, end chunk, first row and end row of each run that the rows of the tests below share.
+ONE_RUN = [[0, 9, 0, 8]]
+BRANCHES = [[0, 2, 0, 15], [2, 8, 0, 8], [2, 7, 8, 15]]
+
+
+@pytest.mark.parametrize("runs", [ONE_RUN, BRANCHES], ids=["nine chunks", "branches"])
+@pytest.mark.parametrize(("name", "shape", "groups"), [
+    ("nuq4-1%", (4, 32), 1), ("nuq3-1%", (2, 16), 2), ("nuq2", (3, 8), 1),
+    *((name, (2, 16), 1) for name in ("bf16", "int8", "int4", "tq4", "tq-k8v4")),
+])  # fmt: skip
+def test_shared_chunks_are_read_in_pieces_and_by_branches(
+    name: str, shape: tuple[int, int], groups: int, runs: list[list[int]]
+) -> None:
+    """A run of more chunks than are expanded at once, and runs that continue other runs."""
+    heads, width = shape
+    count, slabs = runs[0][3], list[list[int]]()
+    shared = [
+        [chunk + 10 * number for chunk in range(last - first)]
+        for number, (first, last, *_) in enumerate(runs)
+    ]
+    for n in range(count):
+        own = [slab for run, part in zip(runs, shared, strict=True) if run[2] <= n < run[3] for slab in part]
+        slabs.append([*own, 30 + n])
+    works = [StepWork([5], 64 * len(row) - 64 + n % 3, row, "none") for n, row in enumerate(slabs)]
+    longest = [slabs[run[2]][: run[1]] for run in runs]
+    found = []
+    for pages in make_pair(name, heads, width, groups, chunks=50, max_len=10 * 64):
+        for number, row in enumerate(longest):
+            tokens = 64 * len(row)
+            text = make_qkv(heads * groups, width, tokens + number)[:tokens]
+            write(pages, text, [StepWork([5] * tokens, 0, row, "none")])
+        batch = pack_batch(works, [1] * count)
+        rows, out = (
+            make_qkv(heads * groups, width, count),
+            torch.zeros(count, QUERIES * heads * groups * width),
+        )
+        pages.write(LAYER, rows, batch, NO_NORMS, NO_NORMS, 1e-5)
+        if isinstance(pages, CompiledAttention):
+            assert worthwhile_plan(batch, 0, pages.alone, QUERIES).runs.tolist() == runs
+        pages.decode(LAYER, rows, batch, 0, out)
+        found.append(out)
+    slow, fast = found
+    assert float((slow - fast).abs().max()) <= 1e-5 * max(1.0, float(slow.abs().max()))
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

@@ -18,8 +18,9 @@ large models do (`models/twin.py`).
     nuq_over_tq       loss of nuq-1% / loss of tq at the same code bits; on the embedded model both take the same bytes
     prefill           the same loss of the second half of each window, once with all of it coded (`coded`, as Diptych
                       does) and once with the first half attending to exact keys and values (`exact`, as the paper does)
-    calibration       nuq3-1% calibrated on less text of the same kind, and on prose (`docs/`): processor seconds of all
-                      calibrated codecs, `ppl_delta_pct`, and `over_own_pct`: the same against the usual calibration
+    calibration       nuq3-1% calibrated on less text of the same kind, and on prose (pages of `docs/`, which
+                      change with every commit): processor seconds of all calibrated codecs, `ppl_delta_pct`, and
+                      `over_own_pct`: the same against the usual calibration
     recall            percent of questions that are answered exactly, values of several tokens with the newline after
                       them (`models/recall.py`): first questions after a table, and later ones after earlier answers
     eviction          what heads keep, and what that costs (`benchmarks/kv_eviction.py`)

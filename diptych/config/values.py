@@ -154,8 +154,10 @@ def share(with_ends: bool = False, with_one: bool = False) -> ValueKind:
         percent = isinstance(value, str) and value.strip().endswith("%")
         number = _parse_number(value.strip()[:-1] if percent else value, {"": 1.0}, "a share such as 0.99")
         found = float(number) / (100 if percent else 1)
-        low = found < 0 if with_ends else found <= 0
-        if low or (found > 1 if with_one or with_ends else found >= 1):
+        # No comparison holds for NaN, so these say what is right, not what is wrong.
+        above = found >= 0 if with_ends else found > 0
+        below = found <= 1 if with_one or with_ends else found < 1
+        if not (above and below):
             ends = "both included" if with_ends else "1 included" if with_one else "both excluded"
             raise ValueError(f"is out of range: it must be between 0 and 1, {ends}")
         return found

@@ -531,6 +531,14 @@ def test_a_target_outside_0_and_1_is_an_error_of_a_few_lines(text: str) -> None:
     assert len(lines) <= 6 and "--slo-target" in lines[0]
 
 
+@pytest.mark.parametrize("name", ["kv_keep", "trace_sample", "slo_target"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_share_that_is_no_number_is_refused(name: str, value: float) -> None:
+    settings: dict[str, Any] = {name: value}
+    with pytest.raises(ValidationError, match="is out of range: it must be between 0 and 1"):
+        Config(**settings)
+
+
 def test_a_target_without_objectives_has_no_effect_and_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("gateway", PARTS | {"slo_target": "0.99"}, {})

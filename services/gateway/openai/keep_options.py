@@ -34,12 +34,16 @@ def resolve_keep(
         rules: its `keep_threshold` counts for requests without one.
 
     Raises:
-        RequestError: 400, the boundary is not a number of whole chunks, or beyond a prompt.
+        RequestError: 400, the boundary is not a number of whole chunks, or beyond a prompt, or without a threshold
+            though the default keeps everything.
     """
     asked = None if body.diptych is None else body.diptych.keep
     options = asked if isinstance(asked, KeepOptions) else KeepOptions(asked)
     threshold = rules.keep_threshold if options.threshold is None else options.threshold
     boundary = options.boundary
+    if boundary is not None and options.threshold is None and threshold >= 1:
+        problem = "needs a threshold below 1; the default is 1"
+        raise invalid_value_error(BOUNDARY_FIELD, f"{problem}. Send 'diptych.keep.threshold', too")
     if boundary is None:
         boundary = system_tokens - system_tokens % CHUNK_TOKENS
     elif boundary % CHUNK_TOKENS:

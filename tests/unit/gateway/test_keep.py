@@ -105,6 +105,19 @@ def test_the_deployments_threshold_counts_where_a_request_gives_none(rules: Requ
     assert not resolve(evicting, 1).keep.evicts
 
 
+@pytest.mark.parametrize("boundary", [0, 128])
+def test_a_boundary_without_a_threshold_is_a_400_if_the_default_keeps_everything(
+    rules: RequestRules, boundary: int
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        resolve(rules, {"boundary": boundary})
+    failure = caught.value.failure
+    assert (failure.status, failure.code, failure.param) == (400, "invalid_value", "diptych.keep.boundary")
+    assert "needs a threshold below 1; the default is 1" in failure.message
+    assert "'diptych.keep.threshold'" in failure.message
+    assert resolve(rules, {"threshold": 1, "boundary": boundary}).keep == KEEP_ALL
+
+
 def test_the_boundary_of_a_chat_is_the_end_of_its_system_message_in_whole_chunks(rules: RequestRules) -> None:
     system = {"role": "system", "content": "x" * 70}
     developer = {"role": "developer", "content": "y" * 70}

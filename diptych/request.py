@@ -120,6 +120,8 @@ class Request:
     # The KV class that it asks for (`diptych.messages.Hello.kv_classes`): its id, its codec's name, or `AUTO_CLASS`.
     # None: that of the workers.
     kv_class: str | None = None
+    # It does not ask for `kv_class`, but needs it.
+    default_class: bool = False
     # What may be dropped of its KV.
     keep: KeepSpec = KEEP_ALL
 

@@ -146,7 +146,7 @@ class Relay:
 
     def _on_arrived(self, event: RequestArrived, now_s: float) -> None:
         """Admit and queue the sequences of an HTTP request, or fail all of them; a canary starts at once."""
-        wish = ClassWish(event.requests[0].kv_class)
+        wish = ClassWish(event.requests[0].kv_class, event.requests[0].default_class)
         states = [self._open_request(request, event.pin, wish, now_s) for request in event.requests]
         states = [live for live in states if not self.attempts.expire_request(live, now_s)]
         if not states:

@@ -27,13 +27,15 @@ from router.routing.prefix_index import ChunkNames
 class ClassWish:
     """The KV class of the sequences of one HTTP request: they share one, so that they share the prompt and its name.
 
-    `asked` is what the request says (`router.routing.kv_classes.names_class`), if anything. What was `decided` for the
-    first sequence counts for the others, as long as a sequence uses it: it has an attempt, or delivered tokens.
+    `asked` is what the request says (`router.routing.kv_classes.names_class`), if anything; or, with `by_default`, what
+    it needs without saying so. What was `decided` for the first sequence counts for the others, as long as a sequence
+    uses it: it has an attempt, or delivered tokens.
 
     `beside` is what all other sequences are expected to need beside the first one.
     """
 
     asked: str | None = None
+    by_default: bool = False
     decided: ClassDecision | None = None
     beside: BesideNeed = BesideNeed()
     _used_by: set[str] = field(default_factory=set)
@@ -178,7 +180,7 @@ class RequestState:
         """Why the next attempt has its class, unless the router chooses it."""
         if self.version is not None or self.wish.bound_class(self.request.id) is not None:
             return self.wish.reason
-        return DEFAULT if self.wish.asked is None else ASKED
+        return DEFAULT if self.wish.asked is None or self.wish.by_default else ASKED
 
     @property
     def need(self) -> RoutingNeed:

@@ -27,8 +27,7 @@ from services.gateway.generation.streaming import PING_INTERVAL_S, GenerationRes
 from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
-from services.gateway.openai.keep_options import choose_keep_class
-from services.gateway.openai.resolve import ResolvedRequest, check_kv_class, fit_worker_context
+from services.gateway.openai.resolve import ResolvedRequest, fit_kv_class, fit_worker_context
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
 from services.gateway.preparation.preparation_job import (
@@ -138,10 +137,7 @@ class GatewayService:
         if caller.client_id:
             ask = replace(ask, origin=structs.replace(ask.origin, client_id=caller.client_id))
         if ask.kv is not None or ask.keep.evicts:
-            classes = self.kv_classes()
-            check_kv_class(ask, classes.served, classes.auto)
-            if ask.keep.evicts:
-                ask = replace(ask, kv=choose_keep_class(ask.kv, classes))
+            ask = fit_kv_class(ask, self.kv_classes())
         return ask
 
     @property

@@ -272,6 +272,7 @@ class SequenceStream:
             deadline_s,
             origin=self._generation.ask.origin,
             kv_class=self._generation.ask.kv,
+            default_class=self._generation.ask.default_kv,
             keep=self._generation.ask.keep,
         )
         request.entered_s[request.stage] = arrived_s

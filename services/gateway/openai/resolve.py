@@ -15,8 +15,8 @@ import msgspec
 from diptych.chunks import AUTO_CLASS
 from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.request import Grammar, SamplingParams, Tenancy
-from router.routing.kv_classes import names_class
-from services.gateway.openai.keep_options import resolve_keep
+from router.routing.kv_classes import ServedClasses, names_class
+from services.gateway.openai.keep_options import choose_keep_class, resolve_keep
 from services.gateway.openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.tenancy import tenancy_of_body
 from services.gateway.openai.validate import (
@@ -69,6 +69,8 @@ class ResolvedRequest:
     obfuscate: bool = False
     # The KV class that the request asks for, as its client wrote it (`router.routing.kv_classes.names_class`).
     kv: str | None = None
+    # The client wrote none; `kv` is the class that a request gets then, because it evicts.
+    default_kv: bool = False
     # What may be dropped of its KV.
     keep: KeepSpec = KEEP_ALL
 
@@ -214,6 +216,18 @@ def check_kv_class(ask: ResolvedRequest, served: Collection[str], auto: Collecti
     if ask.kv == AUTO_CLASS:
         problem += ", none with a recorded loss within --kv-quality-budget"
     raise unsupported_error(KV_FIELD, problem)
+
+
+def fit_kv_class(ask: ResolvedRequest, classes: ServedClasses) -> ResolvedRequest:
+    """The request for workers that have `classes`: one that evicts gets its class here, if it asks for none.
+
+    Raises:
+        RequestError: 400, the workers do not have the class that it asks for, or cannot evict in its class.
+    """
+    check_kv_class(ask, classes.served, classes.auto)
+    if not ask.keep.evicts:
+        return ask
+    return replace(ask, kv=choose_keep_class(ask.kv, classes), default_kv=ask.kv is None)
 
 
 def _max_new_tokens(

@@ -27,7 +27,7 @@ from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.generation.streaming import GenerationResponse
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.keep_options import choose_keep_class, find_system_end
-from services.gateway.openai.resolve import ResolvedRequest
+from services.gateway.openai.resolve import ResolvedRequest, fit_kv_class
 from services.gateway.openai.response_schema import KeepDetails, KvDetails
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
@@ -197,11 +197,13 @@ SECOND = KeptReport(40, 120, {"special": 5, "full": 3}, 2)
 HELLO = {"kv_classes": {RAW: (64, 4096)}, "raw_chunk_bytes": 4096, "keep_classes": [RAW]}
 
 
-def answer(rules: RequestRules, stream: bool, reports: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """The events of an answer that was handed over, or its one body, and the metrics."""
+def answer(
+    rules: RequestRules, stream: bool, reports: bool, kv: str | None = None
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The events of an answer that was handed over, or its one body, and the metrics. `kv`: the class it asks for."""
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     ask = resolve(rules, {"threshold": 0.95, "boundary": 64}, max_tokens=9, **options)
-    ask = replace(ask, kv=choose_keep_class(ask.kv, ServedClasses([RAW], [], [RAW], RAW)))
+    ask = fit_kv_class(replace(ask, kv=kv), ServedClasses([RAW], [], [RAW], RAW))
     metrics, sent, found = GatewayMetrics(), list[Message](), dict[str, float]()
 
     async def story() -> None:
@@ -249,7 +251,7 @@ def test_an_answer_tells_what_was_kept_at_the_last_decision(rules: RequestRules,
         "kv_class": RAW,
         "kv_bytes_per_token": 64,
         "kv_bytes_saved_per_token": 0,
-        "kv_reason": "asked",
+        "kv_reason": "default",
         "keep": {
             "threshold": 0.95,
             "boundary": 64,
@@ -264,6 +266,16 @@ def test_an_answer_tells_what_was_kept_at_the_last_decision(rules: RequestRules,
     assert found["diptych:kv_pruned_bytes_total{outcome=kept}"] == 40 * 8
     assert found["diptych:kv_pruned_bytes_total{outcome=dropped}"] == 80 * 8
     assert found["diptych:kv_pruned_freed_bytes_total{}"] == 8192
+
+
+@pytest.mark.parametrize(("kv", "reason"), [(None, "default"), (RAW, "asked")])
+def test_a_class_is_asked_for_only_by_a_request_that_names_it(
+    rules: RequestRules, kv: str | None, reason: str
+) -> None:
+    [body], found = answer(rules, False, reports=True, kv=kv)
+    assert body["usage"]["diptych"]["kv_reason"] == reason
+    requests = {name: n for name, n in found.items() if name.startswith("diptych:kv_class_requests_total")}
+    assert requests == {f"diptych:kv_class_requests_total{{kv_class={RAW},reason={reason}}}": 1}
 
 
 def test_an_answer_that_ended_before_a_decision_tells_that_nothing_was_dropped(rules: RequestRules) -> None:

@@ -246,8 +246,7 @@ class Engine:
     def _apply_plan(self, plan: StepPlan, clock: Callable[[], float]) -> list[SequenceOutput]:
         """Take the plan's slabs and start the admitted sequences. Returns the failures of those that cannot start."""
         admissions, taken = self.table.take_slabs(plan)
-        if self.follower is not None and taken:
-            self.follower.on_slabs_taken(taken)
+        self._note_taken(taken)
         return [failure for one in admissions if (failure := self._start_sequence(one, clock)) is not None]
 
     def _start_sequence(
@@ -341,15 +340,19 @@ class Engine:
                 # It has failed, or was preempted for one before it.
                 continue
             try:
-                taken = self.decisions.evict(
-                    seq, lambda victim: self._preempt_sequence(victim.key, clock, parks=False)
+                self.decisions.evict(
+                    seq,
+                    lambda victim: self._preempt_sequence(victim.key, clock, parks=False),
+                    self._note_taken,
                 )
             except Exception as error:
                 failures[seq.key] = self._fail_sequence(seq.key, failure_code(error), str(error))
-                continue
-            if self.follower is not None and taken is not None:
-                self.follower.on_slabs_taken(taken)
         return failures
+
+    def _note_taken(self, slabs: list[int]) -> None:
+        """Tell the follower about slabs that are about to be written."""
+        if self.follower is not None and slabs:
+            self.follower.on_slabs_taken(slabs)
 
     def _sample_rows(self, pairs: list[tuple[_LiveSequence, Logits]]) -> list[SampledToken | Exception]:
         return self.sampler.sample([logits for _, logits in pairs], [live.row for live, _ in pairs])

@@ -1,6 +1,6 @@
 """Lets the heads of sequences at a decision point drop KV, so that slabs go back to the pool while they decode.
 
-    rows computed ─▶ plan: rows to keep are copied aside ─▶ slabs released ─▶ bag and ring allocated ─▶ rows written
+    rows computed ─▶ plan: rows to keep are copied aside ─▶ slabs released ─▶ bag and ring taken ─▶ rows written
 
 When there is a decision point: `diptych.keep_spec`. What a head keeps: `kvcache.keep`. The runner decides and copies
 (`engine.protocols.EvictingRunner`); this moves the slabs, and finds the sequence that pays if there are too few.
@@ -41,12 +41,17 @@ class DecisionPoints:
         if seq.keep.evicts:
             self._known.add(seq.key)
 
-    def evict(self, seq: Sequence, preempt: Callable[[Sequence], None]) -> list[int] | None:
-        """Let the heads of `seq`, which has come to a decision point, drop KV. Returns the slabs that it has taken.
+    def evict(
+        self,
+        seq: Sequence,
+        preempt: Callable[[Sequence], None],
+        on_taken: Callable[[list[int]], None],
+    ) -> None:
+        """Let the heads of `seq`, which has come to a decision point, drop KV.
 
         While there are too few slabs for its bag, `preempt` takes the memory of the sequence with the worst precedence
-        in the arena. If that is `seq` itself, nothing is decided, and None is returned. A failure of the runner is
-        raised.
+        in the arena. If that is `seq` itself, nothing is decided. `on_taken` is given the slabs that `seq` has taken,
+        before anything is written to them. A failure of the runner is raised.
         """
         order = EvictionOrder(
             seq.key, seq.tokens(0, seq.computed), len(seq.prompt), seq.keep, list(seq.slabs)
@@ -57,10 +62,10 @@ class DecisionPoints:
             victim = self._table.scheduler.worst_holder(seq)
             preempt(victim)
             if victim is seq:
-                return None
+                return
+        on_taken(taken)
         self._runner.apply_eviction(seq.key, seq.bag_slabs)
         self._unsent.add(seq.key)
-        return taken
 
     def take_report(self, seq: Sequence) -> KeptReport | None:
         """What the latest decision about `seq` kept, for its next output; None if that has been sent already."""

@@ -16,6 +16,7 @@ from engine.protocols import EvictionOrder, EvictionReport
 from engine.reclaim.decision_points import DecisionPoints
 from engine.sequence import Sequence, SequenceRefused, num_chunks
 from tests.unit.engine.fakes import EngineBench, FakeRunner, alone, sampling, sequence
+from tests.unit.engine.test_loop import RecordingObserver
 from tests.unit.engine.test_loop_machine import Conservation
 
 SOME, BEHIND = KeepSpec(0.5), KeepSpec(0.5, 64)
@@ -230,6 +231,24 @@ def test_a_runner_that_fails_at_a_decision_fails_that_sequence_alone() -> None:
     done = run_until(bench)
     assert done == {"one": "internal_error", "two": alone(seqs[1]), "three": alone(seqs[2])}
     assert bench.holdings.used == 0 and not bench.runner.given
+
+
+def test_slabs_of_a_bag_are_announced_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a decode worker could copy a slab that changes, with a mark that says it does not."""
+    bench, follower = EngineBench(), RecordingObserver()
+    bench.engine.follower = follower
+    write, written = bench.runner.apply_eviction, list[int]()
+
+    def watched(key: str, bag_slabs: list[int]) -> None:
+        assert set(bag_slabs) <= set(follower.taken)
+        follower.taken.clear()
+        written.extend(bag_slabs)
+        write(key, bag_slabs)
+
+    monkeypatch.setattr(bench.runner, "apply_eviction", watched)
+    bench.engine.add(seq := evicting("one", 100, 80), 0.0)
+    assert run_until(bench) == {"one": alone(seq)}
+    assert bench.runner.calls == {"prompt": 1, "answer": 1} and written
 
 
 def test_a_sequence_that_ends_with_its_next_token_decides_nothing() -> None:

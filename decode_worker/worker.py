@@ -23,7 +23,7 @@ from functools import partial
 import msgspec
 
 from decode_worker.kv_fetcher import KvArrival, KvFetcher
-from diptych.errors import CorruptChunk, DiptychError, StaleTicket, TransferError
+from diptych.errors import DiptychError, StaleTicket, TransferError
 from diptych.keep_spec import KEEP_ALL, decision_tokens
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import ids_of_sequence
@@ -288,13 +288,7 @@ class DecodeWorker:
 
         def commit(effect: CommitSlabs) -> None:
             self._admission.commit(arrival, list(effect.slabs))
-            try:
-                self.engine.adopt(seq, now_s)
-            except ValueError as error:
-                if not seq.keep.evicts:
-                    raise
-                what = f"KV of request {seq.id} does not say what its heads kept"
-                raise CorruptChunk(what, str(error)) from error
+            self.engine.adopt(seq, now_s)
 
         table = {CommitSlabs: commit, FreeSlabs: lambda effect: self.holdings.release(seq.key)}
         aborted = self._admission.must_abort(arrival, isinstance(arrival.effect, CommitSlabs))

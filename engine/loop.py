@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from diptych.errors import CorruptChunk
 from diptych.messages import Failed, Logprob, Output, WorkerStats
 from engine.isolation import BadSamplingParams, failure_code, isolate_failures
 from engine.new_token_ratio import MeasuredRate
@@ -129,8 +130,11 @@ class Engine:
         """Continue a sequence prefilled elsewhere: its slabs, held under its key, have KV of all tokens but the last.
 
         An evicted sequence has the KV up to its last decision point (`Sequence.is_adoptable`). The engine frees the
-        slabs from now on. Raises ValueError or SequenceRefused, and leaves them to the caller, if something is missing,
-        if its bag has no valid map, or if no token is left to generate.
+        slabs from now on.
+
+        Otherwise they stay the caller's. Raises:
+            ValueError, SequenceRefused: something is missing, or no token is left to generate.
+            CorruptChunk: its bag has no valid map, or that of another decision.
         """
         self.decisions.check_runner(seq)
         self.expect(seq)
@@ -138,10 +142,11 @@ class Engine:
         if seq.kept_slabs:
             try:
                 self.decisions.load(seq)
-            except ValueError:
+            except ValueError as error:
                 self.table.withdraw(seq.key)
                 self.decisions.forget(seq.key)
-                raise
+                what = f"KV of request {seq.id} does not say what its heads kept"
+                raise CorruptChunk(what, str(error)) from error
         if self._observer is not None:
             self._observer.on_sequence_arrived(seq, now_s)
 

@@ -83,11 +83,13 @@ class EvictingRunner(StepRunner, Protocol):
             ValueError: there is no plan, or it needs another number of slabs.
         """
 
-    def load_kept(self, key: str, prompt_tokens: int, bag_slabs: list[int]) -> None:
+    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
         """Take over a bag that another runner wrote, or that was moved to other slabs: read its map.
 
+        `boundary` and `length` are those of the sequence's last decision, in tokens.
+
         Raises:
-            ValueError: the slabs do not begin with a valid map.
+            ValueError: the slabs do not begin with a valid map, or it is the map of another decision.
         """
 
     def forget_kept(self, key: str) -> None:

@@ -212,8 +212,10 @@ class CpuEvictor:
             self._rows[slab * size : slab * size + len(part)] = part
         sequence.bag, sequence.plan = KeptBag(kept, list(slabs)), None
 
-    def load_kept(self, key: str, prompt_tokens: int, slabs: list[int]) -> None:
-        """Read the map of a bag in `slabs` of the pool. Raises ValueError if it is none, or one of another sequence."""
+    def load_kept(self, key: str, boundary: int, length: int, slabs: list[int]) -> None:
+        """Read the map of a bag in `slabs` of the pool. Raises ValueError if it is none, or that of another decision
+        than the one at `length` tokens with this `boundary`.
+        """
         if not slabs or min(slabs) < 0 or max(slabs) >= self._pool.num_slabs:
             raise ValueError(f"slabs {slabs} are not all in a pool of {self._pool.num_slabs}")
         frame, size = frame_bytes(self._layout), frames_per_slab(self._layout) * ROWS_PER_FRAME
@@ -224,8 +226,11 @@ class CpuEvictor:
         kept = KeptRows.decode(data, self._layout)
         if kept.num_slabs != len(slabs):
             raise ValueError(f"the kept rows of {key} need {kept.num_slabs} slabs, not {len(slabs)}")
-        if kept.length < prompt_tokens or kept.length != decision_tokens(prompt_tokens, kept.length):
-            raise ValueError(f"{kept.length} tokens are no decision point of a prompt of {prompt_tokens}")
+        if (kept.boundary, kept.length) != (boundary, length):
+            raise ValueError(
+                f"the kept rows of {key} are those of {kept.length} tokens from {kept.boundary} on,"
+                f" not of {length} from {boundary} on"
+            )
         self._open_sequence(key).bag = KeptBag(kept, list(slabs))
 
     def forget_sequence(self, key: str) -> None:

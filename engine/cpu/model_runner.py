@@ -178,11 +178,11 @@ class CpuModelRunner:
         assert pool.evictor is not None
         pool.evictor.apply_eviction(key, [slab - pool.first for slab in bag_slabs])
 
-    def load_kept(self, key: str, prompt_tokens: int, bag_slabs: list[int]) -> None:
+    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
         """As `EvictingRunner.load_kept`, which says when ValueError is raised."""
         pool = self._require_eviction()
         assert pool.evictor is not None
-        pool.evictor.load_kept(key, prompt_tokens, [slab - pool.first for slab in bag_slabs])
+        pool.evictor.load_kept(key, boundary, length, [slab - pool.first for slab in bag_slabs])
 
     def forget_kept(self, key: str) -> None:
         """As `EvictingRunner.forget_kept`."""

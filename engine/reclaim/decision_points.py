@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import cast
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import decision_tokens
 from diptych.kept_report import KeptReport
 from engine.protocols import EvictingRunner, EvictionOrder, StepRunner
 from engine.sequence import Sequence, SequenceRefused
@@ -79,10 +80,12 @@ class DecisionPoints:
     def load(self, seq: Sequence) -> None:
         """Let the runner read the map of a bag that came from elsewhere, or is in other slabs now.
 
-        Queries of `seq` that the runner has stay. Raises ValueError if the bag has no valid map.
+        Queries of `seq` that the runner has stay. Raises ValueError if the bag has no valid map, or
+        that of another decision.
         """
         self._known.add(seq.key)
-        self._runner.load_kept(seq.key, len(seq.prompt), seq.bag_slabs)
+        decided = decision_tokens(len(seq.prompt), seq.computed)
+        self._runner.load_kept(seq.key, seq.keep.boundary, decided, seq.bag_slabs)
 
     def forget(self, key: str) -> None:
         """The runner keeps nothing of a sequence any more. It hears of it once, and only if it was given any."""

@@ -193,14 +193,13 @@ class DroppingRunner(VirtualRunner):
                 for at, part in zip(self._row_places(state, layer, place), (row[:8], row[8:]), strict=True):
                     self._memory.bytes[at : at + self._row_bytes] = part
 
-    def load_kept(self, key: str, prompt_tokens: int, bag_slabs: list[int]) -> None:
+    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
         first = self._memory.slab_bytes(bag_slabs[0])[: self._frame]
         lead = map_frames(first, self._memory.layout, len(bag_slabs))
         starts = [self._frame_at(bag_slabs, frame) for frame in range(lead)]
         head = b"".join(bytes(self._memory.bytes[at : at + self._frame]) for at in starts)
         kept = KeptRows.decode(head, self._memory.layout)
-        behind = kept.length - prompt_tokens
-        if kept.num_slabs != len(bag_slabs) or behind < 0 or behind % CHUNK_TOKENS:
+        if (kept.num_slabs, kept.boundary, kept.length) != (len(bag_slabs), boundary, length):
             raise ValueError("the map of kept rows is not of this bag")
         state = self.states.setdefault(key, KeptState())
         state.kept, state.slabs = kept, list(bag_slabs)

@@ -184,7 +184,7 @@ def test_a_bag_that_was_moved_goes_on(single: tuple[EvictedRun, torch.Tensor]) -
     there.slabs = there.pool.take_slabs(len(here.slabs), "a")[::-1]
     for source, target in zip(here.slabs, there.slabs, strict=True):
         there.pool.slab_bytes(target)[:] = here.pool.slab_bytes(source)
-    there.runner.load_kept("a", PROMPT, there.slabs[2:])
+    there.runner.load_kept("a", SPEC.boundary, PROMPT + 64, there.slabs[2:])
     there.computed, there.evicted, there.maps = here.computed, True, here.maps[:]
     assert torch.equal(there.run([64, 64, 7]), expected[PROMPT + 64 : -1])
     there.runner.forget_kept("a")
@@ -207,6 +207,17 @@ def test_short_prompts_keep_everything_and_boundaries_may_be_whole_prompts() -> 
     whole.run([128, 64, 3])
     assert whole.reports[0].all_rows == 0 and whole.reports[0].bag_slabs == 1
     assert whole.reports[1].all_rows == 24 * 64
+
+
+def test_a_map_of_another_decision_is_not_loaded() -> None:
+    """A bag that is right by itself, but was decided with another boundary, or 64 tokens earlier."""
+    run = EvictedRun(*make_runner(), TOKENS, 100, KeepSpec(0.9, 64))
+    run.run([100])
+    bag = run.slabs[2:]
+    for boundary, length in ((0, 100), (64, 164), (64, 36)):
+        with pytest.raises(ValueError, match=f"100 tokens from 64 on, not of {length} from {boundary} on"):
+            run.runner.load_kept("b", boundary, length, bag)
+    run.runner.load_kept("b", 64, 100, bag)
 
 
 def test_warming_up_compiles_the_kernels_of_evictions_and_leaves_nothing() -> None:
@@ -240,9 +251,9 @@ def test_what_does_not_fit_is_refused() -> None:
         runner.apply_eviction("a", [1])
     with pytest.raises(ValueError, match="no map of kept rows"):
         pool.data[3].zero_()
-        runner.load_kept("a", 100, [3])
+        runner.load_kept("a", 0, 100, [3])
     with pytest.raises(ValueError, match="not all in a pool"):
-        runner.load_kept("a", 100, [60])
+        runner.load_kept("a", 0, 100, [60])
     run = EvictedRun(runner, pool, TOKENS, 100, KeepSpec(0.9, 64))
     run.run([50])
     runner.run([run.next_work(40)])

@@ -91,7 +91,7 @@ class RaggedBench:
                 f = one.kept.first_frame(layer, head) + row // FRAME_TOKENS
                 frame = frames[bag[f // per_slab], f % per_slab]
                 frame[:, row % FRAME_TOKENS] = one.kv[layer, head, :, token]
-        self.evictor.load_kept(one.key, one.prompt, bag)
+        self.evictor.load_kept(one.key, one.kept.boundary, one.kept.length, bag)
 
     def decode(self, works: list[StepWork], queries: torch.Tensor) -> torch.Tensor:
         """Attention of the rows of `works`: [rows, heads, width]."""

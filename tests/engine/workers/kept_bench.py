@@ -106,8 +106,11 @@ class KeptByteRunner(ByteRunner):
             self._pool.slab_bytes(slab)[: len(content)] = content
         self.kept[key] = plan
 
-    def load_kept(self, key: str, prompt_tokens: int, bag_slabs: list[int]) -> None:
-        self.kept[key] = self._read_bag(bag_slabs, prompt_tokens)
+    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
+        found = self._read_bag(bag_slabs, length)
+        if found.num_tokens != length:
+            raise ValueError(f"the map is that of {found.num_tokens} tokens, not of {length}")
+        self.kept[key] = found
 
     def forget_kept(self, key: str) -> None:
         for known in (self.kept, self._plans, self._computed):

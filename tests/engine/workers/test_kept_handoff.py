@@ -176,6 +176,36 @@ def test_a_bag_with_a_bad_map_is_corrupt_though_its_digests_are_right() -> None:
     bench.check_rest()
 
 
+def test_a_bag_of_an_earlier_decision_is_corrupt() -> None:
+    """Its map is valid by itself; a decode worker would go on 64 tokens too early."""
+    bench = KeptBench()
+    bench.prefiller.spoil = lambda head: head[:4] + (len(PROMPT) - 64).to_bytes(4, "little") + head[8:]
+    moving(bench)
+    bench.courier.land()
+    bench.decode.work()
+    [failed] = failures(bench.decode, "a")
+    assert failed.code == "kv_corrupt" and f"{len(PROMPT) - 64} tokens" in failed.message
+    bench.prefill.tell(Release("a", 0))
+    bench.check_rest()
+
+
+def test_another_failure_behind_a_right_map_is_internal() -> None:
+    bench = KeptBench()
+    moving(bench)
+    bench.courier.land()
+
+    def refuse(seq: object, now_s: float) -> None:
+        raise ValueError("it is already here")
+
+    bench.decode.engine.scheduler.adopt = refuse  # type: ignore[method-assign]
+    bench.decode.work()
+    [failed] = failures(bench.decode, "a")
+    assert (failed.code, failed.message) == ("internal_error", "it is already here")
+    assert bench.decode.stats.integrity_failures == 0
+    bench.prefill.tell(Release("a", 0))
+    bench.check_rest()
+
+
 @pytest.mark.parametrize("phase", ["waiting", "early", "moving", "landed", "decoding"])
 def test_an_abort_in_any_phase_frees_chunks_ring_and_bag(phase: str) -> None:
     bench = KeptBench(decode_slabs=10)

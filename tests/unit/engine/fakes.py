@@ -209,12 +209,13 @@ class EvictingFakeRunner(FakeRunner):
             self.kv[bag_slabs[at // CHUNK_TOKENS], at % CHUNK_TOKENS] = text
         self.maps[key] = cells[0]
 
-    def load_kept(self, key: str, prompt_tokens: int, bag_slabs: list[int]) -> None:
+    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
         self.calls["restored" if key in self.given else "adopted"] += 1
         self.given.add(key)
         positions = self.kv[bag_slabs[0], 0]
         if num_chunks(1 + len(positions)) != len(bag_slabs) or positions != sorted(set(positions)):
             raise ValueError("this is no bag")
+        assert all(boundary <= position < length for position in positions)
         self.maps[key] = positions
 
     def forget_kept(self, key: str) -> None:

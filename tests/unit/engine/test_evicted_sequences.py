@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from diptych.errors import CorruptChunk
 from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.messages import Failed, Output
 from diptych.request import Tenancy
@@ -273,8 +274,9 @@ def test_a_bag_without_a_map_is_not_adopted() -> None:
     seq = evicting("one", 100, output=[7], computed=100, kept_slabs=3)
     seq.slabs = bench.holdings.allocate(seq.key, 3)
     bench.runner.kv[seq.slabs[1], 0] = [5, 3]
-    with pytest.raises(ValueError, match="no bag"):
+    with pytest.raises(CorruptChunk, match="does not say what its heads kept") as caught:
         bench.engine.adopt(seq, 0.0)
+    assert caught.value.why == "this is no bag"
     assert seq.key not in bench.scheduler and not bench.runner.given
     assert bench.holdings.num_held(seq.key) == 3
     right: dict[str, Any] = {"output": [7], "computed": 100, "kept_slabs": 3, "slabs": seq.slabs}

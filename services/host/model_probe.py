@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.config.options import Config
 from diptych.errors import ConfigError, ModelError
 from diptych.model_config import CONFIG_FILE
@@ -34,6 +35,7 @@ from engine.model.memory_plan import (
     plan_max_length,
 )
 from engine.model.pool_shares import split_pool
+from engine.sequence import RING_AND_MAP, num_chunks
 from services.host.child_environment import child_environment
 from services.host.supervisor import ErrorReport
 
@@ -131,6 +133,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
         [one.share for one in classes],
         asked=question.kv_bytes is not None,
     )
+    _check_evicting_pool(question, memory)
     _check_swap_space(question, memory, available)
     shape = files.shape
     # A tied table counts twice in `parameters`.
@@ -140,11 +143,10 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
         f"context {memory.max_model_len:,}, KV {format_bytes(memory.kv_bytes)} of "
         f"{format_bytes(memory.total_bytes)} per worker"
     )
-    chats = has_chat_template(files.path)
     return ProbedModel(
         str(files.path),
         description,
-        chats,
+        has_chat_template(files.path),
         memory.max_model_len,
         memory.kv_bytes,
         shape.layers,
@@ -178,6 +180,27 @@ def _check_eviction(question: ProbeRequest, classes: Sequence[KvClassChoice]) ->
             "workers of several ranks keep KV whole for now (docs/eviction.md)",
             f"leave out --{role}-tp and --{role}-pp, or --kv-keep",
         )
+
+
+def _check_evicting_pool(question: ProbeRequest, memory: MemoryPlan) -> None:
+    """Raise ConfigError if KV is to be evicted by default, and the raw pool is too small for the longest request then.
+
+    It would serve shorter ones, and refuse the longest, which it takes without eviction.
+    """
+    need, slabs = num_chunks(memory.max_model_len) + RING_AND_MAP, memory.num_slabs
+    if question.kv_keep >= 1 or slabs >= need:
+        return
+    slab_bytes, ways = memory.kv_bytes // slabs, ["leave out --kv-keep"]
+    if slabs > RING_AND_MAP:
+        ways.insert(0, f"use --max-model-len {(slabs - RING_AND_MAP) * CHUNK_TOKENS} or less")
+    if need * slab_bytes <= memory.max_kv_bytes:
+        ways.insert(0, f"use --kv-cache-memory-bytes {need * slab_bytes} or more")
+    raise ConfigError(
+        f"--kv-keep {question.kv_keep} evicts KV of all requests, and the KV pool is too small for one of full length",
+        f"{memory.max_model_len} tokens need up to {need} slabs, {RING_AND_MAP} of them to evict (docs/eviction.md);"
+        f" the pool has {slabs}",
+        ", or ".join(ways),
+    )
 
 
 def _check_swap_space(question: ProbeRequest, memory: MemoryPlan, available: int) -> None:

@@ -42,3 +42,27 @@ def test_workers_that_keep_everything_are_refused_in_six_lines(
     lines = caught.value.lines()
     assert 1 <= len(lines) <= 6 and all(part in "\n".join(lines) for part in named)
     assert probe(**more | {"kv_keep": 1.0}).kv_bytes > 0, "without eviction they serve"
+
+
+SLAB = 393216  # bytes of the embedded model's KV of 64 tokens
+
+
+def test_a_pool_that_just_holds_the_longest_request_is_refused_in_six_lines() -> None:
+    """A sequence that evicts may need two slabs more. Each way out that is named works."""
+    full: dict[str, Any] = {"max_model_len": 512, "kv_bytes": 9 * SLAB}
+    with pytest.raises(DiptychError) as caught:
+        probe(**full)
+    lines = caught.value.lines()
+    text = "\n".join(lines)
+    assert len(lines) <= 6 and "--kv-keep 0.95" in text and "512 tokens need up to 10 slabs" in text
+    ways: list[dict[str, Any]] = [{"kv_bytes": 10 * SLAB}, {"max_model_len": 7 * 64}, {"kv_keep": 1.0}]
+    for name, way in zip(
+        (f"--kv-cache-memory-bytes {10 * SLAB}", "--max-model-len 448", "leave out --kv-keep"),
+        ways,
+        strict=True,
+    ):
+        assert name in text and probe(**full | way).kv_bytes > 0
+    tight = {"max_model_len": 100, "kv_bytes": 2 * SLAB}
+    with pytest.raises(DiptychError) as caught:
+        probe(**tight)
+    assert "--max-model-len" not in caught.value.lines()[-1]

@@ -77,13 +77,17 @@ class WorkerState:
 
     hello: Hello
     seen_s: float
-    stats: WorkerStats = field(default_factory=WorkerStats)
+    stats: WorkerStats = field(init=False)
     ended: str = ""
     draining: bool = False
     accepts_pending: bool = False
     links: dict[str, KvLink] = field(default_factory=dict)
     link_errors: dict[str, str] = field(default_factory=dict)
     link_retry_s: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Until the first heartbeat: the pool's size is known, and nothing is held.
+        self.stats = WorkerStats(slabs_total=self.hello.num_slabs)
 
     @property
     def name(self) -> str:

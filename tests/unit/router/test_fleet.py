@@ -432,3 +432,10 @@ def test_a_worker_with_another_tokenizer_than_the_gateway_is_unfit() -> None:
         "WorkerUp"
     ]
     assert fleet.find_mismatches() == {}
+
+
+def test_the_size_of_a_pool_is_known_before_the_first_heartbeat() -> None:
+    fleet = met("decode-0")
+    stats = fleet.workers["decode-0"].stats
+    assert stats.slabs_total == fleet.workers["decode-0"].hello.num_slabs > 0
+    assert stats.slabs_used == 0

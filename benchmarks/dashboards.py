@@ -1,14 +1,14 @@
 """Whether dashboards show what clients got: a real Prometheus beside a real deployment, under load, then under faults.
 
     python -m benchmarks.dashboards [--json] [--seconds 40] [--good 120] [--slo-ttft-ms 1000] [--slo-tpot-ms 500]
-                                    [--wait 2] [--pictures docs/img] [--only-good SHARE]
+                                    [--wait 2] [--factor 5] [--pictures docs/img] [--only-good SHARE]
 
 One deployment of the embedded model with SLOs and a replanner that acts: one prefill and two decode workers, whose
-roles it may change. `diptych bench` sends half of what it can serve for `--good` seconds, then five times as much for
-`--seconds`, then long prompts, for which another prefill worker takes over. What steps cost in the replanner's eyes is
-made up, and follows from the peak, so that its decisions do not depend on this machine. Then the decode workers are
-killed under load, and kept down, and after that the prefill workers. Two workers without a model at last play what real
-ones guard against: KV that is held at rest, and KV that arrives corrupt.
+roles it may change. `diptych bench` sends half of what it can serve for `--good` seconds, then `--factor` times as much
+as it can serve for `--seconds`, then long prompts, for which another prefill worker takes over. What steps cost in the
+replanner's eyes is made up, and follows from the peak, so that its decisions do not depend on this machine. Then the
+decode workers are killed under load, and kept down, and after that the prefill workers. Two workers without a model at
+last play what real ones guard against: KV that is held at rest, and KV that arrives corrupt.
 
     queries_wrong       queries of dashboards, rules and alerts that Prometheus does not take
     queries_unknown     names in them that neither the gateway nor a rule has
@@ -59,7 +59,7 @@ from planner.types import Parallelism
 
 TARGET = 0.9
 CLIENTS, NUM_REQUESTS = (4, 8, 16, 32), 200
-FACTOR, HALF = 5.0, 0.5
+HALF = 0.5
 # In the replanner's eyes a prefill worker is busy all the time at the peak, so a second one is needed for as many
 # requests with prompts of `DOCUMENTS`, at a share of the peak that leaves it idle with those of `CHAT`.
 CHAT_PROMPT, DOCUMENTS_SHARE = 95, 0.3
@@ -232,7 +232,7 @@ async def play(watched: Watched, peak: float, options: argparse.Namespace) -> di
     """Good service, overload, faults."""
     server, begun_s = watched.server, time.time()
     good, raised = await serve_well(watched, HALF * peak, options.good)
-    storm = asyncio.create_task(watched.attainment(FACTOR * peak, options.seconds))
+    storm = asyncio.create_task(watched.attainment(options.factor * peak, options.seconds))
     alerts = {
         "overload": await await_alert(server, 'alertname="DiptychBurnFast"', options.seconds + PATIENCE_S)
     }
@@ -281,6 +281,7 @@ def main() -> None:
     parser.add_argument("--only-good", type=float, metavar="SHARE", help="good service alone, at this share")
     parser.add_argument("--slo-ttft-ms", type=float, default=1000.0)
     parser.add_argument("--slo-tpot-ms", type=float, default=500.0)
+    parser.add_argument("--factor", type=float, default=5.0, help="overload over what can be served")
     parser.add_argument("--wait", type=float, default=2.0, help="--max-queue-wait-s of the deployment")
     parser.add_argument("--pictures", type=Path, help="draw the rows into this folder (PNG)")
     parser.add_argument("--seed", type=int, default=1)

@@ -22,3 +22,8 @@ class KeptReport(msgspec.Struct, frozen=True, array_like=True):
     def pruned_rows(self) -> int:
         """Rows that were dropped."""
         return self.all_rows - self.kept_rows
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the rows that is kept; 1 if there are none."""
+        return self.kept_rows / self.all_rows if self.all_rows else 1.0

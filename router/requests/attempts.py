@@ -13,12 +13,13 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from diptych.failure_statuses import RequestFailure
-from diptych.messages import Abort, Admit, Generate, Prefill, ToWorker
+from diptych.messages import Abort, Admit, Generate, Output, Prefill, ToWorker
 from diptych.request import RequestStage
 from router.effects import (
     AttemptBegan,
     AttemptRetried,
     ChosenPair,
+    DeliverTokens,
     FailRequest,
     FinishRequest,
     PrefilledLocally,
@@ -286,6 +287,16 @@ class Attempts:
             text = f"the request did not finish before its deadline; its stage was {live.request.stage.value}"
             self.fail_request(live, DEADLINE_EXCEEDED.failure(text), now_s)
         return over
+
+    def deliver_output(self, live: RequestState, output: Output) -> None:
+        """Add an output to the answer, record what it says of the request's load, and deliver it to the client."""
+        live.request.output.extend(output.tokens)
+        if output.kept is not None:
+            live.take_report(output.kept)
+            self.book_load(live)
+        elif live.room_tokens > live.booked_tokens:
+            self.places.book_load(live)
+        self.effects.append(DeliverTokens(live.request.id, output))
 
     def send_message(self, worker: str, message: ToWorker) -> None:
         """Append the effect that sends `message` to `worker`."""

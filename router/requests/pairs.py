@@ -22,6 +22,7 @@ from router.routing.auto_class import AutoClasses, WorkerPaces, eligible_classes
 from router.routing.class_choice import ClassDecision
 from router.routing.credits import pairs_with_credit
 from router.routing.fleet import ROLES, Fleet
+from router.routing.kept_shares import KeptShares
 from router.routing.kv_classes import (
     AnswerVersion,
     ServedClasses,
@@ -84,6 +85,7 @@ class PairSelector:
     ledger: LoadLedger = field(default_factory=LoadLedger)
     answers: AnswerLengths = field(default_factory=AnswerLengths)
     auto: AutoClasses = field(default_factory=AutoClasses)
+    kept_shares: KeptShares = field(default_factory=KeptShares)
     view: RoutingView = field(init=False)
 
     def __post_init__(self) -> None:

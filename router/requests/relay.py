@@ -47,7 +47,6 @@ from router.effects import (
     ChosenPair,
     ClientGone,
     ClockTick,
-    DeliverTokens,
     FinishRequest,
     KvMoved,
     RelayEffect,
@@ -165,7 +164,9 @@ class Relay:
     ) -> RequestState:
         if request.id in self.live or request.id in self.attempts.ended:
             raise ValueError(f"request {request.id} has arrived before")
-        live = self.live[request.id] = RequestState(request, next(self._numbers), pin, wish=wish)
+        live = self.live[request.id] = RequestState(
+            request, next(self._numbers), pin, wish=wish, kept_shares=self.pairs.kept_shares
+        )
         request.entered_s.setdefault(RequestStage.ADMITTED, now_s)
         self.deadlines.add_request(live)
         return live
@@ -260,10 +261,7 @@ class Relay:
             self._enter_token_stage(
                 live, RequestStage.PREFILLED if prefills else RequestStage.DECODING, output, now_s
             )
-        request.output.extend(output.tokens)
-        if live.room_tokens > live.booked_tokens:
-            self.pairs.book_load(live)
-        self.attempts.effects.append(DeliverTokens(request.id, output))
+        self.attempts.deliver_output(live, output)
         if output.finish is not None:
             # With the last token the worker has freed everything that it held.
             live.holders.discard(worker)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from diptych.chunks import CHUNK_TOKENS
+from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
+from diptych.kept_report import KeptReport
 from diptych.messages import Offer
 from diptych.request import TERMINAL_STAGES, Request, RequestStage
 from router.effects import ChosenPair
@@ -14,10 +15,10 @@ from router.requests.failure_policy import NO_WORKERS, FailurePolicy
 from router.routing.class_choice import ASKED, DEFAULT, BesideNeed, ClassDecision
 from router.routing.credits import (
     CREDIT_TOKENS_PER_PROMPT,
-    DROPPING_TOKENS,
     prefill_room_tokens,
     round_up_to_chunks,
 )
+from router.routing.kept_shares import KeptShares, held_tokens, kept_room_tokens, kept_tokens
 from router.routing.kv_classes import AnswerVersion
 from router.routing.policy import RoutingNeed, WorkerLoad
 from router.routing.prefix_index import ChunkNames
@@ -94,6 +95,8 @@ class RequestState:
     chunks: ChunkNames = ()
     expected_tokens: int = 0
     wish: ClassWish = field(default_factory=ClassWish)
+    # What sequences that evict keep, as measured.
+    kept_shares: KeptShares = field(default_factory=KeptShares)
 
     # Attempts that were given up because a worker was lost or had to end.
     losses: int = 0
@@ -117,8 +120,9 @@ class RequestState:
     prefill_kv_tokens: int = 0
     unprefilled_tokens: int = 0
     shared_tokens: int = 0
-    # Tokens for which the KV that was offered needs no room, since its heads dropped so much.
-    dropped_tokens: int = 0
+    # What the latest decision kept, if the sequence evicts; and the room that the attempt then has, in tokens.
+    kept: KeptReport | None = None
+    held_tokens: int = 0
     booked_tokens: int = 0
 
     first_queued_s: float | None = None
@@ -140,12 +144,28 @@ class RequestState:
     def room_tokens(self) -> int:
         """Tokens of KV that the request is expected to need at its end, in whole chunks: prompt and expected answer.
 
-        `max_tokens` is not used: few answers reach it, and workers allocate memory only as answers grow. What was
-        dropped of the KV that was offered is not counted.
+        `max_tokens` is not used: few answers reach it, and workers allocate memory only as answers grow. If the
+        request evicts, only what it is expected to keep counts.
         """
-        request = self.request
-        tokens = round_up_to_chunks(len(request.prompt) + max(len(request.output), self.expected_tokens))
-        return tokens + (DROPPING_TOKENS if request.keep.evicts else 0) - self.dropped_tokens
+        request, keep = self.request, self.request.keep
+        tokens = len(request.prompt) + max(len(request.output), self.expected_tokens)
+        if not keep.evicts:
+            return round_up_to_chunks(tokens)
+        return kept_room_tokens(tokens, keep.boundary, self.kept_share, self.held_tokens)
+
+    @property
+    def kept_share(self) -> float:
+        """The share of its KV behind the boundary that the request keeps: its own if known, else that of others."""
+        if self.kept is not None:
+            return self.kept.kept_share
+        kv_class = self.kv_class if self.began is None else self.began.kv_class
+        return self.kept_shares.expected_share(kv_class or RAW_CLASS, self.request.keep.threshold)
+
+    @property
+    def handed_tokens(self) -> int:
+        """For how many tokens of the next attempt KV is moved to a decode worker."""
+        tokens, keep = len(self.request.prompt) + len(self.request.output), self.request.keep
+        return kept_tokens(tokens, keep.boundary, self.kept_share) if keep.evicts else tokens
 
     @property
     def handed_chunks(self) -> ChunkNames:
@@ -197,6 +217,7 @@ class RequestState:
             request.origin.priority,
             kv_class=self.kv_class,
             whole_tokens=request.keep.boundary if request.keep.evicts else None,
+            handed_tokens=self.handed_tokens if request.keep.evicts else None,
             beside=BesideNeed() if bound else self.wish.beside,
         )
 
@@ -215,10 +236,16 @@ class RequestState:
         credit = min(unprefilled, CREDIT_TOKENS_PER_PROMPT)
         room = max(0, self.room_tokens - self.shared_tokens)
         if choice.prefill is None:
+            if stage is RequestStage.QUEUED:
+                # Until then it has its whole prompt.
+                room = max(room, self.prefill_kv_tokens - self.shared_tokens)
             return {choice.decode: WorkerLoad(unprefilled, 1, room, credit)}
         if stage is RequestStage.DECODING:
             return {choice.decode: WorkerLoad(0, 1, room)}
-        moving = max(0, self.prefill_kv_tokens - self.shared_tokens)
+        moving = self.prefill_kv_tokens
+        if not self.ticket:
+            moving = min(moving, round_up_to_chunks(self.handed_tokens))
+        moving = max(0, moving - self.shared_tokens)
         return {
             choice.prefill: WorkerLoad(unprefilled, 1, self.prefill_kv_tokens, credit, moving),
             choice.decode: WorkerLoad(0, 1, room, moving_tokens=moving),
@@ -235,15 +262,19 @@ class RequestState:
         """The KV of the attempt is complete: from now on it counts for the slabs that it really has."""
         self.ticket, self.offered_s = offer.ticket, now_s
         if self.request.keep.evicts and offer.num_slabs:
-            offered = offer.num_slabs * CHUNK_TOKENS
-            self.prefill_kv_tokens = offered
-            # The offer has the map, but not the slab for the tokens since the decision.
-            whole = round_up_to_chunks(offer.num_tokens) + DROPPING_TOKENS - CHUNK_TOKENS
-            self.dropped_tokens = max(0, whole - offered)
+            self.prefill_kv_tokens = offer.num_slabs * CHUNK_TOKENS
+            # The decode worker needs a slab more, for the tokens since the decision.
+            self.held_tokens = self.prefill_kv_tokens + CHUNK_TOKENS
+
+    def take_report(self, report: KeptReport) -> None:
+        """The request has decided what it keeps: from now on that counts."""
+        if self.kept is None and self.began is not None:
+            self.kept_shares.record_share(self.began.kv_class, self.request.keep.threshold, report)
+        self.kept, self.held_tokens = report, held_tokens(report, self.request.keep.boundary)
 
     def end_attempt(self) -> None:
         """The running attempt is over, and no other has begun."""
-        self.dropped_tokens = 0
+        self.held_tokens = 0
         self.release_class()
         self.request.epoch += 1
         self.choice = self.target = None

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.chunks import CHUNK_TOKENS
+from router.routing.kept_shares import DROPPING_TOKENS
 from router.routing.kv_classes import decided_class, pool_size
 from router.routing.policy import Pair, RoutingNeed, RoutingView
 
@@ -27,28 +28,29 @@ CREDIT_TOKENS_PER_PROMPT = 512
 MAX_CREDIT_TOKENS = 4 * CREDIT_TOKENS_PER_PROMPT
 # The same limit for requests of tenants that have less in flight than their share.
 MAX_CREDIT_TOKENS_UNDERSERVED = 6 * CREDIT_TOKENS_PER_PROMPT
-# Room beside its tokens for a request that may drop KV: a slab for the tokens since the last decision, and one for the
-# map of what its heads kept.
-DROPPING_TOKENS = 2 * CHUNK_TOKENS
 
 
 def pairs_with_credit(found: Sequence[Pair], need: RoutingNeed, view: RoutingView) -> list[Pair]:
     """The pairs of `found` whose workers have credit for `need` now; each worker is examined once."""
     tokens = prefill_room_tokens(need)
     room = {
-        target: _has_kv_room(
-            target, need.room_tokens - view.shared_tokens(target, need), need, view, need.priority
-        )
+        target: _has_decode_room(target, need.room_tokens, need, view)
         for target in {target for _, target in found}
     }
     credit = {
         source: _has_prefill_credit(source, view, need) and _has_kv_room(source, tokens, need, view)
         for source in {source for source, _ in found if source is not None}
     }
+    # A worker that also prefills has the whole prompt, before any of it is dropped.
+    alone = {
+        target: _has_prefill_credit(target, view, need)
+        and (tokens <= need.room_tokens or _has_decode_room(target, tokens, need, view))
+        for target in {target for source, target in found if source is None}
+    }
     return [
         (source, target)
         for source, target in found
-        if room[target] and (_has_prefill_credit(target, view, need) if source is None else credit[source])
+        if room[target] and (alone[target] if source is None else credit[source])
     ]
 
 
@@ -67,6 +69,11 @@ def _has_prefill_credit(worker: str, view: RoutingView, need: RoutingNeed) -> bo
     """Whether the worker has prefill credit left; some is kept for tenants that have had less than their share."""
     most = MAX_CREDIT_TOKENS_UNDERSERVED if need.underserved else MAX_CREDIT_TOKENS
     return view.ledger.load_of(worker).credit_tokens < most
+
+
+def _has_decode_room(worker: str, tokens: int, need: RoutingNeed, view: RoutingView) -> bool:
+    """Whether a decode worker has room for `tokens` of the request, those that others hold there included."""
+    return _has_kv_room(worker, tokens - view.shared_tokens(worker, need), need, view, need.priority)
 
 
 def _has_kv_room(

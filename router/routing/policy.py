@@ -61,7 +61,7 @@ class RoutingNeed:
     `underserved`: its tenant has fewer tokens in flight than an equal share. `kv_class` is the KV class that its answer
     must stay with, if that is decided; else the one that it asks for, as `kv_classes.names_class` takes it.
     `whole_tokens` are the first tokens of its prompt whose KV a decode worker may share, if it drops some of the
-    others; None: it drops none.
+    others, and `handed_tokens` are those whose KV it then gets; None: it drops none.
     `beside` is what other sequences of its HTTP request will need in the class that it gets.
     """
 
@@ -73,6 +73,7 @@ class RoutingNeed:
     underserved: bool = False
     kv_class: str | None = None
     whole_tokens: int | None = None
+    handed_tokens: int | None = None
     beside: BesideNeed = BesideNeed()
 
     @property
@@ -334,7 +335,8 @@ def choose_decode(
 def transfer_s(source: str, target: str, need: RoutingNeed, view: RoutingView) -> float:
     """Predicted seconds to transfer the KV that `target` is not assumed to have cached, over the link from `source`."""
     link = view.fleet.workers[target].links[source]
-    chunks = -(-(need.prompt_tokens - view.shared_tokens(target, need)) // CHUNK_TOKENS)
+    tokens = need.prompt_tokens if need.handed_tokens is None else need.handed_tokens
+    chunks = -(-max(0, tokens - view.shared_tokens(target, need)) // CHUNK_TOKENS)
     num_bytes = chunks * pool_size(view.fleet.workers[source].hello, need.kv_class).chunk_bytes
     return link.latency_us * 1e-6 + num_bytes / (max(link.gb_per_s, 1e-3) * 1e9)
 

@@ -386,35 +386,6 @@ def test_kv_that_a_decode_worker_pulls_is_expected_there() -> None:
     assert world.relay.ledger.load_of("decode-0").room_tokens == (11 + 11 - 10) * 64
 
 
-def test_kv_of_which_heads_dropped_something_takes_the_room_that_it_takes() -> None:
-    world = linked_deployment(*PAIR)
-    ledger, index = world.relay.ledger, world.relay.index
-    for name, decode_tokens in (("a", (2 + 3 + 5) * 64), ("b", (2 + 3 + 5) * 64 + (3 + 5) * 64)):
-        request = make_request(name, 640, 256)
-        request.keep = KeepSpec(0.95, 128)
-        world.do(RequestArrived(request))
-        before = ledger.load_of("prefill-0").room_tokens
-        world.first("prefill-0", (name, 0), offer=False)
-        world.flush("prefill-0")
-        world.say("prefill-0", Offer(name, 0, b"ticket", 640, 500, 5))
-        live = world.relay.live[name]
-        # The prompt's 10 chunks, with room for a ring and a map, have become 2 whole ones and a bag of 3. At the decode
-        # worker 4 are expected of the answer, and the ring.
-        assert ledger.load_of("prefill-0").room_tokens == before - 7 * 64
-        assert ledger.load_of("decode-0").room_tokens == decode_tokens
-        assert index.count_shared("prefill-0", live.chunks) == 10
-        assert index.count_shared("decode-0", live.chunks) == 2
-    world.say("decode-0", Failed("a", 0, "transfer_failed", "lost"))
-    # All of it is computed again, and the delivered token.
-    assert ledger.load_of("prefill-0").room_tokens == (11 + 2 + 5) * 64
-    assert ledger.load_of("decode-0").room_tokens == (14 + 2 - 2) * 64 + (3 + 5) * 64
-    world.relay.live["b"].request.output.extend(range(100))
-    world.pull("decode-0", ("b", 0))
-    world.decode("decode-0", ("b", 0), finish="stop")
-    world.flush("decode-0")
-    assert index.count_shared("decode-0", index.name_chunks(list(range(640)), "scope")) == 2
-
-
 def test_a_request_that_may_drop_kv_shares_only_whole_chunks_at_its_decode_worker() -> None:
     world = linked_deployment(*PAIR)
     bring_to_decode(world)

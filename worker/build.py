@@ -202,6 +202,7 @@ def build_engine(
                 plan.sink_slots,
                 others,
                 eviction=eviction,
+                prepared=machine_kernel_folder(),
             )
         else:
             runner = load_leader(_leader_spec(spec, found), found.shards, memories, ranks)
@@ -259,6 +260,7 @@ def _leader_spec(spec: WorkerSpec, found: ResolvedModel) -> RankSpec:
         shard=found.shards[0],
         shape=found.files.shape,
         weights={name: str(path) for name, path in found.files.weights.items()},
+        prepared=_prepared_source(found.files),
         dtype=found.dtype,
         classes=_rank_classes(spec, found),
         sink_slots=found.plan.sink_slots,
@@ -268,6 +270,12 @@ def _leader_spec(spec: WorkerSpec, found: ResolvedModel) -> RankSpec:
         log_level=spec.log_level,
         log_format=spec.log_format,
     )
+
+
+def _prepared_source(files: Checkpoint) -> tuple[str, str] | None:
+    """The folder of prepared files, and the identity of the weights; None if there is no such folder."""
+    folder = machine_kernel_folder()
+    return None if folder is None else (str(folder), files.packing_identity())
 
 
 def _rank_classes(spec: WorkerSpec, found: ResolvedModel) -> tuple[RankClass, ...]:

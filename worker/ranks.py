@@ -47,6 +47,8 @@ from engine.cpu.coded.sink_table import DEFAULT_SLOTS
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.tensor_parallel import EXCHANGE_TIMEOUT_S, RankGroup, RankPlacement, decode_step
+from engine.cpu.weights.decoder_weights import SectionReader, read_weights
+from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.architecture import ModelConfig
 from engine.model.weights import WeightReader
 from kvcache.codecs.calibration import CalibratedModel, Calibration, read_calibration
@@ -89,6 +91,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     classes: Annotated[tuple[RankClass, ...], Meta(min_length=1)]
     # How many first tokens' exact KV the ranks keep, if any class has a codec.
     sink_slots: int = DEFAULT_SLOTS
+    # The folder of prepared files, and the identity of the weights; None: they are packed into memory of the rank.
+    prepared: tuple[str, str] | None = None
     # An inherited file descriptor of a `SharedMemory`, and its size in bytes.
     memory: tuple[int, int] = (-1, 0)
     # A file in a private folder, through which the ranks find each other.
@@ -332,7 +336,13 @@ def _load_runner(
     (pool, calibration), *others = _open_pools(orders, memory)
     files = {name: Path(file) for name, file in orders.weights.items()}
     with torch.no_grad(), WeightReader(files) as weights:
-        decoder = CpuDecoder(shape, weights, orders.max_model_len, place=orders.place, shard=shard, wire=wire)
+        reader = SectionReader(shape, weights, orders.place, shard)
+        if orders.prepared is None:
+            packed = read_weights(reader)
+        else:
+            folder, identity = orders.prepared
+            packed = PreparedFolder(Path(folder), identity).load_weights(reader)
+    decoder = CpuDecoder(shape, packed, orders.max_model_len, place=orders.place, shard=shard, wire=wire)
     return CpuModelRunner(
         decoder,
         pool,

@@ -1,13 +1,15 @@
 """Matrix products of the decoder: every row is the same to the last bit however many rows are computed together.
 
-The kernel is in `engine.cpu.matmul`. Weights are packed once, when they are loaded; weights that fit into 16 bits
-without loss are kept in 16 bits. `tests/engine/cpu/test_decoder_exact.py` tests the exactness on the machine it runs
+The kernel is in `engine.cpu.matmul`. Weights are packed once; weights that fit into 16 bits without loss are kept in 16
+bits. A product only looks at packed memory, so the memory may be its own, or a file that several processes map
+(`engine.cpu.weights`). `tests/engine/cpu/test_decoder_exact.py` tests the exactness on the machine it runs
 on.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -36,26 +38,54 @@ def _thread_pool(number: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(number, "product")
 
 
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A weight [outputs, inputs] and its bias in the form that the kernel takes, whoever owns the memory."""
+
+    # A key of `engine.cpu.matmul.PACKED`.
+    kind: str
+    outputs: int
+    inputs: int
+    panels: NDArray[np.generic]
+    # [outputs, rounded up to whole panels]
+    bias: NDArray[np.float32]
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedMatrix:
+        """Pack a float32 weight without loss, in the fewest bits; the given tensors can be dropped."""
+        (outputs, inputs), kind = weight.shape, narrowest_dtype(weight)
+        width = padded_outputs(outputs)
+        padded = np.zeros((width, inputs), np.float32)
+        padded[:outputs] = weight.numpy()
+        panels = padded.reshape(-1, PANEL_OUTPUTS, inputs).transpose(0, 2, 1)
+        added = np.zeros(width, np.float32)
+        if bias is not None:
+            added[:outputs] = bias.numpy()
+        return cls(kind, outputs, inputs, pack_panels(panels, kind), added)
+
+
+def padded_outputs(outputs: int) -> int:
+    """The outputs of a packed matrix, the zeros of its last panel included."""
+    return -(-outputs // PANEL_OUTPUTS) * PANEL_OUTPUTS
+
+
 class PackedLinear:
-    """The product x @ weight.T + bias in float32. The weight is repacked, so the given tensor can be dropped.
+    """The product x @ weight.T + bias in float32, over packed memory.
 
     It uses the number of threads that torch has when it is created (`torch.set_num_threads`), each for some outputs.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.outputs, self.inputs = weight.shape
-        self.kind = narrowest_dtype(weight)
-        width = -(-self.outputs // PANEL_OUTPUTS) * PANEL_OUTPUTS
-        padded = np.zeros((width, self.inputs), np.float32)
-        padded[: self.outputs] = weight.numpy()
-        panels = padded.reshape(-1, PANEL_OUTPUTS, self.inputs).transpose(0, 2, 1)
-        self.weight: NDArray[np.generic] = pack_panels(panels, self.kind)
-        self.bias = np.zeros(width, np.float32)
-        if bias is not None:
-            self.bias[: self.outputs] = bias.numpy()
-        threads = torch.get_num_threads() if weight.numel() >= MIN_THREADED_WEIGHTS else 1
-        share = -(-width // PANEL_OUTPUTS // threads) * PANEL_OUTPUTS
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.outputs, self.inputs, self.kind = matrix.outputs, matrix.inputs, matrix.kind
+        self.weight, self.bias = matrix.panels, matrix.bias
+        threads = torch.get_num_threads() if self.outputs * self.inputs >= MIN_THREADED_WEIGHTS else 1
+        share = -(-len(self.bias) // PANEL_OUTPUTS // threads) * PANEL_OUTPUTS
         self._parts = [(begin, min(begin + share, self.outputs)) for begin in range(0, self.outputs, share)]
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """The product with a float32 weight, packed into memory of its own."""
+        return cls(PackedMatrix.pack(weight, bias))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [rows, inputs], contiguous with at least `MIN_ROWS` rows, to [rows, outputs]."""

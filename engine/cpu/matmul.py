@@ -206,6 +206,11 @@ def pack_panels(panels: Any, kind: str) -> Any:
     return PACKED[kind](np.ascontiguousarray(panels))
 
 
+def packed_items(kind: str, width: int, depth: int) -> int:
+    """The items of the flat array that `pack_panels` makes of `width` outputs, whole panels, with `depth` inputs."""
+    return width // PANEL_OUTPUTS * depth * PACKED_VIEWS[kind]
+
+
 def _bfloat16(panels: Any) -> Any:
     """Pack float32 panels as pairs of bfloat16 in 32-bit words (see the module's description)."""
     bits = (panels.view(np.uint32) >> 16).reshape(-1, 2, PANEL_OUTPUTS // 2)

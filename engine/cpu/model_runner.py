@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,8 @@ from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots, Sink
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.eviction import CpuEvictor, EvictionSetup
 from engine.cpu.tensor_parallel import FollowerRanks, encode_step
+from engine.cpu.weights.decoder_weights import SectionReader, read_weights
+from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.rope import rope_frequencies
 from engine.model.weights import WeightReader
 from engine.protocols import EvictionOrder, EvictionReport, OnLayersDone
@@ -104,10 +107,13 @@ class CpuModelRunner:
         sink_slots: int = DEFAULT_SLOTS,
         others: Sequence[tuple[KvPool, Calibration | None]] = (),
         eviction: EvictionSetup | None = None,
+        prepared: Path | None = None,
     ) -> CpuModelRunner:
         """Read the weights and bind them to `pool`; `calibration` and `sink_slots` are those of the runner.
 
-        `others` are the pools of further KV classes, with their calibrations; `eviction` is as for the runner.
+        `others` are the pools of further KV classes, with their calibrations; `eviction` is as for the runner. The
+        weights are mapped from a file below the folder `prepared`, which other processes share
+        (`engine.cpu.weights.prepared_folder`); without a folder they are packed into memory of this process.
 
         Raises:
             ModelError: the checkpoint does not match its config, or the pool is not of this model's layout.
@@ -121,8 +127,11 @@ class CpuModelRunner:
                     f"pool: {one.layout}\nmodel: {expected}",
                     "make the pool from the model's own layout, in float32 on the CPU",
                 )
+        source = None if prepared is None else PreparedFolder(prepared, model.packing_identity())
         with torch.no_grad(), WeightReader(model.weights) as weights:
-            decoder = CpuDecoder(model.shape, weights, max_model_len)
+            reader = SectionReader(model.shape, weights)
+            packed = read_weights(reader) if source is None else source.load_weights(reader)
+        decoder = CpuDecoder(model.shape, packed, max_model_len)
         return cls(
             decoder,
             pool,

@@ -156,6 +156,15 @@ class Checkpoint:
         """
         return _hash_files(sorted(set(self.weights.values())))
 
+    def packing_identity(self) -> str:
+        """Hex digest of the weights for files made from them: also another if any of the weight files was written.
+
+        So weights of which only samples are hashed, and a few bytes were changed in place, are not mistaken.
+        """
+        stats = [path.stat() for path in sorted(set(self.weights.values()))]
+        times = [field for at in stats for field in (at.st_size, at.st_mtime_ns)]
+        return hash_fields([self.hash_weights(), *times]).hex()
+
     def fingerprint(self, dtype: str = "float32") -> tuple[str, dict[str, str]]:
         """(hex digest, readable fields) of everything that two workers must have in common to exchange KV.
 

@@ -81,7 +81,7 @@ def test_prefill_does_not_depend_on_companions(ready: tuple[CpuModelRunner, list
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 1024), (896, 1152), (64, 211), (2048, 256), (101, 77)])
 def test_products_do_not_depend_on_the_number_of_rows(inputs: int, outputs: int) -> None:
     torch.manual_seed(0)
-    linear = PackedLinear(torch.randn(outputs, inputs), torch.randn(outputs))
+    linear = PackedLinear.pack(torch.randn(outputs, inputs), torch.randn(outputs))
     x = torch.randn(700, inputs)
     with torch.no_grad():
         whole = linear(x)
@@ -92,7 +92,7 @@ def test_products_do_not_depend_on_the_number_of_rows(inputs: int, outputs: int)
 
 def test_short_products_are_refused() -> None:
     with pytest.raises(AssertionError):
-        PackedLinear(torch.randn(8, 8))(torch.randn(MIN_ROWS - 1, 8))
+        PackedLinear.pack(torch.randn(8, 8))(torch.randn(MIN_ROWS - 1, 8))
 
 
 def test_greedy_tokens_do_not_depend_on_chunking(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def weights(kind: str, outputs: int, inputs: int) -> torch.Tensor:
 def test_it_is_the_product_of_the_given_weights(kind: str, outputs: int) -> None:
     for inputs in (1, 7, 33, 256):
         weight, bias = weights(kind, outputs, inputs), torch.randn(outputs)
-        plain, biased = PackedLinear(weight.clone()), PackedLinear(weight.clone(), bias)
+        plain, biased = PackedLinear.pack(weight.clone()), PackedLinear.pack(weight.clone(), bias)
         assert plain.kind == kind or inputs * outputs < 8  # a few numbers may fit a shorter one by chance
         for rows in (*range(1, 2 * TILE_ROWS + 2), 100):
             x = torch.randn(rows, inputs)
@@ -47,10 +47,10 @@ def test_it_is_the_product_of_the_given_weights(kind: str, outputs: int) -> None
 
 def test_how_weights_are_stored_does_not_change_a_bit() -> None:
     weight = weights("bfloat16", 3 * PANEL_OUTPUTS + 5, 129)
-    short = PackedLinear(weight)
+    short = PackedLinear.pack(weight)
     odd = weight.clone()
     odd[0, 0] = 1 / 3
-    long = PackedLinear(odd)
+    long = PackedLinear.pack(odd)
     assert (short.kind, long.kind) == ("bfloat16", "float32")
     assert long.weight.nbytes == 2 * short.weight.nbytes
     x = torch.randn(9, 129)
@@ -70,16 +70,16 @@ def test_threads_share_the_outputs() -> None:
     inputs = 256
     outputs = MIN_THREADED_WEIGHTS // inputs + PANEL_OUTPUTS + 3
     weight = weights("float32", outputs, inputs)
-    shared = PackedLinear(weight.clone())
+    shared = PackedLinear.pack(weight.clone())
     torch.set_num_threads(1)
-    alone = PackedLinear(weight)
+    alone = PackedLinear.pack(weight)
     for rows in (1, 5, 40):
         x = torch.randn(rows, inputs)
         assert torch.equal(shared(x), alone(x))
 
 
 def test_it_refuses_what_does_not_fit() -> None:
-    linear = PackedLinear(torch.randn(8, 8))
+    linear = PackedLinear.pack(torch.randn(8, 8))
     for rows, inputs in ((0, 8), (2, 7)):
         with pytest.raises(AssertionError):
             linear(torch.randn(rows, inputs))

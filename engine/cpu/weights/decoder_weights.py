@@ -1,0 +1,190 @@
+"""The weights of a decoder, or of one rank's shard of it, in the sections in which they are read, stored and streamed.
+
+    first    the embedding                              on ranks of the first stage
+    layer    norms and the four products of a layer     one section for each layer
+    last     the last norm and the product to logits    on ranks of the last stage
+
+A section names arrays and packed matrices. Whoever owns the memory, a layer is a view of its section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.cpu.linear import PackedLinear, PackedMatrix
+from engine.cpu.tensor_parallel import WHOLE_MODEL, RankPlacement
+from engine.model.architecture import ModelConfig
+from engine.model.weights import WeightReader
+from kvcache.layout import Shard
+
+Floats = NDArray[np.float32]
+NO_NORM: Floats = np.empty(0, np.float32)
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+FIRST_SECTION, LAST_SECTION = "first", "last"
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLayer:
+    """The weights of one layer. Norms are numpy arrays for the row kernels; empty where the model has none."""
+
+    input_norm: Floats
+    qkv: PackedLinear
+    q_norm: Floats
+    k_norm: Floats
+    out: PackedLinear
+    mlp_norm: Floats
+    gate_up: PackedLinear
+    down: PackedLinear
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSection:
+    """Weights that are stored together, by name."""
+
+    arrays: dict[str, Floats] = field(default_factory=dict)
+    matrices: dict[str, PackedMatrix] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all arrays and matrices."""
+        panels = sum(one.panels.nbytes + one.bias.nbytes for one in self.matrices.values())
+        return panels + sum(one.nbytes for one in self.arrays.values())
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """What `engine.cpu.decoder.CpuDecoder` computes with. Ranks of later or earlier stages lack the ends."""
+
+    layers: Sequence[CpuLayer]
+    # [vocab, hidden]
+    embedding: torch.Tensor | None
+    norm: Floats | None
+    head: PackedLinear | None
+
+
+class SectionReader:
+    """Reads the sections of one rank from a checkpoint, and packs them. Without a shard: those of the whole model."""
+
+    def __init__(
+        self,
+        shape: ModelConfig,
+        weights: WeightReader,
+        place: RankPlacement = WHOLE_MODEL,
+        shard: Shard | None = None,
+    ) -> None:
+        self.shape, self.place = shape, place
+        self.shard = shard or Shard((0, shape.layers), (0, shape.kv_heads))
+        self._weights = weights
+        start, end = (head * shape.head_dim for head in self.shard.heads)
+        self._keys, self._queries = slice(start, end), slice(start * shape.group, end * shape.group)
+        self._mlp = place.share(shape.mlp)
+
+    def read_sections(self) -> Iterator[tuple[str, WeightSection]]:
+        """The sections in the order in which a step needs them, each with its name. Only one is held at a time.
+
+        Raises:
+            ModelError: a tensor is missing, has another shape, or another type than those supported.
+        """
+        shape, place = self.shape, self.place
+        if place.first:
+            yield FIRST_SECTION, WeightSection({"embedding": self._read_embedding()})
+        for index in range(*self.shard.layers):
+            yield layer_section(index), self._read_layer(index)
+        if place.last:
+            name = EMBEDDING if shape.tied else HEAD
+            part = place.share(shape.vocab)
+            head = self._weights.read_tensor(name, shape.vocab, shape.hidden, rows=part)
+            norm = self._weights.read_tensor(NORM, shape.hidden).numpy()
+            yield LAST_SECTION, WeightSection({"norm": norm}, {"head": PackedMatrix.pack(head)})
+
+    def _read_embedding(self) -> Floats:
+        found: Floats = self._weights.read_tensor(EMBEDDING, self.shape.vocab, self.shape.hidden).numpy()
+        return found
+
+    def _read_layer(self, index: int) -> WeightSection:
+        """The weights of the model's layer `index`, only this rank's part of them."""
+        shape, prefix = self.shape, f"model.layers.{index}."
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        attention = [
+            (f"{prefix}self_attn.q_proj", queries, self._queries),
+            (f"{prefix}self_attn.k_proj", keys, self._keys),
+            (f"{prefix}self_attn.v_proj", keys, self._keys),
+        ]
+        mlp = [(f"{prefix}mlp.{name}_proj", shape.mlp, self._mlp) for name in ("gate", "up")]
+        norms = {
+            "input_norm": self._read_norm(f"{prefix}input_layernorm", shape.hidden),
+            "mlp_norm": self._read_norm(f"{prefix}post_attention_layernorm", shape.hidden),
+        }
+        for name in ("q_norm", "k_norm") if shape.qk_norm else ():
+            norms[name] = self._read_norm(f"{prefix}self_attn.{name}", shape.head_dim)
+        matrices = {
+            "qkv": self._read_split_outputs(attention, shape.qkv_bias),
+            "out": self._read_split_inputs(f"{prefix}self_attn.o_proj", queries, self._queries, shape.o_bias),
+            "gate_up": self._read_split_outputs(mlp, shape.mlp_bias),
+            "down": self._read_split_inputs(f"{prefix}mlp.down_proj", shape.mlp, self._mlp, shape.mlp_bias),
+        }
+        return WeightSection(norms, matrices)
+
+    def _read_norm(self, name: str, width: int) -> Floats:
+        found: Floats = self._weights.read_tensor(f"{name}.weight", width).numpy()
+        return found
+
+    def _read_split_outputs(self, parts: list[tuple[str, int, slice]], bias: bool) -> PackedMatrix:
+        """One matrix made of `parts` (name, outputs in total, this lane's outputs), each split by its outputs."""
+        weight = [(f"{name}.weight", outputs, rows) for name, outputs, rows in parts]
+        added = [(f"{name}.bias", outputs, rows) for name, outputs, rows in parts]
+        stack = self._weights.read_stacked
+        return PackedMatrix.pack(stack(weight, self.shape.hidden), stack(added) if bias else None)
+
+    def _read_split_inputs(self, name: str, inputs: int, part: slice, bias: bool) -> PackedMatrix:
+        """A matrix that is split by its inputs.
+
+        The lanes' results are added up, so only the first lane has the bias.
+        """
+        hidden = self.shape.hidden
+        weight = self._weights.read_tensor(f"{name}.weight", hidden, inputs, columns=part)
+        added = bias and self.place.lane == 0
+        return PackedMatrix.pack(weight, self._weights.read_tensor(f"{name}.bias", hidden) if added else None)
+
+
+def layer_section(index: int) -> str:
+    """The name of the section of the model's layer `index`."""
+    return f"layer.{index}"
+
+
+def build_layer(section: WeightSection, window: int) -> CpuLayer:
+    """The layer whose weights are in a section; `window` is its sliding window, 0 without one."""
+    norms, products = section.arrays, {name: PackedLinear(one) for name, one in section.matrices.items()}
+    return CpuLayer(
+        input_norm=norms["input_norm"],
+        qkv=products["qkv"],
+        q_norm=norms.get("q_norm", NO_NORM),
+        k_norm=norms.get("k_norm", NO_NORM),
+        out=products["out"],
+        mlp_norm=norms["mlp_norm"],
+        gate_up=products["gate_up"],
+        down=products["down"],
+        window=window,
+    )
+
+
+def build_weights(sections: dict[str, WeightSection], shape: ModelConfig, shard: Shard) -> DecoderWeights:
+    """The weights of a rank from all its sections, by name."""
+    first, last = sections.get(FIRST_SECTION), sections.get(LAST_SECTION)
+    return DecoderWeights(
+        [build_layer(sections[layer_section(i)], shape.windows[i]) for i in range(*shard.layers)],
+        None if first is None else torch.from_numpy(first.arrays["embedding"]),
+        None if last is None else last.arrays["norm"],
+        None if last is None else PackedLinear(last.matrices["head"]),
+    )
+
+
+def read_weights(reader: SectionReader) -> DecoderWeights:
+    """Read the weights of a rank into memory of this process. Raises ModelError as `SectionReader.read_sections`."""
+    return build_weights(dict(reader.read_sections()), reader.shape, reader.shard)

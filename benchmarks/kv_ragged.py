@@ -116,7 +116,7 @@ class RaggedBenchmark:
 
     def decode_ragged(self) -> None:
         """Attention of all layers over what heads keep."""
-        batch, attention = pack_batch(self.ragged), self.evictor.attend_to(self.ragged, self.pages)
+        batch, attention = pack_batch(self.ragged), self.evictor.attend_to(self.ragged, [])
         for layer in range(self.pool.layout.layers):
             attention.decode(layer, self.qkv, batch, 0, self.out)
 
@@ -132,7 +132,7 @@ class RaggedBenchmark:
     def profile(self) -> None:
         """The decision alone."""
         order, sequence = self.order(), self.evictor._sequences["prefilled"]
-        source, _ = self.evictor._find_source(order, order.slabs, None)
+        source, _ = self.evictor._find_source(order, order.slabs, None, 0)
         kinds, rows = self.evictor._kinds[np.asarray(order.tokens)], np.arange(PROMPT - 64, PROMPT)
         point = DecisionPoint(PROMPT, SPEC, kinds, rows, sequence.queries, source)
         self.evictor._decider.profile_prompt(point)

@@ -1,18 +1,21 @@
 """Where the rows that heads keep lie in memory: a bag of frames, and the map that describes it.
 
-A frame is 16 tokens of one page: their keys, then their values. It is a quarter of a page, so a slab has four frames
-per page. A bag is a list of slabs that belong to one sequence. Its frames are numbered through: frame f lies in slab
-f // F at place f % F, with F frames per slab.
+A frame is 16 tokens of one layer and KV head: their keys, then their values. A bag is a list of slabs that belong to
+one sequence. Its frames are numbered through: frame f lies in slab f // F at place f % F, with F frames per slab.
 
-    frames of the map | frames of layer 0, head 0 | of layer 0, head 1 | ... | of the last layer's last head | unused
+    map | layer 0, head 0 | layer 0, head 1 | ... | the last layer's last head | tokens | outliers | unused
 
 Each head has as many frames as its rows need, so the number of rows of each head says where everything lies. Rows are
 in the order of their positions. The first frames hold the encoded map, so a bag describes itself: it is moved as slabs
-like any others. Heads that share a page (`KvLayout.page_heads`) keep the same rows, and count as one head here.
+like any others.
+
+Where a page is one head's, a frame is a quarter of it, with the same sections of 16 rows. Codecs that code several
+heads together have frames of their own (`FrameFormat`, `kvcache.coded_frames`). What the heads of a page share of a
+token is then in a table, once for each token that any of them keeps; and outliers are in a list behind it.
 
 The encoded map, little-endian, filled up with zeros to whole frames:
 
-    magic "KEPT", version u16, layers u16, heads u16, 0 u16, boundary u32, length u32, kept rows u32
+    magic "KEPT", version u16, layers u16, heads u16, 0 u16, boundary u32, length u32, kept rows u32, outliers u32
     policy u8 per head, kept rows u32 per head, kept positions per head: bits of positions boundary to length - 1
 """
 
@@ -26,24 +29,86 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
+from kvcache.codecs.bit_packing import packed_bytes
+from kvcache.codecs.codec_id import CALIBRATED
+from kvcache.codecs.storage import index_bits, outliers_per_side
 from kvcache.keep import FULL
 from kvcache.layout import KvLayout
 
 FRAME_TOKENS = 16
 FRAMES_PER_PAGE = CHUNK_TOKENS // FRAME_TOKENS
 
-_HEADER = struct.Struct("<4s4H3I")
-_MAGIC, _VERSION = b"KEPT", 1
+_HEADER = struct.Struct("<4s4H4I")
+_MAGIC, _VERSION = b"KEPT", 2
+# Scale and zero point of a token's values, two float16.
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FrameFormat:
+    """The sizes of frames of a layout, and of what is behind the frames of its heads.
+
+    `is_split` says that rows of a page are taken apart by head, since a page codes several together (`nuq*`). A frame
+    then has the codes of 16 keys, those of 16 values (`code_bytes` each), the numbers of outliers of each row's key and
+    value (`count_bits` each, as a stream of bits), and the number of its first outlier, u32. A table has `token_bytes`
+    for each token and page, and a list `outlier_bytes` for each outlier: its place within the head, u8 or u16, and its
+    residual, float16. A page has up to `slots` outliers of each token's keys, and as many of its values.
+    """
+
+    frame_bytes: int
+    is_split: bool = False
+    code_bytes: int = 0
+    slots: int = 0
+    count_bits: int = 0
+    token_bytes: int = 0
+    outlier_bytes: int = 0
+
+    @classmethod
+    def of_layout(cls, layout: KvLayout) -> FrameFormat:
+        """The format of a layout's frames."""
+        codec_id = layout.codec_id
+        if codec_id is None or codec_id.family != CALIBRATED:
+            return cls(layout.page_bytes // FRAMES_PER_PAGE)
+        code_bytes = packed_bytes(layout.head_dim, codec_id.code_bits[0])
+        slots = 2 * outliers_per_side(codec_id, layout.page_heads * layout.head_dim)
+        bits = slots.bit_length()
+        size = 2 * FRAME_TOKENS * code_bytes + packed_bytes(2 * FRAME_TOKENS, bits) + 4
+        outlier_bytes = 2 + index_bits(layout.head_dim) // 8 if slots else 0
+        return cls(size, True, code_bytes, slots, bits, _TOKEN_BYTES, outlier_bytes)
+
+    @property
+    def offsets(self) -> tuple[int, int, int, int]:
+        """First bytes, in a split frame, of the codes of keys and of values, the numbers of outliers, and the first."""
+        counts = 2 * FRAME_TOKENS * self.code_bytes
+        return 0, FRAME_TOKENS * self.code_bytes, counts, self.frame_bytes - 4
+
+    def table_frames(self, tokens: int) -> int:
+        """Frames of a table of so many tokens."""
+        return -(-tokens // (self.frame_bytes // self.token_bytes)) if tokens else 0
+
+    def list_frames(self, outliers: int) -> int:
+        """Frames of a list of so many outliers."""
+        return -(-outliers // (self.frame_bytes // self.outlier_bytes)) if outliers else 0
 
 
 def frame_bytes(layout: KvLayout) -> int:
-    """Bytes of a frame: 16 tokens of a page."""
-    return layout.page_bytes // FRAMES_PER_PAGE
+    """Bytes of a frame: 16 tokens of one layer and head."""
+    return FrameFormat.of_layout(layout).frame_bytes
 
 
 def frames_per_slab(layout: KvLayout) -> int:
-    """Frames of a slab."""
-    return FRAMES_PER_PAGE * layout.layers * layout.pages_per_layer
+    """Frames of a slab. What they leave of it is unused."""
+    return layout.chunk_bytes // frame_bytes(layout)
+
+
+def most_bag_slabs(layout: KvLayout, tokens: int) -> int:
+    """Slabs of a bag of `tokens` tokens if all heads keep everything, and all slots of outliers are used."""
+    form, heads = FrameFormat.of_layout(layout), layout.layers * layout.kv_heads
+    frames = _lead_frames(layout, 0, tokens) + heads * count_frames(tokens)
+    if form.is_split:
+        rows = layout.layers * layout.pages_per_layer * tokens
+        frames += form.table_frames(rows) + form.list_frames(2 * form.slots * rows)
+    return -(-frames // frames_per_slab(layout))
 
 
 def count_frames(rows: int) -> int:
@@ -57,7 +122,7 @@ def map_frames(first_frame: bytes | memoryview, layout: KvLayout, num_slabs: int
     Raises:
         ValueError: the frame does not begin a map of this layout, or the map is larger than a bag of `num_slabs` slabs.
     """
-    boundary, length, _ = _read_header(first_frame, layout)
+    boundary, length, _, _ = _read_header(first_frame, layout)
     lead = _lead_frames(layout, boundary, length)
     if lead > num_slabs * frames_per_slab(layout):
         raise ValueError(
@@ -71,12 +136,13 @@ class KeptRows:
     """The rows that each head keeps of positions `boundary` to `length` - 1, and where they lie in a bag.
 
     Args:
-        layout: of the pool. Heads are its pages per layer.
+        layout: of the pool.
         boundary: tokens before the bag, in whole chunks: all heads keep them.
         length: tokens that had KV when the rows were chosen.
         policies: [layers, heads].
         counts: kept rows, [layers, heads] int32.
         positions: of the kept rows, ascending within each head, one head after the other, int32.
+        outliers: how many outliers the rows have, if frames have none of their own (`FrameFormat`).
     """
 
     layout: KvLayout
@@ -85,6 +151,7 @@ class KeptRows:
     policies: NDArray[np.uint8]
     counts: NDArray[np.int32]
     positions: NDArray[np.int32]
+    outliers: int = 0
 
     @classmethod
     def from_heads(
@@ -121,9 +188,20 @@ class KeptRows:
         return before.reshape(self.counts.shape)
 
     @property
+    def table_frame(self) -> int:
+        """The number of the frame in which the table of tokens begins."""
+        return self.lead + int(self._frames().sum())
+
+    @property
+    def outlier_frame(self) -> int:
+        """The number of the frame in which the list of outliers begins."""
+        form = FrameFormat.of_layout(self.layout)
+        return self.table_frame + (form.table_frames(int(self._token_mask().sum())) if form.is_split else 0)
+
+    @property
     def num_frames(self) -> int:
         """Frames of the bag that are in use, the map's included."""
-        return self.lead + int(self._frames().sum())
+        return self.outlier_frame + FrameFormat.of_layout(self.layout).list_frames(self.outliers)
 
     @property
     def num_slabs(self) -> int:
@@ -149,13 +227,37 @@ class KeptRows:
         before = int(self.counts.reshape(-1)[: layer * self.counts.shape[1] + head].sum())
         return self.positions[before : before + int(self.counts[layer, head])]
 
+    def number_tokens(self) -> NDArray[np.int64]:
+        """The number of each kept row's token in the table of tokens, in the order of `positions`.
+
+        Tokens are numbered page by page, those of layer 0 first, and by position within each page.
+        """
+        numbers = np.cumsum(self._token_mask().reshape(-1)) - 1
+        rows: NDArray[np.int64] = numbers[self._page_of_rows() * self._span + self.positions - self.boundary]
+        return rows
+
+    @property
+    def _span(self) -> int:
+        return self.length - self.boundary
+
+    def _page_of_rows(self) -> NDArray[np.int64]:
+        """The number of each kept row's page within a chunk."""
+        pages = np.arange(self.counts.size) // self.layout.page_heads
+        return np.repeat(pages, self.counts.reshape(-1))
+
+    def _token_mask(self) -> NDArray[np.bool_]:
+        """Which tokens any head of a page keeps, [pages of a chunk, length - boundary]."""
+        mask = np.zeros((self.counts.size // self.layout.page_heads, self._span), np.bool_)
+        mask[self._page_of_rows(), self.positions - self.boundary] = True
+        return mask
+
     def encode(self) -> bytes:
         """The map as the first `lead` frames of the bag."""
         heads = self.counts.size
         bits = np.zeros((heads, self.length - self.boundary), np.bool_)
         bits[np.repeat(np.arange(heads), self.counts.reshape(-1)), self.positions - self.boundary] = True
         header = _HEADER.pack(
-            _MAGIC, _VERSION, *self.counts.shape, 0, self.boundary, self.length, self.num_rows
+            _MAGIC, _VERSION, *self.counts.shape, 0, self.boundary, self.length, self.num_rows, self.outliers
         )
         data = header + self.policies.tobytes() + self.counts.astype("<u4").tobytes()
         data += np.packbits(bits, axis=1, bitorder="little").tobytes()
@@ -168,8 +270,8 @@ class KeptRows:
         Raises:
             ValueError: it is not exactly the frames of a map of this layout, or contradicts itself.
         """
-        boundary, length, total = _read_header(data, layout)
-        shape = (layout.layers, layout.pages_per_layer)
+        boundary, length, total, outliers = _read_header(data, layout)
+        shape = (layout.layers, layout.kv_heads)
         heads, span = shape[0] * shape[1], length - boundary
         size = _lead_frames(layout, boundary, length) * frame_bytes(layout)
         if len(data) != size:
@@ -188,7 +290,7 @@ class KeptRows:
             )
         positions = (np.nonzero(bits)[1] + boundary).astype(np.int32)
         policies, rows = parts[0].copy().reshape(shape), counts.astype(np.int32).reshape(shape)
-        kept = cls(layout, boundary, length, policies, rows, positions)
+        kept = cls(layout, boundary, length, policies, rows, positions, outliers)
         kept._require_order()
         return kept
 
@@ -206,6 +308,7 @@ class KeptRows:
         owners[: self.lead] += 1
         for first, rows in zip(self.first_frames.reshape(-1), self.counts.reshape(-1), strict=True):
             owners[first : first + count_frames(int(rows))] += 1
+        owners[self.table_frame : self.num_frames] += 1
         used = int((owners == 1).sum())
         if (owners > 1).any() or used != self.num_frames:
             raise AssertionError(f"{self.num_frames} frames are in use, but {used} have one owner")
@@ -219,7 +322,7 @@ class KeptRows:
 
     def _require_order(self) -> None:
         """Raises ValueError unless positions ascend within their range and fit counts, policies and layout."""
-        shape = (self.layout.layers, self.layout.pages_per_layer)
+        shape = (self.layout.layers, self.layout.kv_heads)
         if self.policies.shape != shape or self.counts.shape != shape:
             raise ValueError(f"a map of {self.counts.shape} heads is not of a layout with {shape}")
         _require_range(self.boundary, self.length)
@@ -230,38 +333,46 @@ class KeptRows:
         if (self.counts[self.policies == FULL] != self.length - self.boundary).any():
             raise ValueError("a head that keeps everything lacks rows")
         if not self.num_rows:
+            self._require_outliers()
             return
         if self.positions.min() < self.boundary or self.positions.max() >= self.length:
             raise ValueError(f"kept positions are not all within {self.boundary} to {self.length - 1}")
         head = np.repeat(np.arange(self.counts.size), self.counts.reshape(-1))
         if ((np.diff(self.positions) <= 0) & (np.diff(head) == 0)).any():
             raise ValueError("the positions that a head keeps do not ascend")
+        self._require_outliers()
+
+    def _require_outliers(self) -> None:
+        """Raises ValueError if there are more outliers than the kept tokens have slots for."""
+        slots = FrameFormat.of_layout(self.layout).slots
+        room = 2 * slots * int(self._token_mask().sum()) if slots else 0
+        if not 0 <= self.outliers <= room:
+            raise ValueError(f"the kept tokens have room for {room} outliers, not for {self.outliers}")
 
 
 def _lead_frames(layout: KvLayout, boundary: int, length: int) -> int:
-    heads = layout.layers * layout.pages_per_layer
+    heads = layout.layers * layout.kv_heads
     size = _HEADER.size + heads * (1 + 4 + -(-(length - boundary) // 8))
     return -(-size // frame_bytes(layout))
 
 
-def _read_header(data: bytes | memoryview, layout: KvLayout) -> tuple[int, int, int]:
-    """Boundary, length and number of kept rows.
+def _read_header(data: bytes | memoryview, layout: KvLayout) -> tuple[int, int, int, int]:
+    """Boundary, length, number of kept rows and of outliers.
 
     Raises:
         ValueError: it is no header of a map of this layout.
     """
     if len(data) < _HEADER.size:
         raise ValueError(f"a map of kept rows is cut off after {len(data)} bytes")
-    magic, version, layers, heads, zero, boundary, length, total = _HEADER.unpack_from(data)
+    magic, version, layers, heads, zero, boundary, length, total, outliers = _HEADER.unpack_from(data)
     if (magic, version, zero) != (_MAGIC, _VERSION, 0):
         raise ValueError("this is no map of kept rows, or one of another version")
-    if (layers, heads) != (layout.layers, layout.pages_per_layer):
+    if (layers, heads) != (layout.layers, layout.kv_heads):
         raise ValueError(
-            f"a map of {layers} layers and {heads} heads is not of a layout with {layout.layers} and"
-            f" {layout.pages_per_layer}"
+            f"a map of {layers} layers and {heads} heads is not of a layout with {layout.layers} and {layout.kv_heads}"
         )
     _require_range(boundary, length)
-    return boundary, length, total
+    return boundary, length, total, outliers
 
 
 def _require_range(boundary: int, length: int) -> None:

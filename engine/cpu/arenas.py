@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine.attention import prefix_plan
 from engine.attention.batch import ForwardBatch, PrefillSpan, pack_batch
-from engine.cpu.attention import CpuAttention, PagedAttention
+from engine.cpu.attention import PagedAttention
 from engine.cpu.eviction import CpuEvictor
 from engine.cpu.linear import MIN_ROWS
 from engine.step_work import RunnerBounds, StepWork
@@ -65,8 +65,7 @@ class PoolAttention:
         """Pack works in this pool, and the attention for them; see `pack_batch`."""
         batch, pages = pack_batch(works, sinks), self.pages
         if self.evictor is not None and any(work.kept is not None for work in works):
-            assert isinstance(pages, CpuAttention)
-            pages = self.evictor.attend_to(works, pages)
+            pages = self.evictor.attend_to(works, sinks)
         return batch, pages
 
     @property

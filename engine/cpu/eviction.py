@@ -16,31 +16,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.keep_spec import PROFILE_ROWS, decision_tokens
-from engine.cpu.attention import CpuAttention, PagedAttention
-from engine.cpu.keep_decision import (
-    ROWS_PER_FRAME,
-    BagColumns,
-    ChunkColumns,
-    ColumnSource,
-    DecisionPoint,
-    HeadColumns,
-    HeadDecider,
-)
-from engine.cpu.ragged_attention import QueryRecord, RaggedAttention, RaggedRows
+from engine.cpu.attention import PagedAttention
+from engine.cpu.keep_decision import ColumnSource, DecisionPoint, HeadDecider
+from engine.cpu.ragged_attention import EvictedWork, KeptBag, KeptStore, QueryRecord
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
 from kvcache.keep import KeepRule
-from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
 
+Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -62,31 +55,6 @@ class EvictionSetup:
 
 
 @dataclass(slots=True)
-class KeptBag:
-    """The kept rows of a sequence, and the slabs of the pool that they are in."""
-
-    kept: KeptRows
-    slabs: list[int]
-    # [layers, kv_heads]
-    counts: Ints = field(init=False)
-    frames: Ints = field(init=False)
-    # [kept rows], ascending: position + head · 2**32, heads numbered through over all layers.
-    keys: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts, self.frames = self.kept.counts.astype(np.int64), self.kept.first_frames
-        heads = np.repeat(np.arange(self.counts.size), self.counts.reshape(-1))
-        self.keys = self.kept.positions + (heads << 32)
-
-    def count_before(self, position: int) -> Ints:
-        """How many kept rows of each head are at positions below `position`, [layers, kv_heads]."""
-        counts = self.counts.reshape(-1)
-        heads = np.arange(len(counts))
-        found = np.searchsorted(self.keys, (heads << 32) + position) - (np.cumsum(counts) - counts)
-        return found.reshape(self.counts.shape)
-
-
-@dataclass(slots=True)
 class KeptSequence:
     """What the evictor has of one sequence."""
 
@@ -94,8 +62,8 @@ class KeptSequence:
     queries: Floats
     positions: Ints
     bag: KeptBag | None = None
-    # The last plan: the rows that are kept, and the bag's frames, [frames * 32, head_dim].
-    plan: tuple[KeptRows, Floats] | None = None
+    # The last plan: the rows that are kept, and the bag's frames, [frames, frame_bytes].
+    plan: tuple[KeptRows, Bytes] | None = None
 
     def last_rows(self, length: int, count: int) -> Ints:
         """The positions of the last `count` of `length` tokens. Raises ValueError if a query of theirs is missing."""
@@ -109,25 +77,25 @@ class KeptSequence:
 
 
 class CpuEvictor:
-    """Evicts KV of one raw pool.
+    """Evicts KV of one pool.
 
     Args:
-        pool: of float32.
-        pages: the pool's attention.
+        pool: of float32, or with a codec.
+        store: finds and moves its rows.
+        heads: query heads.
         windows: the sliding window of each layer; 0: none.
         setup: kinds of tokens and the rule of policies.
     """
 
     def __init__(
-        self, pool: KvPool, pages: CpuAttention, windows: Sequence[int], setup: EvictionSetup
+        self, pool: KvPool, store: KeptStore, heads: int, windows: Sequence[int], setup: EvictionSetup
     ) -> None:
-        self._pool, self._pages, self._windows = pool, pages, list(windows)
+        self._pool, self._store, self._heads = pool, store, heads
         self._kinds, self._rule = setup.kinds, setup.rule
         self._layout = pool.layout
-        # [rows, head_dim]: every key and value of the pool.
-        self._rows = pool.data.view(-1, self._layout.head_dim).numpy()
-        group = pages.heads // self._layout.kv_heads
-        self._decider = HeadDecider(self._layout, self._rows, group, windows, setup.rule)
+        # [slabs, chunk_bytes]
+        self._memory = pool.data.view(-1).numpy().view(np.uint8).reshape(pool.num_slabs, -1)
+        self._decider = HeadDecider(self._layout, heads // self._layout.kv_heads, windows, setup.rule)
         self._sequences: dict[str, KeptSequence] = {}
 
     @property
@@ -156,19 +124,25 @@ class CpuEvictor:
         if work.slabs[kept.spec.boundary_chunks + 1 :] != bag.slabs:
             raise ValueError(f"the kept rows of {kept.key} are in other slabs: load them first")
 
-    def attend_to(self, works: Sequence[StepWork], pages: CpuAttention) -> PagedAttention:
-        """The attention of a step of `works` in the pool, at least one of them with `kept`."""
-        records, evicted, row = list[QueryRecord](), list[tuple[int, StepWork, KeptWork]](), 0
-        for work in works:
+    def attend_to(self, works: Sequence[StepWork], sinks: Sequence[int]) -> PagedAttention:
+        """The attention of a step of `works` in the pool, at least one of them with `kept`.
+
+        `sinks` are the places of their first tokens among the sinks, if the pool has a codec.
+        """
+        records, evicted, row = list[QueryRecord](), list[EvictedWork](), 0
+        for number, work in enumerate(works):
             if work.kept is not None:
                 records += self._record_queries(row, work, work.kept)
                 if work.kept.evicted:
-                    evicted.append((row, work, work.kept))
+                    sink = sinks[number] if sinks else 0
+                    evicted.append(EvictedWork(row, work, work.kept, self._bag_of(work.kept.key), sink))
             row += len(work.tokens)
-        return RaggedAttention(pages, self._pack_rows(evicted) if evicted else None, records)
+        return self._store.attend_to(evicted, records)
 
-    def plan_eviction(self, order: EvictionOrder, slabs: list[int]) -> EvictionReport:
+    def plan_eviction(self, order: EvictionOrder, slabs: list[int], sink: int = 0) -> EvictionReport:
         """Decide what is kept of the sequence of `order`, whose slabs within the pool are `slabs`, and copy it aside.
+
+        `sink` is the place of its first token among the sinks, if the pool has a codec.
 
         Raises:
             ValueError: the sequence is at no decision point, the boundary is behind its prompt, or the queries of its
@@ -184,7 +158,7 @@ class CpuEvictor:
             raise ValueError(f"no queries of {order.key} were recorded")
         rows = sequence.last_rows(length, min(PROFILE_ROWS, prompt) if length == prompt else PROFILE_ROWS)
         kinds = self._kinds[np.asarray(order.tokens)]
-        source, bag = self._find_source(order, slabs, sequence.bag)
+        source, bag = self._find_source(order, slabs, sequence.bag, sink)
         point = DecisionPoint(prompt, spec, kinds, rows, sequence.queries, source)
         if bag is None:
             policies, kept = self._decider.profile_prompt(point)
@@ -194,7 +168,7 @@ class CpuEvictor:
         planned = KeptRows.from_heads(
             self._layout, spec.boundary, length, policies, [one.positions.astype(np.int32) for one in kept]
         )
-        sequence.plan = planned, self._copy_rows(planned, kept)
+        sequence.plan = planned, _ = self._store.pack_frames(planned, kept, source)
         names = Counter(self._rule.policy_names[policy] for policy in policies.reshape(-1))
         return EvictionReport(planned.num_slabs, planned.num_rows, planned.all_rows, dict(names))
 
@@ -206,11 +180,11 @@ class CpuEvictor:
         kept, scratch = sequence.plan
         if len(slabs) != kept.num_slabs:
             raise ValueError(f"the kept rows of {key} need {kept.num_slabs} slabs, not {len(slabs)}")
-        size = frames_per_slab(self._layout) * ROWS_PER_FRAME
+        frames = frames_per_slab(self._layout)
         for index, slab in enumerate(slabs):
-            part = scratch[index * size : (index + 1) * size]
-            self._rows[slab * size : slab * size + len(part)] = part
-        sequence.bag, sequence.plan = KeptBag(kept, list(slabs)), None
+            part = scratch[index * frames : (index + 1) * frames].reshape(-1)
+            self._memory[slab, : len(part)] = part
+        sequence.bag, sequence.plan = self._store.open_bag(kept, slabs), None
 
     def load_kept(self, key: str, boundary: int, length: int, slabs: list[int]) -> None:
         """Read the map of a bag in `slabs` of the pool. Raises ValueError if it is none, or that of another decision
@@ -218,11 +192,10 @@ class CpuEvictor:
         """
         if not slabs or min(slabs) < 0 or max(slabs) >= self._pool.num_slabs:
             raise ValueError(f"slabs {slabs} are not all in a pool of {self._pool.num_slabs}")
-        frame, size = frame_bytes(self._layout), frames_per_slab(self._layout) * ROWS_PER_FRAME
-        memory = self._rows.reshape(self._pool.num_slabs, size, -1)
-        lead = map_frames(memory[slabs[0], :ROWS_PER_FRAME].tobytes(), self._layout, len(slabs))
-        used = -(-lead // frames_per_slab(self._layout))
-        data = b"".join(memory[slab].tobytes() for slab in slabs[:used])[: lead * frame]
+        frame, per_slab = frame_bytes(self._layout), frames_per_slab(self._layout)
+        lead = map_frames(self._memory[slabs[0], :frame].tobytes(), self._layout, len(slabs))
+        used = slabs[: -(-lead // per_slab)]
+        data = b"".join(self._memory[slab, : per_slab * frame].tobytes() for slab in used)[: lead * frame]
         kept = KeptRows.decode(data, self._layout)
         if kept.num_slabs != len(slabs):
             raise ValueError(f"the kept rows of {key} need {kept.num_slabs} slabs, not {len(slabs)}")
@@ -231,7 +204,7 @@ class CpuEvictor:
                 f"the kept rows of {key} are those of {kept.length} tokens from {kept.boundary} on,"
                 f" not of {length} from {boundary} on"
             )
-        self._open_sequence(key).bag = KeptBag(kept, list(slabs))
+        self._open_sequence(key).bag = self._store.open_bag(kept, slabs)
 
     def forget_sequence(self, key: str) -> None:
         """Drop all that is known of a sequence, if anything is."""
@@ -240,7 +213,7 @@ class CpuEvictor:
     def _open_sequence(self, key: str) -> KeptSequence:
         """The sequence, new if it is unknown."""
         if key not in self._sequences:
-            width = self._pages.heads * self._layout.head_dim
+            width = self._heads * self._layout.head_dim
             self._sequences[key] = KeptSequence(
                 np.zeros((self._layout.layers, PROFILE_ROWS, width), np.float32),
                 np.full(PROFILE_ROWS, -1, np.int64),
@@ -248,7 +221,7 @@ class CpuEvictor:
         return self._sequences[key]
 
     def _find_source(
-        self, order: EvictionOrder, slabs: list[int], bag: KeptBag | None
+        self, order: EvictionOrder, slabs: list[int], bag: KeptBag | None, sink: int
     ) -> tuple[ColumnSource, KeptBag | None]:
         """What the heads of a sequence have; and its bag, None at the end of the prompt. Raises ValueError if `slabs`
         are others.
@@ -257,7 +230,7 @@ class CpuEvictor:
         if length == order.prompt_tokens:
             if len(slabs) < layout.num_chunks(length):
                 raise ValueError(f"{length} tokens are not in {len(slabs)} slabs")
-            return ChunkColumns.of_prompt(layout, slabs, length), None
+            return self._store.prompt_columns(slabs, length, sink), None
         chunks = spec.boundary_chunks
         before = length - CHUNK_TOKENS
         if bag is None or (bag.kept.boundary, bag.kept.length) != (spec.boundary, before):
@@ -266,22 +239,7 @@ class CpuEvictor:
             )
         if slabs[chunks + 1 :] != bag.slabs:
             raise ValueError(f"the kept rows of {order.key} are in other slabs: load them first")
-        newest = np.arange(before, length)
-        ring = ChunkColumns(layout, np.full(CHUNK_TOKENS, slabs[chunks], np.int64), newest)
-        prefix = ChunkColumns.of_prompt(layout, slabs[:chunks], spec.boundary)
-        return BagColumns(prefix, bag.kept, bag.slabs, ring), bag
-
-    def _copy_rows(self, planned: KeptRows, kept: Sequence[HeadColumns]) -> Floats:
-        """The frames of a bag, [frames * 32, head_dim]: the map, and a copy of the rows that each head keeps."""
-        scratch = np.zeros((planned.num_frames * ROWS_PER_FRAME, self._layout.head_dim), np.float32)
-        scratch[: planned.lead * ROWS_PER_FRAME].view(np.uint8).reshape(-1)[:] = np.frombuffer(
-            planned.encode(), np.uint8
-        )
-        for first, columns in zip(planned.first_frames.reshape(-1), kept, strict=True):
-            places = np.arange(len(columns.positions))
-            rows = (first + places // FRAME_TOKENS) * ROWS_PER_FRAME + places % FRAME_TOKENS
-            scratch[rows], scratch[rows + FRAME_TOKENS] = self._rows[columns.keys], self._rows[columns.values]
-        return scratch
+        return self._store.answer_columns(bag, slabs[:chunks], slabs[chunks], sink), bag
 
     def _record_queries(self, row: int, work: StepWork, kept: KeptWork) -> list[QueryRecord]:
         """Where the queries of a work's rows are recorded; its first is `row` of the step."""
@@ -293,46 +251,7 @@ class CpuEvictor:
         sequence = self._open_sequence(kept.key)
         return [QueryRecord(sequence.queries, sequence.positions, row + tokens - work.start, tokens)]
 
-    def _pack_rows(self, evicted: Sequence[tuple[int, StepWork, KeptWork]]) -> RaggedRows:
-        """The ragged rows of a step: of each work, whose first row is given."""
-        bags = [self._bag_of(kept.key) for _, _, kept in evicted]
-        prefixes = [kept.spec.boundary_chunks for _, _, kept in evicted]
-        counts = [len(work.tokens) for _, work, _ in evicted]
-        positions = np.concatenate(
-            [np.arange(work.start, work.start + len(work.tokens)) for _, work, _ in evicted]
-        )
-        owners = np.repeat(np.arange(len(evicted)), counts)
-        skips = np.zeros((len(positions), *bags[0].counts.shape), np.int64)
-        for layer, window in enumerate(self._windows):
-            for n, position in enumerate(positions if window else ()):
-                skips[n, layer] = bags[owners[n]].count_before(position + 1 - window)[layer]
-        return RaggedRows(
-            rows=np.concatenate([row + np.arange(len(work.tokens)) for row, work, _ in evicted]),
-            positions=positions,
-            owners=owners,
-            starts=np.array([bag.kept.length for bag in bags], np.int64),
-            prefixes=np.array(prefixes, np.int64),
-            rings=np.array(
-                [work.slabs[count] for (_, work, _), count in zip(evicted, prefixes, strict=True)], np.int64
-            ),
-            chunks=_pad_table(
-                [work.slabs[:count] for (_, work, _), count in zip(evicted, prefixes, strict=True)]
-            ),
-            bags=_pad_table([bag.slabs for bag in bags]),
-            counts=np.stack([bag.counts for bag in bags]),
-            frames=np.stack([bag.frames for bag in bags]),
-            skips=skips,
-        )
-
     def _bag_of(self, key: str) -> KeptBag:
         bag = self._sequences[key].bag
         assert bag is not None
         return bag
-
-
-def _pad_table(lists: Sequence[list[int]]) -> Ints:
-    """[lists, longest], padded with 0."""
-    table = np.zeros((len(lists), max(map(len, lists))), np.int64)
-    for line, values in zip(table, lists, strict=True):
-        line[: len(values)] = values
-    return table

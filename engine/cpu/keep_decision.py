@@ -2,7 +2,8 @@
 
 The columns of a head are what it still has: at the end of the prompt all its tokens, in whole chunks; at the end of a
 block of the answer the chunks that no head evicts from, the head's frames, and the 64 newest tokens in the ring. This
-module says where they lie in a raw pool, whose rows are its keys and values: `[rows, head_dim]`.
+module says where they lie in a raw pool, whose rows are its keys and values: `[rows, head_dim]`. For pools with a codec
+`engine.cpu.coded.kept_store` does.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ ROWS_PER_FRAME = 2 * FRAME_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class HeadColumns:
-    """The tokens that a head has: their positions, ascending, and the rows of the pool with their keys and values."""
+    """The tokens that a head has: their positions, ascending, and where their source has them.
 
-    # [columns] each
+    `places` has a line for each column: in a raw pool the rows with its key and with its value.
+    """
+
+    # [columns], [columns, ...]
     positions: Ints
-    keys: Ints
-    values: Ints
+    places: Ints
 
     def select(self, chosen: NDArray[np.bool_]) -> HeadColumns:
         """Some of the columns; `chosen` is [columns]."""
-        return HeadColumns(self.positions[chosen], self.keys[chosen], self.values[chosen])
+        return HeadColumns(self.positions[chosen], self.places[chosen])
 
 
 class ColumnSource(Protocol):
@@ -48,28 +51,36 @@ class ColumnSource(Protocol):
     def find_columns(self, layer: int, head: int) -> HeadColumns:
         """The columns of one KV head."""
 
+    def read_keys(self, layer: int, head: int, columns: HeadColumns) -> Floats:
+        """The keys of all columns of one KV head, as readers attend to them: rotated, [columns, head_dim]."""
+
 
 class ChunkColumns:
     """The columns of tokens in pages of slabs, which are those of every head.
 
-    Position p is row p % 64 of page `slabs[i]`, where `slabs` has one slab for each of `positions`.
+    Position p is row p % 64 of page `slabs[i]`, where `slabs` has one slab for each of `positions`. `memory` is the
+    pool's.
     """
 
-    def __init__(self, layout: KvLayout, slabs: Ints, positions: Ints) -> None:
-        self._heads = layout.kv_heads
+    def __init__(self, layout: KvLayout, memory: Floats, slabs: Ints, positions: Ints) -> None:
+        self._heads, self._memory = layout.kv_heads, memory
         self._positions = positions
         self._rows = slabs * (layout.layers * layout.kv_heads * ROWS_PER_PAGE) + positions % CHUNK_TOKENS
 
     @classmethod
-    def of_prompt(cls, layout: KvLayout, slabs: Sequence[int], length: int) -> ChunkColumns:
+    def of_prompt(cls, layout: KvLayout, memory: Floats, slabs: Sequence[int], length: int) -> ChunkColumns:
         """The first `length` tokens of a sequence in whole chunks, whose slabs are `slabs`."""
         positions = np.arange(length)
-        return cls(layout, np.asarray(slabs, np.int64)[positions // CHUNK_TOKENS], positions)
+        return cls(layout, memory, np.asarray(slabs, np.int64)[positions // CHUNK_TOKENS], positions)
 
     def find_columns(self, layer: int, head: int) -> HeadColumns:
         """The columns of one KV head."""
         keys = self._rows + (layer * self._heads + head) * ROWS_PER_PAGE
-        return HeadColumns(self._positions, keys, keys + CHUNK_TOKENS)
+        return HeadColumns(self._positions, np.stack([keys, keys + CHUNK_TOKENS], axis=1))
+
+    def read_keys(self, layer: int, head: int, columns: HeadColumns) -> Floats:
+        """The keys of columns of one KV head."""
+        return np.take(self._memory, columns.places[:, 0], axis=0)
 
 
 class BagColumns:
@@ -82,7 +93,7 @@ class BagColumns:
         ring: the newest tokens.
     """
 
-    def __init__(self, prefix: ColumnSource, kept: KeptRows, bag: Sequence[int], ring: ColumnSource) -> None:
+    def __init__(self, prefix: ChunkColumns, kept: KeptRows, bag: Sequence[int], ring: ChunkColumns) -> None:
         self._prefix, self._kept, self._ring = prefix, kept, ring
         self._bag, self._first = np.asarray(bag, np.int64), kept.first_frames
         self._per_slab = frames_per_slab(kept.layout)
@@ -94,13 +105,16 @@ class BagColumns:
         frames = self._first[layer, head] + places // FRAME_TOKENS
         slabs = self._bag[frames // self._per_slab]
         keys = (slabs * self._per_slab + frames % self._per_slab) * ROWS_PER_FRAME + places % FRAME_TOKENS
-        bag = HeadColumns(positions, keys, keys + FRAME_TOKENS)
+        bag = HeadColumns(positions, np.stack([keys, keys + FRAME_TOKENS], axis=1))
         parts = [self._prefix.find_columns(layer, head), bag, self._ring.find_columns(layer, head)]
         return HeadColumns(
             np.concatenate([part.positions for part in parts]),
-            np.concatenate([part.keys for part in parts]),
-            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.places for part in parts]),
         )
+
+    def read_keys(self, layer: int, head: int, columns: HeadColumns) -> Floats:
+        """The keys of columns of one KV head."""
+        return self._ring.read_keys(layer, head, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +143,13 @@ class HeadDecider:
 
     Args:
         layout: of the pool.
-        rows: the pool's memory, [rows, head_dim].
         group: query heads per KV head.
         windows: the sliding window of each layer; 0: none.
         rule: what the policies are made of.
     """
 
-    def __init__(
-        self, layout: KvLayout, rows: Floats, group: int, windows: Sequence[int], rule: KeepRule
-    ) -> None:
-        self._layout, self._rows, self._group = layout, rows, group
+    def __init__(self, layout: KvLayout, group: int, windows: Sequence[int], rule: KeepRule) -> None:
+        self._layout, self._group = layout, group
         self._windows, self._rule = list(windows), rule
 
     def profile_prompt(self, point: DecisionPoint) -> tuple[NDArray[np.uint8], list[HeadColumns]]:
@@ -206,9 +217,8 @@ class HeadDecider:
             head * self._group * self._layout.head_dim, (head + 1) * self._group * self._layout.head_dim
         )
         queries = point.queries[layer, :, heads][point.rows % CHUNK_TOKENS]
-        return sum_attention(
-            queries, 0, self._group, np.take(self._rows, columns.keys, axis=0), seen, with_near
-        )
+        keys = point.source.read_keys(layer, head, columns)
+        return sum_attention(queries, 0, self._group, keys, seen, with_near)
 
     def _mask_columns(
         self, point: DecisionPoint, positions: Ints, policy: int, scores: NDArray[np.float64] | None

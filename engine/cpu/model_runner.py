@@ -21,6 +21,7 @@ from engine.cpu.coded.compiled_attention import NO_TABLE, CompiledAttention, bui
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots, SinkTable
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.eviction import CpuEvictor, EvictionSetup
+from engine.cpu.ragged_attention import RawStore
 from engine.cpu.tensor_parallel import FollowerRanks, encode_step
 from engine.cpu.weights.decoder_weights import SectionReader, read_weights
 from engine.cpu.weights.prepared_folder import PreparedFolder
@@ -93,7 +94,9 @@ class CpuModelRunner:
         else:
             pages = raw = CpuAttention(layout, pool.data, decoder.heads)
             if self._eviction is not None and self._followers is None:
-                evictor = CpuEvictor(pool, raw, decoder.shape.windows, self._eviction)
+                windows = decoder.shape.windows
+                store = RawStore(pool, raw, windows)
+                evictor = CpuEvictor(pool, store, decoder.heads, windows, self._eviction)
         bounds = RunnerBounds(layout, pool.num_slabs, self.max_model_len, self.vocab_size)
         return PoolAttention(pool.first, bounds, pages, evictor)
 

@@ -16,9 +16,9 @@ queries from which the next eviction is decided.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,17 +32,117 @@ from engine.cpu.attention import (
     PAGE,
     PREFETCH_FLOATS,
     CpuAttention,
+    PagedAttention,
     mix_values,
     score_page,
     softmax_page,
 )
 from engine.cpu.jit import LOG2_E, LOWEST, jit, jit_inner, prefetch
-from kvcache.kept_rows import FRAME_TOKENS
+from engine.cpu.keep_decision import ROWS_PER_FRAME, BagColumns, ChunkColumns, ColumnSource, HeadColumns
+from engine.step_work import KeptWork, StepWork
+from kvcache.kept_rows import FRAME_TOKENS, KeptRows
+from kvcache.pool import KvPool
 
+Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 FRAME = FRAME_TOKENS
+
+
+@dataclass(slots=True)
+class KeptBag:
+    """The kept rows of a sequence, and the slabs of the pool that they are in.
+
+    `tokens` are the numbers of the rows' tokens (`KeptRows.number_tokens`), for pools whose frames need them.
+    """
+
+    kept: KeptRows
+    slabs: list[int]
+    tokens: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    # [layers, kv_heads]
+    counts: Ints = field(init=False)
+    frames: Ints = field(init=False)
+    # [kept rows], ascending: position + head · 2**32, heads numbered through over all layers.
+    keys: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts, self.frames = self.kept.counts.astype(np.int64), self.kept.first_frames
+        heads = np.repeat(np.arange(self.counts.size), self.counts.reshape(-1))
+        self.keys = self.kept.positions + (heads << 32)
+
+    def count_before(self, position: int) -> Ints:
+        """How many kept rows of each head are at positions below `position`, [layers, kv_heads]."""
+        counts = self.counts.reshape(-1)
+        heads = np.arange(len(counts))
+        found = np.searchsorted(self.keys, (heads << 32) + position) - (np.cumsum(counts) - counts)
+        return found.reshape(self.counts.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedWork:
+    """A work of an evicted sequence in a step, whose first row is `row`, with its bag.
+
+    `sink` is the place of its first token among the sinks, for pools with a codec.
+    """
+
+    row: int
+    work: StepWork
+    kept: KeptWork
+    bag: KeptBag
+    sink: int
+
+    @property
+    def positions(self) -> Ints:
+        """Of its tokens."""
+        return np.arange(self.work.start, self.work.start + len(self.work.tokens))
+
+    @property
+    def rows(self) -> Ints:
+        """Its rows of the step."""
+        return self.row + np.arange(len(self.work.tokens))
+
+    @property
+    def chunks(self) -> list[int]:
+        """Slabs of the whole chunks that no head evicts from."""
+        return self.work.slabs[: self.kept.spec.boundary_chunks]
+
+    @property
+    def ring(self) -> int:
+        """The slab of the newest tokens."""
+        return self.work.slabs[self.kept.spec.boundary_chunks]
+
+    def count_skipped(self, windows: Sequence[int]) -> Ints:
+        """Kept rows before the window of each token, [tokens, layers, kv_heads]; `windows` by layer, 0: none."""
+        skips = np.zeros((len(self.work.tokens), *self.bag.counts.shape), np.int64)
+        for layer, window in enumerate(windows):
+            for n, position in enumerate(self.positions if window else ()):
+                skips[n, layer] = self.bag.count_before(position + 1 - window)[layer]
+        return skips
+
+
+class KeptStore(Protocol):
+    """How the rows of a pool are found, moved into frames, and attended to there. Slabs are those of the pool."""
+
+    def open_bag(self, kept: KeptRows, slabs: Sequence[int]) -> KeptBag:
+        """The bag in `slabs`."""
+
+    def prompt_columns(self, slabs: Sequence[int], length: int, sink: int) -> ColumnSource:
+        """The columns of a prompt in whole chunks, whose first token is at `sink` among the sinks."""
+
+    def answer_columns(self, bag: KeptBag, chunks: Sequence[int], ring: int, sink: int) -> ColumnSource:
+        """The columns of an evicted sequence: those of `chunks`, of its bag, and of a ring full of new tokens."""
+
+    def pack_frames(
+        self, planned: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
+    ) -> tuple[KeptRows, Bytes]:
+        """The map of a bag, and its frames, [frames, frame_bytes]: that map, and a copy of the rows of each head.
+
+        `source` is what the columns of the heads, those of layer 0 first, were found in.
+        """
+
+    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
+        """The attention of a step in which sequences are evicted, or their queries recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +253,7 @@ def _attend_frames(
 
 
 @jit_inner
-def _attend_ring(
+def attend_ring(
     q: Any, first: Any, count: Any, ring: Any, top: Any, total: Any, acc: Any, s: Any, pool: Any, width: int
 ) -> None:
     """Add `count` tokens of the ring's page at `ring`, from row `first` on; after row 63 comes row 0."""
@@ -204,7 +304,7 @@ def build_ragged_kernel(width: int) -> Callable[..., None]:
                 _attend_frames(
                     q, skips[n, h], counts[o, h], frames[o, h], bags[o], top, total, acc, s, pool, slab, width
                 )
-                _attend_ring(
+                attend_ring(
                     q,
                     newest % PAGE,
                     length - newest,
@@ -222,6 +322,73 @@ def build_ragged_kernel(width: int) -> Callable[..., None]:
                         acc[g * width + i] *= share
 
     return run
+
+
+class RawStore:
+    """`KeptStore` of a raw pool, with its attention and the sliding window of each layer (0: none)."""
+
+    def __init__(self, pool: KvPool, pages: CpuAttention, windows: Sequence[int]) -> None:
+        self._layout, self._pages, self._windows = pool.layout, pages, list(windows)
+        # [rows, head_dim]: every key and value of the pool.
+        self._rows = pool.data.view(-1, self._layout.head_dim).numpy()
+
+    def open_bag(self, kept: KeptRows, slabs: Sequence[int]) -> KeptBag:
+        """As `KeptStore.open_bag`."""
+        return KeptBag(kept, list(slabs))
+
+    def prompt_columns(self, slabs: Sequence[int], length: int, sink: int) -> ColumnSource:
+        """As `KeptStore.prompt_columns`."""
+        return ChunkColumns.of_prompt(self._layout, self._rows, slabs, length)
+
+    def answer_columns(self, bag: KeptBag, chunks: Sequence[int], ring: int, sink: int) -> ColumnSource:
+        """As `KeptStore.answer_columns`."""
+        newest = np.arange(bag.kept.length, bag.kept.length + PAGE)
+        prefix = ChunkColumns.of_prompt(self._layout, self._rows, chunks, bag.kept.boundary)
+        last = ChunkColumns(self._layout, self._rows, np.full(PAGE, ring, np.int64), newest)
+        return BagColumns(prefix, bag.kept, bag.slabs, last)
+
+    def pack_frames(
+        self, planned: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
+    ) -> tuple[KeptRows, Bytes]:
+        """As `KeptStore.pack_frames`."""
+        scratch = np.zeros((planned.num_frames * ROWS_PER_FRAME, self._layout.head_dim), np.float32)
+        frames = scratch.view(np.uint8).reshape(planned.num_frames, -1)
+        frames[: planned.lead].reshape(-1)[:] = np.frombuffer(planned.encode(), np.uint8)
+        for first, columns in zip(planned.first_frames.reshape(-1), heads, strict=True):
+            places = np.arange(len(columns.positions))
+            rows = (first + places // FRAME) * ROWS_PER_FRAME + places % FRAME
+            scratch[rows] = self._rows[columns.places[:, 0]]
+            scratch[rows + FRAME] = self._rows[columns.places[:, 1]]
+        return planned, frames
+
+    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
+        """As `KeptStore.attend_to`."""
+        return RaggedAttention(self._pages, self._pack_rows(evicted) if evicted else None, records)
+
+    def _pack_rows(self, evicted: Sequence[EvictedWork]) -> RaggedRows:
+        """The ragged rows of a step."""
+        bags = [one.bag for one in evicted]
+        return RaggedRows(
+            rows=np.concatenate([one.rows for one in evicted]),
+            positions=np.concatenate([one.positions for one in evicted]),
+            owners=np.repeat(np.arange(len(evicted)), [len(one.work.tokens) for one in evicted]),
+            starts=np.array([bag.kept.length for bag in bags], np.int64),
+            prefixes=np.array([len(one.chunks) for one in evicted], np.int64),
+            rings=np.array([one.ring for one in evicted], np.int64),
+            chunks=_pad_table([one.chunks for one in evicted]),
+            bags=_pad_table([bag.slabs for bag in bags]),
+            counts=np.stack([bag.counts for bag in bags]),
+            frames=np.stack([bag.frames for bag in bags]),
+            skips=np.concatenate([one.count_skipped(self._windows) for one in evicted]),
+        )
+
+
+def _pad_table(lists: Sequence[list[int]]) -> Ints:
+    """[lists, longest], padded with 0."""
+    table = np.zeros((len(lists), max(map(len, lists))), np.int64)
+    for line, values in zip(table, lists, strict=True):
+        line[: len(values)] = values
+    return table
 
 
 class RaggedAttention:

@@ -12,6 +12,7 @@ from diptych.keep_spec import KeepSpec
 from engine.attention.batch import pack_batch
 from engine.cpu.attention import CpuAttention
 from engine.cpu.eviction import CpuEvictor, EvictionSetup
+from engine.cpu.ragged_attention import RawStore
 from engine.step_work import KeptWork, StepWork
 from kvcache.keep import FULL
 from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
@@ -55,7 +56,8 @@ class RaggedBench:
         self.width, self.heads, self.window = width, kv_heads * group, window
         self.pages = CpuAttention(self.layout, self.pool.data, self.heads)
         setup = EvictionSetup(KINDS)
-        self.evictor = CpuEvictor(self.pool, self.pages, [0, window], setup)
+        store = RawStore(self.pool, self.pages, [0, window])
+        self.evictor = CpuEvictor(self.pool, store, self.heads, [0, window], setup)
         free = rng.permutation(80).tolist()
         self.sequences = list[RaggedSequence]()
         for number, (prompt, decided, tokens) in enumerate(lengths):
@@ -95,7 +97,7 @@ class RaggedBench:
 
     def decode(self, works: list[StepWork], queries: torch.Tensor) -> torch.Tensor:
         """Attention of the rows of `works`: [rows, heads, width]."""
-        attention = self.evictor.attend_to(works, self.pages)
+        attention = self.evictor.attend_to(works, [])
         out = torch.full((len(queries), self.heads * self.width), float("nan"))
         attention.decode(LAYER, queries, pack_batch(works), self.window, out)
         return out.view(len(queries), self.heads, self.width)

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from kvcache.keep import FULL, KeepRule, kept_mask
 from kvcache.kept_rows import (
     FRAME_TOKENS,
+    FrameFormat,
     KeptRows,
     count_frames,
     frame_bytes,
     frames_per_slab,
     map_frames,
+    most_bag_slabs,
 )
 from kvcache.layout import KvLayout
 
@@ -31,7 +33,7 @@ def random_rows(
     rng: np.random.Generator, layout: KvLayout, boundary: int, length: int
 ) -> tuple[NDArray[np.uint8], list[NDArray[np.int32]]]:
     """A policy and kept positions per head; every policy but a full one may keep anything."""
-    shape = (layout.layers, layout.pages_per_layer)
+    shape = (layout.layers, layout.kv_heads)
     policies, positions = rng.integers(0, FULL + 1, shape).astype(np.uint8), list[NDArray[np.int32]]()
     for policy in policies.reshape(-1):
         share = 1.0 if policy == FULL else rng.choice([0, 0.05, 0.5, 1])
@@ -52,15 +54,27 @@ def test_every_frame_has_one_owner_and_the_map_comes_back(
     policies, positions = random_rows(np.random.default_rng(seed), layout, boundary, length)
     kept = KeptRows.from_heads(layout, boundary, length, policies, positions)
     kept.check()
-    first = kept.lead
+    form, first = FrameFormat.of_layout(layout), kept.lead
     for number, rows in enumerate(positions):
-        layer, head = divmod(number, layout.pages_per_layer)
+        layer, head = divmod(number, layout.kv_heads)
         assert kept.head_positions(layer, head).tolist() == rows.tolist()
         assert kept.first_frame(layer, head) == first
         first += -(-len(rows) // FRAME_TOKENS)
-    assert kept.num_frames == first and kept.num_rows == sum(map(len, positions))
+    assert kept.table_frame == first and kept.num_rows == sum(map(len, positions))
     assert kept.all_rows == policies.size * more
+    if form.is_split:
+        tokens = {
+            (number // layout.page_heads, int(position))
+            for number, rows in enumerate(positions)
+            for position in rows
+        }
+        numbers = {key: number for number, key in enumerate(sorted(tokens))}
+        rows_of = [(number // layout.page_heads, int(p)) for number, one in enumerate(positions) for p in one]
+        assert kept.number_tokens().tolist() == [numbers[key] for key in rows_of]
+        first += form.table_frames(len(tokens))
+    assert kept.num_frames == kept.outlier_frame == first
     slabs = kept.num_slabs
+    assert slabs <= most_bag_slabs(layout, length) + boundary // 64
     assert (slabs - 1) * frames_per_slab(layout) < first <= slabs * frames_per_slab(layout)
     data = kept.encode()
     assert len(data) == kept.lead * frame_bytes(layout)
@@ -75,7 +89,8 @@ def test_every_frame_has_one_owner_and_the_map_comes_back(
 def test_sizes_of_the_embedded_model() -> None:
     assert frame_bytes(EMBEDDED) == 4096 and frames_per_slab(EMBEDDED) == 96
     assert frame_bytes(EMBEDDED) * frames_per_slab(EMBEDDED) == EMBEDDED.chunk_bytes
-    assert frame_bytes(GROUPED) * frames_per_slab(GROUPED) == GROUPED.chunk_bytes
+    # Codes of 16 keys and 16 values of 16 bytes, 2 · 2 bits for how many outliers a row has, and the first one.
+    assert frame_bytes(GROUPED) == 16 * 32 + 8 + 4 and frames_per_slab(GROUPED) == GROUPED.chunk_bytes // 524
     assert [count_frames(rows) for rows in (0, 1, 16, 17)] == [0, 1, 1, 2]
     everything = KeptRows.from_heads(
         EMBEDDED, 64, 1024, np.full((6, 4), FULL, np.uint8), [np.arange(64, 1024, dtype=np.int32)] * 24
@@ -111,7 +126,7 @@ def kept() -> KeptRows:
 def test_a_hostile_map_is_refused(kept: KeptRows) -> None:
     data = kept.encode()
     frame = frame_bytes(SMALL)
-    for size in (0, 1, 23, 24, frame, len(data) - frame, len(data) - 1):
+    for size in (0, 1, 27, 28, frame, len(data) - frame, len(data) - 1):
         with pytest.raises(ValueError, match="map of kept rows"):
             KeptRows.decode(data[:size], SMALL)
     with pytest.raises(ValueError, match="has"):
@@ -124,10 +139,10 @@ def test_a_hostile_map_is_refused(kept: KeptRows) -> None:
         struct.pack_into(form, copy, place, value)
         return bytes(copy)
 
-    heads, counts, bits = 24, 24 + 6, 24 + 6 + 24
+    heads, counts, bits = 28, 28 + 6, 28 + 6 + 24
     hostile = {
         "no map": changed(0, "<I", 0),
-        "version": changed(4, "<H", 2),
+        "version": changed(4, "<H", 1),
         "layers": changed(6, "<H", 200),
         "heads": changed(8, "<H", 0),
         "reserved": changed(10, "<H", 1),
@@ -136,6 +151,7 @@ def test_a_hostile_map_is_refused(kept: KeptRows) -> None:
         "longer": changed(16, "<I", 1201),
         "much longer": changed(16, "<I", 2**32 - 1),
         "shorter": changed(16, "<I", 1199),
+        "outliers of a codec without": changed(24, "<I", 1),
         "more rows": changed(20, "<I", kept.num_rows + 1),
         "no such policy": changed(heads, "<B", 5),
         "a full head that lacks rows": changed(heads + 5, "<B", FULL),
@@ -146,7 +162,7 @@ def test_a_hostile_map_is_refused(kept: KeptRows) -> None:
         "something behind the map": changed(len(data) - 1, "<B", 1),
     }
     for reason, wrong in hostile.items():
-        with pytest.raises(ValueError, match=r"map|policies|everything|positions"):
+        with pytest.raises(ValueError, match=r"map|policies|everything|positions|outliers"):
             KeptRows.decode(wrong, SMALL)
             pytest.fail(reason)
 
@@ -155,7 +171,7 @@ def test_bits_behind_the_last_position_are_refused() -> None:
     layout = KvLayout(1, 1, 4, "float16")
     kept = KeptRows.from_heads(layout, 0, 13, np.zeros((1, 1), np.uint8), [np.arange(3, dtype=np.int32)])
     data = bytearray(kept.encode())
-    data[24 + 1 + 4 + 1] = 0x80
+    data[28 + 1 + 4 + 1] = 0x80
     with pytest.raises(ValueError, match="zeros"):
         KeptRows.decode(bytes(data), layout)
 

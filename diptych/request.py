@@ -49,6 +49,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: Grammar | None = None
 
 
+# The priority of bulk work, such as the lines of a batch: below every priority that a client may ask for.
+BULK_PRIORITY = 1000
+
+
 class Tenancy(msgspec.Struct, frozen=True, array_like=True):
     """On whose behalf a request runs, for scheduling and for prefix sharing.
 
@@ -61,6 +65,11 @@ class Tenancy(msgspec.Struct, frozen=True, array_like=True):
     scope: str = ""
     priority: int = 0
     client_id: str = ""
+
+    @property
+    def bulk(self) -> bool:
+        """Whether this is bulk work: it gets only the time and memory that online requests leave."""
+        return self.priority >= BULK_PRIORITY
 
 
 class RequestStage(Enum):

@@ -32,13 +32,13 @@ from router.effects import (
 )
 from router.requests.admission import Admission
 from router.requests.failure_policy import DEADLINE_EXCEEDED, FailurePolicy
-from router.requests.pairs import PairSelector, workers_of_pair
+from router.requests.pairs import PairSelector
 from router.requests.quarantine import CrashQuarantine
 from router.requests.queue import RequestQueue
-from router.requests.request_state import RequestKind, RequestState
+from router.requests.request_state import RequestKind, RequestState, sum_beside
 from router.routing.class_choice import LINK, ClassDecision
 from router.routing.handoff_cost import HandoffCost
-from router.routing.policy import Pair
+from router.routing.policy import NO_LINK, NO_PREFILL, SOONER, Pair, workers_of_pair
 
 # A request fails after more than this many attempts that ended because a worker was lost or had to end.
 MAX_LOSSES = 8
@@ -77,12 +77,22 @@ class Attempts:
         self._newly_queued, self.may_start = [], False
         return effects
 
+    def prepare_routing(self, states: list[RequestState]) -> None:
+        """Set what routing needs to know of new sequences: their chunks, and the expected lengths of their answers."""
+        for live in states:
+            request, places = live.request, self.places
+            answers = places.bulk_answers if live.bulk else places.answers
+            live.chunks = places.index.name_chunks(request.prompt, request.origin.scope)
+            live.expected_tokens = answers.expected_tokens(request.sampling.max_tokens)
+        states[0].wish.beside = sum_beside(states)
+
     def enqueue_request(self, live: RequestState, now_s: float) -> None:
         """Put the request into the queue; fails it if no workers for it exist or are expected back."""
         if not self.places.should_wait(live.kind, now_s):
             return self.fail_unserved(live, now_s)
         self.queue.enqueue_request(live)
-        self._newly_queued.append(live.request.id)
+        if not live.bulk:
+            self._newly_queued.append(live.request.id)
         self.may_start = True
 
     def start_queued(self, now_s: float) -> None:
@@ -136,11 +146,19 @@ class Attempts:
         self.effects.append(
             AttemptBegan(request.id, request.epoch, choice, live.staged, began.kv_class, reason)
         )
-        if self.places.split and choice.prefill is None and not live.pinned:
-            self.effects.append(PrefilledLocally(request.id, self.places.explain_local_prefill()))
+        if self.places.split and choice.prefill is None and not (live.pinned or live.bulk):
+            self.effects.append(PrefilledLocally(request.id, self._explain_local_prefill()))
         self.places.begin_attempt(live, choice)
         self.book_load(live)
         self.queue.start_request(live)
+
+    def _explain_local_prefill(self) -> str:
+        """Why a decode worker prefills a prompt in a deployment with prefill workers."""
+        places = self.places
+        if places.auto_local_prefill and places.fleet.linked_pairs():
+            return SOONER
+        up = [member for member in places.fleet.workers_of("prefill") if not member.draining]
+        return NO_LINK if up else NO_PREFILL
 
     def _worth_staging(self, live: RequestState, choice: ChosenPair, kv_class: str, reason: str) -> bool:
         """Whether the attempt's KV should be pulled while it is computed.
@@ -308,7 +326,9 @@ class Attempts:
         self.may_start = True
 
     def report_durations(self, live: RequestState, moment: str, seconds: dict[str, float]) -> None:
-        """Report the request's phases until `moment` ("first", "second" token), once; never for canaries."""
+        """Report the request's phases until `moment` ("first", "second" token), once; never for canaries and bulk
+        work.
+        """
         live.reported_moments.add(moment)
-        if not live.pinned:
+        if not (live.pinned or live.bulk):
             self.effects.append(StageDurations(live.request.id, seconds))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from diptych.messages import Drain, SwitchRole
 from router.requests.request_state import RequestState
 from router.routing.fleet import Fleet
-from router.routing.policy import LoadLedger
+from router.routing.load_ledger import LoadLedger
 
 
 class DrainOrders:

@@ -37,12 +37,10 @@ from router.routing.kv_classes import (
     pool_size,
     versions_of_pair,
 )
+from router.routing.load_ledger import LoadLedger
 from router.routing.policy import (
-    NO_LINK,
-    NO_PREFILL,
-    SOONER,
+    ANY_REQUEST,
     AnswerLengths,
-    LoadLedger,
     Pair,
     RankedPair,
     RoutingNeed,
@@ -52,11 +50,9 @@ from router.routing.policy import (
     find_pairs,
     local_prefill_pairs,
     transfer_s,
+    workers_of_pair,
 )
 from router.routing.prefix_index import ChunkNames, PrefixIndex
-
-# Finds the pairs for a request without any requirements.
-ANY_REQUEST = RoutingNeed(0, 0)
 
 
 class PickedPair(NamedTuple):
@@ -84,6 +80,7 @@ class PairSelector:
     tpot_s: float | None = None
     ledger: LoadLedger = field(default_factory=LoadLedger)
     answers: AnswerLengths = field(default_factory=AnswerLengths)
+    bulk_answers: AnswerLengths = field(default_factory=AnswerLengths)
     auto: AutoClasses = field(default_factory=AutoClasses)
     kept_shares: KeptShares = field(default_factory=KeptShares)
     view: RoutingView = field(init=False)
@@ -196,14 +193,18 @@ class PairSelector:
         """Whether a request of this kind should wait for workers: they are there, or were there lately and may come
         back.
 
-        The workers of an answer's KV class cannot come back if each of them has restarted with another class.
+        The workers of an answer's KV class cannot come back if each of them has restarted with another class. Bulk work
+        waits for workers until its deadline.
         """
         version, kv_class = kind.version, kind.kv_class
+        if kind.bulk and not self.fleet.known_hellos():
+            return True
         if version is None and kv_class is not None and not self._is_known(kv_class):
             return False
         if kind.evicts and not self._is_evicted_somewhere(kv_class):
             return False
-        return self.grace.should_wait(version, now_s, kv_class) and not self._class_is_gone(version)
+        patient = kind.bulk or self.grace.should_wait(version, now_s, kv_class)
+        return patient and not self._class_is_gone(version)
 
     def _is_known(self, kv_class: str) -> bool:
         """Whether any worker has the class, or had it when it was lost."""
@@ -395,7 +396,8 @@ class PairSelector:
         first, need = choice.prefill or choice.decode, live.attempt_need
         live.unprefilled_tokens = need.prompt_tokens - self.view.shared_tokens(first, need)
         live.shared_tokens = self.view.shared_tokens(choice.decode, need)
-        self.expect_chunks(first, live.chunks, need.kv_class)
+        if not live.bulk:
+            self.expect_chunks(first, live.chunks, need.kv_class)
 
     def admit_to_decode(self, live: RequestState, decode: str) -> None:
         """Record the estimate for the decode worker that the request is sent to now: the tokens that are shared."""
@@ -413,6 +415,8 @@ class PairSelector:
         requests.
         """
         request, choice = live.request, live.choice
+        if live.bulk:
+            return self.bulk_answers.record_length(len(request.output))
         self.answers.record_length(len(request.output))
         if request.stage is RequestStage.DECODING and choice is not None and not request.keep.evicts:
             # The last token has no KV.
@@ -436,15 +440,3 @@ class PairSelector:
         if self.split and not have_shared_class(hellos):
             return f"no two workers have the same KV class: {describe_classes(hellos)}"
         return "no two workers are linked" if self.split else "no decode worker takes requests"
-
-    def explain_local_prefill(self) -> str:
-        """Why a decode worker prefills a prompt in a deployment with prefill workers."""
-        if self.auto_local_prefill and self.fleet.linked_pairs():
-            return SOONER
-        up = [member for member in self.fleet.workers_of("prefill") if not member.draining]
-        return NO_LINK if up else NO_PREFILL
-
-
-def workers_of_pair(pair: Pair) -> set[str]:
-    """The one or two workers of a pair."""
-    return {name for name in pair if name is not None}

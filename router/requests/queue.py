@@ -1,7 +1,10 @@
 """The gateway's queue: requests that have not been sent to any worker (pure).
 
 The order is: priority, then requests whose answer has begun, then the tenant with the fewest tokens in flight, then
-arrival. The queue is bounded by `router.requests.admission`, which every request in it has passed.
+arrival. The queue is bounded by `router.requests.admission`, which every online request in it has passed.
+
+Bulk work comes last. Its tokens in flight are counted apart, and of one tenant's bulk work that with the nearest
+deadline starts first.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ class RequestQueue:
     def __init__(self) -> None:
         self._groups: dict[QueueGroup, list[RequestState]] = {}  # the requests of a group in order of arrival
         self._waiting: dict[str, tuple[QueueGroup, RequestState]] = {}
-        # The tenant and the number of tokens of each request in flight.
-        self._in_flight: dict[str, tuple[str, int]] = {}
+        # Whether each request in flight is bulk work, its tenant, and its number of tokens.
+        self._in_flight: dict[str, tuple[bool, str, int]] = {}
         self._tokens: Counter[str] = Counter()
         self._total = 0
+        # The same for bulk work.
+        self._bulk_tokens: Counter[str] = Counter()
 
     def enqueue_request(self, live: RequestState) -> None:
         """Add a waiting request, ordered by its arrival. Its tokens are not in flight any more."""
@@ -34,34 +39,40 @@ class RequestQueue:
         origin = live.request.origin
         group = origin.priority, not live.request.output, origin.tenant
         self._waiting[live.request.id] = group, live
-        insort(self._groups.setdefault(group, []), live, key=_arrival_number)
+        insort(self._groups.setdefault(group, []), live, key=_place_in_group)
 
     def start_request(self, live: RequestState) -> None:
         """The request leaves the queue and starts: its tokens are in flight now."""
         self.remove_request(live.request.id)
         tenant, tokens = live.request.origin.tenant, live.room_tokens
-        self._in_flight[live.request.id] = tenant, tokens
-        self._tokens[tenant] += tokens
-        self._total += tokens
+        self._in_flight[live.request.id] = live.bulk, tenant, tokens
+        if live.bulk:
+            self._bulk_tokens[tenant] += tokens
+        else:
+            self._tokens[tenant] += tokens
+            self._total += tokens
 
     def remove_request(self, request: str) -> None:
         """Remove the request, whether it waits or is in flight. Idempotent."""
         if (waiting := self._waiting.pop(request, None)) is not None:
             group, live = waiting
             states = self._groups[group]
-            del states[bisect_left(states, live.number, key=_arrival_number)]
+            del states[bisect_left(states, _place_in_group(live), key=_place_in_group)]
             if not states:
                 del self._groups[group]
         if (flight := self._in_flight.pop(request, None)) is not None:
-            tenant, tokens = flight
-            self._tokens[tenant] -= tokens
-            self._total -= tokens
-            if not self._tokens[tenant]:
-                del self._tokens[tenant]
+            bulk, tenant, tokens = flight
+            counts = self._bulk_tokens if bulk else self._tokens
+            counts[tenant] -= tokens
+            self._total -= 0 if bulk else tokens
+            if not counts[tenant]:
+                del counts[tenant]
 
     def is_underserved(self, live: RequestState) -> bool:
-        """Whether its tenant has fewer tokens in flight than an equal share. Always False without API keys."""
-        tenant = live.request.origin.tenant
+        """Whether its tenant has fewer tokens in flight than an equal share. Always False without API keys, and for
+        bulk work.
+        """
+        tenant = "" if live.bulk else live.request.origin.tenant
         tenants = len(self._tokens) + (tenant not in self._tokens)
         return bool(tenant) and self._tokens[tenant] * tenants < self._total
 
@@ -82,10 +93,11 @@ class RequestQueue:
             if passed[group] < len(states):
                 heapq.heappush(heap, (self._sort_key(group, states[passed[group]]), group))
 
-    def _sort_key(self, group: QueueGroup, live: RequestState) -> tuple[int, bool, int, int]:
+    def _sort_key(self, group: QueueGroup, live: RequestState) -> tuple[int, bool, int, tuple[float, int]]:
         """The order in which requests start; see the module's description."""
         priority, fresh, tenant = group
-        return priority, fresh, self._tokens[tenant], live.number
+        tokens = self._bulk_tokens[tenant] if live.bulk else self._tokens[tenant]
+        return priority, fresh, tokens, _place_in_group(live)
 
     def __contains__(self, request: str) -> bool:
         return request in self._waiting
@@ -98,5 +110,6 @@ class RequestQueue:
         return len(self._waiting)
 
 
-def _arrival_number(live: RequestState) -> int:
-    return live.number
+def _place_in_group(live: RequestState) -> tuple[float, int]:
+    """The order within a group: by arrival; of bulk work, the nearest deadline first."""
+    return (live.request.deadline_s if live.bulk else 0.0), live.number

@@ -75,7 +75,7 @@ from router.requests.grace import WorkerGrace
 from router.requests.lease_renewal import LeaseRenewal
 from router.requests.pairs import PairSelector
 from router.requests.quarantine import CrashQuarantine
-from router.requests.request_state import ClassWish, RequestState, sum_beside
+from router.requests.request_state import ClassWish, RequestState, total_demand
 from router.routing.fleet import Fleet
 from router.routing.policy import Pair
 from router.routing.prefix_index import PrefixIndex
@@ -137,9 +137,9 @@ class Relay:
         """The (prefill, decode) pairs that can serve now; prefill is None if the decode worker also prefills."""
         return self.pairs.find_pairs()
 
-    def count_stages(self) -> Counter[str]:
-        """How many live requests are in each stage."""
-        return Counter(live.request.stage.value for live in self.live.values())
+    def count_stages(self, bulk: bool = False) -> Counter[str]:
+        """How many live online requests, or those of bulk work, are in each stage."""
+        return Counter(live.request.stage.value for live in self.live.values() if live.bulk is bulk)
 
     # ---- requests arrive and end
 
@@ -155,6 +155,7 @@ class Relay:
         if self._fail_refused(states, now_s) or self._fail_banned(states, now_s):
             return
         self._admit_requests(states, now_s)
+        self.attempts.prepare_routing(states)
         self.pairs.note_available(now_s)
         for live in states:
             self.attempts.enqueue_request(live, now_s)
@@ -193,8 +194,10 @@ class Relay:
         return bool(banned)
 
     def _fail_refused(self, states: list[RequestState], now_s: float) -> bool:
-        """If admission refuses the sequences, fail all of them and return True."""
-        refusal = self.admission.find_refusal(*_total_demand(states), now_s, states[0].request.origin.tenant)
+        """If admission refuses the sequences, fail all of them and return True. It does not apply to bulk work."""
+        if states[0].bulk:
+            return False
+        refusal = self.admission.find_refusal(*total_demand(states), now_s, states[0].request.origin.tenant)
         if refusal is None:
             return False
         for live in states:
@@ -203,15 +206,14 @@ class Relay:
 
     def _admit_requests(self, states: list[RequestState], now_s: float) -> None:
         """Admit all sequences. Requests of other tenants are failed if they must make room."""
+        if states[0].bulk:
+            return
         first, tenant = states[0].request, states[0].request.origin.tenant
-        for name in self.admission.requests_to_displace(*_total_demand(states), tenant):
+        for name in self.admission.requests_to_displace(*total_demand(states), tenant):
             self.attempts.fail_request(self.live[name], self.admission.displacement_refusal(now_s), now_s)
         for live in states:
             request = live.request
             self.admission.admit_request(request.id, len(request.prompt), now_s, tenant, first.id)
-            live.chunks = self.index.name_chunks(request.prompt, request.origin.scope)
-            live.expected_tokens = self.pairs.answers.expected_tokens(request.sampling.max_tokens)
-        states[0].wish.beside = sum_beside(states)
 
     def _on_client_gone(self, event: ClientGone, now_s: float) -> None:
         if (live := self.live.get(event.request)) is not None:
@@ -421,11 +423,6 @@ class Relay:
                 self.attempts.fail_unserved(live, now_s)
         for worker, renewal in self._lease_renewal.take_due(self.live.values(), now_s):
             self.attempts.send_message(worker, renewal)
-
-
-def _total_demand(states: list[RequestState]) -> tuple[int, int]:
-    """Number of sequences, and of their prompt tokens."""
-    return len(states), sum(len(live.request.prompt) for live in states)
 
 
 EVENT_HANDLERS: dict[type, Callable[..., None]] = {

@@ -20,7 +20,8 @@ from router.routing.credits import (
 )
 from router.routing.kept_shares import KeptShares, held_tokens, kept_room_tokens, kept_tokens
 from router.routing.kv_classes import AnswerVersion
-from router.routing.policy import RoutingNeed, WorkerLoad
+from router.routing.load_ledger import WorkerLoad
+from router.routing.policy import RoutingNeed
 from router.routing.prefix_index import ChunkNames
 
 
@@ -65,12 +66,13 @@ class RequestKind(NamedTuple):
     """What the workers of a request must be able to do; requests of one kind can be served by the same pairs.
 
     `version` is that of its answer, if it has begun; `kv_class` the class that it needs, if any. `evicts`: KV is
-    dropped in this class.
+    dropped in this class. `bulk`: it is bulk work, which one worker does alone.
     """
 
     version: AnswerVersion | None = None
     kv_class: str | None = None
     evicts: bool = False
+    bulk: bool = False
 
 
 @dataclass(slots=True)
@@ -136,6 +138,11 @@ class RequestState:
         return self.pin is not None
 
     @property
+    def bulk(self) -> bool:
+        """Whether this is bulk work."""
+        return self.request.origin.bulk
+
+    @property
     def source(self) -> str | None:
         """The prefill worker of the running attempt; None if its decode worker also prefills."""
         return self.choice.prefill if self.choice else None
@@ -193,7 +200,7 @@ class RequestState:
     @property
     def kind(self) -> RequestKind:
         """What its workers must be able to do."""
-        return RequestKind(self.version, self.kv_class, self.request.keep.evicts)
+        return RequestKind(self.version, self.kv_class, self.request.keep.evicts, self.bulk)
 
     @property
     def kv_reason(self) -> str:
@@ -293,3 +300,8 @@ def sum_beside(states: Sequence[RequestState]) -> BesideNeed:
         sum(live.room_tokens for live in others),
         sum(live.chunks == first.chunks for live in others),
     )
+
+
+def total_demand(states: Sequence[RequestState]) -> tuple[int, int]:
+    """Number of sequences, and of their prompt tokens."""
+    return len(states), sum(len(live.request.prompt) for live in states)

@@ -141,7 +141,8 @@ class AutoClasses:
         waits for.
         """
         found = self.find_classes(pair, view)
-        if found is None or found.better == found.lighter:
+        if found is None or found.better == found.lighter or need.bulk:
+            # Bulk work waits for room, so it has no reason to lose quality.
             return [] if found is None else [ClassDecision(found.better, QUALITY)]
         better, lighter = (self._estimate_class(name, pair, need, view, paces, closed) for name in found)
         spare_s = _spare_s(pair[1], need, view, paces)

@@ -68,7 +68,7 @@ def round_up_to_chunks(tokens: int) -> int:
 def _has_prefill_credit(worker: str, view: RoutingView, need: RoutingNeed) -> bool:
     """Whether the worker has prefill credit left; some is kept for tenants that have had less than their share."""
     most = MAX_CREDIT_TOKENS_UNDERSERVED if need.underserved else MAX_CREDIT_TOKENS
-    return view.ledger.load_of(worker).credit_tokens < most
+    return view.ledger.load_of(worker, need.bulk).credit_tokens < most
 
 
 def _has_decode_room(worker: str, tokens: int, need: RoutingNeed, view: RoutingView) -> bool:

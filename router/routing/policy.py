@@ -29,10 +29,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.request import BULK_PRIORITY
 from router.effects import ChosenPair
 from router.routing.class_choice import BesideNeed
 from router.routing.fleet import Fleet, WorkerState
 from router.routing.kv_classes import can_evict, decided_class, holds_class, pool_size, share_class
+from router.routing.load_ledger import LoadLedger
 from router.routing.prefix_index import ChunkNames, PrefixIndex
 
 # Seconds to prefill one token, and seconds per step. They are assumed until a worker of the role has been measured.
@@ -77,111 +79,14 @@ class RoutingNeed:
     beside: BesideNeed = BesideNeed()
 
     @property
+    def bulk(self) -> bool:
+        """Whether this is bulk work, which also waits for other bulk work; online requests wait for none of it."""
+        return self.priority >= BULK_PRIORITY
+
+    @property
     def evicts(self) -> bool:
         """Whether its workers must be able to drop KV by head in its class."""
         return self.whole_tokens is not None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """The load of a worker: prompt tokens it has yet to prefill, number of requests, and tokens of KV they need.
-
-    `credit_tokens` are the tokens to prefill with each prompt counted as
-    `router.routing.credits.CREDIT_TOKENS_PER_PROMPT` at most. `moving_tokens` are those whose KV has yet to be moved
-    from or to the worker.
-    """
-
-    queued_tokens: int = 0
-    running: int = 0
-    room_tokens: int = 0
-    credit_tokens: int = 0
-    moving_tokens: int = 0
-
-    def combined_with(self, other: WorkerLoad, sign: int = 1) -> WorkerLoad:
-        """The sum of both loads, or their difference (`sign` -1)."""
-        return WorkerLoad(
-            self.queued_tokens + sign * other.queued_tokens,
-            self.running + sign * other.running,
-            self.room_tokens + sign * other.room_tokens,
-            self.credit_tokens + sign * other.credit_tokens,
-            self.moving_tokens + sign * other.moving_tokens,
-        )
-
-
-IDLE_LOAD = WorkerLoad()
-
-
-# A priority, and the KV class of a request's attempt; None if it has none yet, which counts for every class.
-LoadLevel = tuple[int, str | None]
-
-
-class LoadLedger:
-    """The load that each request puts on each worker. A new entry replaces the request's earlier one."""
-
-    def __init__(self) -> None:
-        # The load that each request puts on each worker: worker -> request -> load.
-        self._shares: dict[str, dict[str, WorkerLoad]] = {}
-        self._totals: dict[str, WorkerLoad] = {}
-        # The load by priority and class: worker -> level -> load. Levels without load are left out.
-        self._by_level: dict[str, dict[LoadLevel, WorkerLoad]] = {}
-        # The level of each request, and the workers that it loads.
-        self._workers: dict[str, tuple[LoadLevel, tuple[str, ...]]] = {}
-
-    def book_shares(
-        self,
-        request: str,
-        shares: Mapping[str, WorkerLoad],
-        priority: int = 0,
-        kv_class: str | None = None,
-    ) -> None:
-        """Record the load of a request on each worker, in place of its earlier entry. Empty `shares` remove it.
-
-        `kv_class` is the class of its KV, whose pool it takes room in.
-        """
-        before, workers = self._workers.pop(request, ((0, None), ()))
-        for worker in workers:
-            self._add_share(worker, before, self._shares[worker].pop(request), -1)
-            if not self._shares[worker]:
-                del self._shares[worker], self._totals[worker], self._by_level[worker]
-        for worker, share in shares.items():
-            self._shares.setdefault(worker, {})[request] = share
-            self._add_share(worker, (priority, kv_class), share, 1)
-        if shares:
-            self._workers[request] = (priority, kv_class), tuple(shares)
-
-    def _add_share(self, worker: str, level: LoadLevel, share: WorkerLoad, sign: int) -> None:
-        """Add a share to a worker's totals, or subtract it (`sign` -1)."""
-        self._totals[worker] = self._totals.get(worker, IDLE_LOAD).combined_with(share, sign)
-        levels = self._by_level.setdefault(worker, {})
-        levels[level] = levels.get(level, IDLE_LOAD).combined_with(share, sign)
-        if levels[level] == IDLE_LOAD:
-            del levels[level]
-
-    def load_of(self, worker: str) -> WorkerLoad:
-        """The total load of a worker."""
-        return self._totals.get(worker, IDLE_LOAD)
-
-    def load_up_to(self, worker: str, priority: int | None, kv_class: str | None = None) -> WorkerLoad:
-        """The load of a worker from requests of this priority and better (lower) ones; None: of all.
-
-        With a `kv_class`, only from requests whose KV is in its pool.
-        """
-        load = IDLE_LOAD
-        for (level, name), share in self._by_level.get(worker, {}).items():
-            counts = priority is None or level <= priority
-            load = (
-                load.combined_with(share)
-                if counts and (kv_class is None or name in (None, kv_class))
-                else load
-            )
-        return load
-
-    def requests_at(self, worker: str) -> list[str]:
-        """The requests that are part of a worker's load."""
-        return list(self._shares.get(worker, ()))
-
-    def __len__(self) -> int:
-        return len(self._workers)
 
 
 class AnswerLengths:
@@ -197,6 +102,10 @@ class AnswerLengths:
     def expected_tokens(self, max_tokens: int) -> int:
         """The expected length, in tokens, of an answer that may have `max_tokens`."""
         return min(max_tokens, round(self._mean_tokens))
+
+
+# Finds the pairs for a request without any requirements.
+ANY_REQUEST = RoutingNeed(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +144,19 @@ class RoutingView:
         ]
 
 
+def workers_of_pair(pair: Pair) -> set[str]:
+    """The one or two workers of a pair."""
+    return {name for name in pair if name is not None}
+
+
 def find_pairs(need: RoutingNeed, view: RoutingView) -> list[Pair]:
     """All pairs that could serve `need` now.
 
     These are the linked pairs; in a deployment without prefill workers, the decode workers alone, and also while no
-    prefill worker can prefill and `allow_local_prefill` is set.
+    prefill worker can prefill and `allow_local_prefill` is set. Bulk work is always prefilled where it is decoded.
     """
     decode = view.eligible_workers("decode", need)
-    if not view.split:
+    if not view.split or need.bulk:
         return [(None, member.name) for member in decode]
     prefill = view.eligible_workers("prefill", need)
     pairs: list[Pair] = [
@@ -286,7 +200,7 @@ def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> 
     prefill_workers = _workers_named(members, [source for source, _ in found if source])
     colocated = _workers_named(members, [target for source, target in found if not source])
     prefill_s = _prefill_wait_s(prefill_workers, need, view) | (
-        _local_prefill_wait_s if view.auto_local_prefill else _colocated_wait_s
+        _local_prefill_wait_s if view.auto_local_prefill and not need.bulk else _colocated_wait_s
     )(colocated, need, view)
     waits = [
         RankedPair(
@@ -379,7 +293,10 @@ def _colocated_wait_s(members: list[WorkerState], need: RoutingNeed, view: Routi
     step_s = sum(steps_s.values()) / max(1, len(steps_s)) or DEFAULT_STEP_S
     waits_s: dict[str, float] = {}
     for name in steps_s:
-        load, new = view.ledger.load_of(name), need.prompt_tokens - view.shared_tokens(name, need)
+        load, new = (
+            view.ledger.load_of(name, need.bulk),
+            need.prompt_tokens - view.shared_tokens(name, need),
+        )
         tokens = load.queued_tokens + (2 + min(load.running, 1)) * new
         waits_s[name] = tokens * token_s * steps_s[name] / step_s
     return waits_s
@@ -417,7 +334,7 @@ def _local_prefill_wait_s(
 def _decode_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingView) -> dict[str, float]:
     """Predicted seconds of waiting at each decode worker: other requests there, and lack of memory, in its steps."""
     step_s = seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
-    loads = {member.name: view.ledger.load_of(member.name) for member in members}
+    loads = {member.name: view.ledger.load_of(member.name, need.bulk) for member in members}
     most = AFFINITY + AFFINITY_PART * min([load.running for load in loads.values()], default=0)
     waits_s: dict[str, float] = {}
     for member, (name, load) in zip(members, loads.items(), strict=True):
@@ -425,7 +342,7 @@ def _decode_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingV
         steps = load.running - most * shared_tokens / max(1, need.prompt_tokens)
         capacity = pool_size(member.hello, need.kv_class).num_slabs * CHUNK_TOKENS
         kv_class = decided_class(member.hello, need.kv_class)
-        booked = view.ledger.load_up_to(name, None, kv_class).room_tokens
+        booked = view.ledger.load_up_to(name, need.priority if need.bulk else None, kv_class).room_tokens
         missing_tokens = booked + need.room_tokens - shared_tokens - capacity
         if missing_tokens > 0:
             steps += missing_tokens / max(1, load.running)

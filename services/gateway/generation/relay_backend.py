@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from msgspec import structs
 
@@ -155,6 +156,11 @@ class RelayBackend:
     def unfit_workers(self) -> dict[str, str]:
         """Workers that cannot serve with any other, and why."""
         return self.relay.fleet.find_mismatches()
+
+    @property
+    def bulk_report(self) -> dict[str, Any]:
+        """Bulk work: open sequences, and tokens since the start."""
+        return self._telemetry.bulk.report()
 
     @property
     def fleet_events(self) -> FleetEvents:

@@ -36,6 +36,7 @@ from services.gateway.metrics.buckets import (
     TTFT_BUCKETS_MS,
     bucket_bounds_s,
 )
+from services.gateway.metrics.bulk import BulkCounters
 from services.gateway.metrics.kv_classes import KvClassRecord, KvCounters
 from services.gateway.metrics.recent_history import RecentHistory
 from services.gateway.metrics.vllm_transfers import NixlHistograms
@@ -205,6 +206,7 @@ class GatewayMetrics:
             "vllm:request_success", "Answered sequences", "model_name", "finished_reason"
         )
         self.kv = KvCounters(self._counter)
+        self.bulk = BulkCounters(self.registry)
         self.rejections = self._counter(
             "vllm:admission_rejections", "Requests refused because of load", "reason"
         )

@@ -27,6 +27,7 @@ from router.effects import (
 )
 from router.requests.relay import MESSAGE_HANDLERS, Relay
 from router.routing.kv_classes import holds_class, pool_size, saved_chunk_bytes
+from services.gateway.metrics.bulk import BulkTelemetry
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import FleetEvents
 from services.gateway.metrics.request_log import RequestLog
@@ -38,11 +39,15 @@ log = logging.getLogger(__name__)
 
 
 class RelayTelemetry:
-    """Receives every event before the relay handles it, and every effect after it was applied."""
+    """Receives every event before the relay handles it, and every effect after it was applied.
+
+    Bulk work is counted apart, and is not in the request log.
+    """
 
     def __init__(self, relay: Relay, metrics: GatewayMetrics, request_log: RequestLog | None) -> None:
         self._relay, self._metrics, self._request_log = relay, metrics, request_log
         self.fleet_events = FleetEvents()
+        self.bulk = BulkTelemetry(relay, metrics.bulk)
         # The time at which each request began to wait in the gateway.
         self._queued_s: dict[str, float] = {}
         # From 0 on: what a series begins with is no increase to Prometheus.
@@ -66,12 +71,22 @@ class RelayTelemetry:
         if isinstance(event, RequestArrived):
             for request in event.requests:
                 ids = self._ids[request.id] = ids_of_sequence(request.id, request.origin.client_id)
-                if self._request_log is not None:
+                self.bulk.add_request(request)
+                if self._request_log is not None and not request.origin.bulk:
                     self._request_log.log_arrival(request, ids, event.pin is not None)
 
     def on_effect(self, effect: RelayEffect, now_s: float) -> None:
         """Called after `effect` was applied: log it, and count it in metrics and request log."""
         self._log_effect(effect, now_s)
+        if (getattr(effect, "request", None) or "") in self.bulk:
+            self.bulk.on_effect(effect)
+        else:
+            self._record_effect(effect, now_s)
+        if isinstance(effect, FinishRequest | FailRequest | RequestCancelled):
+            self._ids.pop(effect.request, None)
+
+    def _record_effect(self, effect: RelayEffect, now_s: float) -> None:
+        """Count an effect that does not concern bulk work, and write it to the request log."""
         self._count_effect(effect, now_s)
         self._keep_fleet_event(effect, now_s)
         if self._request_log is not None:
@@ -79,12 +94,11 @@ class RelayTelemetry:
             live = self._relay.live.get(effect.request) if isinstance(effect, AttemptBegan) else None
             pid = member.hello.pid if member else None
             self._request_log.on_effect(effect, self._speaker, pid, live.chunks if live else ())
-        if isinstance(effect, FinishRequest | FailRequest | RequestCancelled):
-            self._ids.pop(effect.request, None)
 
     def update_gauges(self, now_s: float) -> None:
         """Update gauges and counters that mirror counts of the relay; called at every tick."""
         relay, metrics = self._relay, self._metrics
+        self.bulk.update_gauges()
         predicted_wait_s = relay.admission.predicted_wait_s(now_s)
         metrics.queued.set(len(self._queued_s))
         metrics.history.sample_queue(now_s, len(self._queued_s), predicted_wait_s)

@@ -24,7 +24,8 @@ from router.routing.kv_classes import (
     pool_size,
     shared_classes,
 )
-from router.routing.policy import LoadLedger, RoutingNeed, RoutingView, WorkerLoad, find_pairs, transfer_s
+from router.routing.load_ledger import LoadLedger, WorkerLoad
+from router.routing.policy import RoutingNeed, RoutingView, find_pairs, transfer_s
 from router.routing.prefix_index import PrefixIndex
 from tests.unit.router.fake_deployment import (
     PAIR,

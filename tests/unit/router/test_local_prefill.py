@@ -9,11 +9,11 @@ import pytest
 from diptych.messages import Generate, Output, Prefill, Step, WorkerStats
 from router.effects import ChosenPair, PrefilledLocally
 from router.routing.fleet import Fleet
+from router.routing.load_ledger import WorkerLoad
 from router.routing.policy import (
     SOONER,
     RoutingNeed,
     RoutingView,
-    WorkerLoad,
     choose_pair,
     find_pairs,
     local_prefill_pairs,

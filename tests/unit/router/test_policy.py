@@ -13,14 +13,12 @@ from diptych.messages import Heartbeat, Linked, WorkerStats
 from router.effects import ChosenPair
 from router.routing.credits import pairs_with_credit
 from router.routing.fleet import Fleet
+from router.routing.load_ledger import IDLE_LOAD, LoadLedger, WorkerLoad
 from router.routing.policy import (
-    IDLE_LOAD,
     INITIAL_ANSWER_TOKENS,
     AnswerLengths,
-    LoadLedger,
     RoutingNeed,
     RoutingView,
-    WorkerLoad,
     choose_decode,
     find_pairs,
 )

@@ -25,7 +25,8 @@ from router.routing.credits import (
     MAX_CREDIT_TOKENS,
     pairs_with_credit,
 )
-from router.routing.policy import RoutingNeed, RoutingView, WorkerLoad
+from router.routing.load_ledger import WorkerLoad
+from router.routing.policy import RoutingNeed, RoutingView
 from router.routing.prefix_index import PrefixIndex
 from tests.unit.router.fake_deployment import (
     PAIR,

@@ -53,12 +53,14 @@ class EvictionReport:
 
     `bag_slabs` is how many slabs the kept rows need. A row is the KV of one token in one layer and KV head: of
     `all_rows` behind the boundary, `kept_rows` stay. `policies` counts heads by the name of their policy.
+    `head_frames` says how many frames each head needs (`kvcache.kept_rows`), those of layer 0 first; empty: not known.
     """
 
     bag_slabs: int
     kept_rows: int
     all_rows: int
     policies: Mapping[str, int]
+    head_frames: tuple[int, ...] = ()
 
 
 class EvictingRunner(StepRunner, Protocol):

@@ -1,10 +1,9 @@
 """The other ranks of one worker: child processes that compute their shard of the model in every step of rank 0.
 
-    rank 0   link to the gateway, engine, its part of the model ──step──▶ ranks 1 ...: a part of the model, nothing else
+    rank 0   link to the gateway, engine, its part of the model ─order──▶ ranks 1 ...: a part of the model, nothing else
                                                                 ◀─done──
-    standard input of a rank   a socket to rank 0: `RankSpec` (JSON), then steps
-                               (`engine.cpu.tensor_parallel.encode_step`); each is answered by a `RankReply`,
-                               as is loading the weights
+    standard input of a rank   a socket to rank 0: `RankSpec` (JSON), then orders: steps and evictions
+                               (`engine.cpu.rank_orders`); each is answered by a `RankReply`, as is loading the weights
 
 Rank 0 is the worker's own process. It creates and maps the pools of all ranks, so KV is transferred through rank 0
 alone. The kernel kills a rank when rank 0 dies. When a rank dies or does not answer, the worker ends at once and its
@@ -38,6 +37,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import msgspec
+import numpy as np
 import torch
 from msgspec import Meta
 
@@ -45,13 +45,17 @@ from diptych.errors import DiptychError, StartError
 from diptych.logs.log_format import configure_logging
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS
 from engine.cpu.decoder import CpuDecoder
+from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
-from engine.cpu.tensor_parallel import EXCHANGE_TIMEOUT_S, RankGroup, RankPlacement, decode_step
+from engine.cpu.rank_orders import RunStep, decode_order
+from engine.cpu.tensor_parallel import EXCHANGE_TIMEOUT_S, RankGroup, RankPlacement, RankReplies
 from engine.cpu.weights.decoder_weights import SectionReader, read_weights
 from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.architecture import ModelConfig
 from engine.model.weights import WeightReader
+from engine.protocols import EvictionReport
 from kvcache.codecs.calibration import CalibratedModel, Calibration, read_calibration
+from kvcache.keep import KeepRule
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool
 from kvtransfer.resharding import plan_spans
@@ -62,6 +66,9 @@ END_GRACE_S = 5.0
 # Keeps gloo on the loopback interface; by default it listens on the address of the host name.
 LOOPBACK_ENV = {"GLOO_SOCKET_IFNAME": "lo"}
 RESTART_HINT = "the worker is started again by its supervisor"
+
+# Exceptions of other ranks that are raised as the same type in rank 0; all others are a RuntimeError.
+REPLIED_ERRORS: dict[str, type[Exception]] = {"MemoryError": MemoryError, "ValueError": ValueError}
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +81,22 @@ class RankClass(msgspec.Struct, frozen=True, array_like=True):
     codec: str = ""
     # The file of the codec's calibration, and the model that it must be of; None for codecs without one.
     calibration: tuple[str, CalibratedModel] | None = None
+
+
+class RankEviction(msgspec.Struct, frozen=True):
+    """An `EvictionSetup`, as ranks get it: the kinds are one byte per token of the vocabulary."""
+
+    kinds: bytes
+    rule: KeepRule
+
+    @classmethod
+    def of(cls, setup: EvictionSetup) -> RankEviction:
+        """The setup in this form."""
+        return cls(setup.kinds.tobytes(), setup.rule)
+
+    def to_setup(self) -> EvictionSetup:
+        """The setup that the runner takes."""
+        return EvictionSetup(np.frombuffer(self.kinds, np.uint8), self.rule)
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -91,6 +114,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     classes: Annotated[tuple[RankClass, ...], Meta(min_length=1)]
     # How many first tokens' exact KV the ranks keep, if any class has a codec.
     sink_slots: int = DEFAULT_SLOTS
+    # None: nothing is evicted.
+    eviction: RankEviction | None = None
     # The folder of prepared files, and the identity of the weights; None: they are packed into memory of the rank.
     prepared: tuple[str, str] | None = None
     # An inherited file descriptor of a `SharedMemory`, and its size in bytes.
@@ -107,13 +132,15 @@ class RankSpec(msgspec.Struct, frozen=True):
 
 
 class RankReply(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of a rank after loading or after a step: success, or the error."""
+    """The answer of a rank after loading or to an order: success, or the error."""
 
-    # "" means success; "start" a `DiptychError` while loading; anything else is the type of an exception in a step.
+    # "" means success; "start" a `DiptychError` while loading; anything else is the type of an exception later.
     kind: str = ""
     what: str = ""
     why: str = ""
     fix: str = ""
+    # The reports that the order asks for: one, or none.
+    reports: tuple[EvictionReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,17 +219,17 @@ class RankProcesses:
         group.join(Path(self._folder) / "meeting")
         shutil.rmtree(self._folder)
 
-    def send_step(self, step: bytes) -> None:
-        """Send a step to all ranks, which begin to compute it."""
+    def send_order(self, order: bytes) -> None:
+        """Send an order to all ranks, which begin with it."""
         for rank in self._ranks:
             try:
-                rank.line.send_bytes(step)
+                rank.line.send_bytes(order)
             except OSError as error:
                 self.fail_worker(f"rank {rank.number} does not listen", error)
 
-    def wait_for_step(self) -> Exception | None:
-        """Wait until all ranks have answered a step; returns the error of one of them, if any failed."""
-        wrong: Exception | None = None
+    def wait_for_replies(self) -> RankReplies:
+        """Wait until all ranks have answered an order; says the error of one of them, if any failed."""
+        wrong, reports = None, list[EvictionReport]()
         for rank in self._ranks:
             try:
                 if not rank.line.poll(self._stall_s):
@@ -213,9 +240,10 @@ class RankProcesses:
             except (EOFError, OSError) as error:
                 self.fail_worker(f"rank {rank.number} has gone", error)
             if reply.kind:
-                kind = MemoryError if reply.kind == "MemoryError" else RuntimeError
+                kind = REPLIED_ERRORS.get(reply.kind, RuntimeError)
                 wrong = kind(f"rank {rank.number}: {reply.kind}: {reply.what}")
-        return wrong
+            reports += reply.reports
+        return RankReplies(wrong, reports)
 
     def fail_worker(self, what: str, error: Exception) -> NoReturn:
         """End the worker, because the ranks are out of step."""
@@ -295,7 +323,7 @@ def load_leader(
 
 
 def serve_rank(orders: RankSpec, line: Connection) -> None:
-    """Run one rank: load its shard, connect to the other ranks, and compute steps until rank 0 hangs up."""
+    """Run one rank: load its shard, connect to the other ranks, and carry out orders until rank 0 hangs up."""
     torch.set_num_threads(orders.threads)
     group = _make_group(orders, _exit_broken)
     descriptor, num_bytes = orders.memory
@@ -307,25 +335,27 @@ def serve_rank(orders: RankSpec, line: Connection) -> None:
     pin_to_core(core_of_rank(orders.core, orders.place.rank))
     while True:
         try:
-            step = line.recv_bytes()
+            order = line.recv_bytes()
         except EOFError:
             group.leave()
             return
-        line.send_bytes(msgspec.msgpack.encode(_run_step(runner, step)))
+        line.send_bytes(msgspec.msgpack.encode(_perform_order(runner, order)))
 
 
 def _make_group(orders: RankSpec, broken: Callable[[Exception], NoReturn]) -> RankGroup:
     return RankGroup(orders.place, orders.shape, orders.shard, broken, orders.stall_s)
 
 
-def _run_step(runner: CpuModelRunner, step: bytes) -> RankReply:
-    """Compute this rank's part of an encoded step; an exception becomes the reply."""
-    works, sinks = decode_step(step)
+def _perform_order(runner: CpuModelRunner, data: bytes) -> RankReply:
+    """Carry out this rank's part of an encoded order; an exception becomes the reply."""
+    order = decode_order(data)
     try:
-        runner.part(works, sinks)
+        if isinstance(order, RunStep):
+            runner.part(order.works, order.sinks)
+            return RankReply()
+        return RankReply(reports=tuple(runner.evict_part(order)))
     except Exception as error:
         return RankReply(type(error).__name__, str(error)[:500])
-    return RankReply()
 
 
 def _load_runner(
@@ -352,6 +382,7 @@ def _load_runner(
         shard=shard,
         sink_slots=orders.sink_slots,
         others=others,
+        eviction=None if orders.eviction is None else orders.eviction.to_setup(),
     )
 
 

@@ -5,7 +5,8 @@
     apply      the scratch memory is written into the slabs of the sequence's bag, its map first
 
 What is recorded depends only on positions: computing a row again, or cutting a prompt elsewhere, changes nothing. Only
-pools of raw float32 on workers of one rank can evict.
+pools of raw float32 can evict. Each rank of a worker has an evictor of its own layers and heads, whose bag is in its
+part of the sequence's slabs: they are as many as the rank with the most rows needs, so others leave some unused.
 
 Memory beside the pool: `query_record_bytes` for every sequence that the engine holds, parked ones included, until
 `forget_sequence`; and between plan and apply the kept rows of that sequence. `kvcache.keep` decides, and
@@ -29,7 +30,7 @@ from engine.cpu.ragged_attention import EvictedWork, KeptBag, KeptStore, QueryRe
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
 from kvcache.keep import KeepRule
-from kvcache.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.kept_rows import KeptRows, count_frames, frame_bytes, frames_per_slab, map_frames
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
 
@@ -85,12 +86,19 @@ class CpuEvictor:
         heads: query heads.
         windows: the sliding window of each layer; 0: none.
         setup: kinds of tokens and the rule of policies.
+        alone: whether the pool is that of a whole model, not that of one rank of several.
     """
 
     def __init__(
-        self, pool: KvPool, store: KeptStore, heads: int, windows: Sequence[int], setup: EvictionSetup
+        self,
+        pool: KvPool,
+        store: KeptStore,
+        heads: int,
+        windows: Sequence[int],
+        setup: EvictionSetup,
+        alone: bool = True,
     ) -> None:
-        self._pool, self._store, self._heads = pool, store, heads
+        self._pool, self._store, self._heads, self._alone = pool, store, heads, alone
         self._kinds, self._rule = setup.kinds, setup.rule
         self._layout = pool.layout
         # [slabs, chunk_bytes]
@@ -170,7 +178,13 @@ class CpuEvictor:
         )
         sequence.plan = planned, _ = self._store.pack_frames(planned, kept, source)
         names = Counter(self._rule.policy_names[policy] for policy in policies.reshape(-1))
-        return EvictionReport(planned.num_slabs, planned.num_rows, planned.all_rows, dict(names))
+        return EvictionReport(
+            planned.num_slabs,
+            planned.num_rows,
+            planned.all_rows,
+            dict(names),
+            tuple(count_frames(rows) for rows in planned.counts.reshape(-1).tolist()),
+        )
 
     def apply_eviction(self, key: str, slabs: list[int]) -> None:
         """Write the planned rows of a sequence into `slabs` of the pool. Raises ValueError without a plan for them."""
@@ -178,10 +192,9 @@ class CpuEvictor:
         if sequence is None or sequence.plan is None:
             raise ValueError(f"no eviction of {key} was planned")
         kept, scratch = sequence.plan
-        if len(slabs) != kept.num_slabs:
-            raise ValueError(f"the kept rows of {key} need {kept.num_slabs} slabs, not {len(slabs)}")
+        self._check_room(key, kept, slabs)
         frames = frames_per_slab(self._layout)
-        for index, slab in enumerate(slabs):
+        for index, slab in enumerate(slabs[: kept.num_slabs]):
             part = scratch[index * frames : (index + 1) * frames].reshape(-1)
             self._memory[slab, : len(part)] = part
         sequence.bag, sequence.plan = self._store.open_bag(kept, slabs), None
@@ -197,14 +210,19 @@ class CpuEvictor:
         used = slabs[: -(-lead // per_slab)]
         data = b"".join(self._memory[slab, : per_slab * frame].tobytes() for slab in used)[: lead * frame]
         kept = KeptRows.decode(data, self._layout)
-        if kept.num_slabs != len(slabs):
-            raise ValueError(f"the kept rows of {key} need {kept.num_slabs} slabs, not {len(slabs)}")
+        self._check_room(key, kept, slabs)
         if (kept.boundary, kept.length) != (boundary, length):
             raise ValueError(
                 f"the kept rows of {key} are those of {kept.length} tokens from {kept.boundary} on,"
                 f" not of {length} from {boundary} on"
             )
         self._open_sequence(key).bag = self._store.open_bag(kept, slabs)
+
+    def _check_room(self, key: str, kept: KeptRows, slabs: list[int]) -> None:
+        """Raises ValueError unless the slabs of a bag are as many as it needs; more, if other ranks may need them."""
+        need = kept.num_slabs
+        if len(slabs) < need or (self._alone and len(slabs) > need):
+            raise ValueError(f"the kept rows of {key} need {need} slabs, not {len(slabs)}")
 
     def forget_sequence(self, key: str) -> None:
         """Drop all that is known of a sequence, if anything is."""

@@ -22,7 +22,17 @@ from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots, Sink
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.eviction import CpuEvictor, EvictionSetup
 from engine.cpu.ragged_attention import RawStore
-from engine.cpu.tensor_parallel import FollowerRanks, encode_step
+from engine.cpu.rank_orders import (
+    ApplyEviction,
+    ForgetKept,
+    KeptOrder,
+    LoadKept,
+    PlanEviction,
+    RunStep,
+    encode_order,
+    merge_reports,
+)
+from engine.cpu.tensor_parallel import FollowerRanks
 from engine.cpu.weights.decoder_weights import SectionReader, read_weights
 from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.rope import rope_frequencies
@@ -46,7 +56,7 @@ class CpuModelRunner:
     that of the pool's codec, if it has one; `shard` is the part of the model that a rank has. `sink_slots` is how many
     different first tokens a step may have, at least, if a pool has a codec. `others` are the pools of further KV
     classes with their calibrations: a step may have works in all of them. `eviction` is given to evict KV of the raw
-    pool (`EvictingRunner`), which takes a runner of one rank.
+    pool (`EvictingRunner`): every rank evicts from its own heads.
     """
 
     def __init__(
@@ -93,10 +103,10 @@ class CpuModelRunner:
             pages = CompiledAttention(coded, decoder.heads, self._angles)
         else:
             pages = raw = CpuAttention(layout, pool.data, decoder.heads)
-            if self._eviction is not None and self._followers is None:
-                windows = decoder.shape.windows
-                store = RawStore(pool, raw, windows)
-                evictor = CpuEvictor(pool, store, decoder.heads, windows, self._eviction)
+            if self._eviction is not None:
+                windows = [layer.window for layer in decoder.layers]
+                store, alone = RawStore(pool, raw, windows), decoder.place.world == 1
+                evictor = CpuEvictor(pool, store, decoder.heads, windows, self._eviction, alone)
         bounds = RunnerBounds(layout, pool.num_slabs, self.max_model_len, self.vocab_size)
         return PoolAttention(pool.first, bounds, pages, evictor)
 
@@ -169,7 +179,7 @@ class CpuModelRunner:
             self.prepare_seconds = time.perf_counter() - began_s
             logits = self._forward_batch(packed, pages, sinks, done)
         else:
-            self._followers.send_step(encode_step(batch, sinks))
+            self._followers.send_order(encode_order(RunStep(list(batch), sinks)))
             self.prepare_seconds = time.perf_counter() - began_s
             logits = self._run_with_followers(packed, pages, sinks, self._followers)
             if done is not None:
@@ -180,31 +190,63 @@ class CpuModelRunner:
 
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         """As `EvictingRunner.plan_eviction`, which says when ValueError is raised."""
-        pool = self._require_eviction()
-        assert pool.evictor is not None
-        return pool.evictor.plan_eviction(order, [slab - pool.first for slab in order.slabs])
+        (first, *others) = self._evict_on_ranks(PlanEviction(order))
+        if not others:
+            return first
+        shape, place = self._decoder.shape, self._decoder.place
+        whole = replace(self._require_eviction().bounds.layout, layers=shape.layers, kv_heads=shape.kv_heads)
+        return merge_reports([first, *others], whole, place.tp, place.pp)
 
     def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
         """As `EvictingRunner.apply_eviction`, which says when ValueError is raised."""
-        pool = self._require_eviction()
-        assert pool.evictor is not None
-        pool.evictor.apply_eviction(key, [slab - pool.first for slab in bag_slabs])
+        self._evict_on_ranks(ApplyEviction(key, bag_slabs))
 
     def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
         """As `EvictingRunner.load_kept`, which says when ValueError is raised."""
-        pool = self._require_eviction()
-        assert pool.evictor is not None
-        pool.evictor.load_kept(key, boundary, length, [slab - pool.first for slab in bag_slabs])
+        self._evict_on_ranks(LoadKept(key, boundary, length, bag_slabs))
 
     def forget_kept(self, key: str) -> None:
         """As `EvictingRunner.forget_kept`."""
-        if self._evicting is not None and self._evicting.evictor is not None:
-            self._evicting.evictor.forget_sequence(key)
+        if self._evicting is not None:
+            self._evict_on_ranks(ForgetKept(key))
+
+    def _evict_on_ranks(self, order: KeptOrder) -> list[EvictionReport]:
+        """Carry out an order on all ranks; returns the reports that it asks for, by rank."""
+        self._require_eviction()
+        if self._followers is None:
+            return self.evict_part(order)
+        self._followers.send_order(encode_order(order))
+        try:
+            reports = self.evict_part(order)
+        finally:
+            replies = self._followers.wait_for_replies()
+        if replies.error is not None:
+            raise replies.error
+        return reports + list(replies.reports)
+
+    def evict_part(self, order: KeptOrder) -> list[EvictionReport]:
+        """Carry out an order for this rank's heads; returns the report that it asks for, if any.
+
+        Raises ValueError as the method of `EvictingRunner` that the order is named after.
+        """
+        pool = self._require_eviction()
+        evictor, first = pool.evictor, pool.first
+        assert evictor is not None
+        match order:
+            case PlanEviction(asked):
+                return [evictor.plan_eviction(asked, [slab - first for slab in asked.slabs])]
+            case ApplyEviction(key, slabs):
+                evictor.apply_eviction(key, [slab - first for slab in slabs])
+            case LoadKept(key, boundary, length, slabs):
+                evictor.load_kept(key, boundary, length, [slab - first for slab in slabs])
+            case ForgetKept(key):
+                evictor.forget_sequence(key)
+        return []
 
     def _require_eviction(self) -> PoolAttention:
         """The pool that evicts. Raises ValueError if none does."""
         if self._evicting is None:
-            raise ValueError("this runner evicts nothing: that takes one rank, raw KV and the tokens' kinds")
+            raise ValueError("this runner evicts nothing: that takes raw KV and the tokens' kinds")
         return self._evicting
 
     def part(self, batch: Sequence[StepWork], sinks: SinkPlan) -> None:
@@ -256,9 +298,9 @@ class CpuModelRunner:
         try:
             logits = self._forward_batch(packed, pages, sinks)
         finally:
-            error = followers.wait_for_step()
-        if error is not None:
-            raise error
+            replies = followers.wait_for_replies()
+        if replies.error is not None:
+            raise replies.error
         return logits
 
     def _forward_batch(

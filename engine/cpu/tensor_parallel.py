@@ -19,18 +19,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from engine.cpu.coded.sink_table import SinkPlan
 from engine.model.architecture import ModelConfig
-from engine.step_work import StepWork
+from engine.protocols import EvictionReport
 from kvcache.layout import Shard
 
 # Seconds to wait for another rank within a step.
 EXCHANGE_TIMEOUT_S = 120.0
-STEP_DECODER = msgspec.msgpack.Decoder(tuple[list[StepWork], SinkPlan])
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,21 +261,21 @@ class RankGroup:
             self._broken(error)
 
 
+@dataclass(frozen=True, slots=True)
+class RankReplies:
+    """The answers of the other ranks to an order: the error of one of them, if any failed, else the reports that the
+    order asks for, by rank.
+    """
+
+    error: Exception | None = None
+    reports: Sequence[EvictionReport] = ()
+
+
 class FollowerRanks(Protocol):
     """The other ranks, as rank 0 commands them (`worker.ranks.RankProcesses`)."""
 
-    def send_step(self, step: bytes) -> None:
-        """Send a step, encoded by `encode_step`, to all other ranks, which begin to compute it."""
+    def send_order(self, order: bytes) -> None:
+        """Send an order, encoded by `engine.cpu.rank_orders.encode_order`, to all other ranks, which begin with it."""
 
-    def wait_for_step(self) -> Exception | None:
-        """Wait until all of them have finished the step; returns the error of one of them, if any failed."""
-
-
-def encode_step(works: Sequence[StepWork], sinks: SinkPlan) -> bytes:
-    """Encode a step for `decode_step`."""
-    return msgspec.msgpack.encode((works, sinks))
-
-
-def decode_step(step: bytes) -> tuple[list[StepWork], SinkPlan]:
-    """The step that `encode_step` encoded. Raises msgspec.MsgspecError if `step` is not one."""
-    return STEP_DECODER.decode(step)
+    def wait_for_replies(self) -> RankReplies:
+        """Wait until all of them have answered."""

@@ -45,20 +45,21 @@ class SpreadModel:
 
 @contextmanager
 def spread(
-    folder: Path, tp: int, pp: int, module: str = "worker.ranks", **changes: Any
+    folder: Path, tp: int, pp: int, module: str = "worker.ranks", slabs: int = SLABS, **changes: Any
 ) -> Iterator[SpreadModel]:
     """Started, and gone at the end; `changes` go to the orders of all ranks."""
     files = Checkpoint.resolve(str(folder))
     layout, parts = files.layout(), files.split(tp, pp)
-    memories = [SharedMemory(SLABS * layout.shard_layout(shard).chunk_bytes) for shard in parts]
+    memories = [SharedMemory(slabs * layout.shard_layout(shard).chunk_bytes) for shard in parts]
     pools = [
-        (shard, KvPool(layout.shard_layout(shard), SLABS, memory.view))
+        (shard, KvPool(layout.shard_layout(shard), slabs, memory.view))
         for shard, memory in zip(parts, memories, strict=True)
     ]
     lost: queue.SimpleQueue[DiptychError] = queue.SimpleQueue()
     ranks = RankProcesses("test", lost.put, module)
     try:
-        runner = load_leader(replace(orders(files, tp, pp), **changes), parts, memories, ranks)
+        first = replace(orders(files, tp, pp), classes=(RankClass(slabs),), **changes)
+        runner = load_leader(first, parts, memories, ranks)
         yield SpreadModel(runner, ranks, pools, lost)
     finally:
         ranks.close()
@@ -206,7 +207,7 @@ def test_a_rank_that_does_not_take_a_long_step_ends_the_worker(folders: dict[str
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(DiptychError, match="rank 1 does not listen"):
-                made.ranks.send_step(bytes(4 << 20))
+                made.ranks.send_order(bytes(4 << 20))
             assert made.lost.get(timeout=WAIT_S).why
         finally:
             os.kill(pid, signal.SIGKILL)

@@ -22,7 +22,7 @@ from engine import saturation
 from engine.cpu import attention, matmul
 from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
-from engine.cpu.tensor_parallel import RankPlacement
+from engine.cpu.ranks.tensor_parallel import RankPlacement
 from engine.loop import Engine
 from engine.model.calibration_file import calibration_path
 from engine.model.checkpoint import Checkpoint

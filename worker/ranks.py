@@ -3,7 +3,7 @@
     rank 0   link to the gateway, engine, its part of the model ─order──▶ ranks 1 ...: a part of the model, nothing else
                                                                 ◀─done──
     standard input of a rank   a socket to rank 0: `RankSpec` (JSON), then orders: steps and evictions
-                               (`engine.cpu.rank_orders`); each is answered by a `RankReply`, as is loading the weights
+                               (`engine.cpu.ranks.orders`); each is answered by a `RankReply`, as is loading the weights
 
 Rank 0 is the worker's own process. It creates and maps the pools of all ranks, so KV is transferred through rank 0
 alone. The kernel kills a rank when rank 0 dies. When a rank dies or does not answer, the worker ends at once and its
@@ -47,8 +47,8 @@ from engine.cpu.coded.sink_table import DEFAULT_SLOTS
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
-from engine.cpu.rank_orders import RunStep, decode_order
-from engine.cpu.tensor_parallel import EXCHANGE_TIMEOUT_S, RankGroup, RankPlacement, RankReplies
+from engine.cpu.ranks.orders import RunStep, decode_order
+from engine.cpu.ranks.tensor_parallel import EXCHANGE_TIMEOUT_S, RankGroup, RankPlacement, RankReplies
 from engine.cpu.weights.decoder_weights import SectionReader, read_weights
 from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.architecture import ModelConfig

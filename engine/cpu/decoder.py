@@ -5,9 +5,10 @@ sequence. Query, key and value matrices are fused into one, gate and up into ano
 the last bit whatever else is in the step (`engine.cpu.linear`, `engine.cpu.rowwise` and `engine.cpu.attention` each
 explain how).
 
-A decoder may be one rank's shard (`engine.cpu.tensor_parallel`): a range of the layers, and of each layer the heads and
-the MLP columns of its tensor-parallel lane, split as in Megatron-LM (Shoeybi et al. 2019, section 3): queries, keys,
-values, gate and up are split by outputs, the products after them by inputs, and the lanes' partial sums are added up.
+A decoder may be one rank's shard (`engine.cpu.ranks.tensor_parallel`): a range of the layers, and of each layer the
+heads and the MLP columns of its tensor-parallel lane, split as in Megatron-LM (Shoeybi et al. 2019, section 3):
+queries, keys, values, gate and up are split by outputs, the products after them by inputs, and the lanes' partial sums
+are added up.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 
 from engine.attention.batch import ForwardBatch
 from engine.cpu.attention import PagedAttention
+from engine.cpu.ranks.tensor_parallel import WHOLE_MODEL, Communicator, RankPlacement, SingleRank
 from engine.cpu.rowwise import add_rms_norm, silu_and_mul
-from engine.cpu.tensor_parallel import WHOLE_MODEL, Communicator, RankPlacement, SingleRank
 from engine.cpu.weights.decoder_weights import CpuLayer, DecoderWeights
 from engine.model.architecture import ModelConfig
 from engine.model.rope import rope_tables

@@ -22,7 +22,7 @@ from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots, Sink
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.eviction import CpuEvictor, EvictionSetup
 from engine.cpu.ragged_attention import RawStore
-from engine.cpu.rank_orders import (
+from engine.cpu.ranks.orders import (
     ApplyEviction,
     ForgetKept,
     KeptOrder,
@@ -32,7 +32,7 @@ from engine.cpu.rank_orders import (
     encode_order,
     merge_reports,
 )
-from engine.cpu.tensor_parallel import FollowerRanks
+from engine.cpu.ranks.tensor_parallel import FollowerRanks
 from engine.cpu.weights.decoder_weights import SectionReader, read_weights
 from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.rope import rope_frequencies

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.cpu.linear import PackedLinear, PackedMatrix
-from engine.cpu.tensor_parallel import WHOLE_MODEL, RankPlacement
+from engine.cpu.ranks.tensor_parallel import WHOLE_MODEL, RankPlacement
 from engine.model.architecture import ModelConfig
 from engine.model.weights import WeightReader
 from kvcache.layout import Shard

@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 import torch
 
-from engine.cpu.tensor_parallel import RankGroup
+from engine.cpu.ranks.tensor_parallel import RankGroup
 from worker.ranks import main
 
 FAULTY_SUM = 4  # which of all sums

@@ -17,7 +17,7 @@ import torch
 from engine.cpu.coded.compiled_attention import CompiledAttention
 from engine.cpu.coded.sink_table import SinkPlan, SinkSlots, SinkTable
 from engine.cpu.model_runner import CpuModelRunner
-from engine.cpu.tensor_parallel import SingleRank
+from engine.cpu.ranks.tensor_parallel import SingleRank
 from engine.model.calibration_file import identify_model
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_quality import CodingScheme, code_through_pages, coded_attention

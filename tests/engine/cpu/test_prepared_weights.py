@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.cpu.model_runner import CpuModelRunner
-from engine.cpu.tensor_parallel import RankPlacement
+from engine.cpu.ranks.tensor_parallel import RankPlacement
 from engine.cpu.weights import prepared_folder
 from engine.cpu.weights.decoder_weights import SectionReader
 from engine.cpu.weights.prepared_file import BLOCK_BYTES, map_sections, read_index

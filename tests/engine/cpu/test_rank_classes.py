@@ -14,7 +14,7 @@ import torch
 
 from diptych.errors import DiptychError
 from engine.cpu.model_runner import CpuModelRunner
-from engine.cpu.tensor_parallel import RankPlacement
+from engine.cpu.ranks.tensor_parallel import RankPlacement
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import KvClassChoice, resolve_kv_classes
 from engine.step_work import StepWork

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from diptych.errors import DiptychError, StartError
 from engine.cpu.attention import CpuAttention
 from engine.cpu.model_runner import CpuModelRunner
-from engine.cpu.tensor_parallel import RankGroup, RankPlacement
+from engine.cpu.ranks.tensor_parallel import RankGroup, RankPlacement
 from engine.model.checkpoint import Checkpoint
 from engine.step_work import StepWork
 from kvcache.layout import Shard

@@ -275,7 +275,7 @@ class FollowerRanks(Protocol):
     """The other ranks, as rank 0 commands them (`worker.ranks.RankProcesses`)."""
 
     def send_order(self, order: bytes) -> None:
-        """Send an order, encoded by `engine.cpu.rank_orders.encode_order`, to all other ranks, which begin with it."""
+        """Send an order, encoded by `engine.cpu.ranks.orders.encode_order`, to all other ranks, which begin with it."""
 
     def wait_for_replies(self) -> RankReplies:
         """Wait until all of them have answered."""

@@ -197,14 +197,15 @@ class Engine:
             return outputs, jobs
         ready_s = clock()
         logits = self._run_jobs(jobs)
-        ran_s = clock()
+        ran_s, counters = clock(), self.table.counters
+        evicted_s = counters.parts["evict"]
         outputs += self._account_results(jobs, logits, ran_s, clock)
+        evicted_s = counters.parts["evict"] - evicted_s
         prepared_s = min(getattr(self.runner, "prepare_seconds", 0.0), ran_s - ready_s)
-        counters = self.table.counters
         counters.add_time("schedule", decided_s - begun_s)
         counters.add_time("prepare", ready_s - decided_s + prepared_s)
         counters.add_time("run", ran_s - ready_s - prepared_s)
-        counters.add_time("sample", clock() - ran_s)
+        counters.add_time("sample", clock() - ran_s - evicted_s)
         self._learn_from_step(jobs, ran_s - ready_s)
         return outputs, jobs
 
@@ -328,7 +329,9 @@ class Engine:
             elif seq.pending == 0:
                 verdicts[seq.key] = self._emit_output(live, [], None, "length", now_s)
         if deciding := [job.live.seq for job in jobs if job.live.seq.must_decide]:
+            begun_s = clock()
             verdicts.update(self._decide_kept(deciding, clock))
+            self.table.record_decisions(deciding, clock() - begun_s)
             chosen = [pair for pair in chosen if pair[0].seq.key in self.scheduler.running]
         picks = isolate_failures(self._sample_rows, chosen) if chosen else []
         for (live, _), pick in zip(chosen, picks, strict=True):

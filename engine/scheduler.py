@@ -408,7 +408,8 @@ class Scheduler:
         seats = limits.max_num_seqs - len(self.running) - len(handed)
         budget = limits.max_num_batched_tokens - rows
         if rows and limits.tpot_s is not None:
-            budget = min(budget, self.pace.prefill_budget(rows, limits.tpot_s))
+            decided = sum(seq.computed + 1 for seq in self.running.values() if seq.decides_next)
+            budget = min(budget, self.pace.prefill_budget(rows, limits.tpot_s, decided))
         if not rows and limits.saturation_tokens:
             budget = min(budget, limits.saturation_tokens)
         for name, room in rooms.items():

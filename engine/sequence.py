@@ -245,6 +245,11 @@ class Sequence:
         return min(count, end - start)
 
     @property
+    def decides_next(self) -> bool:
+        """Whether the token that it decodes next brings it to a decision point."""
+        return bool(self.kept_slabs) and self.computed + 1 == self.capacity
+
+    @property
     def must_decide(self) -> bool:
         """Whether, after the last step, its heads have to decide what they keep, since its answer goes on.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Durations
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 
 DEADLINE_FAILURE = ("deadline_exceeded", "the request's time was up")
-STEP_PARTS = ("schedule", "prepare", "run", "sample", "send")
+STEP_PARTS = ("schedule", "prepare", "run", "evict", "sample", "send")
 # The name of the time until a sequence started, and the name of the time from then to its first token.
 LOCAL_STAGES = ("queue", "prefill")
 FETCHED_STAGES = ("decode_queue", "decode_first")
@@ -176,6 +176,11 @@ class SequenceTable:
         counters.sizes[bisect_left(STEP_SIZE_BOUNDS, rows + prefill_tokens)] += len(durations)
         for seconds in durations:
             record(rows, prefill_tokens, seconds)
+
+    def record_decisions(self, seqs: Collection[Sequence], seconds: float) -> None:
+        """In a step, `seqs` came to decision points, and what they keep was decided in so many seconds."""
+        self.counters.add_time("evict", seconds)
+        self.scheduler.pace.add_decisions(sum(seq.computed for seq in seqs), seconds)
 
     def charge(self, seq: Sequence, count: int) -> None:
         """Count `count` tokens for the sequence's tenant that were computed but failed."""

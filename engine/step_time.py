@@ -23,6 +23,8 @@ class StepTimeModel:
         self._products = [0.0] * 6
         # Sums over steps of the products of (1, rows, tokens) with the step's seconds.
         self._right = [0.0] * 3
+        # Tokens of sequences that decided what they keep, and the seconds of that; older ones count less.
+        self._decided_tokens = self._decided_s = 0.0
 
     def add_sample(self, rows: int, tokens: int, seconds: float) -> None:
         """A step with `rows` decode rows and `tokens` prompt tokens took `seconds`."""
@@ -38,11 +40,21 @@ class StepTimeModel:
         """Predicted seconds of a step with `rows` decode rows and `tokens` prompt tokens."""
         return self.base_s + self.row_s * rows + self.token_s * tokens
 
-    def prefill_budget(self, rows: int, within_s: float) -> int:
+    def add_decisions(self, tokens: int, seconds: float) -> None:
+        """Sequences of `tokens` tokens together have decided what they keep, which took `seconds`."""
+        self._decided_tokens = _MEMORY * self._decided_tokens + tokens
+        self._decided_s = _MEMORY * self._decided_s + seconds
+
+    def decision_s(self, tokens: int) -> float:
+        """Predicted seconds of decisions about `tokens` tokens; 0 before the first one."""
+        return tokens * self._decided_s / self._decided_tokens if self._decided_tokens else 0.0
+
+    def prefill_budget(self, rows: int, within_s: float, decided_tokens: int = 0) -> int:
         """Prompt tokens with which a step of `rows` decode rows stays within `within_s`; at least
-        `MIN_PREFILL_TOKENS`.
+        `MIN_PREFILL_TOKENS`. Sequences of `decided_tokens` tokens decide in it what they keep.
         """
-        return max(MIN_PREFILL_TOKENS, int((within_s - self.seconds(rows, 0)) / self.token_s))
+        left_s = within_s - self.seconds(rows, 0) - self.decision_s(decided_tokens)
+        return max(MIN_PREFILL_TOKENS, int(left_s / self.token_s))
 
     def _solve_normal_equations(self) -> tuple[float, float, float]:
         """Solve the fit's normal equations (Cramer's rule). The prior guarantees that there is exactly one solution."""

@@ -158,7 +158,8 @@ class RequestQueued:
 class AttemptBegan:
     """An attempt has begun, with KV of `kv_class`; `kv_reason` is why, in a word (`router.routing.class_choice`).
 
-    With `staged`, its KV is announced and may be pulled while it is computed.
+    With `staged`, its KV is announced and may be pulled while it is computed. `keep` is the threshold of eviction
+    (`diptych.keep_spec`); 1: everything is kept.
     """
 
     request: str
@@ -167,6 +168,7 @@ class AttemptBegan:
     staged: bool
     kv_class: str = RAW_CLASS
     kv_reason: str = "default"
+    keep: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

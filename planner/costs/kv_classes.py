@@ -128,8 +128,7 @@ def check_class_rooms(classes: Sequence[KvClass], kv_tokens: float, max_len: int
     small = next((one for one in classes if int(kv_tokens * one.room) < need), None)
     if small is None:
         return
-    shares = _find_shares(classes, kv_tokens, need)
-    first = f"use --kv-cache-codec {shares}" if shares else "take fewer classes"
+    first = advise_shares(classes, kv_tokens, [need] * len(classes))
     raise ConfigError(
         f"the share of the KV class {small.name} is too small for one request",
         f"{small.share:.3g} of an instance holds {int(kv_tokens * small.room):,} tokens, and a request may have"
@@ -139,16 +138,20 @@ def check_class_rooms(classes: Sequence[KvClass], kv_tokens: float, max_len: int
     )
 
 
-def _find_shares(classes: Sequence[KvClass], kv_tokens: float, need: int) -> str:
-    """Shares with room for `need` tokens in each class, as `--kv-cache-codec` takes them; empty if there are none."""
-    least = [ceil(need / kv_tokens * one.share / one.room * SHARE_ADVICE) for one in classes]
+def advise_shares(classes: Sequence[KvClass], kv_tokens: float, needs: Sequence[float]) -> str:
+    """What to do so that each class has room for its tokens of `needs` on an instance of `kv_tokens`: other shares, as
+    `--kv-cache-codec` takes them, or fewer classes if no shares suffice.
+    """
+    least = [
+        ceil(need / kv_tokens * one.share / one.room * SHARE_ADVICE)
+        for one, need in zip(classes, needs, strict=True)
+    ]
     spare = SHARE_ADVICE - sum(least)
     if spare < 0:
-        return ""
+        return "take fewer classes"
     shares = [low + floor(spare * one.share) for low, one in zip(least, classes, strict=True)]
-    return ",".join(
-        f"{one.name}:{share / SHARE_ADVICE:.2f}" for one, share in zip(classes, shares, strict=True)
-    )
+    listed = (f"{one.name}:{share / SHARE_ADVICE:.2f}" for one, share in zip(classes, shares, strict=True))
+    return f"use --kv-cache-codec {','.join(listed)}"
 
 
 def _class_dims(profile: CostProfile, codec: str, text: str) -> ModelDims:

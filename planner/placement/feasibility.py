@@ -13,7 +13,7 @@ from typing import NamedTuple
 from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner.costs.capacity import check_memory_fit, smallest_split
-from planner.costs.kv_classes import check_class_rooms
+from planner.costs.kv_classes import advise_shares, check_class_rooms
 from planner.placement.bounds import min_tpot_s, min_ttft_s
 from planner.placement.problem import Problem
 from planner.types import BOTH, InstancePool, Job, LinkSpec, Placement
@@ -290,13 +290,14 @@ def _check_class_rooms(problem: Problem) -> None:
     ]
     most = max(map(problem.site.kv_tokens, pools))
     check_class_rooms(problem.kv_classes, most, problem.model.max_len)
+    needs = [problem.class_need(one.name, most) for one in problem.kv_classes]
     for one in problem.kv_classes:
         if most * one.room < (longest := problem.longest_of(one.name)):
             raise ConfigError(
                 f"the share of the KV class {one.name} is too small for one request",
                 f"{one.share:.3g} of the largest instance holds {most * one.room:,.0f} tokens,"
                 f" and the longest request has {longest:,}",
-                "raise its share, or take more devices",
+                f"{advise_shares(problem.kv_classes, most, needs)}, or take more devices",
             )
 
 

@@ -144,7 +144,13 @@ class Attempts:
         self.send_message(first, order)
         live.holders = {first}
         self.effects.append(
-            AttemptBegan(request.id, request.epoch, choice, live.staged, began.kv_class, reason)
+            AttemptBegan(
+                request.id,
+                request.epoch,
+                choice,
+                live.staged,
+                *(began.kv_class, reason, request.keep.threshold),
+            )
         )
         if self.places.split and choice.prefill is None and not (live.pinned or live.bulk):
             self.effects.append(PrefilledLocally(request.id, self._explain_local_prefill()))

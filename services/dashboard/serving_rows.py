@@ -118,11 +118,31 @@ def pools_row() -> RowSpec:
                 ),
                 "ops", "Running requests that had to make room.",
             ),
+            *_eviction_panels(),
             PanelSpec(
                 "Prefilled by decode workers", (rate_by("diptych:local_prefills_total", "reason"),), "ops",
                 "By reason: no prefill worker, no link, or predicted to be sooner.",
             ),
         ),
+    )  # fmt: skip
+
+
+def _eviction_panels() -> tuple[PanelSpec, ...]:
+    """The panels about sequences that evict."""
+    return (
+            PanelSpec(
+                "KV freed by eviction",
+                (
+                    sum_rate("diptych:kv_pruned_freed_bytes_total", "freed"),
+                    rate_by("diptych:kv_pruned_bytes_total", "outcome"),
+                ),
+                "Bps",
+                "Of answered sequences that evict. Freed: how much less of the pool they held, in whole slabs.",
+            ),
+            PanelSpec(
+                "Heads by policy", (rate_by("diptych:kv_pruned_heads_total", "policy"),), "ops",
+                "Of answered sequences that evict: what each head kept. full: everything.", "stacked",
+            ),
     )  # fmt: skip
 
 

@@ -188,10 +188,17 @@ class LiveHealthProbes(HealthProbes):
         return {"budget_pct": pairs.auto.budget_pct, "classes": pairs.auto_classes, "lighter": lighter}
 
     def _kv_keep_status(self) -> dict[str, Any]:
-        """The threshold of eviction of requests that give none, and the KV classes in which KV can be evicted."""
+        """The threshold of eviction of requests that give none, the KV classes in which KV can be evicted, and
+        the share of their KV behind the boundary that recent requests kept.
+        """
+        pairs = self._backend.relay.pairs
         return {
             "threshold": self._service.rules.keep_threshold,
-            "classes": self._backend.relay.pairs.keep_classes,
+            "classes": pairs.keep_classes,
+            "measured": [
+                {"kv_class": kv_class, "threshold": threshold, "kept_share": round(share, 4)}
+                for (kv_class, threshold), share in sorted(pairs.kept_shares.measured.items())
+            ],
         }
 
     def _pool_status(self, role: str) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
         except (ConfigError, ModelError) as error:
             fix = f"{error.fix} (--{role}-tp, --{role}-pp)"
             raise type(error)(error.what, error.why, fix) from None
-    _check_eviction(question, classes)
+    _check_eviction(question, classes, files)
     available = available_memory() // question.num_workers
     memory = files.memory(
         max_model_len=question.max_model_len,
@@ -162,7 +162,7 @@ def _probe_without_weights(question: ProbeRequest) -> ProbedModel:
     return ProbedModel(str(path), description, has_chat_template(path), length, 0, shape.layers)
 
 
-def _check_eviction(question: ProbeRequest, classes: Sequence[KvClassChoice]) -> None:
+def _check_eviction(question: ProbeRequest, classes: Sequence[KvClassChoice], files: Checkpoint) -> None:
     """Raise ConfigError if KV is to be evicted by default, and workers like these cannot."""
     if question.kv_keep >= 1:
         return
@@ -180,6 +180,17 @@ def _check_eviction(question: ProbeRequest, classes: Sequence[KvClassChoice]) ->
             "workers of several ranks keep KV whole for now (docs/eviction.md)",
             f"leave out --{role}-tp and --{role}-pp, or --kv-keep",
         )
+    # Imported only here, since it imports numpy, which the process that starts all others does without.
+    from engine.model.tokenizer import ModelTokenizer
+
+    try:
+        ModelTokenizer.load(files.path)
+    except ModelError as error:
+        raise ModelError(
+            f"{said}, and the tokenizer cannot be read: it says which tokens are special or punctuation",
+            error.what,
+            f"{error.fix}; or leave out --kv-keep",
+        ) from None
 
 
 def _check_evicting_pool(question: ProbeRequest, memory: MemoryPlan) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from diptych.errors import DiptychError
 from services.host.model_probe import ProbedModel, ProbeRequest, probe_model
@@ -66,3 +67,18 @@ def test_a_pool_that_just_holds_the_longest_request_is_refused_in_six_lines() ->
     with pytest.raises(DiptychError) as caught:
         probe(**tight)
     assert "--max-model-len" not in caught.value.lines()[-1]
+
+
+def test_a_model_whose_tokenizer_cannot_be_read_is_refused_in_six_lines(tmp_path: Path) -> None:
+    """It says which tokens are special; without eviction the model is served all the same."""
+    for file in Path(TINY).iterdir():
+        if file.is_file() and file.name != "tokenizer.json":
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    sized: dict[str, Any] = {"revision": None, "max_model_len": None, "kv_bytes": 256 << 20, "num_workers": 1}
+    question = ProbeRequest(str(tmp_path), **sized, kv_keep=0.95)
+    with pytest.raises(DiptychError) as caught:
+        probe_model(question)
+    lines = caught.value.lines()
+    assert len(lines) <= 6 and "tokenizer" in lines[0] and "leave out --kv-keep" in lines[-1]
+    assert probe_model(structs.replace(question, kv_keep=1.0)).kv_bytes > 0

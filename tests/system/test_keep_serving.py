@@ -132,7 +132,10 @@ def test_the_default_of_the_deployment_counts_where_a_request_says_nothing(pair:
     answer = complete(pair, prompts()[-1], None, 2)
     assert answer.keep["threshold"] == 0.99 and answer.fingerprint.endswith(".keep0.99")
     state = pair.status()
-    assert state["kv_keep"] == {"threshold": 0.99, "classes": ["raw"]}
+    eviction = state["kv_keep"]
+    assert (eviction["threshold"], eviction["classes"]) == (0.99, ["raw"])
+    shares = {one["threshold"]: one["kept_share"] for one in eviction["measured"] if one["kv_class"] == "raw"}
+    assert shares and all(0 < share <= 1 for share in shares.values())
     assert {tuple(one["keep_classes"]) for one in state["workers"]} == {("raw",)}
 
 

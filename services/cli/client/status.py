@@ -123,7 +123,11 @@ def _format_eviction(keep: dict[str, Any]) -> str:
     classes = ", ".join(keep.get("classes", []))
     threshold = keep.get("threshold", 1)
     default = f"--kv-keep {threshold}" if threshold < 1 else "none unless requests ask for 'keep'"
-    return f"eviction: {default}; possible for KV of {classes}" if classes else ""
+    measured = "".join(
+        f"; {one['kv_class']} at {one['threshold']} keeps {one['kept_share']:.0%}"
+        for one in keep.get("measured", ())
+    )
+    return f"eviction: {default}; possible for KV of {classes}{measured}" if classes else ""
 
 
 def _class_row(name: str, use: dict[str, Any]) -> list[str]:

@@ -212,8 +212,8 @@ class RequestLog:
         state.epoch = began.epoch
         names = {} if state.begun or not chunks else {"chunks": [self._chunk_number(name) for name in chunks]}
         state.begun = True
-        fields = {"prefill": choice.prefill, "decode": choice.decode, "stage": began.staged}
-        fields["kv_class"] = began.kv_class
+        fields: dict[str, Any] = {"prefill": choice.prefill, "decode": choice.decode, "stage": began.staged}
+        fields |= {"kv_class": began.kv_class, "keep": began.keep}
         self._log_request("begin", began.request, **fields, **names)
 
     def _chunk_number(self, chunk: bytes) -> int:
@@ -221,10 +221,12 @@ class RequestLog:
         return int.from_bytes(blake2b(chunk, digest_size=CHUNK_NUMBER_BYTES, key=self._key).digest())
 
     def _log_tokens(self, request: str, output: Output, speaker: str | None) -> None:
-        """Write how many tokens were delivered, now and in all."""
+        """Write how many tokens were delivered, now and in all; and what a decision before them kept."""
         state, count = self._open_request(request), len(output.tokens)
         state.tokens += count
-        self._log_request("tokens", request, count=count, total=state.tokens, worker=speaker)
+        kept = output.kept
+        more = {} if kept is None else {"kept_rows": kept.kept_rows, "all_rows": kept.all_rows}
+        self._log_request("tokens", request, count=count, total=state.tokens, worker=speaker, **more)
 
     def _log_transfer(self, moved: KvMoved) -> None:
         """Write a completed transfer of KV."""

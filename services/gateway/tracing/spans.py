@@ -117,6 +117,9 @@ def _sequence_spans(traced: TracedSequence, root: TraceSpan) -> Iterator[TraceSp
             yield TraceSpan(stage, start_s, end_s, root.span_id, dict(named))
     for attempt in traced.timeline.attempts:
         span = _attempt_span(attempt, root, named)
+        if record.kv.kept is not None and attempt is traced.timeline.attempts[-1]:
+            span.attributes["diptych.kept_rows"] = record.kv.kept.kept_rows
+            span.attributes["diptych.all_rows"] = record.kv.kept.all_rows
         yield span
         for child in _attempt_stages(attempt, placed, span.end_s):
             child.parent_id, child.attributes = span.span_id, {**named, **child.attributes}
@@ -132,6 +135,8 @@ def _attempt_span(attempt: AttemptTimes, root: TraceSpan, named: dict[str, str])
         "diptych.kv_class": began.kv_class,
         "diptych.pipelined": began.staged,
     }
+    if began.keep < 1:
+        attributes["diptych.keep"] = began.keep
     if began.choice.prefill is not None:
         attributes["diptych.prefill_worker"] = began.choice.prefill
     if attempt.local_reason:

@@ -44,3 +44,24 @@ def test_a_prefill_worker_reports_with_the_token_that_it_hands_over() -> None:
 def test_who_keeps_everything_reports_nothing() -> None:
     assert set(run_alone(sequence("one", 400, sampling(80)))) == {None}
     assert run_alone(sequence("one", 400, sampling(1), keep=KeepSpec(0.5))) == [None], "it ends at once"
+
+
+def test_decisions_are_a_part_of_steps_and_make_room_for_themselves_beside_prompts() -> None:
+    bench = EngineBench(caching=False, max_num_batched_tokens=512)
+    seq = sequence("one", 400, sampling(150), keep=KeepSpec(0.5))
+    bench.engine.add(seq, 0.0)
+    bench.engine.step(bench.clock)
+    first = bench.engine.stats.step_parts["evict"]
+    pace, due = bench.scheduler.pace, list[int]()
+    assert first > 0 and pace.decision_s(400) > 0
+    while bench.engine.has_work:
+        due += [seq.computed + 1] if seq.decides_next else []
+        bench.engine.step(bench.clock)
+    stats = bench.engine.stats
+    assert due == [464, 528], "these are the tokens at which something is decided"
+    assert stats.step_parts["evict"] > first and sum(stats.step_parts.values()) == stats.step_seconds
+    plain = EngineBench(caching=False)
+    plain.engine.add(sequence("one", 400, sampling(150)), 0.0)
+    while plain.engine.has_work:
+        plain.engine.step(plain.clock)
+    assert plain.engine.stats.step_parts["evict"] == 0

@@ -451,7 +451,7 @@ def test_books() -> None:
     assert (stats.slabs_total, stats.slabs_used, stats.slabs_cached) == (10, 2, 0)
     assert (stats.running, stats.waiting, stats.waiting_tokens) == (2, 1, 60)
     assert (stats.steps, stats.step_tokens) == (1, 120)
-    assert set(stats.step_parts) == {"schedule", "prepare", "run", "sample", "send"}
+    assert set(stats.step_parts) == {"schedule", "prepare", "run", "evict", "sample", "send"}
     assert all(stats.step_parts[part] > 0 for part in ("schedule", "prepare", "run", "sample"))
     bench.engine.record_send_time(2.0)
     stats = bench.engine.stats

@@ -113,6 +113,12 @@ def test_pace_learns_what_steps_cost_and_keeps_within_a_bound() -> None:
     assert pace.seconds(8, 100) == pytest.approx(5e-3 + 2.4e-3 + 8e-3, rel=0.05)
     assert pace.prefill_budget(8, 30e-3) == pytest.approx((30e-3 - 7.4e-3) / 8e-5, rel=0.1)
     assert pace.prefill_budget(8, 1e-3) == MIN_PREFILL_TOKENS
+    whole = pace.prefill_budget(8, 30e-3)
+    assert pace.prefill_budget(8, 30e-3, 500) == whole, "nothing is known of decisions"
+    for tokens in (100, 1000, 300):
+        pace.add_decisions(tokens, tokens * 1e-5)
+    assert pace.decision_s(500) == pytest.approx(5e-3)
+    assert pace.prefill_budget(8, 30e-3, 500) == pytest.approx(whole - 5e-3 / pace.token_s, abs=1)
 
 
 def test_pace_follows_a_machine_that_becomes_slower() -> None:

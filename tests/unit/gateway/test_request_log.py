@@ -11,6 +11,7 @@ import pytest
 
 from diptych.errors import ConfigError
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.kept_report import KeptReport
 from diptych.logs.request_ids import RequestIds
 from diptych.messages import Output
 from diptych.request import Request, RequestStage, SamplingParams
@@ -45,9 +46,9 @@ STORY: list[RelayEffect] = [
     DeliverTokens("a", Output("a", 0, [5, 6])),
     AttemptRetried("a", "worker_lost", 0, 2),
     WorkerDown("d", "d/1", "test"),
-    AttemptBegan("a", 1, ChosenPair("p", "e"), True, "int8.g64"),
+    AttemptBegan("a", 1, ChosenPair("p", "e"), True, "int8.g64", keep=0.95),
     KvMoved("a", "p", "e", "shm", 64, 0.5, 0.4, 0.1),
-    DeliverTokens("a", Output("a", 1, [7])),
+    DeliverTokens("a", Output("a", 1, [7], kept=KeptReport(30, 40, {"special": 1}))),
     RequestQuarantined("a"),
     FailRequest("a", RequestFailure(FailureReason.REQUEST_QUARANTINED, "text that is not for this log")),
     FinishRequest("b", "stop"),
@@ -64,10 +65,11 @@ EXPECTED: list[dict[str, Any]] = [
     {"event": "retried", "request": "a", "epoch": 0, "code": "worker_lost", "delivered": 2},
     {"event": "down", "worker": "d", "incarnation": "d/1", "reason": "test"},
     {"event": "begin", "request": "a", "epoch": 1, "prefill": "p", "decode": "e", "stage": True}
-    | {"kv_class": "int8.g64"},
+    | {"kv_class": "int8.g64", "keep": 0.95},
     {"event": "moved", "request": "a", "epoch": 1, "source": "p", "target": "e", "num_bytes": 64}
     | {"seconds": 0.5, "hidden_s": 0.4, "exposed_s": 0.1},
-    {"event": "tokens", "request": "a", "epoch": 1, "count": 1, "total": 3, "worker": "d"},
+    {"event": "tokens", "request": "a", "epoch": 1, "count": 1, "total": 3, "worker": "d"}
+    | {"kept_rows": 30, "all_rows": 40},
     {"event": "quarantined", "request": "a"},
     {"event": "end", "request": "a", "epoch": 1, "outcome": "failed", "code": "request_quarantined"}
     | {"status": 500, "output_tokens": 3},

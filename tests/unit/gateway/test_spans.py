@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.kept_report import KeptReport
 from diptych.logs.request_ids import RequestIds
 from diptych.request import RequestStage
 from router.effects import (
@@ -84,6 +85,21 @@ def test_a_request_that_lost_two_workers() -> None:
     assert parents["reprefill"] == attempts[2].span_id
     assert all(span.attributes["diptych.sequence"] == "cmpl-1" for span in spans)
     assert len({span.span_id for span in (root, *spans)}) == len(spans) + 1
+
+
+def test_attempts_that_evict_say_so_and_the_last_one_what_it_kept() -> None:
+    began = AttemptBegan("a", 0, ChosenPair("p0", "d0"), False, keep=0.95)
+    again = AttemptBegan("a", 1, ChosenPair("p1", "d0"), False, keep=0.95)
+    trace = trace_of([(11.0, began), (14.0, AttemptRetried("a", "worker_lost", 1, 0, "")), (15.0, again)])
+    trace.sequences[0].record.kv.kept = KeptReport(30, 40, {"special": 1})
+    first, last = (span.attributes for span in build_spans(trace) if span.name == "attempt")
+    assert (first["diptych.keep"], last["diptych.keep"]) == (0.95, 0.95)
+    assert "diptych.kept_rows" not in first
+    assert (last["diptych.kept_rows"], last["diptych.all_rows"]) == (30, 40)
+    plain = build_spans(trace_of(STORY))
+    assert not any(
+        name.startswith("diptych.kept") or name == "diptych.keep" for one in plain for name in one.attributes
+    )
 
 
 def test_a_request_that_was_refused_has_its_own_span_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from diptych.errors import ConfigError
 from planner.costs.kv_classes import plan_kv_classes, same_classes
 from planner.placement.bounds import lowest_bound, min_tpot_s, min_ttft_s, rate_bounds
 from planner.placement.candidates import make_pair
+from planner.placement.feasibility import _check_class_rooms
 from planner.placement.plan_file import load_plan, save_plan
 from planner.placement.problem import Problem
 from planner.placement.solve import solve_placement
@@ -89,6 +91,19 @@ def test_a_share_too_small_for_one_request_is_named(shares: tuple[float, float])
         solve_placement(asked("raw:0.002,int8", shares))
     lines = caught.value.lines()
     assert len(lines) <= 6 and "0.002 of an instance holds" in " ".join(lines)
+
+
+def test_shares_that_are_advised_for_the_longest_requests_suffice() -> None:
+    """Also where instances have no room for a request of full length; if no shares do, that is said."""
+    small: dict[str, Any] = {"rooms": 2_500, "per_node": 1}
+    with pytest.raises(ConfigError, match="class raw is too small") as caught:
+        solve_placement(asked("raw:0.002,int8", **small))
+    found = re.search(r"--kv-cache-codec (\S+), or take more devices", caught.value.fix or "")
+    assert found is not None and 0.002 < float(found[1].split(",")[0].partition(":")[2]) < 1
+    _check_class_rooms(asked(found[1], **small))
+    with pytest.raises(ConfigError, match="too small") as caught:
+        _check_class_rooms(asked("raw:0.5,int8", **small | {"rooms": 600}))
+    assert "take fewer classes, or take more devices" in (caught.value.fix or "")
 
 
 def test_an_instance_without_room_for_a_request_of_full_length_serves_shorter_ones() -> None:

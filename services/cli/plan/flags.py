@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diptych.errors import ConfigError
 from services.cli.option_fields import options_command
 from services.cli.plan.options import PlanOptions
 
@@ -20,4 +21,18 @@ def plan(options: PlanOptions) -> int:
     # Imported only here, since the import is slow and `--help` does not need it.
     from services.cli.plan.command import run_plan
 
+    if options.bulk is not None:
+        from services.cli.plan.bulk import run_bulk_plan
+
+        return run_bulk_plan(options)
+    refuse_bulk_flags(options)
     return run_plan(options)
+
+
+def refuse_bulk_flags(options: PlanOptions) -> None:
+    """Refuse flags of bulk work without --bulk. Raises ConfigError."""
+    if unused := sorted(name for name in options.given if name.startswith("bulk_")):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        raise ConfigError(
+            f"{names} has no effect", "it is for bulk work", "add --bulk 512:64, or leave it out"
+        )

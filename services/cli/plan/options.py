@@ -10,6 +10,7 @@ from services.cli.option_fields import option_field
 
 DEFAULT_WORKLOAD = "sharegpt"
 HARDWARE, TRAFFIC, SEARCH, ANSWER = "Hardware", "Traffic and SLOs", "Search", "Answer"
+BULK = "Bulk work"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +126,20 @@ class PlanOptions:
     out: Path | None = option_field(
         None, "--out", "Where the plan goes that `diptych serve --plan` reads", ANSWER
     )
+    bulk: str | None = option_field(
+        None,
+        "--bulk",
+        "Plan bulk work instead, on a CPU and a disk: tokens of a prompt and of an answer, such as 512:64",
+        BULK,
+        metavar="PROMPT:OUTPUT",
+    )
+    bulk_memory: str = option_field("8GiB", "--bulk-memory", "Memory for it", BULK, metavar="SIZE")
+    bulk_disk: str = option_field("100GiB", "--bulk-disk", "Disk for it", BULK, metavar="SIZE")
+    bulk_disk_rate: str = option_field(
+        "1GB/s", "--bulk-disk-rate", "What the disk reads and writes", BULK, metavar="RATE"
+    )
+    bulk_int4: bool = option_field(
+        False, "--bulk-int4", "Allow 4 bits for weights and KV, which changes answers", BULK
+    )
+    # The names of the fields whose flags were given.
+    given: frozenset[str] = frozenset()

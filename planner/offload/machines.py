@@ -1,0 +1,214 @@
+"""The two machines that a block may run on: a device with host memory and disk behind it, and a CPU with a disk.
+
+On a device (FlexGen, appendix A.3) five things work at once: the links in both directions, the disk in both directions,
+and the computation. KV that is not on the device is attended to by the host's processor.
+
+On a CPU the memory that computes is the memory that holds, so only the disk works beside the computation. 4-bit weights
+are widened by the core that computes, so that widening adds to computing, once for each batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from planner.offload.terms import (
+    BlockCosts,
+    BlockShape,
+    BoundedMemory,
+    OffloadModel,
+    OffloadWorkload,
+    ShareCosts,
+    TimedResource,
+)
+
+# The places of shares that the CPU does not use: the middle tier, and activations on disk.
+MIDDLE_SHARES, HIDDEN_ON_DISK = (1, 4, 7), 8
+
+
+class OffloadMachine(Protocol):
+    """A machine whose costs are linear in the shares."""
+
+    def block_costs(self, model: OffloadModel, work: OffloadWorkload, block: BlockShape) -> BlockCosts:
+        """The costs of a block of `model`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMachine:
+    """A device, its host's memory and a disk. Rates are bytes and operations per second, memories are bytes.
+
+    Uploads to the device come before everything else in a step if `serial_upload` is true, as in FlexGen's released
+    cost model; in the paper's formula they overlap too.
+    """
+
+    device_bytes: float
+    host_bytes: float
+    disk_bytes: float
+    upload: float
+    download_kv: float
+    download_hidden: float
+    disk_read: float
+    disk_write: float
+    prefill_products: float
+    decode_products: float
+    prefill_attention: float
+    decode_attention: float
+    host_attention: float
+    serial_upload: bool = True
+
+    def block_costs(self, model: OffloadModel, work: OffloadWorkload, block: BlockShape) -> BlockCosts:
+        """The costs of a block: FlexGen, appendix A.3."""
+        prefill = self._phase(model, work, block, prompt=True)
+        decode = self._phase(model, work, block, prompt=False)
+        return BlockCosts(prefill, decode, self._memories(model, work, block))
+
+    def _phase(
+        self, model: OffloadModel, work: OffloadWorkload, block: BlockShape, *, prompt: bool
+    ) -> tuple[TimedResource, ...]:
+        """The resources of one layer of the prompts' step, or of a decode step."""
+        tokens = work.prompt_tokens if prompt else 1
+        weights, sequences = model.layer_bytes, block.sequences
+        hidden = model.token_hidden_bytes * tokens * sequences
+        kv = model.token_kv_bytes * sequences
+        # In the prompts' step all KV is written, and none is read.
+        read = 0.0 if prompt else kv * work.mean_context
+        written = kv * (work.prompt_tokens + 1 if prompt else 1)
+        up = _outside(weights, 0.0, hidden, self.upload)
+        down = ShareCosts(
+            kv=(0.0, written / self.download_kv, written / self.download_kv) if prompt else (0.0, 0.0, 0.0),
+            hidden=(0.0, hidden / self.download_hidden, hidden / self.download_hidden),
+        )
+        disk_in = _on_disk(weights, read, hidden, self.disk_read)
+        disk_out = _on_disk(0.0, written, hidden, self.disk_write)
+        compute = self._compute(model, work, block, prompt=prompt)
+        if not self.serial_upload:
+            named = {"upload": up, "download": down, "disk read": disk_in, "disk write": disk_out}
+            return tuple(TimedResource(name, cost) for name, cost in (named | {"compute": compute}).items())
+        if prompt:
+            chains = {"upload and disk read": up + disk_in, "download and disk write": down + disk_out}
+            return tuple(TimedResource(name, cost) for name, cost in (chains | {"compute": compute}).items())
+        chains = {"download": down, "disk read": disk_in, "disk write": disk_out, "compute": compute}
+        return tuple(TimedResource(f"upload and {name}", up + cost) for name, cost in chains.items())
+
+    def _compute(
+        self, model: OffloadModel, work: OffloadWorkload, block: BlockShape, *, prompt: bool
+    ) -> ShareCosts:
+        sequences, products = block.sequences, 2 * model.layer_weights
+        if prompt:
+            tokens = sequences * work.prompt_tokens
+            pairs = tokens * work.prompt_tokens * model.attention_flops
+            done = tokens * products / self.prefill_products + pairs / self.prefill_attention
+            return ShareCosts(constant=done)
+        # Bound by reading KV: the rates count two operations per byte, as the constants were measured.
+        read = model.token_kv_bytes * work.mean_context * sequences
+        host = read / self.host_attention
+        return ShareCosts(
+            kv=(read / self.decode_attention, host, host),
+            constant=sequences * products / self.decode_products,
+        )
+
+    def _memories(
+        self, model: OffloadModel, work: OffloadWorkload, block: BlockShape
+    ) -> tuple[BoundedMemory, ...]:
+        weights = model.layer_bytes * model.layers
+        kv = model.token_kv_bytes * work.total_tokens * block.sequences * model.layers
+        hidden = model.token_hidden_bytes * work.prompt_tokens * block.sequences
+        # What a batch needs in flight: the next layer's weights, and its activations.
+        batch = model.token_hidden_bytes * work.prompt_tokens * block.rows
+        layer = model.layer_bytes
+        scratch = 2 * block.rows * work.prompt_tokens * (model.hidden + model.ffn)
+        scratch = max(scratch, 8 * block.rows * work.prompt_tokens * model.hidden)
+        device = ShareCosts(
+            (weights - 2 * layer, 0, 0), (kv, 0, 0), (hidden - batch, 0, 0), 2 * layer + batch + scratch
+        )
+        host = ShareCosts((-layer, weights, 0), (0, kv, 0), (-batch, hidden, 0), layer + batch)
+        disk = ShareCosts((0, 0, weights), (0, 0, kv), (0, 0, hidden))
+        return (
+            BoundedMemory("device memory", device, self.device_bytes),
+            BoundedMemory("host memory", host, self.host_bytes),
+            BoundedMemory("disk", disk, self.disk_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostMachine:
+    """A CPU with a bounded part of its memory, and a disk. Rates are bytes per second, times are seconds.
+
+    A layer's products take `pass_s` and `row_s` for each row, both for a layer of `measured_weights` numbers;
+    `widen_s` is added to each pass if weights have 4 bits. `attention` is the rate at which KV is attended to. `ring`
+    layers are held for reading ahead. Without `overlap` the disk is read before the computation begins.
+    """
+
+    memory_bytes: float
+    disk_bytes: float
+    disk_read: float
+    disk_write: float
+    measured_weights: float
+    pass_s: float
+    row_s: float
+    attention: float
+    prompt_attention: float
+    widen_s: float = 0.0
+    end_row_s: float = 0.0
+    ring: int = 2
+    step_tokens: int = 512
+    overlap: bool = True
+
+    def block_costs(self, model: OffloadModel, work: OffloadWorkload, block: BlockShape) -> BlockCosts:
+        """The costs of a block: appendix A.3 with two tiers, of which only the disk overlaps with computing."""
+        weights, kv = model.layer_bytes, model.token_kv_bytes * block.sequences
+        scale = model.layer_weights / self.measured_weights
+        widen_s = self.widen_s if model.weight_bytes < 1.0 else 0.0
+        pass_s, row_s = scale * (self.pass_s + widen_s), scale * self.row_s
+        tokens = work.prompt_tokens * block.sequences
+        passes = block.batches * -(-work.prompt_tokens * block.rows // self.step_tokens)
+        pairs = tokens * work.prompt_tokens / 2 * model.attention_flops
+        read = _on_disk(weights, 0.0, 0.0, self.disk_read)
+        prefill_disk = read + _on_disk(0.0, kv * work.prompt_tokens, 0.0, self.disk_write)
+        decode_disk = read + _on_disk(0.0, kv * work.mean_context, 0.0, self.disk_read)
+        decode_disk += _on_disk(0.0, kv, 0.0, self.disk_write)
+        decode_s = pass_s * block.batches + row_s * block.sequences
+        decode_s += kv * work.mean_context / self.attention
+        return BlockCosts(
+            self._resources(prefill_disk, passes * pass_s + tokens * row_s + pairs / self.prompt_attention),
+            self._resources(decode_disk, decode_s),
+            self._memories(model, work, block),
+            (*MIDDLE_SHARES, HIDDEN_ON_DISK),
+            self.end_row_s * block.sequences,
+            self.end_row_s * block.sequences,
+        )
+
+    def _resources(self, disk: ShareCosts, compute_s: float) -> tuple[TimedResource, ...]:
+        compute = ShareCosts(constant=compute_s)
+        if self.overlap:
+            return TimedResource("disk", disk), TimedResource("compute", compute)
+        return (TimedResource("disk and compute", disk + compute),)
+
+    def _memories(
+        self, model: OffloadModel, work: OffloadWorkload, block: BlockShape
+    ) -> tuple[BoundedMemory, ...]:
+        weights = model.layer_bytes * model.layers
+        batch_kv = model.token_kv_bytes * work.total_tokens * block.rows
+        kv = batch_kv * block.batches * model.layers
+        hidden = 2 * model.token_hidden_bytes * work.prompt_tokens * block.sequences
+        ahead = min(self.ring, model.layers) * model.layer_bytes
+        scratch = self.step_tokens * (5 * model.hidden + 3 * model.ffn) * model.hidden_bytes
+        # The buffers for reading ahead, of layers and of two batches' KV, are there whatever the shares are.
+        constant = model.end_bytes + scratch + ahead + 2 * batch_kv
+        memory = ShareCosts((weights, 0.0, 0.0), (kv, 0.0, 0.0), (hidden, 0.0, 0.0), constant)
+        disk = ShareCosts((0.0, 0.0, weights), (0.0, 0.0, kv))
+        return (
+            BoundedMemory("memory", memory, self.memory_bytes),
+            BoundedMemory("disk", disk, self.disk_bytes),
+        )
+
+
+def _outside(weights: float, kv: float, hidden: float, rate: float) -> ShareCosts:
+    """Moving what is outside of the fastest tier."""
+    w, c, h = weights / rate, kv / rate, hidden / rate
+    return ShareCosts((0.0, w, w), (0.0, c, c), (0.0, h, h))
+
+
+def _on_disk(weights: float, kv: float, hidden: float, rate: float) -> ShareCosts:
+    """Moving what is on disk."""
+    return ShareCosts((0.0, 0.0, weights / rate), (0.0, 0.0, kv / rate), (0.0, 0.0, hidden / rate))

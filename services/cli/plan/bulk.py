@@ -1,0 +1,157 @@
+"""`diptych plan --bulk`: how bulk work on a model that does not fit would use memory and disk, and how fast.
+
+The rates of the core come from the data sheet of the device `cpu`, those of the disk from the command line.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from diptych.config.values import byte_size
+from diptych.errors import ConfigError
+from planner.costs.model import ModelDims, dims_on_cpu, find_model
+from planner.hardware import CPU, find_device
+from planner.kv_links import parse_link
+from planner.offload.machines import HostMachine
+from planner.offload.programme import OffloadPlacement, search_placement
+from planner.offload.terms import BlockShape, OffloadModel, OffloadWorkload
+from services.cli.plan.options import BULK, PlanOptions
+from services.host.exit_codes import OK
+
+# What the search tries: sequences per batch, and batches per block.
+ROWS, BATCHES = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Bytes per number in groups of 64 with 4 bits each, a scale and a minimum.
+FOUR_BIT_BYTES = 4.5 / 8
+GIB, GB = 1 << 30, 1e9
+
+
+def run_bulk_plan(options: PlanOptions) -> int:
+    """Find the placement with the most tokens per second, and print it. Returns the exit status.
+
+    Raises:
+        ConfigError: a flag cannot be used, or the model does not fit into memory and disk.
+    """
+    _refuse_others(options)
+    work, machine = _read_work(options.bulk), _read_machine(options)
+    kinds = _model_kinds(dims_on_cpu(find_model(options.model)), options.bulk_int4)
+    blocks = [BlockShape(rows, batches) for rows in ROWS for batches in BATCHES]
+
+    def search(changed: HostMachine) -> OffloadPlacement:
+        return search_placement(changed, kinds, work, blocks)
+
+    best = search(machine)
+    more = {
+        "one more GiB of memory": search(replace(machine, memory_bytes=machine.memory_bytes + GIB)),
+        "one more GB/s of disk": search(
+            replace(machine, disk_read=machine.disk_read + GB, disk_write=machine.disk_write + GB)
+        ),
+    }
+    gains = {name: one.tokens_per_s / best.tokens_per_s for name, one in more.items()}
+    print(json.dumps(_as_json(best, gains)) if options.as_json else "\n".join(_as_lines(best, gains)))
+    return OK
+
+
+def _refuse_others(options: PlanOptions) -> None:
+    """Refuse flags that a plan of bulk work does not use. Raises ConfigError."""
+    allowed = {
+        "model",
+        "device",
+        "as_json",
+        "bulk",
+        "bulk_memory",
+        "bulk_disk",
+        "bulk_disk_rate",
+        "bulk_int4",
+    }
+    if unused := sorted(options.given - allowed):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        raise ConfigError(f"{names} has no effect with --bulk", "bulk work has no SLO", "leave it out")
+    if options.device is not None and options.device.lower() != CPU:
+        raise ConfigError(
+            f"--bulk cannot plan for {options.device}", "blocks are computed on the CPU", "use --device cpu"
+        )
+
+
+def _read_work(text: str | None) -> OffloadWorkload:
+    """The lengths in PROMPT:OUTPUT. Raises ConfigError."""
+    parts = (text or "").split(":")
+    if len(parts) == 2 and all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        return OffloadWorkload(int(parts[0]), int(parts[1]))
+    raise ConfigError(
+        f"--bulk {text} cannot be read", "it gives two lengths in tokens", "write --bulk 512:64"
+    )
+
+
+def _read_machine(options: PlanOptions) -> HostMachine:
+    """The machine that the flags describe. Raises ConfigError."""
+    core = find_device(CPU)
+    products = core.flops * core.gets.flops
+    memory_rate = core.bytes_per_s * core.gets.bytes
+    try:
+        disk = parse_link(options.bulk_disk_rate, 0.0).bytes_per_s
+    except ValueError as error:
+        text = f"--bulk-disk-rate {options.bulk_disk_rate} cannot be read"
+        raise ConfigError(text, str(error), "write 2GB/s") from error
+    # Per weight: a pass reads two bytes of it, and a row is two operations.
+    return HostMachine(
+        memory_bytes=_read_size("--bulk-memory", options.bulk_memory),
+        disk_bytes=_read_size("--bulk-disk", options.bulk_disk),
+        disk_read=disk,
+        disk_write=disk,
+        measured_weights=1.0,
+        pass_s=2.0 / memory_rate,
+        row_s=2.0 / products,
+        attention=memory_rate,
+        prompt_attention=core.flops * core.gets.attention,
+    )
+
+
+def _read_size(flag: str, text: str) -> float:
+    try:
+        return float(byte_size().parse(text))
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text} cannot be read", str(error), f"write {flag} 8GiB") from error
+
+
+def _model_kinds(dims: ModelDims, with_int4: bool) -> list[OffloadModel]:
+    """The model as it is, and with 4 bits per number of weights and KV, if that is allowed."""
+    exact = OffloadModel.from_dims(dims)
+    dense = [
+        exact.with_bytes(FOUR_BIT_BYTES, exact.kv_bytes),
+        exact.with_bytes(FOUR_BIT_BYTES, FOUR_BIT_BYTES),
+    ]
+    return [exact, *(dense if with_int4 else [])]
+
+
+def _as_json(best: OffloadPlacement, gains: dict[str, float]) -> dict[str, Any]:
+    weights, _, weights_on_disk, kv, _, kv_on_disk, *_ = map(float, best.shares)
+    return {
+        "rows": best.block.rows,
+        "batches": best.block.batches,
+        "weight_bits": best.model.weight_bytes * 8,
+        "kv_bits": best.model.kv_bytes * 8,
+        "weights_in_memory": weights,
+        "weights_on_disk": weights_on_disk,
+        "kv_in_memory": kv,
+        "kv_on_disk": kv_on_disk,
+        "memory_bytes": best.memory["memory"],
+        "disk_bytes": best.memory["disk"],
+        "block_s": best.seconds,
+        "tokens_per_s": best.tokens_per_s,
+        "waits_for": best.binding,
+        "gains": gains,
+    }
+
+
+def _as_lines(best: OffloadPlacement, gains: dict[str, float]) -> list[str]:
+    found = _as_json(best, gains)
+    return [
+        f"{BULK}: {found['batches']} batches of {found['rows']} sequences, {found['tokens_per_s']:.2f} tokens/s",
+        f"weights: {found['weight_bits']:g} bits, {found['weights_in_memory']:.0%} in memory, the rest on disk",
+        f"KV: {found['kv_bits']:g} bits, {found['kv_in_memory']:.0%} in memory, the rest on disk",
+        f"needs: {found['memory_bytes'] / GIB:.2f} GiB of memory, {found['disk_bytes'] / GIB:.2f} GiB of disk",
+        f"a decode step waits for: {found['waits_for']}",
+        *(f"{name}: {gain:.2f} times the tokens/s" for name, gain in gains.items()),
+    ]

@@ -1,0 +1,188 @@
+"""The placement programme: its optimum, its limits, and the paper's own machine."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from benchmarks.offload_table import (
+    T4_MACHINE,
+    TABLE_BLOCKS,
+    TABLE_MODELS,
+    TABLE_TOKENS_PER_S,
+    TABLE_WORKLOAD,
+)
+from diptych.errors import ConfigError
+from planner.costs.model import ModelDims
+from planner.offload.machines import HostMachine, OffloadMachine
+from planner.offload.programme import (
+    evaluate_shares,
+    least_memory,
+    search_placement,
+    solve_shares,
+)
+from planner.offload.terms import BlockShape, OffloadModel, OffloadWorkload, TimedResource
+
+GIB = 1 << 30
+# A Llama of some 300 M parameters: grouped queries, a gated MLP.
+LLAMA = OffloadModel(24, 1024, 16, 4, 64, 2816, 3, 2.0, 4.0, 4.0, 24e6)
+HOST = HostMachine(
+    memory_bytes=400e6,
+    disk_bytes=20e9,
+    disk_read=200e6,
+    disk_write=200e6,
+    measured_weights=11e6,
+    pass_s=4e-3,
+    row_s=0.3e-3,
+    attention=8e9,
+    prompt_attention=40e9,
+)
+WORK = OffloadWorkload(256, 32)
+BLOCKS = [BlockShape(rows, batches) for rows in (1, 2, 4, 8, 16, 32) for batches in (1, 2, 4, 8)]
+GRID = np.arange(21) / 20
+
+
+def simplex(closed: tuple[int, ...], kind: int, step: int = 1) -> list[tuple[float, float, float]]:
+    """Shares of one kind over three tiers, in steps of 5 % (times `step`), without closed tiers."""
+    found = []
+    for a, b in itertools.product(range(0, 21, step), repeat=2):
+        shares = (a / 20, b / 20, (20 - a - b) / 20)
+        if a + b <= 20 and not any(shares[tier] and 3 * kind + tier in closed for tier in range(3)):
+            found.append(shares)
+    return found
+
+
+def brute_force(
+    machine: OffloadMachine, model: OffloadModel, work: OffloadWorkload, block: BlockShape, coarse: int
+) -> float:
+    """The least seconds over a grid of shares that fit; infinite if none fits."""
+    costs = machine.block_costs(model, work, block)
+    kinds = [simplex(costs.closed, kind, coarse if kind == 2 else 1) for kind in range(3)]
+    every = np.array([[*a, *b, *c] for a in kinds[0] for b in kinds[1] for c in kinds[2]])
+    fits = np.ones(len(every), bool)
+    for one in costs.memories:
+        fits &= every @ one.needed.slopes + one.needed.constant <= one.capacity * (1 + 1e-9)
+    if not fits.any():
+        return float("inf")
+    chosen = every[fits]
+
+    def busiest(phase: tuple[TimedResource, ...]) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = np.max(
+            [chosen @ one.seconds.slopes + one.seconds.constant for one in phase], axis=0
+        )
+        return found
+
+    steps = work.output_tokens - 1
+    seconds = model.layers * (busiest(costs.prefill) + steps * busiest(costs.decode))
+    return float(seconds.min()) + costs.prefill_end_s + steps * costs.decode_end_s
+
+
+@pytest.mark.parametrize("block", [BlockShape(4, 4), BlockShape(16, 8), BlockShape(32, 2)])
+@pytest.mark.parametrize("memory", [200e6, 400e6, 700e6, 4e9])
+def test_it_is_as_good_as_a_grid_on_a_cpu(block: BlockShape, memory: float) -> None:
+    machine = replace(HOST, memory_bytes=memory)
+    found, grid = solve_shares(machine, LLAMA, WORK, block), brute_force(machine, LLAMA, WORK, block, 20)
+    assert (found is None) <= (grid == float("inf"))
+    if found is not None:
+        # The grid misses what lies between its points, so it may be worse, but never better.
+        assert found.seconds <= grid * 1.0001
+        assert all(found.memory[name] <= cap * 1.0001 for name, cap in capacities(machine, block).items())
+
+
+def capacities(machine: OffloadMachine, block: BlockShape) -> dict[str, float]:
+    return {one.name: one.capacity for one in machine.block_costs(LLAMA, WORK, block).memories}
+
+
+def test_it_is_within_two_percent_of_a_grid_on_a_device() -> None:
+    for name, block in (("OPT-30B", BlockShape(48, 3)), ("OPT-175B", BlockShape(32, 8))):
+        model = TABLE_MODELS[name]
+        found = solve_shares(T4_MACHINE, model, TABLE_WORKLOAD, block)
+        assert found is not None
+        grid = brute_force(T4_MACHINE, model, TABLE_WORKLOAD, block, 10)
+        assert found.seconds <= grid * 1.0001
+
+
+def test_the_programme_never_says_less_than_its_shares_take() -> None:
+    chance = random.Random(5)
+    for _ in range(40):
+        machine = replace(
+            HOST,
+            memory_bytes=chance.uniform(1e8, 2e9),
+            disk_read=chance.uniform(5e7, 2e9),
+            attention=chance.uniform(1e9, 2e10),
+            overlap=chance.random() < 0.5,
+        )
+        block = chance.choice(BLOCKS)
+        found = solve_shares(machine, LLAMA, WORK, block)
+        if found is None:
+            continue
+        costs = machine.block_costs(LLAMA, WORK, block)
+        again = evaluate_shares(costs, LLAMA, WORK, block, found.shares)
+        assert again.seconds == pytest.approx(found.seconds)
+        assert np.allclose(found.shares.reshape(3, 3).sum(1), 1)
+        for one in costs.memories:
+            assert one.needed.evaluate(found.shares) <= one.capacity * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", TABLE_MODELS)
+def test_the_paper_s_machine_gives_the_paper_s_throughput(name: str) -> None:
+    found = search_placement(T4_MACHINE, [TABLE_MODELS[name]], TABLE_WORKLOAD, TABLE_BLOCKS)
+    assert 0.7 <= found.tokens_per_s / TABLE_TOKENS_PER_S[name] <= 1.3
+
+
+def test_more_of_anything_is_never_worse() -> None:
+    best = search_placement(HOST, [LLAMA], WORK, BLOCKS)
+    more = [
+        replace(HOST, memory_bytes=600e6),
+        replace(HOST, disk_read=400e6, disk_write=400e6),
+        replace(HOST, attention=16e9),
+    ]
+    for machine in more:
+        assert search_placement(machine, [LLAMA], WORK, BLOCKS).tokens_per_s >= best.tokens_per_s
+    assert search_placement(replace(HOST, overlap=False), [LLAMA], WORK, BLOCKS).seconds >= best.seconds
+
+
+def test_it_says_what_a_block_waits_for() -> None:
+    assert search_placement(replace(HOST, disk_read=20e6), [LLAMA], WORK, BLOCKS).binding == "disk"
+    fast = replace(HOST, disk_read=50e9, disk_write=50e9)
+    assert search_placement(fast, [LLAMA], WORK, BLOCKS).binding == "compute"
+
+
+def test_four_bits_are_chosen_where_the_disk_binds() -> None:
+    dense = LLAMA.with_bytes(4.5 / 8, 4.5 / 8)
+    slow, fast = replace(HOST, disk_read=50e6, disk_write=50e6), replace(HOST, memory_bytes=64e9)
+    gain = (
+        search_placement(slow, [LLAMA, dense], WORK, BLOCKS).tokens_per_s
+        / search_placement(slow, [LLAMA], WORK, BLOCKS).tokens_per_s
+    )
+    assert gain >= 2
+    assert search_placement(slow, [LLAMA, dense], WORK, BLOCKS).model is dense
+    everything = search_placement(fast, [LLAMA], WORK, BLOCKS)
+    assert everything.shares[0] + everything.shares[3] == pytest.approx(2)
+
+
+def test_what_does_not_fit_names_the_memory_and_the_least() -> None:
+    with pytest.raises(ConfigError) as caught:
+        search_placement(replace(HOST, memory_bytes=30e6), [LLAMA], WORK, BLOCKS)
+    error = caught.value
+    assert "too little memory" in str(error.what)
+    costs = HOST.block_costs(LLAMA, WORK, BlockShape(1, 1))
+    needed = least_memory(costs, costs.memories[0])
+    assert needed is not None
+    assert f"{needed / GIB:.2f} GiB" in str(error.why)
+    assert search_placement(replace(HOST, memory_bytes=needed * 1.001), [LLAMA], WORK, BLOCKS)
+    with pytest.raises(ConfigError, match="too little memory or disk"):
+        search_placement(replace(HOST, disk_bytes=1e6), [LLAMA], WORK, BLOCKS)
+
+
+def test_dimensions_of_a_model_give_its_bytes() -> None:
+    dims = ModelDims("m", 2, 64, 4, 2, 16, 96, 3, 1000, 512, weight_bytes=2.0, kv_bytes=4.0)
+    model = OffloadModel.from_dims(dims)
+    assert model.layer_weights == 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96 == dims.layer_matrix
+    assert model.token_kv_bytes == 2 * 2 * 16 * 4
+    assert model.end_bytes == 1000 * 64 * (4 + 2)

@@ -22,6 +22,7 @@ from engine.kv_admission import RemoteKv
 from kvtransfer.cooperative import RUN_NOW, UNTIL_WOKEN, CoopTask, run_to_end
 from kvtransfer.digests import ChunkDigester
 from kvtransfer.handoff import (
+    CommitSlabs,
     HandoffAborted,
     HandoffEffect,
     HandoffOutcome,
@@ -52,6 +53,10 @@ class KvArrival(RemoteKv):
     digester: ChunkDigester | None = None
     # Time at which the ticket came, in seconds on the worker's clock.
     ticket_s: float = 0.0
+    # Rewrites a verified bag in these slabs for the ranks here, if its source splits KV otherwise. Set before `ticket`.
+    repack: Callable[[list[int]], None] | None = None
+    # The slabs that its bag takes here.
+    num_bag_slabs: int = 0
     hints: deque[StagingHint] = field(default_factory=lambda: deque(maxlen=MAX_HINTS))
     # The steps of the handoff. They exist once the fetch has started.
     handoff: HandoffSteps | None = None
@@ -69,6 +74,15 @@ class KvArrival(RemoteKv):
         """`ChunkDigester.matches_chunk` for the arrival's ticket, which must have come."""
         assert self.digester is not None, "there is no ticket yet"
         return self.digester.matches_chunk(index, payload, promised)
+
+    def repack_bag(self, slabs: tuple[int, ...]) -> None:
+        """Rewrite the bag in `slabs`, those of all its verified KV in token order, if that is needed.
+
+        Raises CorruptChunk if it is not what the ticket says.
+        """
+        if self.repack is not None:
+            first = self.seq.keep.boundary_chunks
+            self.repack(list(slabs[first : first + self.seq.kept_slabs - 1]))
 
     @property
     def exposed_s(self) -> float:
@@ -136,6 +150,8 @@ class KvFetcher:
                 arrival.effect = perform_effects(steps, {}, effect, error)
             else:
                 arrival.effect = self._verify_answer(arrival, steps, effect, answer)
+                if isinstance(arrival.effect, CommitSlabs):
+                    self._repack_bag(arrival, steps, arrival.effect)
         self.landed.put(arrival)
         self._wake()
 
@@ -217,6 +233,13 @@ class KvFetcher:
             until_s = now_s if arrival.ticket is None else min(now_s, arrival.ticket_s)
             arrival.hidden_s += until_s - began_s
         arrival.copied_s = now_s
+
+    def _repack_bag(self, arrival: KvArrival, steps: HandoffSteps, effect: CommitSlabs) -> None:
+        """Bring the bag of an arrival, which is here and verified, into the form of the ranks here."""
+        try:
+            arrival.repack_bag(effect.slabs)
+        except Exception as error:
+            arrival.effect = perform_effects(steps, {}, effect, error)
 
     def _verify_answer(
         self, arrival: KvArrival, steps: HandoffSteps, effect: HandoffEffect, answer: object

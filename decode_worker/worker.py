@@ -10,7 +10,8 @@ only asks the fetcher to stop; the slabs are freed when nothing writes to them a
 
 A request without a ticket (its KV is still being computed) pulls the chunks that hints announce until `Fetch` brings
 the ticket. If it may drop tokens, it waits for the ticket instead, since what it keeps is decided last. The slabs with
-what its heads kept are pulled and verified like chunks, as opaque bytes; the engine then reads the map in them.
+what its heads kept are pulled and verified like chunks, as opaque bytes; the engine then reads the map in them. If the
+source splits KV over ranks otherwise, they are rewritten before (`kvtransfer.bag_repacking`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.layout import KvLayout
 from kvtransfer import ticket as tickets
+from kvtransfer.bag_repacking import BagRepacker
 from kvtransfer.digests import ChunkDigester
 from kvtransfer.handoff import (
     CommitSlabs,
@@ -75,7 +77,8 @@ EXPIRED_TEXT = "the request's time was up before its KV had arrived"
 class DecodeWorker:
     """The role of a worker that decodes answers. `key` is the deployment's transfer key, which signs tickets.
 
-    `layout_of` returns the layout of a KV class (`kvtransfer.resharding.ShardedPool.layout_of`).
+    `layout_of` returns the layout of a KV class (`kvtransfer.resharding.ShardedPool.layout_of`). Without `repacker` all
+    prefill workers must split KV over ranks as this worker does.
     """
 
     def __init__(
@@ -87,8 +90,10 @@ class DecodeWorker:
         fetcher: KvFetcher,
         key: bytes,
         fingerprint: str,
+        repacker: BagRepacker | None = None,
     ) -> None:
         self.link, self.engine, self.holdings, self.fetcher = link, engine, holdings, fetcher
+        self._repacker = repacker
         self._layout_of = layout_of
         self._key, self._fingerprint = key, fingerprint
         self._admission = KvAdmission[KvArrival](engine.scheduler, holdings, _renew_arrival)
@@ -149,21 +154,28 @@ class DecodeWorker:
             code = "stale_ticket" if isinstance(error, StaleTicket) else "transfer_failed"
             raise SequenceRefused(code, error.what, error.why) from error
         if seq.keep.evicts:
-            self._expect_bag(arrival, ticket.terms.num_bag_slabs)
+            self._expect_bag(arrival, ticket)
         route = self.fetcher.links.route_to(ticket.worker)
         arrival.transport = route.transport if route else ""
         arrival.digester, arrival.ticket_s = ChunkDigester(self._key, ticket.terms), now_s
         arrival.ticket = ticket  # set last, because the fetcher's thread waits for it
 
-    def _expect_bag(self, arrival: KvArrival, num_bag_slabs: int) -> None:
-        """The KV of an arrival comes with a bag of so many slabs. Raises SequenceRefused if it can never fit."""
-        seq = arrival.seq
-        # The slabs of the bag, and one for the tokens since the decision.
-        seq.kept_slabs = num_bag_slabs + 1
+    def _expect_bag(self, arrival: KvArrival, ticket: tickets.Ticket) -> None:
+        """The KV of an arrival comes with the bag of `ticket`. Raises SequenceRefused if it can never fit."""
+        seq, num_pulled = arrival.seq, ticket.terms.num_bag_slabs
+        try:
+            needed = self._repacker.needs(ticket) if self._repacker is not None else None
+        except StaleTicket as error:
+            raise SequenceRefused("stale_ticket", error.what, error.why) from error
+        arrival.num_bag_slabs = num_pulled if needed is None else needed
+        # The slabs of the bag as it comes, or as it is here, and one for the tokens since the decision.
+        seq.kept_slabs = max(num_pulled, arrival.num_bag_slabs) + 1
         if (need := arrival.num_slabs) > (most := self.engine.scheduler.limits.slabs_for(seq)):
             seq.kept_slabs = 0
             why = f"this worker has {most}"
             raise SequenceRefused("out_of_memory", f"the request needs {need} KV slabs", why)
+        if self._repacker is not None and needed is not None:
+            arrival.repack = partial(self._repacker.repack, ticket)
 
     def take_message(self, message: ToWorker, now_s: float) -> None:
         """Link or unlink a prefill worker, or take a hint or a ticket."""
@@ -288,6 +300,7 @@ class DecodeWorker:
 
         def commit(effect: CommitSlabs) -> None:
             self._admission.commit(arrival, list(effect.slabs))
+            self._free_unused(arrival)
             self.engine.adopt(seq, now_s)
 
         table = {CommitSlabs: commit, FreeSlabs: lambda effect: self.holdings.release(seq.key)}
@@ -303,6 +316,15 @@ class DecodeWorker:
         elif end.status == "failed":
             self._corrupt += end.code == "kv_corrupt"
             self._report_failed(seq, end.code, end.message)
+
+    def _free_unused(self, arrival: KvArrival) -> None:
+        """Free slabs in which a bag came and that it does not need here, where KV is split otherwise."""
+        seq = arrival.seq
+        if seq.kept_slabs and len(seq.bag_slabs) > arrival.num_bag_slabs:
+            unused = seq.bag_slabs[arrival.num_bag_slabs :]
+            del seq.slabs[-len(unused) :]
+            seq.kept_slabs = arrival.num_bag_slabs + 1
+            self.holdings.arena_of(seq.kv_class).free_slabs(seq.key, unused)
 
     def _report_pulled(self, arrival: KvArrival, outcome: HandoffOutcome) -> None:
         seconds = {
@@ -365,4 +387,6 @@ def _renew_arrival(arrival: KvArrival) -> KvArrival:
         digester=arrival.digester,
         ticket_s=arrival.ticket_s,
         transport=arrival.transport,
+        repack=arrival.repack,
+        num_bag_slabs=arrival.num_bag_slabs,
     )

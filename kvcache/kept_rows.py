@@ -116,6 +116,11 @@ def count_frames(rows: int) -> int:
     return -(-rows // FRAME_TOKENS)
 
 
+def count_bag_slabs(layout: KvLayout, boundary: int, length: int, frames: int) -> int:
+    """Slabs of a bag whose heads need so many frames in all; `boundary` and `length` are those of its map."""
+    return -(-(_lead_frames(layout, boundary, length) + frames) // frames_per_slab(layout))
+
+
 def map_frames(first_frame: bytes | memoryview, layout: KvLayout, num_slabs: int) -> int:
     """How many frames the map of a bag takes, from the bag's first frame.
 

@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from diptych.chunks import CHUNK_TOKENS
+from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.hashing import HashField, hash_fields
 from diptych.keep_spec import KEEP_ALL, KeepSpec
 from kvcache.codecs.codec_id import MAX_ID_CHARS
@@ -35,6 +35,8 @@ BoundedText = Annotated[str, Meta(min_length=1, max_length=512)]
 BoundedCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # Most bytes of a chunk.
 MAX_CHUNK_BYTES = 1 << 40
+# Most tensor-parallel lanes, and most stages, of a worker; and most KV heads of all layers of a model.
+MAX_RANKS, MAX_HEADS = 1 << 10, 1 << 17
 
 
 class PayloadHasher(Protocol):
@@ -70,6 +72,21 @@ HASH_FUNCTIONS: dict[str, Callable[[ByteBuffer], bytes]] = {
 }
 
 
+class BagSplit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a bag is split over the ranks of its source (`kvcache.rank_bags`): `tp` lanes of `pp` stages.
+
+    `head_frames` are the frames that each head needs, those of layer 0 first; empty: only ranks with the same split can
+    read the bag.
+    """
+
+    tp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    pp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    head_frames: Annotated[tuple[BoundedCount, ...], Meta(max_length=MAX_HEADS)] = ()
+
+
+ONE_RANK = BagSplit()
+
+
 class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Everything that a chunk's digest is bound to, besides its bytes and its index.
 
@@ -80,7 +97,8 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     If `keep` drops tokens, only the chunks below its boundary are chunks. What is kept of the other tokens is in
     `num_bag_slabs` slabs, whose own map says what lies where (`kvcache.kept_rows`); `num_tokens` are the tokens at the
-    point at which that was decided. Where a docstring here says chunk, it means such a slab as well.
+    point at which that was decided; `bag` says how it is split. Where a docstring here says chunk, it means such a slab
+    as well.
     """
 
     request: BoundedText
@@ -95,6 +113,12 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     algorithm: BoundedText = "xxh3"
     keep: KeepSpec = KEEP_ALL
     num_bag_slabs: BoundedCount = 0
+    bag: BagSplit = ONE_RANK
+
+    @property
+    def kv_class(self) -> str:
+        """The KV class of the chunks (`kvcache.layout.KvLayout.kv_class`)."""
+        return self.codec or RAW_CLASS
 
     @property
     def chunk_tokens(self) -> int:
@@ -115,7 +139,7 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         A bag has a slab for its map at least. Kept rows and map together never need two slabs for each chunk of tokens.
         """
         if not self.keep.evicts:
-            return self.keep == KEEP_ALL and self.num_bag_slabs == 0
+            return self.keep == KEEP_ALL and self.num_bag_slabs == 0 and self.bag == ONE_RANK
         behind = self.num_tokens - self.keep.boundary
         return (
             self.chunk_tokens == CHUNK_TOKENS
@@ -150,6 +174,7 @@ class ChunkDigester:
         fields += [terms.dtype, *terms.shape, terms.fingerprint]
         fields += [terms.chunk_bytes, terms.codec, terms.algorithm]
         fields += [repr(terms.keep.threshold), terms.keep.boundary, terms.num_bag_slabs]
+        fields += [terms.bag.tp, terms.bag.pp, *terms.bag.head_frames]
         self.context = terms
         self._sealed = hashlib.blake2b(hash_fields(fields), key=_fit_key(key), digest_size=DIGEST_BYTES)
 

@@ -15,7 +15,6 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from diptych.chunks import RAW_CLASS
 from diptych.errors import StaleTicket, TransferError
 from diptych.keep_spec import KEEP_ALL, KeepSpec
 from kvcache.layout import DTYPE_BYTES, KvLayout
@@ -51,7 +50,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     worker: BoundedText
     incarnation: BoundedText
     chunks: Annotated[tuple[OfferedChunk, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
-    version: Annotated[int, Meta(ge=3, le=3)] = 3
+    version: Annotated[int, Meta(ge=4, le=4)] = 4
 
     @property
     def num_bytes(self) -> int:
@@ -167,7 +166,7 @@ def check_ticket(
         ("dtype", terms.dtype, layout.dtype),
         ("chunk shape", tuple(terms.shape), layout.chunk_shape),
         ("layers", tuple(terms.layers), (0, layout.layers)),
-        ("KV codec", terms.codec or RAW_CLASS, layout.kv_class),
+        ("KV codec", terms.kv_class, layout.kv_class),
         ("chunk size", terms.chunk_bytes, layout.chunk_bytes),
         ("model fingerprint", terms.fingerprint, fingerprint),
     ]

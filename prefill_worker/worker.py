@@ -38,7 +38,7 @@ from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.layout import KvLayout
 from kvtransfer import ticket as tickets
-from kvtransfer.digests import DigestContext
+from kvtransfer.digests import ONE_RANK, BagSplit, DigestContext
 from kvtransfer.layer_progress import LayerProgress
 from kvtransfer.leases import Lease, LeaseLedger
 from kvtransfer.resharding import ShardedPool
@@ -59,6 +59,9 @@ class TicketIssuer:
     fingerprint: str
     # The hash algorithm of the payload digests.
     algorithm: str
+    # The worker's tensor-parallel lanes and its stages.
+    tp: int = 1
+    pp: int = 1
 
     def sign_hint(self, seq: Sequence, start: int, slabs: Many[int], mark: int) -> bytes:
         """Sign that the chunks of `seq` from index `start` on are being computed into `slabs`, which carry `mark`."""
@@ -87,12 +90,17 @@ class TicketIssuer:
             algorithm=self.algorithm,
             keep=seq.keep if evicts else KEEP_ALL,
             num_bag_slabs=len(slabs) - seq.keep.boundary_chunks if evicts else 0,
+            bag=self._split_of(seq) if evicts else ONE_RANK,
         )
         known = dict(zip(slabs, payloads, strict=True))
         ticket = tickets.issue_ticket(
             self.key, terms, self.worker, self.incarnation, slabs, lambda slab, algorithm: known[slab]
         )
         return tickets.encode_ticket(ticket, self.key)
+
+    def _split_of(self, seq: Sequence) -> BagSplit:
+        """How the bag of an evicted sequence is split over the ranks of this worker."""
+        return BagSplit(self.tp, self.pp, seq.eviction.head_frames if seq.eviction is not None else ())
 
 
 def offered_tokens(seq: Sequence) -> int:

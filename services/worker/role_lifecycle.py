@@ -30,6 +30,7 @@ from engine.loop import Engine
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.layout import KvLayout
+from kvtransfer.bag_repacking import BagRepacker
 from kvtransfer.layer_progress import ENTRY_BYTES, LayerProgress
 from kvtransfer.leases import LeaseLedger
 from kvtransfer.resharding import ShardedPool
@@ -235,7 +236,9 @@ def _make_prefill_role(
 ) -> tuple[WorkerRole, Callable[[], None]]:
     """The prefill role, and the function that closes it."""
     spec, built = life.spec, life.built
-    issuer = TicketIssuer(life.key, hello.worker, hello.incarnation, hello.fingerprint, spec.digest)
+    issuer = TicketIssuer(
+        life.key, hello.worker, hello.incarnation, hello.fingerprint, spec.digest, spec.tp, spec.pp
+    )
     ledger, progress = LeaseLedger(spec.lease_s), life.progress if spec.pipelined else None
     role = PrefillWorker(
         link, built.engine, built.holdings, built.parts, ledger, issuer, progress, sources.open_transport
@@ -248,7 +251,14 @@ def _make_decode_role(life: _RoleLife, link: ChannelLink) -> tuple[WorkerRole, C
     spec, built = life.spec, life.built
     fetcher = KvFetcher(TransportLinks(spec.transports, built.parts, spec.digest), link.send, link.wake_poll)
     role = DecodeWorker(
-        link, built.engine, built.holdings, built.parts.layout_of, fetcher, life.key, built.fingerprint
+        link,
+        built.engine,
+        built.holdings,
+        built.parts.layout_of,
+        fetcher,
+        life.key,
+        built.fingerprint,
+        BagRepacker(built.parts),
     )
     fetcher.open()
     return role, fetcher.close

@@ -116,6 +116,13 @@ class KeptByteRunner(ByteRunner):
         for known in (self.kept, self._plans, self._computed):
             known.pop(key, None)
 
+    def write_rest(self, slabs: list[int]) -> None:
+        """Write what follows a map that is in the first of `slabs`, as if its bag had as many."""
+        head = bytes(self._pool.slab_bytes(slabs[0])[:16])
+        known = KeptMap(head[8:], int.from_bytes(head[4:8], "little"), slabs)
+        for slab, content in zip(slabs[1:], _rest_of_bag(known, len(slabs)), strict=True):
+            self._pool.slab_bytes(slab)[: len(content)] = content
+
     def _read_bag(self, slabs: list[int], prompt_tokens: int) -> KeptMap:
         head = bytes(self._pool.slab_bytes(slabs[0])[:16])
         found = KeptMap(head[8:], int.from_bytes(head[4:8], "little"), list(slabs))

@@ -20,6 +20,7 @@ from kvtransfer.digests import (
     HASH_FUNCTIONS,
     MAX_CHUNK_BYTES,
     STREAM_HASHERS,
+    BagSplit,
     ChunkDigester,
     DigestContext,
 )
@@ -163,6 +164,7 @@ def test_another_key_and_too_much_are_refused() -> None:
         {"keep": KeepSpec(0.95)},
         {"keep": KeepSpec(1.0, 64)},
         {"num_bag_slabs": 3},
+        {"bag": BagSplit(2, 1)},
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(change: dict[str, object]) -> None:
@@ -212,6 +214,16 @@ def test_fields_of_an_evicted_sequence_that_contradict_each_other_are_refused(
         with pytest.raises(ValueError):
             slabs = list(range(3))
             tickets.issue_ticket(KEY, bad.terms, "prefill-0", "life-1", slabs, payload)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [BagSplit(0, 1), BagSplit(1, 0), BagSplit(2000, 1), BagSplit(1, 1, (-1,)), BagSplit(1, 1, (2**31,))],
+)
+def test_a_bag_with_an_impossible_split_is_refused(split: BagSplit) -> None:
+    bad = msgspec.structs.replace(evicted(), terms=msgspec.structs.replace(evicted().terms, bag=split))
+    with pytest.raises(TransferError):
+        tickets.decode_ticket(tickets.encode_ticket(bad, KEY), KEY)
 
 
 @pytest.mark.parametrize(
@@ -314,12 +326,17 @@ def test_digests_are_bound_to_every_term(algorithm: str) -> None:
         "algorithm": next(name for name in HASH_FUNCTIONS if name != algorithm),
         "keep": KeepSpec(0.95),
         "num_bag_slabs": 1,
+        "bag": BagSplit(2, 1),
     }
     assert set(others) == set(base.__struct_fields__)
     assert base.codec == ""
     for name, value in others.items():
         other = ChunkDigester(KEY, terms(**{"algorithm": algorithm, name: value}))
         assert not other.matches_chunk(1, payload, promised), name
+    for split in (BagSplit(1, 2), BagSplit(1, 1, (1,)), BagSplit(1, 1, (1, 1))):
+        assert not ChunkDigester(KEY, terms(algorithm=algorithm, bag=split)).matches_chunk(
+            1, payload, promised
+        )
     assert not seal.matches_chunk(0, payload, promised) and not seal.matches_chunk(2, payload, promised)
     assert not ChunkDigester(b"another key, long enough", base).matches_chunk(1, payload, promised)
     assert not seal.matches_chunk(1, os.urandom(DIGEST_BYTES), promised)

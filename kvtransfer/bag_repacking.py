@@ -1,0 +1,140 @@
+"""Bags that come from ranks with another split: the frames of each head move to the rank that has the head here.
+
+    source, 2 ranks   rank 0   map │ head 0 │ head 1          pulled page by page, hashed and verified as ever:
+                      rank 1   map │ head 2 │ head 3          the pages are those of the same slabs here
+    here, 1 rank      rank 0   map │ head 0 │ head 1 │ head 2 │ head 3
+
+A bag of each rank is contiguous in its rank's part of the slabs (`kvcache.kept_rows`), so another split needs other
+places, and may need more slabs or fewer. The ticket says how many frames each head has, so slabs are reserved before
+anything is pulled. What was pulled and verified is then copied aside and written anew, with maps for the ranks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych.errors import CorruptChunk, StaleTicket
+from kvcache.kept_rows import FrameFormat, KeptRows, count_frames, frame_bytes, frames_per_slab, map_frames
+from kvcache.layout import KvLayout, Shard, split_layout
+from kvcache.rank_bags import count_rank_slabs, cut_map, merge_maps, shard_heads
+from kvtransfer.resharding import PoolArena, ShardedPool, stage_moves
+from kvtransfer.ticket import Ticket
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class RankBag:
+    """The bag of one rank: its map, and all its frames, [frames, bytes of a frame]."""
+
+    kept: KeptRows
+    frames: Bytes
+
+    def head_frames(self) -> list[Bytes]:
+        """The frames of each head, without a copy."""
+        firsts = self.kept.first_frames.reshape(-1).tolist()
+        counts = [count_frames(rows) for rows in self.kept.counts.reshape(-1).tolist()]
+        return [self.frames[first : first + count] for first, count in zip(firsts, counts, strict=True)]
+
+
+class BagRepacker:
+    """Brings bags of other splits into the form that the ranks of the pool `own` read.
+
+    Only the thread that pulls writes to a bag that is repacked, and nothing else reads it yet.
+    """
+
+    def __init__(self, own: ShardedPool) -> None:
+        self._own = own
+
+    def needs(self, ticket: Ticket) -> int | None:
+        """The slabs of the bag of `ticket` on the ranks here; None if it needs no repacking, as they split alike.
+
+        Raises:
+            StaleTicket: it does not say what each head needs, or contradicts itself.
+        """
+        terms, layout = ticket.terms, self._own.layout_of(ticket.terms.kv_class)
+        bag = terms.bag
+        try:
+            source = split_layout(layout, bag.tp, bag.pp)
+            if source == self._own.shards:
+                return None
+            if FrameFormat.of_layout(layout).is_split:
+                raise ValueError(f"frames of {terms.kv_class} stay on the ranks that wrote them")
+            decided = terms.keep.boundary, terms.num_tokens
+            if count_rank_slabs(layout, source, *decided, bag.head_frames) != terms.num_bag_slabs:
+                raise ValueError(f"{bag.head_frames} frames are not {terms.num_bag_slabs} slabs")
+            return count_rank_slabs(layout, self._own.shards, *decided, bag.head_frames)
+        except ValueError as error:
+            what = f"a bag of {bag.tp} x {bag.pp} ranks cannot be read here"
+            raise StaleTicket(what, str(error)) from error
+
+    def repack(self, ticket: Ticket, slabs: Sequence[int]) -> None:
+        """Rewrite a bag that was pulled into the first of `slabs`, in the bag's order, for the ranks here.
+
+        The result is in the first slabs, as many as it needs (`needs`).
+
+        Raises:
+            CorruptChunk: the bag is not what its ticket says.
+        """
+        terms, arena = ticket.terms, self._own.arena_at(slabs[0])
+        source = split_layout(arena.layout, terms.bag.tp, terms.bag.pp)
+        try:
+            bags = self._read_bags(arena, source, slabs[: terms.num_bag_slabs])
+            whole = merge_maps(arena.layout, source, [bag.kept for bag in bags])
+            if (whole.boundary, whole.length) != (terms.keep.boundary, terms.num_tokens):
+                raise ValueError(f"it is the map of {whole.length} tokens from {whole.boundary} on")
+            found: dict[tuple[int, int], Bytes] = {}
+            for shard, bag in zip(source, bags, strict=True):
+                found |= dict(zip(shard_heads(shard), bag.head_frames(), strict=True))
+            for rank, shard in enumerate(arena.shards):
+                kept = cut_map(whole, shard)
+                if kept.num_slabs > len(slabs):
+                    raise ValueError(f"rank {rank} needs {kept.num_slabs} slabs of {len(slabs)}")
+                frames = _join_frames(kept, [found[place] for place in shard_heads(shard)])
+                self._write_frames(arena, rank, slabs[: kept.num_slabs], frames)
+        except ValueError as error:
+            what = f"KV of request {terms.request} does not say what its heads kept"
+            raise CorruptChunk(what, str(error)) from error
+
+    def _read_bags(self, arena: PoolArena, source: Sequence[Shard], slabs: Sequence[int]) -> list[RankBag]:
+        """A copy of the bag of each rank of the source; its slabs' pages were pulled to `slabs`."""
+        layouts = [arena.layout.shard_layout(shard) for shard in source]
+        parts = [np.empty((len(slabs), layout.chunk_bytes), np.uint8) for layout in layouts]
+        moves = [move for stage in stage_moves(arena.layout, arena.shards, source) for move in stage]
+        for index, slab in enumerate(slabs):
+            for move in moves:
+                at = arena.offset_of(slab, move.source) + move.far
+                page = np.frombuffer(self._own.memories[move.source], np.uint8, move.num_bytes, at)
+                parts[move.target][index, move.own : move.own + move.num_bytes] = page
+        return [_read_bag(part, layout) for part, layout in zip(parts, layouts, strict=True)]
+
+    def _write_frames(self, arena: PoolArena, rank: int, slabs: Sequence[int], frames: Bytes) -> None:
+        """Write the frames of a bag into a rank's part of its slabs."""
+        per_slab = frames_per_slab(arena.layout.shard_layout(arena.shards[rank]))
+        memory = np.frombuffer(self._own.memories[rank], np.uint8)
+        for index, slab in enumerate(slabs):
+            part = frames[index * per_slab : (index + 1) * per_slab].reshape(-1)
+            at = arena.offset_of(slab, rank)
+            memory[at : at + len(part)] = part
+
+
+def _read_bag(part: Bytes, layout: KvLayout) -> RankBag:
+    """The bag in a rank's part of some slabs, [slabs, bytes]. Raises ValueError if it has no valid map."""
+    per_slab, size = frames_per_slab(layout), frame_bytes(layout)
+    frames = part[:, : per_slab * size].reshape(-1, size)
+    lead = map_frames(frames[0].tobytes(), layout, len(part))
+    kept = KeptRows.decode(frames[:lead].tobytes(), layout)
+    if kept.num_slabs > len(part):
+        raise ValueError(f"it takes {kept.num_slabs} slabs, and {len(part)} came")
+    return RankBag(kept, frames)
+
+
+def _join_frames(kept: KeptRows, heads: Sequence[Bytes]) -> Bytes:
+    """All frames of a bag: those of its map, then those of each head."""
+    size = frame_bytes(kept.layout)
+    lead = np.frombuffer(kept.encode(), np.uint8).reshape(-1, size)
+    return np.concatenate([lead, *heads])

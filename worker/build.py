@@ -44,7 +44,7 @@ from kvcache.prefix_tree import PrefixTree
 from kvcache.tiers.host import HostArenas, HostTier
 from kvtransfer.resharding import PoolArena, ShardedPool, plan_spans
 from kvtransfer.shared_memory import SharedMemory
-from worker.ranks import RankClass, RankProcesses, RankSpec, load_leader
+from worker.ranks import RankClass, RankEviction, RankProcesses, RankSpec, load_leader
 from worker.saturation_store import SaturationStore
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def build_engine(
     holdings = _build_arenas(pools, spec.prefix_caching)
     ranks = RankProcesses(spec.worker, partial(exit_fatally, supervisor)) if len(memories) > 1 else None
     tokenizer = _load_tokenizer(found.files.path)
-    eviction = None if ranks is not None else _eviction_setup(found, tokenizer)
+    eviction = _eviction_setup(found, tokenizer)
     try:
         if ranks is None:
             plan = found.plan
@@ -205,7 +205,7 @@ def build_engine(
                 prepared=machine_kernel_folder(),
             )
         else:
-            runner = load_leader(_leader_spec(spec, found), found.shards, memories, ranks)
+            runner = load_leader(_leader_spec(spec, found, eviction), found.shards, memories, ranks)
         sampler = Sampler(runner.vocab_size, _load_grammar_tokens(found.files.path, tokenizer))
         supervisor.report_progress("load")
         supervisor.report_progress("warm", 0)
@@ -252,7 +252,7 @@ def _build_host(
     return HostArenas(tiers) if len(tiers) > 1 else next(iter(tiers.values()))
 
 
-def _leader_spec(spec: WorkerSpec, found: ResolvedModel) -> RankSpec:
+def _leader_spec(spec: WorkerSpec, found: ResolvedModel, eviction: EvictionSetup | None) -> RankSpec:
     """The specification of rank 0, from which those of the other ranks are derived."""
     return RankSpec(
         worker=spec.worker,
@@ -264,6 +264,7 @@ def _leader_spec(spec: WorkerSpec, found: ResolvedModel) -> RankSpec:
         dtype=found.dtype,
         classes=_rank_classes(spec, found),
         sink_slots=found.plan.sink_slots,
+        eviction=None if eviction is None else RankEviction.of(eviction),
         max_model_len=found.plan.max_model_len,
         core=spec.core,
         threads=spec.threads,
@@ -384,7 +385,7 @@ def _load_grammar_tokens(folder: Path, tokenizer: ModelTokenizer | None) -> Any:
 
 
 def _eviction_setup(found: ResolvedModel, tokenizer: ModelTokenizer | None) -> EvictionSetup | None:
-    """What the runner of a worker with one rank needs to evict raw KV; None if it has none, or no tokenizer."""
+    """What a worker's runner needs to evict raw KV; None if it has none, or no tokenizer."""
     if tokenizer is None or all(one.codec for one in found.classes):
         return None
     return EvictionSetup(read_token_kinds(tokenizer, found.files.shape.vocab))

@@ -173,13 +173,6 @@ def _check_eviction(question: ProbeRequest, classes: Sequence[KvClassChoice], fi
             "KV that is coded is always kept whole for now (docs/eviction.md)",
             "use --kv-cache-codec raw; or leave out --kv-keep, and let requests for raw KV ask for 'keep'",
         )
-    split = {role: tp * pp for role, (tp, pp) in question.splits.items() if tp * pp > 1}
-    for role, ranks in split.items():
-        raise ConfigError(
-            f"{said}, and {role} workers have {ranks} ranks",
-            "workers of several ranks keep KV whole for now (docs/eviction.md)",
-            f"leave out --{role}-tp and --{role}-pp, or --kv-keep",
-        )
     # Imported only here, since it imports numpy, which the process that starts all others does without.
     from engine.model.tokenizer import ModelTokenizer
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from diptych.messages import Offer, Output, Release
+from diptych.keep_spec import KeepSpec
+from diptych.messages import Offer, Output, Pulled, Release
 from diptych.request import SamplingParams
 from tests.system.deployment import Served, serve, wait_for
 from tests.system.worker_driver import Driver
@@ -95,10 +96,75 @@ def test_tokens_are_those_of_transformers(
     workers.rest(prefill, decode)
 
 
+KEPT_PAIRS = [("whole", "tp"), ("tp", "whole"), ("tp", "tp"), ("pp", "tp")]
+KEEP = KeepSpec(0.95, 64)
+# Past the first decision point of the answer; of prompts with 400, 1,025 and 1,900 tokens.
+KEPT_SAMPLING, KEPT_PROMPTS = (
+    SamplingParams(80, 0, temperature=0.0),
+    [LENGTHS.index(n) for n in (400, 1025, 1900)],
+)
+
+
+@pytest.fixture(scope="module")
+def kept_alone(workers: Driver, prompts: list[list[int]]) -> list[list[int]]:
+    """What a worker of one rank answers that does everything itself, with eviction."""
+    return [
+        workers.alone("decode-whole", f"alone-{index}", prompts[index], KEPT_SAMPLING, KEEP)
+        for index in KEPT_PROMPTS
+    ]
+
+
+@pytest.mark.parametrize(("source", "target"), KEPT_PAIRS, ids=["_to_".join(pair) for pair in KEPT_PAIRS])
+def test_evicted_answers_are_those_of_one_rank(
+    source: str, target: str, workers: Driver, prompts: list[list[int]], kept_alone: list[list[int]]
+) -> None:
+    """Bags move whole where ranks split alike, and are repacked where they do not; less is moved than with all rows."""
+    prefill, decode = f"prefill-{source}", f"decode-{target}"
+    for worker in (prefill, decode):
+        hello = workers.members[worker].hello
+        assert hello is not None and hello.keep_classes == ["raw"]
+    requests = [f"kept-{source}-{target}-{index}" for index in KEPT_PROMPTS]
+    for request, index in zip(requests, KEPT_PROMPTS, strict=True):
+        workers.prefill(prefill, request, prompts[index], KEPT_SAMPLING, keep=KEEP)
+    for request, index in zip(requests, KEPT_PROMPTS, strict=True):
+        offer = workers.until(request, Offer)
+        workers.admit(decode, request, prompts[index], KEPT_SAMPLING, offer.ticket, keep=KEEP)
+    for request, index, want in zip(requests, KEPT_PROMPTS, kept_alone, strict=True):
+        ending = workers.over(request)
+        assert isinstance(ending, Output), ending
+        assert workers.tokens(request) == want, request
+        moved = workers.until(request, Pulled).num_bytes
+        # A chunk of all layers and heads is 384 KiB.
+        assert moved < -(-len(prompts[index]) // 64) * (384 << 10)
+        workers.send(prefill, Release(request, 0))
+    workers.rest(prefill, decode)
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve("--prefill-tp", "2", "--decode-tp", "2") as deployment:
+    # Requests wait for a killed worker however slow the machine is.
+    with serve("--prefill-tp", "2", "--decode-tp", "2", "--recovery-s", "300") as deployment:
         yield deployment
+
+
+def test_an_evicted_answer_goes_on_when_a_rank_is_killed(served: Served, prompts: list[list[int]]) -> None:
+    """The worker ends with its rank, and the answer is read again, decides as before, and ends with the same tokens."""
+    prompt, body = prompts[LENGTHS.index(400)], {"ignore_eos": True, "diptych": {"keep": 0.95}}
+    answers: list[list[str]] = [[], []]
+    with served.client(timeout=600) as client:
+        for disturbed, tokens in enumerate(answers):
+            stream = client.completions.create(
+                model="tiny", prompt=prompt, max_tokens=400, temperature=0, logprobs=0, stream=True,
+                extra_body=body | {"skip_special_tokens": False},
+            )  # fmt: skip
+            for chunk in stream:
+                if chunk.choices and chunk.choices[0].logprobs is not None:
+                    tokens += chunk.choices[0].logprobs.tokens or []
+                if disturbed and len(tokens) > 70 and disturbed == 1:
+                    ranks(served, "decode-0")[0].kill()
+                    disturbed = 2
+    assert len(answers[0]) == 400 and answers[1] == answers[0]
+    assert served.metric("diptych:migrated_streams_total") > 0
 
 
 def complete(served: Served, prompt: list[int]) -> tuple[list[str], int]:

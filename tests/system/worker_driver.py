@@ -19,6 +19,7 @@ import msgspec
 
 from diptych.channel.hub import ChannelHub
 from diptych.channel.keys import load_server_keys, make_keys
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.messages import (
     Abort,
     Admit,
@@ -317,7 +318,8 @@ class Driver:
         **more: Any,
     ) -> None:
         remaining_s = more.get("remaining_s", PATIENCE_S)
-        self.send(worker, Prefill(request, epoch, prompt, more.get("output", []), sampling, remaining_s))
+        output, keep = more.get("output", []), more.get("keep", KEEP_ALL)
+        self.send(worker, Prefill(request, epoch, prompt, output, sampling, remaining_s, keep=keep))
 
     def admit(
         self,
@@ -327,16 +329,25 @@ class Driver:
         sampling: SamplingParams,
         ticket: bytes,
         epoch: int = 0,
+        keep: KeepSpec = KEEP_ALL,
     ) -> None:
-        self.send(worker, Admit(request, epoch, prompt, self.tokens(request), sampling, ticket, PATIENCE_S))
+        tokens = self.tokens(request)
+        self.send(worker, Admit(request, epoch, prompt, tokens, sampling, ticket, PATIENCE_S, keep=keep))
 
     def abort(self, request: str, *workers: str, epoch: int = 0) -> None:
         for worker in workers:
             self.send(worker, Abort(request, epoch))
 
-    def alone(self, worker: str, request: str, prompt: list[int], sampling: SamplingParams) -> list[int]:
+    def alone(
+        self,
+        worker: str,
+        request: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        keep: KeepSpec = KEEP_ALL,
+    ) -> list[int]:
         """The answer of one decode worker that reads the prompt itself: an undisturbed single-engine run."""
-        self.send(worker, Generate(request, 0, prompt, [], sampling, PATIENCE_S))
+        self.send(worker, Generate(request, 0, prompt, [], sampling, PATIENCE_S, keep=keep))
         ending = self.over(request)
         assert isinstance(ending, Output), ending
         return self.tokens(request)

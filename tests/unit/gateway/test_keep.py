@@ -169,10 +169,10 @@ def test_a_request_that_evicts_gets_a_class_in_which_workers_can(
 @pytest.mark.parametrize(
     ("asked", "classes", "named"),
     [
-        ("tq4", ServedClasses([RAW, TQ4], [RAW], [RAW], RAW), ["'tq4'", "evict KV of raw", "several ranks"]),
+        ("tq4", ServedClasses([RAW, TQ4], [RAW], [RAW], RAW), ["'tq4'", "evict KV of raw", "GPUs"]),
         (None, ServedClasses([RAW, TQ4], [RAW], [RAW], TQ4), ["'tq4.s0'", "evict KV of raw"]),
         (None, ServedClasses([TQ4], [], [], TQ4), ["have KV of tq4.s0", "none of it"]),
-        (None, ServedClasses([RAW], [RAW], [], RAW), ["have KV of raw", "none of it", "several ranks"]),
+        (None, ServedClasses([RAW], [RAW], [], RAW), ["have KV of raw", "none of it", "GPUs"]),
         ("auto", ServedClasses([RAW, TQ4], [RAW], [RAW], RAW), ["does not change", "{'kv': 'raw'}"]),
         (None, ServedClasses([RAW, TQ4], [RAW], [RAW], "auto"), ["does not change", "{'kv': 'raw'}"]),
         (None, ServedClasses([RAW, TQ4], [RAW], [], "auto"), ["have KV of raw and tq4.s0", "none of it"]),

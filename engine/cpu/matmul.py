@@ -14,6 +14,11 @@ Weights that fit into 16 bits without loss (most checkpoints are stored that way
 registers, which is exact: the result is that of float32 weights, at half the memory traffic. bfloat16 is stored in
 pairs: the first half of a line in the low halves of 32-bit words, the second half in the high ones, so that widening is
 one instruction.
+
+4-bit weights lose precision, so they are made only if asked for. Their panels are groups of 64 lines. A group begins
+with the scales of its outputs, then their minima, in float16. 32-bit words follow, each with eight lines of one output.
+A weight is widened in registers to `scale * code + minimum`, rounded once; the result is that of these float32 weights
+to the last bit.
 """
 
 from __future__ import annotations
@@ -44,6 +49,13 @@ HALVES = bool(_FEATURES.get("f16c")) or platform.machine() in ("aarch64", "arm64
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
+
+# 4-bit weights: lines of a group, lines in a word, words of a group's scales and minima, and of a whole group.
+GROUP_LINES, WORD_LINES = 64, 8
+GROUP_HEAD_WORDS = PANEL_OUTPUTS
+GROUP_WORDS = GROUP_HEAD_WORDS + GROUP_LINES // WORD_LINES * PANEL_OUTPUTS
+# Most rows of a tile of 4-bit weights, whose words, scales and minima take registers, too.
+INT4_TILE_ROWS = 4
 
 
 def line_items(kind: Any) -> int:
@@ -89,36 +101,105 @@ def _broadcast_element(builder: Any, scalar: Any) -> Any:
     return builder.shuffle_vector(first, empty, ir.Constant(_WORDS, [0] * LANES))
 
 
-def _sum_products(
-    builder: Any, rows: int, x: list[Any], weight: Any, begin: Any, depth: Any, kind: Any, start: list[Any]
-) -> list[list[Any]]:
-    """Emit the inner loop for a fixed number of rows; returns their sums, [rows][VECTORS], in registers."""
-    function: Any = cgutils.get_or_insert_function
-    fma = function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{LANES}f32")
-    before, body = builder.block, builder.append_basic_block(f"rows{rows}")
-    after = builder.append_basic_block(f"after{rows}")
-    builder.branch(body)
-    builder.position_at_end(body)
+Sums = list[list[Any]]
+
+
+def _emit_loop(builder: Any, name: str, count: Any, start: Sums, body: Callable[[Any, Sums], Sums]) -> Sums:
+    """Emit a loop of `count` >= 1 steps over sums, [rows][VECTORS], in registers; returns the last ones.
+
+    `body` emits a step: it takes the step's index and the sums so far, and returns the new ones.
+    """
+    before, block = builder.block, builder.append_basic_block(name)
+    builder.branch(block)
+    builder.position_at_end(block)
     step = builder.phi(_I64)
-    sums = [[builder.phi(_FLOATS) for _ in range(VECTORS)] for _ in range(rows)]
-    place = builder.add(begin, builder.mul(step, ir.Constant(_I64, line_items(kind))))
-    line = _load_line(builder, weight, place, kind)
+    sums = [[builder.phi(_FLOATS) for _ in row] for row in start]
+    grown = body(step, sums)
+    following, last = builder.add(step, ir.Constant(_I64, 1)), builder.block
+    step.add_incoming(ir.Constant(_I64, 0), before)
+    step.add_incoming(following, last)
+    for held, more, first in zip(sums, grown, start, strict=True):
+        for total, sum_, begin in zip(held, more, first, strict=True):
+            total.add_incoming(begin, before)
+            total.add_incoming(sum_, last)
+    after = builder.append_basic_block(f"{name}.after")
+    builder.cbranch(builder.icmp_signed("<", following, count), block, after)
+    builder.position_at_end(after)
+    return grown
+
+
+def _add_products(builder: Any, fma: Any, x: list[Any], step: Any, line: list[Any], sums: Sums) -> Sums:
+    """The sums after number `step` of each row was multiplied with a line."""
     grown = []
     for row, held in zip(x, sums, strict=True):
         factor = _broadcast_element(builder, builder.load(builder.gep(row, [step])))
         grown.append(
             [builder.call(fma, [factor, part, total]) for part, total in zip(line, held, strict=True)]
         )
-    following = builder.add(step, ir.Constant(_I64, 1))
-    step.add_incoming(ir.Constant(_I64, 0), before)
-    step.add_incoming(following, body)
-    for held, more in zip(sums, grown, strict=True):
-        for total, first, sum_ in zip(held, start, more, strict=True):
-            total.add_incoming(first, before)
-            total.add_incoming(sum_, body)
-    builder.cbranch(builder.icmp_signed("<", following, depth), body, after)
-    builder.position_at_end(after)
     return grown
+
+
+def _sum_products(
+    builder: Any, rows: int, x: list[Any], weight: Any, begin: Any, depth: Any, kind: Any, start: Sums
+) -> Sums:
+    """Emit the inner loop for a fixed number of rows; returns their sums, [rows][VECTORS], in registers."""
+    function: Any = cgutils.get_or_insert_function
+    fma = function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{LANES}f32")
+    if kind == types.int32:
+        return _sum_int4_products(builder, fma, rows, x, weight, begin, depth, start)
+
+    def add_line(step: Any, sums: Sums) -> Sums:
+        place = builder.add(begin, builder.mul(step, ir.Constant(_I64, line_items(kind))))
+        return _add_products(builder, fma, x, step, _load_line(builder, weight, place, kind), sums)
+
+    return _emit_loop(builder, f"rows{rows}", depth, start, add_line)
+
+
+def _sum_int4_products(
+    builder: Any, fma: Any, rows: int, x: list[Any], weight: Any, begin: Any, depth: Any, start: Sums
+) -> Sums:
+    """`_sum_products` for 4-bit weights: a loop over groups, and in it a loop over the lines of a group."""
+    size = ir.Constant(_I64, GROUP_LINES)
+
+    def add_group(group: Any, sums: Sums) -> Sums:
+        place = builder.add(begin, builder.mul(group, ir.Constant(_I64, GROUP_WORDS)))
+        scales, minima = _load_group_head(builder, weight, place)
+        words_at = builder.add(place, ir.Constant(_I64, GROUP_HEAD_WORDS))
+        first = builder.mul(group, size)
+        left = builder.sub(depth, first)
+        count = builder.select(builder.icmp_signed("<", left, size), left, size)
+
+        def add_line(step: Any, held: Sums) -> Sums:
+            word = builder.mul(builder.lshr(step, ir.Constant(_I64, 3)), ir.Constant(_I64, PANEL_OUTPUTS))
+            codes = _load_codes(builder, weight, builder.add(words_at, word), step)
+            line = [builder.call(fma, parts) for parts in zip(scales, codes, minima, strict=True)]
+            return _add_products(builder, fma, x, builder.add(first, step), line, held)
+
+        return _emit_loop(builder, f"lines{rows}", count, sums, add_line)
+
+    last = builder.add(depth, ir.Constant(_I64, GROUP_LINES - 1))
+    return _emit_loop(builder, f"groups{rows}", builder.sdiv(last, size), start, add_group)
+
+
+def _load_group_head(builder: Any, weight: Any, place: Any) -> tuple[list[Any], list[Any]]:
+    """The scales and minima of the group of 4-bit weights at `place`, as float32, `VECTORS` vectors each."""
+    halves = builder.bitcast(weight, ir.HalfType().as_pointer())
+    base = builder.mul(place, ir.Constant(_I64, 2))
+    places = [_element_pointer(builder, halves, base, v * LANES) for v in range(2 * VECTORS)]
+    found = [builder.fpext(_load_vector(builder, each, _HALVES), _FLOATS) for each in places]
+    return found[:VECTORS], found[VECTORS:]
+
+
+def _load_codes(builder: Any, weight: Any, place: Any, step: Any) -> list[Any]:
+    """The codes, 0 to 15, of line `step` of a group as float32, from the words at `place`."""
+    bits = builder.mul(builder.and_(builder.trunc(step, _I32), _I32(WORD_LINES - 1)), _I32(32 // WORD_LINES))
+    empty = ir.Constant(_WORDS, ir.Undefined)
+    first = builder.insert_element(empty, bits, ir.Constant(_I32, 0))
+    shift = builder.shuffle_vector(first, empty, ir.Constant(_WORDS, [0] * LANES))
+    low = ir.Constant(_WORDS, [15] * LANES)
+    places = [_element_pointer(builder, weight, place, v * LANES) for v in range(VECTORS)]
+    words = [_load_vector(builder, each, _WORDS) for each in places]
+    return [builder.sitofp(builder.and_(builder.lshr(word, shift), low), _FLOATS) for word in words]
 
 
 def _multiply_tile(
@@ -139,7 +220,7 @@ def _multiply_tile(
         )
         done, other = builder.append_basic_block("done"), builder.append_basic_block("other")
         choice = builder.switch(count, other)
-        for rows in range(1, TILE_ROWS + 1):
+        for rows in range(1, (INT4_TILE_ROWS if kind == types.int32 else TILE_ROWS) + 1):
             block = builder.append_basic_block(f"tile{rows}")
             choice.add_case(ir.Constant(_I64, rows), block)
             builder.position_at_end(block)
@@ -151,7 +232,7 @@ def _multiply_tile(
                 _load_vector(builder, _element_pointer(builder, biases, b_at, v * LANES), _FLOATS)
                 for v in range(VECTORS)
             ]
-            sums = _sum_products(builder, rows, mine, weights, w_at, depth, kind, start)
+            sums = _sum_products(builder, rows, mine, weights, w_at, depth, kind, [start] * rows)
             for row, held in enumerate(sums):
                 begin = builder.mul(out_row, ir.Constant(_I64, row))
                 for v, total in enumerate(held):
@@ -172,19 +253,28 @@ multiply_tile: Any = intrinsic(_multiply_tile)
 
 @jit
 def multiply_panels(
-    x: Any, depth: int, weight: Any, items: int, bias: Any, begin: int, end: int, columns: int, out: Any
+    x: Any,
+    depth: int,
+    weight: Any,
+    items: int,
+    tile: int,
+    bias: Any,
+    begin: int,
+    end: int,
+    columns: int,
+    out: Any,
 ) -> None:
     """Compute some outputs of a product: out[:, begin:end] = (x @ weight.T + bias)[:, begin:end].
 
-    x, out: flat float32 arrays with rows of `depth` and of `columns` elements; weight: panels of `depth` lines of
-    `items` items, from `pack_panels`; bias: padded to whole panels; begin: a multiple of `PANEL_OUTPUTS`.
+    x, out: flat float32 arrays with rows of `depth` and of `columns` elements; weight: panels of `items` items, from
+    `pack_panels`; tile: most rows of a tile; bias: padded to whole panels; begin: a multiple of `PANEL_OUTPUTS`.
     """
     rows = x.shape[0] // depth
-    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    tiles = (rows + tile - 1) // tile
     # Receives the whole lines of a last, partial panel.
     edge = np.empty(TILE_ROWS * PANEL_OUTPUTS, np.float32)
     for first in range(begin, end, PANEL_OUTPUTS):
-        panel, row = first // PANEL_OUTPUTS * depth * items, 0
+        panel, row = first // PANEL_OUTPUTS * items, 0
         for t in range(tiles):
             # Rows are divided evenly over tiles: eight rows as four and four, not as six and two.
             count = (rows - row + tiles - t - 1) // (tiles - t)
@@ -206,9 +296,16 @@ def pack_panels(panels: Any, kind: str) -> Any:
     return PACKED[kind](np.ascontiguousarray(panels))
 
 
-def packed_items(kind: str, width: int, depth: int) -> int:
-    """The items of the flat array that `pack_panels` makes of `width` outputs, whole panels, with `depth` inputs."""
-    return width // PANEL_OUTPUTS * depth * PACKED_VIEWS[kind]
+def panel_items(kind: str, depth: int) -> int:
+    """The items of a panel with `depth` inputs in the flat array that `pack_panels` makes."""
+    if kind == "int4":
+        return PANEL_OUTPUTS * (-(-depth // GROUP_LINES) + -(-depth // WORD_LINES))
+    return depth * (PANEL_OUTPUTS // 2 if kind == "bfloat16" else PANEL_OUTPUTS)
+
+
+def tile_rows(kind: str) -> int:
+    """The most rows that the kernel computes together with weights of this kind."""
+    return INT4_TILE_ROWS if kind == "int4" else TILE_ROWS
 
 
 def _bfloat16(panels: Any) -> Any:
@@ -217,9 +314,43 @@ def _bfloat16(panels: Any) -> Any:
     return (bits[:, 0] | bits[:, 1] << 16).reshape(-1)
 
 
+def _int4(panels: Any) -> Any:
+    """Pack float32 panels as 4-bit codes with the scales and minima of each group (see the module's description)."""
+    return np.stack([_int4_panel(panel) for panel in panels]).reshape(-1)
+
+
+def _int4_panel(panel: Any) -> Any:
+    """Pack one panel [depth, PANEL] into int32 words."""
+    parts = []
+    for first in range(0, len(panel), GROUP_LINES):
+        codes, scales, minima = quantise_group(panel[first : first + GROUP_LINES])
+        padded = np.zeros((-(-len(codes) // WORD_LINES) * WORD_LINES, PANEL_OUTPUTS), np.uint32)
+        padded[: len(codes)] = codes
+        shifts = np.arange(WORD_LINES, dtype=np.uint32)[None, :, None] * np.uint32(32 // WORD_LINES)
+        words = padded.reshape(-1, WORD_LINES, PANEL_OUTPUTS) << shifts
+        parts += [scales.view(np.int32), minima.view(np.int32)]
+        parts.append(np.bitwise_or.reduce(words, axis=1).view(np.int32).reshape(-1))
+    return np.concatenate(parts)
+
+
+def quantise_group(group: Any) -> tuple[Any, Any, Any]:
+    """Codes [lines, outputs] of 0 to 15, and scales and minima [outputs] in float16, of float32 weights.
+
+    A weight is about `scale * code + minimum` (FlexGen, section 5: group-wise quantisation). Weights of a group that
+    are all equal have scale 0. Weights whose magnitude float16 cannot hold become infinite.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        minima, high = group.min(axis=0).astype(np.float16), group.max(axis=0)
+        least = minima.astype(np.float32)
+        scales = ((high - least) / np.float32(15)).astype(np.float16)
+        wide = scales.astype(np.float32)
+        codes = np.rint((group - least) / np.where(wide > 0, wide, np.float32(1)))
+        return np.nan_to_num(np.clip(codes, 0, 15)).astype(np.uint32), np.maximum(scales, 0), minima
+
+
 PACKED: dict[str, Callable[[Any], Any]] = {
     "float32": lambda panels: panels.reshape(-1),
     "float16": lambda panels: panels.astype(np.float16).view(np.int16).reshape(-1),
     "bfloat16": _bfloat16,
+    "int4": _int4,
 }
-PACKED_VIEWS = {"float32": PANEL_OUTPUTS, "float16": PANEL_OUTPUTS, "bfloat16": PANEL_OUTPUTS // 2}

@@ -69,7 +69,11 @@ class DecoderWeights:
 
 
 class SectionReader:
-    """Reads the sections of one rank from a checkpoint, and packs them. Without a shard: those of the whole model."""
+    """Reads the sections of one rank from a checkpoint, and packs them. Without a shard: those of the whole model.
+
+    `layer_kind` "int4" packs the matrices of layers in 4 bits, with a loss; None packs them without one. The embedding
+    and the product to logits are always exact.
+    """
 
     def __init__(
         self,
@@ -77,8 +81,9 @@ class SectionReader:
         weights: WeightReader,
         place: RankPlacement = WHOLE_MODEL,
         shard: Shard | None = None,
+        layer_kind: str | None = None,
     ) -> None:
-        self.shape, self.place = shape, place
+        self.shape, self.place, self.layer_kind = shape, place, layer_kind
         self.shard = shard or Shard((0, shape.layers), (0, shape.kv_heads))
         self._weights = weights
         start, end = (head * shape.head_dim for head in self.shard.heads)
@@ -140,7 +145,7 @@ class SectionReader:
         weight = [(f"{name}.weight", outputs, rows) for name, outputs, rows in parts]
         added = [(f"{name}.bias", outputs, rows) for name, outputs, rows in parts]
         stack = self._weights.read_stacked
-        return PackedMatrix.pack(stack(weight, self.shape.hidden), stack(added) if bias else None)
+        return self._pack(stack(weight, self.shape.hidden), stack(added) if bias else None)
 
     def _read_split_inputs(self, name: str, inputs: int, part: slice, bias: bool) -> PackedMatrix:
         """A matrix that is split by its inputs.
@@ -150,7 +155,10 @@ class SectionReader:
         hidden = self.shape.hidden
         weight = self._weights.read_tensor(f"{name}.weight", hidden, inputs, columns=part)
         added = bias and self.place.lane == 0
-        return PackedMatrix.pack(weight, self._weights.read_tensor(f"{name}.bias", hidden) if added else None)
+        return self._pack(weight, self._weights.read_tensor(f"{name}.bias", hidden) if added else None)
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
+        return PackedMatrix.pack(weight, bias, self.layer_kind)
 
 
 def layer_section(index: int) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.cpu.linear import PackedMatrix, padded_outputs
-from engine.cpu.matmul import packed_items
+from engine.cpu.matmul import PANEL_OUTPUTS, panel_items
 from engine.cpu.weights.decoder_weights import WeightSection
 
 # Raised when the meaning of a file changes.
@@ -193,7 +193,7 @@ def _view_array(memory: memoryview, dtype: str, shape: tuple[int, ...], at: int)
 
 def _view_matrix(memory: memoryview, one: StoredMatrix) -> PackedMatrix:
     """The matrix that `one` describes. Raises ValueError if it does not fit into the memory."""
-    items = packed_items(one.kind, padded_outputs(one.outputs), one.inputs)
+    items = padded_outputs(one.outputs) // PANEL_OUTPUTS * panel_items(one.kind, one.inputs)
     panels: NDArray[np.generic] = np.ndarray((items,), one.dtype, memory, one.at)
     bias: NDArray[np.float32] = np.ndarray((padded_outputs(one.outputs),), np.float32, memory, one.bias_at)
     return PackedMatrix(one.kind, one.outputs, one.inputs, panels, bias)

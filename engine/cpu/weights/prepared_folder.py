@@ -4,9 +4,9 @@
     <folder>/weights/<key>.lock        held by the process that makes it
 
 `folder` is the kernels' folder, one per CPU, which only its owner may write to (`diptych.kernel_cache`). `key` stands
-for the weights, the model's dimensions, the rank's share of them, and the sizes of panels. The first process packs the
-weights into a file of another name and renames it when it is whole; the others wait, and then map it. All of them share
-its pages, which the system may also drop and read again, as it does with programs.
+for the weights and their kind, the model's dimensions, the rank's share of them, and the sizes of panels. The first
+process packs the weights into a file of another name and renames it when it is whole; the others wait, and then map it.
+All of them share its pages, which the system may also drop and read again, as it does with programs.
 
 Nothing here prevents a start. Without a folder, without room on the disk, or after an error, weights are packed into
 memory of the process. A file that is truncated or of other weights is made anew. Files that no worker opened for
@@ -74,7 +74,7 @@ class PreparedFolder:
     def _key(self, reader: SectionReader) -> str:
         """The name of the file of a rank's weights."""
         shape, place, shard = reader.shape, reader.place, reader.shard
-        rank = repr((shape, shard, place.lane, place.tp, place.first, place.last))
+        rank = repr((shape, shard, place.lane, place.tp, place.first, place.last, reader.layer_kind))
         return hash_fields([MAGIC, self._identity, LANES, PANEL_OUTPUTS, rank]).hex()[:KEY_CHARS]
 
     def _make_file(self, path: Path, reader: SectionReader) -> DecoderWeights:

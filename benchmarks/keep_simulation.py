@@ -21,12 +21,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.keep_spec import PROFILE_ROWS, KeepSpec
-from engine.attention.keep_reference import mean_scores, pool_attention, recovered_masses
+from engine.attention.keep_reference import mean_scores, pool_attention, row_masses
 from engine.model.kv_quality import Attend
 from kvcache.keep import FIRST_TOKENS, KeepRule, choose_policies, kept_mask
 
 Bools = NDArray[np.bool_]
 Doubles = NDArray[np.float64]
+# What counts of the mass that a policy recovers of each row: the product takes the minimum.
+PoolRows = Callable[[Doubles], Any]
 # Puts an attention function into the model. Another one than `own_attention` also codes keys and values.
 Install = Callable[[Attend], AbstractContextManager[None]]
 
@@ -119,20 +121,21 @@ class PromptProfile:
     attention: list[list[Doubles]]
 
 
-def profile_prompt(prompt: Prompt, boundary: int, rule: KeepRule) -> PromptProfile:
-    """The reference's profile of all heads."""
-    scores, masses, attention = list[list[Doubles]](), list[list[Doubles]](), list[list[Doubles]]()
+def profile_prompt(
+    prompt: Prompt, boundary: int, rule: KeepRule, pool_rows: PoolRows = np.min
+) -> PromptProfile:
+    """The reference's profile of all heads; with another `pool_rows` an ablation of it."""
+    scores, masses, attention = list[list[Doubles]](), list[list[Any]](), list[list[Doubles]]()
     kinds = prompt.kinds[: len(prompt.ids)]
     for queries, keys in zip(prompt.queries, prompt.keys, strict=True):
         rows = queries[:, :, -PROFILE_ROWS:].transpose(1, 2).numpy()
         attention.append([pool_attention(q, k) for q, k in zip(rows, keys.numpy(), strict=True)])
         scores.append([mean_scores(one) for one in attention[-1]])
-        masses.append(
-            [
-                recovered_masses(one, mean, kinds, boundary, rule)
-                for one, mean in zip(attention[-1], scores[-1], strict=True)
-            ]
-        )
+        of_rows = [
+            row_masses(one, mean, kinds, boundary, rule)
+            for one, mean in zip(attention[-1], scores[-1], strict=True)
+        ]
+        masses.append([[pool_rows(one) for one in policies] for policies in of_rows])
     return PromptProfile(scores, np.array(masses), attention)
 
 
@@ -153,7 +156,7 @@ class PolicyKeeper:
         return self._kept(layer, head, rows, attention.sum(axis=0) / sees.sum(axis=0), length)
 
     def recovered(self) -> Doubles:
-        """The mass that each head's policy recovers of the profiled rows, [layers, KV heads]."""
+        """The mass that each head's policy recovers of the profiled rows, pooled, [layers, KV heads]."""
         whole = np.concatenate((self._profile.masses, np.ones((*self.policies.shape, 1))), axis=-1)
         masses: Doubles = np.take_along_axis(whole, self.policies[..., None].astype(np.int64), axis=-1)[
             ..., 0

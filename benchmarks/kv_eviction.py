@@ -8,7 +8,8 @@ counted over the same 64 rows of the prompt that FastGen sees, or over all (`hea
 the prompt's beginning in its cache does not compute these.
 
     pruned_pct          rows that heads do not keep at the prompt's end, of all layers and heads
-    prompt_mass_min     recovered mass over the profiled rows, of the worst head of all prompts
+    prompt_mass_min     recovered mass of the profiled rows, of the worst head of all prompts: of its worst row, or with
+                        `--kept-rows mean` of the mean over rows, by which heads then choose their policies
     answer_mass         the same over the answer, mean of heads; `query_head_mass_min`: the mean of the worst query head
     heads_pct           how many percent of heads chose each policy
     loss                nats per token more than with everything, with the 95 % interval over prompts (bootstrap, pairs)
@@ -42,6 +43,7 @@ from benchmarks.keep_simulation import (
     Install,
     Keeper,
     PolicyKeeper,
+    PoolRows,
     Prompt,
     attention_sums,
     compute_answer,
@@ -59,7 +61,7 @@ from engine.model.kv_quality import (
     complete_id,
 )
 from kvcache.codecs.calibration import Calibration
-from kvcache.keep import FREQUENT_FIRST_ORDER, PAPER_ORDER, PUNCT_KIND, KeepRule
+from kvcache.keep import PAPER_ORDER, PUNCT_KIND, KeepRule
 from kvcache.kept_rows import KeptRows
 from kvcache.layout import KvLayout
 from models.recall import RecallSeries
@@ -71,8 +73,10 @@ ANSWER_TOKENS = 96
 FREED_LENGTHS = (1000, 1225, 1450, 1675, 1900)
 # The codec and the threshold that are measured together.
 CODEC, COMBINED = "nuq4-1%", 0.95
-PAPER = KeepRule(PAPER_ORDER)
-RULES = {FASTGEN: PAPER, OTHER_ORDER: KeepRule(FREQUENT_FIRST_ORDER)}
+RULES = {FASTGEN: KeepRule(), OTHER_ORDER: KeepRule(PAPER_ORDER)}
+RULE = RULES[FASTGEN]
+# What counts of the mass that a policy recovers of each of the 64 rows: the product's way, and an ablation.
+POOL_ROWS: dict[str, PoolRows] = {"minimum": np.min, "mean": np.mean}
 Progress = Callable[[str], None]
 
 
@@ -163,10 +167,11 @@ class EvictionRun:
     Args:
         model: of transformers.
         kinds: the kind of each token of the vocabulary.
+        pool_rows: what counts of the masses of rows.
     """
 
-    def __init__(self, model: Any, kinds: NDArray[np.uint8]) -> None:
-        self._model, self._kinds = model, kinds
+    def __init__(self, model: Any, kinds: NDArray[np.uint8], pool_rows: PoolRows = np.min) -> None:
+        self._model, self._kinds, self._pool_rows = model, kinds, pool_rows
         self._install: Install = partial(own_attention, model)
         self.tallies: dict[tuple[str, float], Tally] = {}
 
@@ -174,7 +179,7 @@ class EvictionRun:
         """Computes a passage in all ways."""
         tokens = passage_kinds(passage, self._kinds)
         prompt = compute_prompt(self._model, passage.prompt, tokens, self._install)
-        profiles = {name: profile_prompt(prompt, 0, rule) for name, rule in RULES.items()}
+        profiles = {name: profile_prompt(prompt, 0, rule, self._pool_rows) for name, rule in RULES.items()}
         last = [[rows.sum(axis=0) for rows in heads] for heads in profiles[FASTGEN].attention]
         sums = dict.fromkeys(FIXED_POLICIES, last) | {ALL_ROWS: attention_sums(prompt)}
         self._answer(passage, prompt, None, EVERYTHING, 1.0)
@@ -251,7 +256,7 @@ def measure_freed(
         start = number * (len(stream) - length) // len(FREED_LENGTHS)
         ids = torch.tensor(stream[start : start + length])
         prompt = compute_prompt(model, ids, kinds[ids.numpy()], install)
-        keeper = PolicyKeeper(prompt, profile_prompt(prompt, 0, PAPER), KeepSpec(threshold), PAPER)
+        keeper = PolicyKeeper(prompt, profile_prompt(prompt, 0, RULE), KeepSpec(threshold), RULE)
         heads = [(layer, head) for layer in range(layout.layers) for head in range(layout.kv_heads)]
         kept = KeptRows.from_heads(
             layout,
@@ -278,7 +283,7 @@ def measure_with_codec(
     for passage in passages:
         for codec, (first, then) in (("", (raw, raw)), (name, coded)):
             prompt = compute_prompt(model, passage.prompt, passage_kinds(passage, kinds), first)
-            keeper = PolicyKeeper(prompt, profile_prompt(prompt, 0, PAPER), KeepSpec(COMBINED), PAPER)
+            keeper = PolicyKeeper(prompt, profile_prompt(prompt, 0, RULE), KeepSpec(COMBINED), RULE)
             for keep, one in (("", None), ("evicted", keeper)):
                 record = compute_answer(model, prompt, passage.answer, one, then)
                 loss = torch.nn.functional.cross_entropy(record.logits, passage.answer).item()
@@ -307,6 +312,7 @@ def measure_eviction(
     kinds: NDArray[np.uint8],
     stream: Sequence[int],
     progress: Progress,
+    pool_rows: PoolRows = np.min,
 ) -> dict[str, Any]:
     """The part `eviction` of the figures of one model.
 
@@ -318,12 +324,13 @@ def measure_eviction(
         kinds: the kind of each token of the vocabulary.
         stream: held-out text.
         progress: called with a line from time to time.
+        pool_rows: what counts of the masses of rows; `freed` and `with_codec` are always those of the product.
     """
-    text, passages = EvictionRun(model, kinds), [text_passage(window) for window in windows]
+    text, passages = EvictionRun(model, kinds, pool_rows), [text_passage(window) for window in windows]
     for number, passage in enumerate(passages):
         text.add_passage(passage)
         progress(f"eviction: {number + 1} of {len(passages)} windows")
-    tables = EvictionRun(model, kinds) if series else None
+    tables = EvictionRun(model, kinds, pool_rows) if series else None
     for number, one in enumerate(series):
         assert tables is not None
         tables.add_passage(recall_passage(one))

@@ -1,10 +1,12 @@
 """Which tokens each KV head keeps, after FastGen (Ge et al. 2024, "Model Tells You What to Discard", sections 3 and 4).
 
 A head has one of five policies, from the cheapest to the most expensive. Each keeps what the one before it keeps, and
-one part more: special tokens; punctuation; tokens with frequent attention; a window of local tokens; everything. The
-policy is the first whose recovered mass reaches a threshold: the mean, over the last rows of the prompt, of the
-attention that falls on kept columns. The paper's equation 1 leaves the norm open. With the total variation distance it
-says exactly this, since a softmax over kept columns alone differs from the whole one by the mass that is lost.
+one part more: special tokens; tokens with frequent attention; a window of local tokens; punctuation; everything. The
+policy is the first whose recovered mass reaches a threshold. The mass of a row of the prompt is the attention that
+falls on kept columns; that of a policy is the minimum over the last rows. The paper's equation 1 leaves the norm open.
+With the largest total variation distance of a row it says exactly this, since a softmax over kept columns alone differs
+from the whole one by the mass that is lost. The mean over rows would hide the few rows that look far back, which decide
+what is recalled (`docs/results/eviction.md`).
 
 The paper says little about three things, and this module decides them:
 
@@ -38,7 +40,8 @@ FIRST_TOKENS = 4
 SHORT_PROMPT_TOKENS = 16
 # The policy that keeps everything. Policy p below it keeps parts 0 to p of the rule's order.
 FULL = 4
-# Equation 2 of the paper, and the other order of its Table 5.
+# Equation 2 of the paper, and the other order of its Table 5, which keeps less and loses less
+# (`docs/results/eviction.md`).
 PAPER_ORDER: tuple[Part, ...] = ("special", "punct", "frequent", "local")
 FREQUENT_FIRST_ORDER: tuple[Part, ...] = ("special", "frequent", "local", "punct")
 
@@ -46,6 +49,8 @@ FREQUENT_FIRST_ORDER: tuple[Part, ...] = ("special", "frequent", "local", "punct
 @dataclass(frozen=True, slots=True)
 class KeepRule:
     """The order of the policies' parts and the two shares of the paper (r_l and r_f, section 5.1).
+
+    Both orders are the paper's: `PAPER_ORDER` and `FREQUENT_FIRST_ORDER`, the default.
 
     Args:
         order: all four parts, `special` first.
@@ -56,7 +61,7 @@ class KeepRule:
         ValueError: the order lacks a part, or a share is not between 0 and 1.
     """
 
-    order: tuple[Part, ...] = PAPER_ORDER
+    order: tuple[Part, ...] = FREQUENT_FIRST_ORDER
     local_share: float = 0.3
     frequent_share: float = 0.3
 
@@ -196,19 +201,43 @@ def mask_without_window(
     Raises:
         ValueError: there is no such policy, scores are missing, or the arrays have different lengths.
     """
+    if scores is not None and len(scores) != len(positions):
+        raise ValueError(f"{len(positions)} rows have {len(scores)} scores")
+    kept, candidates = split_rows(policy, kinds, positions, length, prompt_tokens, boundary, rule)
+    if "frequent" in rule.policy_parts(policy):
+        if scores is None:
+            raise ValueError(f"policy {policy} keeps frequent tokens, and needs scores")
+        kept |= pick_frequent(scores, candidates, rule.num_frequent(length))
+    return kept
+
+
+def split_rows(
+    policy: int,
+    kinds: NDArray[np.uint8],
+    positions: NDArray[Any],
+    length: int,
+    prompt_tokens: int,
+    boundary: int,
+    rule: KeepRule,
+) -> tuple[Bools, Bools]:
+    """What of `mask_without_window` is known without scores, and so is the same for all heads with these rows.
+
+    Returns:
+        The rows that are kept whatever their scores, and the candidates for frequent ones, [n] each. A policy without
+        frequent tokens has no candidates.
+
+    Raises:
+        ValueError: there is no such policy, or the arrays have different lengths.
+    """
     parts = rule.policy_parts(policy)
-    if not len(kinds) == len(positions) == len(positions if scores is None else scores):
-        raise ValueError(f"{len(positions)} rows have {len(kinds)} kinds, or another number of scores")
+    if len(kinds) != len(positions):
+        raise ValueError(f"{len(positions)} rows have {len(kinds)} kinds")
     kept: Bools = (positions < max(boundary, FIRST_TOKENS)) | ((kinds & SPECIAL_KIND) != 0)
     if "punct" in parts:
         kept |= (kinds & PUNCT_KIND) != 0
-    if "frequent" in parts:
-        if scores is None:
-            raise ValueError(f"policy {policy} keeps frequent tokens, and needs scores")
-        window = rule.window_tokens(prompt_tokens) if "local" in parts else 0
-        candidates = ~kept & (positions < length - window)
-        kept |= pick_frequent(scores, candidates, rule.num_frequent(length))
-    return kept
+    window = rule.window_tokens(prompt_tokens) if "local" in parts else 0
+    candidates: Bools = ~kept & (positions < length - window) & ("frequent" in parts)
+    return kept, candidates
 
 
 def _share_of(tokens: int, share: float) -> int:

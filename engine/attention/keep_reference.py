@@ -24,7 +24,7 @@ class HeadProfile:
 
     Args:
         scores: mean attention to each token, over the profiled rows that see it, [n].
-        masses: recovered mass of policies 0 to 3, [4].
+        masses: recovered mass of policies 0 to 3, of the row with the least, [4].
         policy: the cheapest one that suffices.
     """
 
@@ -78,7 +78,15 @@ def mean_scores(attention: Doubles) -> Doubles:
 def recovered_masses(
     attention: Doubles, scores: Doubles, kinds: NDArray[np.uint8], boundary: int, rule: KeepRule
 ) -> Doubles:
-    """The mass of attention that policies 0 to 3 recover, the mean over rows, [4].
+    """The mass of attention that policies 0 to 3 recover of each row, at least: the minimum over rows, [4]."""
+    masses: Doubles = row_masses(attention, scores, kinds, boundary, rule).min(axis=1)
+    return masses
+
+
+def row_masses(
+    attention: Doubles, scores: Doubles, kinds: NDArray[np.uint8], boundary: int, rule: KeepRule
+) -> Doubles:
+    """The mass of attention that policies 0 to 3 recover of each row, [4, R].
 
     Special, punctuation and frequent tokens are those that are kept at the end of the prompt. The window slides: each
     row has the one that ends at its own token.
@@ -87,11 +95,11 @@ def recovered_masses(
     positions = np.arange(n)
     lengths = np.arange(n - rows, n) + 1
     windows = positions >= lengths[:, None] - rule.window_tokens(n)
-    masses = np.empty(FULL)
+    masses = np.empty((FULL, rows))
     for policy in range(FULL):
         fixed = mask_without_window(policy, kinds, positions, scores, n, n, boundary, rule)
         kept = fixed | windows if "local" in rule.policy_parts(policy) else fixed[None]
-        masses[policy] = (attention * kept).sum(axis=1).mean()
+        masses[policy] = (attention * kept).sum(axis=1)
     return masses
 
 

@@ -8,7 +8,7 @@ module says where they lie in a raw pool, whose rows are its keys and values: `[
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.keep_spec import KeepSpec
-from engine.cpu.keep_profile import RowColumns, sum_attention
-from kvcache.keep import FULL, KeepRule, choose_policies, kept_mask, mask_without_window
+from engine.cpu.keep_profile import PolicyTrial, RowColumns, sum_attention
+from kvcache.keep import FULL, KeepRule, choose_policies, kept_mask, split_rows
 from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
 from kvcache.layout import KvLayout
 
@@ -42,7 +42,8 @@ class HeadColumns:
 
     def select(self, chosen: NDArray[np.bool_]) -> HeadColumns:
         """Some of the columns; `chosen` is [columns]."""
-        return HeadColumns(self.positions[chosen], self.places[chosen])
+        columns = np.flatnonzero(chosen)
+        return HeadColumns(self.positions[columns], np.take(self.places, columns, axis=0))
 
 
 class ColumnSource(Protocol):
@@ -160,24 +161,24 @@ class HeadDecider:
         """
         policies = np.empty((self._layout.layers, self._layout.kv_heads), np.uint8)
         positions, kept = np.arange(point.length), list[HeadColumns]()
-        near = point.length - self._rule.window_tokens(point.prompt_tokens)
-        seen = {window: self._find_rows(point, positions, window) for window in set(self._windows)}
-        plain = {
-            policy: self._mask_columns(point, positions, policy, None)
-            for policy in range(FULL)
-            if "frequent" not in self._rule.policy_parts(policy)
-        }
-        for layer, head in np.ndindex(policies.shape):
-            columns = point.source.find_columns(layer, head)
-            masses, masks = self._profile_head(
-                point, columns, layer, head, *seen[self._windows[layer]], plain
-            )
-            policy = int(choose_policies(masses, point.spec.threshold, point.prompt_tokens))
-            policies[layer, head] = policy
-            mask = masks[policy] if policy < FULL else np.ones(point.length, np.bool_)
-            if policy < FULL and "local" in self._rule.policy_parts(policy):
-                mask = mask | (positions >= near)
-            kept.append(columns.select(mask & (positions >= point.spec.boundary)))
+        trials = {window: self._prepare_trial(point, positions, window) for window in set(self._windows)}
+        near = positions >= point.length - self._rule.window_tokens(point.prompt_tokens)
+        behind = positions >= point.spec.boundary
+        for layer, window in enumerate(self._windows):
+            queries = point.queries[layer, point.rows % CHUNK_TOKENS]
+            for head in range(self._layout.kv_heads):
+                columns = point.source.find_columns(layer, head)
+                keys = point.source.read_keys(layer, head, columns)
+                masses, mask = trials[window].run(queries, head, self._group, keys)
+                policy = int(choose_policies(masses, point.spec.threshold, point.prompt_tokens))
+                policies[layer, head] = policy
+                if policy == FULL:
+                    mask = behind
+                elif "local" in self._rule.policy_parts(policy):
+                    mask = (mask | near) & behind
+                else:
+                    mask &= behind
+                kept.append(columns.select(mask))
         return policies, kept
 
     def apply_policies(self, point: DecisionPoint, policies: NDArray[np.uint8]) -> list[HeadColumns]:
@@ -188,7 +189,7 @@ class HeadDecider:
             positions, scores = columns.positions, None
             if policy != FULL and "frequent" in self._rule.policy_parts(policy):
                 seen, visible = self._find_rows(point, positions, self._windows[layer])
-                scores = self._sum_columns(point, columns, layer, head, seen, with_near=False)[0] / visible
+                scores = self._sum_columns(point, columns, layer, head, seen) / visible
             mask = kept_mask(
                 policy, point.kinds[positions], positions, scores, point.length, point.prompt_tokens,
                 point.spec.boundary, self._rule,
@@ -202,59 +203,27 @@ class HeadDecider:
         seen = RowColumns.of_positions(point.rows, positions, window, near)
         return seen, np.maximum(seen.count_rows(len(positions)), 1)
 
-    def _sum_columns(
-        self,
-        point: DecisionPoint,
-        columns: HeadColumns,
-        layer: int,
-        head: int,
-        seen: RowColumns,
-        with_near: bool,
-    ) -> tuple[Floats, Floats]:
-        """The attention of each column of a head, as `sum_attention`."""
-        # [rows, heads of the group * head_dim]
-        heads = slice(
-            head * self._group * self._layout.head_dim, (head + 1) * self._group * self._layout.head_dim
-        )
-        queries = point.queries[layer, :, heads][point.rows % CHUNK_TOKENS]
-        keys = point.source.read_keys(layer, head, columns)
-        return sum_attention(queries, 0, self._group, keys, seen, with_near)
-
-    def _mask_columns(
-        self, point: DecisionPoint, positions: Ints, policy: int, scores: NDArray[np.float64] | None
-    ) -> NDArray[np.bool_]:
-        """The columns of a prompt that a policy keeps for another reason than its window."""
-        return mask_without_window(
-            policy,
-            point.kinds,
-            positions,
-            scores,
-            point.length,
-            point.prompt_tokens,
-            point.spec.boundary,
-            self._rule,
-        )
-
-    def _profile_head(
-        self, point: DecisionPoint, columns: HeadColumns, layer: int, head: int, seen: RowColumns, visible: Ints,
-        plain: Mapping[int, NDArray[np.bool_]],
-    ) -> tuple[NDArray[np.float64], list[NDArray[np.bool_]]]:  # fmt: skip
-        """The recovered mass of policies 0 to 3, up to the first that suffices, then NaN; and the masks of those.
-
-        `plain` are the masks of policies that need no scores.
-        """
-        sums, near = self._sum_columns(point, columns, layer, head, seen, with_near=True)
-        scores = sums / visible
-        masses, masks = np.full(FULL, np.nan), list[NDArray[np.bool_]]()
-        for policy in range(FULL):
-            mask = plain.get(policy)
-            masks.append(
-                self._mask_columns(point, columns.positions, policy, scores) if mask is None else mask
+    def _prepare_trial(self, point: DecisionPoint, positions: Ints, window: int) -> PolicyTrial:
+        """What all heads of layers with this sliding window share at the end of a prompt."""
+        splits = [
+            split_rows(
+                policy, point.kinds, positions, point.length, point.prompt_tokens, point.spec.boundary, self._rule
             )
-            mass = sums[masks[-1]].sum(dtype=np.float64)
-            if "local" in self._rule.policy_parts(policy):
-                mass += near[~masks[-1]].sum(dtype=np.float64)
-            masses[policy] = mass / len(point.rows)
-            if masses[policy] >= point.spec.threshold:
-                break
-        return masses, masks
+            for policy in range(FULL)
+        ]  # fmt: skip
+        return PolicyTrial(
+            *self._find_rows(point, positions, window),
+            plain=np.stack([plain for plain, _ in splits]),
+            candidates=np.stack([candidates for _, candidates in splits]),
+            local=np.array(["local" in self._rule.policy_parts(policy) for policy in range(FULL)]),
+            frequent=self._rule.num_frequent(point.length),
+            threshold=point.spec.threshold,
+        )
+
+    def _sum_columns(
+        self, point: DecisionPoint, columns: HeadColumns, layer: int, head: int, seen: RowColumns
+    ) -> Floats:
+        """The attention of each column of a head, as `sum_attention`."""
+        queries = point.queries[layer, point.rows % CHUNK_TOKENS]
+        keys = point.source.read_keys(layer, head, columns)
+        return sum_attention(queries, head, self._group, keys, seen)

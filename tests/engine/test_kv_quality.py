@@ -12,14 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.kv_engine import EngineModel
-from benchmarks.kv_quality import (
-    FOLDER,
+from benchmarks.kv_quality import FOLDER, count_answers, draw_plot
+from benchmarks.kv_schemes import (
     HEAD_DIM,
     KV_HEADS,
     LAYERS,
     WIDTH,
-    count_answers,
-    draw_plot,
     fit_samples,
     fp8_scheme,
     list_schemes,

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diptych.keep_spec import KeepSpec
+from engine.cpu import keep_profile
 from engine.cpu.eviction import query_record_bytes
 from engine.cpu.keep_profile import build_profile_kernel
 from engine.cpu.model_runner import CpuModelRunner
@@ -93,7 +94,7 @@ def check_decisions(run: EvictedRun, pooled: list[torch.Tensor]) -> None:
                 assert np.array_equal(found, had[had >= 64])
                 continue
             mask = mask_without_window(policy, kinds[had], had, scores, n, PROMPT, 64, rule)
-            if policy == 3:
+            if "local" in rule.policy_parts(policy):
                 mask |= had >= n - rule.window_tokens(PROMPT)
             expected = had[mask & (had >= 64)]
             assert len(found) == len(expected)
@@ -108,9 +109,12 @@ def profile_masses(rows: Any, scores: Any, kinds: Any, rule: KeepRule) -> Any:
     n, masses = rows.shape[1], np.zeros(FULL)
     for policy in range(FULL):
         mask = mask_without_window(policy, kinds, np.arange(n), scores, n, n, 64, rule)
+        of_rows = list[float]()
         for number, row in enumerate(rows):
             near = np.arange(n) > n - len(rows) + number - rule.window_tokens(n)
-            masses[policy] += row[mask | near if policy == 3 else mask].sum() / len(rows)
+            kept = mask | near if "local" in rule.policy_parts(policy) else mask
+            of_rows.append(row[kept].sum())
+        masses[policy] = min(of_rows)
     return masses
 
 
@@ -225,7 +229,8 @@ def test_warming_up_compiles_the_kernels_of_evictions_and_leaves_nothing() -> No
     runner.warm()
     evictor = runner._attentions[0].evictor
     assert evictor is not None and evictor.recorded_bytes == 0 and pool.free == 4
-    kernels = build_ragged_kernel(32), build_profile_kernel(32)
+    kernels = [build_ragged_kernel(32), build_profile_kernel(32)]
+    kernels += [keep_profile._sum_columns, keep_profile._try_policies]
     assert all(kernel.signatures for kernel in kernels)  # type: ignore[attr-defined]
 
 

@@ -103,15 +103,16 @@ def constructed_heads(n: int) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.f
 @pytest.mark.parametrize("n", [128, 200, 333])
 def test_heads_that_are_made_for_a_policy_get_it(n: int) -> None:
     kinds, heads = constructed_heads(n)
-    found = {name: profile_of(target, kinds, KeepRule()).policy for name, target in heads.items()}
+    rule = KeepRule(PAPER_ORDER)
+    found = {name: profile_of(target, kinds, rule).policy for name, target in heads.items()}
     assert found == {"sink": 0, "punctuation": 1, "5 columns": 2, "window": 3, "uniform": FULL}
-    names = KeepRule().policy_names
-    assert names == ("special", "+punct", "+frequent", "+local", "full")
+    assert rule.policy_names == ("special", "+punct", "+frequent", "+local", "full")
 
 
-def test_the_other_order_asks_for_frequent_tokens_first() -> None:
+def test_the_default_order_asks_for_frequent_tokens_first() -> None:
     kinds, heads = constructed_heads(200)
-    rule = KeepRule(FREQUENT_FIRST_ORDER)
+    rule = KeepRule()
+    assert rule == KeepRule(FREQUENT_FIRST_ORDER)
     found = {name: profile_of(target, kinds, rule).policy for name, target in heads.items()}
     assert found == {"sink": 0, "punctuation": 1, "5 columns": 1, "window": 2, "uniform": FULL}
     positions = np.arange(200)
@@ -119,6 +120,16 @@ def test_the_other_order_asks_for_frequent_tokens_first() -> None:
     target = np.broadcast_to((many > 0).astype(float), (PROFILE_ROWS, 200))
     assert profile_of(target, many, rule).policy == 3
     assert rule.policy_names == ("special", "+frequent", "+local", "+punct", "full")
+
+
+def test_one_row_that_looks_elsewhere_is_not_hidden_by_the_others() -> None:
+    """All rows but one look at the first tokens, and it at nothing that is cheap to keep: the mean would hide it."""
+    kinds, heads = constructed_heads(200)
+    target = np.repeat(heads["sink"][:1], PROFILE_ROWS, axis=0)
+    assert profile_of(target, kinds, KeepRule()).policy == 0
+    target[17] = heads["uniform"][0]
+    profile = profile_of(target, kinds, KeepRule())
+    assert profile.policy == FULL and (profile.masses < 0.95).all()
 
 
 def test_equal_masses_take_the_cheaper_policy_and_one_keeps_everything() -> None:

@@ -54,9 +54,9 @@ def kept_room_tokens(tokens: int, boundary: int, share: float, held_tokens: int 
     """Tokens of room, in whole chunks, of a sequence of `tokens` that keeps `share` of what lies behind `boundary`.
 
     Beside what is kept there is the room that every sequence that evicts needs. It is never less than `held_tokens`,
-    which it has.
+    which it has. The chunk that its last tokens are in counts whole, so that the room grows with chunks.
     """
-    kept = -(-kept_tokens(tokens, boundary, share) // CHUNK_TOKENS) * CHUNK_TOKENS
+    kept = _whole_chunks(kept_tokens(_whole_chunks(tokens), boundary, share))
     return max(kept + DROPPING_TOKENS, held_tokens)
 
 
@@ -64,4 +64,9 @@ def held_tokens(report: KeptReport, boundary: int) -> int:
     """Tokens of room, in whole chunks, that a sequence holds after the decision that `report` is of, at least."""
     heads = sum(report.policies.values())
     tokens = boundary + (report.all_rows // heads if heads else 0)
-    return max(0, -(-tokens // CHUNK_TOKENS) - report.freed_slabs) * CHUNK_TOKENS
+    return max(0, _whole_chunks(tokens) - report.freed_slabs * CHUNK_TOKENS)
+
+
+def _whole_chunks(tokens: int) -> int:
+    """`tokens`, rounded up to whole chunks."""
+    return -(-tokens // CHUNK_TOKENS) * CHUNK_TOKENS

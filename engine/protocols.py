@@ -22,8 +22,7 @@ class StepRunner(Protocol):
     """Runs a batch of `StepWork` through the model and returns the logits. Repeating a batch does no harm.
 
     `done` is called with the number of layers whose KV is complete; without an error, the last call reports all layers.
-    A runner may have an attribute `prepare_seconds`: the time its last run took before the model itself ran; and
-    `can_evict`: whether it is an `EvictingRunner` and set up as one. Without it, it cannot evict.
+    A runner may have an attribute `prepare_seconds`: the time its last run took before the model itself ran.
     """
 
     def run(self, batch: list[Any], done: OnLayersDone | None = None) -> list[Any]:
@@ -69,10 +68,6 @@ class EvictingRunner(StepRunner, Protocol):
 
     The runner keeps the queries and the map of each such sequence by its key, until `forget_kept`.
     """
-
-    @property
-    def can_evict(self) -> bool:
-        """Whether it was set up to evict; if not, everything below raises ValueError, but for `forget_kept`."""
 
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         """Decide what every head keeps, and copy the kept rows aside, so that the sequence can give up its slabs.
@@ -172,6 +167,9 @@ class StepObserver(Protocol):
 
     def on_sequence_arrived(self, seq: sequence.Sequence, now_s: float) -> None:
         """The engine has accepted a sequence, to prefill it or to continue from transferred KV."""
+
+    def on_decisions(self, decided: Sequence[sequence.Sequence], seconds: float) -> None:
+        """In the step under way, sequences came to decision points, and it took so long to decide what they keep."""
 
     def on_step_end(
         self,

@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.slo import Slo
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 
 # Bounds of numbers that come from files. pydantic checks them where a file is read (`planner.json_file`).
 MAX_NUMBER, MAX_SECONDS, MAX_SHARE = 1e18, 1e3, 10.0
+# Room that kept rows take beyond their number, in tokens: half a frame of 16 for each head, and the map of the rows.
+BAG_SLACK_TOKENS = 9
 Count = Annotated[int, Gt(0), Le(10**18)]
 CountOrZero = Annotated[int, Ge(0), Le(10**18)]
 Positive = Annotated[float, Gt(0.0), Le(MAX_NUMBER)]
@@ -134,6 +137,30 @@ class KvClass:
     token_bytes: float
     room: float
     work: KvClassWork = KvClassWork()
+
+
+@dataclass(frozen=True, slots=True)
+class KvKeep:
+    """What eviction of KV does at a `threshold`, as measured with the requests of a workload (`diptych.keep_spec`).
+
+    A sequence keeps `share` of its rows. When a prompt ends, deciding what stays takes `prompt_s` seconds for each of
+    its tokens; after each further 64 tokens `answer_s` for each token of prompt and answer. `work` compares steps on
+    such KV with steps on all of it; its ratios are for tokens before anything is dropped.
+    """
+
+    threshold: Annotated[float, Gt(0.0), Lt(1.0)]
+    share: Annotated[float, Gt(0.0), Le(1.0)]
+    prompt_s: Seconds = 0.0
+    answer_s: Seconds = 0.0
+    work: KvClassWork = KvClassWork()
+
+    def bag_chunks(self, tokens: int) -> int:
+        """Chunks that hold what is kept of `tokens` tokens, with the map of it."""
+        return max(1, math.ceil((self.share * tokens + BAG_SLACK_TOKENS) / CHUNK_TOKENS))
+
+    def held_tokens(self, tokens: int) -> int:
+        """Tokens of room, in whole chunks, of a sequence of `tokens` that has decided what it keeps."""
+        return (self.bag_chunks(tokens) + 1) * CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

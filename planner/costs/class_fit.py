@@ -1,4 +1,6 @@
-"""Fits what steps on KV of one class cost, over what they would cost on KV of the class that a cost was fitted to."""
+"""Fits what steps on KV of one class cost, over what they would cost on KV of the class that a cost was fitted to; and
+what it costs to decide which KV is kept.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,22 @@ def fit_class_work(points: StepSamples, cost: StepCost) -> tuple[KvClassWork, Fi
     return work, FitError(
         float(np.mean(errors)), max(errors), float(np.mean(unseen)), max(unseen), len(points)
     )
+
+
+def fit_decisions(samples: Sequence[tuple[float, int, int]]) -> tuple[float, float]:
+    """Seconds of a decision for each token of a prompt that has ended, and of an answer at a later point.
+
+    Args:
+        samples: (seconds, tokens of prompts, tokens of answers) of the decisions of each step.
+    """
+    if not samples:
+        return 0.0, 0.0
+    data = np.asarray(samples, dtype=np.float64)
+    columns = data[:, 1:]
+    # Only the tokens that occur are fitted: without any long answer nothing is known of the second number.
+    scale = np.maximum(columns.max(axis=0), 1.0)
+    prompt, answer = nnls(columns / scale, data[:, 0])[0] / scale
+    return float(prompt), float(answer)
 
 
 def class_batch(batch: StepBatch, work: KvClassWork) -> StepBatch:

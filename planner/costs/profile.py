@@ -16,7 +16,7 @@ from planner.costs.roofline import RooflineCost, roofline_cost
 from planner.costs.step import StepCost
 from planner.hardware import Device
 from planner.hardware import find_device as named_device
-from planner.types import CostModel, KvClassWork, LinkSpec, Parallelism, Seconds
+from planner.types import CostModel, KvClassWork, KvKeep, LinkSpec, Parallelism, Seconds
 
 # What the kinds of steps in `CostProfile.fit_error` are called in messages.
 STEP_KIND_WORDS = {"prefill": "prefill", "decode": "decode", "mixed": "mixed steps", "all": "all steps"}
@@ -40,7 +40,8 @@ class CostProfile:
     """Costs of one model on one device. `rooms` are measured KV capacities in tokens; others follow from memory.
 
     `fit_error` holds relative errors by name ("prefill_mean", "decode_max", …). `kv_classes` says, by codec, what work
-    on KV costs that is not in the codec of `model`, where that was measured.
+    on KV costs that is not in the codec of `model`, where that was measured; `kv_keep` what eviction does, at each
+    threshold that was measured.
     """
 
     model: ModelDims
@@ -51,6 +52,7 @@ class CostProfile:
     fit_error: Mapping[str, float] = field(default_factory=dict)
     overheads: Overheads = field(default_factory=Overheads)
     kv_classes: Mapping[str, KvClassWork] = field(default_factory=dict)
+    kv_keep: tuple[KvKeep, ...] = ()
 
     def cost(self, split: Parallelism, cross: int = 1) -> CostModel:
         """Seconds of a step with that split: measured, scaled from the nearest measured split, or analytic.

@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 
 from diptych.errors import ConfigError
-from planner.costs.class_fit import fit_class_work
+from planner.costs.class_fit import fit_class_work, fit_decisions
 from planner.costs.fit import FitError, fit_decode, fit_mixed, fit_prefill
 from planner.costs.joint_fit import fit_joint, joint_fit_error
 from planner.costs.model import ModelDims
 from planner.costs.profile import CostProfile, Overheads
 from planner.costs.step import CostLine, StepCost
 from planner.hardware import Device
-from planner.types import KvClassWork, LinkSpec, Parallelism, StepBatch
+from planner.types import KvClassWork, KvKeep, LinkSpec, Parallelism, StepBatch
 
 # Request names with this prefix are the gateway's own readiness probes.
 CANARY_PREFIX = "canary-"
@@ -38,16 +38,21 @@ TRIM_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One logged step; `begun_s` and `ended_s` are seconds on the machine's clock."""
+    """One logged step; `begun_s` and `ended_s` are seconds on the machine's clock.
+
+    In `decide_s` of its seconds, sequences with `decided` tokens (of prompts, of answers) decided what they keep.
+    """
 
     begun_s: float
     ended_s: float
     batch: StepBatch
+    decide_s: float = 0.0
+    decided: tuple[int, int] = (0, 0)
 
     @property
     def seconds(self) -> float:
-        """How long the step took."""
-        return self.ended_s - self.begun_s
+        """How long the step took, without decisions about what is kept."""
+        return self.ended_s - self.begun_s - self.decide_s
 
 
 @dataclass(slots=True)
@@ -64,6 +69,17 @@ class WorkerTrace:
     steps: list[MeasuredStep] = field(default_factory=list)
     come: dict[str, float] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
+    # Seconds and tokens of decisions in the step whose line is still to come.
+    _deciding: tuple[float, tuple[int, int]] = (0.0, (0, 0))
+
+    def note_decisions(self, seconds: float, prompts: int, answers: int) -> None:
+        """In the next step, decisions took so long."""
+        self._deciding = seconds, (prompts, answers)
+
+    def add_step(self, begun_s: float, ended_s: float, batch: StepBatch) -> None:
+        """The next step, with the decisions that were noted before."""
+        self.steps.append(MeasuredStep(begun_s, ended_s, batch, *self._deciding))
+        self._deciding = 0.0, (0, 0)
 
     def between(self, begun_s: float, ended_s: float) -> WorkerTrace:
         """The part of the trace with `begun_s` <= time < `ended_s`."""
@@ -110,9 +126,9 @@ def _add_log_line(traces: list[WorkerTrace], line: Any) -> None:
         case ["first", at_s, request]:
             traces[-1].first.setdefault(request, at_s)
         case ["step", begun_s, ended_s, tokens, squares, rows, context]:
-            traces[-1].steps.append(
-                MeasuredStep(begun_s, ended_s, StepBatch(tokens, float(squares), rows, context))
-            )
+            traces[-1].add_step(begun_s, ended_s, StepBatch(tokens, float(squares), rows, context))
+        case ["evict", float(seconds) | int(seconds), int(prompts), int(answers)]:
+            traces[-1].note_decisions(seconds, prompts, answers)
         case _:
             raise ValueError("not a line of a step log")
 
@@ -157,6 +173,23 @@ def fit_kv_class(steps: Sequence[MeasuredStep], cost: StepCost) -> tuple[KvClass
             "the cost of a KV class cannot be fitted", "no step of it was logged", "measure for longer"
         )
     return fit_class_work(points, cost)
+
+
+def fit_kv_keep(
+    steps: Sequence[MeasuredStep], cost: StepCost, threshold: float, share: float
+) -> tuple[KvKeep, FitError]:
+    """Fits what eviction at a threshold costs, over `cost`, which was fitted to steps of requests that keep everything.
+
+    `share` of their rows is what the requests of `steps` have kept.
+
+    Raises:
+        ConfigError: there are no steps.
+    """
+    work, error = fit_kv_class(steps, cost)
+    prompt_s, answer_s = fit_decisions(
+        [(step.decide_s, *step.decided) for step in steps if any(step.decided)]
+    )
+    return KvKeep(threshold, share, prompt_s, answer_s, work), error
 
 
 def fit_costs(steps: Sequence[MeasuredStep]) -> FittedCosts:

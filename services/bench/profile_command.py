@@ -15,14 +15,17 @@ from rich.table import Table
 
 from diptych.chunks import RAW_CLASS
 from diptych.config.options import Config
+from diptych.errors import ConfigError
 from planner.costs import profiler
 from planner.costs.kv_classes import base_codec, read_classes
 from planner.costs.kv_codec import with_kv_codec
+from planner.costs.kv_keep import check_threshold
 from planner.costs.profile_file import save_profile
 from planner.costs.step import StepCost
 from planner.types import CostModel, StepBatch
 from planner.workload.workload import Workload, find_workload
 from services.bench.profile_run import (
+    LiveDeployment,
     LoadStage,
     Measurement,
     PoolSizes,
@@ -53,21 +56,25 @@ def run_profile(
     as_json: bool,
     kv_cache_codec: str = RAW_CLASS,
     kv_cache_calibration: Path | None = None,
+    kv_keep: float = 1.0,
 ) -> int:
     """Measure, write, and say how well it fits. Returns the exit status.
 
     The profile names `kv_cache_codec`, in which the measured workers keep KV, with `kv_cache_calibration` if they take
     one from elsewhere than the model's folder. Of several codecs with shares, each is measured: costs are those of
-    `raw` if that is one of them, else of the first, and `CostProfile.kv_classes` has the others.
+    `raw` if that is one of them, else of the first, and `CostProfile.kv_classes` has the others. With a `kv_keep` below
+    1 requests that evict at this threshold are measured too (`CostProfile.kv_keep`).
 
     Raises:
-        ConfigError: the workload, the model, the file or the codec is wrong.
+        ConfigError: the workload, the model, the file, the codec or the threshold is wrong, or workers
+            cannot evict.
         StartError: the deployment does not come up.
     """
     require_writable(out, "--out")
     base = base_codec(kv_cache_codec)
     names = [str(one.codec_id) for one in read_classes(kv_cache_codec)]
     classes = [base, *(name for name in names if name != base)] if names else []
+    _check_keep(kv_keep, classes)
     console = Console(stderr=True)
     pools = PoolSizes(0, 0, colocated) if colocated else PoolSizes()
     source = find_workload(workload)
@@ -76,6 +83,7 @@ def run_profile(
     if kv_cache_calibration is not None:
         kept += ["--kv-cache-calibration", str(kv_cache_calibration)]
     with running_deployment(pools, folder, kept) as live:
+        _check_workers_evict(live, kv_keep, kv_cache_codec)
         most = live.target.max_model_len
         fitting: Workload = source.shrunk(shrink, most or 1 << 20)
 
@@ -84,7 +92,7 @@ def run_profile(
 
         if most is not None and (long := source.longer(most, shrink)).longer:
             say(f"{workload}: {long} are longer than the {most:,} tokens that the model takes, and are cut")
-        found = measure_profile(live, fitting, seconds, depths, seed, say, classes)
+        found = measure_profile(live, fitting, seconds, depths, seed, say, classes, kv_keep)
     profile = replace(found.profile, model=with_kv_codec(found.profile.model, base))
     found = replace(found, profile=profile)
     save_profile(profile, out)
@@ -93,6 +101,27 @@ def run_profile(
     else:
         _print_figures(Console(), found, out)
     return 0
+
+
+def _check_keep(kv_keep: float, classes: Sequence[str]) -> None:
+    """Raises ConfigError: the threshold is out of its range, or cannot be measured together with several classes."""
+    check_threshold(kv_keep)
+    if kv_keep < 1 and classes:
+        raise ConfigError(
+            "eviction is measured with KV of one class",
+            f"--kv-keep {kv_keep}, and --kv-cache-codec names {len(classes)} classes",
+            "measure them one after the other",
+        )
+
+
+def _check_workers_evict(live: LiveDeployment, kv_keep: float, kv_cache_codec: str) -> None:
+    """Raises ConfigError: eviction is to be measured, and these workers keep everything."""
+    if kv_keep < 1 and not live.get_status()["kv_keep"]["classes"]:
+        raise ConfigError(
+            f"--kv-keep {kv_keep} cannot be measured: these workers keep all KV",
+            f"they cannot evict KV of the class {kv_cache_codec} (docs/eviction.md)",
+            "use --kv-cache-codec raw, or leave out --kv-keep",
+        )
 
 
 def measurement_figures(found: Measurement) -> dict[str, Any]:
@@ -119,6 +148,7 @@ def measurement_figures(found: Measurement) -> dict[str, Any]:
             life.worker: round(profiler.mean_step_gap_s([life]) * 1e3, 4) for life in found.step_logs
         },
         "kv_classes": {name: asdict(work) for name, work in found.profile.kv_classes.items()},
+        "kv_keep": [asdict(one) for one in found.profile.kv_keep],
         "stages": [_stage_figures(found, stage) for stage in found.stages],
     }
 
@@ -160,6 +190,14 @@ def _print_figures(console: Console, found: Measurement, out: Path) -> None:
             f"KV of the class {name}: a prompt's token takes {work['token']:.2f} times as long, its square"
             f" {work['square']:.2f} times, a token of context {work['context']:.2f} times;"
             f" off by {errors[f'kv_{name}_held_out_mean']:.1%} unseen",
+            highlight=False,
+        )
+    for one in found.profile.kv_keep:
+        console.print(
+            f"eviction at {one.threshold}: {one.share:.0%} of the KV stays; a decision takes"
+            f" {one.prompt_s * 1e6:.3g} µs for each token at the end of a prompt, {one.answer_s * 1e6:.3g} µs later;"
+            f" a token of context takes {one.work.context:.2f} times as long;"
+            f" off by {errors[f'keep_{one.threshold}_held_out_mean']:.1%} unseen",
             highlight=False,
         )
     console.print(

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,16 @@ class LiveDeployment:
             for line in lines
             if line["event"] == "moved" and line["request"] in names
         ]
+
+    def read_kept_share(self, names: Container[str]) -> float:
+        """The share of their rows that the requests `names` kept of their prompts; 1 if none of them has decided."""
+        first: dict[str, tuple[int, int]] = {}
+        for content in _complete_lines((self.folder / "requests").read_bytes()):
+            line = msgspec.json.decode(content)
+            if line["event"] == "tokens" and "all_rows" in line and line["request"] in names:
+                first.setdefault(line["request"], (line["kept_rows"], line["all_rows"]))
+        kept, rows = (sum(counts[place] for counts in first.values()) for place in (0, 1))
+        return kept / rows if rows else 1.0
 
 
 def _complete_lines(content: bytes) -> list[bytes]:
@@ -324,17 +334,20 @@ def measure_profile(
     seed: int = 1,
     say: Say = lambda line: None,
     kv_classes: Sequence[str] = (),
+    keep: float = 1.0,
 ) -> Measurement:
     """The profile of a deployment that is up.
 
     `kv_classes` are those of its workers, if there are several. Costs are fitted to steps on KV of the first one; each
-    other one is measured in as many stages of its own. All of them share `seconds`.
+    other one is measured in as many stages of its own, and so are requests that evict at the threshold `keep`, if it is
+    below 1. All of them share `seconds`.
 
     Raises:
         ConfigError: the workload has too few unlike requests to fit costs to.
         StartError: no request was answered.
     """
-    base, each_s = (kv_classes[0] if kv_classes else ""), seconds / max(1, len(kv_classes))
+    base, rounds = (kv_classes[0] if kv_classes else ""), max(1, len(kv_classes)) + (keep < 1)
+    each_s = seconds / rounds
     source: JobSource = KvMixedSource(workload, {base: 1.0})
     first = [replace(job, at_s=0.0) for job in source.sample(MIN_STAGE_REQUESTS, 1.0, seed + 1000)]
     cold = _run_stage(live, first, depths[0])
@@ -344,8 +357,13 @@ def measure_profile(
         say(f"KV of the class {name}:")
         mixed = KvMixedSource(workload, {name: 1.0})
         further[name] = run_stages(live, mixed, each_s, depths, seed, cold.rate_rps, say)
+    evicting = list[LoadStage]()
+    if keep < 1:
+        say(f"requests that keep {keep} of their attention:")
+        asking = replace(live, target=replace(live.target, keep=keep))
+        evicting = run_stages(asking, source, each_s, depths, seed, cold.rate_rps, say)
     logs = live.read_step_logs()
-    traces = [life.between(done[0].begun_s, done[-1].ended_s) for life in logs]
+    traces = [life.between(*_span_s(done)) for life in logs]
     # With one request at a time, none waits for a step to end. The simulator models that wait itself.
     alone = done[0]
     calm = [life.between(alone.begun_s, alone.ended_s) for life in traces]
@@ -357,6 +375,8 @@ def measure_profile(
     where = f"measured on this machine: {live.pools}, {len(traces)} workers, {os.cpu_count()} cores"
     made = profiler.build_profile(shape, find_device(CPU), Parallelism(), room, costs, beside, where)
     made = _add_classes(made, costs.cost, logs, further)
+    if evicting:
+        made = _add_keep(made, costs.cost, live, [life.between(*_span_s(evicting)) for life in logs], keep)
     busy = [life.saturation_tokens for life in traces if life.role == "prefill"]
     found = Measurement(made, max(busy, default=0), traces, done, dict(costs.counts), class_stages=further)
     handled = [
@@ -374,11 +394,34 @@ def _add_classes(
     """The profile with what steps cost on KV of further classes, and with the errors of these fits."""
     works, errors = dict[str, KvClassWork](), dict(made.fit_error)
     for name, stages in further.items():
-        traces = [life.between(stages[0].begun_s, stages[-1].ended_s) for life in logs]
+        traces = [life.between(*_span_s(stages)) for life in logs]
         works[name], error = profiler.fit_kv_class([step for life in traces for step in life.steps], cost)
         errors[f"kv_{name}_mean"], errors[f"kv_{name}_held_out_mean"] = error.mean, error.held_out
         errors[f"kv_{name}_max"], errors[f"kv_{name}_held_out_max"] = error.largest, error.held_out_largest
     return replace(made, kv_classes=works, fit_error=errors)
+
+
+def _add_keep(
+    made: CostProfile, cost: StepCost, live: LiveDeployment, traces: Sequence[WorkerTrace], threshold: float
+) -> CostProfile:
+    """The profile with what eviction at a threshold keeps and costs, from the logs of the stages that evicted."""
+    share = live.read_kept_share({name for life in traces for name in life.come})
+    keep, error = profiler.fit_kv_keep(
+        [step for life in traces for step in life.steps], cost, threshold, share
+    )
+    name = f"keep_{threshold}"
+    errors = {
+        f"{name}_mean": error.mean,
+        f"{name}_held_out_mean": error.held_out,
+        f"{name}_max": error.largest,
+        f"{name}_held_out_max": error.held_out_largest,
+    }
+    return replace(made, kv_keep=(keep,), fit_error={**made.fit_error, **errors})
+
+
+def _span_s(stages: Sequence[LoadStage]) -> tuple[float, float]:
+    """When the first of the stages began and the last one ended."""
+    return stages[0].begun_s, stages[-1].ended_s
 
 
 def _served_shape(live: LiveDeployment, base: str) -> tuple[ModelDims, int]:

@@ -76,10 +76,15 @@ class BenchServer:
     max_model_len: int | None
     # The classes of KV that a request may choose from; empty if there is no choice.
     kv_classes: tuple[str, ...] = ()
+    # The threshold of eviction that every request asks for; None: that of the server.
+    keep: float | None = None
 
     def request_body(self, text: str, tokens: int, kv_class: str = "") -> bytes:
         """A request for an answer of `tokens`, in a class of KV where there is a choice; "": the server's default."""
-        more = {"diptych": {"kv": kv_class}} if kv_class and self.kv_classes else {}
+        own: dict[str, Any] = {"kv": kv_class} if kv_class and self.kv_classes else {}
+        if self.keep is not None:
+            own["keep"] = self.keep
+        more = {"diptych": own} if own else {}
         return _request_body(self.route, self.model, self.length_fields, text, tokens, more)
 
     async def send_smallest(self, tokens: int = 1) -> StreamedAnswer:

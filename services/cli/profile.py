@@ -77,13 +77,21 @@ def profile(
         ),
     ] = RAW_CLASS,
     kv_cache_calibration: CalibrationFile = None,
+    kv_keep: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Measure requests that evict KV at this threshold too, as in `serve`",
+            rich_help_panel=MEASUREMENT_PANEL,
+        ),
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the requests", rich_help_panel=MEASUREMENT_PANEL)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile's figures as JSON")] = False,
 ) -> None:
     """Bound in `services.cli.main`."""
     run: Any = importlib.import_module("services.bench.profile_command").run_profile
     load = workload, shrink, colocated, seconds, _parse_depths(depths), seed
-    raise typer.Exit(run(model, out, *load, as_json, kv_cache_codec, kv_cache_calibration))
+    raise typer.Exit(run(model, out, *load, as_json, kv_cache_codec, kv_cache_calibration, kv_keep))
 
 
 def _parse_depths(text: str) -> tuple[int, ...]:

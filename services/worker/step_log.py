@@ -4,6 +4,8 @@ One JSON list per line, times in seconds on the machine's monotonic clock:
 
     ["role", t, worker, role, saturation_tokens]                a life begins; saturation_tokens fill a step
     ["come", t, request]                                        a prompt to prefill, or a request whose KV has arrived
+    ["evict", seconds, prompts, answers]                        decisions in the next step about what to keep: tokens of
+                                                                prompts that ended, and of answers at later points
     ["step", begun, ended, tokens, squares, rows, context]      see `planner.types.StepBatch`
     ["first", t, request]                                       its first token from this worker
 
@@ -117,6 +119,11 @@ class StepRecorder:
     def on_sequence_arrived(self, seq: sequence.Sequence, now_s: float) -> None:
         """Record the arrival of a prompt, or of a request whose KV is here."""
         self.log.write_line("come", now_s, seq.id)
+
+    def on_decisions(self, decided: Sequence[sequence.Sequence], seconds: float) -> None:
+        """Record how long it took to decide what sequences keep."""
+        prompts = sum(seq.computed for seq in decided if seq.computed == len(seq.prompt))
+        self.log.write_line("evict", seconds, prompts, sum(seq.computed for seq in decided) - prompts)
 
     def on_step_end(
         self,

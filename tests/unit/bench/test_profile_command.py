@@ -8,11 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 
 from diptych.errors import ConfigError, StartError
 from services.bench import profile_command
-from services.bench.profile_run import PoolSizes
+from services.bench.profile_run import LiveDeployment, PoolSizes
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -56,7 +57,8 @@ def test_each_class_of_a_list_is_measured_raw_first(
         yield SimpleNamespace(target=SimpleNamespace(max_model_len=1024))
 
     def measure(*arguments: Any) -> NoReturn:
-        asked.append(arguments[-1])
+        asked.append(arguments[-2])
+        assert arguments[-1] == 1.0, "nothing is evicted"
         raise StartError("not here")
 
     monkeypatch.setattr(profile_command, "running_deployment", start)
@@ -77,3 +79,49 @@ def test_a_list_that_cannot_be_is_refused_before_anything_is_started(
     with pytest.raises(ConfigError) as caught:
         profile_command.run_profile("", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, codecs)
     assert len(caught.value.lines()) <= 6
+
+
+def test_eviction_is_measured_beside_whole_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers evict nothing by themselves: the same ones serve both. They have to be able to."""
+
+    @contextlib.contextmanager
+    def start(pools: PoolSizes, model: str = "", options: Sequence[str] = ()) -> Iterator[Any]:
+        option, codec = options
+        assert option == "--kv-cache-codec"
+        status = {"kv_keep": {"classes": ["raw"] if codec == "raw" else []}}
+        yield SimpleNamespace(target=SimpleNamespace(max_model_len=1024), get_status=lambda: status)
+
+    def measure(*arguments: Any) -> NoReturn:
+        assert arguments[-2:] == ([], 0.95)
+        raise StartError("not here")
+
+    monkeypatch.setattr(profile_command, "running_deployment", start)
+    monkeypatch.setattr(profile_command, "measure_profile", measure)
+
+    def run(codecs: str, keep: float) -> None:
+        profile_command.run_profile(
+            "", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, codecs, kv_keep=keep
+        )
+
+    with pytest.raises(StartError):
+        run("raw", 0.95)
+    for codecs, keep in (("raw", 0.0), ("raw", 1.5), ("raw:0.5,tq4", 0.95), ("int8", 0.95)):
+        with pytest.raises(ConfigError) as caught:
+            run(codecs, keep)
+        assert len(caught.value.lines()) <= 6 and "--kv-keep" in "\n".join(caught.value.lines())
+
+
+def test_the_share_is_that_of_the_first_decisions_of_the_stage(tmp_path: Path) -> None:
+    lines = [
+        {"event": "arrive", "request": "a"},
+        {"event": "tokens", "request": "a", "count": 1, "kept_rows": 30, "all_rows": 100},
+        {"event": "tokens", "request": "a", "count": 1},
+        {"event": "tokens", "request": "a", "count": 1, "kept_rows": 99, "all_rows": 164},
+        {"event": "tokens", "request": "b", "count": 1, "kept_rows": 150, "all_rows": 300},
+        {"event": "tokens", "request": "before", "count": 1, "kept_rows": 1, "all_rows": 900},
+    ]
+    (tmp_path / "requests").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines) + b"{")
+    unused: Any = None
+    live = LiveDeployment(PoolSizes(), "", "", tmp_path, unused, unused)
+    assert live.read_kept_share({"a", "b", "c"}) == 180 / 400
+    assert live.read_kept_share({"c"}) == 1.0, "none has decided"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from diptych.keep_spec import KeepSpec
 from diptych.messages import Failed, Output
 from engine import sequence
 from engine.step_work import StepWork
@@ -16,9 +17,13 @@ class RecordingObserver:
         self.arrived: list[tuple[str, float]] = []
         self.ran: list[list[tuple[str, int, int]]] = []
         self.messages: list[Output | Failed] = []
+        self.decided: list[tuple[list[tuple[str, int]], float]] = []
 
     def on_sequence_arrived(self, seq: sequence.Sequence, now_s: float) -> None:
         self.arrived.append((seq.id, now_s))
+
+    def on_decisions(self, decided: Sequence[sequence.Sequence], seconds: float) -> None:
+        self.decided.append(([(seq.id, seq.computed) for seq in decided], seconds))
 
     def on_step_end(
         self,
@@ -53,3 +58,18 @@ def test_a_sequence_that_goes_on_here_has_arrived_as_well() -> None:
     seq.slabs = bench.holdings.allocate(seq.key, 2)
     bench.engine.adopt(seq, 7.0)
     assert observer.arrived == [("a", 7.0)]
+
+
+def test_decisions_are_observed_with_their_time() -> None:
+    observer = RecordingObserver()
+    bench = EngineBench(observer=observer, caching=False, max_num_batched_tokens=512)
+    for name in ("a", "b"):
+        bench.engine.add(fakes.sequence(name, 100, sampling(70), keep=KeepSpec(0.5)), 0.0)
+    while bench.engine.has_work:
+        bench.engine.step(bench.clock)
+    assert [decided for decided, _ in observer.decided] == [
+        [("a", 100), ("b", 100)],
+        [("a", 164), ("b", 164)],
+    ]
+    spent = bench.engine.stats.step_parts["evict"]
+    assert sum(seconds for _, seconds in observer.decided) == spent > 0

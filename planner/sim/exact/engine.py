@@ -17,6 +17,8 @@ from math import inf
 from typing import cast
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import decision_tokens
+from diptych.kept_report import KeptReport
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence, num_chunks
 from engine.sequence_table import SequenceTable, first_output_seconds
@@ -26,7 +28,7 @@ from kvcache.prefix_tree import PrefixTree
 from kvcache.slab_ledger import SlabLedger
 from planner.costs.step import StepVariation
 from planner.sim.exact.cores import SimCores
-from planner.types import CostModel, KvClassWork, StepBatch
+from planner.types import CostModel, KvClassWork, KvKeep, StepBatch
 
 # Number of a run's steps that are computed at once at first. It doubles each time the run goes on.
 FIRST_RUN_STEPS = 8
@@ -46,6 +48,8 @@ class SimSequence(Sequence):
     size: int = 0
     # Number of chunks that were announced to a decode worker before there was a ticket.
     announced: int = 0
+    # What it kept by its latest decision, until an output has told.
+    kept: KeptReport | None = None
 
 
 SimPrefills = list[tuple[SimSequence, int]]
@@ -60,6 +64,7 @@ class SimOutput:
     finish: str | None = None
     held: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
+    kept: KeptReport | None = None
 
 
 def make_output(task: SimSequence, count: int, now_s: float) -> SimOutput:
@@ -73,6 +78,7 @@ class StepRun:
 
     The context grows by `growth` with each step. Tokens of a class count as often as its KV makes them cost.
     `ends` are the times at which steps end, as far as they have been computed; the run has at most `most` steps.
+    If it is not cut, sequences decide after `decides_at` steps what they keep, which takes `decide_s` seconds.
     """
 
     begun_s: float
@@ -84,6 +90,8 @@ class StepRun:
     ends: list[float] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     cut: bool = False
+    decides_at: int = 0
+    decide_s: float = 0.0
 
     @property
     def over(self) -> bool:
@@ -136,6 +144,13 @@ class PipelineStages:
         return self._rhythm.factor(batch, self._cores.busy(at_s, self)) * next(self._tapes[batch.tokens > 0])
 
 
+def _decides_at(task: SimSequence, end: int) -> bool:
+    """Whether the sequence will decide what it keeps when `end` of its tokens have KV (`Sequence.must_decide`)."""
+    if not task.keep.evicts or end != decision_tokens(task.size, end):
+        return False
+    return end < task.total or end - task.size + 1 < task.sampling.max_tokens
+
+
 def build_allocator(limits: EngineLimits, caching: bool) -> KvAllocator | KvArenas:
     """The slabs of an engine, in an arena for each KV class if it has several."""
     if not limits.arena_slabs:
@@ -150,8 +165,9 @@ def build_allocator(limits: EngineLimits, caching: bool) -> KvAllocator | KvAren
 class SimEngine:
     """A scheduler, its memory, and the current run of steps. With `skips`, one plan may stand for many steps.
 
-    `work` says by KV class what work on it costs; it is empty if all KV costs the same. `preempted` counts preemptions
-    by class, `most_used` the slabs of each class that were held at one time at most.
+    `work` says by KV class what work on it costs; it is empty if all KV costs the same. `keep` says what sequences that
+    evict keep. `preempted` counts preemptions by class, `most_used` the slabs of each class that were held at one time
+    at most.
     """
 
     def __init__(
@@ -161,8 +177,10 @@ class SimEngine:
         caching: bool,
         skips: bool,
         work: Mapping[str, KvClassWork] | None = None,
+        keep: KvKeep | None = None,
     ) -> None:
-        self.scheduler, self.limits = Scheduler(limits), limits
+        self.scheduler, self.limits, self._keep = Scheduler(limits), limits, keep
+        self._usual_work = SAME_WORK if keep is None else keep.work
         self.holdings = build_allocator(limits, caching)
         self.table = SequenceTable(self.scheduler, self.holdings)
         self.stages, self.skips, self._work = stages, skips, work or {}
@@ -194,6 +212,8 @@ class SimEngine:
             self.most_used[name] = max(most, self.holdings.arena_of(name).used)
         if self.skips and not waited_for and run.rows:
             run.most = self._steps_unchanged(run, spare)
+        if self._keep is not None:
+            self._plan_decisions(run, self._keep)
         self.run = run
         self.extend_run()
         return run
@@ -211,8 +231,8 @@ class SimEngine:
         """Fills in the run's decode rows and prompt parts from the plan."""
         work = self.table.select_work(plan)
         run.rows, run.parts = cast(list[SimSequence], work.decodes), cast(SimPrefills, work.prefills)
-        if self._work:
-            ratios = [self._work[task.kv_class].context for task in run.rows]
+        if self._work or self._keep is not None:
+            ratios = [self._work.get(task.kv_class, self._usual_work).context for task in run.rows]
             run.context = sum(task.computed * ratio for task, ratio in zip(run.rows, ratios, strict=True))
             run.growth = sum(ratios)
         else:
@@ -227,12 +247,15 @@ class SimEngine:
         if run.parts or scheduler.waiting or scheduler.adopted or len(rows) < len(scheduler.running):
             return 1
         most = min([task.max_output - len(task.output) for task in rows])
+        if self._keep is not None:
+            # A run ends where sequences decide.
+            most = min(most, min(task.capacity - task.computed for task in rows))
         for name in self.limits.kv_classes:
             mine = self.limits.select_arena(rows, name)
             free = self.holdings.arena_of(name).free - (len(mine) if spare else 0)
             if (most // CHUNK_TOKENS + 1) * len(mine) <= free:
                 continue
-            grown = sum(max(0, num_chunks(task.computed + most) - len(task.slabs)) for task in mine)
+            grown = sum(max(0, task.slabs_for(task.computed + most) - len(task.slabs)) for task in mine)
             if grown > free:
                 return 1
         return most
@@ -249,8 +272,11 @@ class SimEngine:
         at_s = run.ends[-1] if run.ends else run.begun_s
         for step in range(first, end):
             before_s, at_s = at_s, self.stages.end_s(at_s, self._step_batch(run, step))
-            run.ends.append(at_s)
             run.costs.append(at_s - before_s)
+            if step + 1 == run.decides_at:
+                at_s += run.decide_s
+                self.stages.busy_s += run.decide_s
+            run.ends.append(at_s)
             if at_s >= deadline_s:
                 run.most = len(run.ends)
                 break
@@ -262,7 +288,7 @@ class SimEngine:
             return StepBatch(0, 0.0, rows, run.context + step * run.growth)
         tokens, squares = 0.0, 0.0
         for task, count in run.parts:
-            work = self._work.get(task.kv_class, SAME_WORK)
+            work = self._work.get(task.kv_class, self._usual_work)
             tokens += work.token * count
             squares += work.square * ((task.computed + count) ** 2 - task.computed**2)
         return StepBatch(tokens, squares, rows, run.context)
@@ -318,11 +344,15 @@ class SimEngine:
         self._account_run(run)
         steps, outputs, all_ = run.most, list[SimOutput](), not self.skips
         self.table.advance(run.rows, steps)
+        if self._keep is not None:
+            self._decide_kept(run, self._keep)
         for task in run.rows:
+            if self._keep is not None and task.key not in self.scheduler.running:
+                # It was preempted for one that decided.
+                continue
             computed = task.computed
             # Allocates the slabs that the plans of the skipped steps would have taken.
-            if computed > CHUNK_TOKENS * len(task.slabs):
-                missing = num_chunks(computed) - len(task.slabs)
+            if (missing := task.slabs_for(computed) - len(task.slabs)) > 0:
                 task.slabs += self.table.arena_of(task).allocate(task.key, missing)
             if steps > 1:
                 # Its first output was scheduled when the run began.
@@ -330,15 +360,58 @@ class SimEngine:
             # Every token of a decoding sequence but the last has KV.
             count = computed + 1 - task.size
             begins = computed >= task.quiet and not computed % CHUNK_TOKENS
-            if begins or all_ or count >= task.max_output or task.silent:
+            if begins or all_ or count >= task.max_output or task.silent or task.kept is not None:
                 outputs.append(self._emit_tokens(task, count, now_s))
             else:
                 task.output = cast(list[int], range(count))
         for task, read in run.parts:
-            self.table.advance([task], read)
+            if self._keep is None:
+                self.table.advance([task], read)
+            elif task.key not in self.scheduler.running:
+                continue
             if task.pending == 0:
                 outputs.append(self._emit_tokens(task, len(task.output) + task.wants_token, now_s))
         return outputs
+
+    # ---- decision points
+
+    def _plan_decisions(self, run: StepRun, keep: KvKeep) -> None:
+        """Notes how long the decisions take that come at the end of the run, unless it is cut."""
+        ahead = [(task, task.computed + run.most) for task in run.rows]
+        ahead += [(task, task.computed + count) for task, count in run.parts]
+        due = [(task, end) for task, end in ahead if _decides_at(task, end)]
+        if due:
+            run.decides_at = run.most
+            run.decide_s = sum(
+                end * (keep.prompt_s if end == task.size else keep.answer_s) for task, end in due
+            )
+
+    def _decide_kept(self, run: StepRun, keep: KvKeep) -> None:
+        """Lets sequences at decision points drop KV as the engine does: when all of the step have their KV, and before
+        any of them gets its next token.
+        """
+        for task, read in run.parts:
+            self.table.advance([task], read)
+        for task in run.rows:
+            task.output = cast(list[int], range(task.computed - task.size))
+        tasks = [*run.rows, *(task for task, _ in run.parts)]
+        deciding = sorted((task for task in tasks if task.must_decide), key=lambda task: task.precedence)
+        if deciding:
+            self.table.record_decisions(deciding, run.decide_s)
+        for task in deciding:
+            if task.key in self.scheduler.running:
+                self._evict(task, keep)
+
+    def _evict(self, task: SimSequence, keep: KvKeep) -> None:
+        """Lets the heads of one sequence drop KV; if there are too few slabs for the rest, others are preempted."""
+        self.table.release_undecided(task)
+        while self.table.take_bag(task, keep.bag_chunks(task.computed)) is None:
+            victim = self.scheduler.worst_holder(task)
+            self._preempt_sequence(victim.key)
+            if victim is task:
+                return
+        freed = max(0, num_chunks(task.computed) - len(task.slabs))
+        task.kept = KeptReport(round(keep.share * task.computed), task.computed, {"": 1}, freed)
 
     def _account_run(self, run: StepRun) -> None:
         rows, prefilled = len(run.rows), sum(count for _, count in run.parts)
@@ -350,6 +423,7 @@ class SimEngine:
         """The output of a sequence that has generated `count` tokens by now; drops the sequence if it has finished."""
         task.output = cast(list[int], range(count))
         output = make_output(task, count, now_s)
+        output.kept, task.kept = task.kept, None
         output.finish = self.table.finish_reason(task, count >= task.max_output)
         output.held = self.table.settle_output(task, output.finish)
         return output

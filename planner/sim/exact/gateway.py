@@ -9,6 +9,8 @@ from functools import cache, partial
 from math import inf
 from typing import Any, cast
 
+from diptych.chunks import RAW_CLASS
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.messages import Heartbeat, Hello, Linked, Output, Prefill, Step
 from diptych.request import Request, RequestStage, SamplingParams
 from planner.sim.exact.cores import GatewayProcessor, SimCores
@@ -85,6 +87,8 @@ class SimGatewaySpec:
     caching: bool = False
     handling: GatewayCpuCost | None = None
     several_classes: bool = False
+    # What all requests keep of their KV.
+    keep: KeepSpec = KEEP_ALL
 
 
 class SimGateway:
@@ -138,6 +142,7 @@ class SimGateway:
             max_model_len,
             endpoints,
             kv_classes=_class_pools(worker),
+            keep_classes=[RAW_CLASS] if self.terms.keep.evicts else [],
         )
         self._handle_event(WorkerSaid(worker.name, hello))
 
@@ -192,7 +197,9 @@ class SimGateway:
         if produced.output == known and not produced.finish:
             return None
         tokens = [0] * (produced.output - known)
-        return Output(task.id, task.epoch, tokens, finish=produced.finish, seconds=produced.seconds)
+        return Output(
+            task.id, task.epoch, tokens, finish=produced.finish, seconds=produced.seconds, kept=produced.kept
+        )
 
     def _send_heartbeats(self) -> None:
         """Delivers a heartbeat of every worker, and schedules the next ones while requests are open."""
@@ -242,6 +249,7 @@ class SimGateway:
         prompt = cast(list[int], SimPrompt(job.prompt, entry.names))
         output = cast(list[int], SimPrompt(0))
         request = Request(name, prompt, _sampling_params(most), job.at_s + terms.timeout_s, output)
+        request.keep = terms.keep
         if terms.several_classes:
             request.kv_class = job.kv_class or None
         request.entered_s[RequestStage.ADMITTED] = job.at_s
@@ -283,6 +291,7 @@ class SimGateway:
             size=job.prompt,
             quiet=quiet,
             kv_class=order.kv_class,
+            keep=order.keep,
         )
 
     # ---- the relay

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import Admit, Failed, Fetch, Pulled, Staging
 from engine.kv_admission import (
     DepartureEffect,
@@ -87,12 +88,19 @@ def _placeholder_chunks(count: int) -> tuple[OfferedChunk, ...]:
     return tuple(OfferedChunk(slab, bytes(16)) for slab in range(count))
 
 
-def make_ticket(order: Admit | Fetch, num_tokens: int) -> Ticket:
-    """The ticket of an order to fetch. In simulations `order.ticket` holds only the name of the worker with the KV."""
+def offer_ticket(worker: str, num_bag_slabs: int = 0) -> bytes:
+    """What an offer of KV at `worker` says in simulations: its name, and the slabs of its bag if it was evicted."""
+    return (f"{worker} {num_bag_slabs}" if num_bag_slabs else worker).encode()
+
+
+def make_ticket(order: Admit | Fetch, num_tokens: int, keep: KeepSpec = KEEP_ALL) -> Ticket:
+    """The ticket of an order to fetch, whose `order.ticket` is one of `offer_ticket`."""
+    worker, _, bag = order.ticket.decode().partition(" ")
     terms = DigestContext(
-        order.request, order.epoch, num_tokens, (0, 1), "float16", CHUNK_SHAPE, "simulated", CHUNK_BYTES
-    )
-    return Ticket(terms, order.ticket.decode(), "1", _placeholder_chunks(num_chunks(num_tokens)))
+        order.request, order.epoch, num_tokens, (0, 1), "float16", CHUNK_SHAPE, "simulated", CHUNK_BYTES,
+        keep=keep, num_bag_slabs=int(bag or 0),
+    )  # fmt: skip
+    return Ticket(terms, worker, "1", _placeholder_chunks(terms.num_bag_slabs or num_chunks(num_tokens)))
 
 
 class SimFetcher:
@@ -122,7 +130,12 @@ class SimFetcher:
         """Queues a request whose KV is offered, or (without a ticket) still being computed. Raises SequenceRefused."""
         # The last token is the first decode input and has no KV yet. Without a ticket that token is still to come.
         num_tokens = task.total - bool(order.ticket)
-        ticket = make_ticket(order, num_tokens) if order.ticket else None
+        if task.keep.evicts:
+            num_tokens = decision_tokens(len(task.prompt), num_tokens)
+        ticket = make_ticket(order, num_tokens, task.keep) if order.ticket else None
+        if ticket is not None and task.keep.evicts:
+            # The bag, and a slab for the tokens since the decision.
+            task.kept_slabs = ticket.terms.num_bag_slabs + 1
         self.admission.enqueue(SimArrival(task, num_tokens, now_s, ticket, ticket_s=now_s))
 
     def hint(self, message: Staging) -> None:

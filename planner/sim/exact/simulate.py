@@ -11,6 +11,7 @@ the hand-off protocol. Only time, messages, steps and KV transfers are simulated
 Not simulated:
 
 - Faults.
+- What each head keeps: every sequence keeps the same share of its rows.
 - The host tier for preempted sequences: they are prefilled again.
 - Names for the chunks of answers: a follow-up request finds only those chunks cached that the trace names.
 - The gateway's CPU, except for the costs in `handling` (heartbeats never wait for it).
@@ -30,6 +31,7 @@ from typing import Protocol, TypeVar, overload
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
+from diptych.keep_spec import KEEP_ALL, KeepSpec
 from engine.saturation import saturation_length
 from engine.sequence import EngineLimits
 from planner.costs.profile import CostProfile
@@ -51,6 +53,7 @@ from planner.types import (
     Job,
     JobResult,
     KvClass,
+    KvKeep,
     LinkSpec,
     Placement,
     StepBatch,
@@ -105,7 +108,8 @@ class SimDeployment:
     The placement describes one cell. There are `cells` equal ones, each with its own gateway; a request goes to the
     cell with the fewest requests per device. Colocated pools beside others form a separate cell. `link` is the port of
     each instance (`planner.sim.exact.links`), `token_bytes` the KV bytes per token. With `kv_classes`, of which there
-    are several, each instance has a pool for each, with the bytes of that class. A request takes `gateway_s` seconds to
+    are several, each instance has a pool for each, with the bytes of that class. With `keep`, all requests evict KV at
+    its threshold. A request takes `gateway_s` seconds to
     reach the relay, each message to or from a worker `hop_s`. `max_tokens` is what clients ask for (None: exactly
     the length of their answer). `local_prefill` is the gateway's setting; with "auto", steps of decode instances are
     kept within `tpot_s`. With `handling`, each gateway has a CPU that does one thing at a time and shares `cores` with
@@ -117,6 +121,7 @@ class SimDeployment:
     link: LinkSpec = field(default_factory=LinkSpec)
     token_bytes: float = 0.0
     kv_classes: tuple[KvClass, ...] = ()
+    keep: KvKeep | None = None
     gateway_s: float = 0.0
     hop_s: float = 0.0
     max_model_len: int = 1 << 20
@@ -321,6 +326,7 @@ class ExactSimulation:
             deployment.prefix_caching,
             deployment.handling,
             bool(deployment.kv_classes),
+            KEEP_ALL if deployment.keep is None else KeepSpec(deployment.keep.threshold),
         )
         links, cores = SimLinks(self.agenda, deployment.link), SimCores(deployment.cores)
         gateway = SimGateway(
@@ -345,7 +351,8 @@ class ExactSimulation:
         skips = self.skips and pool.split.pp == 1 and rhythm is None and deployment.handling is None
         work = {one.name: one.work for one in deployment.kv_classes}
         engines = [
-            SimEngine(limits, stages, deployment.prefix_caching, skips, work) for _ in range(pool.split.pp)
+            SimEngine(limits, stages, deployment.prefix_caching, skips, work, deployment.keep)
+            for _ in range(pool.split.pp)
         ]
         chunk_bytes = {one.name: round(one.token_bytes * CHUNK_TOKENS) for one in deployment.kv_classes} or {
             "": round(deployment.token_bytes * CHUNK_TOKENS)
@@ -425,6 +432,8 @@ def _check_deployment(deployment: SimDeployment) -> None:
         raise ValueError(
             "a deployment with one KV class names none: `token_bytes` and its rooms are of that class"
         )
+    if deployment.kv_classes and deployment.keep is not None:
+        raise ValueError("requests that evict are simulated with one KV class only")
     if deployment.cores < 1:
         raise ConfigError(
             f"{deployment.cores} cores", "at least one core is needed", "give a positive number"

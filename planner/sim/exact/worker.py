@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import decision_tokens
 from diptych.messages import (
     Abort,
     Admit,
@@ -31,7 +32,7 @@ from engine.sequence import SequenceRefused
 from engine.sequence_table import DEADLINE_FAILURE
 from planner.sim.exact.engine import SimEngine, SimOutput, SimSequence, StepRun, make_output
 from planner.sim.exact.event_queue import ORDER_STEP, EventQueue
-from planner.sim.exact.handoff import SimArrival, SimFetcher, SimHint
+from planner.sim.exact.handoff import SimArrival, SimFetcher, SimHint, offer_ticket
 from planner.sim.exact.links import SimLinks
 
 OrderMessage = Prefill | Generate | Admit
@@ -251,10 +252,20 @@ class SimWorker:
             self._send_message(outputs)
         for one in outputs:
             if one.held:
-                task = one.task
-                self.leases[task.key] = engine
-                num_bytes = len(task.slabs) * self.chunk_bytes[engine.limits.arena_name(task)]
-                self._send_message(Offer(task.id, task.epoch, self.name.encode(), task.computed, num_bytes))
+                self._offer_kv(engine, one.task)
+
+    def _offer_kv(self, engine: SimEngine, task: SimSequence) -> None:
+        """Offers the KV of a sequence that is held; if it was evicted, without the slab of the newest tokens."""
+        self.leases[task.key] = engine
+        num_tokens, bag = task.computed, 0
+        if task.kept_slabs:
+            num_tokens, bag = decision_tokens(task.size, task.computed), task.kept_slabs - 1
+            ring = task.slabs.pop(task.keep.boundary_chunks)
+            engine.table.arena_of(task).free_slabs(task.key, [ring])
+        num_slabs = len(task.slabs)
+        num_bytes = num_slabs * self.chunk_bytes[engine.limits.arena_name(task)]
+        ticket = offer_ticket(self.name, bag)
+        self._send_message(Offer(task.id, task.epoch, ticket, num_tokens, num_bytes, num_slabs))
 
     def _send_message(self, what: Any, at_s: float | None = None) -> None:
         self._send(self.name, what, self.agenda.now_s if at_s is None else at_s)

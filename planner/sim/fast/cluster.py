@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 
+from diptych.chunks import CHUNK_TOKENS
 from planner.sim.fast.grouped_pipeline import GroupedPipeline
-from planner.sim.fast.instance import EventClock, FastInstance, FastRequest, InstanceLimits
+from planner.sim.fast.instance import SAME_WORK, EventClock, FastInstance, FastRequest, InstanceLimits
 from planner.sim.fast.prefill_pipeline import PrefillPipeline
 from planner.sim.fast.serial import SerialInstance
 from planner.types import (
@@ -22,6 +23,7 @@ from planner.types import (
     Job,
     JobResult,
     KvClass,
+    KvKeep,
     LinkSpec,
     Parallelism,
     Placement,
@@ -46,6 +48,7 @@ def simulate_fast(
     token_bytes: float = 0.0,
     single: bool = False,
     kv_classes: Sequence[KvClass] = (),
+    keep: KvKeep | None = None,
 ) -> list[JobResult]:
     """Simulates `jobs` and returns their results in the same order.
 
@@ -54,6 +57,8 @@ def simulate_fast(
         link, token_bytes: the KV link, and the KV bytes of one token.
         kv_classes: several classes of KV; each instance has a pool for each, and `token_bytes` is not used. A job that
             names none gets the first.
+        keep: what all requests keep of their KV, if they evict; the costs include its decisions
+            (`planner.costs.kv_keep.DecidingCost`).
         single: simulates each decode step by itself, and lets rows go round pipeline stages in groups, as DistServe's
             simulator does. Without stages the results are the same, only slower to compute.
 
@@ -66,9 +71,8 @@ def simulate_fast(
     Rows that alternate (`InstanceLimits`), and colocated instances with stages that prefill whole prompts, are
     simulated as with `single`. All other pipelines share their rows evenly among the stages.
     """
-    return FastCluster(placement, costs, limits, kv_tokens, link, token_bytes, single, kv_classes).serve_jobs(
-        jobs
-    )
+    what = placement, costs, limits, kv_tokens, link, token_bytes, single, kv_classes, keep
+    return FastCluster(*what).serve_jobs(jobs)
 
 
 class FastCluster:
@@ -84,9 +88,11 @@ class FastCluster:
         token_bytes: float,
         single: bool,
         kv_classes: Sequence[KvClass] = (),
+        keep: KvKeep | None = None,
     ) -> None:
         self.clock, self.limits, self._link = EventClock(), limits, link
-        classes = kv_classes or (KvClass("", 1.0, token_bytes, 1.0),)
+        work = SAME_WORK if keep is None else keep.work
+        classes, self._keep = kv_classes or (KvClass("", 1.0, token_bytes, 1.0, work),), keep
         self.rooms = tuple(one.room for one in classes)
         self._classes, self._pools = classes, {one.name: pool for pool, one in enumerate(classes)}
         self._single = single or limits.rotates_rows
@@ -132,7 +138,10 @@ class FastCluster:
     def _make_request(self, index: int, job: Job, steps: int) -> FastRequest:
         """A request in progress, with the pool of its class; with one class all requests are of that."""
         pool = self._pools.get(job.kv_class, NO_POOL) if job.kv_class and len(self._classes) > 1 else 0
-        return FastRequest(index, job, steps, pool, self._classes[pool].work)
+        run = FastRequest(index, job, steps, pool, self._classes[pool].work)
+        if self._keep is not None:
+            run.total_tokens = self._keep.held_tokens(run.total_tokens)
+        return run
 
     def _dispatch_prompt(self, run: FastRequest) -> None:
         """Sends a prompt to the instance that would prefill it first; without prefill instances, to decoding."""
@@ -167,6 +176,8 @@ class FastCluster:
             self._end_request(run)
             at.release_kv(run, at.kv_needed(run))
         elif at.role == BOTH:
+            if (dropped := at.kv_needed(run) - run.total_tokens) > 0:
+                at.release_kv(run, dropped)
             at.seats += 1
             at.start_decode(run)
         else:
@@ -215,8 +226,9 @@ class FastCluster:
         self.clock.schedule_at(begin_s + taken_s + self._link.latency_s, self._on_moved, (run, target))
 
     def _kv_bytes(self, run: FastRequest) -> float:
-        """Bytes of the KV of the prompt, as they are moved."""
-        return run.prompt * self._classes[run.pool].token_bytes
+        """Bytes of the KV of the prompt, as they are moved: all of it, or what is kept."""
+        keep, token_bytes = self._keep, self._classes[run.pool].token_bytes
+        return token_bytes * (run.prompt if keep is None else keep.bag_chunks(run.prompt) * CHUNK_TOKENS)
 
     def _on_moved(self, what: tuple[FastRequest, FastInstance]) -> None:
         """KV has arrived: decoding starts, and the prefill instance frees its memory."""

@@ -55,7 +55,7 @@ class InstanceLimits:
 class FastRequest:
     """A request in progress.
 
-    `total_tokens` is the number of prompt and output tokens, the most KV that it needs.
+    `total_tokens` is the most KV that it needs while it decodes: prompt and output tokens, or what it keeps of them.
     `steps` is its number of decode steps. `pool` is the number of the pool for its class of KV, and `work` says what
     work on that KV costs.
 
@@ -177,8 +177,11 @@ class FastInstance:
             self.wake()
 
     def kv_needed(self, run: FastRequest) -> int:
-        """KV tokens that must be free to begin the prompt: on a colocated instance also those of the answer."""
-        return run.total_tokens if self.role == BOTH else run.prompt
+        """KV tokens that must be free to begin the prompt: on a colocated instance also those of the answer.
+
+        A request that evicts may need more for its prompt than later for what it keeps.
+        """
+        return max(run.total_tokens, run.prompt) if self.role == BOTH else run.prompt
 
     def can_begin(self, run: FastRequest) -> bool:
         """Whether `run`'s prompt may begin: memory is free, and on a colocated instance also a seat."""

@@ -13,6 +13,7 @@ from diptych.slo import Slo
 from planner import hardware
 from planner.costs.kv_classes import check_class_rooms, kv_class_notes, read_classes, shared_kv_classes
 from planner.costs.kv_codec import code_profile, codec_note, with_kv_codec
+from planner.costs.kv_keep import find_keep, keep_notes
 from planner.costs.model import ModelDims, find_model
 from planner.costs.profile import CostProfile
 from planner.costs.profile_file import built_in_profile, load_profile_of
@@ -64,6 +65,7 @@ def simulated_deployment(options: SimulateOptions, tpot_s: float) -> SimDeployme
         prefix_caching=options.enable_prefix_caching,
         local_prefill=_local_prefill(options, placement),
         kv_classes=shared_kv_classes(profiles.values(), options.kv_cache_codec),
+        keep=find_keep(profile, options.kv_keep, options.kv_cache_codec),
     )
     for machine in made.machines:
         check_class_rooms(made.kv_classes, machine.kv_tokens, made.max_model_len)
@@ -92,13 +94,14 @@ def class_profile(options: SimulateOptions) -> CostProfile:
 
 
 def codec_notes(options: SimulateOptions, what: SimDeployment, mix: Mapping[str, float]) -> tuple[str, ...]:
-    """What the report says about KV that is coded; `mix` are the shares of the requests by class."""
+    """What the report says about KV that is coded or evicted; `mix` are the shares of the requests by class."""
     profile = None if options.profile is None else load_profile_of(options.profile, options.model)
+    known = [] if profile is None else [profile]
     if what.kv_classes:
-        return kv_class_notes(what.kv_classes, mix, *([] if profile is None else [profile]))
+        return kv_class_notes(what.kv_classes, mix, *known)
     shape = find_model(options.model) if profile is None else profile.model
     coded = shape if shape.kv_codec else with_kv_codec(shape, options.kv_cache_codec)
-    return codec_note(coded, *([] if profile is None else [profile]))
+    return (*codec_note(coded, *known), *keep_notes(what.keep))
 
 
 def positive_ms(milliseconds: float | None) -> float | None:

@@ -53,6 +53,12 @@ class SimulateOptions:
         "How KV is stored and moved, as in `diptych serve`; several with shares: raw:0.25,nuq4-1%",
         metavar="CODEC",
     )
+    kv_keep: float = option_field(
+        1.0,
+        "--kv-keep",
+        "Attention that heads keep, as in `diptych serve`; below 1 it must be in --profile",
+        metavar="SHARE",
+    )
     kv_mix: str | None = option_field(
         None,
         "--kv-mix",

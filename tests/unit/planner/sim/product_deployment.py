@@ -17,10 +17,11 @@ from typing import Any
 from decode_worker.kv_fetcher import KvArrival
 from decode_worker.worker import DecodeWorker
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
+from diptych.keep_spec import KeepSpec
 from diptych.messages import Heartbeat, Hello, Linked, Peer, Unpeer
 from diptych.request import Request, RequestStage, SamplingParams
 from engine.loop import Engine
-from engine.protocols import SampledToken
+from engine.protocols import EvictionOrder, EvictionReport, SampledToken
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence
 from kvcache.layout import Shard
@@ -31,7 +32,7 @@ from planner.sim.exact.engine import build_allocator
 from planner.sim.exact.event_queue import ORDER_STEP, EventQueue
 from planner.sim.exact.links import SimLinks
 from planner.sim.exact.simulate import InstanceSpec, SimDeployment, _engine_limits
-from planner.types import PREFILL, CostModel, Job, KvClassWork, StepBatch
+from planner.types import PREFILL, CostModel, Job, KvClassWork, KvKeep, StepBatch
 from prefill_worker.worker import PrefillWorker, TicketIssuer
 from router.effects import (
     DeliverTokens,
@@ -166,6 +167,27 @@ class Model:
         return []
 
 
+class EvictingModel(Model):
+    """`engine.protocols.EvictingRunner`: every sequence keeps what a `KvKeep` says, and decides as fast."""
+
+    keep = KvKeep(0.5, 1.0)
+
+    def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
+        tokens = len(order.tokens)
+        self.sleep(tokens * (self.keep.prompt_s if tokens == order.prompt_tokens else self.keep.answer_s))
+        kept = round(self.keep.share * tokens)
+        return EvictionReport(self.keep.bag_chunks(tokens), kept, tokens, {"": 1})
+
+    def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
+        """Nothing is written here."""
+
+    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
+        """There is nothing to read."""
+
+    def forget_kept(self, key: str) -> None:
+        """Nothing is remembered."""
+
+
 def batch_of(works: list[Any], running: Iterable[Sequence], work_on: Mapping[str, KvClassWork]) -> StepBatch:
     """The sums of a step of `running` sequences. `work_on` says what work on KV of a class costs; empty: the same."""
     owner, same = {id(seq.slabs): seq for seq in running}, KvClassWork()
@@ -270,7 +292,12 @@ class Station:
         self.line.fiber = self.fiber
         parts = pool_of(self.arenas, limits.num_slabs)
         scheduler = Noted(limits, lambda plan: world.plans.append((name, world.agenda.now_s, plan)))
-        model = Model(machine.cost, self.fiber.sleep, scheduler, work_on)
+        self.keep, runner = deployment.keep, Model
+        if self.keep is not None:
+            work_on, runner = {RAW_CLASS: self.keep.work}, EvictingModel
+        model = runner(machine.cost, self.fiber.sleep, scheduler, work_on)
+        if self.keep is not None:
+            model.keep = self.keep  # type: ignore[attr-defined]
         self.engine = Engine(model, scheduler, self.holdings, model)
         self.part: WorkerRole
         if role == PREFILL:
@@ -319,6 +346,7 @@ class Station:
             length,
             endpoints,
             kv_classes={name: (count, toy_layout(name).chunk_bytes) for name, count in self.arenas.items()},
+            keep_classes=[] if self.keep is None else [RAW_CLASS],
         )
 
 
@@ -384,6 +412,8 @@ class World:
         request = Request(str(number), tokens_of(job, number), SamplingParams(job.output, 0), inf)
         request.entered_s[RequestStage.ADMITTED] = job.at_s
         request.kv_class = job.kv_class or None
+        if self.deployment.keep is not None:
+            request.keep = KeepSpec(self.deployment.keep.threshold)
         self._handle(RequestArrived(request))
         if not self._beating:
             self._beating = True

@@ -27,6 +27,7 @@ from planner.types import (
     JobResult,
     KvClass,
     KvClassWork,
+    KvKeep,
     LinkSpec,
     Parallelism,
     Placement,
@@ -101,6 +102,7 @@ class Simulated:
     plans: list[tuple[str, float, StepPlan]]
     orders: list[tuple[float, str, str, str, int]]
     served: list[JobResult]
+    num_preempted: int
 
 
 def simulated(
@@ -126,7 +128,7 @@ def simulated(
         simulation.run(jobs)
     (gate,) = simulation.gateways
     assert isinstance(gate.relay, NotedRelay)
-    return Simulated(plans, gate.relay.noted, served)
+    return Simulated(plans, gate.relay.noted, served, simulation.preempted.total())
 
 
 def in_classes(deployment: SimDeployment, jobs: list[Job]) -> tuple[SimDeployment, list[Job]]:
@@ -140,6 +142,15 @@ def in_classes(deployment: SimDeployment, jobs: list[Job]) -> tuple[SimDeploymen
     asked = ("fp16", "raw", "")
     coded = [replace(job, kv_class=asked[number % 3]) for number, job in enumerate(jobs)]
     return replace(deployment, machines=machines, kv_classes=classes), coded
+
+
+def evicting(
+    deployment: SimDeployment, jobs: list[Job], share: float = 0.33
+) -> tuple[SimDeployment, list[Job]]:
+    """The same with requests that all keep a share of their KV; decisions and steps on it have times of their own."""
+    keep = KvKeep(0.95, share, grain(2e-6), grain(1e-6), KvClassWork(1.25, 1.0, 0.5))
+    machines = tuple(replace(machine, cost=Plain(context_s=grain(2e-6))) for machine in deployment.machines)
+    return replace(deployment, machines=machines, keep=keep), jobs
 
 
 CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
@@ -165,6 +176,18 @@ CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
     "2P2D, two classes": in_classes(deployed((PREFILL, 2), (DECODE, 2)), trace(120, 50.0, 11)),
     "1P1D, two classes, hardly any room": in_classes(
         deployed((PREFILL, 1), (DECODE, 1), kv_tokens=64 * 26), trace(80, 40.0, 12, spread=1.6)
+    ),
+    "1P2D, eviction": evicting(deployed((PREFILL, 1), (DECODE, 2)), trace(120, 25.0, 14, spread=1.3)),
+    "1P1D, eviction, hardly any room": evicting(
+        deployed((PREFILL, 1), (DECODE, 1), kv_tokens=64 * 14),
+        [job for job in trace(80, 40.0, 27, spread=1.6) if job.prompt + job.output < 64 * 11],
+        0.9,
+    ),
+    "2P2D, eviction, shared prefixes": evicting(
+        deployed((PREFILL, 2), (DECODE, 2), prefix_caching=True), trace(120, 50.0, 16, shared=True)
+    ),
+    "colocated, eviction, hardly any room": evicting(
+        deployed((BOTH, 1), kv_tokens=64 * 15, tpot_s=12e-3), trace(60, 30.0, 17, spread=1.6), 0.9
     ),
     "colocated, two classes, shared prefixes": in_classes(
         deployed((BOTH, 2), kv_tokens=64 * 60, prefix_caching=True), trace(100, 30.0, 13, shared=True)
@@ -216,5 +239,7 @@ def test_the_cases_are_hard(monkeypatch: pytest.MonkeyPatch) -> None:
     names = "colocated, hardly any room", "colocated, whole prompts", "slow link"
     tight, whole, many = (simulated(*CASES[name], monkeypatch, skips=True).plans for name in names)
     assert any(plan.preempted is not None for _, _, plan in tight)
+    for name in ("1P1D, eviction, hardly any room", "colocated, eviction, hardly any room"):
+        assert simulated(*CASES[name], monkeypatch).num_preempted, name
     assert max(part.count for _, _, plan in whole for part in plan.prefill) > 128
     assert any(len(plan.prefill) > 1 for _, _, plan in many)

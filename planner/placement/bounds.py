@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.slo import Slo, Slos, strictest_slo
 from planner.placement.trial import EPSILON, Trial
 from planner.types import (
@@ -25,6 +26,7 @@ from planner.types import (
     Job,
     KvClass,
     KvClassWork,
+    KvKeep,
     LinkSpec,
     Placement,
     StepBatch,
@@ -53,7 +55,8 @@ class PlacementSite:
     `kv_classes` the classes of KV, each with its bytes and room; there is at least one. `nodes` gives the number of
     nodes that the stages of an instance lie on; bounds ignore it, since more nodes only make steps longer. A step
     decodes at most `rows` sequences and prefills at most `batch_tokens` tokens
-    (`planner.sim.fast.instance.InstanceLimits`).
+    (`planner.sim.fast.instance.InstanceLimits`). `keep` is what requests keep of their KV, if they evict; `cost` then
+    includes their decisions.
     """
 
     cost: PoolCost
@@ -63,6 +66,7 @@ class PlacementSite:
     nodes: Callable[[Placement, InstancePool], int] = lambda placement, pool: 1
     rows: float = NO_LIMIT
     batch_tokens: float = NO_LIMIT
+    keep: KvKeep | None = None
 
     @property
     def token_bytes(self) -> float:
@@ -77,16 +81,17 @@ class PlacementSite:
 
     def kv_bytes(self, job: Job) -> float:
         """Bytes of the KV of a job's prompt, as they are moved."""
-        return job.prompt * self.kv_class(job).token_bytes
+        tokens = job.prompt if self.keep is None else self.keep.bag_chunks(job.prompt) * CHUNK_TOKENS
+        return tokens * self.kv_class(job).token_bytes
 
     def room(self, pool: InstancePool, job: Job) -> float:
         """Tokens that an instance holds of the class of a job's KV."""
         return self.kv_tokens(pool) * self.kv_class(job).room
 
     def kv_size(self, job: Job) -> float:
-        """How many tokens of `kv_tokens` a token of the job's KV takes."""
+        """How many tokens of `kv_tokens` a token of the job's KV takes while it decodes."""
         found = self.kv_class(job)
-        return found.share / found.room
+        return found.share / found.room * (1.0 if self.keep is None else self.keep.share)
 
     def costs(self, placement: Placement) -> Callable[[InstancePool], CostModel]:
         """The step cost by pool, for the pools of this placement."""

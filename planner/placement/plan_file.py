@@ -116,7 +116,7 @@ class PlanFile(FileModel):
     `slos` are by kind of request; kind "" is the default. `local_prefill` "auto": decode instances also prefill where
     that is sooner; otherwise they prefill only while there is no prefill instance. The prediction is for `steps`; null:
     for those of `diptych serve`. `kv_cache_codec` is how KV is stored and moved: one codec, or several with the share
-    of the pool that each gets.
+    of the pool that each gets. `kv_keep` is the threshold of eviction of all requests; 1: they keep everything.
     """
 
     version: FileVersion
@@ -132,6 +132,7 @@ class PlanFile(FileModel):
     local_prefill: LocalPrefill = "never"
     steps: PlanStepLimits | None = None
     kv_cache_codec: KvCodecs = RAW_CLASS
+    kv_keep: PositiveShare = 1.0
 
     @model_validator(mode="after")
     def _check_pools(self) -> PlanFile:

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
 from diptych.slo import Slo, Slos, slo_for
 from planner.costs.kv_classes import whole_request
+from planner.costs.kv_keep import DecidingCost
 from planner.costs.model import ModelDims
 from planner.costs.profile import CostProfile
 from planner.hardware import Device
@@ -30,6 +32,8 @@ from planner.types import (
     Job,
     JobResult,
     KvClass,
+    KvClassWork,
+    KvKeep,
     LinkSpec,
     Parallelism,
     Placement,
@@ -39,6 +43,8 @@ from planner.workload.workload import JobSource
 
 MAX_REQUESTS = 20_000  # most requests of one run; large deployments get longer samples than small ones
 HORIZON_PER_TTFT = 10.0  # a run lasts at least this many times the TTFT SLO
+# Room that a request which evicts needs beside its tokens: slabs for the newest ones, and for the map of what it keeps.
+EVICTING_TOKENS = 2 * CHUNK_TOKENS
 FRESH_SEED = 1000  # first seed of validation runs; the search uses smaller seeds
 
 
@@ -68,7 +74,7 @@ class Problem:
     `planner.placement.validate.product_limits` gives those of Diptych's workers. `verified` runs the best of each
     family in the exact simulator (`planner.placement.validate`). `notes` are shown with the solution. `kv_classes` are
     the classes of KV that each instance has pools for, if there are several, and `kv_mix` the share of the requests for
-    each; the workload's jobs name theirs.
+    each; the workload's jobs name theirs. `keep` is what all requests keep of their KV, if they evict.
     """
 
     model: ModelDims
@@ -91,6 +97,7 @@ class Problem:
     notes: tuple[str, ...] = ()
     kv_classes: tuple[KvClass, ...] = ()
     kv_mix: Mapping[str, float] = field(default_factory=dict)
+    keep: KvKeep | None = None
 
     @property
     def devices(self) -> int:
@@ -166,7 +173,8 @@ class Problem:
             key = (pool.device, pool.split, nodes)
             if key not in costs:
                 found, extra_s = self.bare_cost(pool, nodes), self._profile(pool.device).overheads.step_s
-                costs[key] = CostWithOverhead(found, extra_s) if extra_s else found
+                plain = CostWithOverhead(found, extra_s) if extra_s else found
+                costs[key] = plain if self.keep is None else DecidingCost(plain, self.keep)
             return costs[key]
 
         def kv_tokens(pool: InstancePool) -> float:
@@ -175,10 +183,10 @@ class Problem:
                 rooms[key] = float(self._profile(pool.device).kv_tokens(pool.split))
             return rooms[key]
 
-        limits = self.limits
-        classes = self.kv_classes or (KvClass("", 1.0, self.model.kv_token_bytes, 1.0),)
+        limits, work = self.limits, KvClassWork() if self.keep is None else self.keep.work
+        classes = self.kv_classes or (KvClass("", 1.0, self.model.kv_token_bytes, 1.0, work),)
         return PlacementSite(
-            cost, kv_tokens, self.link, classes, self.nodes, limits.decode_rows, limits.prefill_tokens
+            cost, kv_tokens, self.link, classes, self.nodes, limits.decode_rows, limits.prefill_tokens, self.keep
         )  # fmt: skip
 
     def bare_cost(self, pool: InstancePool, nodes: int) -> CostModel:
@@ -351,7 +359,8 @@ class Problem:
         if self.kv_classes:
             room = self.site.kv_tokens(pool)
             return all(room * one.room >= self.class_need(one.name, room) for one in self.kv_classes)
-        return self.site.kv_tokens(pool) >= self.longest
+        extra = 0 if self.keep is None else EVICTING_TOKENS
+        return self.site.kv_tokens(pool) >= self.longest + extra
 
     def longest_of(self, kv_class: str) -> int:
         """Tokens of the longest request for a class of KV in the samples; 0 if there is none."""
@@ -405,7 +414,7 @@ class _FastRunner:
         return cluster.simulate_fast(
             placement, site.costs(placement), jobs, limits=self.limits, kv_tokens=site.kv_tokens,
             link=site.link(placement), token_bytes=site.token_bytes,
-            kv_classes=site.kv_classes if len(site.kv_classes) > 1 else (),
+            kv_classes=site.kv_classes if len(site.kv_classes) > 1 else (), keep=site.keep,
         )  # fmt: skip
 
 

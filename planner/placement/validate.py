@@ -221,6 +221,7 @@ class _ExactRunner:
             prefix_caching=any(job.prefix for job in jobs),
             max_model_len=max(problem.model.max_len, problem.longest),
             kv_classes=problem.kv_classes,
+            keep=problem.keep,
         )
         # An instance has as many nodes as the plan gives it, whatever the role in which it is started.
         machines = tuple(

@@ -19,6 +19,8 @@ from planner.types import (
     CostModel,
     InstancePool,
     Job,
+    KvClassWork,
+    KvKeep,
     LinkSpec,
     Parallelism,
     Placement,
@@ -36,7 +38,10 @@ HOPELESS_ATTAINMENT = 0.1
 
 @dataclass(frozen=True)
 class FleetHardware:
-    """The hardware of a fleet: by role, a worker's split, step costs and KV capacity in tokens; and the KV link."""
+    """The hardware of a fleet: by role, a worker's split, step costs and KV capacity in tokens; and the KV link.
+
+    `keep` is what requests keep of their KV, if they evict; the costs then include their decisions.
+    """
 
     splits: Mapping[str, Parallelism]
     costs: Mapping[str, CostModel]
@@ -44,6 +49,7 @@ class FleetHardware:
     link: LinkSpec = LinkSpec()
     token_bytes: float = 0.0
     limits: InstanceLimits = InstanceLimits()
+    keep: KvKeep | None = None
 
     def pool(self, role: str, count: int) -> InstancePool:
         """A pool of `count` workers of `role`, with the split of that role."""
@@ -102,12 +108,14 @@ class SimulatedEvaluator:
         Batches are assumed as large as possible: endless ones for prefill, and as many rows as KV fits for decode.
         """
         hardware, prompt, output = self._hardware, mix.prompt * (1 - mix.cached_share), mix.output
-        loads = dict.fromkeys(ROLES, 0.0)
+        loads, keep = dict.fromkeys(ROLES, 0.0), hardware.keep
+        share, work = (1.0, KvClassWork()) if keep is None else (keep.share, keep.work)
         for role in ROLES:
             if not (count := getattr(fleet, role)):
                 continue
-            cost, most = hardware.costs[role], hardware.kv_tokens.get(role, inf) / (prompt + output)
-            whole, stages = StepBatch(round(prompt), prompt**2), hardware.splits[role].pp
+            cost, most = hardware.costs[role], hardware.kv_tokens.get(role, inf) / share / (prompt + output)
+            whole = StepBatch(round(prompt) * work.token, prompt**2 * work.square)
+            stages = hardware.splits[role].pp
             if role != DECODE:
                 # The cost that one more prompt adds to a batch. The constant part of a step is left out, since very
                 # large batches share it.
@@ -115,9 +123,8 @@ class SimulatedEvaluator:
                 loads[role] += rate / count * (cost.step_s(twice) - cost.step_s(whole)) / stages
             if role != PREFILL and most < inf:
                 rows = max(1, int(most))
-                step_s = (
-                    cost.step_s(StepBatch(rows=rows, context=round(rows * (prompt + output / 2)))) / stages
-                )
+                context = round(rows * (prompt + output / 2)) * work.context
+                step_s = cost.step_s(StepBatch(rows=rows, context=context)) / stages
                 loads[role] += rate / count * (output - 1) * step_s / rows
         return max(loads.values())
 
@@ -135,5 +142,6 @@ class SimulatedEvaluator:
             kv_tokens=hardware.room,
             link=hardware.link,
             token_bytes=hardware.token_bytes,
+            keep=hardware.keep,
         )
         return joint_attainment(served[round(len(served) * WARMUP) :], self._slos)

@@ -257,6 +257,7 @@ def make_plan_file(answer: Solution, model: str) -> PlanFile:
         version=VERSION,
         model=model,
         layers=request.model.layers,
+        kv_keep=1.0 if request.keep is None else request.keep.threshold,
         kv_cache_codec=format_classes(request.kv_classes) or request.model.kv_codec or RAW_CLASS,
         devices_per_node=max(stock.devices_per_node for stock in request.stocks),
         pools=plan_pools(best.placement),

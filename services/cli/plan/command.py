@@ -12,6 +12,7 @@ from diptych.errors import ConfigError
 from planner.costs import profile_file as profiles
 from planner.costs.kv_classes import kv_class_notes, read_classes, shared_kv_classes
 from planner.costs.kv_codec import code_profile, codec_note, with_kv_codec
+from planner.costs.kv_keep import find_keep, keep_notes
 from planner.costs.model import ModelDims, find_model
 from planner.costs.profile import CostProfile
 from planner.hardware import Device
@@ -76,6 +77,7 @@ def read_problem(options: PlanOptions) -> Problem:
     measured = (
         profiles.load_profile_of(options.profile, options.model) if options.profile is not None else None
     )
+    keep = find_keep(measured, options.kv_keep, options.kv_cache_codec)
     bare, codec = measured, RAW_CLASS if read_classes(options.kv_cache_codec) else options.kv_cache_codec
     if measured is not None and codec == options.kv_cache_codec:
         measured = code_profile(measured, codec)
@@ -96,7 +98,8 @@ def read_problem(options: PlanOptions) -> Problem:
         parse_link_flag(options.link, stocks[0].device.node.inter.latency_s),
         profiled_only=options.profiled_only,
         limits=product_limits(list(workload.slos.values()), options.chunk_tokens),
-        verified=options.verify, notes=(*workload.notes, *coded), kv_classes=classes, kv_mix=mix,
+        verified=options.verify, notes=(*workload.notes, *coded, *keep_notes(keep)), kv_classes=classes, kv_mix=mix,
+        keep=keep,
     )  # fmt: skip
 
 

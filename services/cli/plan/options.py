@@ -39,6 +39,13 @@ class PlanOptions:
         HARDWARE,
         metavar="CODEC",
     )
+    kv_keep: float = option_field(
+        1.0,
+        "--kv-keep",
+        "Attention that heads keep, as in `diptych serve`; below 1 it must be in --profile",
+        HARDWARE,
+        metavar="SHARE",
+    )
     kv_mix: str | None = option_field(
         None,
         "--kv-mix",

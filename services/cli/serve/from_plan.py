@@ -189,20 +189,15 @@ def _plain_model_name(model: str) -> str:
 
 
 def _verified_settings(loaded: LoadedConfig, plan: PlanFile) -> dict[str, Any]:
-    """The step size, the codec of KV and the workers that prefill, as the plan verified them.
+    """The step size, the codec of KV, eviction and the workers that prefill, as the plan verified them.
 
     "never" and "fallback" are one to a plan: they differ only where no prefill worker is left.
 
     Raises:
         ConfigError: a setting says something else.
     """
-    config, found = loaded.config, _step_settings(plan) | {"kv_cache_codec": plan.kv_cache_codec}
-    if config.kv_keep < 1:
-        raise ConfigError(
-            f"kv_keep is {config.kv_keep}, and a plan counts KV that is kept whole",
-            f"from {loaded.origins['kv_keep']}: the prediction of the plan {config.plan} would not hold",
-            f"leave out {loaded.origins['kv_keep']}; single requests may still ask for 'diptych': {{'keep': …}}",
-        )
+    kept = {"kv_cache_codec": plan.kv_cache_codec, "kv_keep": plan.kv_keep}
+    config, found = loaded.config, _step_settings(plan) | kept
     if "auto" in (plan.local_prefill, local_prefill_mode(plan.placement)):
         found["local_prefill"] = "auto"
     elif config.local_prefill == "auto":

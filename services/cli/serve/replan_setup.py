@@ -10,6 +10,7 @@ from diptych.errors import ConfigError
 from diptych.slo import Slo, strictest_slo
 from kvcache.class_shares import parse_class_shares, split_auto
 from planner.costs.kv_codec import code_profile, with_kv_codec
+from planner.costs.kv_keep import DecidingCost, find_keep
 from planner.costs.model import find_model
 from planner.costs.profile import CostProfile
 from planner.costs.profile_file import built_in_profile, load_profile
@@ -22,7 +23,7 @@ from planner.replan.evaluate import FleetHardware, SimulatedEvaluator
 from planner.replan.journal import Journal
 from planner.replan.replanner import Replanner
 from planner.sim.fast.instance import InstanceLimits
-from planner.types import BOTH, DECODE, PREFILL, InstancePool, Parallelism
+from planner.types import BOTH, DECODE, PREFILL, CostModel, InstancePool, Parallelism
 from services.cli.serve.specs import devices_by_worker
 from services.cluster.spec import DeploymentSpec
 from services.host.model_probe import ProbedModel
@@ -73,7 +74,11 @@ def replan_policy(config: Config, start_s: float, target: float = DEFAULT_ATTAIN
 
 
 def fleet_hardware(config: Config, model: ProbedModel, profile: CostProfile) -> FleetHardware:
-    """What the workers of this deployment cost, with the memory that they were given."""
+    """What the workers of this deployment cost, with the memory that they were given.
+
+    Raises:
+        ConfigError: requests evict KV, and the profile does not say how much of it stays.
+    """
     splits = {
         PREFILL: Parallelism(config.prefill_tp, config.prefill_pp),
         DECODE: Parallelism(config.decode_tp, config.decode_pp),
@@ -90,16 +95,22 @@ def fleet_hardware(config: Config, model: ProbedModel, profile: CostProfile) -> 
         chunk_tokens=step_tokens if beside else 0,
         step_s=step_s if beside else float("inf"),
     )
+    measured = None if config.replan_profile is None else profile
+    keep = find_keep(measured, config.kv_keep, config.kv_cache_codec, "--replan-profile")
+    costs: dict[str, CostModel] = {
+        role: CostWithOverhead(profile.cost(split), profile.overheads.step_s)
+        for role, split in splits.items()
+    }
+    if keep is not None:
+        costs = {role: DecidingCost(cost, keep) for role, cost in costs.items()}
     return FleetHardware(
         splits=splits,
-        costs={
-            role: CostWithOverhead(profile.cost(split), profile.overheads.step_s)
-            for role, split in splits.items()
-        },
+        costs=costs,
         kv_tokens=dict.fromkeys(splits, model.kv_bytes / token_bytes),
         link=choose_kv_link(pair, profile.overheads.link, within=True),
         token_bytes=token_bytes,
         limits=limits,
+        keep=keep,
     )
 
 
@@ -107,15 +118,8 @@ def replan_profile(config: Config, model: ProbedModel) -> CostProfile:
     """The measured profile, or else one from a data sheet.
 
     Raises:
-        ConfigError: the profile cannot be read, is of another model or KV codec, or workers have several codecs or
-            evict KV.
+        ConfigError: the profile cannot be read, is of another model or KV codec, or workers have several codecs.
     """
-    if config.kv_keep < 1:
-        raise ConfigError(
-            "the replanner counts KV that is kept whole",
-            f"--replan, and --kv-keep {config.kv_keep}",
-            "leave out one of the two; single requests may still ask for 'diptych': {'keep': …}",
-        )
     auto, _ = split_auto(config.kv_cache_codec)
     codecs = () if auto else parse_class_shares(config.kv_cache_codec)
     if len(codecs) != 1:

@@ -305,10 +305,15 @@ def test_classes_of_kv_are_kept_as_they_were_planned_for(tmp_path: Path) -> None
             load_plan(file)
 
 
-def test_a_plan_counts_kv_that_is_kept_whole(tmp_path: Path) -> None:
-    assert settle(tmp_path, made(*PAIR), {"kv_keep": "1"}).config.kv_keep == 1
-    said = refused(tmp_path, made(*PAIR), kv_keep="95%")
-    assert "kv_keep is 0.95" in said and "plan.json" in said and "'keep'" in said
+def test_requests_evict_as_they_were_planned_for(tmp_path: Path) -> None:
+    plan = made(*PAIR)
+    assert settle(tmp_path, plan, {"kv_keep": "1"}).config.kv_keep == 1
+    said = refused(tmp_path, plan, kv_keep="95%")
+    assert "kv_keep is 0.95, and the plan was made with 1.0" in said and "plan.json" in said
+    plan = plan.model_copy(update={"kv_keep": 0.95})
+    for given in ({}, {"kv_keep": "95%"}):
+        assert settle(tmp_path, plan, given).config.kv_keep == 0.95
+    assert "the plan was made with 0.95" in refused(tmp_path, plan, kv_keep="0.9")
 
 
 def test_what_is_set_otherwise_stays_where_it_does_not_contradict(tmp_path: Path) -> None:

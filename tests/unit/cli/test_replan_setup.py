@@ -14,6 +14,7 @@ import pytest
 
 from diptych.config.load import LoadedConfig, load_config
 from diptych.errors import ConfigError
+from planner.costs.kv_keep import DecidingCost
 from planner.costs.model import find_model
 from planner.costs.profile import CostProfile, Overheads
 from planner.costs.profile_file import built_in_profile, load_profile, save_profile
@@ -21,7 +22,7 @@ from planner.costs.step import StepCost
 from planner.hardware import find_device
 from planner.replan.attainment_cache import FleetSize
 from planner.replan.traffic_windows import TrafficWindows
-from planner.types import BOTH, DECODE, PREFILL, LinkSpec, Parallelism, StepBatch
+from planner.types import BOTH, DECODE, PREFILL, KvKeep, LinkSpec, Parallelism, StepBatch
 from services.cli.serve.replan_checks import check_replan_settings
 from services.cli.serve.replan_setup import (
     ReplanSession,
@@ -127,12 +128,17 @@ def test_the_replanner_takes_no_list_of_codecs() -> None:
     assert len(caught.value.lines()) <= 6
 
 
-def test_the_replanner_takes_no_eviction() -> None:
-    """It would count KV that is dropped."""
-    config = loaded({"kv_keep": "0.95"}).config
-    with pytest.raises(ConfigError, match="counts KV that is kept whole") as caught:
-        replan_profile(config, MODEL)
-    assert len(caught.value.lines()) <= 6 and "--kv-keep 0.95" in "\n".join(caught.value.lines())
+def test_the_replanner_counts_what_eviction_keeps_if_the_profile_says_so(profile: Path) -> None:
+    measured, given = load_profile(profile), {"kv_keep": "0.95", "replan_profile": str(profile)}
+    for asked in ({"kv_keep": "0.95"}, given):
+        with pytest.raises(ConfigError, match="not known how much KV stays") as caught:
+            fleet_hardware(loaded(asked).config, MODEL, measured)
+        text = "\n".join(caught.value.lines())
+        assert len(caught.value.lines()) <= 6 and "--kv-keep 0.95" in text and "--replan-profile" in text
+    keep = KvKeep(0.95, 0.4, 1e-6, 1e-6)
+    hardware = fleet_hardware(loaded(given).config, MODEL, replace(measured, kv_keep=(keep,)))
+    assert hardware.keep == keep and all(isinstance(cost, DecidingCost) for cost in hardware.costs.values())
+    assert fleet_hardware(loaded({}).config, MODEL, measured).keep is None
 
 
 def test_the_evaluator_simulates_this_deployment_until_it_is_asked_to_stop(

@@ -43,6 +43,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_cache_calibration: str = ""
     # Bytes of host memory to which the KV of preempted requests may be swapped.
     swap_bytes: int = 0
+    # The threshold of eviction of requests that give none: below 1 memory for evictions is set aside.
+    kv_keep: float = 1.0
     # Milliseconds that a step may take if sequences decode and prompts are prefilled in it (colocated workers only).
     tpot_ms: float | None = None
     tp: int = 1

@@ -29,6 +29,7 @@ from typing import Generic, TypeVar
 
 from engine.prefill_adder import RemainingArenas
 from engine.scheduler import Scheduler
+from engine.seats import may_evict
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
@@ -227,6 +228,9 @@ class KvAdmission(Generic[A]):
             arena = stock.arena_of(arrival.seq.kv_class)
             if arena.passed > MAX_PASSED_BY:
                 full.add(name)
+                continue
+            if not may_evict(arrival.seq, self._scheduler, ahead):
+                # It waits until another one that evicts has left. Those that keep everything may pass.
                 continue
             room = yield from self._find_room(arrival, stock, ahead)
             if room is None:

@@ -230,16 +230,13 @@ class Engine:
         if reading > rows:
             self.prefill_rate.add_sample(reading, seconds)
 
-    def _preempt_sequence(self, key: str, clock: Callable[[], float], parks: bool = True) -> None:
-        """Take a sequence's memory away: park its KV if that is cheaper than computing it again, else drop the KV.
-
-        Without `parks` the KV is dropped: a step has computed tokens that were not sampled from, or decided upon, yet.
-        """
+    def _preempt_sequence(self, key: str, clock: Callable[[], float]) -> None:
+        """Take a sequence's memory away: park its KV if that is cheaper than computing it again, else drop the KV."""
         seq, live = self.scheduler.find(key), self._live.get(key)
         assert seq is not None, key
         rates, arena = (self.prefill_rate, self.copy_rate), self.table.arena_of(seq)
         host = None if self.host is None else self.host.arena_of(seq.kv_class)
-        parked = parks and host is not None and park_sequence(seq, host, arena, *rates, clock)
+        parked = host is not None and park_sequence(seq, host, arena, *rates, clock)
         if not parked and live is not None and live.scores is not None:
             # The tokens are computed again, and their log-probabilities with them.
             live.scores = [None]
@@ -329,8 +326,8 @@ class Engine:
             elif seq.pending == 0:
                 verdicts[seq.key] = self._emit_output(live, [], None, "length", now_s)
         if deciding := [job.live.seq for job in jobs if job.live.seq.must_decide]:
-            begun_s = clock()
-            verdicts.update(self._decide_kept(deciding, clock))
+            begun_s, unused = clock(), {live.seq.key for live, _ in chosen}.union(seq.key for seq in deciding)
+            verdicts.update(self._decide_kept(deciding, unused, clock))
             self.table.record_decisions(deciding, decided_s := clock() - begun_s)
             if self._observer is not None:
                 self._observer.on_decisions(deciding, decided_s)
@@ -341,20 +338,25 @@ class Engine:
         return [verdict for verdict in verdicts.values() if verdict]
 
     def _decide_kept(
-        self, deciding: list[Sequence], clock: Callable[[], float]
+        self, deciding: list[Sequence], unused: set[str], clock: Callable[[], float]
     ) -> dict[str, SequenceOutput | None]:
-        """Let sequences at decision points drop KV, those with the best precedence first; returns the failures."""
+        """Let sequences at decision points drop KV, those with the best precedence first; returns the failures.
+
+        Those in `unused` were not sampled from or decided upon yet. If one is preempted for room, its last token is
+        computed again, which gives the same.
+        """
         failures: dict[str, SequenceOutput | None] = {}
+
+        def preempt(victim: Sequence) -> None:
+            victim.computed -= victim.key in unused
+            self._preempt_sequence(victim.key, clock)
+
         for seq in sorted(deciding, key=lambda seq: seq.precedence):
             if seq.key not in self.scheduler.running:
                 # It has failed, or was preempted for one before it.
                 continue
             try:
-                self.decisions.evict(
-                    seq,
-                    lambda victim: self._preempt_sequence(victim.key, clock, parks=False),
-                    self._note_taken,
-                )
+                self.decisions.evict(seq, preempt, self._note_taken)
             except Exception as error:
                 failures[seq.key] = self._fail_sequence(seq.key, failure_code(error), str(error))
         return failures

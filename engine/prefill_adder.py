@@ -160,6 +160,8 @@ class PrefillAdder:
     budget: int
     # Whether other prompts arrived recently while a long one was prefilled.
     gentle: bool
+    # How many sequences that evict may start.
+    evicting_left: int
     admitted: list[str] = field(default_factory=list)
     slices: list[PrefillChunk] = field(default_factory=list)
     grow: list[tuple[str, int]] = field(default_factory=list)
@@ -321,15 +323,15 @@ class PrefillAdder:
         return self._closed or self._room_of(seq).blocked is not None
 
     def _must_wait(self, seq: Sequence) -> bool:
-        """Whether `seq` should wait: its grammar is not compiled, or a running sequence computes its next chunk
-        already.
+        """Whether `seq` should wait: its grammar is not compiled, too many others evict, or a running sequence computes
+        its next chunk already.
 
         That chunk will be shared, so waiting is better than computing it twice, unless the other sequence has a worse
         priority.
         """
         if seq.key in self.running:
             return False
-        if not seq.ready:
+        if not seq.ready or (seq.keep.evicts and not seq.parked and self.evicting_left <= 0):
             return True
         if seq.parked or seq.scores_prompt:
             return False
@@ -366,6 +368,7 @@ class PrefillAdder:
             return False
         self.admitted.append(seq.key)
         self.seats -= 1
+        self.evicting_left -= seq.keep.evicts and not seq.parked
         room.alone = False
         room.free -= found.unheld
         room.left -= found.slab_cost(seq, whole)

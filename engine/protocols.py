@@ -22,7 +22,8 @@ class StepRunner(Protocol):
     """Runs a batch of `StepWork` through the model and returns the logits. Repeating a batch does no harm.
 
     `done` is called with the number of layers whose KV is complete; without an error, the last call reports all layers.
-    A runner may have an attribute `prepare_seconds`: the time its last run took before the model itself ran.
+    A runner may have an attribute `prepare_seconds`: the time its last run took before the model itself ran; and
+    `can_evict`: whether it is an `EvictingRunner` and set up as one. Without it, it cannot evict.
     """
 
     def run(self, batch: list[Any], done: OnLayersDone | None = None) -> list[Any]:
@@ -68,6 +69,10 @@ class EvictingRunner(StepRunner, Protocol):
 
     The runner keeps the queries and the map of each such sequence by its key, until `forget_kept`.
     """
+
+    @property
+    def can_evict(self) -> bool:
+        """Whether it was set up to evict; if not, everything below raises ValueError, but for `forget_kept`."""
 
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         """Decide what every head keeps, and copy the kept rows aside, so that the sequence can give up its slabs.

@@ -34,7 +34,7 @@ from engine.prefill_adder import (
     PromptLine,
     find_prefix,
 )
-from engine.seats import choose_startable, choose_yielding
+from engine.seats import choose_startable, choose_yielding, count_evicting_left, may_evict
 from engine.sequence import EngineLimits, Sequence, SequenceRefused
 from engine.step_time import StepTimeModel
 
@@ -278,7 +278,7 @@ class Scheduler:
         waiting = chain.from_iterable(
             self._lines[line].values() for line in self._line_order() if line[2] == name
         )
-        head = next((seq for seq in waiting if seq.ready), None)
+        head = next((seq for seq in waiting if seq.ready and may_evict(seq, self)), None)
         return head is not None and find_prefix(head, stock).slab_cost(head, head.total) <= stock.free
 
     def admits(self, seq: Sequence, stock: KvStock, moving: Iterable[Sequence] = ()) -> bool:
@@ -425,6 +425,7 @@ class Scheduler:
             seats=seats,
             budget=budget,
             gentle=self._company > 0,
+            evicting_left=count_evicting_left(self),
         )
 
     def _open_lines(self, handed: list[Sequence]) -> dict[PromptLine, Iterator[Sequence]]:

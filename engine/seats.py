@@ -1,15 +1,41 @@
 """Decides which adopted sequences get a seat in the batch, and which running ones give theirs up (pure).
 
-An adopted sequence came with its KV, so its memory is allocated: it needs only one of the `num_seats` seats.
+An adopted sequence came with its KV, so its memory is allocated: it needs only one of the `num_seats` seats. Sequences
+that evict also take one of the places for them (`EngineLimits.max_evicting`), for as long as they have KV.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
+from typing import Protocol
 
 from engine.fairness import VirtualTokenCounter
-from engine.sequence import Sequence
+from engine.sequence import EngineLimits, Sequence
+
+# More than there can be sequences.
+ANY_NUMBER = 1 << 30
+
+
+class SequenceQueues(Protocol):
+    """The sequences of one engine, by key (`engine.scheduler.Scheduler`)."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """The limits of the engine."""
+
+    @property
+    def waiting(self) -> Mapping[str, Sequence]:
+        """Those that hold no slabs; parked ones have KV in the host tier."""
+
+    @property
+    def adopted(self) -> Mapping[str, Sequence]:
+        """Those with KV that wait for a seat."""
+
+    @property
+    def running(self) -> Mapping[str, Sequence]:
+        """Those with KV and a seat."""
 
 
 def choose_startable(
@@ -93,3 +119,17 @@ def _choose_loser(
         or (under and other.origin.priority == mine and seated[other.origin.tenant] > share)
     ]
     return max(losers, key=lambda other: other.precedence, default=None)
+
+
+def count_evicting_left(queues: SequenceQueues, moving: Iterable[Sequence] = ()) -> int:
+    """How many more sequences that evict may get KV. Parked ones have theirs, and `moving` ones on its way."""
+    if queues.limits.max_evicting is None:
+        return ANY_NUMBER
+    parked = [seq for seq in queues.waiting.values() if seq.parked]
+    holders = chain(queues.running.values(), queues.adopted.values(), parked, moving)
+    return queues.limits.max_evicting - sum(seq.keep.evicts for seq in holders)
+
+
+def may_evict(seq: Sequence, queues: SequenceQueues, moving: Iterable[Sequence] = ()) -> bool:
+    """Whether a sequence without slabs may get some, as far as `EngineLimits.max_evicting` goes. A parked one may."""
+    return not seq.keep.evicts or seq.parked or count_evicting_left(queues, moving) > 0

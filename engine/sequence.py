@@ -269,7 +269,8 @@ class EngineLimits:
 
     `saturation_tokens` (L_m) is the size of a step that only prefills: the smallest that keeps the device busy
     (`engine.saturation`); 0 means the whole budget. `tpot_s` is how many seconds a step may take while any sequence
-    decodes in it; None: no limit.
+    decodes in it; None: no limit. `max_evicting` is how many sequences that evict may have KV here, parked ones
+    included, since the runner remembers something of each beside the pool; None: no limit.
     """
 
     num_slabs: int
@@ -284,6 +285,7 @@ class EngineLimits:
     max_waiting_tokens: int = 1 << 20
     saturation_tokens: int = 0
     tpot_s: float | None = None
+    max_evicting: int | None = None
     arena_slabs: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -201,12 +201,21 @@ class SequenceTable:
 
     # ---- decision points
 
+    def has_room_for_bag(self, seq: Sequence, bag_slabs: int) -> bool:
+        """Whether `take_bag` would succeed after `release_undecided`."""
+        arena, need = self.arena_of(seq), bag_slabs + (not seq.kept_slabs)
+        return need <= arena.free + arena.count_freed_tail(seq.key, seq.slabs[self._num_decided(seq) :])
+
+    def _num_decided(self, seq: Sequence) -> int:
+        """How many leading slabs of a sequence at a decision point stay: whole chunks and, if it has one, its ring."""
+        return seq.keep.boundary_chunks + bool(seq.kept_slabs)
+
     def release_undecided(self, seq: Sequence) -> None:
         """Free the slabs with the rows that `seq` chooses from: all behind the boundary, but not an evicted one's ring.
 
         Its prompt's chunks that were published stay cached. The rows to keep must have been copied aside.
         """
-        stay = seq.keep.boundary_chunks + bool(seq.kept_slabs)
+        stay = self._num_decided(seq)
         self.arena_of(seq).release_tail(seq.key, seq.slabs[stay:])
         seq.kept_slabs = min(seq.kept_slabs, 1)
         seq.slabs, seq.shared = seq.slabs[:stay], min(seq.shared, seq.keep.boundary_chunks)

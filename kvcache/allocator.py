@@ -221,6 +221,12 @@ class KvAllocator:
             refs[key] == n for key, n in shared.items()
         )
 
+    def count_freed_tail(self, key: str, slabs: Sequence[int]) -> int:
+        """How many more slabs would be free after `release_tail` with the last `slabs` that sequence `key` holds."""
+        owned = self._sequences.get(key) or _SequenceSlabs()
+        alone = {node.slab for node in owned.shared if node.refs == 1}
+        return sum(slab in owned.private or slab in alone for slab in slabs)
+
     def count_shared(self, key: str) -> int:
         """How many of the chunks that sequence `key` holds are also held by another sequence."""
         owned = self._sequences.get(key)

@@ -31,6 +31,7 @@ from engine.model.memory_plan import MemoryPlan
 from engine.model.pool_shares import split_pool
 from engine.model.tokenizer import ModelTokenizer, read_token_kinds
 from engine.protocols import StepObserver
+from engine.reclaim.eviction_memory import count_evicting
 from engine.sampling import grammar
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Scheduler
@@ -155,6 +156,7 @@ def resolve_model(spec: WorkerSpec) -> ResolvedModel:
         ranks=spec.tp * spec.pp,
         step_tokens=spec.max_num_batched_tokens,
         step_rows=spec.max_num_seqs,
+        evicting_seqs=spec.max_num_seqs if spec.kv_keep < 1 else 0,
     )
     layouts = [files.layout(CPU_DTYPES[spec.dtype], one.codec) for one in classes]
     class_slabs = split_pool(files.name, plan, layouts, [one.share for one in classes])
@@ -186,7 +188,7 @@ def build_engine(
     holdings = _build_arenas(pools, spec.prefix_caching)
     ranks = RankProcesses(spec.worker, partial(exit_fatally, supervisor)) if len(memories) > 1 else None
     tokenizer = _load_tokenizer(found.files.path)
-    eviction = _eviction_setup(found, tokenizer)
+    eviction = _eviction_setup(found, tokenizer) if _has_eviction_memory(spec, found) else None
     try:
         if ranks is None:
             plan = found.plan
@@ -300,10 +302,28 @@ def _engine_limits(spec: WorkerSpec, found: ResolvedModel) -> EngineLimits:
         max_num_batched_tokens=spec.max_num_batched_tokens,
         chunked_prefill=spec.chunked_prefill,
         tpot_s=None if spec.tpot_ms is None else spec.tpot_ms / 1000,
+        max_evicting=_max_evicting(spec, found),
         arena_slabs={layout.kv_class: count for layout, count in found.sized_layouts}
         if len(found.classes) > 1
         else {},
     )
+
+
+def _max_evicting(spec: WorkerSpec, found: ResolvedModel) -> int:
+    """How many sequences may evict at once: those that memory was set aside for, or what is left beside the pool."""
+    if spec.kv_keep < 1:
+        return spec.max_num_seqs
+    plan, shape = found.plan, found.files.shape
+    spare = plan.max_kv_bytes - plan.kv_bytes - spec.swap_bytes
+    return count_evicting(found.layout, shape.heads, plan.max_model_len, spare, spec.max_num_seqs)
+
+
+def _has_eviction_memory(spec: WorkerSpec, found: ResolvedModel) -> bool:
+    """Whether there is memory for a sequence that evicts; if not, that is logged."""
+    if _max_evicting(spec, found):
+        return True
+    log.warning("no KV can be evicted: too little memory is left beside the KV pool (docs/eviction.md)")
+    return False
 
 
 def open_saturation_store(spec: WorkerSpec, found: ResolvedModel, fingerprint: str) -> SaturationStore:

@@ -8,9 +8,9 @@ What is recorded depends only on positions: computing a row again, or cutting a 
 pools of raw float32 can evict. Each rank of a worker has an evictor of its own layers and heads, whose bag is in its
 part of the sequence's slabs: they are as many as the rank with the most rows needs, so others leave some unused.
 
-Memory beside the pool: `query_record_bytes` for every sequence that the engine holds, parked ones included, until
-`forget_sequence`; and between plan and apply the kept rows of that sequence. `kvcache.keep` decides, and
-`kvcache.kept_rows` says where rows lie.
+Memory beside the pool is counted by `engine.reclaim.eviction_memory`: queries and map of every sequence that the engine
+holds, parked ones included, until `forget_sequence`; and the kept rows of the last plan, of which there is one at a
+time. `kvcache.keep` decides, and `kvcache.kept_rows` says where rows lie.
 """
 
 from __future__ import annotations
@@ -31,17 +31,11 @@ from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
 from kvcache.keep import KeepRule
 from kvcache.kept_rows import KeptRows, count_frames, frame_bytes, frames_per_slab, map_frames
-from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-
-
-def query_record_bytes(layout: KvLayout, heads: int) -> int:
-    """Bytes of the recorded queries of one sequence, with `heads` query heads: 64 rows of every layer, as float32."""
-    return 4 * layout.layers * PROFILE_ROWS * heads * layout.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +57,6 @@ class KeptSequence:
     queries: Floats
     positions: Ints
     bag: KeptBag | None = None
-    # The last plan: the rows that are kept, and the bag's frames, [frames, frame_bytes].
-    plan: tuple[KeptRows, Bytes] | None = None
 
     def last_rows(self, length: int, count: int) -> Ints:
         """The positions of the last `count` of `length` tokens. Raises ValueError if a query of theirs is missing."""
@@ -105,11 +97,20 @@ class CpuEvictor:
         self._memory = pool.data.view(-1).numpy().view(np.uint8).reshape(pool.num_slabs, -1)
         self._decider = HeadDecider(self._layout, heads // self._layout.kv_heads, windows, setup.rule)
         self._sequences: dict[str, KeptSequence] = {}
+        # The last plan: its sequence, the rows that are kept, and the bag's frames, [frames, frame_bytes].
+        self._plan: tuple[str, KeptRows, Bytes] | None = None
 
     @property
     def recorded_bytes(self) -> int:
         """Bytes of all recorded queries."""
         return sum(sequence.queries.nbytes for sequence in self._sequences.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes beside the pool: recorded queries, maps, and the plan's copy of kept rows."""
+        bags = [sequence.bag for sequence in self._sequences.values() if sequence.bag is not None]
+        maps = sum(bag.keys.nbytes + bag.tokens.nbytes + bag.kept.positions.nbytes for bag in bags)
+        return self.recorded_bytes + maps + (self._plan[2].nbytes if self._plan is not None else 0)
 
     def check_work(self, work: StepWork, kept: KeptWork) -> None:
         """Check that a work, with slabs numbered within the pool, fits what is known of its sequence.
@@ -176,7 +177,10 @@ class CpuEvictor:
         planned = KeptRows.from_heads(
             self._layout, spec.boundary, length, policies, [one.positions.astype(np.int32) for one in kept]
         )
-        sequence.plan = planned, _ = self._store.pack_frames(planned, kept, source)
+        # The plan before it, if it was not applied, goes first.
+        self._plan = None
+        planned, frames = self._store.pack_frames(planned, kept, source)
+        self._plan = order.key, planned, frames
         names = Counter(self._rule.policy_names[policy] for policy in policies.reshape(-1))
         return EvictionReport(
             planned.num_slabs,
@@ -188,16 +192,15 @@ class CpuEvictor:
 
     def apply_eviction(self, key: str, slabs: list[int]) -> None:
         """Write the planned rows of a sequence into `slabs` of the pool. Raises ValueError without a plan for them."""
-        sequence = self._sequences.get(key)
-        if sequence is None or sequence.plan is None:
+        if self._plan is None or self._plan[0] != key:
             raise ValueError(f"no eviction of {key} was planned")
-        kept, scratch = sequence.plan
+        _, kept, scratch = self._plan
         self._check_room(key, kept, slabs)
         frames = frames_per_slab(self._layout)
         for index, slab in enumerate(slabs[: kept.num_slabs]):
             part = scratch[index * frames : (index + 1) * frames].reshape(-1)
             self._memory[slab, : len(part)] = part
-        sequence.bag, sequence.plan = self._store.open_bag(kept, slabs), None
+        self._sequences[key].bag, self._plan = self._store.open_bag(kept, slabs), None
 
     def load_kept(self, key: str, boundary: int, length: int, slabs: list[int]) -> None:
         """Read the map of a bag in `slabs` of the pool. Raises ValueError if it is none, or that of another decision
@@ -227,6 +230,8 @@ class CpuEvictor:
     def forget_sequence(self, key: str) -> None:
         """Drop all that is known of a sequence, if anything is."""
         self._sequences.pop(key, None)
+        if self._plan is not None and self._plan[0] == key:
+            self._plan = None
 
     def _open_sequence(self, key: str) -> KeptSequence:
         """The sequence, new if it is unknown."""

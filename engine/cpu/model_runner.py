@@ -188,6 +188,11 @@ class CpuModelRunner:
         self._sink_slots.keep(sinks)
         return list(torch.split(logits[: sum(counts)], counts))
 
+    @property
+    def can_evict(self) -> bool:
+        """As `EvictingRunner.can_evict`."""
+        return self._evicting is not None
+
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         """As `EvictingRunner.plan_eviction`, which says when ValueError is raised."""
         (first, *others) = self._evict_on_ranks(PlanEviction(order))

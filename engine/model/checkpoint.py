@@ -117,6 +117,7 @@ class Checkpoint:
         step_tokens: int = 512,
         step_rows: int = 64,
         coded: bool | None = None,
+        evicting_seqs: int = 0,
     ) -> MemoryPlan:
         """Decide the context length and the pool size, and check that they fit in `available_bytes` (default: the
         system's).
@@ -141,6 +142,7 @@ class Checkpoint:
             step_tokens=step_tokens,
             step_rows=step_rows,
             coded=coded,
+            evicting_seqs=evicting_seqs,
         )
 
     def _matrix_bytes(self) -> int:

@@ -12,6 +12,7 @@ from diptych.cgroups import available_memory_bytes
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
 from engine.model.architecture import ModelConfig
+from engine.reclaim.eviction_memory import eviction_bytes
 from kvcache.layout import KvLayout
 
 # A pool of automatic size has room for this many full-length requests, memory permitting.
@@ -43,11 +44,13 @@ class MemoryPlan:
     angle_bytes: int = 0
     # The largest pool that would fit, in bytes.
     max_kv_bytes: int = 0
+    # Set aside for sequences that evict (`engine.reclaim.eviction_memory`).
+    eviction_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
         """What has to fit in memory beside the pool."""
-        return self.weight_bytes + self.sink_bytes + self.angle_bytes
+        return self.weight_bytes + self.sink_bytes + self.angle_bytes + self.eviction_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -99,6 +102,7 @@ def plan_memory(
     step_tokens: int = 512,
     step_rows: int = 64,
     coded: bool | None = None,
+    evicting_seqs: int = 0,
 ) -> MemoryPlan:
     """Plan weights and pool within `USABLE_SHARE` of `available` bytes; the pool must hold one request of full length.
 
@@ -106,7 +110,7 @@ def plan_memory(
     and each of `tp` ranks holds it; everything else is split over the ranks, of which there are `ranks` (None: `tp`).
     Steps have up to `step_tokens` tokens, and logits for up to `step_rows` of them. Beside a pool with a codec the
     exact KV of first tokens takes memory, too, and on every rank the angles of all positions; `coded` says whether
-    there is one, if `layout` is only one of several.
+    there is one, if `layout` is only one of several. Memory is set aside for `evicting_seqs` sequences that evict.
 
     Raises:
         ModelError: `max_model_len` exceeds the model's context or is not positive, or the plan does not fit.
@@ -119,7 +123,8 @@ def plan_memory(
     sink_slots = sink_table_slots(shape, layout, step_rows) if keeps_sinks else 0
     sinks = sink_slots * token_kv_bytes(layout)
     angles = (ranks or tp) * angle_table_bytes(layout.head_dim, length) if keeps_sinks else 0
-    room = int(available * USABLE_SHARE) - weights - sinks - angles
+    evictions = eviction_bytes(layout, shape.heads, length, evicting_seqs)
+    room = int(available * USABLE_SHARE) - weights - sinks - angles - evictions
     pool = kv_bytes if kv_bytes is not None else min(AUTO_POOL_REQUESTS * one, max(room, one))
     if pool < one or pool > room:
         longest = (
@@ -127,12 +132,12 @@ def plan_memory(
         )
         longest = min(longest, shape.context)
         asked = kv_bytes is not None
-        beside = {"first tokens": sinks, "angles": angles}
+        beside = {"first tokens": sinks, "angles": angles, "evictions": evictions}
         raise _does_not_fit(name, layout, weights, beside, pool, length, available, longest, asked)
     slabs = pool // layout.chunk_bytes
     step = step_memory_bytes(shape, tokens=step_tokens, rows=step_rows)
     kv = slabs * layout.chunk_bytes
-    return MemoryPlan(length, slabs, kv, weights, step, sink_slots, sinks, angles, room)
+    return MemoryPlan(length, slabs, kv, weights, step, sink_slots, sinks, angles, room, evictions)
 
 
 def token_kv_bytes(layout: KvLayout) -> int:

@@ -34,7 +34,7 @@ class DecisionPoints:
 
     def check_runner(self, seq: Sequence) -> None:
         """Check that the runner can run `seq`. Raises SequenceRefused if it evicts and the runner does not."""
-        if seq.keep.evicts and not hasattr(self._runner, "plan_eviction"):
+        if seq.keep.evicts and not getattr(self._runner, "can_evict", False):
             raise SequenceRefused("internal_error", "the runner of this worker cannot evict KV")
 
     def note_run(self, seq: Sequence) -> None:
@@ -51,19 +51,22 @@ class DecisionPoints:
         """Let the heads of `seq`, which has come to a decision point, drop KV.
 
         While there are too few slabs for its bag, `preempt` takes the memory of the sequence with the worst precedence
-        in the arena. If that is `seq` itself, nothing is decided. `on_taken` is given the slabs that `seq` has taken,
-        before anything is written to them. A failure of the runner is raised.
+        in the arena. If that is `seq` itself, nothing is decided; it still has all its KV then, so that may be parked.
+        `on_taken` is given the slabs that `seq` has taken, before anything is written to them. A failure of the runner
+        is raised.
         """
         order = EvictionOrder(
             seq.key, seq.tokens(0, seq.computed), len(seq.prompt), seq.keep, list(seq.slabs)
         )
         seq.eviction = report = self._runner.plan_eviction(order)
-        self._table.release_undecided(seq)
-        while (taken := self._table.take_bag(seq, report.bag_slabs)) is None:
+        while not self._table.has_room_for_bag(seq, report.bag_slabs):
             victim = self._table.scheduler.worst_holder(seq)
             preempt(victim)
             if victim is seq:
                 return
+        self._table.release_undecided(seq)
+        taken = self._table.take_bag(seq, report.bag_slabs)
+        assert taken is not None, seq.key
         on_taken(taken)
         self._runner.apply_eviction(seq.key, seq.bag_slabs)
         self._unsent.add(seq.key)

@@ -25,7 +25,8 @@ def park_sequence(
     whether the KV was copied. Chunks that other sequences hold stay in the pool: they are neither copied nor counted.
     Of an evicted sequence the ring and the bag are copied, so it goes on with what its heads have kept.
     """
-    skip = 0 if seq.scores_prompt else allocator.count_shared(seq.key)
+    shared = 0 if seq.scores_prompt else allocator.count_shared(seq.key)
+    skip = min(shared, seq.full_chunks(seq.computed))
     slabs = seq.slabs[skip : None if seq.kept_slabs else num_chunks(seq.computed)]
     if not slabs or not host.has_room(len(slabs)):
         return False

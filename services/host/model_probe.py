@@ -107,12 +107,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
     codecs = expand_auto(files, asked, question.kv_cache_calibration, budget)
     classes = resolve_kv_classes(files, codecs, question.kv_cache_calibration)
     check_auto(classes, asked, budget)
-    for role, (tp, pp) in question.splits.items():
-        try:
-            split_ranks(files, classes, tp, pp)
-        except (ConfigError, ModelError) as error:
-            fix = f"{error.fix} (--{role}-tp, --{role}-pp)"
-            raise type(error)(error.what, error.why, fix) from None
+    _check_splits(question, files, classes)
     _check_eviction(question, classes, files)
     available = available_memory() // question.num_workers
     memory = files.memory(
@@ -125,6 +120,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
         ranks=max((tp * pp for tp, pp in question.splits.values()), default=1),
         step_tokens=question.step_tokens,
         step_rows=question.step_rows,
+        evicting_seqs=question.step_rows if question.kv_keep < 1 else 0,
     )
     split_pool(
         files.name,
@@ -184,6 +180,16 @@ def _check_eviction(question: ProbeRequest, classes: Sequence[KvClassChoice], fi
             error.what,
             f"{error.fix}; or leave out --kv-keep",
         ) from None
+
+
+def _check_splits(question: ProbeRequest, files: Checkpoint, classes: tuple[KvClassChoice, ...]) -> None:
+    """Raise ConfigError or ModelError if the model or its KV cannot be split as a role's workers are."""
+    for role, (tp, pp) in question.splits.items():
+        try:
+            split_ranks(files, classes, tp, pp)
+        except (ConfigError, ModelError) as error:
+            fix = f"{error.fix} (--{role}-tp, --{role}-pp)"
+            raise type(error)(error.what, error.why, fix) from None
 
 
 def _check_evicting_pool(question: ProbeRequest, memory: MemoryPlan) -> None:

@@ -20,7 +20,8 @@ def probe(**more: Any) -> ProbedModel:
 
 
 def test_workers_with_raw_kv_may_evict_by_default() -> None:
-    assert probe() == probe(kv_keep=1.0)
+    assert probe().kv_bytes == probe(kv_keep=1.0).kv_bytes
+    assert probe().summary != probe(kv_keep=1.0).summary, "it has memory set aside for evictions"
     assert probe(splits={"prefill": (2, 1), "decode": (1, 2)}).kv_bytes > 0
     assert probe(num_workers=0).kv_bytes == 0, "a gateway alone cannot know its workers"
 

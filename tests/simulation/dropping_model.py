@@ -50,6 +50,8 @@ class KeptState:
 class DroppingRunner(VirtualRunner):
     """`engine.protocols.EvictingRunner`; its heads are its layers."""
 
+    can_evict = True
+
     def __init__(self, memory: VirtualMemory, spend: Callable[[int], None] = lambda tokens: None) -> None:
         super().__init__(memory, spend)
         self.states: dict[str, KeptState] = {}

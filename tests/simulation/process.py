@@ -170,7 +170,7 @@ class VirtualProcess:
                 },
                 kv_losses={name: 0.5 for name, memory in self.memories.items() if memory.layout.codec},
                 kv_auto=self.chooses,
-                keep_classes=[RAW_CLASS] if hasattr(self.engine.runner, "plan_eviction") else [],
+                keep_classes=[RAW_CLASS] if getattr(self.engine.runner, "can_evict", False) else [],
             )
         )
         self.wake_process()

@@ -19,7 +19,13 @@ pytestmark = pytest.mark.skipif(
 ANSWERS = 4
 # Rows whose panels have data as soon as a few requests were answered; the others need faults, queues or a replanner.
 USUAL = ("SLO: ", "What clients see: ", "Where the time goes: Stages", "Pools: ", "Gateway: ")
-UNUSUAL = ("Preemptions: {{way}}", "Prefilled by", "Prefix cache hits")
+UNUSUAL = (
+    "Preemptions: {{way}}",
+    "Prefilled by",
+    "Prefix cache hits",
+    "KV freed by eviction",
+    "Heads by policy",
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +63,7 @@ def test_every_query_parses_and_finds_its_metrics(deployment: Served, server: Pr
         ask(deployment)
         return check_queries(server, deployment.get("/metrics").text, queries, usual).empty
 
-    wait_for(lambda: not empty(), explain=empty)
+    wait_for(lambda: not empty(), timeout_s=120, explain=empty)
     report = check_queries(server, deployment.get("/metrics").text, queries | rule_queries(0.9))
     assert (report.wrong, report.unknown) == ([], []) and report.total > 120
 

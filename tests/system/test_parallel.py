@@ -97,7 +97,7 @@ def test_tokens_are_those_of_transformers(
 
 
 KEPT_PAIRS = [("whole", "tp"), ("tp", "whole"), ("tp", "tp"), ("pp", "tp")]
-KEEP = KeepSpec(0.95, 64)
+KEEP = KeepSpec(0.4, 64)
 # Past the first decision point of the answer; of prompts with 400, 1,025 and 1,900 tokens.
 KEPT_SAMPLING, KEPT_PROMPTS = (
     SamplingParams(80, 0, temperature=0.0),
@@ -138,6 +138,16 @@ def test_evicted_answers_are_those_of_one_rank(
         assert moved < -(-len(prompts[index]) // 64) * (384 << 10)
         workers.send(prefill, Release(request, 0))
     workers.rest(prefill, decode)
+
+
+@pytest.mark.parametrize("split", ["tp", "pp"])
+def test_evicted_answers_of_a_worker_that_prefills_itself_are_those_of_one_rank(
+    split: str, workers: Driver, prompts: list[list[int]], kept_alone: list[list[int]]
+) -> None:
+    prompt = prompts[KEPT_PROMPTS[0]]
+    found = workers.alone(f"decode-{split}", f"local-{split}", prompt, KEPT_SAMPLING, KEEP)
+    assert found == kept_alone[0]
+    workers.rest(f"decode-{split}")
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ def worker_spec(
         kv_cache_codec=model.kv_cache_codec or config.kv_cache_codec,
         kv_cache_calibration=calibration_path(config),
         swap_bytes=config.swap_space,
+        kv_keep=config.kv_keep,
         tpot_ms=config.slo_tpot_ms if _within_tpot(config, role) else None,
         tp=config.prefill_tp if role == "prefill" else config.decode_tp,
         pp=config.prefill_pp if role == "prefill" else config.decode_pp,

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from diptych.keep_spec import KeepSpec
 from engine.cpu import keep_profile
-from engine.cpu.eviction import query_record_bytes
 from engine.cpu.keep_profile import build_profile_kernel
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ragged_attention import build_ragged_kernel
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.protocols import EvictionOrder
+from engine.reclaim.eviction_memory import eviction_bytes, query_record_bytes, remembered_bytes
 from engine.step_work import KeptWork, StepWork
 from kvcache.keep import FULL, KeepRule, choose_policies, mask_without_window
 from kvcache.kept_rows import KeptRows
@@ -242,9 +242,30 @@ def test_recorded_queries_take_what_is_announced() -> None:
     assert evictor.recorded_bytes == 0
     run.run([PROMPT - 200, 1])
     assert evictor.recorded_bytes == query_record_bytes(run.pool.layout, 8) == 6 * 64 * 8 * 32 * 4
+    assert evictor.recorded_bytes < evictor.held_bytes <= eviction_bytes(run.pool.layout, 8, len(TOKENS), 1)
     run.runner.forget_kept("a")
     run.runner.forget_kept("a")
     assert evictor.recorded_bytes == 0
+
+
+@pytest.mark.parametrize("prompt", [64, 330])
+def test_a_decision_takes_no_more_than_is_planned(prompt: int) -> None:
+    """Of heads that keep nearly everything, and for one sequence at a time."""
+    runner, pool = make_runner()
+    evictor = runner._attentions[0].evictor
+    assert evictor is not None
+    for count, key in enumerate("ab", 1):
+        run = EvictedRun(runner, pool, TOKENS, prompt, KeepSpec(1 - 1e-9), key)
+        runner.run([run.next_work(prompt)])
+        order = EvictionOrder(key, TOKENS[:prompt], prompt, run.spec, list(run.slabs))
+        assert runner.plan_eviction(order).kept_rows == 24 * prompt
+        planned = eviction_bytes(pool.layout, 8, prompt, count)
+        assert 0.5 * planned < evictor.held_bytes <= planned
+    runner.forget_kept("a")
+    runner.apply_eviction("b", pool.take_slabs(runner.plan_eviction(order).bag_slabs, "b"))
+    assert evictor.held_bytes <= remembered_bytes(pool.layout, 8, prompt)
+    runner.forget_kept("b")
+    assert evictor.held_bytes == 0
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -59,6 +59,8 @@ class KeptMap:
 class KeptByteRunner(ByteRunner):
     """`spoil` changes the bytes of a map before they are written; `kept` are the maps that it has, by sequence."""
 
+    can_evict = True
+
     def __init__(self, pool: KvPool) -> None:
         super().__init__(pool)
         self._pool = pool

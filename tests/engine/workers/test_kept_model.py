@@ -25,7 +25,7 @@ from tests.factories import make_tokenizer
 from worker.loop import LatestStats, WorkerLoop, WorkerRole
 
 PROMPT = source_tokens(330)
-KEEP = KeepSpec(0.6, 64)
+KEEP = KeepSpec(0.3, 64)
 TOKENS = 140
 NUM_SLABS = 30
 

@@ -135,6 +135,8 @@ class FakeRunner:
 class EvictingFakeRunner(FakeRunner):
     """`engine.protocols.EvictingRunner`: in a bag the first cell has the positions of the rows that follow."""
 
+    can_evict = True
+
     def __init__(self, num_slabs: int) -> None:
         super().__init__(num_slabs)
         self.given: set[str] = set()  # sequences that it keeps something for

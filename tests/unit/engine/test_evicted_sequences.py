@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from diptych.request import Tenancy
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.reclaim.decision_points import DecisionPoints
 from engine.sequence import Sequence, SequenceRefused, num_chunks
-from tests.unit.engine.fakes import EngineBench, FakeRunner, alone, sampling, sequence
+from tests.unit.engine.fakes import EngineBench, FakeRunner, FixedRate, alone, sampling, sequence
 from tests.unit.engine.test_loop import RecordingObserver
 from tests.unit.engine.test_loop_machine import Conservation
 
@@ -172,31 +173,63 @@ def test_too_few_slabs_for_a_bag_preempt_the_sequence_with_the_worst_precedence(
     assert bench.holdings.used == 0 and not bench.runner.given
 
 
-def test_the_best_sequence_is_not_the_one_that_pays_for_its_bag() -> None:
-    bench = EngineBench(max_num_batched_tokens=512)
-    take_bag, refused = bench.engine.table.take_bag, list[str]()
+@pytest.mark.parametrize("parks", [True, False])
+@pytest.mark.parametrize("prompts", [(100, 100), (100, 130), (100, 36), (128, 128)])
+@pytest.mark.parametrize("second", [SOME, BEHIND, KEEP_ALL])
+def test_the_best_sequence_is_not_the_one_that_pays_for_its_bag(
+    prompts: tuple[int, int], second: KeepSpec, parks: bool
+) -> None:
+    """At the end of its prompt, and at the end of a block. The other one is parked, where that pays, and goes on."""
+    if second.boundary > prompts[1]:
+        second = SOME
+    bench = EngineBench(swap=9, max_num_batched_tokens=512)
+    bench.engine.copy_rate = FixedRate(1e12 if parks else 1e-12)
+    has_room, asked = bench.engine.table.has_room_for_bag, list[str]()
 
-    def refuse_once(seq: Sequence, bag_slabs: int) -> list[int] | None:
-        if seq.id == "one" and not refused:
-            refused.append(seq.id)
-            return None
-        return take_bag(seq, bag_slabs)
+    def refuse_twice(seq: Sequence, bag_slabs: int) -> bool:
+        asked.extend([seq.id] * (seq.id == "one"))
+        return asked not in (["one"], ["one"] * 3) and has_room(seq, bag_slabs)
 
-    bench.engine.table.take_bag = refuse_once  # type: ignore[method-assign]
-    seqs = [evicting(name, 100, 90) for name in ("one", "two")]
+    bench.engine.table.has_room_for_bag = refuse_twice  # type: ignore[method-assign]
+    seqs = [evicting("one", prompts[0], 90), evicting("two", prompts[1], 90, second)]
     for seq in seqs:
         bench.engine.add(seq, 0.0)
     bench.engine.step(bench.clock)
-    assert (
-        refused and list(bench.scheduler.running) == ["one#1"] and list(bench.scheduler.waiting) == ["two#1"]
-    )
+    assert list(bench.scheduler.running) == ["one#1"] and list(bench.scheduler.waiting) == ["two#1"]
+    run_until(bench)
+    assert len(asked) > 3 and [seq.output for seq in seqs] == [alone(seq) for seq in seqs]
+    assert bench.engine.stats.preemptions == {"park" if parks else "recompute": 2}
+    assert bench.holdings.used == bench.host.used_bytes == 0 and not bench.runner.given
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_a_sequence_that_had_no_part_in_the_step_pays_with_all_its_tokens(parks: bool) -> None:
+    """It waits for a seat, and its heads have decided all there is: none of its tokens is computed a second time."""
+    bench = EngineBench(swap=9, max_num_batched_tokens=512)
+    bench.engine.copy_rate = FixedRate(1e12 if parks else 1e-12)
+    seqs = [evicting("one", 100, 90), evicting("two", 36, 90)]
+    for seq in seqs:
+        bench.engine.add(seq, 0.0)
+    bench.engine.step(bench.clock)
+    bench.scheduler.pause("two#1")
+    seqs[1].matcher = SimpleNamespace(ready=False)
+    has_room = bench.engine.table.has_room_for_bag
+    bench.engine.table.has_room_for_bag = lambda *_: "two#1" in bench.scheduler.waiting  # type: ignore[method-assign]
+    while "two#1" in bench.scheduler.adopted:
+        assert seqs[1].computed == 36
+        bench.engine.step(bench.clock)
+    assert len(seqs[0].output) == 65 and seqs[1].computed == (36 if parks else 0)
+    bench.engine.table.has_room_for_bag, seqs[1].matcher = has_room, None  # type: ignore[method-assign]
     run_until(bench)
     assert [seq.output for seq in seqs] == [alone(seq) for seq in seqs]
+    assert bench.holdings.used == bench.host.used_bytes == 0 and not bench.runner.given
 
 
-def test_a_sequence_alone_gives_way_to_slabs_that_others_than_sequences_hold() -> None:
+@pytest.mark.parametrize("parks", [True, False])
+def test_a_sequence_alone_gives_way_to_slabs_that_others_than_sequences_hold(parks: bool) -> None:
     """A bag that keeps everything needs more slabs than its prompt did, and a lease has them."""
-    bench = EngineBench(num_slabs=6, caching=False)
+    bench = EngineBench(num_slabs=6, caching=False, swap=6)
+    bench.engine.copy_rate = FixedRate(1e12 if parks else 1e-12)
     plan = bench.runner.plan_eviction
 
     def keeps_all(order: EvictionOrder) -> EvictionReport:
@@ -208,7 +241,8 @@ def test_a_sequence_alone_gives_way_to_slabs_that_others_than_sequences_hold() -
     bench.engine.step(bench.clock)
     bench.holdings.allocate("a lease", 3)
     bench.engine.step(bench.clock)
-    assert bench.engine.stats.preemptions == {"recompute": 1} and not seq.output and not bench.runner.given
+    assert bench.engine.stats.preemptions == {"park" if parks else "recompute": 1} and not seq.output
+    assert bench.runner.given == ({seq.key} if parks else set())
     assert not bench.engine.has_work, "it does not try again and again"
     bench.runner.plan_eviction = plan  # type: ignore[method-assign]
     bench.holdings.release("a lease")

@@ -404,12 +404,13 @@ class SimEngine:
 
     def _evict(self, task: SimSequence, keep: KvKeep) -> None:
         """Lets the heads of one sequence drop KV; if there are too few slabs for the rest, others are preempted."""
-        self.table.release_undecided(task)
-        while self.table.take_bag(task, keep.bag_chunks(task.computed)) is None:
+        while not self.table.has_room_for_bag(task, keep.bag_chunks(task.computed)):
             victim = self.scheduler.worst_holder(task)
             self._preempt_sequence(victim.key)
             if victim is task:
                 return
+        self.table.release_undecided(task)
+        self.table.take_bag(task, keep.bag_chunks(task.computed))
         freed = max(0, num_chunks(task.computed) - len(task.slabs))
         task.kept = KeptReport(round(keep.share * task.computed), task.computed, {"": 1}, freed)
 

@@ -347,7 +347,7 @@ class ExactSimulation:
         name = f"{role}-{sum(worker.role == role for worker in gateway.workers.values())}"
         deployment, rhythm = self.deployment, machine.rhythm
         stages = PipelineStages(machine.cost, pool.split.pp, machine.step_s, rhythm, cores)
-        limits = _engine_limits(machine, pool.split.pp, deployment.max_model_len, deployment.kv_classes)
+        limits = _engine_limits(machine, pool.split.pp, deployment)
         skips = self.skips and pool.split.pp == 1 and rhythm is None and deployment.handling is None
         work = {one.name: one.work for one in deployment.kv_classes}
         engines = [
@@ -392,15 +392,16 @@ def class_slabs(machine: InstanceSpec, kv_classes: Sequence[KvClass], stages: in
     }
 
 
-def _engine_limits(
-    machine: InstanceSpec, stages: int, max_model_len: int, kv_classes: Sequence[KvClass]
-) -> EngineLimits:
-    """The limits of one of the `stages` batches in a pipeline: its share of memory and seats."""
+def _engine_limits(machine: InstanceSpec, stages: int, deployment: SimDeployment) -> EngineLimits:
+    """The limits of one of the `stages` batches in a pipeline: its share of memory and seats.
+
+    If all requests evict, workers set memory aside for as many of them as they have seats.
+    """
     seats = max(1, machine.max_num_seqs // stages)
-    arenas = class_slabs(machine, kv_classes, stages)
+    arenas = class_slabs(machine, deployment.kv_classes, stages)
     return EngineLimits(
         num_slabs=sum(arenas.values()) or max(1, machine.kv_tokens // CHUNK_TOKENS // stages),
-        max_model_len=max_model_len,
+        max_model_len=deployment.max_model_len,
         max_num_seqs=seats,
         max_num_batched_tokens=max(seats, machine.max_num_batched_tokens),
         chunked_prefill=machine.chunked_prefill,
@@ -409,6 +410,7 @@ def _engine_limits(
         saturation_tokens=machine.saturation_tokens,
         tpot_s=machine.tpot_s,
         arena_slabs=arenas,
+        max_evicting=None if deployment.keep is None else seats,
     )
 
 

@@ -170,6 +170,7 @@ class Model:
 class EvictingModel(Model):
     """`engine.protocols.EvictingRunner`: every sequence keeps what a `KvKeep` says, and decides as fast."""
 
+    can_evict = True
     keep = KvKeep(0.5, 1.0)
 
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
@@ -284,7 +285,7 @@ class Station:
     def __init__(self, world: World, name: str, role: str, machine: InstanceSpec) -> None:
         deployment = world.deployment
         self.name, self.role, self.line = name, role, Line(lambda message: world.hear(name, message))
-        limits = _engine_limits(machine, 1, deployment.max_model_len, deployment.kv_classes)
+        limits = _engine_limits(machine, 1, deployment)
         self.holdings, self.books = build_allocator(limits, deployment.prefix_caching), LatestStats()
         self.arenas = dict(limits.arena_slabs)
         work_on = {one.name: one.work for one in deployment.kv_classes}

@@ -268,6 +268,17 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     # `slabs_used` and `slabs_cached` by KV class; empty if the worker has one class.
     class_slabs_used: dict[str, int] = {}
     class_slabs_cached: dict[str, int] = {}
+    # Slabs that only bulk work holds; they are not part of `slabs_used`, since others take them back at once.
+    slabs_lent: int = 0
+    # Sequences of bulk work that hold memory, and that wait; the other fields leave bulk work out.
+    bulk_running: int = 0
+    bulk_waiting: int = 0
+    # Units of bulk work, the seconds that they took, and the tokens that they computed.
+    bulk_units: int = 0
+    bulk_seconds: float = 0.0
+    bulk_tokens: int = 0
+    # Number of times that bulk work lost its memory.
+    bulk_preemptions: int = 0
 
 
 class Heartbeat(ChannelMessage, frozen=True):

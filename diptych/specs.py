@@ -47,6 +47,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_keep: float = 1.0
     # Milliseconds that a step may take if sequences decode and prompts are prefilled in it (colocated workers only).
     tpot_ms: float | None = None
+    # Milliseconds for which bulk work may run at a time, while online requests wait.
+    bulk_slice_ms: float = 20.0
+    # SLO of the milliseconds per token of online answers, beside which bulk work may run. None: it never does.
+    bulk_tpot_ms: float | None = None
     tp: int = 1
     pp: int = 1
     # Number of the core that the worker is pinned to; None means not pinned.

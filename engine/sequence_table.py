@@ -282,7 +282,8 @@ class SequenceTable:
         arenas = allocator if isinstance(allocator, KvArenas) else None
         return WorkerStats(
             slabs_total=self.scheduler.limits.num_slabs,
-            slabs_used=allocator.used,
+            slabs_used=allocator.used - allocator.lent,
+            slabs_lent=allocator.lent,
             slabs_cached=allocator.cached,
             running=self.num_running,
             waiting=len(self.scheduler.waiting),

@@ -11,7 +11,7 @@ that a sequence still writes are private. A held chunk is never evicted. Pure ac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from diptych.chunks import CHUNK_TOKENS
@@ -29,10 +29,25 @@ class _SequenceSlabs:
     shared: list[PrefixNode] = field(default_factory=list)
     # The slabs of its own. The dict serves as a set that keeps its order.
     private: dict[int, None] = field(default_factory=dict)
+    # Whether it holds them only until another sequence wants them.
+    lent: bool = False
+
+
+@dataclass(slots=True)
+class LentSlabs:
+    """What `kvcache.lending.LentKv` has lent: the number of private slabs, and how to get slabs back."""
+
+    private: int = 0
+    # The sequences that hold them.
+    holders: set[str] = field(default_factory=set)
+    # Lets one sequence give back all that it was lent; returns False if there is none.
+    reclaim: Callable[[], bool] | None = None
 
 
 class KvAllocator:
     """Gives out the slabs of `pool` and remembers which sequence holds which.
+
+    Slabs that were lent (`kvcache.lending.LentKv`) count as free: `allocate` takes them back when no others are left.
 
     Without a `tree` no chunk is shared, and every slab is idle again when its sequence ends. `prefix_queries` and
     `prefix_hits` count tokens: all tokens that `attach_prefix` looked up, and the tokens it found.
@@ -43,6 +58,9 @@ class KvAllocator:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._sequences: dict[str, _SequenceSlabs] = {}
+        self.lent_slabs = LentSlabs()
+        # Whether what is taken here is lent.
+        self._lends = False
 
     def arena_of(self, kv_class: str) -> KvAllocator:
         """The allocator for KV of a class: itself, since a worker with one pool has one class (`kvcache.arenas`)."""
@@ -55,12 +73,22 @@ class KvAllocator:
 
     @property
     def free(self) -> int:
-        """Slabs that `allocate` can give now: the idle ones, and the cached ones, which it evicts."""
+        """Slabs that `allocate` can give now: the idle ones, the cached ones, which it evicts, and the lent ones."""
+        return self.unused + self.lent
+
+    @property
+    def unused(self) -> int:
+        """Slabs that no sequence holds."""
         return self.pool.free + self.cached
 
     @property
+    def lent(self) -> int:
+        """Slabs that only sequences hold which give them back at once."""
+        return self.lent_slabs.private + (self.tree.num_lent if self.tree is not None else 0)
+
+    @property
     def used(self) -> int:
-        """Slabs held by at least one sequence; 0 at rest."""
+        """Slabs held by at least one sequence, lent ones included; 0 at rest."""
         return self.pool.used - self.cached
 
     @property
@@ -73,8 +101,10 @@ class KvAllocator:
         return len(self.tree.match_prefix(keys)) if self.tree is not None else 0
 
     def count_unheld(self, keys: Sequence[bytes]) -> int:
-        """How many of the chunks found by `attach_prefix` are unheld: attaching reduces `free` by this number."""
-        return sum(not node.refs for node in self.tree.match_prefix(keys)) if self.tree is not None else 0
+        """How many of the chunks found by `attach_prefix` count as free: attaching reduces `free` by this number."""
+        if self.tree is None:
+            return 0
+        return sum(node.is_lent or not node.refs for node in self.tree.match_prefix(keys))
 
     def attach_prefix(self, key: str, keys: Sequence[bytes]) -> list[int]:
         """Let sequence `key` hold the longest cached prefix of `keys`, the chunk addresses of its tokens.
@@ -92,12 +122,14 @@ class KvAllocator:
         self.prefix_queries += len(keys) * CHUNK_TOKENS
         self.prefix_hits += len(nodes) * CHUNK_TOKENS
         if nodes:
-            self.tree.lock_nodes(nodes)
-            self._sequences[key] = _SequenceSlabs(nodes)
+            self.tree.lock_nodes(nodes, self._lends)
+            self._open_sequence(key).shared.extend(nodes)
         return [node.slab for node in nodes]
 
     def allocate(self, key: str, n: int) -> list[int]:
         """Take `n` private slabs for sequence `key`. If too few are idle, cached chunks are evicted, oldest first.
+
+        If that is not enough, lent slabs are taken back.
 
         Raises:
             OutOfSlabs: fewer than `n` slabs are free; none was taken or evicted.
@@ -107,12 +139,34 @@ class KvAllocator:
                 f"the KV pool has {self.free} slabs to give of {self.pool.num_slabs}, and {n} were asked for",
                 f"asked for by {key}; {len(self._sequences)} sequences hold {self.used}",
             )
+        self._take_back(n)
         if self.tree is not None and n > self.pool.free:
             self.pool.give_back(self.tree.evict_chunks(n - self.pool.free), TREE_OWNER)
         slabs = self.pool.take_slabs(n, key)
         if slabs:
-            self._sequences.setdefault(key, _SequenceSlabs()).private.update(dict.fromkeys(slabs))
+            owned = self._sequences.get(key) or self._open_sequence(key)
+            owned.private.update(dict.fromkeys(slabs))
+            self._count_private(owned, len(slabs))
         return slabs
+
+    def _open_sequence(self, key: str) -> _SequenceSlabs:
+        """A sequence begins to hold slabs."""
+        owned = self._sequences[key] = _SequenceSlabs(lent=self._lends)
+        if self._lends:
+            self.lent_slabs.holders.add(key)
+        return owned
+
+    def _take_back(self, n: int) -> None:
+        """Take lent slabs back until no sequence holds `n` slabs. Raises OutOfSlabs."""
+        reclaim = self.lent_slabs.reclaim
+        while n > self.unused:
+            if reclaim is None or not reclaim():
+                raise OutOfSlabs(f"{self.lent} slabs were lent, and nobody gives them back")
+
+    def _count_private(self, owned: _SequenceSlabs, change: int) -> None:
+        """Count private slabs of a sequence that were taken, or given back or published (`change` below 0)."""
+        if owned.lent:
+            self.lent_slabs.private += change
 
     def publish(self, key: str, keys: Sequence[bytes], slabs: list[int]) -> None:
         """Put the complete chunks of sequence `key` into the prefix tree, so that other sequences can attach them.
@@ -132,16 +186,19 @@ class KvAllocator:
             if slab not in owned.private:
                 raise ValueError(f"slab {slab} is not a private one of {key}")
             del owned.private[slab]
+            self._count_private(owned, -1)
             known = self.tree.match_prefix((chunk,))
             if known:
-                self.tree.lock_nodes(known)
+                self.tree.lock_nodes(known, owned.lent)
                 self.pool.give_back((slab,), key)
                 slabs[place] = known[0].slab
                 owned.shared.append(known[0])
             else:
                 self.pool.change_owner((slab,), key, TREE_OWNER)
                 owned.shared.append(
-                    self.tree.insert_chunk(chunk, slab, owned.shared[-1] if owned.shared else None)
+                    self.tree.insert_chunk(
+                        chunk, slab, owned.shared[-1] if owned.shared else None, owned.lent
+                    )
                 )
 
     def free_slabs(self, key: str, slabs: Sequence[int]) -> None:
@@ -155,6 +212,7 @@ class KvAllocator:
         if owned is not None:
             for slab in slabs:
                 del owned.private[slab]
+            self._count_private(owned, -len(slabs))
             self._drop_if_empty(key, owned)
 
     def release_tail(self, key: str, slabs: Sequence[int]) -> None:
@@ -176,8 +234,9 @@ class KvAllocator:
         self.pool.give_back(private, key)
         for slab in private:
             del owned.private[slab]
+        self._count_private(owned, -len(private))
         if self.tree is not None and gone:
-            self.tree.unlock_nodes(gone)
+            self.tree.unlock_nodes(gone, owned.lent)
             owned.shared = owned.shared[:stay]
         if key in self._sequences:
             self._drop_if_empty(key, owned)
@@ -192,9 +251,11 @@ class KvAllocator:
         owned = self._sequences.pop(key, None)
         if owned is None:
             return
+        self.lent_slabs.holders.discard(key)
         self.pool.give_back(list(owned.private), key)
+        self._count_private(owned, -len(owned.private))
         if self.tree is not None:
-            self.tree.unlock_nodes(owned.shared)
+            self.tree.unlock_nodes(owned.shared, owned.lent)
             if not keep:
                 self.pool.give_back(self.tree.forget_nodes(owned.shared), TREE_OWNER)
 
@@ -213,10 +274,13 @@ class KvAllocator:
         return owned.shared if owned else []
 
     def count_freed_by(self, holders: Sequence[str]) -> int:
-        """How many more slabs would be free if all `holders` released theirs: slabs that no other sequence holds."""
+        """How many more slabs would be free if all `holders` released theirs: slabs that no other sequence holds.
+
+        They must not hold lent slabs, which are free already.
+        """
         owned_slabs = [self._sequences[key] for key in holders if key in self._sequences]
         shared = Counter(node.key for owned in owned_slabs for node in owned.shared)
-        refs = {node.key: node.refs for owned in owned_slabs for node in owned.shared}
+        refs = {node.key: self._count_keepers(node) for owned in owned_slabs for node in owned.shared}
         return sum(len(owned.private) for owned in owned_slabs) + sum(
             refs[key] == n for key, n in shared.items()
         )
@@ -224,8 +288,12 @@ class KvAllocator:
     def count_freed_tail(self, key: str, slabs: Sequence[int]) -> int:
         """How many more slabs would be free after `release_tail` with the last `slabs` that sequence `key` holds."""
         owned = self._sequences.get(key) or _SequenceSlabs()
-        alone = {node.slab for node in owned.shared if node.refs == 1}
+        alone = {node.slab for node in owned.shared if self._count_keepers(node) == 1}
         return sum(slab in owned.private or slab in alone for slab in slabs)
+
+    def _count_keepers(self, node: PrefixNode) -> int:
+        """The holders of a chunk that do not give it back."""
+        return node.refs - node.lent
 
     def count_shared(self, key: str) -> int:
         """How many of the chunks that sequence `key` holds are also held by another sequence."""
@@ -261,6 +329,14 @@ class KvAllocator:
             raise AssertionError(
                 f"chunks {wrong} have a wrong number of holders; {len(refs)} held chunks are not in the tree"
             )
+        lent = Counter(node.key for owned in self._sequences.values() if owned.lent for node in owned.shared)
+        private = sum(len(owned.private) for owned in self._sequences.values() if owned.lent)
+        if self.lent_slabs.holders != {key for key, owned in self._sequences.items() if owned.lent}:
+            raise AssertionError(f"{self.lent_slabs.holders} are listed as holders of lent slabs")
+        if private != self.lent_slabs.private or any(node.lent != lent[node.key] for node in nodes):
+            raise AssertionError(
+                f"{self.lent_slabs.private} private slabs are counted as lent, not {private}"
+            )
         astray = [node.slab for node in nodes if self.pool.owner_of(node.slab) != TREE_OWNER]
         if astray or self.pool.count_by_owner().get(TREE_OWNER, 0) != len(nodes):
             raise AssertionError(f"the tree has {len(nodes)} slabs, and does not own {astray} of them")
@@ -276,3 +352,4 @@ class KvAllocator:
         """Forget a sequence that holds no slab any more."""
         if not owned.shared and not owned.private:
             del self._sequences[key]
+            self.lent_slabs.holders.discard(key)

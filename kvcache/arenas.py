@@ -49,9 +49,14 @@ class KvArenas:
         return sum(one.cached for one in self.arenas.values())
 
     @property
+    def lent(self) -> int:
+        """Slabs that only sequences hold which give them back at once (`kvcache.lending`)."""
+        return sum(one.lent for one in self.arenas.values())
+
+    @property
     def used_by_class(self) -> dict[str, int]:
-        """`used` of each class."""
-        return {name: one.used for name, one in self.arenas.items()}
+        """`used` of each class, without lent slabs."""
+        return {name: one.used - one.lent for name, one in self.arenas.items()}
 
     @property
     def cached_by_class(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.hashing import hash_fields
@@ -54,14 +55,25 @@ def chunk_keys(tokens: Sequence[int], root: bytes, known: list[bytes] | None = N
 
 
 class PrefixNode:
-    """One full chunk: its address, slab and parent (the chunk before it), and how many holders and children it has."""
+    """One full chunk: its address, slab and parent (the chunk before it), and how many holders and children it has.
 
-    __slots__ = ("__weakref__", "children", "key", "parent", "refs", "slab")
+    `lent` of its `refs` holders hold it only as long as no other sequence wants its slab (`kvcache.lending`), and no
+    other ever held it if `only_lent`.
+    """
+
+    __slots__ = ("__weakref__", "children", "key", "lent", "only_lent", "parent", "refs", "slab")
 
     def __init__(self, key: bytes, slab: int, parent: PrefixNode | None) -> None:
         self.key, self.slab, self.parent = key, slab, parent
         self.refs = 0
+        self.lent = 0
+        self.only_lent = False
         self.children = 0
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether it has holders, and all of them would give it back."""
+        return 0 < self.refs == self.lent
 
 
 class PrefixTree:
@@ -69,8 +81,11 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, PrefixNode] = {}
-        # Nodes without a holder, the one released longest ago first.
+        # Nodes without a holder, in the order in which they are evicted: those that were only ever lent, then the one
+        # released longest ago.
         self._unheld: OrderedDict[bytes, PrefixNode] = OrderedDict()
+        # Number of chunks that only sequences hold which would give them back.
+        self.num_lent = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -93,10 +108,12 @@ class PrefixTree:
             found.append(node)
         return found
 
-    def insert_chunk(self, key: bytes, slab: int, parent: PrefixNode | None) -> PrefixNode:
+    def insert_chunk(
+        self, key: bytes, slab: int, parent: PrefixNode | None, lent: bool = False
+    ) -> PrefixNode:
         """Add the chunk with address `key`, stored in `slab`, after `parent` (None: it is the first chunk of a prefix).
 
-        The caller must hold `parent`, and holds the new chunk once.
+        The caller must hold `parent`, and holds the new chunk once; `lent`: until another sequence wants the slab.
 
         Raises:
             ValueError: the chunk is known already, or no sequence holds its parent.
@@ -106,33 +123,56 @@ class PrefixTree:
         if parent is not None and not parent.refs:
             raise ValueError(f"nobody holds {parent.key.hex()}, the parent of {key.hex()}")
         node = self._nodes[key] = PrefixNode(key, slab, parent)
-        node.refs = 1
+        node.refs, node.lent, node.only_lent = 1, int(lent), lent
+        self.num_lent += lent
         if parent is not None:
             parent.children += 1
         return node
 
-    def lock_nodes(self, nodes: Sequence[PrefixNode]) -> None:
-        """Add one holder to each of `nodes`, a path from the root. A held chunk is not evicted until it is unlocked."""
+    def lock_nodes(self, nodes: Sequence[PrefixNode], lent: bool = False) -> None:
+        """Add one holder to each of `nodes`, a path from the root. A held chunk is not evicted until it is unlocked.
+
+        `lent`: it holds them only until another sequence wants their slabs.
+        """
         for node in nodes:
             if not node.refs:
                 del self._unheld[node.key]
-            node.refs += 1
+            self._count_holder(node, 1, lent)
 
-    def unlock_nodes(self, nodes: Sequence[PrefixNode]) -> None:
-        """Remove one holder from each of `nodes`, a path from the root.
+    def _count_holder(self, node: PrefixNode, change: int, lent: bool) -> None:
+        """Change the number of holders of a chunk, and of those that would give it back if `lent`, by `change`."""
+        before = node.is_lent
+        node.refs += change
+        node.lent += change * lent
+        node.only_lent = node.only_lent and lent
+        self.num_lent += node.is_lent - before
+
+    def unlock_nodes(self, nodes: Sequence[PrefixNode], lent: bool = False) -> None:
+        """Remove one holder from each of `nodes`, a path from the root; `lent` as it was given to `lock_nodes`.
+
+        Chunks that were only ever lent are evicted first, so that they displace no other ones.
 
         Raises ValueError (no change) if one is unheld.
         """
         if any(not node.refs for node in nodes):
             raise ValueError("a chunk that nobody holds cannot be released")
         # Children are released first. Eviction goes in the order of release, so it then takes leaves first.
+        gone: list[PrefixNode] = []
         for node in reversed(nodes):
-            node.refs -= 1
+            self._count_holder(node, -1, lent)
             if not node.refs:
                 self._unheld[node.key] = node
+                gone.append(node)
+        # A chunk with other children is not evicted before them.
+        first = takewhile(lambda one: one[1].only_lent and one[1].children == min(one[0], 1), enumerate(gone))
+        for _, node in reversed(list(first)):
+            self._unheld.move_to_end(node.key, last=False)
 
     def evict_chunks(self, n: int) -> list[int]:
-        """Remove the `n` chunks that were released longest ago, or all unheld chunks if fewer; returns their slabs."""
+        """Remove the first `n` unheld chunks, or all if fewer; returns their slabs.
+
+        Those that were only ever lent come first, then those that were released longest ago.
+        """
         slabs = []
         for _ in range(min(n, len(self._unheld))):
             key, node = self._unheld.popitem(last=False)
@@ -171,6 +211,8 @@ class PrefixTree:
         wrong = [node.key.hex() for node in self if node.children != children[node.key]]
         if wrong:
             raise AssertionError(f"chunks {wrong} miscount their children")
+        if self.num_lent != sum(node.is_lent for node in self):
+            raise AssertionError(f"{self.num_lent} chunks are counted as lent")
         if len({node.slab for node in self}) != len(self):
             raise AssertionError("two chunks have one slab")
         if set(self._unheld) != {node.key for node in self if not node.refs}:

@@ -19,6 +19,7 @@ from diptych.kernel_cache import kernel_source_stamp, machine_kernel_folder
 from diptych.process import SupervisorPipe, exit_fatally
 from diptych.specs import WorkerSpec
 from engine import saturation
+from engine.bulk import BulkEngine, BulkTime
 from engine.cpu import attention, matmul
 from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
@@ -106,9 +107,11 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What a role works with: the engine, the allocator of its KV slabs, and the pools of all ranks."""
+    """What a role works with: the engines, the allocator of their KV slabs, and the pools of all ranks."""
 
     engine: Engine
+    # Does bulk work beside `engine`.
+    bulk: BulkEngine
     holdings: KvAllocator | KvArenas
     pool: ShardedPool
     # The processes of the other ranks; None if the worker has one rank.
@@ -221,7 +224,8 @@ def build_engine(
         raise
     host = _build_host(pools, found, spec.swap_bytes) if spec.swap_bytes else None
     engine = Engine(runner, scheduler, holdings, sampler, host, observer)
-    return EngineParts(engine, holdings, parts, ranks, () if eviction is None else (RAW_CLASS,))
+    bulk = BulkEngine(runner, scheduler.limits, holdings, sampler, _bulk_time(spec))
+    return EngineParts(engine, bulk, holdings, parts, ranks, () if eviction is None else (RAW_CLASS,))
 
 
 def _class_pools(parts: ShardedPool, arena: PoolArena) -> list[KvPool]:
@@ -324,6 +328,12 @@ def _has_eviction_memory(spec: WorkerSpec, found: ResolvedModel) -> bool:
         return True
     log.warning("no KV can be evicted: too little memory is left beside the KV pool (docs/eviction.md)")
     return False
+
+
+def _bulk_time(spec: WorkerSpec) -> BulkTime:
+    """How long bulk work may take."""
+    tpot_s = None if spec.bulk_tpot_ms is None else spec.bulk_tpot_ms / 1000
+    return BulkTime(spec.bulk_slice_ms / 1000, tpot_s)
 
 
 def open_saturation_store(spec: WorkerSpec, found: ResolvedModel, fingerprint: str) -> SaturationStore:

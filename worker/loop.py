@@ -37,10 +37,12 @@ from diptych.messages import (
     Welcome,
     WorkerStats,
 )
+from engine.bulk import BulkEngine
 from engine.loop import Engine, SequenceOutput
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.prefix_tree import root_key
 from worker.fencing import EpochFence
+from worker.life_stats import stats_since
 from worker.watchdog import EngineWatchdog
 
 log = logging.getLogger(__name__)
@@ -149,30 +151,14 @@ class LatestStats:
         return msgspec.structs.replace(self.stats, stuck_s=stuck_s) if stuck_s else self.stats
 
 
-def stats_since(now: WorkerStats, then: WorkerStats) -> WorkerStats:
-    """`now`, with the counters counted from `then` on: one engine serves several roles, each with its own counts."""
-    if not then.steps and not then.prefix_queries:
-        return now
-    return msgspec.structs.replace(
-        now,
-        steps=now.steps - then.steps,
-        step_seconds=now.step_seconds - then.step_seconds,
-        step_tokens=now.step_tokens - then.step_tokens,
-        prefix_queries=now.prefix_queries - then.prefix_queries,
-        prefix_hits=now.prefix_hits - then.prefix_hits,
-        preemptions={kind: count - then.preemptions.get(kind, 0) for kind, count in now.preemptions.items()},
-        seat_pauses=now.seat_pauses - then.seat_pauses,
-        step_parts={part: spent - then.step_parts.get(part, 0.0) for part, spent in now.step_parts.items()},
-    )
-
-
 class WorkerLoop:
     """Runs an engine in one role until the worker is drained, which takes `drain_s` seconds at most.
 
     `next_role` is the role that the gateway wants this worker to take next, if any; read it when `run_until_drained`
     has returned. `fingerprint` identifies the model for prefix caching; if it is empty, prefixes are not shared.
     `codecs` are those of the pool's layouts (`kvcache.layout.KvLayout.codec`) by KV class, the first one for attempts
-    that name no class. The codec is part of every prefix's address.
+    that name no class. The codec is part of every prefix's address. `bulk` does bulk work in the time that `engine`
+    leaves; without it bulk work is done by `engine`.
     """
 
     def __init__(
@@ -187,7 +173,9 @@ class WorkerLoop:
         codecs: Mapping[str, str] = RAW_CODECS,
         drain_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        bulk: BulkEngine | None = None,
     ) -> None:
+        self.bulk = bulk
         self.link, self.engine, self.role, self.holdings, self.latest_stats = (
             link,
             engine,
@@ -198,7 +186,7 @@ class WorkerLoop:
         engine.notify(link.wake_poll)
         self.epoch_fence = EpochFence()
         self.next_role = ""
-        self._fingerprint, self._codecs, self._before = fingerprint, dict(codecs), engine.stats
+        self._fingerprint, self._codecs, self._before = fingerprint, dict(codecs), self._read_stats()
         # Called once, when the gateway's first Welcome arrives.
         self.welcomed: Callable[[], None] | None = None
         self._drain_s, self._clock = drain_s, clock
@@ -255,22 +243,42 @@ class WorkerLoop:
             self._on_gateway_lost()
         now_s = self._clock()
         self._next_s = self.role.tend_held(now_s)
-        if self._can_step or (self.engine.deadline_s or now_s + 1) <= now_s:
-            self._send_outputs(self.engine.step(self._clock))
+        if self.bulk is not None:
+            self.bulk.make_way(self.engine)
+        can_step = self.engine.has_work and not self.link.is_congested
+        if can_step or (self.engine.deadline_s or now_s + 1) <= now_s:
+            self._send_outputs(self.engine.step(self._clock), self.engine)
+            if self.bulk is not None:
+                self.bulk.record_online(self._clock() - now_s)
             # Sequences that ended made room for requests that wait.
             self._next_s = self.role.tend_held(self._clock())
+        if self.bulk is not None and not self.link.is_congested:
+            self._do_bulk_work(self.bulk)
         self._check_books()
         self._update_stats()
 
+    def _do_bulk_work(self, bulk: BulkEngine) -> None:
+        """Run a unit of bulk work if there is time for it. A worker that is about to end gives bulk work back."""
+        if self._ending_s is None:
+            return self._send_outputs(bulk.run_unit(self.engine, self._clock), bulk)
+        for seq in list(bulk.scheduler.sequences()):
+            bulk.abort(seq.id, seq.epoch)
+            self.link.send(Failed(seq.id, seq.epoch, "draining", "the worker is about to end"))
+
     @property
     def _can_step(self) -> bool:
-        """Can the engine progress, and does the gateway keep up with what it is sent?"""
-        return self.engine.has_work and not self.link.is_congested
+        """Can an engine progress, and does the gateway keep up with what it is sent?"""
+        return any(engine.has_work for engine in self._engines) and not self.link.is_congested
+
+    @property
+    def _engines(self) -> tuple[Engine, ...]:
+        """The engine, and that of bulk work if there is one."""
+        return (self.engine,) if self.bulk is None else (self.engine, self.bulk)
 
     @property
     def is_busy(self) -> bool:
-        """Whether any attempt is alive in the engine or the role."""
-        return len(self.engine.scheduler) > 0 or self.role.is_busy
+        """Whether any attempt is alive in the engines or the role."""
+        return any(len(engine.scheduler) for engine in self._engines) or self.role.is_busy
 
     def _check_books(self) -> None:
         """When the last attempt has ended, check that no slab is held (cached chunks have no holder).
@@ -305,7 +313,8 @@ class WorkerLoop:
         """The longest wait for a message, in seconds; 0 while the engine can progress."""
         if self._can_step:
             return 0.0
-        now_s, moments = self._clock(), (self._next_s, self.engine.deadline_s, self._ending_s)
+        now_s, deadlines = self._clock(), [engine.deadline_s for engine in self._engines]
+        moments = (self._next_s, *deadlines, self._ending_s)
         return max(0.0, min([MAX_WAIT_S, *(moment - now_s for moment in moments if moment is not None)]))
 
     def _on_message(self, message: ToWorker) -> None:
@@ -365,7 +374,10 @@ class WorkerLoop:
         # The sequence's KV may be on the way for a while before the engine gets the sequence.
         self.engine.expect(seq)
         try:
-            self.role.begin_attempt(order, seq, now_s)
+            if self.bulk is not None and order.origin.bulk and isinstance(order, Generate):
+                self.bulk.add(seq, now_s)
+            else:
+                self.role.begin_attempt(order, seq, now_s)
         except SequenceRefused as refusal:
             self._fail_order(
                 order, refusal.code, "; ".join(part for part in (refusal.what, refusal.why) if part)
@@ -383,8 +395,10 @@ class WorkerLoop:
     def _fail_order(self, order: WorkOrder, code: str, message: str) -> None:
         self.link.send(Failed(order.request, order.epoch, code, message))
 
-    def _send_outputs(self, emissions: list[SequenceOutput]) -> None:
-        """Send one `Step` with all new tokens, before any other work, then hand finished sequences to the role."""
+    def _send_outputs(self, emissions: list[SequenceOutput], engine: Engine) -> None:
+        """Send one `Step` with all new tokens of `engine`, before any other work, then hand finished sequences to the
+        role.
+        """
         if not emissions:
             return
         begun_s = self._clock()
@@ -393,13 +407,14 @@ class WorkerLoop:
         for emission in emissions:
             if isinstance(emission.message, Failed):
                 self.link.send(emission.message)
-        self.engine.record_send_time(self._clock() - begun_s)
+        engine.record_send_time(self._clock() - begun_s)
         for emission in emissions:
             if emission.held is not None:
                 self.role.take_over(emission.held, self._clock())
 
     def _abort_attempts(self, request: str, epoch: int) -> None:
-        self.engine.abort(request, epoch)
+        for engine in self._engines:
+            engine.abort(request, epoch)
         self.role.abort_attempts(request, epoch)
 
     def _on_gateway_lost(self) -> None:
@@ -408,15 +423,21 @@ class WorkerLoop:
             log.warning("the gateway is gone: %d attempts ended", len(ended))
 
     def _abandon_all(self) -> list[tuple[str, int]]:
-        """Free everything that the engine and the role hold."""
-        ended = [(seq.id, seq.epoch) for seq in self.engine.scheduler.sequences()]
+        """Free everything that the engines and the role hold."""
+        ended = [(seq.id, seq.epoch) for engine in self._engines for seq in engine.scheduler.sequences()]
         for request, epoch in ended:
-            self.engine.abort(request, epoch)
+            for engine in self._engines:
+                engine.abort(request, epoch)
         return ended + self.role.abandon_all()
+
+    def _read_stats(self) -> WorkerStats:
+        """The statistics of the engines."""
+        stats = self.engine.stats
+        return stats if self.bulk is None else self.bulk.complete_stats(stats)
 
     def _update_stats(self) -> None:
         """Publish the statistics of the engine, the role and the loop for the next heartbeat."""
-        stats = self.role.complete_stats(stats_since(self.engine.stats, self._before))
+        stats = self.role.complete_stats(stats_since(self._read_stats(), self._before))
         late = stats.late_messages + self.epoch_fence.late_messages
         draining = self._ending_s is not None
         self.latest_stats.stats = msgspec.structs.replace(stats, late_messages=late, draining=draining)

@@ -166,6 +166,9 @@ class Config(BaseSettings):
     enable_prefix_caching: Annotated[Switch, Listing(ENGINE, ALL_COMMANDS)] = Field(
         default=True, description="Keep and share the KV of common prefixes"
     )
+    bulk_slice_ms: Annotated[DurationMs, Listing(ENGINE, WORKER_COMMANDS, rare=True)] = Field(
+        default=20.0, description="Longest unit of bulk work, for which a request may wait"
+    )
     swap_space: Annotated[int, byte_size(0), Listing(ENGINE, WORKER_COMMANDS, shown="none", rare=True)] = (
         Field(default=0, description="Host memory per worker for preempted requests")
     )

@@ -43,6 +43,7 @@ def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
         suit = _tune_and_log(suit, recorder, spec.worker, body.engine.scheduler)
     return WorkerParts(
         engine=body.engine,
+        bulk=body.bulk,
         holdings=body.holdings,
         parts=body.pool,
         memories=memories,

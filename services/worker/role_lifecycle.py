@@ -26,6 +26,7 @@ from diptych.channel.link import ChannelLink
 from diptych.messages import Hello
 from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, pin_to_core
 from diptych.specs import WorkerSpec
+from engine.bulk import BulkEngine
 from engine.loop import Engine
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
@@ -68,6 +69,8 @@ class WorkerParts:
     kv_auto: bool = False
     # The KV classes in which the engine can evict.
     keep_classes: Sequence[str] = ()
+    # Does bulk work while the worker decodes, beside `engine`.
+    bulk: BulkEngine | None = None
 
     @property
     def layout(self) -> KvLayout:
@@ -179,6 +182,7 @@ def _serve_role(life: _RoleLife, end_request: _EndRequest, supervisor: Superviso
             fingerprint=root,
             codecs={arena.layout.kv_class: arena.layout.codec for arena in built.parts.arenas},
             drain_s=spec.drain_s,
+            bulk=built.bulk if life.role == "decode" else None,
         )
         end_request.loop = loop
         if end_request.ending:

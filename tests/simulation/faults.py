@@ -8,7 +8,7 @@ from random import Random
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.keep_spec import KEEP_ALL, KeepSpec
-from diptych.request import Tenancy
+from diptych.request import BULK_PRIORITY, Tenancy
 from tests.simulation.gateway import VirtualClient
 from tests.simulation.process import MODEL_LEN
 from tests.simulation.toy_model import POISON
@@ -17,8 +17,8 @@ from tests.simulation.world import PATIENCE_S, VirtualWorld, random_sampling
 
 @dataclass(frozen=True, slots=True)
 class ClientMix:
-    """Requests per second, and how likely a client has little time, leaves, brings what kills a worker, or lets heads
-    drop KV.
+    """Requests per second, and how likely a client has little time, leaves, brings what kills a worker, lets heads
+    drop KV, or asks for bulk work.
     """
 
     rate: float = 12.0
@@ -26,6 +26,7 @@ class ClientMix:
     leaving: float = 0.1
     poisonous: float = 0.0
     dropping: float = 0.0
+    bulk: float = 0.0
 
 
 class ClientLoad:
@@ -61,6 +62,8 @@ class ClientLoad:
             prompt[rng.randrange(len(prompt))] = POISON
         tenant = rng.choice("abc")
         origin = Tenancy(tenant, rng.choice(["", tenant]), rng.choice([0, 0, 0, 1, -1]))
+        if self.crowd.bulk and rng.random() < self.crowd.bulk:
+            origin = Tenancy(tenant, origin.scope, BULK_PRIORITY)
         patience_s = rng.choice([0.05, 0.3, 1.0]) if rng.random() < self.crowd.hurried else PATIENCE_S
         asked = random_sampling(rng, rng.choice([1, 2, 8, 30, 60, 80]))
         classes = self.world.kv_class.split(",")

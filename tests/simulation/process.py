@@ -14,6 +14,7 @@ from typing import Protocol
 from decode_worker.worker import DecodeWorker
 from diptych.chunks import RAW_CLASS
 from diptych.messages import Hello
+from engine.bulk import BulkEngine, BulkTime
 from engine.loop import Engine
 from engine.protocols import StepRunner
 from engine.scheduler import Scheduler
@@ -48,6 +49,7 @@ KEY = bytes(range(32))
 MODEL_LEN = 320
 STEP_S, TOKEN_S, ROUND_S = 0.004, 0.00005, 0.0001  # a step, each of its tokens, and a round without any step
 DRAIN_S = 3.0
+BULK_SLICE_S = 0.01
 
 
 class ProcessWorld(Protocol):
@@ -119,7 +121,9 @@ class VirtualProcess:
         else:
             self.holdings, host = books[classes[0]], self.tiers[classes[0]]
             runner = world.runners(self.memories[classes[0]], self._spend)
-        self.engine = Engine(runner, Scheduler(limits), self.holdings, VirtualSampler(), host)
+        sampler = VirtualSampler()
+        self.engine = Engine(runner, Scheduler(limits), self.holdings, sampler, host)
+        self.bulk = BulkEngine(runner, limits, self.holdings, sampler, BulkTime(BULK_SLICE_S))
         self.begin(role, ended)
 
     def memory_at(self, slab: int) -> VirtualMemory | None:
@@ -148,6 +152,7 @@ class VirtualProcess:
             codecs={name: memory.layout.codec for name, memory in self.memories.items()},
             drain_s=DRAIN_S,
             clock=self.clock,
+            bulk=self.bulk if role == "decode" else None,
         )
         self.line.stats = self.books.read_stats
         self.line.open(

@@ -42,6 +42,8 @@ def worker_spec(
         swap_bytes=config.swap_space,
         kv_keep=config.kv_keep,
         tpot_ms=config.slo_tpot_ms if _within_tpot(config, role) else None,
+        bulk_slice_ms=config.bulk_slice_ms,
+        bulk_tpot_ms=None if config.slo_ttft_ms is None else config.slo_tpot_ms,
         tp=config.prefill_tp if role == "prefill" else config.decode_tp,
         pp=config.prefill_pp if role == "prefill" else config.decode_pp,
         core=core,

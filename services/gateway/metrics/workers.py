@@ -93,6 +93,7 @@ class WorkerCollector(Collector):
         ("diptych:kv_slabs", "Slabs of the KV pool", "slabs_total"),
         ("diptych:kv_slabs_used", "Slabs that requests hold", "slabs_used"),
         ("diptych:kv_slabs_cached", "Slabs of cached prefixes that no request holds", "slabs_cached"),
+        ("diptych:kv_slabs_lent", "Slabs that only bulk work holds", "slabs_lent"),
         ("diptych:leases", "Requests whose KV waits to be pulled", "leases"),
         ("diptych:staging_bytes", "Bytes of KV on the way", "staging_bytes"),
         ("diptych:waiting_tokens", "Prompt tokens waiting", "waiting_tokens"),
@@ -115,6 +116,9 @@ class WorkerCollector(Collector):
         ("diptych:engine_steps", "Steps of the engine", "steps"),
         ("diptych:engine_step_seconds", "Seconds in steps", "step_seconds"),
         ("diptych:engine_step_tokens", "Tokens computed in steps", "step_tokens"),
+        ("diptych:bulk_units", "Units of bulk work", "bulk_units"),
+        ("diptych:bulk_seconds", "Seconds in units of bulk work", "bulk_seconds"),
+        ("diptych:bulk_preemptions", "Times that bulk work lost its memory", "bulk_preemptions"),
         ("diptych:seat_pauses", "Running sequences paused to give their place to another", "seat_pauses"),
     )
 

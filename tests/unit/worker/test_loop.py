@@ -37,7 +37,8 @@ from kvcache.slab_ledger import SlabLedger
 from kvtransfer.resharding import unsharded_pool
 from services.worker import role_lifecycle
 from tests.unit.engine.fakes import FakeRunner, FakeSampler
-from worker.loop import LatestStats, WorkerLoop, WorkOrder, stats_since
+from worker.life_stats import stats_since
+from worker.loop import LatestStats, WorkerLoop, WorkOrder
 
 
 class FakeGatewayLink:

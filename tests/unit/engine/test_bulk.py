@@ -1,0 +1,270 @@
+"""The engine of bulk work: units of bounded length, only in the time that is left, in memory that is only lent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from diptych.keep_spec import KeepSpec
+from diptych.messages import Output, WorkerStats
+from diptych.request import BULK_PRIORITY, Tenancy
+from engine.bulk import TPOT_SHARE, BulkEngine, BulkScheduler, BulkTime
+from engine.sequence import Sequence
+from engine.step_work import StepWork
+from kvcache.allocator import KvAllocator
+from kvcache.prefix_tree import PrefixTree
+from kvcache.slab_ledger import SlabLedger
+from tests.unit.engine.fakes import EngineBench, alone, sampling, sequence
+
+BASE_S, ROW_S, TOKEN_S = 0.001, 0.0005, 0.0002
+SLICE_S = 0.02
+BULK = Tenancy("batch", "", BULK_PRIORITY)
+
+
+class BulkBench(EngineBench):
+    """An engine, and that of bulk work beside it, on a runner whose steps take as long as their rows and tokens say."""
+
+    def __init__(self, tpot_s: float | None = None, **settings: object) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.batches: list[tuple[str, list[str]]] = []
+        run: Callable[..., object] = self.runner.run
+        self.runner.run = self._timed(run)  # type: ignore[method-assign,assignment]
+        self.bulk = BulkEngine(
+            self.runner, self.scheduler.limits, self.holdings, self.sampler, BulkTime(SLICE_S, tpot_s)
+        )
+        self.unit_s: list[float] = []
+        self.out: dict[str, list[int]] = {}
+
+    def _timed(self, run: Callable[..., object]) -> Callable[..., object]:
+        def timed(batch: list[StepWork], done: object = None) -> object:
+            rows = sum(len(work.tokens) == 1 and work.start > 0 for work in batch)
+            tokens = sum(len(work.tokens) for work in batch) - rows
+            self.now_s += BASE_S + ROW_S * rows + TOKEN_S * tokens
+            return run(batch, done)
+
+        return timed
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def online_step(self) -> None:
+        begun_s = self.now_s
+        for one in self.engine.step(self.clock):
+            self._take(one.message)
+        self.bulk.record_online(self.now_s - begun_s)
+
+    def unit(self) -> bool:
+        """A unit of bulk work; False if there was no time for it."""
+        before, begun_s = self.bulk.units, self.now_s
+        for one in self.bulk.run_unit(self.engine, self.clock):
+            self._take(one.message)
+        if self.bulk.units > before:
+            self.unit_s.append(self.now_s - begun_s)
+        return self.bulk.units > before
+
+    def _take(self, message: object) -> None:
+        assert isinstance(message, Output), message
+        self.out.setdefault(message.request, []).extend(message.tokens)
+
+    def add_bulk(self, name: str, prompt: int, max_tokens: int = 8) -> Sequence:
+        seq = sequence(name, prompt, sampling(max_tokens), origin=BULK)
+        self.bulk.add(seq, self.now_s)
+        return seq
+
+    def settle(self) -> None:
+        """Run the online engine while it has work, else bulk work, until all is done."""
+        while len(self.scheduler) or len(self.bulk.scheduler):
+            if self.engine.has_work:
+                self.online_step()
+            if not self.unit():
+                assert self.engine.has_work or not len(self.bulk.scheduler)
+
+
+def test_units_take_at_most_a_slice_and_use_most_of_it() -> None:
+    bench = BulkBench(num_slabs=200, max_num_seqs=64)
+    for i in range(30):
+        bench.add_bulk(f"b{i}", 40 + 10 * i, 30)
+    bench.settle()
+    known = bench.unit_s[40:]
+    assert len(known) > 40 and max(known) <= SLICE_S, max(known)
+    busy = [seconds for seconds in known[: len(known) // 2] if seconds > SLICE_S / 2]
+    assert len(busy) > len(known) // 4, "as long as there is enough to do"
+    assert not bench.holdings.used
+    bench.holdings.check_books()
+
+
+def test_the_first_units_are_small_since_nothing_is_known_about_steps() -> None:
+    bench = BulkBench(num_slabs=200)
+    bench.add_bulk("b", 900)
+    assert bench.unit()
+    assert bench.runner.batches[0][0].tokens and len(bench.runner.batches[0][0].tokens) <= 32
+
+
+def test_sequences_that_do_not_fit_into_a_unit_take_turns() -> None:
+    bench = BulkBench(num_slabs=200, max_num_seqs=64)
+    bench.bulk.time = BulkTime(0.1)
+    for i in range(40):
+        bench.add_bulk(f"b{i}", 10, 300)
+    while len(bench.out) < 40:
+        assert bench.unit()
+    bench.bulk.time = BulkTime(0.01)
+    before = {name: len(tokens) for name, tokens in bench.out.items()}
+    for _ in range(60):
+        assert bench.unit()
+    gained = sorted(len(tokens) - before[name] for name, tokens in bench.out.items())
+    assert gained[0] > 0 and gained[-1] - gained[0] <= 2
+    assert 1 < len(bench.runner.batches[-1]) < 40
+
+
+@pytest.mark.parametrize("tpot_s", [None, 0.05])
+def test_without_an_slo_bulk_work_runs_only_when_nothing_else_is_to_be_done(tpot_s: float | None) -> None:
+    bench = BulkBench(tpot_s=tpot_s, num_slabs=100)
+    bench.add_bulk("b", 20, 50)
+    while not bench.out:
+        assert bench.unit()
+    bench.engine.add(sequence("online", 300, sampling(40)), bench.now_s)
+    assert not bench.unit(), "a prompt waits"
+    bench.online_step()
+    assert not bench.unit(), "a prompt is prefilled"
+    while "online" not in bench.out:
+        bench.online_step()
+    assert bench.unit() is (tpot_s is not None), "answers are decoded"
+    bench.settle()
+    assert {name: len(tokens) for name, tokens in bench.out.items()} == {"b": 50, "online": 40}
+
+
+def test_beside_answers_a_unit_takes_what_their_slo_leaves() -> None:
+    bench = BulkBench(tpot_s=0.012, num_slabs=200, max_num_seqs=16)
+    for i in range(20):
+        bench.add_bulk(f"b{i}", 60, 100)
+    for _ in range(40):
+        bench.unit()
+    for i in range(4):
+        bench.engine.add(sequence(f"online{i}", 10, sampling(60)), bench.now_s)
+    gaps: list[float] = []
+    last_s = 0.0
+    while len(bench.scheduler):
+        bench.online_step()
+        if len(bench.out.get("online0", [])) > 2:
+            gaps.append(bench.now_s - last_s)
+        last_s = bench.now_s
+        bench.unit()
+    assert max(gaps) <= 0.012 and max(gaps) > 0.5 * TPOT_SHARE * 0.012
+
+
+def test_online_steps_are_planned_as_if_there_were_no_bulk_work() -> None:
+    def online_batches(bulk: int) -> tuple[list[list[tuple[list[int], int]]], dict[str, list[int]]]:
+        bench = BulkBench(tpot_s=0.05, num_slabs=24)
+        for i in range(bulk):
+            bench.add_bulk(f"b{i}", 100, 300)
+        for _ in range(30 if bulk else 0):
+            bench.unit()
+        batches: list[list[tuple[list[int], int]]] = []
+        for i in range(12):
+            bench.engine.add(sequence(f"r{i}", 90 + 20 * i, sampling(50)), 0.0)
+        while len(bench.scheduler):
+            at = len(bench.runner.batches)
+            bench.online_step()
+            batches += [[(work.tokens, work.start) for work in batch] for batch in bench.runner.batches[at:]]
+            bench.unit()
+        found = {name: tokens for name, tokens in bench.out.items() if name.startswith("r")}
+        for seq in list(bench.bulk.scheduler.sequences()):
+            bench.bulk.abort(seq.id, seq.epoch)
+        assert not bench.holdings.used
+        assert bench.bulk.table.counters.preempted.total() if bulk else not bench.bulk.units
+        return batches, found
+
+    assert online_batches(6) == online_batches(0)
+
+
+def test_an_online_request_takes_lent_slabs_at_once_and_bulk_work_goes_on_later() -> None:
+    bench = BulkBench(num_slabs=10, caching=False)
+    seqs = [bench.add_bulk(f"b{i}", 100, 60) for i in range(2)]
+    while len(bench.out) < 2:
+        assert bench.unit()
+    assert bench.holdings.lent == 4 == bench.bulk.table.num_running * 2
+    bench.engine.add(sequence("online", 64 * 8, sampling(60)), bench.now_s)
+    begun_s = bench.now_s
+    bench.online_step()
+    assert bench.now_s - begun_s < 0.05 and bench.runner.batches[-1][0].start == 0
+    bench.settle()
+    stats = bench.bulk.complete_stats(WorkerStats())
+    assert stats.bulk_preemptions > 0 and stats.bulk_units == len(bench.unit_s)
+    assert all(bench.out[seq.id] == alone(sequence(seq.id, 100, sampling(60))) for seq in seqs)
+    assert not bench.engine.stats.preemptions, "and no online request lost its own"
+    assert bench.engine.stats.slabs_lent == bench.engine.stats.slabs_used == 0
+
+
+def test_a_late_bulk_sequence_fails_though_there_is_no_time_for_bulk_work() -> None:
+    bench = BulkBench(num_slabs=100)
+    late, other = (sequence(name, 50, sampling(40), origin=BULK) for name in ("late", "other"))
+    late.deadline_s = 1.0
+    for seq in (late, other):
+        bench.bulk.add(seq, 0.0)
+    for _ in range(8):
+        assert bench.unit()
+    bench.engine.add(sequence("online", 50, sampling(40)), bench.now_s)
+    assert not bench.bulk.run_unit(bench.engine, bench.clock)
+    bench.now_s = 2.0
+    failures = [one.message for one in bench.bulk.run_unit(bench.engine, bench.clock)]
+    assert [(failed.request, getattr(failed, "code", "")) for failed in failures] == [
+        ("late", "deadline_exceeded")
+    ]
+    assert bench.engine.has_work and len(bench.bulk.scheduler) == 1
+    bench.settle()
+    assert not bench.holdings.used
+
+
+def test_sequences_of_bulk_work_that_evict_leave_the_memory_for_it_to_online_ones() -> None:
+    bench, some = BulkBench(num_slabs=60, max_evicting=3), KeepSpec(0.5)
+    work = [sequence(f"b{i}", 100, sampling(200), origin=BULK, keep=some) for i in range(4)]
+    for seq in work:
+        bench.bulk.add(seq, 0.0)
+    while len(bench.bulk.scheduler.running) < 3 or not all(
+        seq.decoding for seq in bench.bulk.scheduler.running.values()
+    ):
+        bench.bulk.make_way(bench.engine)
+        assert bench.unit()
+    asked = [sequence(f"r{i}", 100, sampling(60), keep=some) for i in range(2)]
+    for seq in asked:
+        bench.engine.add(seq, bench.now_s)
+    while len(bench.scheduler) or len(bench.bulk.scheduler):
+        bench.bulk.make_way(bench.engine)
+        assert len(bench.bulk.scheduler.running) <= 3 - len(bench.scheduler)
+        if bench.engine.has_work:
+            bench.online_step()
+        bench.unit()
+        assert len(bench.runner.given) <= 3
+    assert all(bench.out[seq.id] == alone(seq) for seq in [*work, *asked])
+
+
+def test_statistics_of_the_online_engine_leave_bulk_work_out() -> None:
+    bench = BulkBench(num_slabs=20)
+    bench.add_bulk("b", 200, 40)
+    for _ in range(20):
+        assert bench.unit()
+    stats = bench.engine.stats
+    assert (stats.steps, stats.step_tokens, stats.running, stats.slabs_used) == (0, 0, 0, 0)
+    assert stats.slabs_lent == bench.holdings.used > 0
+    both = bench.bulk.complete_stats(stats)
+    assert both.bulk_running == 1 and both.bulk_tokens >= 200 and both.bulk_seconds > 0
+
+
+def test_a_unit_that_took_too_long_makes_the_next_ones_shorter() -> None:
+    scheduler = BulkScheduler(EngineBench().scheduler.limits)
+    scheduler.unit_s = SLICE_S
+    for _ in range(100):
+        scheduler.record_unit(SLICE_S / 2)
+    grown = scheduler._planned_s
+    scheduler.record_unit(2 * SLICE_S)
+    assert scheduler._planned_s < grown <= SLICE_S
+    for _ in range(100):
+        scheduler.record_unit(2 * SLICE_S)
+    assert scheduler._planned_s > 0
+
+
+def test_the_lender_needs_no_tree() -> None:
+    bench = BulkBench(caching=False)
+    assert isinstance(bench.holdings, KvAllocator) and bench.holdings.tree is None
+    assert KvAllocator(SlabLedger(2), PrefixTree()).lent == 0

@@ -183,6 +183,22 @@ def kept_mask(
     return kept
 
 
+def select_visible(positions: NDArray[Any], length: int, window: int) -> Bools:
+    """Which rows the token at position `length`, or one behind it, can see in a layer with this sliding window.
+
+    The others may be dropped without loss, whatever a head's policy is.
+
+    Args:
+        positions: [n], each row's position, below `length`.
+        length: tokens that have KV.
+        window: tokens that a row sees, itself included; 0: all.
+
+    Returns:
+        [n].
+    """
+    return positions > length - window if window else np.ones(len(positions), np.bool_)
+
+
 def mask_without_window(
     policy: int,
     kinds: NDArray[np.uint8],

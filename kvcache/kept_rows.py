@@ -335,8 +335,6 @@ class KeptRows:
             raise ValueError(f"policies are 0 to {FULL}, not {self.policies.max()}")
         if (self.counts < 0).any() or int(self.counts.sum()) != self.num_rows:
             raise ValueError(f"{self.num_rows} rows are kept, not those that are counted")
-        if (self.counts[self.policies == FULL] != self.length - self.boundary).any():
-            raise ValueError("a head that keeps everything lacks rows")
         if not self.num_rows:
             self._require_outliers()
             return
@@ -345,7 +343,22 @@ class KeptRows:
         head = np.repeat(np.arange(self.counts.size), self.counts.reshape(-1))
         if ((np.diff(self.positions) <= 0) & (np.diff(head) == 0)).any():
             raise ValueError("the positions that a head keeps do not ascend")
+        counts = self.counts.reshape(-1).astype(np.int64)
+        full = (self.policies.reshape(-1) == FULL) & (counts > 0)
+        first = self.positions[(np.cumsum(counts) - counts)[full]]
+        if (first != self.length - counts[full]).any():
+            raise ValueError("a head that keeps everything lacks rows")
         self._require_outliers()
+
+    def require_full_heads(self, windows: Sequence[int]) -> None:
+        """Check that heads that keep everything keep all rows that their layer's sliding window (0: none) lets be seen.
+
+        Raises:
+            ValueError: one lacks rows, or has more.
+        """
+        spans = [min(self._span, window - 1) if window else self._span for window in windows]
+        if ((self.counts != np.array(spans)[:, None]) & (self.policies == FULL)).any():
+            raise ValueError("a head that keeps everything has not the rows that its layer sees")
 
     def _require_outliers(self) -> None:
         """Raises ValueError if there are more outliers than the kept tokens have slots for."""

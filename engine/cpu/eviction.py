@@ -92,7 +92,7 @@ class CpuEvictor:
     ) -> None:
         self._pool, self._store, self._heads, self._alone = pool, store, heads, alone
         self._kinds, self._rule = setup.kinds, setup.rule
-        self._layout = pool.layout
+        self._layout, self._windows = pool.layout, list(windows)
         # [slabs, chunk_bytes]
         self._memory = pool.data.view(-1).numpy().view(np.uint8).reshape(pool.num_slabs, -1)
         self._decider = HeadDecider(self._layout, heads // self._layout.kv_heads, windows, setup.rule)
@@ -219,6 +219,7 @@ class CpuEvictor:
                 f"the kept rows of {key} are those of {kept.length} tokens from {kept.boundary} on,"
                 f" not of {length} from {boundary} on"
             )
+        kept.require_full_heads(self._windows)
         self._open_sequence(key).bag = self._store.open_bag(kept, slabs)
 
     def _check_room(self, key: str, kept: KeptRows, slabs: list[int]) -> None:

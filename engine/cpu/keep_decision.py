@@ -1,9 +1,11 @@
 """Decides on the CPU which rows every head keeps: profiles heads at a prompt's end, and applies policies later.
 
 The columns of a head are what it still has: at the end of the prompt all its tokens, in whole chunks; at the end of a
-block of the answer the chunks that no head evicts from, the head's frames, and the 64 newest tokens in the ring. This
-module says where they lie in a raw pool, whose rows are its keys and values: `[rows, head_dim]`. For pools with a codec
-`engine.cpu.coded.kept_store` does.
+block of the answer the chunks that no head evicts from, the head's frames, and the 64 newest tokens in the ring. Of
+layers with a sliding window no head keeps what has left it, but for tokens in those chunks.
+
+This module says where they lie in a raw pool, whose rows are its keys and values: `[rows, head_dim]`. For pools with a
+codec `engine.cpu.coded.kept_store` does.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from diptych.chunks import CHUNK_TOKENS
 from diptych.keep_spec import KeepSpec
 from engine.cpu.keep_profile import PolicyTrial, RowColumns, sum_attention
-from kvcache.keep import FULL, KeepRule, choose_policies, kept_mask, split_rows
+from kvcache.keep import FULL, KeepRule, choose_policies, kept_mask, select_visible, split_rows
 from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
 from kvcache.layout import KvLayout
 
@@ -165,6 +167,7 @@ class HeadDecider:
         near = positions >= point.length - self._rule.window_tokens(point.prompt_tokens)
         behind = positions >= point.spec.boundary
         for layer, window in enumerate(self._windows):
+            wanted = behind & select_visible(positions, point.length, window)
             queries = point.queries[layer, point.rows % CHUNK_TOKENS]
             for head in range(self._layout.kv_heads):
                 columns = point.source.find_columns(layer, head)
@@ -173,11 +176,11 @@ class HeadDecider:
                 policy = int(choose_policies(masses, point.spec.threshold, point.prompt_tokens))
                 policies[layer, head] = policy
                 if policy == FULL:
-                    mask = behind
+                    mask = wanted
                 elif "local" in self._rule.policy_parts(policy):
-                    mask = (mask | near) & behind
+                    mask = (mask | near) & wanted
                 else:
-                    mask &= behind
+                    mask &= wanted
                 kept.append(columns.select(mask))
         return policies, kept
 
@@ -194,6 +197,7 @@ class HeadDecider:
                 policy, point.kinds[positions], positions, scores, point.length, point.prompt_tokens,
                 point.spec.boundary, self._rule,
             )  # fmt: skip
+            mask &= select_visible(positions, point.length, self._windows[layer])
             kept.append(columns.select(mask & (positions >= point.spec.boundary)))
         return kept
 

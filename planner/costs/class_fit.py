@@ -23,7 +23,9 @@ MIN_RATIO = 1e-2
 FloatArray = NDArray[np.float64]
 
 
-def fit_class_work(points: StepSamples, cost: StepCost) -> tuple[KvClassWork, FitError]:
+def fit_class_work(
+    points: StepSamples, cost: StepCost, only_context: bool = False
+) -> tuple[KvClassWork, FitError]:
     """Fits the ratios of a class by least squares of the relative error, and their error over all and held-out points.
 
     Constants of a step and the time per row are those of `cost`: they do not depend on the class.
@@ -31,11 +33,12 @@ def fit_class_work(points: StepSamples, cost: StepCost) -> tuple[KvClassWork, Fi
     Args:
         points: batches of steps whose KV is all of the class, and their mean seconds; at least one.
         cost: of steps on KV of the profile's own codec.
+        only_context: whether prompts cost the same in the class, so that only the ratio of context is fitted.
     """
-    work = _fit_ratios(points, cost)
+    work = _fit_ratios(points, cost, only_context)
     errors = [_relative_error(cost, work, *point) for point in points]
     unseen = [
-        _relative_error(cost, _fit_ratios(seen, cost), *point)
+        _relative_error(cost, _fit_ratios(seen, cost, only_context), *point)
         for k in range(min(FOLDS, len(points)))
         if (seen := [one for i, one in enumerate(points) if i % FOLDS != k])
         for point in points[k::FOLDS]
@@ -68,16 +71,17 @@ def class_batch(batch: StepBatch, work: KvClassWork) -> StepBatch:
     )
 
 
-def _fit_ratios(points: StepSamples, cost: StepCost) -> KvClassWork:
+def _fit_ratios(points: StepSamples, cost: StepCost, only_context: bool) -> KvClassWork:
     rows = [_linear_terms(batch, cost) for batch, _ in points]
     seconds = np.asarray([time_s for _, time_s in points], dtype=np.float64)
-    fixed = np.asarray([row[0] for row in rows], dtype=np.float64)
-    columns: FloatArray = np.asarray([row[1:] for row in rows], dtype=np.float64) / seconds[:, None]
+    known = 3 if only_context else 1
+    fixed = np.asarray([sum(row[:known]) for row in rows], dtype=np.float64)
+    columns: FloatArray = np.asarray([row[known:] for row in rows], dtype=np.float64) / seconds[:, None]
     prior = PRIOR * np.eye(columns.shape[1])
     left = np.concatenate([columns, prior])
     right = np.concatenate([1.0 - fixed / seconds, np.diag(prior)])
     found: Sequence[float] = nnls(left, right)[0]
-    token, square, context = (max(MIN_RATIO, float(ratio)) for ratio in found)
+    token, square, context = [1.0] * (known - 1) + [max(MIN_RATIO, float(ratio)) for ratio in found]
     return KvClassWork(token, square, context)
 
 

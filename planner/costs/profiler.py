@@ -157,8 +157,12 @@ class FittedCosts:
         return named
 
 
-def fit_kv_class(steps: Sequence[MeasuredStep], cost: StepCost) -> tuple[KvClassWork, FitError]:
+def fit_kv_class(
+    steps: Sequence[MeasuredStep], cost: StepCost, only_context: bool = False
+) -> tuple[KvClassWork, FitError]:
     """Fits what steps on KV of one class cost, over `cost`, which was fitted to steps on KV of another class.
+
+    `only_context` as in `planner.costs.class_fit.fit_class_work`.
 
     Raises:
         ConfigError: there are no steps.
@@ -172,7 +176,7 @@ def fit_kv_class(steps: Sequence[MeasuredStep], cost: StepCost) -> tuple[KvClass
         raise ConfigError(
             "the cost of a KV class cannot be fitted", "no step of it was logged", "measure for longer"
         )
-    return fit_class_work(points, cost)
+    return fit_class_work(points, cost, only_context)
 
 
 def fit_kv_keep(
@@ -180,12 +184,13 @@ def fit_kv_keep(
 ) -> tuple[KvKeep, FitError]:
     """Fits what eviction at a threshold costs, over `cost`, which was fitted to steps of requests that keep everything.
 
-    `share` of their rows is what the requests of `steps` have kept.
+    `share` of their rows is what the requests of `steps` have kept. Rows of prompts attend in full, so prompts cost as
+    much as without eviction, beside the decisions.
 
     Raises:
         ConfigError: there are no steps.
     """
-    work, error = fit_kv_class(steps, cost)
+    work, error = fit_kv_class(steps, cost, only_context=True)
     prompt_s, answer_s = fit_decisions(
         [(step.decide_s, *step.decided) for step in steps if any(step.decided)]
     )

@@ -68,17 +68,18 @@ def test_the_time_of_decisions_is_found() -> None:
 
 
 def test_costs_are_measured_apart_from_decisions() -> None:
-    steps, now_s = [], 0.0
+    steps, now_s, kept = [], 0.0, KvClassWork(context=WORK.context)
     for number, batch in enumerate(batches(Random(3), 600)):
         decided = (500, 0) if number % 3 == 0 else (0, 700) if number % 3 == 1 else (0, 0)
         decide_s = 3e-6 * decided[0] + 1e-6 * decided[1]
-        ended_s = now_s + COST.step_s(class_batch(batch, WORK)) + decide_s
+        ended_s = now_s + COST.step_s(class_batch(batch, kept)) + decide_s
         steps.append(MeasuredStep(now_s, ended_s, batch, decide_s, decided))
         now_s = ended_s
     keep, error = fit_kv_keep(steps, COST, 0.95, 0.4)
     assert (keep.threshold, keep.share) == (0.95, 0.4)
     assert (keep.prompt_s, keep.answer_s) == pytest.approx((3e-6, 1e-6))
     assert keep.work.context == pytest.approx(WORK.context, rel=0.05) and error.mean < 0.02
+    assert (keep.work.token, keep.work.square) == (1.0, 1.0), "prompts attend in full"
 
 
 def test_what_an_engine_decides_is_in_its_log(tmp_path: Path) -> None:

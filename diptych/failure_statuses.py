@@ -39,6 +39,10 @@ class FailureReason(StrEnum):
     HOST_NOT_ALLOWED = "host_not_allowed"
     ORIGIN_NOT_ALLOWED = "origin_not_allowed"
     MODEL_NOT_FOUND = "model_not_found"
+    FILE_NOT_FOUND = "file_not_found"
+    BATCH_NOT_FOUND = "batch_not_found"
+    BATCHES_NOT_ENABLED = "batches_not_enabled"
+    BATCH_HAS_ENDED = "batch_has_ended"
     UNKNOWN_URL = "unknown_url"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     # Refusals of an operator's order.
@@ -58,6 +62,10 @@ class FailureReason(StrEnum):
     TOO_MANY_CONNECTIONS = "too_many_connections"
     BODY_MEMORY_FULL = "body_memory_full"
     ANSWER_MEMORY_FULL = "answer_memory_full"
+    TOO_MANY_UPLOADS = "too_many_uploads"
+    TOO_MANY_BATCHES = "too_many_batches"
+    STORAGE_FULL = "storage_full"
+    STORAGE_FAILED = "storage_failed"
     OVERLOADED = "overloaded"
     OUT_OF_MEMORY = "out_of_memory"
     # the service
@@ -110,6 +118,10 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.HOST_NOT_ALLOWED: FailureRule(403),
     FailureReason.ORIGIN_NOT_ALLOWED: FailureRule(403),
     FailureReason.MODEL_NOT_FOUND: FailureRule(404),
+    FailureReason.FILE_NOT_FOUND: FailureRule(404),
+    FailureReason.BATCH_NOT_FOUND: FailureRule(404),
+    FailureReason.BATCHES_NOT_ENABLED: FailureRule(404),
+    FailureReason.BATCH_HAS_ENDED: FailureRule(409),
     FailureReason.UNKNOWN_URL: FailureRule(404),
     FailureReason.METHOD_NOT_ALLOWED: FailureRule(405),
     FailureReason.WORKER_NOT_FOUND: FailureRule(404),
@@ -127,6 +139,10 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.TOO_MANY_CONNECTIONS: FailureRule(503),
     FailureReason.BODY_MEMORY_FULL: FailureRule(503, 1.0),
     FailureReason.ANSWER_MEMORY_FULL: FailureRule(503),
+    FailureReason.TOO_MANY_UPLOADS: FailureRule(429, 1.0),
+    FailureReason.TOO_MANY_BATCHES: FailureRule(429, 60.0),
+    FailureReason.STORAGE_FULL: FailureRule(507),
+    FailureReason.STORAGE_FAILED: FailureRule(500),
     FailureReason.OVERLOADED: FailureRule(503, 1.0),
     FailureReason.OUT_OF_MEMORY: FailureRule(503, 1.0),
     FailureReason.NO_WORKERS: FailureRule(503, RESTART_HINT_S),

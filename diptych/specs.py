@@ -135,6 +135,10 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     status_keys: tuple[str, ...] = ()
     # File that gets one line per event of a request; None means no such file.
     request_log: str | None = None
+    # Folder for files and batches; None turns their routes off.
+    data_dir: str | None = None
+    # Largest file that may be uploaded.
+    max_file_bytes: int = 200 << 20
     # URL to which traces are sent as OTLP over HTTP; None means that nothing is traced.
     otlp_traces_endpoint: str | None = None
     # Share of the requests that are traced, of those whose client has not decided it.

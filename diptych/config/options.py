@@ -234,6 +234,13 @@ class Config(BaseSettings):
         default=1 << 20, description="Prompt tokens waiting before 429"
     )
 
+    data_dir: Annotated[FolderPath | None, Listing(HTTP, GATEWAY_COMMANDS)] = Field(
+        default=None, description="Folder for /v1/files and /v1/batches; turns them on"
+    )
+    max_file_bytes: Annotated[ByteSize, Listing(HTTP, GATEWAY_COMMANDS, shown="200MiB", rare=True)] = Field(
+        default=200 << 20, description="Largest file that may be uploaded"
+    )
+
     slo_ttft_ms: Annotated[DurationMs | None, Listing(SLO_LIMITS, GATEWAY_COMMANDS)] = Field(
         default=None, description="SLO of the time to first token"
     )

@@ -39,6 +39,7 @@ from router.requests.relay import Relay
 from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
 from services.gateway.app import ApiRoutes, build_app
+from services.gateway.batches.batch_service import BatchService, open_batch_service
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.http.auth import BearerKeys
 from services.gateway.metrics.deployment import DeploymentCollector
@@ -141,19 +142,11 @@ async def serve_gateway(
         build_relay(spec, tokenizer_identity(spec.model, spec.revision)),
     )
     log_file = RequestLogFile(spec.request_log) if spec.request_log else None
+    request_log = RequestLog(log_file) if log_file else None
     hub = make_hub(spec)
     exporter = make_exporter(spec, metrics)
-    backend = RelayBackend(relay, hub, metrics, request_log=RequestLog(log_file) if log_file else None)
-    service = GatewayService(
-        rules,
-        backend,
-        metrics,
-        preparers,
-        lambda: system_fingerprint(relay),
-        RequestTimeouts(request_s=spec.request_timeout_s, stall_s=spec.reader_stall_s),
-        longest=lambda: relay.pairs.max_model_len,
-        kv_classes=lambda: relay.pairs.served_classes,
-    )
+    backend = RelayBackend(relay, hub, metrics, request_log=request_log)
+    service = make_service(spec, rules, backend, preparers)
     model = spec.served_names[0]
     metrics.watch_workers(backend.worker_stats, backend.link_speeds, model, spec.prefix_caching)
     prober = CanaryProber(
@@ -164,7 +157,8 @@ async def serve_gateway(
     )
     wanted = prober.wanted_workers
     metrics.registry.register(DeploymentCollector(diptych_version(), model, service.fingerprint, wanted))
-    app = build_http_app(spec, service, backend, prober, metrics, exporter)
+    batches = open_batches(spec, service, relay)
+    app = build_http_app(spec, service, backend, prober, metrics, exporter, batches)
     server = GatewayServer(
         app, service, spec.drain_s, lambda: supervisor.report_progress("ready"), spec.max_connections
     )
@@ -183,11 +177,43 @@ async def serve_gateway(
                 prober.run_forever(),
                 preparers.wait_for_failure(),
                 observe_loop_lag(metrics),
+                *([batches.feeder.run_forever()] if batches is not None else []),
             )
     finally:
         service.close()
         hub.close()
+        if batches is not None:
+            batches.close()
         close_writers(log_file, exporter)
+
+
+def open_batches(spec: GatewaySpec, service: GatewayService, relay: Relay) -> BatchService | None:
+    """Files and batches, if there is a data directory. Raises StartError if it cannot be used."""
+    if spec.data_dir is None:
+        return None
+    return open_batch_service(
+        spec.data_dir,
+        spec.max_file_bytes,
+        service,
+        lambda: len(relay.fleet.workers_of("decode")),
+    )
+
+
+def make_service(
+    spec: GatewaySpec, rules: RequestRules, backend: RelayBackend, preparers: PreparerPool
+) -> GatewayService:
+    """The service behind the routes, with the time limits of `spec`."""
+    relay = backend.relay
+    return GatewayService(
+        rules,
+        backend,
+        backend.metrics,
+        preparers,
+        lambda: system_fingerprint(relay),
+        RequestTimeouts(request_s=spec.request_timeout_s, stall_s=spec.reader_stall_s),
+        longest=lambda: relay.pairs.max_model_len,
+        kv_classes=lambda: relay.pairs.served_classes,
+    )
 
 
 def close_writers(log_file: RequestLogFile | None, exporter: OtlpExporter | None) -> None:
@@ -232,6 +258,7 @@ def build_http_app(
     prober: CanaryProber,
     metrics: GatewayMetrics,
     exporter: OtlpExporter | None,
+    batches: BatchService | None,
 ) -> ASGIApp:
     """The HTTP application: the API, and the admin and replanning routes if `spec` asks for them."""
     replanning = None
@@ -241,8 +268,9 @@ def build_http_app(
     admin, admin_keys = (
         (AdminRoutes(backend, replanning), BearerKeys([spec.admin_key])) if spec.admin_key else (None, None)
     )
-    probes = LiveHealthProbes(service, backend, prober, replanning, spec.plan_note)
-    api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin)
+    feeder = batches.feeder if batches is not None else None
+    probes = LiveHealthProbes(service, backend, prober, replanning, spec.plan_note, feeder)
+    api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin, batches)
     tracer = RequestTracer(exporter, spec.trace_sample) if exporter is not None else None
     operator = {"/metrics": BearerKeys(spec.metrics_keys), "/status": BearerKeys(spec.status_keys)}
     urgent = BearerKeys(spec.priority_keys)

@@ -25,6 +25,8 @@ from starlette.types import ASGIApp
 from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
+from services.gateway.batches.batch_service import BatchService
+from services.gateway.batches.file_routes import refuse_batches
 from services.gateway.generation.formats import KV_CLASS_HEADER
 from services.gateway.generation.timings import SERVER_TIMING_HEADER
 from services.gateway.http.auth import AuthMiddleware, BearerKeys
@@ -94,14 +96,16 @@ class ApiRoutes:
         version: str,
         created: int,
         admin: AdminRoutes | None = None,
+        batches: BatchService | None = None,
     ) -> None:
         """`created` is the models' creation time in Unix seconds. Without `admin` there are no `/admin` routes.
+        Without `batches` the routes of files and batches say how to turn them on.
 
         With `lenient`, a body without a content type is taken for JSON. `page` is the document at `/`.
         """
         self.lenient = False
         self.page: WebPage = render_page(needs_key=False)
-        self.service, self.probes, self.admin = service, probes, admin
+        self.service, self.probes, self.admin, self.batches = service, probes, admin, batches
         self._status = StatusBody(probes.status_report)
         self._version, self._created = version, created
         document = openapi_document(version)
@@ -132,6 +136,12 @@ class ApiRoutes:
         self.service.check_admission(request.state.tenant)
         async with self._body(request) as body:
             return await self.service.detokenize(body, _caller_of(request))
+
+    async def create_batch(self, request: Request) -> Response:
+        """`POST /v1/batches`. Raises RequestError if the batch is refused."""
+        assert self.batches is not None
+        async with self._body(request) as body:
+            return await self.batches.batches.create_batch(request, body)
 
     async def list_models(self, request: Request) -> Response:
         """`GET /v1/models`: one entry per served name."""
@@ -229,7 +239,25 @@ class ApiRoutes:
         return [
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+            *self._batch_routes(),
         ]
+
+    def _batch_routes(self) -> list[Route]:
+        """The routes of files and batches."""
+        found = self.batches
+        files, batches = (found.files, found.batches) if found is not None else (None, None)
+        handlers: list[tuple[str, str, Endpoint]] = [
+            ("POST", "/v1/files", files.upload_file if files else refuse_batches),
+            ("GET", "/v1/files", files.list_files if files else refuse_batches),
+            ("GET", "/v1/files/{id}", files.get_file if files else refuse_batches),
+            ("DELETE", "/v1/files/{id}", files.delete_file if files else refuse_batches),
+            ("GET", "/v1/files/{id}/content", files.get_content if files else refuse_batches),
+            ("POST", "/v1/batches", self.create_batch if batches else refuse_batches),
+            ("GET", "/v1/batches", batches.list_batches if batches else refuse_batches),
+            ("GET", "/v1/batches/{id}", batches.get_batch if batches else refuse_batches),
+            ("POST", "/v1/batches/{id}/cancel", batches.cancel_batch if batches else refuse_batches),
+        ]
+        return [Route(path, endpoint, methods=[method]) for method, path, endpoint in handlers]
 
 
 def build_app(
@@ -275,7 +303,7 @@ def build_app(
         # Without a key only pages of this machine may send requests.
         allow_origins=["*"] if keys else [],
         allow_origin_regex=None if keys else LOCAL_ORIGINS,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=[
             "x-request-id",

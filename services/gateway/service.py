@@ -16,6 +16,7 @@ from starlette.responses import Response
 from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
 from diptych.logs.request_ids import answer_id
+from diptych.request import BULK_PRIORITY
 from router.routing.kv_classes import ServedClasses
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.chat_format import ChatFormat
@@ -136,6 +137,9 @@ class GatewayService:
         ask = fit_worker_context(prepared.ask, self.context_tokens)
         if caller.client_id:
             ask = replace(ask, origin=structs.replace(ask.origin, client_id=caller.client_id))
+        if caller.bulk:
+            # Lines of batches are below every request over HTTP, whatever priority they ask for.
+            ask = replace(ask, origin=structs.replace(ask.origin, priority=BULK_PRIORITY))
         if ask.kv is not None or ask.keep.evicts:
             ask = fit_kv_class(ask, self.kv_classes())
         return ask

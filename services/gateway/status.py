@@ -10,6 +10,8 @@ import msgspec
 
 from diptych.messages import WorkerStats
 from services.gateway.app import HealthProbes
+from services.gateway.batches.batch_report import report_batches
+from services.gateway.batches.feeder import BatchFeeder
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.workers import WorkerSnapshot
 from services.gateway.openai.response_schema import Readiness
@@ -52,8 +54,12 @@ class LiveHealthProbes(HealthProbes):
         prober: CanaryProber,
         replanning: ReplanRoute | None = None,
         plan_note: str = "",
+        feeder: BatchFeeder | None = None,
     ) -> None:
-        """`plan_note` says where the number of workers comes from; empty if it was not planned."""
+        """`plan_note` says where the number of workers comes from; empty if it was not planned. `feeder` runs
+        batches; None if they are not turned on.
+        """
+        self._feeder = feeder
         self._service, self._backend, self._prober = service, backend, prober
         self._replanning, self._plan_note = replanning, plan_note
 
@@ -103,6 +109,7 @@ class LiveHealthProbes(HealthProbes):
             "kv_auto": self._kv_auto_status(),
             "kv_keep": self._kv_keep_status(),
             "bulk": self._backend.bulk_report,
+            "batches": report_batches(self._feeder),
             "objectives": self._slo_limits(),
             "history": metrics.history.report(now_s, metrics.slo.attainment),
             "plan": self._plan_status(),

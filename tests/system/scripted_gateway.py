@@ -22,6 +22,7 @@ from diptych.request import Request
 from diptych.slo import Slo
 from router.effects import StageDurations
 from services.gateway.app import ApiRoutes, HealthProbes, build_app
+from services.gateway.batches.batch_service import BatchService, open_batch_service
 from services.gateway.generation.generation import SequenceSink
 from services.gateway.http.auth import BearerKeys
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -130,8 +131,10 @@ class Script:
 class Running:
     """A gateway that runs in a thread of this process."""
 
-    def __init__(self, service: GatewayService, script: Script, url: str) -> None:
-        self.service, self.script, self.url = service, script, url
+    def __init__(
+        self, service: GatewayService, script: Script, url: str, batches: BatchService | None = None
+    ) -> None:
+        self.service, self.script, self.url, self.batches = service, script, url, batches
 
     @property
     def api(self) -> str:
@@ -150,36 +153,48 @@ def scripted(
     text: str = SCRIPT,
     drain_s: float = 0.5,
     max_connections: int = MAX_CONNECTIONS,
+    data_dir: Path | None = None,
+    max_file_bytes: int = 1 << 20,
 ) -> Iterator[Running]:
-    """Serve `folder` on a free port of 127.0.0.1."""
+    """Serve `folder` on a free port of 127.0.0.1; with `data_dir` also files and batches."""
     tokens, metrics = GatewayTokenizer.load(str(folder)), GatewayMetrics(objectives)
     script = Script(tokens, text)
     rules = RequestRules(tokens, ("toy", "org/toy"), tokens.context_tokens, limits or RequestLimits())
     service = GatewayService(
         rules, script, metrics, PreparerPool(rules), lambda: "fp_toy", patience or RequestTimeouts()
     )
+    batches = None if data_dir is None else open_batch_service(str(data_dir), max_file_bytes, service)
     app = build_app(
-        ApiRoutes(service, HealthProbes(), "0.0.0-test", 1_700_000_000),
+        ApiRoutes(service, HealthProbes(), "0.0.0-test", 1_700_000_000, batches=batches),
         BearerKeys(keys),
         "127.0.0.1",
         urgent=BearerKeys(urgent),
     )
     bound = open_listener("127.0.0.1", 0)
     server = GatewayServer(app, service, drain_s, max_connections=max_connections)
-    thread = threading.Thread(target=_run, args=(server, service, bound), name="gateway")
+    thread = threading.Thread(target=_run, args=(server, service, bound, batches), name="gateway")
     thread.start()
     try:
-        yield Running(service, script, f"http://127.0.0.1:{bound.getsockname()[1]}")
+        yield Running(service, script, f"http://127.0.0.1:{bound.getsockname()[1]}", batches)
     finally:
         server.should_exit = True
         thread.join(120)
         bound.close()
 
 
-def _run(server: GatewayServer, service: GatewayService, bound: socket.socket) -> None:
+def _run(
+    server: GatewayServer, service: GatewayService, bound: socket.socket, batches: BatchService | None
+) -> None:
     async def main() -> None:
         service.preparers.open()
+        feeding = None
+        if batches is not None:
+            feeding = asyncio.get_running_loop().create_task(batches.feeder.run_forever())
         await server.serve(sockets=[bound])
+        if batches is not None and feeding is not None:
+            feeding.cancel()
+            await asyncio.wait([feeding])
+            batches.close()
         service.close()
 
     asyncio.run(main())

@@ -13,9 +13,11 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from diptych.messages import WorkerStats
 from diptych.slo import Slo
+from services.gateway.batches.batch_report import BatchCollector
 from services.gateway.metrics.deployment import DeploymentCollector
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
+from tests.unit.gateway.batches.idle_feeder import idle_feeder
 from tests.unit.test_house import trees
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,7 @@ def exported() -> dict[str, Entry]:
         LinkSpeed("prefill-0", "decode-0", "shm", 1.0, 1.0),
     )
     metrics.watch_workers(lambda: [books], lambda: [link], "toy")
+    metrics.registry.register(BatchCollector(idle_feeder()))
     metrics.registry.register(
         DeploymentCollector("1.0", "toy", lambda: "fp_1", lambda: {"prefill": 1, "decode": 1})
     )

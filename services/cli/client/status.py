@@ -103,6 +103,8 @@ def show_state(now: GatewayState) -> None:
         print(line)
     if eviction := _format_eviction(now.body.get("kv_keep", {})):
         print(eviction)
+    for line in format_batches(now.body.get("batches", {})):
+        print(line)
 
 
 def format_auto(auto: dict[str, Any]) -> list[str]:
@@ -128,6 +130,20 @@ def _format_eviction(keep: dict[str, Any]) -> str:
         for one in keep.get("measured", ())
     )
     return f"eviction: {default}; possible for KV of {classes}{measured}" if classes else ""
+
+
+def format_batches(batches: dict[str, Any]) -> list[str]:
+    """Lines about batches: how many have not ended, their lines, and why none runs, if that is so."""
+    if not batches.get("enabled"):
+        return []
+    lines, ended = batches["lines"], ("failed", "completed", "expired", "cancelled")
+    counts = {name: count for name, count in batches["by_status"].items() if count and name not in ended}
+    shown = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
+    done = f"{lines['completed']} completed, {lines['failed']} failed"
+    rows = [
+        f"batches: {shown or 'none open'}; lines: {lines['waiting']} waiting, {lines['running']} running, {done}"
+    ]
+    return [*rows, f"  no line is started: {batches['stopped']}"] if batches["stopped"] else rows
 
 
 def _class_row(name: str, use: dict[str, Any]) -> list[str]:

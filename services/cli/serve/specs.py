@@ -114,6 +114,8 @@ def gateway_spec(
         metrics_keys=metrics_keys(config, bool(api_keys)),
         status_keys=status_keys(config, bool(api_keys)),
         request_log=str(config.request_log.absolute()) if config.request_log else None,
+        data_dir=str(config.data_dir.absolute()) if config.data_dir else None,
+        max_file_bytes=config.max_file_bytes,
         otlp_traces_endpoint=config.otlp_traces_endpoint,
         trace_sample=config.trace_sample,
         replan=config.replan,

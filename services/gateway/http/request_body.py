@@ -124,8 +124,12 @@ class RequestBody:
 
     def _too_large_error(self) -> RequestError:
         """The error (413) for a body above the limit."""
-        problem = f"the body is larger than {self._max_bytes} bytes"
-        return RequestError(RequestFailure(FailureReason.REQUEST_TOO_LARGE, problem))
+        return RequestError(body_too_large_failure(self._max_bytes))
+
+
+def body_too_large_failure(max_bytes: int) -> RequestFailure:
+    """The failure (413) of a request whose body has more than `max_bytes`."""
+    return RequestFailure(FailureReason.REQUEST_TOO_LARGE, f"the body is larger than {max_bytes} bytes")
 
 
 class RequestBodyMiddleware:

@@ -17,7 +17,12 @@ from services.gateway.http.request_scope import request_ids_of
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
 
-ROUTE_PREFIXES = {"/v1/models/": "/v1/models/{id}", "/admin/workers/": "/admin/workers/{name}"}
+ROUTE_PREFIXES = {
+    "/v1/models/": "/v1/models/{id}",
+    "/v1/files/": "/v1/files/{id}",
+    "/v1/batches/": "/v1/batches/{id}",
+    "/admin/workers/": "/admin/workers/{name}",
+}
 CLIENT_ID_PATTERN = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 log = logging.getLogger(__name__)

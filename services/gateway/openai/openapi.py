@@ -10,6 +10,16 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.openai.batch_schema import (
+    MAX_EXPIRY_S,
+    MIN_EXPIRY_S,
+    BatchList,
+    BatchObject,
+    BatchRequest,
+    FileDeleted,
+    FileList,
+    FileObject,
+)
 from services.gateway.openai.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -30,8 +40,9 @@ from services.gateway.openai.response_schema import (
 )
 
 JSON, SSE, PLAIN = "application/json", "text/event-stream", "text/plain"
+FORM, BYTES = "multipart/form-data", "application/octet-stream"
 SCHEMA_REF = "#/components/schemas/{name}"
-REQUEST_SCHEMAS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+REQUEST_SCHEMAS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, BatchRequest)
 RESPONSE_SCHEMAS = (
     ChatCompletion,
     ChatChunk,
@@ -42,20 +53,42 @@ RESPONSE_SCHEMAS = (
     ModelCard,
     Readiness,
     Version,
+    FileObject,
+    FileList,
+    FileDeleted,
+    BatchObject,
+    BatchList,
     ErrorReply,
 )
+UPLOAD_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "file": {"type": "string", "format": "binary"},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
+    },
+    "required": ["purpose", "file"],
+    "dependentRequired": {
+        "expires_after[anchor]": ["expires_after[seconds]"],
+        "expires_after[seconds]": ["expires_after[anchor]"],
+    },
+    "additionalProperties": False,
+}
 ERROR_RESPONSES = {
     "400": "The request is wrong; `param` names the field",
     "401": "No key, or not one of ours",
     "403": "Not for this host, or not for this origin",
-    "404": "No such model",
+    "404": "No such model, file or batch",
     "408": "The body did not arrive in time",
+    "409": "The batch has ended",
     "413": "The body is too large",
     "415": "The content type is not JSON",
     "429": "Too many requests are open",
     "500": "The server failed on this request",
     "503": "No worker can serve this now",
     "504": "Not done within the time allowed",
+    "507": "The disk for files and batches is full",
 }
 BOUND_SIGNS = {
     "minimum": "≥",
@@ -91,6 +124,7 @@ def openapi_document(version: str) -> dict[str, Any]:
             "/detokenize": _post_operation("Token ids to text", DetokenizeRequest, Detokenized),
             "/v1/models": _get_operation("The models served", _json_content(ModelList)),
             "/v1/models/{id}": _get_operation("One model", _json_content(ModelCard), [_path_parameter("id")]),
+            **_batch_paths(),
             "/health": _get_operation("The gateway is alive", {}),
             "/ping": _get_operation("The gateway is alive", {}),
             "/ready": _get_operation(
@@ -110,6 +144,36 @@ def openapi_document(version: str) -> dict[str, Any]:
     }
 
 
+def _batch_paths() -> dict[str, Any]:
+    """The routes of files and batches."""
+    file_id, page = _path_parameter("id"), [_query_parameter("after"), _query_parameter("limit", "integer")]
+    files = _get_operation("Your files", _json_content(FileList), page)
+    files["post"] = {
+        "summary": "Upload a file of requests",
+        "requestBody": {"required": True, "content": {FORM: {"schema": UPLOAD_SCHEMA}}},
+        "responses": {
+            "200": {"description": "Done", "content": _json_content(FileObject)},
+            **_error_responses(*ERROR_RESPONSES),
+        },
+    }
+    one_file = _get_operation("A file", _json_content(FileObject), [file_id])
+    deleted = _get_operation("Delete a file", _json_content(FileDeleted), [file_id])
+    one_file["delete"] = deleted["get"]
+    cancelled = _get_operation("Cancel a batch", _json_content(BatchObject), [file_id])
+    cancelled["get"]["responses"] |= _error_responses("409")
+    batches = _post_operation("Answer all requests of a file", BatchRequest, BatchObject)
+    return {
+        "/v1/files": files,
+        "/v1/files/{id}": one_file,
+        "/v1/files/{id}/content": _get_operation(
+            "What is in a file", {BYTES: {"schema": {"type": "string", "format": "binary"}}}, [file_id]
+        ),
+        "/v1/batches": batches | _get_operation("Your batches", _json_content(BatchList), page),
+        "/v1/batches/{id}": _get_operation("A batch", _json_content(BatchObject), [file_id]),
+        "/v1/batches/{id}/cancel": {"post": cancelled["get"]},
+    }
+
+
 def docs_page(document: dict[str, Any]) -> str:
     """The OpenAPI document as one HTML page that loads nothing else."""
     rows = [
@@ -123,7 +187,7 @@ def docs_page(document: dict[str, Any]) -> str:
 
 def _field_table(operation: dict[str, Any], schemas: dict[str, Any]) -> str:
     """An HTML table of a request body's fields with their types and bounds."""
-    if "requestBody" not in operation:
+    if JSON not in operation.get("requestBody", {}).get("content", {}):
         return ""
     name = operation["requestBody"]["content"][JSON]["schema"]["$ref"].rsplit("/", 1)[1]
     required = schemas[name].get("required", [])
@@ -193,7 +257,7 @@ def _get_operation(
 ) -> dict[str, Any]:
     responses = {
         "200": {"description": "Done", "content": content},
-        **_error_responses("401", "403", "404", "500"),
+        **_error_responses("400", "401", "403", "404", "500"),
     }
     responses["503"] = {"description": "Not now", "content": down or {}}
     return {"get": {"summary": summary, "parameters": parameters or [], "responses": responses}}
@@ -201,3 +265,8 @@ def _get_operation(
 
 def _path_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def _query_parameter(name: str, kind: str = "string") -> dict[str, Any]:
+    schema = {"type": kind} | ({"minimum": 1, "maximum": 100} if kind == "integer" else {})
+    return {"name": name, "in": "query", "required": False, "schema": schema}

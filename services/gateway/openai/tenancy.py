@@ -32,7 +32,7 @@ class Caller:
 
     `timeout_s` is how long the client will wait for the answer, if it said so. `urgent` callers may ask for a better
     priority than the default. `request_id` is the id of the HTTP request, `client_id` the one that the client gave
-    it. With `timings` the client asks where the time of its request went.
+    it. With `timings` the client asks where the time of its request went. `bulk` requests are lines of batches.
     """
 
     arrived_s: float
@@ -42,6 +42,7 @@ class Caller:
     request_id: str = ""
     timings: bool = False
     client_id: str = ""
+    bulk: bool = False
 
     @property
     def request_ids(self) -> RequestIds:

@@ -1,0 +1,77 @@
+"""Puts the parts of files and batches together, for one gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from services.gateway.batches.batch_report import BatchCollector
+from services.gateway.batches.batch_routes import BatchRoutes
+from services.gateway.batches.data_dir import DataDir
+from services.gateway.batches.feeder import BatchFeeder
+from services.gateway.batches.file_routes import FileRoutes
+from services.gateway.batches.line_runner import LineRunner
+from services.gateway.batches.store import BatchStore
+from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.metrics.recent_events import RecentErrors
+from services.gateway.openai.batch_schema import MAX_WINDOW_S
+from services.gateway.service import GatewayService, RequestTimeouts
+
+
+@dataclass(frozen=True, slots=True)
+class BatchService:
+    """Files and batches of a gateway that has a data directory."""
+
+    store: BatchStore
+    feeder: BatchFeeder
+    files: FileRoutes
+    batches: BatchRoutes
+
+    def close(self) -> None:
+        """Finish what is being written. The feeder must have ended. Idempotent."""
+        self.store.close()
+
+
+def open_batch_service(
+    data_dir: str,
+    max_file_bytes: int,
+    service: GatewayService,
+    num_workers: Callable[[], int] = lambda: 1,
+) -> BatchService:
+    """Open the data directory, and make what serves it. The lines of batches run through a copy of `service`.
+
+    `num_workers` gives the number of decode workers.
+
+    Raises:
+        StartError: the data directory cannot be used.
+    """
+    folder = DataDir(data_dir)
+    try:
+        store = BatchStore(folder)
+    except BaseException:
+        folder.close()
+        raise
+    # Lines are not requests of clients who wait: they have metrics of their own, and end with their batch.
+    lines = replace(
+        service,
+        metrics=GatewayMetrics(),
+        patience=RequestTimeouts(request_s=2.0 * MAX_WINDOW_S),
+        open=set(),
+        errors=RecentErrors(),
+    )
+    limits = service.rules.limits
+
+    def is_draining() -> bool:
+        return service.draining
+
+    feeder = BatchFeeder(
+        store,
+        LineRunner(lines),
+        service.rules.served_names[0],
+        limits.max_body_bytes,
+        num_workers,
+        is_draining,
+    )
+    service.metrics.registry.register(BatchCollector(feeder))
+    files = FileRoutes(store, max_file_bytes, limits.body_s, is_draining)
+    return BatchService(store, feeder, files, BatchRoutes(store, feeder, is_draining))

@@ -40,6 +40,7 @@ from router.routing.kv_classes import (
     shared_classes,
 )
 from router.routing.liveness import LivenessMonitor
+from router.routing.worker_fit import find_misfit
 
 ROLES = ("prefill", "decode")
 # Seconds between two attempts to make a link, since the obstacle may be gone by then.
@@ -128,9 +129,11 @@ def describe_mismatch(left: Hello, right: Hello) -> str:
 class Fleet:
     """All living workers by name."""
 
-    def __init__(self, lost_s: float = SILENCE_S, stuck_s: float = 6.0, tokenizer: str = "") -> None:
-        """`tokenizer` is the fingerprint of the gateway's; workers with a different one are unfit. "": all fit."""
-        self.lost_s, self.stuck_s, self.tokenizer = lost_s, stuck_s, tokenizer
+    def __init__(
+        self, lost_s: float = SILENCE_S, stuck_s: float = 6.0, tokenizer: str = "", kv_keep: float = 1.0
+    ) -> None:
+        """`tokenizer` and `kv_keep` are those of the gateway (`router.routing.worker_fit.find_misfit`)."""
+        self.lost_s, self.stuck_s, self.tokenizer, self.kv_keep = lost_s, stuck_s, tokenizer, kv_keep
         self.workers: dict[str, WorkerState] = {}
         # Number of links that were dropped because of corrupt KV.
         self.links_given_up = 0
@@ -195,15 +198,12 @@ class Fleet:
 
     def _on_hello(self, hello: Hello, now_s: float) -> list[FleetChange]:
         """Add a worker, unless it is unfit, stuck, or has the name of a living member."""
+        problem = find_misfit(hello, self.tokenizer, self.kv_keep)
         if hello.role not in ROLES:
-            self._unfit[hello.worker] = f"role {hello.role!r} is not one of {', '.join(ROLES)}"
-            return [WorkerUnfit(hello.worker, self._unfit[hello.worker])]
-        theirs = hello.identity.get("tokenizer", self.tokenizer)
-        if self.tokenizer and theirs != self.tokenizer:
-            self._unfit[hello.worker] = (
-                f"its tokenizer is {theirs}, and the gateway's is {self.tokenizer}: start both with the same model"
-            )
-            return [WorkerUnfit(hello.worker, self._unfit[hello.worker])]
+            problem = f"role {hello.role!r} is not one of {', '.join(ROLES)}"
+        if problem is not None:
+            self._unfit[hello.worker] = problem
+            return [WorkerUnfit(hello.worker, problem)]
         if (
             hello.worker in self._stuck
             and self._previous_lives[hello.worker].incarnation == hello.incarnation

@@ -301,7 +301,7 @@ def admission_limits(spec: GatewaySpec) -> Openings:
 def build_relay(spec: GatewaySpec, tokenizer: str) -> Relay:
     """The relay for this deployment. `tokenizer` is the identity that workers must have to serve with it."""
     return Relay(
-        Fleet(spec.silence_s, tokenizer=tokenizer),
+        Fleet(spec.silence_s, tokenizer=tokenizer, kv_keep=spec.kv_keep),
         admission=Admission(admission_limits(spec)),
         split=spec.num_prefill > 0,
         lease_s=spec.lease_s,

@@ -304,6 +304,18 @@ def failed(spec: GatewaySpec) -> dict[str, str]:
     return error
 
 
+def test_workers_that_cannot_evict_are_not_taken_by_a_gateway_that_always_does(tmp_path: Path) -> None:
+    with serving(tmp_path, kv_keep=0.9) as gateway:
+        worker = gateway.puppet("decode")
+        try:
+            until(lambda: any("decode-0 does not fit" in one for one in gateway.ready()["reasons"]))
+            [reason] = [one for one in gateway.ready()["reasons"] if "does not fit" in one]
+            assert "the class raw and can evict none" in reason and "--kv-keep 0.9" in reason
+            assert not gateway.status()["workers"]
+        finally:
+            worker.kill()
+
+
 def test_a_busy_port_names_its_holder(tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -84,8 +84,8 @@ class RunnerBounds:
         """Check `work`.
 
         Raises ValueError if it is empty, too long, has too few slabs, unknown slabs or tokens, or, for a pool with a
-        codec, if its first token is unknown. A work with `kept` also needs a pool without a codec, and its tokens and
-        slabs have to be as `KeptWork` and `StepWork` say.
+        codec, if its first token is unknown. Tokens and slabs of a work with `kept` have to be as `KeptWork` and
+        `StepWork` say.
         """
         end = work.start + len(work.tokens)
         if not work.tokens or work.start < 0 or end > self.max_model_len:
@@ -109,8 +109,6 @@ class RunnerBounds:
     def _check_kept(self, work: StepWork, kept: KeptWork, end: int) -> None:
         """Check what a work says about eviction; `end` is the number of tokens with KV after it."""
         prompt = kept.prompt_tokens
-        if self.layout.codec:
-            raise ValueError(f"KV of {self.layout.codec} is not evicted: only raw pools are")
         if not kept.spec.boundary <= prompt:
             raise ValueError(f"the first {kept.spec.boundary} tokens cannot be kept of a prompt of {prompt}")
         if not kept.evicted:

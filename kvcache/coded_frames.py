@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,7 +120,9 @@ class RowMover:
         counts, outliers = self._find_outliers([view(name) for name in OUTLIER_SECTIONS], place)
         return replace(rest, counts=counts, outliers=outliers)
 
-    def read_frames(self, kept: KeptRows, slabs: Ints, layer: int, head: int, numbers: Ints) -> HeadRows:
+    def read_frames(
+        self, kept: KeptRows, slabs: Ints, layer: int, head: int, numbers: NDArray[np.int32]
+    ) -> HeadRows:
         """All rows that a head keeps in the bag in `slabs`; `numbers` are those of all rows' tokens in its table."""
         rows = int(kept.counts[layer, head])
         frames = kept.first_frame(layer, head) + np.arange(-(-rows // FRAME_TOKENS))
@@ -201,7 +204,7 @@ class RowMover:
         found: Bytes = view[slabs[frames // per_slab], frames % per_slab]
         return found
 
-    def _find_entries(self, slabs: Ints, first: int, numbers: Ints, size: int) -> Bytes:
+    def _find_entries(self, slabs: Ints, first: int, numbers: NDArray[Any], size: int) -> Bytes:
         """Entries of a table, or list, that begins at frame `first` of a bag, [entries, size]."""
         per_slab, per_frame = frames_per_slab(self._layout), self.form.frame_bytes // size
         frames = first + numbers // per_frame
@@ -240,7 +243,7 @@ def _in_frames(rows: Bytes, frames: int) -> Bytes:
     return full.reshape(frames, FRAME_TOKENS * rows.shape[1])
 
 
-def _fill_entries(frames: Bytes, numbers: Ints, entries: Bytes) -> None:
+def _fill_entries(frames: Bytes, numbers: NDArray[Any], entries: Bytes) -> None:
     """Put entries of a table, or list, into its frames."""
     if not len(entries):
         return

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
 from kvcache.codecs.bit_packing import packed_bytes
-from kvcache.codecs.codec_id import CALIBRATED
+from kvcache.codecs.codec_id import CALIBRATED, CodecId
 from kvcache.codecs.storage import index_bits, outliers_per_side
 from kvcache.keep import FULL
 from kvcache.layout import KvLayout
@@ -69,11 +69,16 @@ class FrameFormat:
         codec_id = layout.codec_id
         if codec_id is None or codec_id.family != CALIBRATED:
             return cls(layout.page_bytes // FRAMES_PER_PAGE)
-        code_bytes = packed_bytes(layout.head_dim, codec_id.code_bits[0])
-        slots = 2 * outliers_per_side(codec_id, layout.page_heads * layout.head_dim)
+        return cls.of_calibrated(codec_id, layout.head_dim)
+
+    @classmethod
+    def of_calibrated(cls, codec_id: CodecId, head_dim: int) -> FrameFormat:
+        """The format for a codec `nuq*`, by its canonical id, and heads of `head_dim` values."""
+        code_bytes = packed_bytes(head_dim, codec_id.code_bits[0])
+        slots = 2 * outliers_per_side(codec_id, codec_id.group or head_dim)
         bits = slots.bit_length()
-        size = 2 * FRAME_TOKENS * code_bytes + packed_bytes(2 * FRAME_TOKENS, bits) + 4
-        outlier_bytes = 2 + index_bits(layout.head_dim) // 8 if slots else 0
+        size = 2 * FRAME_TOKENS * code_bytes + -(-2 * FRAME_TOKENS * bits // 8) + 4
+        outlier_bytes = 2 + index_bits(head_dim) // 8 if slots else 0
         return cls(size, True, code_bytes, slots, bits, _TOKEN_BYTES, outlier_bytes)
 
     @property
@@ -232,13 +237,13 @@ class KeptRows:
         before = int(self.counts.reshape(-1)[: layer * self.counts.shape[1] + head].sum())
         return self.positions[before : before + int(self.counts[layer, head])]
 
-    def number_tokens(self) -> NDArray[np.int64]:
+    def number_tokens(self) -> NDArray[np.int32]:
         """The number of each kept row's token in the table of tokens, in the order of `positions`.
 
         Tokens are numbered page by page, those of layer 0 first, and by position within each page.
         """
-        numbers = np.cumsum(self._token_mask().reshape(-1)) - 1
-        rows: NDArray[np.int64] = numbers[self._page_of_rows() * self._span + self.positions - self.boundary]
+        numbers = np.cumsum(self._token_mask().reshape(-1), dtype=np.int32) - 1
+        rows: NDArray[np.int32] = numbers[self._page_of_rows() * self._span + self.positions - self.boundary]
         return rows
 
     @property

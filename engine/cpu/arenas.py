@@ -54,7 +54,9 @@ class PoolAttention:
         if work.kept is None:
             return
         if self.evictor is None:
-            raise ValueError("nothing is evicted from this pool: that takes raw KV and the tokens' kinds")
+            raise ValueError(
+                "nothing is evicted from this pool: that takes the tokens' kinds, and one rank for codes"
+            )
         self.evictor.check_work(work, work.kept)
 
     def pack_works(

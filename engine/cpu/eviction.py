@@ -109,7 +109,7 @@ class CpuEvictor:
     def held_bytes(self) -> int:
         """Bytes beside the pool: recorded queries, maps, and the plan's copy of kept rows."""
         bags = [sequence.bag for sequence in self._sequences.values() if sequence.bag is not None]
-        maps = sum(bag.keys.nbytes + bag.tokens.nbytes + bag.kept.positions.nbytes for bag in bags)
+        maps = sum(bag.tokens.nbytes + bag.kept.positions.nbytes for bag in bags)
         return self.recorded_bytes + maps + (self._plan[2].nbytes if self._plan is not None else 0)
 
     def check_work(self, work: StepWork, kept: KeptWork) -> None:

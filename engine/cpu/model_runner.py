@@ -18,10 +18,11 @@ from engine.cpu.arenas import PoolAttention, pack_groups
 from engine.cpu.attention import CpuAttention, PagedAttention
 from engine.cpu.coded.attention import CodedPool, SinkRecorder, build_page_codecs
 from engine.cpu.coded.compiled_attention import NO_TABLE, CompiledAttention, build_angles
+from engine.cpu.coded.kept_store import CodedStore
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots, SinkTable
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.eviction import CpuEvictor, EvictionSetup
-from engine.cpu.ragged_attention import RawStore
+from engine.cpu.ragged_attention import KeptStore, RawStore
 from engine.cpu.ranks.orders import (
     ApplyEviction,
     ForgetKept,
@@ -55,8 +56,8 @@ class CpuModelRunner:
     `followers` commands the other ranks, if this is rank 0 of several: they compute every step too. `calibration` is
     that of the pool's codec, if it has one; `shard` is the part of the model that a rank has. `sink_slots` is how many
     different first tokens a step may have, at least, if a pool has a codec. `others` are the pools of further KV
-    classes with their calibrations: a step may have works in all of them. `eviction` is given to evict KV of the raw
-    pool (`EvictingRunner`): every rank evicts from its own heads.
+    classes with their calibrations: a step may have works in all of them. `eviction` is given to evict KV of them
+    (`EvictingRunner`): every rank evicts from its own heads. Of pools with a codec only a single rank does.
     """
 
     def __init__(
@@ -90,23 +91,26 @@ class CpuModelRunner:
         self._angles = build_angles(self._frequencies, max_model_len) if coded else NO_TABLE
         self._eviction = eviction
         self._attentions = [self._attend_to(one, known, shard) for one, known in classes]
-        self._evicting = next((one for one in self._attentions if one.evictor is not None), None)
+        self._evicts = any(one.evictor is not None for one in self._attentions)
 
     def _attend_to(self, pool: KvPool, calibration: Calibration | None, shard: Shard) -> PoolAttention:
         """The attention over a pool. Raises ConfigError if its codec is of another calibration."""
         decoder, layout = self._decoder, pool.layout
+        windows = [layer.window for layer in decoder.layers]
         pages: PagedAttention
+        store: KeptStore
         evictor: CpuEvictor | None = None
         if layout.codec:
             codecs = build_page_codecs(layout, calibration, shard)
             coded = CodedPool(layout, pool.data, codecs, self._frequencies, self._sinks)
-            pages = CompiledAttention(coded, decoder.heads, self._angles)
+            pages = compiled = CompiledAttention(coded, decoder.heads, self._angles)
+            store = CodedStore(pool, compiled, windows)
         else:
             pages = raw = CpuAttention(layout, pool.data, decoder.heads)
-            if self._eviction is not None:
-                windows = [layer.window for layer in decoder.layers]
-                store, alone = RawStore(pool, raw, windows), decoder.place.world == 1
-                evictor = CpuEvictor(pool, store, decoder.heads, windows, self._eviction, alone)
+            store = RawStore(pool, raw, windows)
+        alone = decoder.place.world == 1
+        if self._eviction is not None and (alone or not layout.codec):
+            evictor = CpuEvictor(pool, store, decoder.heads, windows, self._eviction, alone)
         bounds = RunnerBounds(layout, pool.num_slabs, self.max_model_len, self.vocab_size)
         return PoolAttention(pool.first, bounds, pages, evictor)
 
@@ -199,7 +203,8 @@ class CpuModelRunner:
         if not others:
             return first
         shape, place = self._decoder.shape, self._decoder.place
-        whole = replace(self._require_eviction().bounds.layout, layers=shape.layers, kv_heads=shape.kv_heads)
+        pool, _ = self._find_evictor(order.slabs)
+        whole = replace(pool.bounds.layout, layers=shape.layers, kv_heads=shape.kv_heads)
         return merge_reports([first, *others], whole, place.tp, place.pp)
 
     def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
@@ -212,12 +217,13 @@ class CpuModelRunner:
 
     def forget_kept(self, key: str) -> None:
         """As `EvictingRunner.forget_kept`."""
-        if self._evicting is not None:
+        if self._evicts:
             self._evict_on_ranks(ForgetKept(key))
 
     def _evict_on_ranks(self, order: KeptOrder) -> list[EvictionReport]:
         """Carry out an order on all ranks; returns the reports that it asks for, by rank."""
-        self._require_eviction()
+        if not isinstance(order, ForgetKept):
+            self._find_evictor(_slabs_of(order))
         if self._followers is None:
             return self.evict_part(order)
         self._followers.send_order(encode_order(order))
@@ -234,25 +240,41 @@ class CpuModelRunner:
 
         Raises ValueError as the method of `EvictingRunner` that the order is named after.
         """
-        pool = self._require_eviction()
-        evictor, first = pool.evictor, pool.first
-        assert evictor is not None
+        if isinstance(order, ForgetKept):
+            for one in self._attentions:
+                if one.evictor is not None:
+                    one.evictor.forget_sequence(order.key)
+            return []
+        slabs = _slabs_of(order)
+        pool, evictor = self._find_evictor(slabs)
+        mine = [slab - pool.first for slab in slabs]
         match order:
             case PlanEviction(asked):
-                return [evictor.plan_eviction(asked, [slab - first for slab in asked.slabs])]
-            case ApplyEviction(key, slabs):
-                evictor.apply_eviction(key, [slab - first for slab in slabs])
-            case LoadKept(key, boundary, length, slabs):
-                evictor.load_kept(key, boundary, length, [slab - first for slab in slabs])
-            case ForgetKept(key):
-                evictor.forget_sequence(key)
+                sink = self._find_sink(asked.tokens[0]) if pool.has_sinks and asked.tokens else 0
+                return [evictor.plan_eviction(asked, mine, sink)]
+            case ApplyEviction(key):
+                evictor.apply_eviction(key, mine)
+            case LoadKept(key, boundary, length):
+                evictor.load_kept(key, boundary, length, mine)
         return []
 
-    def _require_eviction(self) -> PoolAttention:
-        """The pool that evicts. Raises ValueError if none does."""
-        if self._evicting is None:
-            raise ValueError("this runner evicts nothing: that takes raw KV and the tokens' kinds")
-        return self._evicting
+    def _find_evictor(self, slabs: Sequence[int]) -> tuple[PoolAttention, CpuEvictor]:
+        """The pool that slabs are in, and its evictor. Raises ValueError if it has none."""
+        pool = self._attentions[self._pool_index(slabs)]
+        if pool.evictor is None:
+            raise ValueError(
+                "nothing is evicted from this pool: that takes the tokens' kinds, and one rank for codes"
+            )
+        return pool, pool.evictor
+
+    def _find_sink(self, token: int) -> int:
+        """The place among the sinks of a first token, which is computed if it is not there any more."""
+        plan = self._sink_slots.plan([token])
+        failure = self._compute_sinks(plan)
+        if failure is not None:
+            raise failure
+        self._sink_slots.keep(plan)
+        return plan.slots[0]
 
     def part(self, batch: Sequence[StepWork], sinks: SinkPlan) -> None:
         """Compute this rank's shard of a step of rank 0. An error is raised after all ranks have finished the step."""
@@ -261,15 +283,15 @@ class CpuModelRunner:
 
     def _localise_works(self, batch: Sequence[StepWork]) -> tuple[list[StepWork], list[int]]:
         """The works with slabs numbered within their pools, and the index of each work's pool."""
-        chosen = [self._pool_index(work) for work in batch]
+        chosen = [self._pool_index(work.slabs) for work in batch]
         works = [self._attentions[index].localise(work) for work, index in zip(batch, chosen, strict=True)]
         return works, chosen
 
-    def _pool_index(self, work: StepWork) -> int:
-        """Which pool the slabs of a work are in; the first one if in none, whose bounds then refuse it."""
-        if len(self._pools) == 1 or not work.slabs:
+    def _pool_index(self, slabs: Sequence[int]) -> int:
+        """Which pool slabs are in; the first one if in none, whose bounds then refuse them."""
+        if len(self._pools) == 1 or not slabs:
             return 0
-        slab = min(work.slabs)
+        slab = min(slabs)
         return next((i for i, pool in enumerate(self._pools) if 0 <= slab - pool.first < pool.num_slabs), 0)
 
     def _pack_works(
@@ -380,3 +402,8 @@ class CpuModelRunner:
             self.run([StepWork([0], tokens + 1, slabs, "last", 0)] * CHUNK_TOKENS)
         finally:
             pool.give_back(slabs, owner)
+
+
+def _slabs_of(order: PlanEviction | ApplyEviction | LoadKept) -> list[int]:
+    """The slabs that an order is about."""
+    return order.order.slabs if isinstance(order, PlanEviction) else order.bag_slabs

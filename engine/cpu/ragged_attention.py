@@ -59,24 +59,23 @@ class KeptBag:
 
     kept: KeptRows
     slabs: list[int]
-    tokens: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     # [layers, kv_heads]
     counts: Ints = field(init=False)
     frames: Ints = field(init=False)
-    # [kept rows], ascending: position + head · 2**32, heads numbered through over all layers.
-    keys: Ints = field(init=False)
+    # First frames of the table of tokens and of the list of outliers.
+    table_frame: int = field(init=False)
+    outlier_frame: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.counts, self.frames = self.kept.counts.astype(np.int64), self.kept.first_frames
-        heads = np.repeat(np.arange(self.counts.size), self.counts.reshape(-1))
-        self.keys = self.kept.positions + (heads << 32)
+        self.table_frame, self.outlier_frame = self.kept.table_frame, self.kept.outlier_frame
 
-    def count_before(self, position: int) -> Ints:
-        """How many kept rows of each head are at positions below `position`, [layers, kv_heads]."""
-        counts = self.counts.reshape(-1)
-        heads = np.arange(len(counts))
-        found = np.searchsorted(self.keys, (heads << 32) + position) - (np.cumsum(counts) - counts)
-        return found.reshape(self.counts.shape)
+    def count_before(self, positions: Ints, layer: int) -> Ints:
+        """How many kept rows of each head of a layer are below each of `positions`, [positions, kv_heads]."""
+        heads = range(self.counts.shape[1])
+        kept = (self.kept.head_positions(layer, head) for head in heads)
+        return np.stack([np.searchsorted(one, positions) for one in kept], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +115,8 @@ class EvictedWork:
         """Kept rows before the window of each token, [tokens, layers, kv_heads]; `windows` by layer, 0: none."""
         skips = np.zeros((len(self.work.tokens), *self.bag.counts.shape), np.int64)
         for layer, window in enumerate(windows):
-            for n, position in enumerate(self.positions if window else ()):
-                skips[n, layer] = self.bag.count_before(position + 1 - window)[layer]
+            if window:
+                skips[:, layer] = self.bag.count_before(self.positions + 1 - window, layer)
         return skips
 
 

@@ -3,9 +3,10 @@
 What is remembered of each sequence that evicts, from the end of its prompt until it leaves or is computed again:
 
     queries      those of 64 tokens, of every layer and head, as float32
-    its map      where the rows are that its heads keep, at most all: three numbers each
+    its map      where the rows are that its heads keep, at most all: two numbers each
 
-and of the one sequence that is deciding at a time, a float32 copy of the rows that it keeps, as long as its bag.
+and of the one sequence that is deciding at a time, a float32 copy of the rows that it keeps, as long as its bag. Codes
+take about as much at most: their copy, with what one layer expands to.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from kvcache.layout import KvLayout
 
 # Bytes of a float32.
 _FLOAT_BYTES = 4
-# Bytes of a kept row in the map (`engine.cpu.ragged_attention.KeptBag`): its position, the key that it is found
-# by, and, in coded pools, the number of its token.
-_MAP_ROW_BYTES = 4 + 8 + 8
+# Bytes of a kept row in the map (`engine.cpu.ragged_attention.KeptBag`): its position and, in coded pools, the
+# number of its token.
+_MAP_ROW_BYTES = 4 + 4
 # Bytes of a row while it is decided about: its position, and where its key and its value lie.
 _COLUMN_BYTES = 3 * 8
 

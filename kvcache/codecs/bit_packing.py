@@ -29,7 +29,7 @@ def pack_codes(codes: Bytes, bits: int) -> Bytes:
     if codes.size and int(codes.max()) >> bits:
         raise ValueError(f"the code {int(codes.max())} does not fit into {bits} bits")
     stream = (codes[..., None] >> np.arange(bits, dtype=np.uint8)) & np.uint8(1)
-    return np.packbits(stream.reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little")
+    return np.packbits(stream.reshape(*codes.shape[:-1], codes.shape[-1] * bits), axis=-1, bitorder="little")
 
 
 def unpack_codes(packed: Bytes, bits: int, count: int) -> Bytes:

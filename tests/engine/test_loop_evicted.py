@@ -17,6 +17,7 @@ from diptych.request import SamplingParams
 from engine.cpu.model_runner import CpuModelRunner
 from engine.loop import Engine, SequenceOutput
 from engine.model.checkpoint import Checkpoint
+from engine.model.kv_codec import resolve_kv_codec
 from engine.new_token_ratio import NewTokenRatio
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Scheduler
@@ -45,14 +46,15 @@ Answers = dict[str, list[int]]
 
 
 class EvictingEngine:
-    """One engine of the embedded model with its own pool."""
+    """One engine of the embedded model with its own pool, raw or in one codec."""
 
-    def __init__(self, num_slabs: int = 60, swap: int = 0, **limits: Any) -> None:
+    def __init__(self, num_slabs: int = 60, swap: int = 0, codec: str = "raw", **limits: Any) -> None:
         model = Checkpoint.resolve(str(TINY))
-        self.layout = model.layout()
+        codec_id, calibration = resolve_kv_codec(model, codec)
+        self.layout = model.layout(codec=codec_id)
         self.pool = KvPool(self.layout, num_slabs)
         self.holdings = KvAllocator(self.pool, PrefixTree())
-        runner = CpuModelRunner.load(model, self.pool, MODEL_LEN, eviction=SETUP)
+        runner = CpuModelRunner.load(model, self.pool, MODEL_LEN, calibration, eviction=SETUP)
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 96} | limits
         scheduler = Scheduler(EngineLimits(num_slabs, MODEL_LEN, **settings))
         host = HostTier([self.pool], swap * self.layout.chunk_bytes)

@@ -18,19 +18,21 @@ from numpy.typing import NDArray
 from diptych.chunks import CHUNK_TOKENS
 from engine.attention.batch import ForwardBatch, PrefillSpan
 from engine.cpu.attention import crossover_queries, worthwhile_plan
-from engine.cpu.coded import nuq_expand, turbo_kernels
+from engine.cpu.coded import nuq_expand, nuq_frames, turbo_kernels
 from engine.cpu.coded.attention import CodedAttention, CodedPool, normalise_heads
 from engine.cpu.coded.grouped_kernels import build_grouped_kernels
 from engine.cpu.coded.nuq_encode import build_nuq_kernels
-from engine.cpu.coded.page_kernels import PageKernels
+from engine.cpu.coded.page_kernels import BYTES, SECTIONS, PageKernels
 from engine.cpu.coded.plain_kernels import build_plain_kernels
 from engine.cpu.coded.turbo_kernels import build_turbo_kernels
+from engine.cpu.ragged_attention import EvictedWork, KeptBag
 from engine.cpu.tiled_attention import build_prefill_kernel
 from kvcache.codecs.grouped import GroupedCodec
 from kvcache.codecs.nuq import NuqCodec
 from kvcache.codecs.page import Codec
 from kvcache.codecs.plain import PlainCodec
 from kvcache.codecs.turbo import TurboCodec
+from kvcache.kept_rows import FRAMES_PER_PAGE, FrameFormat, frames_per_slab
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -51,6 +53,9 @@ class PageFamily:
     page: NDArray[np.int64]
     # Of each layer, [pages, n].
     constants: list[Floats]
+    # Of a frame: its figures, and of each layer the constants of its heads, [kv_heads, n].
+    frame: NDArray[np.int64]
+    heads: list[Floats]
 
 
 def find_family(codecs: Sequence[Sequence[Codec]], head_dim: int) -> PageFamily:
@@ -59,7 +64,16 @@ def find_family(codecs: Sequence[Sequence[Codec]], head_dim: int) -> PageFamily:
     kernels, detail = _find_kernels(first, head_dim)
     figures = (first.page_bytes, first.shape.heads, *first.codec_id.code_bits, detail)
     page = np.array([*figures, *first.sections.offsets.values()], np.int64)
-    return PageFamily(kernels, page, [np.stack([_page_constants(codec) for codec in row]) for row in codecs])
+    constants = [np.stack([_page_constants(codec) for codec in row]) for row in codecs]
+    if not isinstance(first, NuqCodec):
+        frame = page.copy()
+        frame[[BYTES, *range(SECTIONS, len(page))]] //= FRAMES_PER_PAGE
+        return PageFamily(kernels, page, constants, frame, constants)
+    heads = [
+        np.concatenate([nuq_frames.head_constants(one, first.shape) for one in layer]) for layer in constants
+    ]
+    form = FrameFormat.of_calibrated(first.codec_id, head_dim)
+    return PageFamily(kernels, page, constants, nuq_frames.frame_figures(page, form), heads)
 
 
 def _find_kernels(codec: Codec, head_dim: int) -> tuple[PageKernels, int]:
@@ -114,7 +128,7 @@ class CompiledAttention(CodedAttention):
         self._flat, self._slab = pool.data.view(-1).numpy(), layout.chunk_bytes
         family = find_family(pool.codecs, layout.head_dim)
         self._layer, self._page, self._constants = layout.layer_bytes, family.page, family.constants
-        self._kernels = family.kernels
+        self._kernels, self._frame, self._heads = family.kernels, family.frame, family.heads
         self._span = build_prefill_kernel(layout.head_dim)
         self._angles = angles
         self.alone = crossover_queries(heads // layout.kv_heads)
@@ -180,6 +194,53 @@ class CompiledAttention(CodedAttention):
         )  # fmt: skip
 
     @property
+    def first_codec(self) -> Codec:
+        """The codec of the first page; those of all others have the same sections."""
+        return self._codecs[0][0]
+
+    def expand_chunks(
+        self, layer: int, slabs: NDArray[np.int64], first: int, length: int, sink: int
+    ) -> Floats:
+        """Chunks `first` and following of a sequence of `length` tokens, in `slabs`, as in a raw pool: keys rotated.
+
+        Returns:
+            [chunks, kv_heads, 2, 64, head_dim]. Rows from `length` on are undefined.
+        """
+        pool = self._take_chunks(len(slabs))
+        self._expand_chunks(layer, slabs, first, length, sink, pool)
+        return pool.reshape(len(slabs), self.layout.kv_heads, 2, CHUNK_TOKENS, self.layout.head_dim)
+
+    def expand_kept(self, layer: int, head: int, bag: KeptBag, sink: int) -> Floats:
+        """The rows that a head keeps, [rows, 2, head_dim]: keys, rotated to their positions, and values."""
+        out = np.empty((int(bag.counts[layer, head]), 2, self.layout.head_dim), np.float32)
+        self._kernels.kept(
+            self._flat, self._slab, self._find_frames(layer, bag), _find_rows(layer, bag), head,
+            self._sinks.of_layer(layer)[sink], self._read_angles, out,
+        )  # fmt: skip
+        return out
+
+    def attend_kept(
+        self, layer: int, qkv: torch.Tensor, rows: Any, one: EvictedWork, window: int, out: torch.Tensor
+    ) -> None:
+        """Attention of the rows of an evicted sequence, into the same rows of `out`.
+
+        `rows` are their numbers, their positions, and how many kept rows of each head they skip, [rows, kv_heads].
+        """
+        self._kernels.ragged(
+            qkv.numpy(), rows, np.asarray(one.chunks, np.int64), one.ring, one.bag.kept.length,
+            self._sinks.of_layer(layer)[one.sink], self._place(layer), self._find_frames(layer, one.bag),
+            _find_rows(layer, one.bag), self._read_angles, window, out.numpy(),
+        )  # fmt: skip
+
+    def _find_frames(self, layer: int, bag: KeptBag) -> tuple[Any, ...]:
+        """What kernels take as `frames`."""
+        kept, slabs = bag.kept, np.asarray(bag.slabs, np.int64)
+        return (
+            self._frame, self._heads[layer], slabs, frames_per_slab(self.layout), bag.table_frame, bag.outlier_frame,
+            kept.outliers,
+        )  # fmt: skip
+
+    @property
     def _raw_floats(self) -> int:
         """Numbers of one layer of a chunk."""
         return self.layout.kv_heads * 2 * CHUNK_TOKENS * self.layout.head_dim
@@ -205,3 +266,12 @@ class CompiledAttention(CodedAttention):
     def _read_angles(self) -> Angles:
         """Cosines and sines by which keys are rotated when they are read; empty if they are stored rotated."""
         return NO_TABLE if self._rotated else self._angles
+
+
+def _find_rows(layer: int, bag: KeptBag) -> tuple[NDArray[Any], ...]:
+    """What kernels take as `heads`."""
+    counts = bag.counts[layer]
+    start = int(bag.counts[:layer].sum())
+    rows = slice(start, start + int(counts.sum()))
+    begins = np.cumsum(counts) - counts
+    return bag.frames[layer], counts, begins, bag.kept.positions[rows], bag.tokens[rows]

@@ -22,7 +22,9 @@ from engine.cpu.coded.exact import (
     mask_above,
     store_half,
 )
+from engine.cpu.coded.frame_kernels import attend_rows, expand_rows, register_frames
 from engine.cpu.coded.nuq_expand import expand_page
+from engine.cpu.coded.nuq_frames import expand_frame
 from engine.cpu.coded.page_kernels import (
     CALIBRATED,
     DETAIL,
@@ -217,6 +219,7 @@ def encode_row(
 
 
 register_functions(CALIBRATED, expand_page, encode_row)
+register_frames(CALIBRATED, expand_frame)
 
 
 @cache
@@ -241,4 +244,32 @@ def build_nuq_kernels(width: int) -> PageKernels:
     def shared(qkv: Any, batch: Any, runs: Any, pages: Any, angles: Any, state: Any, out: Any) -> None:
         read_runs(CALIBRATED, qkv, batch, runs, pages, angles, state, out, width)
 
-    return PageKernels(encode, decode, expand, shared)
+    @jit
+    def kept(
+        data: Any, slab: int, frames: Any, heads: Any, head: int, sink: Any, angles: Any, out: Any
+    ) -> None:
+        expand_rows(CALIBRATED, data, slab, frames, heads, head, sink, angles, out, width)
+
+    @jit
+    def ragged(
+        qkv: Any, batch: Any, chunks: Any, ring: int, start: int, sink: Any, pages: Any, frames: Any, heads: Any,
+        angles: Any, window: int, out: Any,
+    ) -> None:  # fmt: skip
+        attend_rows(
+            CALIBRATED,
+            qkv,
+            batch,
+            chunks,
+            ring,
+            start,
+            sink,
+            pages,
+            frames,
+            heads,
+            angles,
+            window,
+            out,
+            width,
+        )
+
+    return PageKernels(encode, decode, expand, shared, kept, ragged)

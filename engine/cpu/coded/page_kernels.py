@@ -64,6 +64,10 @@ class PageKernels:
     expand: Callable[..., None]
     # `read_runs`
     shared: Callable[..., None]
+    # `engine.cpu.coded.frame_kernels.expand_rows`
+    kept: Callable[..., None]
+    # `engine.cpu.coded.frame_kernels.attend_rows`
+    ragged: Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,8 @@ class PageFunctions:
 
 
 # By family. A kernel cannot take a function as an argument, or numba would not store it on disk. So kernels are
-# compiled for the number of a family, and the compiler takes the functions of that family for `_expand` and `_encode`.
+# compiled for the number of a family, and the compiler takes the functions of that family for `expand_page_of` and
+# `_encode`.
 _FUNCTIONS: dict[int, PageFunctions] = {}
 _OPTIONS: Any = JIT_OPTIONS | NO_WRAPPERS
 
@@ -85,7 +90,12 @@ def register_functions(family: int, expand_page: Any, encode_row: Any) -> None:
     _FUNCTIONS[family] = PageFunctions(expand_page, encode_row)
 
 
-def _expand(
+def family_functions(family: int) -> PageFunctions:
+    """The functions of a family."""
+    return _FUNCTIONS[family]
+
+
+def expand_page_of(
     family: int, data: Any, at: Any, page: Any, table: Any, count: Any, scratch: Any, heads: int, width: int
 ) -> None:
     """`expand_page` of a family."""
@@ -97,7 +107,7 @@ def _encode(
     """`encode_row` of a family."""
 
 
-@overload(_expand, prefer_literal=True, jit_options=_OPTIONS)
+@overload(expand_page_of, prefer_literal=True, jit_options=_OPTIONS)
 def _choose_expand(
     family: Any, data: Any, at: Any, page: Any, table: Any, count: Any, scratch: Any, heads: Any, width: Any
 ) -> Any:
@@ -169,7 +179,7 @@ def _rotate_back(q: Any, cos: Any, sin: Any, angles: Any, rotated: Any, width: i
 
 
 @jit_exact
-def _restore_sink(sink: Any, scratch: Any, heads: int, width: int) -> None:
+def restore_sink(sink: Any, scratch: Any, heads: int, width: int) -> None:
     """Put the exact first token, sink [2, heads, width], over row 0 of an expanded page."""
     literally(width)
     side = PAGE * width
@@ -180,7 +190,7 @@ def _restore_sink(sink: Any, scratch: Any, heads: int, width: int) -> None:
 
 
 @jit_exact
-def _rotate_keys(scratch: Any, count: Any, cos: Any, sin: Any, position: Any, heads: int, width: int) -> None:
+def rotate_keys(scratch: Any, count: Any, cos: Any, sin: Any, position: Any, heads: int, width: int) -> None:
     """Rotate the first `count` keys of every head of an expanded page, the first one to `position`."""
     literally(width)
     for h in range(heads):
@@ -209,7 +219,7 @@ def _attend_chunks(
             if c + 1 < chunks:
                 for line in range(0, size, CACHE_LINE):
                     prefetch(data, slabs[c + 1] * slab + offset + p * size + line)
-            _expand(
+            expand_page_of(
                 family,
                 data,
                 slabs[c] * slab + offset + p * size,
@@ -221,9 +231,9 @@ def _attend_chunks(
                 width,
             )
             if relative:
-                _rotate_keys(scratch, last, cos, sin, 0, heads, width)
+                rotate_keys(scratch, last, cos, sin, 0, heads, width)
             if c == 0:
-                _restore_sink(sinks[:, p * heads : (p + 1) * heads], scratch, heads, width)
+                restore_sink(sinks[:, p * heads : (p + 1) * heads], scratch, heads, width)
             for h in range(heads):
                 g0, g1 = (p * heads + h) * group, (p * heads + h + 1) * group
                 mine, k = acc[g0 * width : g1 * width], h * 2 * side
@@ -291,11 +301,11 @@ def expand_chunks(
             place = (c * groups + p) * floats
             room = scratch[place : place + floats]
             at = slabs[c] * slab + offset + p * page[BYTES]
-            _expand(family, data, at, page, constants[p], count, room, heads, width)
+            expand_page_of(family, data, at, page, constants[p], count, room, heads, width)
             if cos.shape[0] > 0:
-                _rotate_keys(room, count, cos, sin, begin, heads, width)
+                rotate_keys(room, count, cos, sin, begin, heads, width)
             if begin == 0:
-                _restore_sink(sink[:, p * heads : (p + 1) * heads], room, heads, width)
+                restore_sink(sink[:, p * heads : (p + 1) * heads], room, heads, width)
 
 
 @jit_inner

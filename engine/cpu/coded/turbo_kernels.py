@@ -29,6 +29,7 @@ from engine.cpu.coded.exact import (
     store_half,
     transform_lanes,
 )
+from engine.cpu.coded.frame_kernels import attend_rows, expand_rows
 from engine.cpu.coded.page_kernels import (
     DETAIL,
     KEY_BITS,
@@ -211,4 +212,19 @@ def build_turbo_kernels(width: int) -> PageKernels:
     def shared(qkv: Any, batch: Any, runs: Any, pages: Any, angles: Any, state: Any, out: Any) -> None:
         read_runs(ROTATED, qkv, batch, runs, pages, angles, state, out, width)
 
-    return PageKernels(encode, decode, expand, shared)
+    @jit
+    def kept(
+        data: Any, slab: int, frames: Any, heads: Any, head: int, sink: Any, angles: Any, out: Any
+    ) -> None:
+        expand_rows(ROTATED, data, slab, frames, heads, head, sink, angles, out, width)
+
+    @jit
+    def ragged(
+        qkv: Any, batch: Any, chunks: Any, ring: int, start: int, sink: Any, pages: Any, frames: Any, heads: Any,
+        angles: Any, window: int, out: Any,
+    ) -> None:  # fmt: skip
+        attend_rows(
+            ROTATED, qkv, batch, chunks, ring, start, sink, pages, frames, heads, angles, window, out, width
+        )
+
+    return PageKernels(encode, decode, expand, shared, kept, ragged)

@@ -304,7 +304,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="need 1 slabs, not 2"):
         runner.apply_eviction("b", [5, 6])
     plain, _ = make_runner(setup=None)
-    with pytest.raises(ValueError, match="evicts nothing"):
+    with pytest.raises(ValueError, match="nothing is evicted"):
         plain.plan_eviction(order)
     with pytest.raises(ValueError, match="nothing is evicted from this pool"):
         plain.run([StepWork([5], 0, [0], "last", 5, KeptWork("a", 100, SPEC, False))])

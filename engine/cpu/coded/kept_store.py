@@ -1,0 +1,184 @@
+"""How kept rows of a pool with a codec are found, moved and attended to (`engine.cpu.ragged_attention.KeptStore`).
+
+Rows are moved as codes (`kvcache.coded_frames`), and decisions and attention see what they expand to. So a row has the
+same numbers in its page and in a frame, to the bit, and the first token stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from diptych.chunks import CHUNK_TOKENS
+from engine.attention.batch import ForwardBatch, PrefillSpan
+from engine.cpu.attention import PagedAttention
+from engine.cpu.coded.compiled_attention import CompiledAttention
+from engine.cpu.keep_decision import ColumnSource, HeadColumns
+from engine.cpu.ragged_attention import EvictedWork, KeptBag, QueryRecord
+from kvcache.coded_frames import HeadRows, RowMover
+from kvcache.kept_rows import KeptRows
+from kvcache.pool import KvPool
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+class CodedColumns:
+    """The columns of a sequence in a coded pool: whole chunks, and after eviction kept rows and a ring of new tokens.
+
+    A column's place is its number in the chunks, or behind them in the bag, or behind that in the ring.
+
+    Args:
+        pages: the pool's attention.
+        mover: of the pool.
+        chunks: slabs of the whole chunks.
+        length: tokens in them.
+        sink: place of the first token among the sinks.
+        bag: the kept rows; None at the end of the prompt, without a ring.
+        ring: the slab of the tokens since the last decision.
+    """
+
+    def __init__(
+        self, pages: CompiledAttention, mover: RowMover, chunks: Sequence[int], length: int, sink: int,
+        bag: KeptBag | None = None, ring: int = 0,
+    ) -> None:  # fmt: skip
+        self._pages, self._mover, self._sink = pages, mover, sink
+        self._chunks, self._length = np.asarray(chunks, np.int64), length
+        self._bag, self._ring = bag, ring
+        first = length if bag is None else bag.kept.length
+        self._newest = np.arange(first, first if bag is None else first + CHUNK_TOKENS)
+        # The layer whose keys in chunks and ring are expanded, and these, [columns, kv_heads, head_dim].
+        self._layer, self._keys = -1, (np.empty(0, np.float32),) * 2
+
+    def find_columns(self, layer: int, head: int) -> HeadColumns:
+        """The columns of one KV head."""
+        kept = np.empty(0, np.int64)
+        if self._bag is not None:
+            kept = self._bag.kept.head_positions(layer, head).astype(np.int64)
+        positions = np.concatenate([np.arange(self._length), kept, self._newest])
+        return HeadColumns(positions, np.arange(len(positions)))
+
+    def read_keys(self, layer: int, head: int, columns: HeadColumns) -> Floats:
+        """The keys of all columns of one KV head, expanded and rotated."""
+        if self._layer != layer:
+            self._keys, self._layer = self._expand_layer(layer), layer
+        prefix, newest = (keys[:, head] for keys in self._keys)
+        if self._bag is None:
+            return np.ascontiguousarray(prefix)
+        kept = self._pages.expand_kept(layer, head, self._bag, self._sink)[:, 0]
+        return np.concatenate([prefix, kept, newest])
+
+    def read_rows(self, layer: int, head: int, places: Ints) -> HeadRows:
+        """Codes of columns behind the chunks that no head evicts from, or of a prompt."""
+        if self._bag is None:
+            return self._mover.read_pages(
+                layer, head, self._chunks[places // CHUNK_TOKENS], places % CHUNK_TOKENS
+            )
+        bag, places = self._bag, places - self._length
+        count = int(bag.counts[layer, head])
+        slabs = np.asarray(bag.slabs, np.int64)
+        kept = self._mover.read_frames(bag.kept, slabs, layer, head, bag.tokens)
+        newest = self._newest[places[places >= count] - count] % CHUNK_TOKENS
+        ring = np.full(len(newest), self._ring, np.int64)
+        new = self._mover.read_pages(layer, head, ring, newest)
+        return HeadRows.join([kept.select(places[places < count]), new])
+
+    def _expand_layer(self, layer: int) -> tuple[Floats, Floats]:
+        """Keys of the chunks and of the ring, [columns, kv_heads, head_dim]."""
+        chunks = self._pages.expand_chunks(layer, self._chunks, 0, self._length, self._sink)
+        prefix = _keys_of(chunks).reshape(-1, *chunks.shape[1:2], chunks.shape[-1])[: self._length]
+        if self._bag is None:
+            return prefix, prefix[:0]
+        # The ring has the end of one chunk of positions, and the beginning of the next.
+        first, ring = int(self._newest[0]), np.array([self._ring])
+        chunk, end = first // CHUNK_TOKENS, first + CHUNK_TOKENS
+        both = [
+            _keys_of(self._pages.expand_chunks(layer, ring, chunk + n, end, self._sink))[0] for n in range(2)
+        ]
+        split = first % CHUNK_TOKENS
+        return prefix, np.concatenate([both[0][split:], both[1][:split]])
+
+
+class CodedStore:
+    """`KeptStore` of a pool with a codec, with its attention and the sliding window of each layer (0: none)."""
+
+    def __init__(self, pool: KvPool, pages: CompiledAttention, windows: Sequence[int]) -> None:
+        self._pages, self._windows = pages, list(windows)
+        memory = pool.data.view(-1).numpy().reshape(pool.num_slabs, -1)
+        self._mover = RowMover(pool.layout, memory, pages.first_codec)
+
+    def open_bag(self, kept: KeptRows, slabs: Sequence[int]) -> KeptBag:
+        """As `KeptStore.open_bag`."""
+        return KeptBag(kept, list(slabs), kept.number_tokens())
+
+    def prompt_columns(self, slabs: Sequence[int], length: int, sink: int) -> CodedColumns:
+        """As `KeptStore.prompt_columns`."""
+        return CodedColumns(self._pages, self._mover, slabs, length, sink)
+
+    def answer_columns(self, bag: KeptBag, chunks: Sequence[int], ring: int, sink: int) -> CodedColumns:
+        """As `KeptStore.answer_columns`."""
+        return CodedColumns(self._pages, self._mover, chunks, bag.kept.boundary, sink, bag, ring)
+
+    def pack_frames(
+        self, planned: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
+    ) -> tuple[KeptRows, Bytes]:
+        """As `KeptStore.pack_frames`."""
+        assert isinstance(source, CodedColumns)
+        places = np.ndindex(planned.counts.shape)
+        rows = [
+            source.read_rows(layer, head, columns.places)
+            for (layer, head), columns in zip(places, heads, strict=True)
+        ]
+        return self._mover.pack_frames(planned, rows)
+
+    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
+        """As `KeptStore.attend_to`."""
+        return RaggedCodes(self._pages, evicted, records, self._windows)
+
+
+class RaggedCodes:
+    """Attention of a step with evicted sequences: `pages` for the ordinary rows, and the rows of these sequences."""
+
+    def __init__(
+        self,
+        pages: CompiledAttention,
+        evicted: Sequence[EvictedWork],
+        records: Sequence[QueryRecord],
+        windows: Sequence[int],
+    ) -> None:
+        self._pages, self._evicted, self._records = pages, list(evicted), list(records)
+        self._skips = [one.count_skipped(windows) for one in evicted]
+
+    def write(
+        self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, rotary: tuple[Floats, Floats],
+        norms: tuple[Floats, Floats], eps: float,
+    ) -> None:  # fmt: skip
+        """As `CompiledAttention.write`; the queries that a decision needs are recorded."""
+        self._pages.write(layer, qkv, batch, rotary, norms, eps)
+        for record in self._records:
+            record.store(layer, qkv.numpy())
+
+    def decode(
+        self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, window: int, out: torch.Tensor
+    ) -> None:
+        """Attention of the decode rows, and of the rows of evicted sequences, into the same rows of `out`."""
+        self._pages.decode(layer, qkv, batch, window, out)
+        for one, skips in zip(self._evicted, self._skips, strict=True):
+            rows: Any = (one.rows, one.positions, np.ascontiguousarray(skips[:, layer]))
+            self._pages.attend_kept(layer, qkv, rows, one, window, out)
+
+    def prefill(
+        self, layer: int, qkv: torch.Tensor, span: PrefillSpan, window: int, out: torch.Tensor
+    ) -> None:
+        """As `CompiledAttention.prefill`."""
+        self._pages.prefill(layer, qkv, span, window, out)
+
+
+def _keys_of(chunks: Floats) -> Floats:
+    """Keys [chunks, 64, kv_heads, head_dim] of chunks in the layout of a raw pool."""
+    return np.ascontiguousarray(chunks[:, :, 0].transpose(0, 2, 1, 3))

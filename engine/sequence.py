@@ -287,6 +287,9 @@ class EngineLimits:
     tpot_s: float | None = None
     max_evicting: int | None = None
     arena_slabs: Mapping[str, int] = field(default_factory=dict)
+    # Slabs that a sequence which evicts may need beyond those of its tokens, by the name of its arena, where that is
+    # not `RING_AND_MAP` (`kvcache.kept_rows.most_extra_slabs`).
+    extra_slabs: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Every running sequence may decode one token per step. A larger budget also lets prefill progress beside them.
@@ -319,7 +322,7 @@ class EngineLimits:
         A sequence that is handed over, or only scored, never grows beyond its present tokens.
         """
         slabs = num_chunks(self.expected_tokens(seq, 1.0))
-        return slabs + RING_AND_MAP if seq.keep.evicts else slabs
+        return slabs + self.extra_slabs.get(self.arena_name(seq), RING_AND_MAP) if seq.keep.evicts else slabs
 
     def expected_tokens(self, seq: Sequence, ratio: float) -> int:
         """Number of tokens that `seq` ends with if it generates the share `ratio` of its remaining `max_tokens`."""

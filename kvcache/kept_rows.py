@@ -116,6 +116,13 @@ def most_bag_slabs(layout: KvLayout, tokens: int) -> int:
     return -(-frames // frames_per_slab(layout))
 
 
+def most_extra_slabs(layout: KvLayout, tokens: int) -> int:
+    """Slabs that a sequence which evicts may need beyond those of its tokens, up to `tokens`, if every head keeps
+    everything: the ring, the map, and what frames take more than pages.
+    """
+    return max(2, 1 + most_bag_slabs(layout, tokens) - layout.num_chunks(tokens))
+
+
 def count_frames(rows: int) -> int:
     """Frames that so many rows of one head need."""
     return -(-rows // FRAME_TOKENS)

@@ -40,6 +40,7 @@ from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.codecs.calibration import Calibration
+from kvcache.kept_rows import most_extra_slabs
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree
@@ -225,7 +226,14 @@ def build_engine(
     host = _build_host(pools, found, spec.swap_bytes) if spec.swap_bytes else None
     engine = Engine(runner, scheduler, holdings, sampler, host, observer)
     bulk = BulkEngine(runner, scheduler.limits, holdings, sampler, _bulk_time(spec))
-    return EngineParts(engine, bulk, holdings, parts, ranks, () if eviction is None else (RAW_CLASS,))
+    return EngineParts(engine, bulk, holdings, parts, ranks, _keep_classes(found, eviction))
+
+
+def _keep_classes(found: ResolvedModel, eviction: EvictionSetup | None) -> tuple[str, ...]:
+    """The KV classes in which the engine can evict. Codes are evicted by workers of one rank only."""
+    if eviction is None:
+        return ()
+    return tuple(one.codec or RAW_CLASS for one in found.classes if not one.codec or len(found.shards) == 1)
 
 
 def _class_pools(parts: ShardedPool, arena: PoolArena) -> list[KvPool]:
@@ -310,6 +318,12 @@ def _engine_limits(spec: WorkerSpec, found: ResolvedModel) -> EngineLimits:
         arena_slabs={layout.kv_class: count for layout, count in found.sized_layouts}
         if len(found.classes) > 1
         else {},
+        extra_slabs={
+            layout.kv_class if len(found.classes) > 1 else "": most_extra_slabs(
+                layout, found.plan.max_model_len
+            )
+            for layout, _ in found.sized_layouts
+        },
     )
 
 
@@ -415,7 +429,7 @@ def _load_grammar_tokens(folder: Path, tokenizer: ModelTokenizer | None) -> Any:
 
 
 def _eviction_setup(found: ResolvedModel, tokenizer: ModelTokenizer | None) -> EvictionSetup | None:
-    """What a worker's runner needs to evict raw KV; None if it has none, or no tokenizer."""
-    if tokenizer is None or all(one.codec for one in found.classes):
+    """What a worker's runner needs to evict KV; None without a tokenizer."""
+    if tokenizer is None:
         return None
     return EvictionSetup(read_token_kinds(tokenizer, found.files.shape.vocab))

@@ -195,7 +195,7 @@ class CpuModelRunner:
     @property
     def can_evict(self) -> bool:
         """As `EvictingRunner.can_evict`."""
-        return self._evicting is not None
+        return self._evicts
 
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         """As `EvictingRunner.plan_eviction`, which says when ValueError is raised."""
@@ -387,6 +387,11 @@ class CpuModelRunner:
             slabs += pool.take_slabs(report.bag_slabs, owner)
             self.apply_eviction(owner, slabs[1:])
             self.run([StepWork([0], len(tokens), slabs, "last", 0, replace(kept, evicted=True))])
+            block = [0] * CHUNK_TOKENS
+            if len(tokens) + len(block) < self.max_model_len:
+                # The second decision reads frames.
+                self.run([StepWork(block, len(tokens), slabs, "last", 0, replace(kept, evicted=True))])
+                self.plan_eviction(EvictionOrder(owner, tokens + block, len(tokens), spec, slabs))
         finally:
             self.forget_kept(owner)
             pool.give_back(slabs, owner)

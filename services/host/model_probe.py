@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,9 @@ from engine.model.memory_plan import (
     plan_max_length,
 )
 from engine.model.pool_shares import split_pool
-from engine.sequence import RING_AND_MAP, num_chunks
+from engine.sequence import num_chunks
+from kvcache.class_shares import split_auto
+from kvcache.layout import KvLayout
 from services.host.child_environment import child_environment
 from services.host.supervisor import ErrorReport
 
@@ -122,14 +125,11 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
         step_rows=question.step_rows,
         evicting_seqs=question.step_rows if question.kv_keep < 1 else 0,
     )
-    split_pool(
-        files.name,
-        memory,
-        [files.layout(codec=one.codec) for one in classes],
-        [one.share for one in classes],
-        asked=question.kv_bytes is not None,
-    )
-    _check_evicting_pool(question, memory)
+    layouts = [files.layout(codec=one.codec) for one in classes]
+    shares = [one.share for one in classes]
+    counts = split_pool(files.name, memory, layouts, shares, asked=question.kv_bytes is not None)
+    for layout, slabs, share in zip(layouts, counts, shares, strict=True):
+        _check_evicting_pool(question, memory, layout, slabs, share)
     _check_swap_space(question, memory, available)
     shape = files.shape
     # A tied table counts twice in `parameters`.
@@ -163,11 +163,19 @@ def _check_eviction(question: ProbeRequest, classes: Sequence[KvClassChoice], fi
     if question.kv_keep >= 1:
         return
     said = f"--kv-keep {question.kv_keep} evicts KV of all requests"
-    if coded := [one.codec for one in classes if one.codec]:
+    if split_auto(question.kv_cache_codec)[0]:
         raise ConfigError(
-            f"{said}, and the workers have KV of the class {' and '.join(coded)}",
-            "KV that is coded is always kept whole for now (docs/eviction.md)",
-            "use --kv-cache-codec raw; or leave out --kv-keep, and let requests for raw KV ask for 'keep'",
+            f"{said}, and --kv-cache-codec {question.kv_cache_codec} lets the router choose their KV class",
+            "what a request keeps is decided in one class, so it has to be named (docs/eviction.md)",
+            "name the classes without auto; or leave out --kv-keep, and let requests that name a class ask for 'keep'",
+        )
+    coded = [one.codec for one in classes if one.codec]
+    split = {role: tp * pp for role, (tp, pp) in question.splits.items() if tp * pp > 1}
+    for role, ranks in split.items() if coded else ():
+        raise ConfigError(
+            f"{said}, the workers have KV of the class {' and '.join(coded)}, and {role} workers have {ranks} ranks",
+            "workers of several ranks keep coded KV whole for now (docs/eviction.md)",
+            f"leave out --{role}-tp and --{role}-pp, or --kv-keep; or use --kv-cache-codec raw",
         )
     # Imported only here, since it imports numpy, which the process that starts all others does without.
     from engine.model.tokenizer import ModelTokenizer
@@ -192,23 +200,34 @@ def _check_splits(question: ProbeRequest, files: Checkpoint, classes: tuple[KvCl
             raise type(error)(error.what, error.why, fix) from None
 
 
-def _check_evicting_pool(question: ProbeRequest, memory: MemoryPlan) -> None:
-    """Raise ConfigError if KV is to be evicted by default, and the raw pool is too small for the longest request then.
+def _check_evicting_pool(
+    question: ProbeRequest, memory: MemoryPlan, layout: KvLayout, slabs: int, share: float
+) -> None:
+    """Raise ConfigError if KV is to be evicted by default, and the pool of a class, of so many slabs, is too small for
+    the longest request then. `share` is its share of the pool of all classes.
 
     It would serve shorter ones, and refuse the longest, which it takes without eviction.
     """
-    need, slabs = num_chunks(memory.max_model_len) + RING_AND_MAP, memory.num_slabs
-    if question.kv_keep >= 1 or slabs >= need:
+    if question.kv_keep >= 1:
         return
-    slab_bytes, ways = memory.kv_bytes // slabs, ["leave out --kv-keep"]
-    if slabs > RING_AND_MAP:
-        ways.insert(0, f"use --max-model-len {(slabs - RING_AND_MAP) * CHUNK_TOKENS} or less")
-    if need * slab_bytes <= memory.max_kv_bytes:
-        ways.insert(0, f"use --kv-cache-memory-bytes {need * slab_bytes} or more")
+    # Imported only here, since it imports numpy.
+    from kvcache.kept_rows import most_extra_slabs
+
+    length = memory.max_model_len
+    extra = most_extra_slabs(layout, length)
+    need = num_chunks(length) + extra
+    if slabs >= need:
+        return
+    ways = ["leave out --kv-keep"]
+    if slabs > extra:
+        ways.insert(0, f"use --max-model-len {(slabs - extra) * CHUNK_TOKENS} or less")
+    kv_bytes = need * layout.chunk_bytes if share == 1 else math.ceil((need + 1) * layout.chunk_bytes / share)
+    if kv_bytes <= memory.max_kv_bytes:
+        ways.insert(0, f"use --kv-cache-memory-bytes {kv_bytes} or more")
     raise ConfigError(
-        f"--kv-keep {question.kv_keep} evicts KV of all requests, and the KV pool is too small for one of full length",
-        f"{memory.max_model_len} tokens need up to {need} slabs, {RING_AND_MAP} of them to evict (docs/eviction.md);"
-        f" the pool has {slabs}",
+        f"--kv-keep {question.kv_keep} evicts KV of all requests, and the pool of {layout.kv_class} is too small for"
+        " one of full length",
+        f"{length} tokens need up to {need} slabs, {extra} of them to evict (docs/eviction.md); the pool has {slabs}",
         ", or ".join(ways),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ def probe(**more: Any) -> ProbedModel:
     return probe_model(ProbeRequest(TINY, **sized | {"kv_keep": 0.95} | more))
 
 
-def test_workers_with_raw_kv_may_evict_by_default() -> None:
-    assert probe().kv_bytes == probe(kv_keep=1.0).kv_bytes
-    assert probe().summary != probe(kv_keep=1.0).summary, "it has memory set aside for evictions"
+def test_workers_may_evict_by_default() -> None:
+    for codec in ("raw", "nuq3-1%", "tq4", "raw:0.25,int8"):
+        evicting, keeping = probe(kv_cache_codec=codec), probe(kv_cache_codec=codec, kv_keep=1.0)
+        assert evicting.kv_bytes == keeping.kv_bytes
+        assert evicting.summary != keeping.summary, "it has memory set aside for evictions"
     assert probe(splits={"prefill": (2, 1), "decode": (1, 2)}).kv_bytes > 0
     assert probe(num_workers=0).kv_bytes == 0, "a gateway alone cannot know its workers"
 
@@ -29,9 +32,18 @@ def test_workers_with_raw_kv_may_evict_by_default() -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"kv_cache_codec": "tq4"}, ["--kv-keep 0.95", "class tq4.s0", "--kv-cache-codec raw"]),
-        ({"kv_cache_codec": "raw:0.25,int8"}, ["class int8.g32", "--kv-cache-codec raw", "'keep'"]),
-        ({"kv_cache_codec": "auto"}, ["class nuq4-1%.g128@", "--kv-cache-codec raw"]),
+        (
+            {"kv_cache_codec": "auto"},
+            ["--kv-keep 0.95", "--kv-cache-codec auto", "named", "leave out --kv-keep"],
+        ),
+        (
+            {"kv_cache_codec": "tq4", "splits": {"prefill": (2, 1), "decode": (1, 1)}},
+            ["class tq4.s0", "prefill workers have 2 ranks", "--prefill-tp", "raw"],
+        ),
+        (
+            {"kv_cache_codec": "raw:0.25,int8", "splits": {"prefill": (1, 1), "decode": (1, 2)}},
+            ["class int8.g32", "decode workers have 2 ranks", "--decode-pp"],
+        ),
     ],
 )
 def test_workers_that_keep_everything_are_refused_in_six_lines(
@@ -62,6 +74,18 @@ def test_a_pool_that_just_holds_the_longest_request_is_refused_in_six_lines() ->
         strict=True,
     ):
         assert name in text and probe(**full | way).kv_bytes > 0
+    # A class of several: what a frame takes more than its part of a page counts as well.
+    coded: dict[str, Any] = {
+        "max_model_len": 2048,
+        "kv_cache_codec": "raw:0.93,nuq3-1%",
+        "kv_bytes": 20_400_000,
+    }
+    with pytest.raises(DiptychError) as caught:
+        probe(**coded)
+    text = "\n".join(caught.value.lines())
+    assert "pool of nuq3-1%.g128@" in text and "2048 tokens need up to 35 slabs, 3 of them" in text
+    enough = int(re.search(r"--kv-cache-memory-bytes (\d+)", text)[1])  # type: ignore[index]
+    assert probe(**coded | {"kv_bytes": enough}).kv_bytes > 0
     tight = {"max_model_len": 100, "kv_bytes": 2 * SLAB}
     with pytest.raises(DiptychError) as caught:
         probe(**tight)

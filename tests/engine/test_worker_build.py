@@ -18,7 +18,14 @@ from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator
 from kvcache.slab_ledger import SlabLedger
 from tests.factories import make_folder
-from worker.build import RoleTuning, _eviction_setup, _load_tokenizer, choose_step_clock, resolve_model
+from worker.build import (
+    RoleTuning,
+    _eviction_setup,
+    _keep_classes,
+    _load_tokenizer,
+    choose_step_clock,
+    resolve_model,
+)
 from worker.saturation_store import SaturationStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,7 +144,7 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"transformers"
     assert done.stdout.split() == []
 
 
-def test_raw_kv_can_be_evicted_where_there_is_a_tokenizer(folder: Path, tmp_path: Path) -> None:
+def test_kv_can_be_evicted_where_there_is_a_tokenizer(folder: Path, tmp_path: Path) -> None:
     tiny = spec(ROOT / "models" / "tiny", kv_bytes=64 << 20)
     found = resolve_model(tiny)
     tokenizer = _load_tokenizer(found.files.path)
@@ -145,7 +152,7 @@ def test_raw_kv_can_be_evicted_where_there_is_a_tokenizer(folder: Path, tmp_path
     assert tokenizer is not None and setup is not None
     assert setup.kinds.shape == (found.files.shape.vocab,) and setup.kinds[: len(tokenizer.special_ids)].all()
     both = resolve_model(msgspec.structs.replace(tiny, kv_cache_codec="raw:0.5,tq4"))
-    assert _eviction_setup(both, tokenizer) is not None
-    coded = resolve_model(msgspec.structs.replace(tiny, kv_cache_codec="tq4"))
-    assert _eviction_setup(coded, tokenizer) is None
+    assert _keep_classes(both, setup) == ("raw", "tq4.s0") and _keep_classes(both, None) == ()
+    ranks = resolve_model(msgspec.structs.replace(tiny, kv_cache_codec="raw:0.5,tq4", tp=2))
+    assert _keep_classes(ranks, setup) == ("raw",)
     assert _load_tokenizer(tmp_path) is None and _eviction_setup(found, None) is None

@@ -25,7 +25,9 @@ NEW_TOKENS, CONTEXT, SLOTS = 140, 1024, 6 * 4
 LENGTHS = (16, 200, 448)
 # Low, so that heads of this model drop something.
 LOW = 0.75
-SIZED = ("--max-model-len", str(CONTEXT))
+# Requests get raw KV unless they ask for the codec.
+CODEC = "nuq3-1%"
+SIZED = ("--max-model-len", str(CONTEXT), "--kv-cache-codec", f"raw:0.6,{CODEC}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,15 @@ def prompts() -> list[list[int]]:
     return [text[start : start + n] for n in LENGTHS for start in [rng.randrange(len(text) - n)]]
 
 
-def complete(served: Served, prompt: list[int], keep: Any, num_tokens: int = NEW_TOKENS) -> KeptAnswer:
+def complete(
+    served: Served, prompt: list[int], keep: Any, num_tokens: int = NEW_TOKENS, **options: Any
+) -> KeptAnswer:
+    """`options` are of the field `diptych`."""
+    options["keep"] = keep
     with served.client(timeout=300) as client:
         done = client.completions.create(
             model="tiny", prompt=prompt, max_tokens=num_tokens, temperature=0, logprobs=0,
-            extra_body={"ignore_eos": True, "skip_special_tokens": False, "diptych": {"keep": keep}},
+            extra_body={"ignore_eos": True, "skip_special_tokens": False, "diptych": options},
         )  # fmt: skip
     logprobs, usage = done.choices[0].logprobs, done.usage
     assert logprobs is not None and logprobs.tokens is not None and usage is not None
@@ -119,6 +125,21 @@ def test_a_hit_and_a_hand_over_give_the_tokens_of_one_worker(
     assert [one.cached for one in warm] == [max(0, length - 64) // 64 * 64 for length in LENGTHS]
 
 
+def test_codes_are_evicted_and_moved_as_they_are(colocated: Served, pair: Served) -> None:
+    """A class of codes and a threshold together: the tokens of one worker, handed over and from the cache."""
+    alone = [complete(colocated, prompt, LOW, kv=CODEC) for prompt in prompts()]
+    cold = [complete(pair, prompt, LOW, kv=CODEC) for prompt in prompts()]
+    warm = [complete(pair, prompt, LOW, kv=CODEC) for prompt in prompts()]
+    for answers in (cold, warm):
+        assert [one.tokens for one in answers] == [one.tokens for one in alone]
+        assert [one.keep for one in answers] == [one.keep for one in alone]
+    kv, longest = alone[-1].kv, alone[-1].keep
+    assert kv is not None and kv["kv_class"].startswith(CODEC) and alone[-1].fingerprint.endswith(".keep0.75")
+    assert longest["kept_rows"] < longest["all_rows"] and longest["freed_bytes"] > 0
+    whole = [complete(pair, prompt, 1, kv=CODEC) for prompt in prompts()]
+    assert [one.tokens for one in whole] != [one.tokens for one in alone]
+
+
 def test_a_boundary_keeps_what_is_before_it(pair: Served) -> None:
     answer = complete(pair, prompts()[-1], {"threshold": LOW, "boundary": 128})
     decided = LENGTHS[-1] - 128 + (NEW_TOKENS - 1) // 64 * 64
@@ -136,10 +157,12 @@ def test_the_default_of_the_deployment_counts_where_a_request_says_nothing(pair:
     assert answer.keep["threshold"] == 0.99 and answer.fingerprint.endswith(".keep0.99")
     state = pair.status()
     eviction = state["kv_keep"]
-    assert (eviction["threshold"], eviction["classes"]) == (0.99, ["raw"])
+    classes = list(state["kv_classes"])
+    assert classes[0] == "raw" and classes[1].startswith(CODEC)
+    assert (eviction["threshold"], sorted(eviction["classes"])) == (0.99, sorted(classes))
     shares = {one["threshold"]: one["kept_share"] for one in eviction["measured"] if one["kv_class"] == "raw"}
     assert shares and all(0 < share <= 1 for share in shares.values())
-    assert {tuple(one["keep_classes"]) for one in state["workers"]} == {("raw",)}
+    assert [one["keep_classes"] for one in state["workers"]] == [classes] * 3
 
 
 def test_scores_of_a_prompt_are_those_without_eviction(pair: Served) -> None:

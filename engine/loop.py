@@ -116,10 +116,7 @@ class Engine:
             self._observer.on_sequence_arrived(seq, now_s)
 
     def admits(self, seq: Sequence, moving: Iterable[Sequence] = ()) -> bool:
-        """Whether a sequence that is to be adopted may take its slabs now. The KV of `moving` is on its way already.
-
-        See `Scheduler.admits`.
-        """
+        """Whether `seq`, to be adopted, may take its slabs now (`Scheduler.admits`). `moving` are on their way."""
         return self.scheduler.admits(seq, self.holdings, moving)
 
     def make_room(self, seq: Sequence, now_s: float) -> bool:
@@ -135,6 +132,7 @@ class Engine:
         Otherwise they stay the caller's. Raises:
             ValueError, SequenceRefused: something is missing, or no token is left to generate.
             CorruptChunk: its bag has no valid map, or that of another decision.
+            Exception: the runner could not read the map for want of memory, for example.
         """
         self.decisions.check_runner(seq)
         self.expect(seq)
@@ -142,11 +140,13 @@ class Engine:
         if seq.kept_slabs:
             try:
                 self.decisions.load(seq)
-            except ValueError as error:
+            except Exception as error:
                 self.table.withdraw(seq.key)
                 self.decisions.forget(seq.key)
-                what = f"KV of request {seq.id} does not say what its heads kept"
-                raise CorruptChunk(what, str(error)) from error
+                if isinstance(error, ValueError):
+                    what = f"KV of request {seq.id} does not say what its heads kept"
+                    raise CorruptChunk(what, str(error)) from error
+                raise
         if self._observer is not None:
             self._observer.on_sequence_arrived(seq, now_s)
 

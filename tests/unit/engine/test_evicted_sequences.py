@@ -319,6 +319,24 @@ def test_a_bag_without_a_map_is_not_adopted() -> None:
             bench.engine.adopt(evicting("two", 100, **right | wrong), 0.0)
 
 
+def test_a_bag_that_cannot_be_read_now_is_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the sequence stays in the engine, which its slabs would otherwise belong to after they were freed."""
+    bench = EngineBench()
+    seq = evicting("one", 100, output=[7], computed=100, kept_slabs=3)
+    seq.slabs = bench.holdings.allocate(seq.key, 3)
+
+    def load_kept(key: str, *_: object) -> None:
+        bench.runner.given.add(key)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(bench.runner, "load_kept", load_kept)
+    with pytest.raises(MemoryError, match="^no room$"):
+        bench.engine.adopt(seq, 0.0)
+    assert seq.key not in bench.scheduler and not bench.runner.given
+    bench.holdings.release(seq.key)
+    assert not bench.engine.has_work and run_until(bench, 1) == {} and bench.holdings.used == 0
+
+
 @pytest.mark.parametrize(("tokens", "slabs"), [(99, 2), (100, 4), (230, 4), (292, 5), (356, 6)])
 def test_what_an_evicted_sequence_is_expected_to_need(tokens: int, slabs: int) -> None:
     """Its bag has three slabs for four chunks, so of two more chunks it is expected to keep one and a half."""

@@ -60,6 +60,12 @@ class ForwardBatch:
     wanted: torch.Tensor
 
 
+def count_rows(works: Sequence[StepWork]) -> tuple[int, int]:
+    """Rows of a step after packing, padding included: those of tokens, and those that need logits."""
+    wanted = sum(work.wanted for work in works)
+    return max(MIN_ROWS, sum(len(work.tokens) for work in works)), max(MIN_ROWS, wanted) if wanted else 0
+
+
 def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardBatch:
     """Pack a step. Single tokens become decode rows, sorted by shared prefix; several tokens become prefill spans.
 

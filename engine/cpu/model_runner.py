@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ import torch
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
 from diptych.keep_spec import KeepSpec
-from engine.attention.batch import ForwardBatch, pack_batch
+from engine.attention.batch import ForwardBatch, count_rows, pack_batch
 from engine.cpu.arenas import PoolAttention, pack_groups
 from engine.cpu.attention import CpuAttention, PagedAttention
 from engine.cpu.coded.attention import CodedPool, SinkRecorder, build_page_codecs
@@ -172,8 +172,6 @@ class CpuModelRunner:
         """
         began_s = time.perf_counter()
         works, chosen = self._localise_works(batch)
-        for work, index in zip(works, chosen, strict=True):
-            self._attentions[index].check_work(work)
         if not works:
             return []
         counts = [work.wanted for work in works]
@@ -181,11 +179,17 @@ class CpuModelRunner:
         packed, pages = self._pack_works(works, chosen, sinks)
         if self._followers is None:
             self.prepare_seconds = time.perf_counter() - began_s
-            logits = self._forward_batch(packed, pages, sinks, done)
+            logits = self._forward_step(batch, sinks, lambda: self._decoder.forward(packed, pages, done))
         else:
             self._followers.send_order(encode_order(RunStep(list(batch), sinks)))
             self.prepare_seconds = time.perf_counter() - began_s
-            logits = self._run_with_followers(packed, pages, sinks, self._followers)
+            try:
+                logits = self._forward_step(batch, sinks, lambda: self._decoder.forward(packed, pages, None))
+            finally:
+                # Also after a failure, so that the other ranks are ready for the next step.
+                replies = self._followers.wait_for_replies()
+            if replies.error is not None:
+                raise replies.error
             if done is not None:
                 done(self._decoder.shape.layers)
         assert logits is not None
@@ -278,13 +282,22 @@ class CpuModelRunner:
 
     def part(self, batch: Sequence[StepWork], sinks: SinkPlan) -> None:
         """Compute this rank's shard of a step of rank 0. An error is raised after all ranks have finished the step."""
-        works, chosen = self._localise_works(batch)
-        self._forward_batch(*self._pack_works(works, chosen, sinks), sinks)
+
+        def forward() -> torch.Tensor | None:
+            works, chosen = self._localise_works(batch)
+            return self._decoder.forward(*self._pack_works(works, chosen, sinks), None)
+
+        self._forward_step(batch, sinks, forward)
 
     def _localise_works(self, batch: Sequence[StepWork]) -> tuple[list[StepWork], list[int]]:
-        """The works with slabs numbered within their pools, and the index of each work's pool."""
+        """The works with slabs numbered within their pools, and the index of each work's pool.
+
+        Raises ValueError if one of them cannot be run.
+        """
         chosen = [self._pool_index(work.slabs) for work in batch]
         works = [self._attentions[index].localise(work) for work, index in zip(batch, chosen, strict=True)]
+        for work, index in zip(works, chosen, strict=True):
+            self._attentions[index].check_work(work)
         return works, chosen
 
     def _pool_index(self, slabs: Sequence[int]) -> int:
@@ -316,52 +329,38 @@ class CpuModelRunner:
         slots = iter(plan.slots)
         return replace(plan, slots=[next(slots) if kept else 0 for kept in coded])
 
-    def _run_with_followers(
-        self, packed: ForwardBatch, pages: PagedAttention, sinks: SinkPlan, followers: FollowerRanks
+    def _forward_step(
+        self, batch: Sequence[StepWork], sinks: SinkPlan, forward: Callable[[], torch.Tensor | None]
     ) -> torch.Tensor | None:
-        """Compute rank 0's shard, and wait for the other ranks even if it fails, so that they are ready for the next
-        step.
+        """Call `forward` for a step with its exchanges between ranks; the logits are None on ranks without them.
+
+        If sinks are missing, a pass of these tokens alone computes them first. If that or `forward` fails, all
+        exchanges are made all the same, so that no rank waits.
         """
-        try:
-            logits = self._forward_batch(packed, pages, sinks)
-        finally:
-            replies = followers.wait_for_replies()
-        if replies.error is not None:
-            raise replies.error
-        return logits
+        failure = self._compute_sinks(sinks)
 
-    def _forward_batch(
-        self,
-        packed: ForwardBatch,
-        pages: PagedAttention,
-        sinks: SinkPlan,
-        done: OnLayersDone | None = None,
-    ) -> torch.Tensor | None:
-        """Run the forward pass with its exchanges between ranks; the logits are None on ranks without them.
-
-        If sinks are missing, a pass of these tokens alone computes them first. If that fails, the exchanges of the
-        step itself are made all the same, so that no rank waits.
-        """
-        decoder, failure = self._decoder, self._compute_sinks(sinks)
-
-        def forward() -> torch.Tensor | None:
+        def forward_or_fail() -> torch.Tensor | None:
             if failure is not None:
                 raise failure
-            return decoder.forward(packed, pages, done)
+            return forward()
 
         with torch.no_grad():
-            return decoder.wire.step(forward, len(packed.tokens), len(packed.wanted))
+            return self._decoder.wire.step(forward_or_fail, *count_rows(batch))
 
     def _compute_sinks(self, sinks: SinkPlan) -> Exception | None:
         """Compute the missing sinks in a pass of their own; returns its exception, if it failed."""
         if not sinks.missing:
             return None
         decoder, slots = self._decoder, [slot for slot, _ in sinks.missing]
-        alone = pack_batch([StepWork([token], 0, [0], "none") for _, token in sinks.missing])
-        recorder = SinkRecorder(self.layout, decoder.heads, self._sinks, slots)
+        works = [StepWork([token], 0, [0], "none") for _, token in sinks.missing]
+
+        def forward() -> torch.Tensor | None:
+            recorder = SinkRecorder(self.layout, decoder.heads, self._sinks, slots)
+            return decoder.forward(pack_batch(works), recorder)
+
         try:
             with torch.no_grad():
-                decoder.wire.step(lambda: decoder.forward(alone, recorder), len(alone.tokens), 0)
+                decoder.wire.step(forward, *count_rows(works))
         except Exception as error:
             return error
         return None

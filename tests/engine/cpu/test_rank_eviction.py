@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from diptych.keep_spec import KeepSpec
+from engine.cpu.ranks.orders import ForgetKept, encode_order
 from engine.protocols import EvictionOrder
 from kvcache.keep import FULL, KeepRule
 from kvcache.kept_rows import KeptRows, count_frames
@@ -139,4 +140,22 @@ def test_an_error_of_another_rank_is_raised_and_leaves_them_in_step(
         run.runner.plan_eviction(EvictionOrder("nobody", TOKENS[:PROMPT], PROMPT, SPEC, run.slabs))
     torch.testing.assert_close(run.run([64]), alone[1][PROMPT : PROMPT + 64], rtol=0, atol=2e-3)
     release(run)
+    assert made.lost.empty()
+
+
+def test_a_rank_that_cannot_begin_a_step_fails_only_that_step(
+    made: SpreadModel, alone: tuple[EvictedRun, torch.Tensor]
+) -> None:
+    """The other rank has exchanges with it all the same, and would wait for them otherwise."""
+    run = SpreadRun(made, TOKENS, PROMPT, SPEC, "lost")
+    run.run([PROMPT])
+    made.ranks.send_order(encode_order(ForgetKept("lost")))
+    assert made.ranks.wait_for_replies().error is None
+    with pytest.raises(ValueError, match="rank 1: ValueError: the kept rows of lost are unknown"):
+        made.runner.run([run.next_work(64)])
+    run.pool.give_back(run.slabs, "lost")
+    run.runner.forget_kept("lost")
+    again = SpreadRun(made, TOKENS, PROMPT, SPEC, "again")
+    torch.testing.assert_close(again.run([PROMPT, 64]), alone[1][: PROMPT + 64], rtol=0, atol=2e-3)
+    release(again)
     assert made.lost.empty()

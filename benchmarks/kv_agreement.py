@@ -1,22 +1,28 @@
-"""Whether answers with coded KV are those of one worker alone: hit or miss, moved, preempted, cut off, over two ranks.
+"""Whether answers with coded or evicted KV are those of one worker alone: hit, moved, preempted, over two ranks.
 
     python -m benchmarks.kv_agreement [--json] [--codecs raw nuq4-1% tq4 int8] [--prompts 125] [--tokens 16]
-                                      [--paths 2P2D colocated ranks] [--calibration FILE]
+                                      [--paths 2P2D colocated ranks] [--calibration FILE] [--keep T]
 
 One worker alone is the CPU engine in this process: it prefills a prompt at once and decodes token by token. The same
 prompts, cut from held-out text, are then asked of deployments of the embedded model, eight at a time, greedily:
 
+    1P1D         one prefill and one decode worker; only if it is named
     2P2D         two prefill and two decode workers; all prompts twice, so that the second half are prefix hits. In
                  the middle of either half a decode worker is killed
     colocated    one worker with a pool of 20 slabs, swap space, and steps of at most 64 tokens: prompts are cut, and
                  sequences wait for memory
     ranks        one prefill worker of one rank, one decode worker of two. Left out for codecs whose groups it would
-                 cut: `nuq4-1%` needs a calibration for groups of half the heads (`diptych calibrate --group 64`)
+                 cut: `nuq4-1%` needs a calibration for groups of half the heads (`diptych calibrate --group 64`); and
+                 with `--keep` for all codecs, which workers of several ranks keep whole
+
+With `--keep` below 1 all requests evict with this threshold, and so does the worker alone. Of every other prompt that
+is longer than a chunk, the first chunk always stays. With 80 tokens, answers are decided upon once more.
 
     identical_pct      answers all of whose tokens are those of one worker alone
     max_error          largest difference of a log-probability, up to and with the first token that differs
     beyond_2e3_pct     tokens whose log-probability differs by more than 2e-3
     cached_tokens, preemptions, migrated, moved_bytes    that it happened
+    kept_pct         rows that heads kept after the last decision of each answer, with `--keep`
 """
 
 from __future__ import annotations
@@ -42,8 +48,12 @@ from transformers import AutoTokenizer
 import benchmarks.script_path  # noqa: F401
 from benchmarks.kv_engine import EngineModel, GreedyAnswer
 from benchmarks.load.deployment import ServedDeployment, serving_deployment
+from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import KEEP_ALL, KeepSpec
+from engine.cpu.eviction import EvictionSetup
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
+from engine.model.tokenizer import ModelTokenizer, read_token_kinds
 from kvcache.layout import KvLayout, split_layout
 from models.evaluate import HeldOutText
 
@@ -54,7 +64,50 @@ AT_ONCE = 8
 ANSWER_S = 1800.0
 MAX_MODEL_LEN = 1024
 POOL_SLABS = 20
-PATHS = ("2P2D", "colocated", "ranks")
+PATHS = ("1P1D", "2P2D", "colocated", "ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, and what may be dropped of its KV."""
+
+    prompt: list[int]
+    keep: KeepSpec
+
+    def make_body(self, num_tokens: int) -> dict[str, Any]:
+        """The request for a greedy answer of so many tokens."""
+        body = {
+            "model": "tiny",
+            "prompt": self.prompt,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "logprobs": 0,
+        }
+        if self.keep.evicts:
+            body["diptych"] = {"keep": {"threshold": self.keep.threshold, "boundary": self.keep.boundary}}
+        return body | {"ignore_eos": True, "skip_special_tokens": False}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAnswer:
+    """An answer of a deployment, the cached tokens of its prompt, and the rows that its heads kept, of all rows."""
+
+    answer: GreedyAnswer
+    cached: int
+    kept_rows: int
+    all_rows: int
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> ServedAnswer:
+        """From the body of a response."""
+        logprobs, usage = body["choices"][0]["logprobs"], body["usage"]
+        keep = usage.get("diptych", {}).get("keep") or {"kept_rows": 0, "all_rows": 0}
+        return cls(
+            GreedyAnswer(logprobs["tokens"], logprobs["token_logprobs"]),
+            usage["prompt_tokens_details"]["cached_tokens"],
+            keep["kept_rows"],
+            keep["all_rows"],
+        )
 
 
 @dataclass(slots=True)
@@ -67,10 +120,16 @@ class PathFigures:
     beyond: int = 0
     max_error: float = 0.0
     cached_tokens: int = 0
+    kept_rows: int = 0
+    all_rows: int = 0
     happened: dict[str, float] = field(default_factory=dict)
 
-    def compare(self, found: GreedyAnswer, expected: GreedyAnswer) -> None:
+    def add_answer(self, served: ServedAnswer, expected: GreedyAnswer) -> None:
         """Count one answer. Tokens behind the first one that differs follow another text, and are left out."""
+        found = served.answer
+        self.cached_tokens += served.cached
+        self.kept_rows += served.kept_rows
+        self.all_rows += served.all_rows
         differs = [one != other for one, other in zip(found.tokens, expected.tokens, strict=True)]
         count = differs.index(True) + 1 if any(differs) else len(differs)
         errors = [
@@ -84,27 +143,37 @@ class PathFigures:
         self.max_error = max(self.max_error, *errors)
 
     def summary(self) -> dict[str, float]:
+        kept = {"kept_pct": round(100 * self.kept_rows / self.all_rows, 1)} if self.all_rows else {}
         return {
             "answers": self.answers,
             "identical_pct": round(100 * self.identical / self.answers, 2),
             "max_error": round(self.max_error, 6),
             "beyond_2e3_pct": round(100 * self.beyond / self.tokens, 3),
             "cached_tokens": self.cached_tokens,
+            **kept,
             **self.happened,
         }
 
 
-def make_prompts(count: int) -> list[list[int]]:
+def make_questions(count: int, threshold: float) -> list[Question]:
     """Held-out text, each prompt cut from another place."""
     stream, rng = HeldOutText(FOLDER).stream, random.Random(0)
     lengths = [rng.randint(*LENGTHS) for _ in range(count)]
-    return [stream[start : start + n] for n in lengths for start in [rng.randrange(len(stream) - n)]]
+    starts = [rng.randrange(len(stream) - n) for n in lengths]
+    keeps = [
+        KeepSpec(threshold, CHUNK_TOKENS if number % 2 and length > CHUNK_TOKENS else 0)
+        for number, length in enumerate(lengths)
+    ]
+    return [
+        Question(stream[start : start + n], keep if keep.evicts else KEEP_ALL)
+        for n, start, keep in zip(lengths, starts, keeps, strict=True)
+    ]
 
 
-def path_flags(path: str, layout: KvLayout) -> tuple[str, ...] | None:
-    """Flags of a deployment; None: this layout cannot have it."""
-    if path == "2P2D":
-        return ("--prefill", "2", "--decode", "2")
+def path_flags(path: str, layout: KvLayout, evicts: bool) -> tuple[str, ...] | None:
+    """Flags of a deployment; None: this layout cannot have it, or workers like these cannot evict it."""
+    if path in ("1P1D", "2P2D"):
+        return ("--prefill", path[0], "--decode", path[2])
     if path == "colocated":
         pool = str(POOL_SLABS * layout.chunk_bytes)
         small = ("--kv-cache-memory-bytes", pool, "--swap-space", "1MiB", "--max-model-len", "512")
@@ -113,32 +182,28 @@ def path_flags(path: str, layout: KvLayout) -> tuple[str, ...] | None:
         split_layout(layout, tp=2, pp=1)
     except ValueError:
         return None
+    if evicts and layout.codec:
+        return None
     return ("--prefill", "1", "--decode", "1", "--decode-tp", "2")
 
 
 async def ask_all(
-    deployment: ServedDeployment, prompts: Sequence[list[int]], tokens: int, kill: bool
-) -> list[tuple[GreedyAnswer, int]]:
-    """Greedy answers, and how many tokens of each prompt were cached. `kill`: a decode worker, in the middle."""
+    deployment: ServedDeployment, questions: Sequence[Question], tokens: int, kill: bool
+) -> list[ServedAnswer]:
+    """Greedy answers. `kill`: a decode worker, in the middle."""
     gate, done = asyncio.Semaphore(AT_ONCE), 0
 
-    async def ask(prompt: list[int]) -> tuple[GreedyAnswer, int]:
+    async def ask(question: Question) -> ServedAnswer:
         nonlocal done
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 0}
         async with gate:
-            answer = await client.post(
-                "/v1/completions", json=body | {"ignore_eos": True, "skip_special_tokens": False}
-            )
+            answer = await client.post("/v1/completions", json=question.make_body(tokens))
             done += 1
-            if kill and done == len(prompts) // 2:
+            if kill and done == len(questions) // 2:
                 await asyncio.to_thread(kill_decode_worker, deployment)
-        answered = answer.raise_for_status().json()
-        logprobs, usage = answered["choices"][0]["logprobs"], answered["usage"]
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return GreedyAnswer(logprobs["tokens"], logprobs["token_logprobs"]), cached
+        return ServedAnswer.parse(answer.raise_for_status().json())
 
     async with httpx.AsyncClient(base_url=deployment.url, timeout=ANSWER_S) as client:
-        return await asyncio.gather(*map(ask, prompts))
+        return await asyncio.gather(*map(ask, questions))
 
 
 def kill_decode_worker(deployment: ServedDeployment) -> None:
@@ -149,18 +214,16 @@ def kill_decode_worker(deployment: ServedDeployment) -> None:
 
 
 def run_path(
-    path: str, flags: tuple[str, ...], prompts: list[list[int]], expected: list[GreedyAnswer]
+    path: str, flags: tuple[str, ...], questions: list[Question], expected: list[GreedyAnswer]
 ) -> PathFigures:
     """Ask one deployment, and compare."""
     figures, tokens = PathFigures(), len(expected[0].tokens)
     with serving_deployment(*flags) as deployment:
         deployment.wait_ready()
         for _ in range(2 if path == "2P2D" else 1):
-            for (found, cached), wanted in zip(
-                uvloop.run(ask_all(deployment, prompts, tokens, kill=path == "2P2D")), expected, strict=True
-            ):
-                figures.compare(found, wanted)
-                figures.cached_tokens += cached
+            answers = uvloop.run(ask_all(deployment, questions, tokens, kill=path == "2P2D"))
+            for found, wanted in zip(answers, expected, strict=True):
+                figures.add_answer(found, wanted)
         workers = deployment.get("/status")["workers"]
         preempted = sum(sum(one["stats"]["preemptions"].values()) for one in workers)
         figures.happened = {
@@ -172,22 +235,24 @@ def run_path(
 
 
 def measure_codec(
-    codec: str, file: str, paths: Sequence[str], prompts: list[list[int]], tokens: int
+    codec: str, file: str, paths: Sequence[str], questions: list[Question], tokens: int
 ) -> dict[str, Any]:
     """All figures of one codec; `file` has its calibration, if that is not the model's own."""
     checkpoint = Checkpoint.resolve(str(FOLDER))
     codec_id, calibration = resolve_kv_codec(checkpoint, codec, file)
     coded = ("--kv-cache-codec", codec, *(("--kv-cache-calibration", file) if file else ()))
-    layout = checkpoint.layout(codec=codec_id)
+    layout, evicts = checkpoint.layout(codec=codec_id), questions[0].keep.evicts
     show_progress(f"{codec}: one worker alone")
-    alone = EngineModel(FOLDER, codec_id, calibration)
+    kinds = read_token_kinds(ModelTokenizer.load(FOLDER), checkpoint.shape.vocab)
+    alone = EngineModel(FOLDER, codec_id, calibration, EvictionSetup(kinds) if evicts else None)
     tokenizer: Any = AutoTokenizer.from_pretrained(FOLDER)
-    expected = [alone.answer_greedily(prompt, tokens, tokenizer.decode) for prompt in prompts]
+    expected = [alone.answer_greedily(one.prompt, tokens, tokenizer.decode, one.keep) for one in questions]
     found: dict[str, PathFigures] = {}
     for path in paths:
-        if (flags := path_flags(path, layout)) is not None:
+        if (flags := path_flags(path, layout, evicts)) is not None:
             show_progress(f"{codec}: {path}")
-            found[path] = run_path(path, flags + coded, prompts, expected)
+            found[path] = run_path(path, flags + coded, questions, expected)
+            show_progress(f"{codec}, {path}: {json.dumps(found[path].summary())}")
     answers = sum(one.answers for one in found.values())
     identical = sum(one.identical for one in found.values())
     return {
@@ -195,6 +260,11 @@ def measure_codec(
         "identical_pct": round(100 * identical / answers, 2),
         "paths": {path: one.summary() for path, one in found.items()},
     }
+
+
+def parse_threshold(text: str) -> float:
+    """A threshold of eviction. Raises ValueError if it is not above 0 and at most 1."""
+    return KeepSpec(float(text)).threshold
 
 
 def show_progress(text: str) -> None:
@@ -209,14 +279,17 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
     parser.add_argument("--codecs", nargs="+", default=["raw", "nuq4-1%", "tq4", "int8"])
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS[1:]))
     parser.add_argument("--calibration", default="", help="of the codecs that need one")
     parser.add_argument("--prompts", type=int, default=125)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument(
+        "--keep", type=parse_threshold, default=1.0, metavar="T", help="threshold of eviction; 1: none"
+    )
     options = parser.parse_args()
-    load, prompts = os.getloadavg()[0], make_prompts(options.prompts)
+    load, questions = os.getloadavg()[0], make_questions(options.prompts, options.keep)
     codecs = {
-        codec: measure_codec(codec, options.calibration, options.paths, prompts, options.tokens)
+        codec: measure_codec(codec, options.calibration, options.paths, questions, options.tokens)
         for codec in options.codecs
     }
     found = {

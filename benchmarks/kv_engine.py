@@ -1,4 +1,7 @@
-"""The product's own kernels for `benchmarks.kv_quality`: a model in the CPU engine, with a pool of one codec."""
+"""The product's own kernels for `benchmarks.kv_quality` and `benchmarks.kv_agreement`: a model in the CPU engine.
+
+It computes one sequence at a time, in a pool of one codec.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,19 @@ from typing import Any
 
 import torch
 
+from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
+from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
-from engine.step_work import StepWork
+from engine.protocols import EvictionOrder
+from engine.step_work import KeptWork, StepWork
 from kvcache.codecs.calibration import Calibration
+from kvcache.kept_rows import most_extra_slabs
 from kvcache.pool import KvPool
 from models.recall import RecallSeries
+
+# The name of the sequence, of which there is one at a time.
+KEY = "alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +43,21 @@ class EngineModel:
         folder: of the model.
         codec: canonical id; empty: no codec.
         calibration: the one that the id names, if it names one.
+        eviction: what it takes to evict; None: everything is kept.
     """
 
-    def __init__(self, folder: Path, codec: str, calibration: Calibration | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        codec: str,
+        calibration: Calibration | None,
+        eviction: EvictionSetup | None = None,
+    ) -> None:
         checkpoint = Checkpoint.resolve(str(folder))
         layout, context = checkpoint.layout(codec=codec), checkpoint.shape.context
-        pool = KvPool(layout, layout.num_chunks(context))
+        pool = KvPool(layout, layout.num_chunks(context) + most_extra_slabs(layout, context))
         self._slabs = list(range(pool.num_slabs))
-        self._runner = CpuModelRunner.load(checkpoint, pool, context, calibration)
+        self._runner = CpuModelRunner.load(checkpoint, pool, context, calibration, eviction=eviction)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits of every token of a sequence, as one prefill: [tokens] -> [tokens, vocabulary]."""
@@ -64,20 +81,38 @@ class EngineModel:
         return int(right[0]), sum(right[1:])
 
     def answer_greedily(
-        self, prompt: list[int], num_tokens: int, decode: Callable[[list[int]], str]
+        self,
+        prompt: list[int],
+        num_tokens: int,
+        decode: Callable[[list[int]], str],
+        keep: KeepSpec = KEEP_ALL,
     ) -> GreedyAnswer:
-        """The prompt is prefilled at once, and `num_tokens` tokens are decoded; `decode` makes text of a token."""
-        answer, place = GreedyAnswer([], []), len(prompt)
-        logits = self._run(prompt, 0, prompt[0], "last")
+        """The prompt is prefilled at once, and `num_tokens` tokens are decoded; `decode` makes text of a token.
+
+        At decision points heads drop what `keep` lets them drop.
+        """
+        answer, tokens, start = GreedyAnswer([], []), list(prompt), 0
+        slabs, evicted = self._slabs, False
         while True:
-            scores = torch.log_softmax(logits[0], dim=0)
-            token = int(scores.argmax())
+            kept = KeptWork(KEY, len(prompt), keep, evicted) if keep.evicts else None
+            work = StepWork(tokens[start:], start, slabs, "last", prompt[0], kept)
+            scores = torch.log_softmax(self._runner.run([work])[0][0], dim=0)
+            start, token = len(tokens), int(scores.argmax())
             answer.tokens.append(decode([token]))
             answer.logprobs.append(float(scores[token]))
             if len(answer.tokens) == num_tokens:
+                self._runner.forget_kept(KEY)
                 return answer
-            logits = self._run([token], place, prompt[0], "last")
-            place += 1
+            if keep.evicts and decision_tokens(len(prompt), start) == start:
+                slabs, evicted = self._evict(EvictionOrder(KEY, tokens, len(prompt), keep, slabs)), True
+            tokens.append(token)
+
+    def _evict(self, order: EvictionOrder) -> list[int]:
+        """The slabs of a sequence behind a decision point: those before the boundary, the ring and the bag."""
+        ring = order.spec.boundary_chunks
+        slabs = self._slabs[: ring + 1 + self._runner.plan_eviction(order).bag_slabs]
+        self._runner.apply_eviction(order.key, slabs[ring + 1 :])
+        return slabs
 
     def _run(self, ids: list[int], start: int, first: int, logits: str) -> torch.Tensor:
         return self._runner.run([StepWork(ids, start, self._slabs, logits, first)])[0]

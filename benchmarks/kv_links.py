@@ -1,12 +1,13 @@
 """What coded KV gains on slow links: from first to second token, and goodput, per codec and rate of the link.
 
-    python -m benchmarks.kv_links [--json] [--codecs raw fp16 int8 nuq4-1% auto] [--mbit 20 200 1000] [--tokens 1024]
-                                  [--idle 5] [--requests 12] [--seconds 20] [--width 0.05] [--seeds 1]
-                                  [--slo-ttft-ms 5000] [--slo-second-ms 5000]
+    python -m benchmarks.kv_links [--json] [--codecs raw fp16 int8 nuq4-1% nuq3-1%.keep0.95 auto]
+                                  [--mbit 20 200 1000] [--tokens 1024] [--idle 5] [--requests 12]
+                                  [--seconds 20] [--width 0.05] [--seeds 1] [--slo-ttft-ms 5000] [--slo-second-ms 5000]
 
 For each codec one prefill and one decode worker of the embedded model, each in a network namespace of its own. KV goes
 by NIXL over TCP through a pair of interfaces that `tc` shapes to the rate, both ways; the channel to the gateway is not
 shaped. All deployments run at the same time, and are measured in turn. Prompts share nothing; answers have two tokens.
+`nuq3-1%.keep0.95` is the codec with `--kv-keep 0.95`: heads drop KV at the end of the prompt, before it is moved.
 
     second_token_s     median seconds from the first to the second token, one request at a time
     goodput            requests per second: the largest rate at which 90 % of the requests have their first token within
@@ -14,7 +15,7 @@ shaped. All deployments run at the same time, and are measured in turn. Prompts 
                        --search` finds it, with runs of at least `--requests` requests and `--seconds` seconds,
                        in steps of `--width` times the rate of one request after the other
     cable_bytes_per_token    bytes that went over the cable, headers included, over the tokens of the prompts
-    over_raw, over_fp16      goodput of the last codec but `auto` / that of raw and of fp16
+    over_raw, over_fp16      goodput of each other codec but `auto` / that of raw and of fp16
     auto_over_best           goodput of `auto`, which chooses between raw and nuq4-1%, / that of the best other codec
     worst_over_raw     the smallest goodput of a codec / that of raw, over links that raw does not fill: rates at which
                        raw's KV of a prompt takes less than half of a prefill
@@ -36,7 +37,7 @@ from typing import Any
 import uvloop
 
 import benchmarks.script_path  # noqa: F401
-from benchmarks.load.shaped_link import ShapedDeployment, shaped_deployments
+from benchmarks.load.shaped_link import ShapedDeployment, shaped_deployments, split_column
 from diptych.chunks import AUTO_CLASS
 from diptych.slo import Slo
 from planner.types import Job
@@ -48,7 +49,7 @@ from tests.faults.network_namespaces import running_bridge, why_unavailable
 
 Figures = dict[str, Any]
 
-CODECS = ["raw", "fp16", "int8", "nuq4-1%", AUTO_CLASS]
+CODECS = ["raw", "fp16", "int8", "nuq4-1%", "nuq3-1%.keep0.95", AUTO_CLASS]
 TIMEOUT_S = 120.0
 # A link counts as not binding if it takes less than this share of a prefill to move its KV as raw.
 FREE_SHARE = 0.5
@@ -74,7 +75,7 @@ def measure_idle(
     plan = RunOptions(Slo(), timeout_s=TIMEOUT_S, max_open=1)
     records = runner.run(LoadGenerator(server, jobs, plan, run).run_load()).records
     if failed := [one.error_text or one.served.failed for one in records if one.served.failed]:
-        raise RuntimeError(f"{deployment.codec}: {failed[0]}")
+        raise RuntimeError(f"{deployment.column}: {failed[0]}")
     moved = deployment.moved_bytes() - before
     # The first request opens connections.
     return {
@@ -114,10 +115,11 @@ def compare_codecs(links: dict[str, dict[str, Figures]], tokens: int) -> Figures
         fixed = {codec: one["goodput"] for codec, one in codecs.items() if codec != AUTO_CLASS}
         if AUTO_CLASS in codecs and max(fixed.values(), default=0):
             found["auto_over_best"][name] = round(codecs[AUTO_CLASS]["goodput"] / max(fixed.values()), 2)
-        last = list(fixed.values())[-1] if fixed else 0
         for base in ("raw", "fp16"):
-            if base in codecs and codecs[base]["goodput"]:
-                found[f"over_{base}"][name] = round(last / codecs[base]["goodput"], 2)
+            if fixed.get(base):
+                found[f"over_{base}"][name] = {
+                    codec: round(one / fixed[base], 2) for codec, one in fixed.items() if codec != base
+                }
         if "raw" in codecs and codecs["raw"]["goodput"] and not _binds(float(name), codecs["raw"], tokens):
             worst = min(one["goodput"] / codecs["raw"]["goodput"] for one in codecs.values())
             found["worst_over_raw"] = round(min(worst, found["worst_over_raw"] or worst), 3)
@@ -128,6 +130,12 @@ def _binds(mbit_per_s: float, raw: Figures, tokens: int) -> bool:
     """Whether moving the KV of a prompt as raw takes a relevant part of its prefill."""
     moving_s = raw["cable_bytes_per_token"] * tokens * 8 / (mbit_per_s * 1e6)
     return bool(moving_s > FREE_SHARE * (raw["request_s"] - raw["second_token_s"]))
+
+
+def check_column(text: str) -> str:
+    """A codec, with a threshold of eviction or not. Raises ValueError if that is not above 0 and at most 1."""
+    split_column(text)
+    return text
 
 
 def measure_links(options: argparse.Namespace) -> dict[str, dict[str, Figures]]:
@@ -144,9 +152,9 @@ def measure_links(options: argparse.Namespace) -> dict[str, dict[str, Figures]]:
                 deployment.shape_link(float(name))
                 figures = measure_idle(runner, server, deployment, options)
                 figures |= measure_goodput(runner, server, 1 / figures["request_s"], options)
-                codecs[deployment.codec] = figures
+                codecs[deployment.column] = figures
                 print(
-                    f"{name} Mbit/s, {deployment.codec}: {json.dumps(figures)}", file=sys.stderr, flush=True
+                    f"{name} Mbit/s, {deployment.column}: {json.dumps(figures)}", file=sys.stderr, flush=True
                 )
         for server in servers:
             server.client.close_idle()
@@ -159,7 +167,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
-    parser.add_argument("--codecs", nargs="+", default=CODECS)
+    parser.add_argument("--codecs", nargs="+", type=check_column, default=CODECS)
     parser.add_argument("--mbit", nargs="+", type=float, default=[20.0, 200.0, 1000.0])
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt")
     parser.add_argument("--idle", type=int, default=5, help="requests one at a time")

@@ -19,6 +19,7 @@ import msgspec
 
 from benchmarks.engine import EMBEDDED
 from diptych.channel.keys import make_keys
+from diptych.keep_spec import KeepSpec
 from diptych.specs import GatewaySpec, WorkerSpec
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import expand_auto
@@ -44,14 +45,25 @@ def link_shape(mbit_per_s: float) -> str:
     return f"rate {bits_per_s}bit burst {burst} {QUEUE}"
 
 
+def split_column(column: str) -> tuple[str, float]:
+    """The codec and the threshold of eviction: ("nuq3-1%", 0.95) of "nuq3-1%.keep0.95". Without `.keep` it is 1.
+
+    So `system_fingerprint` ends, too. Raises ValueError if the threshold is not above 0 and at most 1.
+    """
+    codec, _, threshold = column.partition(".keep")
+    return codec, KeepSpec(float(threshold or 1)).threshold
+
+
 class ShapedDeployment:
     """A gateway and two workers of the embedded model with a KV codec, or several; `cable` is the link of their KV.
 
-    `codec` is what the user names, `auto` included.
+    `column` is the codec as the user names it, `auto` included, and with a threshold of eviction if there is one, as
+    `split_column` reads it.
     """
 
-    def __init__(self, net: NamespaceBridge, folder: Path, codec: str, number: int) -> None:
-        self.codec, self.port = codec, claim_port("127.0.0.1", 0)
+    def __init__(self, net: NamespaceBridge, folder: Path, column: str, number: int) -> None:
+        self.column, self.port = column, claim_port("127.0.0.1", 0)
+        codec, threshold = split_column(column)
         codec = expand_auto(Checkpoint.resolve(str(EMBEDDED)), codec)
         make_keys(folder / "keys")
         self._folder, self._codec, self._shaped = folder, codec, False
@@ -65,6 +77,7 @@ class ShapedDeployment:
             served_names=("tiny",),
             num_prefill=1,
             num_decode=1,
+            kv_keep=threshold,
         )
         environ = child_environment(1, os.environ) | UCX | {"UCX_NET_DEVICES": f"kv{number}"}
         self._parts = [self._supervise("gateway", "services.gateway", gateway, [], environ)]
@@ -78,6 +91,7 @@ class ShapedDeployment:
                 keys_dir=str(folder / "keys"),
                 model=str(EMBEDDED),
                 kv_cache_codec=codec,
+                kv_keep=threshold,
                 transports=("nixl",),
                 host=host.address,
             )
@@ -100,7 +114,7 @@ class ShapedDeployment:
                 if (status := part.status()).state == "failed":
                     raise start_error(status, self._folder / f"{part.name}.log")
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{self.codec}: not ready after {READY_S:.0f} s")
+                raise TimeoutError(f"{self.column}: not ready after {READY_S:.0f} s")
             time.sleep(0.5)
 
     def shape_link(self, mbit_per_s: float) -> None:
@@ -138,14 +152,14 @@ class ShapedDeployment:
 
 
 @contextmanager
-def shaped_deployments(net: NamespaceBridge, codecs: list[str]) -> Iterator[list[ShapedDeployment]]:
-    """A deployment per codec, all of them running and ready; at the end nothing of them is left."""
+def shaped_deployments(net: NamespaceBridge, columns: list[str]) -> Iterator[list[ShapedDeployment]]:
+    """A deployment per column, all of them running and ready; at the end nothing of them is left."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         deployments = []
-        for number, codec in enumerate(codecs):
+        for number, column in enumerate(columns):
             own = Path(folder) / str(number)
             own.mkdir()
-            deployments.append(deployment := ShapedDeployment(net, own, codec, number))
+            deployments.append(deployment := ShapedDeployment(net, own, column, number))
             running.callback(deployment.stop)
             deployment.start()
         yield deployments

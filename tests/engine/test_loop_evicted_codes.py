@@ -9,10 +9,24 @@ import itertools
 
 import pytest
 
+from benchmarks.kv_engine import EngineModel
 from diptych.keep_spec import KEEP_ALL, decision_tokens
 from engine.loop import SequenceOutput
+from engine.model.checkpoint import Checkpoint
+from engine.model.kv_codec import resolve_kv_codec
 from engine.new_token_ratio import NewTokenRatio
-from tests.engine.test_loop_evicted import ALL, MODEL_LEN, REQUESTS, Answers, EvictingEngine, answers
+from tests.engine.cpu.evicted_runs import SETUP
+from tests.engine.test_loop_evicted import (
+    ALL,
+    MODEL_LEN,
+    NEW_TOKENS,
+    REQUESTS,
+    TEXT,
+    TINY,
+    Answers,
+    EvictingEngine,
+    answers,
+)
 from tests.unit.engine.fakes import FixedRate
 
 CODEC = "nuq3-1%"
@@ -41,6 +55,16 @@ def test_in_pieces_beside_others_and_from_the_cache(alone: Answers) -> None:
     assert [seq.cached for seq in worker.seen[4:]] == [0, 64, 128, 256]
     whole = answers(EvictingEngine(codec=CODEC).run(ALL, keep=KEEP_ALL))
     assert whole.keys() == alone.keys() and whole != alone and worker.holdings.used == 0
+
+
+def test_the_worker_of_benchmarks_decides_as_the_loop_does(alone: Answers) -> None:
+    """`benchmarks.kv_agreement` compares deployments with it."""
+    worker = EngineModel(TINY, *resolve_kv_codec(Checkpoint.resolve(str(TINY)), CODEC), SETUP)
+    for number in (2, 3):
+        start, length, keep = REQUESTS[number]
+        prompt = TEXT[start : start + length]
+        found = worker.answer_greedily(prompt, NEW_TOKENS, lambda ids: str(ids[0]), keep)
+        assert found.tokens == [str(token) for token in alone[f"r{number}"]]
 
 
 @pytest.mark.parametrize("codec", ["int4", "tq4", "bf16"])

@@ -7,7 +7,8 @@ one. As soon as a sequence's own share is known, that one counts (`router.reques
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Sequence
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.kept_report import KeptReport
@@ -18,30 +19,46 @@ SHARE_DECAY = 0.8
 # map of what its heads kept.
 DROPPING_TOKENS = 2 * CHUNK_TOKENS
 
-# A KV class, and a threshold of eviction.
+# Digits of a threshold that count: requests may give any number, and such that are close keep about the same.
+THRESHOLD_DIGITS = 2
+# Most shares that are remembered, and how many of the latest ones are told.
+MAX_SHARES, MAX_SHOWN_SHARES = 256, 16
+
+# A KV class, and a threshold of eviction, rounded.
 ShareKey = tuple[str, float]
 
 
 class KeptShares:
-    """The shares of their rows behind the boundary that recent sequences kept, by KV class and threshold."""
+    """The shares of their rows behind the boundary that recent sequences kept, by KV class and threshold.
+
+    Thresholds count in steps of a hundredth. Of more than `MAX_SHARES` the one that was measured longest ago goes.
+    """
 
     def __init__(self) -> None:
-        self._means: dict[ShareKey, float] = {}
+        self._means: OrderedDict[ShareKey, float] = OrderedDict()
 
     @property
-    def measured(self) -> Mapping[ShareKey, float]:
-        """What was measured so far."""
-        return self._means
+    def latest(self) -> Sequence[tuple[ShareKey, float]]:
+        """The classes and thresholds that were measured last, at most `MAX_SHOWN_SHARES`, with their shares, sorted."""
+        return sorted(list(self._means.items())[-MAX_SHOWN_SHARES:])
 
     def record_share(self, kv_class: str, threshold: float, report: KeptReport) -> None:
         """A sequence has decided what it keeps of its prompt."""
         if report.all_rows:
             before, share = self.expected_share(kv_class, threshold), report.kept_share
-            self._means[kv_class, threshold] = SHARE_DECAY * before + (1 - SHARE_DECAY) * share
+            key = _share_key(kv_class, threshold)
+            self._means[key] = SHARE_DECAY * before + (1 - SHARE_DECAY) * share
+            self._means.move_to_end(key)
+            if len(self._means) > MAX_SHARES:
+                self._means.popitem(last=False)
 
     def expected_share(self, kv_class: str, threshold: float) -> float:
         """The share that a sequence is expected to keep, in [0, 1]."""
-        return self._means.get((kv_class, threshold), 1.0)
+        return self._means.get(_share_key(kv_class, threshold), 1.0)
+
+
+def _share_key(kv_class: str, threshold: float) -> ShareKey:
+    return kv_class, round(threshold, THRESHOLD_DIGITS)
 
 
 def kept_tokens(tokens: int, boundary: int, share: float) -> int:

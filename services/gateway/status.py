@@ -196,7 +196,7 @@ class LiveHealthProbes(HealthProbes):
 
     def _kv_keep_status(self) -> dict[str, Any]:
         """The threshold of eviction of requests that give none, the KV classes in which KV can be evicted, and
-        the share of their KV behind the boundary that recent requests kept.
+        the share of their KV behind the boundary that the latest requests kept.
         """
         pairs = self._backend.relay.pairs
         return {
@@ -204,7 +204,7 @@ class LiveHealthProbes(HealthProbes):
             "classes": pairs.keep_classes,
             "measured": [
                 {"kv_class": kv_class, "threshold": threshold, "kept_share": round(share, 4)}
-                for (kv_class, threshold), share in sorted(pairs.kept_shares.measured.items())
+                for (kv_class, threshold), share in pairs.kept_shares.latest
             ],
         }
 

@@ -8,7 +8,14 @@ from diptych.keep_spec import KeepSpec
 from diptych.kept_report import KeptReport
 from diptych.messages import Failed, Generate, Offer, Output, Prefill, Step
 from router.effects import RelayEffect, RequestArrived
-from router.routing.kept_shares import KeptShares, held_tokens, kept_room_tokens, kept_tokens
+from router.routing.kept_shares import (
+    MAX_SHARES,
+    MAX_SHOWN_SHARES,
+    KeptShares,
+    held_tokens,
+    kept_room_tokens,
+    kept_tokens,
+)
 from tests.unit.router.fake_deployment import (
     PAIR,
     FakeDeployment,
@@ -79,7 +86,27 @@ def test_a_share_is_1_until_it_is_measured_for_its_class_and_threshold() -> None
     assert 0.25 < shares.expected_share("raw", 0.95) < 0.27
     assert shares.expected_share("raw", 0.9) == shares.expected_share("tq4.s0", 0.95) == 1.0
     shares.record_share("raw", 0.9, KeptReport(0, 0, {}))
-    assert set(shares.measured) == {("raw", 0.95)}, "a report of no rows says nothing"
+    assert [key for key, _ in shares.latest] == [("raw", 0.95)], "a report of no rows says nothing"
+
+
+def test_thresholds_of_clients_do_not_fill_memory_or_the_status() -> None:
+    """Any number may be asked for. Those that are close share a mean, and the oldest ones are forgotten."""
+    shares = KeptShares()
+    for number in range(1, 2001):
+        for kv_class in ("raw", "tq4.s0", "tq3.s0"):
+            shares.record_share(kv_class, number / 2000, report(0.25))
+    assert len(shares.latest) == MAX_SHOWN_SHARES
+    assert len({key for key, _ in shares.latest}) == MAX_SHOWN_SHARES
+    assert ("raw", 1.0) in dict(shares.latest) and ("raw", 0.5) not in dict(shares.latest)
+    kept = sum(
+        shares.expected_share(kv_class, number / 2000) < 1
+        for kv_class in ("raw", "tq4.s0", "tq3.s0")
+        for number in range(0, 2001, 20)
+    )
+    assert 0 < kept <= MAX_SHARES
+    shares.record_share("raw", 0.95, report(0.25))
+    assert shares.expected_share("raw", 0.9501) == shares.expected_share("raw", 0.9499) < 1
+    assert ("raw", 0.95) in dict(shares.latest), "measured last"
 
 
 def test_a_request_counts_with_all_tokens_then_with_what_its_heads_kept() -> None:

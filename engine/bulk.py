@@ -27,14 +27,17 @@ from kvcache.arenas import KvArenas
 from kvcache.lending import lend_pool
 
 # The share of the time between two tokens of online answers that a step and a unit of bulk work may take together.
-TPOT_SHARE = 0.7
+TPOT_SHARE = 0.5
 # The share of its time for which a unit is planned at first, the least share, and the most.
 FIRST_MARGIN, MIN_MARGIN, MAX_MARGIN = 0.1, 0.05, 0.9
 # How the share changes: it shrinks when a unit took too long, and grows while units keep within their time; faster
 # until the first one took too long.
 SHRINK, GROW, FIRST_GROW = 0.7, 1.02, 1.1
-# Weight of the past in the estimate of an online step's duration. A longer step counts at once.
+# Weight of the past in the estimate of the time between two online tokens. A longer time counts at once.
 STEP_MEMORY = 0.9
+# If a unit waited for a core for more than this share of its time, the machine is busy, and bulk work rests: at first
+# for as long as the unit took, then for twice as long each time, up to so many seconds.
+BUSY_SHARE, MAX_REST_S = 0.05, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,8 @@ class BulkScheduler(Scheduler):
 class BulkEngine(Engine):
     """The engine of bulk work beside the engine of online requests, which has the same `runner` and `sampler`.
 
-    `holdings` is the pool of the online engine.
+    `holdings` is the pool of the online engine. `cpu_clock` tells the seconds for which the thread that runs units has
+    had a core (`time.thread_time`); None: bulk work does not notice that others want the cores.
     """
 
     def __init__(
@@ -121,17 +125,26 @@ class BulkEngine(Engine):
         holdings: KvAllocator | KvArenas,
         sampler: StepSampler,
         time: BulkTime,
+        cpu_clock: Callable[[], float] | None = None,
     ) -> None:
         self.planner = BulkScheduler(limits)
         super().__init__(runner, self.planner, lend_pool(holdings, self._give_back), sampler)
         self.time, self._max_evicting = time, limits.max_evicting
-        # Estimate of the seconds of a step in which online sequences decode.
+        self._cpu_clock = cpu_clock
+        # Estimate of the seconds between two tokens of online answers, without units of bulk work.
         self._online_s = 0.0
+        # Clock time at which the last online step ended, and seconds of bulk work since then; None: there was a pause.
+        self._ended_s: float | None = None
+        self._since_s = 0.0
+        # How long bulk work rests after a unit that had to wait for a core, and until when.
+        self._rest_s, self.rests_until_s = 0.0, float("-inf")
         self.units, self.unit_seconds = 0, 0.0
 
-    def record_online(self, seconds: float) -> None:
-        """An online step took `seconds`."""
+    def record_online(self, begun_s: float, ended_s: float) -> None:
+        """An online step ran between these clock times."""
+        seconds = ended_s - (begun_s if self._ended_s is None else self._ended_s + self._since_s)
         self._online_s = max(seconds, STEP_MEMORY * self._online_s + (1 - STEP_MEMORY) * seconds)
+        self._ended_s, self._since_s = ended_s, 0.0
 
     def make_way(self, online: Engine) -> None:
         """Leave `online` the memory for all its sequences that evict: bulk sequences get what is left."""
@@ -152,34 +165,51 @@ class BulkEngine(Engine):
     def time_left(self, online: Engine) -> float:
         """Seconds for which bulk work may run now; 0 if there is none, or no time for it.
 
-        While online sequences decode, this is what their steps leave of `TPOT_SHARE` of the SLO. Prompts come first,
-        so while any is prefilled or waits, there is no time.
+        With an SLO it is at most `TPOT_SHARE` of it, since a request may arrive at any time. While online sequences
+        decode, it is what their steps leave of that. Prompts come first, so while any is prefilled or waits, there is
+        no time.
         """
         if not self.has_work:
             return 0.0
+        slice_s, tpot_s = self.time.slice_s, self.time.tpot_s
+        most_s = slice_s if tpot_s is None else min(slice_s, TPOT_SHARE * tpot_s)
         if not online.has_work:
-            return self.time.slice_s
+            return most_s
         scheduler = online.scheduler
         prefills = scheduler.waiting or not all(seq.decoding for seq in scheduler.running.values())
-        if self.time.tpot_s is None or prefills:
+        if tpot_s is None or prefills:
             return 0.0
-        return max(0.0, min(self.time.slice_s, TPOT_SHARE * self.time.tpot_s - self._online_s))
+        return max(0.0, min(slice_s, TPOT_SHARE * tpot_s - self._online_s))
 
     def run_unit(self, online: Engine, clock: Callable[[], float]) -> list[SequenceOutput]:
         """Run one unit of bulk work if there is time; returns its outputs, and the failures of those that are late."""
-        left_s = self.time_left(online)
-        beside = online.has_work
-        if left_s <= 0 or (beside and left_s < self.planner.pace.seconds(1, 0)):
-            late = self.scheduler.expired_keys(clock())
+        left_s, begun_s, beside = self.time_left(online), clock(), online.has_work
+        if not beside:
+            self._ended_s = None
+        rests = begun_s < self.rests_until_s
+        if left_s <= 0 or rests or (beside and left_s < self.planner.pace.seconds(1, 0)):
+            late = self.scheduler.expired_keys(begun_s)
             return [self._fail_sequence(key, *DEADLINE_FAILURE) for key in late]
         self.planner.unit_s = left_s
-        begun_s = clock()
+        had_core_s = 0.0 if self._cpu_clock is None else self._cpu_clock()
         outputs = self.step(clock)
-        seconds = clock() - begun_s
+        ended_s = clock()
+        seconds = ended_s - begun_s
+        if self._cpu_clock is not None:
+            self._rest_if_busy(seconds, seconds - (self._cpu_clock() - had_core_s), ended_s)
         self.planner.record_unit(seconds)
         self.units += 1
         self.unit_seconds += seconds
+        self._since_s += seconds
         return outputs
+
+    def _rest_if_busy(self, seconds: float, waited_s: float, now_s: float) -> None:
+        """A unit of so many seconds waited for a core for `waited_s` of them."""
+        if waited_s > BUSY_SHARE * seconds:
+            self._rest_s = min(MAX_REST_S, max(seconds, 2 * self._rest_s))
+        else:
+            self._rest_s /= 2
+        self.rests_until_s = now_s + self._rest_s
 
     def complete_stats(self, stats: WorkerStats) -> WorkerStats:
         """`stats` of the online engine, with those of bulk work added."""

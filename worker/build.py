@@ -225,7 +225,7 @@ def build_engine(
         raise
     host = _build_host(pools, found, spec.swap_bytes) if spec.swap_bytes else None
     engine = Engine(runner, scheduler, holdings, sampler, host, observer)
-    bulk = BulkEngine(runner, scheduler.limits, holdings, sampler, _bulk_time(spec))
+    bulk = BulkEngine(runner, scheduler.limits, holdings, sampler, _bulk_time(spec), choose_step_clock(spec))
     return EngineParts(engine, bulk, holdings, parts, ranks, _keep_classes(found, eviction))
 
 

@@ -249,10 +249,10 @@ class WorkerLoop:
         if can_step or (self.engine.deadline_s or now_s + 1) <= now_s:
             self._send_outputs(self.engine.step(self._clock), self.engine)
             if self.bulk is not None:
-                self.bulk.record_online(self._clock() - now_s)
+                self.bulk.record_online(now_s, self._clock())
             # Sequences that ended made room for requests that wait.
             self._next_s = self.role.tend_held(self._clock())
-        if self.bulk is not None and not self.link.is_congested:
+        if self.bulk and not self.link.is_congested:
             self._do_bulk_work(self.bulk)
         self._check_books()
         self._update_stats()
@@ -268,7 +268,9 @@ class WorkerLoop:
     @property
     def _can_step(self) -> bool:
         """Can an engine progress, and does the gateway keep up with what it is sent?"""
-        return any(engine.has_work for engine in self._engines) and not self.link.is_congested
+        bulk, now_s = self.bulk, self._clock()
+        unit = bulk and bulk.rests_until_s <= now_s and bulk.has_work
+        return bool(unit or self.engine.has_work) and not self.link.is_congested
 
     @property
     def _engines(self) -> tuple[Engine, ...]:
@@ -314,7 +316,9 @@ class WorkerLoop:
         if self._can_step:
             return 0.0
         now_s, deadlines = self._clock(), [engine.deadline_s for engine in self._engines]
-        moments = (self._next_s, *deadlines, self._ending_s)
+        moments = [self._next_s, *deadlines, self._ending_s]
+        if self.bulk is not None and self.bulk.rests_until_s > now_s and self.bulk.has_work:
+            moments.append(self.bulk.rests_until_s)
         return max(0.0, min([MAX_WAIT_S, *(moment - now_s for moment in moments if moment is not None)]))
 
     def _on_message(self, message: ToWorker) -> None:

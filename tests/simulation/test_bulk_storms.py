@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from random import Random
 
+import pytest
+
+from diptych.chunks import RAW_CLASS
 from diptych.request import BULK_PRIORITY, SamplingParams, Tenancy
-from tests.simulation.faults import ClientLoad, ClientMix, FaultStorm
+from tests.simulation import test_class_storms, test_kept_storms
+from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
 from tests.simulation.invariants import DONE, InvariantChecker, settle_world
 from tests.simulation.test_storms import run_storm
+from tests.simulation.toy_model import CODED
 from tests.simulation.world import VirtualWorld
 
-SEEDS = range(12)
+SEEDS = range(6)
 QUIET_S = 5.0
 WITH_BULK = ClientMix(rate=20.0, bulk=0.5)
 
@@ -35,6 +41,24 @@ def test_every_law_holds_with_bulk_work_beside() -> None:
     print(ends, seen)
     assert seen["units"] and seen["moved on"] and seen["preempted"]
     assert sum(ends[end] for end in DONE) > ends.total() / 2, ends
+
+
+@pytest.mark.parametrize("run", [test_class_storms.run_storm, test_kept_storms.run_storm])
+def test_every_law_holds_beside_classes_and_evicted_kv(run: Callable[..., object]) -> None:
+    """Bulk work of both KV classes, and such that drops KV, is preempted and moves on as well."""
+    seen = Counter[str]()
+    for seed in range(2):
+        found = run(seed, sorted(FAULTS), bulk=0.4)
+        world = found if isinstance(found, VirtualWorld) else found[0]  # type: ignore[index]
+        for client in world.clients:
+            if client.origin.bulk and client.end in DONE:
+                seen["moved on"] += client.moved_on
+                seen[client.kv_class] += 1
+                seen["evicted"] += client.keep.evicts
+        seen["preempted"] += sum(process.bulk.table.counters.preempted.total() for process in world.living())
+    print(seen)
+    assert seen["preempted"] and seen["moved on"]
+    assert seen["evicted"] or all(seen[name] for name in (RAW_CLASS, CODED))
 
 
 def online_run(seed: int, bulk: int) -> tuple[dict[str, tuple[list[int], str | None]], int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,14 +33,19 @@ STORM_S = 6.0
 NUM_SLABS = 24
 
 
-def run_storm(seed: int, kinds: list[str], **parts: type) -> tuple[VirtualWorld, InvariantChecker]:
-    """Requests of both classes at once, through a storm to rest. Raises InvariantBroken."""
+def run_storm(
+    seed: int, kinds: list[str], bulk: float = 0.0, **parts: type
+) -> tuple[VirtualWorld, InvariantChecker]:
+    """Requests of both classes at once, through a storm to rest; `bulk` is the share of bulk work.
+
+    Raises InvariantBroken.
+    """
     pools = POOLS[seed % len(POOLS)]
     world = VirtualWorld(seed, *pools, num_slabs=NUM_SLABS, kv_class=BOTH, **parts)  # type: ignore[arg-type]
     laws, rng = InvariantChecker(world), Random(seed)
     assert world.run(lambda: world.whole, 5.0)
     until_s = world.agenda.now_s + STORM_S
-    ClientLoad(world, rng, ClientMix(rate=16.0), until_s)
+    ClientLoad(world, rng, ClientMix(rate=16.0 / (1 - bulk), bulk=bulk), until_s)
     FaultStorm(world, rng, 1.0, until_s, kinds)
     world.run(lambda: world.agenda.now_s >= until_s, 2 * STORM_S, laws.check_running)
     settle_world(world, laws)
@@ -94,7 +100,7 @@ class ForgetfulRelay(Relay):
 @pytest.mark.parametrize(
     "parts", [{"runners": MisreadingRunner}, {"relays": ForgetfulRelay}], ids=["a runner", "a relay"]
 )
-def test_who_takes_one_class_for_the_other_is_seen(parts: dict[str, type]) -> None:
+def test_who_takes_one_class_for_the_other_is_seen(parts: dict[str, Any]) -> None:
     with pytest.raises(InvariantBroken, match="has got"):
         for seed in TRIES:
             run_storm(seed, ["kill", "drain", "slow"], **parts)

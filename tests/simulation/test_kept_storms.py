@@ -21,13 +21,18 @@ STORM_S = 6.0
 NUM_SLABS = 20
 
 
-def run_storm(seed: int, kinds: list[str], runners: type[DroppingRunner] = DroppingRunner) -> VirtualWorld:
-    """Requests with and without eviction at once, through a storm to rest. Raises InvariantBroken."""
+def run_storm(
+    seed: int, kinds: list[str], runners: type[DroppingRunner] = DroppingRunner, bulk: float = 0.0
+) -> VirtualWorld:
+    """Requests with and without eviction at once, through a storm to rest; `bulk` is the share of bulk work.
+
+    Raises InvariantBroken.
+    """
     world = VirtualWorld(seed, *POOLS[seed % len(POOLS)], num_slabs=NUM_SLABS, runners=runners)
     laws, rng = InvariantChecker(world), Random(seed)
     assert world.run(lambda: world.whole, 5.0)
     until_s = world.agenda.now_s + STORM_S
-    ClientLoad(world, rng, ClientMix(rate=16.0, dropping=0.6), until_s)
+    ClientLoad(world, rng, ClientMix(rate=16.0 / (1 - bulk), dropping=0.6, bulk=bulk), until_s)
     FaultStorm(world, rng, 1.0, until_s, kinds)
     world.run(lambda: world.agenda.now_s >= until_s, 2 * STORM_S, laws.check_running)
     settle_world(world, laws)

@@ -52,7 +52,7 @@ class BulkBench(EngineBench):
         begun_s = self.now_s
         for one in self.engine.step(self.clock):
             self._take(one.message)
-        self.bulk.record_online(self.now_s - begun_s)
+        self.bulk.record_online(begun_s, self.now_s)
 
     def unit(self) -> bool:
         """A unit of bulk work; False if there was no time for it."""
@@ -127,7 +127,7 @@ def test_without_an_slo_bulk_work_runs_only_when_nothing_else_is_to_be_done(tpot
     assert not bench.unit(), "a prompt waits"
     bench.online_step()
     assert not bench.unit(), "a prompt is prefilled"
-    while "online" not in bench.out:
+    while len(bench.out.get("online", [])) < 20:
         bench.online_step()
     assert bench.unit() is (tpot_s is not None), "answers are decoded"
     bench.settle()
@@ -237,6 +237,34 @@ def test_sequences_of_bulk_work_that_evict_leave_the_memory_for_it_to_online_one
         bench.unit()
         assert len(bench.runner.given) <= 3
     assert all(bench.out[seq.id] == alone(seq) for seq in [*work, *asked])
+
+
+def test_bulk_work_rests_while_others_want_the_cores() -> None:
+    bench, core = BulkBench(num_slabs=100), {"had": 0.0, "share": 1.0, "seen": 0.0}
+
+    def cpu_clock() -> float:
+        core["had"] += core["share"] * (bench.now_s - core["seen"])
+        core["seen"] = bench.now_s
+        return core["had"]
+
+    bench.bulk._cpu_clock = cpu_clock
+    for i in range(8):
+        bench.add_bulk(f"b{i}", 100, 400)
+
+    def share_of_time(seconds: float) -> float:
+        begun_s, before_s = bench.now_s, bench.bulk.unit_seconds
+        while bench.now_s < begun_s + seconds:
+            if not bench.unit():
+                assert bench.bulk.rests_until_s > bench.now_s
+                bench.now_s += 1e-3
+        return (bench.bulk.unit_seconds - before_s) / (bench.now_s - begun_s)
+
+    assert share_of_time(1.0) == pytest.approx(1.0)
+    core["share"] = 0.7
+    assert 0 < share_of_time(3.0) < 0.4, "it goes on slowly"
+    core["share"] = 1.0
+    share_of_time(0.3)
+    assert share_of_time(0.5) > 0.9
 
 
 def test_statistics_of_the_online_engine_leave_bulk_work_out() -> None:

@@ -10,11 +10,12 @@ what is recalled (`docs/results/eviction.md`).
 
 The paper says little about three things, and this module decides them:
 
-- Frequent tokens are the top share of *all* tokens so far, chosen among those that no other part of the policy keeps.
+- Frequent tokens are the top share of *all* tokens behind the boundary so far, chosen among those that no other part
+  of the policy keeps. A share of the whole length would keep everything behind a late boundary.
 - The score of a token is the mean, not the sum, of the attention of queries that could see it. A sum would always drop
   new tokens first.
-- The window is a share of the prompt's length and slides, with each row of the profile and with the answer. Tokens that
-  leave it become candidates for frequent ones.
+- The window is a share of the prompt behind the boundary and slides, with each row of the profile and with the answer.
+  Tokens that leave it become candidates for frequent ones.
 
 A policy is pooled over the query heads of a KV head. `kvcache/kept_rows.py` says where kept rows lie.
 """
@@ -54,8 +55,8 @@ class KeepRule:
 
     Args:
         order: all four parts, `special` first.
-        local_share: window / tokens of the prompt.
-        frequent_share: frequent tokens / all tokens so far.
+        local_share: window / tokens of the prompt behind the boundary.
+        frequent_share: frequent tokens / all tokens behind the boundary so far.
 
     Raises:
         ValueError: the order lacks a part, or a share is not between 0 and 1.
@@ -86,13 +87,13 @@ class KeepRule:
             raise ValueError(f"policies are 0 to {FULL}, not {policy}")
         return self.order[: policy + 1]
 
-    def window_tokens(self, prompt_tokens: int) -> int:
-        """The length of the window of a prompt of so many tokens."""
-        return _share_of(prompt_tokens, self.local_share)
+    def window_tokens(self, prompt_tokens: int, boundary: int) -> int:
+        """The length of the window of a prompt of so many tokens, of which those before `boundary` always stay."""
+        return _share_of(max(0, prompt_tokens - boundary), self.local_share)
 
-    def num_frequent(self, length: int) -> int:
-        """How many frequent tokens a head keeps at most, once there are `length` tokens."""
-        return _share_of(length, self.frequent_share)
+    def num_frequent(self, length: int, boundary: int) -> int:
+        """How many frequent tokens a head keeps at most behind `boundary`, once there are `length` tokens."""
+        return _share_of(max(0, length - boundary), self.frequent_share)
 
 
 def choose_policies(masses: NDArray[Any], threshold: float, prompt_tokens: int) -> NDArray[np.uint8]:
@@ -179,7 +180,7 @@ def kept_mask(
         return np.ones(len(positions), np.bool_)
     kept = mask_without_window(policy, kinds, positions, scores, length, prompt_tokens, boundary, rule)
     if "local" in rule.policy_parts(policy):
-        kept |= positions >= length - rule.window_tokens(prompt_tokens)
+        kept |= positions >= length - rule.window_tokens(prompt_tokens, boundary)
     return kept
 
 
@@ -223,7 +224,7 @@ def mask_without_window(
     if "frequent" in rule.policy_parts(policy):
         if scores is None:
             raise ValueError(f"policy {policy} keeps frequent tokens, and needs scores")
-        kept |= pick_frequent(scores, candidates, rule.num_frequent(length))
+        kept |= pick_frequent(scores, candidates, rule.num_frequent(length, boundary))
     return kept
 
 
@@ -251,7 +252,7 @@ def split_rows(
     kept: Bools = (positions < max(boundary, FIRST_TOKENS)) | ((kinds & SPECIAL_KIND) != 0)
     if "punct" in parts:
         kept |= (kinds & PUNCT_KIND) != 0
-    window = rule.window_tokens(prompt_tokens) if "local" in parts else 0
+    window = rule.window_tokens(prompt_tokens, boundary) if "local" in parts else 0
     candidates: Bools = ~kept & (positions < length - window) & ("frequent" in parts)
     return kept, candidates
 

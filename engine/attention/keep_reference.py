@@ -94,7 +94,7 @@ def row_masses(
     rows, n = attention.shape
     positions = np.arange(n)
     lengths = np.arange(n - rows, n) + 1
-    windows = positions >= lengths[:, None] - rule.window_tokens(n)
+    windows = positions >= lengths[:, None] - rule.window_tokens(n, boundary)
     masses = np.empty((FULL, rows))
     for policy in range(FULL):
         fixed = mask_without_window(policy, kinds, positions, scores, n, n, boundary, rule)

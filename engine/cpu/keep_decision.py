@@ -164,7 +164,7 @@ class HeadDecider:
         policies = np.empty((self._layout.layers, self._layout.kv_heads), np.uint8)
         positions, kept = np.arange(point.length), list[HeadColumns]()
         trials = {window: self._prepare_trial(point, positions, window) for window in set(self._windows)}
-        near = positions >= point.length - self._rule.window_tokens(point.prompt_tokens)
+        near = positions >= point.length - self._rule.window_tokens(point.prompt_tokens, point.spec.boundary)
         behind = positions >= point.spec.boundary
         for layer, window in enumerate(self._windows):
             wanted = behind & select_visible(positions, point.length, window)
@@ -203,7 +203,7 @@ class HeadDecider:
 
     def _find_rows(self, point: DecisionPoint, positions: Ints, window: int) -> tuple[RowColumns, Ints]:
         """Which of the columns at `positions` each row sees; and how many rows see each column, 1 if none does."""
-        near = self._rule.window_tokens(point.prompt_tokens)
+        near = self._rule.window_tokens(point.prompt_tokens, point.spec.boundary)
         seen = RowColumns.of_positions(point.rows, positions, window, near)
         return seen, np.maximum(seen.count_rows(len(positions)), 1)
 
@@ -220,7 +220,7 @@ class HeadDecider:
             plain=np.stack([plain for plain, _ in splits]),
             candidates=np.stack([candidates for _, candidates in splits]),
             local=np.array(["local" in self._rule.policy_parts(policy) for policy in range(FULL)]),
-            frequent=self._rule.num_frequent(point.length),
+            frequent=self._rule.num_frequent(point.length, point.spec.boundary),
             threshold=point.spec.threshold,
         )
 

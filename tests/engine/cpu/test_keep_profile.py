@@ -88,7 +88,7 @@ def try_all(
 ) -> tuple[Any, Any]:
     """`PolicyTrial` for the second of three heads of a prompt."""
     n, rows = len(keys), np.arange(len(keys) - len(queries), len(keys))
-    seen = RowColumns.of_positions(rows, np.arange(n), window, rule.window_tokens(n))
+    seen = RowColumns.of_positions(rows, np.arange(n), window, rule.window_tokens(n, 0))
     splits = [split_rows(policy, kinds, np.arange(n), n, n, 0, rule) for policy in range(FULL)]
     trial = PolicyTrial(
         seen,
@@ -96,7 +96,7 @@ def try_all(
         np.stack([plain for plain, _ in splits]),
         np.stack([candidates for _, candidates in splits]),
         np.array(["local" in rule.policy_parts(policy) for policy in range(FULL)]),
-        rule.num_frequent(n),
+        rule.num_frequent(n, 0),
         threshold,
     )
     return trial.run(queries.reshape(len(queries), -1), 1, group, keys)

@@ -51,15 +51,15 @@ def kept_positions(
     prompt: int,
     boundary: int,
 ) -> set[int]:
-    """What stays of the positions in `kinds`, with shares of three tenths."""
+    """What stays of the positions in `kinds`, with shares of three tenths of what lies behind the boundary."""
     kept = {j for j in kinds if j < boundary or j < 4 or kinds[j] & SPECIAL}
     if "punct" in parts:
         kept |= {j for j in kinds if kinds[j] & PUNCT}
     if "local" in parts:
-        kept |= {j for j in kinds if length - j <= 3 * prompt // 10}
+        kept |= {j for j in kinds if length - j <= 3 * (prompt - boundary) // 10}
     if "frequent" in parts:
         rest = sorted(kinds.keys() - kept, key=lambda j: (-scores[j], j))
-        kept |= set(rest[: 3 * length // 10])
+        kept |= set(rest[: 3 * (length - boundary) // 10])
     return kept
 
 
@@ -80,8 +80,8 @@ def recovered_mass(rows: Matrix, kinds: Mapping[int, int], parts: Sequence[str],
     for row in rows:
         kept = kept_positions(parts, kinds, scores, n, n, boundary)
         if "local" in parts:
-            window = {j for j in kinds if len(row) - j <= 3 * n // 10}
-            last = {j for j in kinds if n - j <= 3 * n // 10}
+            window = {j for j in kinds if len(row) - j <= 3 * (n - boundary) // 10}
+            last = {j for j in kinds if n - j <= 3 * (n - boundary) // 10}
             others = kept_positions(
                 [p for p in parts if p not in ("local", "frequent")], kinds, {}, n, n, boundary
             )

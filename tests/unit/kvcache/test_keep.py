@@ -188,7 +188,21 @@ def test_frequent_tokens_are_picked_by_score_then_place() -> None:
 
 def test_shares_are_floors_of_the_true_product() -> None:
     rule = KeepRule()
-    assert all(rule.num_frequent(n) == rule.window_tokens(n) == 3 * n // 10 for n in range(5000))
+    for boundary in (0, 64, 640):
+        for n in range(boundary, 5000):
+            expected = 3 * (n - boundary) // 10
+            assert rule.num_frequent(n, boundary) == rule.window_tokens(n, boundary) == expected
+
+
+def test_a_late_boundary_leaves_tokens_to_drop() -> None:
+    """Each part keeps three tenths of what lies behind the boundary, so two keep six."""
+    rng, n = np.random.default_rng(5), 960
+    kinds, positions, scores = np.zeros(n, np.uint8), np.arange(n), rng.random(n)
+    for boundary in (64, 384, 640, 704, 896, 960):
+        behind = n - boundary
+        for policy, expected in ((1, behind * 3 // 10), (2, 2 * (behind * 3 // 10))):
+            kept = kept_mask(policy, kinds, positions, scores, n, n, boundary, KeepRule())
+            assert kept[:boundary].all() and kept[boundary:].sum() == expected
 
 
 @pytest.mark.parametrize("order", ORDERS)

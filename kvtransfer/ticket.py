@@ -15,6 +15,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from diptych.chunks import HINT_VERSION, TICKET_VERSION
 from diptych.errors import StaleTicket, TransferError
 from diptych.keep_spec import KEEP_ALL, KeepSpec
 from kvcache.layout import DTYPE_BYTES, KvLayout
@@ -50,7 +51,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     worker: BoundedText
     incarnation: BoundedText
     chunks: Annotated[tuple[OfferedChunk, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
-    version: Annotated[int, Meta(ge=4, le=4)] = 4
+    version: Annotated[int, Meta(ge=TICKET_VERSION, le=TICKET_VERSION)] = TICKET_VERSION
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +74,7 @@ class StagingHint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     start: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
     slabs: Annotated[tuple[BoundedCount, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
     mark: Annotated[int, Meta(ge=0, lt=1 << 48)]
-    version: Annotated[int, Meta(ge=1, le=1)] = 1
+    version: Annotated[int, Meta(ge=HINT_VERSION, le=HINT_VERSION)] = HINT_VERSION
 
 
 def issue_ticket(

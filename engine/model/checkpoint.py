@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from diptych.chunks import CHUNK_TOKENS
+from diptych.chunks import CHUNK_TOKENS, HINT_VERSION, KV_VERSION, TICKET_VERSION
 from diptych.errors import ConfigError, ModelError
 from diptych.hashing import HashField, fingerprint_fields, hash_fields
 from diptych.model_config import CONFIG_FILE, load_model_config
@@ -20,9 +20,6 @@ from engine.model.memory_plan import MemoryPlan, available_memory, plan_memory
 from engine.model.safetensors_header import read_safetensors_header
 from engine.model.weight_dtype import matrix_bytes
 from kvcache.layout import KvLayout, Shard, split_layout
-
-# Version of the KV bytes between workers. It is raised when their meaning changes.
-WIRE_VERSION = 2
 
 # All files of a model except its weights.
 DESCRIPTION_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -181,7 +178,7 @@ class Checkpoint:
             "dtype": dtype,
             "kv_layout": "x".join(map(str, layout.chunk_shape)),
             "chunk_tokens": CHUNK_TOKENS,
-            "wire_version": WIRE_VERSION,
+            "wire_version": f"{KV_VERSION}.{TICKET_VERSION}.{HINT_VERSION}",
         }
         shown = {
             name: str(value)[:SHOWN_CHARS]

@@ -28,6 +28,7 @@ from engine.model.memory_plan import (
     sink_table_slots,
 )
 from engine.model.weights import WeightReader
+from kvtransfer.ticket import StagingHint, Ticket
 from tests.factories import make_folder, make_oracle, save_model
 
 GIB = 1 << 30
@@ -150,6 +151,18 @@ def test_fingerprint_sees_a_changed_byte(
     content[-20] ^= 1
     (copy / name).write_bytes(content)
     assert model.fingerprint()[0] != before
+
+
+def test_fingerprint_sees_another_version_of_tickets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of two versions would be paired otherwise, and refuse each other's tickets."""
+    files = Checkpoint.resolve(str(folder))
+    before, fields = files.fingerprint()
+    defaults = [kind.__struct_defaults__[-1] for kind in (Ticket, StagingHint)]
+    assert fields["wire_version"].split(".")[1:] == [str(version) for version in defaults]
+    for name in ("KV_VERSION", "TICKET_VERSION", "HINT_VERSION"):
+        with monkeypatch.context() as patch:
+            patch.setattr(files_module, name, 99)
+            assert files.fingerprint()[0] != before
 
 
 def test_fingerprint_sees_another_model(folder: Path, tmp_path: Path) -> None:

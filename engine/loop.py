@@ -303,9 +303,7 @@ class Engine:
     def _account_results(
         self, jobs: list[_StepJob], results: list[Any], now_s: float, clock: Callable[[], float]
     ) -> list[SequenceOutput]:
-        """Advance every sequence by the tokens that ran, let those at decision points drop KV, and sample a token for
-        those whose prefill is complete.
-        """
+        """Advance every sequence by the tokens that ran, let some drop KV, and sample for those without prefill."""
         # The output of each sequence, in the order of the step's jobs. None: the sequence has nothing to report.
         verdicts: dict[str, SequenceOutput | None] = {}
         chosen: list[tuple[_LiveSequence, Logits]] = []
@@ -327,10 +325,12 @@ class Engine:
                 verdicts[seq.key] = self._emit_output(live, [], None, "length", now_s)
         if deciding := [job.live.seq for job in jobs if job.live.seq.must_decide]:
             begun_s, unused = clock(), {live.seq.key for live, _ in chosen}.union(seq.key for seq in deciding)
+            # Counted now: a sequence that is preempted for room has fewer tokens afterwards.
+            counts = self.table.count_decided(deciding)
             verdicts.update(self._decide_kept(deciding, unused, clock))
-            self.table.record_decisions(deciding, decided_s := clock() - begun_s)
+            self.table.record_decisions(*counts, decided_s := clock() - begun_s)
             if self._observer is not None:
-                self._observer.on_decisions(deciding, decided_s)
+                self._observer.on_decisions(*counts, decided_s)
             chosen = [pair for pair in chosen if pair[0].seq.key in self.scheduler.running]
         picks = isolate_failures(self._sample_rows, chosen) if chosen else []
         for (live, _), pick in zip(chosen, picks, strict=True):

@@ -173,8 +173,10 @@ class StepObserver(Protocol):
     def on_sequence_arrived(self, seq: sequence.Sequence, now_s: float) -> None:
         """The engine has accepted a sequence, to prefill it or to continue from transferred KV."""
 
-    def on_decisions(self, decided: Sequence[sequence.Sequence], seconds: float) -> None:
-        """In the step under way, sequences came to decision points, and it took so long to decide what they keep."""
+    def on_decisions(self, prompts: int, answers: int, seconds: float) -> None:
+        """In the step under way, it took `seconds` to decide what sequences keep: those at the end of their prompts
+        with `prompts` tokens together, and answers with `answers` tokens.
+        """
 
     def on_step_end(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Durations
 from dataclasses import dataclass, field
 
@@ -177,10 +177,20 @@ class SequenceTable:
         for seconds in durations:
             record(rows, prefill_tokens, seconds)
 
-    def record_decisions(self, seqs: Collection[Sequence], seconds: float) -> None:
-        """In a step, `seqs` came to decision points, and what they keep was decided in so many seconds."""
+    @staticmethod
+    def count_decided(seqs: Iterable[Sequence]) -> tuple[int, int]:
+        """Tokens of sequences that come to decision points: of those at the end of their prompts, and of answers."""
+        lengths = [(seq.computed, seq.computed == len(seq.prompt)) for seq in seqs]
+        return sum(count for count, ends in lengths if ends), sum(
+            count for count, ends in lengths if not ends
+        )
+
+    def record_decisions(self, prompts: int, answers: int, seconds: float) -> None:
+        """In a step, what sequences of so many tokens keep (`count_decided`) was decided in so many seconds."""
         self.counters.add_time("evict", seconds)
-        self.scheduler.pace.add_decisions(sum(seq.computed for seq in seqs), seconds)
+        if not prompts:
+            # Only decisions in answers are predicted. Those at the end of a prompt profile heads, which takes longer.
+            self.scheduler.pace.add_decisions(answers, seconds)
 
     def charge(self, seq: Sequence, count: int) -> None:
         """Count `count` tokens for the sequence's tenant that were computed but failed."""

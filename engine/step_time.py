@@ -41,12 +41,12 @@ class StepTimeModel:
         return self.base_s + self.row_s * rows + self.token_s * tokens
 
     def add_decisions(self, tokens: int, seconds: float) -> None:
-        """Sequences of `tokens` tokens together have decided what they keep, which took `seconds`."""
+        """Answers with `tokens` tokens together, prompts included, have decided what they keep, in `seconds`."""
         self._decided_tokens = _MEMORY * self._decided_tokens + tokens
         self._decided_s = _MEMORY * self._decided_s + seconds
 
     def decision_s(self, tokens: int) -> float:
-        """Predicted seconds of decisions about `tokens` tokens; 0 before the first one."""
+        """Predicted seconds of decisions about answers of `tokens` tokens; 0 before the first one."""
         return tokens * self._decided_s / self._decided_tokens if self._decided_tokens else 0.0
 
     def prefill_budget(self, rows: int, within_s: float, decided_tokens: int = 0) -> int:

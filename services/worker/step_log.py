@@ -120,10 +120,9 @@ class StepRecorder:
         """Record the arrival of a prompt, or of a request whose KV is here."""
         self.log.write_line("come", now_s, seq.id)
 
-    def on_decisions(self, decided: Sequence[sequence.Sequence], seconds: float) -> None:
+    def on_decisions(self, prompts: int, answers: int, seconds: float) -> None:
         """Record how long it took to decide what sequences keep."""
-        prompts = sum(seq.computed for seq in decided if seq.computed == len(seq.prompt))
-        self.log.write_line("evict", seconds, prompts, sum(seq.computed for seq in decided) - prompts)
+        self.log.write_line("evict", seconds, prompts, answers)
 
     def on_step_end(
         self,

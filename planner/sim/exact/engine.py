@@ -397,7 +397,7 @@ class SimEngine:
         tasks = [*run.rows, *(task for task, _ in run.parts)]
         deciding = sorted((task for task in tasks if task.must_decide), key=lambda task: task.precedence)
         if deciding:
-            self.table.record_decisions(deciding, run.decide_s)
+            self.table.record_decisions(*self.table.count_decided(deciding), run.decide_s)
         for task in deciding:
             if task.key in self.scheduler.running:
                 self._evict(task, keep)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from diptych.keep_spec import KeepSpec
 from diptych.messages import Failed, Output
 from engine import sequence
@@ -17,13 +19,13 @@ class RecordingObserver:
         self.arrived: list[tuple[str, float]] = []
         self.ran: list[list[tuple[str, int, int]]] = []
         self.messages: list[Output | Failed] = []
-        self.decided: list[tuple[list[tuple[str, int]], float]] = []
+        self.decided: list[tuple[tuple[int, int], float]] = []
 
     def on_sequence_arrived(self, seq: sequence.Sequence, now_s: float) -> None:
         self.arrived.append((seq.id, now_s))
 
-    def on_decisions(self, decided: Sequence[sequence.Sequence], seconds: float) -> None:
-        self.decided.append(([(seq.id, seq.computed) for seq in decided], seconds))
+    def on_decisions(self, prompts: int, answers: int, seconds: float) -> None:
+        self.decided.append(((prompts, answers), seconds))
 
     def on_step_end(
         self,
@@ -68,8 +70,28 @@ def test_decisions_are_observed_with_their_time() -> None:
     while bench.engine.has_work:
         bench.engine.step(bench.clock)
     assert [decided for decided, _ in observer.decided] == [
-        [("a", 100), ("b", 100)],
-        [("a", 164), ("b", 164)],
+        (200, 0),
+        (0, 328),
     ]
     spent = bench.engine.stats.step_parts["evict"]
     assert sum(seconds for _, seconds in observer.decided) == spent > 0
+
+
+def test_a_sequence_that_is_preempted_by_its_decision_counts_with_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its decision was planned, and that took its time. And only answers say how long those of answers take."""
+    observer = RecordingObserver()
+    bench = EngineBench(observer=observer, caching=False, max_num_batched_tokens=512)
+    bench.engine.add(seq := fakes.sequence("a", 100, sampling(70), keep=KeepSpec(0.5)), 0.0)
+    bench.engine.step(bench.clock)
+    assert bench.scheduler.pace.decision_s(100) == 0, "a prompt's end says nothing of answers"
+    room, refused = bench.engine.table.has_room_for_bag, iter([False])
+    monkeypatch.setattr(
+        bench.engine.table, "has_room_for_bag", lambda *asked: next(refused, True) and room(*asked)
+    )
+    while not sum(bench.engine.stats.preemptions.values()):
+        bench.engine.step(bench.clock)
+    assert seq.computed < 164 and observer.decided[-1][0] == (0, 164)
+    seconds = observer.decided[-1][1]
+    assert bench.scheduler.pace.decision_s(164) == pytest.approx(seconds) and seconds > 0

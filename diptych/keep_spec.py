@@ -16,6 +16,10 @@ from diptych.chunks import CHUNK_TOKENS
 
 # The last rows of a prompt, from which its heads are profiled. They are always computed, whatever prefix is cached.
 PROFILE_ROWS = 64
+# Slabs that a sequence that evicts may need beside those of its tokens: one for the tokens since the last decision (the
+# ring), and one for the map of what its heads kept.
+RING_AND_MAP = 2
+RING_AND_MAP_TOKENS = RING_AND_MAP * CHUNK_TOKENS
 
 
 class KeepSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

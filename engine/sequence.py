@@ -9,13 +9,9 @@ from typing import Any
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import DiptychError
-from diptych.keep_spec import KEEP_ALL, PROFILE_ROWS, KeepSpec, decision_tokens
+from diptych.keep_spec import KEEP_ALL, PROFILE_ROWS, RING_AND_MAP, KeepSpec, decision_tokens
 from diptych.request import SamplingParams, Tenancy
 from kvcache.prefix_tree import chunk_keys
-
-# Slabs that an evicted sequence may need beyond those for its tokens, if every head keeps everything: the ring, and
-# one for the map of its bag.
-RING_AND_MAP = 2
 
 
 def num_chunks(tokens: int) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
+from diptych.keep_spec import RING_AND_MAP_TOKENS
 from diptych.slo import Slo, Slos, slo_for
 from planner.costs.kv_classes import whole_request
 from planner.costs.kv_keep import DecidingCost
@@ -43,8 +43,6 @@ from planner.workload.workload import JobSource
 
 MAX_REQUESTS = 20_000  # most requests of one run; large deployments get longer samples than small ones
 HORIZON_PER_TTFT = 10.0  # a run lasts at least this many times the TTFT SLO
-# Room that a request which evicts needs beside its tokens: slabs for the newest ones, and for the map of what it keeps.
-EVICTING_TOKENS = 2 * CHUNK_TOKENS
 FRESH_SEED = 1000  # first seed of validation runs; the search uses smaller seeds
 
 
@@ -359,7 +357,7 @@ class Problem:
         if self.kv_classes:
             room = self.site.kv_tokens(pool)
             return all(room * one.room >= self.class_need(one.name, room) for one in self.kv_classes)
-        extra = 0 if self.keep is None else EVICTING_TOKENS
+        extra = 0 if self.keep is None else RING_AND_MAP_TOKENS
         return self.site.kv_tokens(pool) >= self.longest + extra
 
     def longest_of(self, kv_class: str) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.chunks import CHUNK_TOKENS
-from router.routing.kept_shares import DROPPING_TOKENS
+from diptych.keep_spec import RING_AND_MAP_TOKENS
 from router.routing.kv_classes import decided_class, pool_size
 from router.routing.policy import Pair, RoutingNeed, RoutingView
 
@@ -56,7 +56,7 @@ def pairs_with_credit(found: Sequence[Pair], need: RoutingNeed, view: RoutingVie
 
 def prefill_room_tokens(need: RoutingNeed) -> int:
     """Tokens of room that a prompt needs at its prefill worker until its KV is offered."""
-    extra = 0 if need.whole_tokens is None else DROPPING_TOKENS
+    extra = 0 if need.whole_tokens is None else RING_AND_MAP_TOKENS
     return round_up_to_chunks(need.prompt_tokens) + extra
 
 

@@ -11,13 +11,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import RING_AND_MAP_TOKENS
 from diptych.kept_report import KeptReport
 
 # Weight of the past in a measured share, applied at each sequence.
 SHARE_DECAY = 0.8
-# Room beside its tokens for a request that may drop KV: a slab for the tokens since the last decision, and one for the
-# map of what its heads kept.
-DROPPING_TOKENS = 2 * CHUNK_TOKENS
 
 # Digits of a threshold that count: requests may give any number, and such that are close keep about the same.
 THRESHOLD_DIGITS = 2
@@ -74,7 +72,7 @@ def kept_room_tokens(tokens: int, boundary: int, share: float, held_tokens: int 
     which it has. The chunk that its last tokens are in counts whole, so that the room grows with chunks.
     """
     kept = _whole_chunks(kept_tokens(_whole_chunks(tokens), boundary, share))
-    return max(kept + DROPPING_TOKENS, held_tokens)
+    return max(kept + RING_AND_MAP_TOKENS, held_tokens)
 
 
 def held_tokens(report: KeptReport, boundary: int) -> int:

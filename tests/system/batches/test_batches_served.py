@@ -187,7 +187,6 @@ def test_lines_are_bulk_work_and_no_requests(served: Served, data: Path) -> None
 )
 def test_killed_parts_lose_double_and_tear_no_line(served: Served, count: int, kills: int) -> None:
     """The gateway and the workers in turns, with kill -9, at random moments of two batches."""
-    count = int(os.environ.get("DIPTYCH_SOAK_LINES", count)) if count > 160 else count
     rng = random.Random(count)
     chats, texts = chat_lines(count * 3 // 4), completion_lines(count // 4)
     with served.client(timeout=60) as client:

@@ -240,7 +240,12 @@ class VirtualWorld:
     def upgrade(self, name: str, kv_class: str) -> None:
         """A worker is asked to end, and its next process has another KV class."""
         self.kv_classes[name] = kv_class
-        self.drain(name)
+        process = self.posts[name].process
+        if process is not None and process.stopped:
+            # It takes the signal when it goes on.
+            self.agenda.schedule_after(0.5, partial(self.upgrade, name, kv_class), "upgrade")
+        else:
+            self.drain(name)
 
     def command(self, name: str) -> None:
         """The gateway tells a worker to drain."""

@@ -1,0 +1,45 @@
+"""The policy of a block: its ranges, what it places where, and its text."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych.errors import ConfigError
+from engine.block_policy import BlockPolicy, parse_policy
+
+POLICY = BlockPolicy(rows=4, batches=3, prompt_tokens=64, output_tokens=16)
+
+
+def test_shares_are_spread_evenly_and_rounded() -> None:
+    policy = parse_policy("weights_in_memory=0.5, kv_in_memory=0.25, hidden_in_memory=0.34", POLICY)
+    assert policy.resident_layers(8) == {1, 3, 5, 7}
+    assert policy.kv_pairs_in_memory(4) == {(1, 0), (2, 1), (3, 2)}
+    assert policy.hidden_batches_in_memory() == {2}
+    assert POLICY.resident_layers(5) == set(range(5))
+    assert parse_policy("weights_in_memory=0", POLICY).resident_layers(5) == set()
+
+
+def test_text_overrides_what_it_names() -> None:
+    policy = parse_policy("rows=16,weight_kind=int4,overlap=off,kv_codec=int4", POLICY)
+    assert (policy.rows, policy.batches, policy.weight_kind, policy.overlap) == (16, 3, "int4", False)
+    assert policy.kv_codec == "int4"
+    assert parse_policy("", POLICY) == POLICY
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("rows=0", "rows must be at least 1 (got 0)"),
+        ("rows=many", "rows must be a whole number (got 'many')"),
+        ("kv_in_memory=1.5", "kv_in_memory must be between 0 and 1 (got 1.5)"),
+        ("kv_in_memory=nan", "kv_in_memory must be between 0 and 1 (got nan)"),
+        ("overlap=maybe", "overlap must be on or off (got 'maybe')"),
+        ("weight_kind=int3", "weight_kind must be exact or int4 (got int3)"),
+        ("colour=red", "'colour=red' is not one of rows, "),
+        ("rows", "'rows' is not one of rows, "),
+    ],
+)
+def test_bad_text_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match="the policy of bulk work is wrong") as caught:
+        parse_policy(text, POLICY)
+    assert why in caught.value.why

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.errors import ConfigError
-from engine.block_policy import BlockPolicy, parse_policy
+from engine.block.policy import BlockPolicy, parse_policy
 
 POLICY = BlockPolicy(rows=4, batches=3, prompt_tokens=64, output_tokens=16)
 

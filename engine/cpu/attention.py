@@ -281,15 +281,16 @@ class CpuAttention:
     `alone` is the number of queries from which on a shared run is read together (`CROSSOVER_QUERIES`); 0: always.
 
     Raises:
-        ValueError: the pool is not float32, the only type of these kernels.
+        ValueError: the pool is not float32, the only type of these kernels, or its slabs are not contiguous.
     """
 
     def __init__(self, layout: KvLayout, data: torch.Tensor, heads: int) -> None:
-        if data.dtype != torch.float32 or not data.is_contiguous():
+        if data.dtype != torch.float32 or not data[0].is_contiguous():
             raise ValueError(f"CPU attention needs a contiguous float32 pool, not {data.dtype}")
         self.layout, self.data, self.heads = layout, data, heads
-        self._flat = data.view(-1).numpy()
-        self._slab = layout.chunk_bytes // layout.itemsize  # floats
+        # In floats. Slabs may lie further apart than they are long.
+        self._slab = data.stride(0)
+        self._flat = data.as_strided((self._slab * len(data),), (1,)).numpy()
         self._layer = layout.layer_bytes // layout.itemsize
         self._write = build_write_kernel(layout.head_dim)
         self._decode = build_decode_kernel(layout.head_dim)

@@ -64,27 +64,64 @@ class CpuDecoder:
         """
         x = self._first_activations(batch)  # [rows, hidden]
         delta = torch.zeros_like(x)
-        normed = torch.empty_like(x)
         for index, layer in enumerate(self.layers):
-            add_rms_norm(x.numpy(), delta.numpy(), layer.input_norm, self.shape.eps, normed.numpy())
-            qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]
-            rotary, norms = (self.cos, self.sin), (layer.q_norm, layer.k_norm)
-            pages.write(index, qkv, batch, rotary, norms, self.shape.eps)
-            if done is not None:
-                done(index + 1)
-            mixed = self._attend_batch(index, layer, qkv, batch, pages)
-            delta = self.wire.sum(layer.out(mixed))
-            add_rms_norm(x.numpy(), delta.numpy(), layer.mlp_norm, self.shape.eps, normed.numpy())
-            wide = layer.gate_up(normed)
-            narrow = wide.new_empty(wide.shape[0], self.mlp)
-            silu_and_mul(wide.numpy(), narrow.numpy())
-            delta = self.wire.sum(layer.down(narrow))
+            delta = self.compute_layer(index, layer, x, delta, batch, pages, done)
         return self._finish_stage(x, delta, batch)
+
+    def compute_layer(
+        self,
+        index: int,
+        layer: CpuLayer,
+        x: torch.Tensor,
+        delta: torch.Tensor,
+        batch: ForwardBatch,
+        pages: PagedAttention,
+        done: OnLayersDone | None = None,
+    ) -> torch.Tensor:
+        """One layer for the rows of a step. Adds `delta` to `x` [rows, hidden]; returns the change still to be added.
+
+        `index` is the layer's place in `pages`. `done` is as for `forward`.
+        """
+        normed = torch.empty_like(x)
+        add_rms_norm(x.numpy(), delta.numpy(), layer.input_norm, self.shape.eps, normed.numpy())
+        delta = self.wire.sum(layer.out(self._mix_values(index, layer, normed, batch, pages, done)))
+        add_rms_norm(x.numpy(), delta.numpy(), layer.mlp_norm, self.shape.eps, normed.numpy())
+        wide = layer.gate_up(normed)
+        narrow = wide.new_empty(wide.shape[0], self.mlp)
+        silu_and_mul(wide.numpy(), narrow.numpy())
+        return self.wire.sum(layer.down(narrow))
+
+    def _mix_values(
+        self,
+        index: int,
+        layer: CpuLayer,
+        normed: torch.Tensor,
+        batch: ForwardBatch,
+        pages: PagedAttention,
+        done: OnLayersDone | None,
+    ) -> torch.Tensor:
+        """Stores the keys and values of a layer's rows, and returns the attention output of all rows."""
+        qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]
+        rotary, norms = (self.cos, self.sin), (layer.q_norm, layer.k_norm)
+        pages.write(index, qkv, batch, rotary, norms, self.shape.eps)
+        if done is not None:
+            done(index + 1)
+        return self._attend_batch(index, layer, qkv, batch, pages)
+
+    def embed_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The input of the model's first layer, [tokens, hidden]."""
+        return self.embedding.index_select(0, tokens)
+
+    def compute_logits(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """The logits [rows, vocab] of rows behind the last layer, whose last change is `delta`."""
+        normed = torch.empty_like(x)
+        add_rms_norm(x.numpy(), delta.numpy(), self.norm, self.shape.eps, normed.numpy())
+        return self.head(normed) if len(normed) else normed.new_empty(0, self.head.outputs)
 
     def _first_activations(self, batch: ForwardBatch) -> torch.Tensor:
         """The input of this rank's first layer: token embeddings, or the activations of the stage before."""
         if self.place.first:
-            return self.embedding.index_select(0, batch.tokens)
+            return self.embed_tokens(batch.tokens)
         return self.wire.receive(len(batch.tokens))
 
     def _finish_stage(self, x: torch.Tensor, delta: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
@@ -92,11 +129,8 @@ class CpuDecoder:
         if not self.place.last:
             self.wire.send(x.add_(delta))
             return self.wire.collect(None, len(batch.wanted)) if self.place.rank == 0 else None
-        x, delta = x.index_select(0, batch.wanted), delta.index_select(0, batch.wanted)
-        normed = torch.empty_like(x)
-        add_rms_norm(x.numpy(), delta.numpy(), self.norm, self.shape.eps, normed.numpy())
-        logits = self.head(normed) if len(normed) else normed.new_empty(0, self.head.outputs)
-        return self.wire.collect(logits, len(normed))
+        logits = self.compute_logits(x.index_select(0, batch.wanted), delta.index_select(0, batch.wanted))
+        return self.wire.collect(logits, len(logits))
 
     def _attend_batch(
         self, index: int, layer: CpuLayer, qkv: torch.Tensor, batch: ForwardBatch, pages: PagedAttention

@@ -125,7 +125,9 @@ class CompiledAttention(CodedAttention):
     def __init__(self, pool: CodedPool, heads: int, angles: Angles) -> None:
         super().__init__(pool, heads)
         layout = pool.layout
-        self._flat, self._slab = pool.data.view(-1).numpy(), layout.chunk_bytes
+        # Slabs may lie further apart than they are long.
+        self._slab = pool.data.stride(0)
+        self._flat = pool.data.as_strided((self._slab * len(pool.data),), (1,)).numpy()
         family = find_family(pool.codecs, layout.head_dim)
         self._layer, self._page, self._constants = layout.layer_bytes, family.page, family.constants
         self._kernels, self._frame, self._heads = family.kernels, family.frame, family.heads

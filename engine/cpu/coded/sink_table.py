@@ -46,6 +46,12 @@ class SinkTable:
         memory = mmap.mmap(-1, 4 * math.prod(shape))
         self._rows = np.frombuffer(memory, np.float32).reshape(shape)
 
+    def view_layer(self, layer: int) -> SinkTable:
+        """A table of one layer, which has number 0 there, over the same memory."""
+        found = SinkTable.__new__(SinkTable)
+        found._rows = self._rows[:, layer : layer + 1]
+        return found
+
     def write(self, slots: list[int], layer: int, keys: Floats, values: Floats) -> None:
         """Store one layer of several sinks; keys and values are [slots, kv_heads, head_dim]."""
         self._rows[slots, layer, 0], self._rows[slots, layer, 1] = keys, values

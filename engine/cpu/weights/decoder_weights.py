@@ -184,9 +184,15 @@ def build_layer(section: WeightSection, window: int) -> CpuLayer:
 
 def build_weights(sections: dict[str, WeightSection], shape: ModelConfig, shard: Shard) -> DecoderWeights:
     """The weights of a rank from all its sections, by name."""
+    layers = [build_layer(sections[layer_section(i)], shape.windows[i]) for i in range(*shard.layers)]
+    return build_ends(sections, layers)
+
+
+def build_ends(sections: dict[str, WeightSection], layers: Sequence[CpuLayer] = ()) -> DecoderWeights:
+    """The weights outside the layers, from those of their sections that there are; `layers` are put beside them."""
     first, last = sections.get(FIRST_SECTION), sections.get(LAST_SECTION)
     return DecoderWeights(
-        [build_layer(sections[layer_section(i)], shape.windows[i]) for i in range(*shard.layers)],
+        layers,
         None if first is None else torch.from_numpy(first.arrays["embedding"]),
         None if last is None else last.arrays["norm"],
         None if last is None else PackedLinear(last.matrices["head"]),

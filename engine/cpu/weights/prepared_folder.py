@@ -59,17 +59,41 @@ class PreparedFolder:
         Raises:
             ModelError: the checkpoint does not match its config.
         """
-        path = self._folder / f"{self._key(reader)}.packed"
+        path = self._path(reader)
         try:
             found = _map_weights(path, reader)
             if found is None:
-                self._folder.mkdir(mode=0o700, exist_ok=True)
-                with _lock_file(path.with_suffix(".lock")):
+                with self._lock_path(path):
                     found = _map_weights(path, reader) or self._make_file(path, reader)
         except OSError as error:
             log.warning("the weights are not shared with other workers: %s", error)
             return read_weights(reader)
         return found
+
+    def prepare_file(self, reader: SectionReader) -> Path:
+        """The prepared file of a rank's weights, which is made first if there is none that is whole. Its key is the
+        path's stem.
+
+        Raises:
+            ModelError: the checkpoint does not match its config.
+            OSError: the file cannot be written.
+        """
+        path = self._path(reader)
+        if _map_weights(path, reader) is None:
+            with self._lock_path(path):
+                if _map_weights(path, reader) is None:
+                    self._make_file(path, reader)
+        return path
+
+    def _path(self, reader: SectionReader) -> Path:
+        return self._folder / f"{self._key(reader)}.packed"
+
+    @contextlib.contextmanager
+    def _lock_path(self, path: Path) -> Iterator[None]:
+        """Hold the lock of a file that is to be made. Raises OSError."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        with _lock_file(path.with_suffix(".lock")):
+            yield
 
     def _key(self, reader: SectionReader) -> str:
         """The name of the file of a rank's weights."""

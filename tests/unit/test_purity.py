@@ -17,6 +17,7 @@ PURE = {
     "router.requests.admission": (*HEAVY, "asyncio", "zmq"),
     "router.routing.fleet": (*HEAVY, "asyncio", "zmq"),
     "engine.scheduler": HEAVY,
+    "engine.block.engine": HEAVY,
     "kvcache.allocator": (*HEAVY, "asyncio", "zmq"),
     "diptych.keep_spec": HEAVY,
     "kvcache.kept_rows": ("torch", "ray", "numba", "scipy"),

@@ -1,0 +1,170 @@
+"""Which sequences are in a block, and what a step computes of each: slots, rooms for KV, batches. No torch, no clock.
+
+    waiting ──admit──▶ a row of a batch, and chunks of its KV room ──release──▶ (its place is free for another)
+
+A step (`plan_step`) has one token of every sequence that decodes and the prompts of those that came since the last
+one, batch by batch: FlexGen's column (section 4.2), in which sequences that end leave and others take their place. A
+sequence gets room for all its tokens when it is admitted, so that none ever has to wait in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from diptych.chunks import CHUNK_TOKENS
+from engine.block.policy import BlockPolicy
+from engine.block.sizes import batch_chunks
+from engine.sequence import Sequence, SequenceRefused, num_chunks
+
+
+@dataclass(slots=True)
+class BlockBatch:
+    """One batch of a block: its sequences by key, and the chunks of its KV room that are free."""
+
+    rows: int
+    free: list[int]
+    running: dict[str, Sequence] = field(default_factory=dict)
+
+    def has_room(self, chunks: int) -> bool:
+        """Whether another sequence with so many chunks fits."""
+        return len(self.running) < self.rows and len(self.free) >= chunks
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """Compute the next `count` tokens of a sequence of batch `batch`."""
+
+    batch: int
+    seq: Sequence
+    count: int
+
+
+class BlockSchedule:
+    """The sequences of one block engine. `max_model_len` is the most tokens of a sequence."""
+
+    def __init__(self, policy: BlockPolicy, max_model_len: int, max_waiting: int = 1024) -> None:
+        self.policy, self.max_model_len, self.max_waiting = policy, max_model_len, max_waiting
+        self.waiting: dict[str, Sequence] = {}
+        chunks = batch_chunks(policy)
+        self.batches = [BlockBatch(policy.rows, list(range(chunks))) for _ in range(policy.batches)]
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting) + self.num_running
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a place in the block."""
+        return sum(len(batch.running) for batch in self.batches)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All sequences, those in the block first."""
+        return chain(chain.from_iterable(one.running.values() for one in self.batches), self.waiting.values())
+
+    def find(self, key: str) -> Sequence | None:
+        """The sequence of this key, wherever it is."""
+        return next((seq for seq in self.sequences() if seq.key == key), None)
+
+    def needed_chunks(self, seq: Sequence) -> int:
+        """Chunks for all tokens that `seq` may ever have."""
+        most = seq.total + max(0, seq.sampling.max_tokens - len(seq.output))
+        return num_chunks(min(most, self.max_model_len))
+
+    def add(self, seq: Sequence, now_s: float) -> None:
+        """Queue a sequence.
+
+        Raises:
+            SequenceRefused: the queue is full ("overloaded"), or the sequence can never run in this block
+                ("out_of_memory", "internal_error").
+            ValueError: it is already here.
+        """
+        if self.find(seq.key) is not None:
+            raise ValueError(f"{seq.key} is already here")
+        if not 0 < seq.total <= self.max_model_len:
+            raise SequenceRefused(
+                "internal_error", f"{seq.total} tokens are not within 1 to {self.max_model_len}"
+            )
+        need, most = self.needed_chunks(seq), batch_chunks(self.policy)
+        if need > most:
+            what = f"it may need KV of {need * CHUNK_TOKENS} tokens, and a batch has room for {most * CHUNK_TOKENS}"
+            raise SequenceRefused("out_of_memory", what)
+        if seq.keep.evicts:
+            raise SequenceRefused("internal_error", "a block keeps all KV")
+        if len(self.waiting) >= self.max_waiting:
+            raise SequenceRefused("overloaded", "the worker's queue is full", f"{len(self.waiting)} wait")
+        self._arrivals += 1
+        seq.number, seq.arrived_s, seq.target = self._arrivals, now_s, seq.total
+        self.waiting[seq.key] = seq
+
+    def admit(self, now_s: float) -> list[Sequence]:
+        """Give places to waiting sequences, in order of arrival; those that do not fit let later ones pass."""
+        admitted = []
+        for seq in list(self.waiting.values()):
+            need = self.needed_chunks(seq)
+            batch = max(self.batches, key=lambda one: (one.has_room(need), len(one.free)))
+            if not seq.ready or not batch.has_room(need):
+                continue
+            del self.waiting[seq.key]
+            seq.slabs, batch.free = batch.free[:need], batch.free[need:]
+            seq.computed, seq.target = 0, seq.total
+            seq.started_s = now_s if seq.started_s is None else seq.started_s
+            batch.running[seq.key] = seq
+            admitted.append(seq)
+        return admitted
+
+    def release(self, key: str) -> Sequence:
+        """Forget a sequence, wherever it is; its room is free again. Raises KeyError if it is not here."""
+        if key in self.waiting:
+            return self.waiting.pop(key)
+        batch = next((one for one in self.batches if key in one.running), None)
+        if batch is None:
+            raise KeyError(key)
+        seq = batch.running.pop(key)
+        batch.free += seq.slabs
+        seq.slabs = []
+        return seq
+
+    def put_back(self, key: str) -> None:
+        """Let a sequence of the block wait again, at the head of the queue; it will be computed from its first token.
+
+        Raises KeyError if it is not here.
+        """
+        seq = self.release(key)
+        seq.computed, seq.target = 0, seq.total
+        self.waiting = {key: seq, **self.waiting}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything now."""
+        return self.num_running > 0 or any(seq.ready for seq in self.waiting.values())
+
+    def plan_step(self) -> list[SequenceStep]:
+        """What the next step computes, batch after batch.
+
+        A batch has at most the tokens that its room for activations holds; what is left of a prompt comes in the next
+        step.
+        """
+        room, steps = self.policy.rows * self.policy.prompt_tokens, []
+        for number, batch in enumerate(self.batches):
+            left = room
+            decoding = [seq for seq in batch.running.values() if seq.pending == 1]
+            others = [seq for seq in batch.running.values() if seq.pending > 1]
+            for seq in decoding + others:
+                count = min(seq.pending, left)
+                if count > 0:
+                    steps.append(SequenceStep(number, seq, count))
+                    left -= count
+        return steps
+
+    # ---- deadlines
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The earliest deadline of all sequences here."""
+        return min((seq.deadline_s for seq in self.sequences()), default=None)
+
+    def expired_keys(self, now_s: float) -> list[str]:
+        """Keys of the sequences whose time is up."""
+        return [seq.key for seq in self.sequences() if seq.deadline_s <= now_s]

@@ -1,0 +1,153 @@
+"""What a block needs of memory and disk, in bytes, and what it moves: predicted from the policy, before anything runs.
+
+Everything is counted in whole blocks of the disk and whole chunks of KV, as it is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diptych.chunks import CHUNK_TOKENS
+from diptych.errors import ConfigError
+from engine.block.policy import BlockPolicy
+
+# The unit of reading and writing past the page cache, in bytes.
+DISK_BLOCK = 4096
+# Rows of logits that are computed at once.
+LOGIT_ROWS = 64
+FLOAT_BYTES = 4
+GIB = 1 << 30
+
+
+def round_up(num_bytes: int) -> int:
+    """The whole blocks of the disk that `num_bytes` take, in bytes."""
+    return -(-num_bytes // DISK_BLOCK) * DISK_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class BlockModel:
+    """The sizes of a model, in bytes."""
+
+    # Of each layer's weights.
+    layer_bytes: Sequence[int]
+    # Of the weights outside the layers, which always stay in memory.
+    end_bytes: int
+    # Of one layer's KV of 64 tokens, in whole disk blocks.
+    chunk_bytes: int
+    # Of a token's activations.
+    hidden_bytes: int
+    # Of the activations of a unit with `policy.step_tokens` tokens, and of its logits.
+    step_bytes: int
+    # Of tables: angles, and the exact KV of first tokens.
+    table_bytes: int
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return len(self.layer_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNeeds:
+    """Bytes that a block needs, by what they are for."""
+
+    memory: dict[str, int]
+    disk: dict[str, int]
+
+    @property
+    def memory_bytes(self) -> int:
+        """All bytes of memory."""
+        return sum(self.memory.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """All bytes on disk."""
+        return sum(self.disk.values())
+
+
+def batch_chunks(policy: BlockPolicy) -> int:
+    """Chunks of KV for which a batch has room, in each layer."""
+    return policy.rows * -(-policy.sequence_tokens // CHUNK_TOKENS)
+
+
+def predict_needs(model: BlockModel, policy: BlockPolicy) -> BlockNeeds:
+    """The memory and the disk that a block needs. Weights on disk count as far as they are read from there."""
+    layers, windows = model.layers, 2 if policy.overlap else 1
+    resident = policy.resident_layers(layers)
+    streamed = [model.layer_bytes[index] for index in range(layers) if index not in resident]
+    kv_room = batch_chunks(policy) * model.chunk_bytes
+    kv_here = len(policy.kv_pairs_in_memory(layers))
+    kv_there = layers * policy.batches - kv_here
+    hidden_room = round_up(policy.rows * policy.prompt_tokens * model.hidden_bytes)
+    hidden_here = len(policy.hidden_batches_in_memory())
+    hidden_there = policy.batches - hidden_here
+    return BlockNeeds(
+        {
+            "weights": sum(model.layer_bytes[index] for index in resident) + model.end_bytes,
+            "weights being read": windows * max(streamed, default=0),
+            "KV": kv_here * kv_room,
+            "KV being read": windows * kv_room if kv_there else 0,
+            "activations": hidden_here * hidden_room,
+            "activations being read": windows * hidden_room if hidden_there else 0,
+            "steps": model.step_bytes,
+            "tables": model.table_bytes,
+        },
+        {
+            "weights": sum(streamed),
+            "KV": kv_there * kv_room,
+            "activations": hidden_there * hidden_room,
+        },
+    )
+
+
+def check_caps(
+    model: BlockModel, policy: BlockPolicy, memory_bytes: int | None, disk_bytes: int | None
+) -> BlockNeeds:
+    """What a block needs, if it keeps within the caps.
+
+    Raises:
+        ConfigError: it does not; the error names what the policy needs, and the least that the model needs.
+    """
+    needs = predict_needs(model, policy)
+    caps = (("memory", needs.memory_bytes, memory_bytes), ("disk", needs.disk_bytes, disk_bytes))
+    for name, needed, cap in caps:
+        if cap is not None and needed > cap:
+            least = least_needs(model, policy)
+            least_bytes = least.memory_bytes if name == "memory" else 0
+            parts = needs.memory if name == "memory" else needs.disk
+            listed = ", ".join(f"{what} {_show(size)}" for what, size in parts.items() if size)
+            raise ConfigError(
+                f"bulk work does not fit: it needs {_show(needed)} of {name}, and may take {_show(cap)}",
+                f"{listed}\nthe least for this model is {_show(least_bytes)} of {name}",
+                f"use --bulk-{name}-bytes {needed}, or another --bulk-policy",
+            )
+    return needs
+
+
+def least_needs(model: BlockModel, policy: BlockPolicy) -> BlockNeeds:
+    """The needs of the smallest block of the same kinds, one sequence with everything on disk: the least memory."""
+    return predict_needs(model, smallest_policy(policy))
+
+
+def smallest_policy(policy: BlockPolicy) -> BlockPolicy:
+    """The policy of the same kinds and lengths that takes the least memory."""
+    return BlockPolicy(
+        rows=1,
+        batches=1,
+        prompt_tokens=policy.prompt_tokens,
+        output_tokens=policy.output_tokens,
+        weights_in_memory=0.0,
+        kv_in_memory=0.0,
+        hidden_in_memory=0.0,
+        weight_kind=policy.weight_kind,
+        kv_codec=policy.kv_codec,
+        overlap=False,
+        step_tokens=policy.step_tokens,
+    )
+
+
+def _show(num_bytes: int) -> str:
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,142 @@
+"""The places of a block: who is admitted, what a step computes, and that no room is lost or given twice."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import KeepSpec
+from diptych.request import SamplingParams
+from engine.block.policy import BlockPolicy
+from engine.block.schedule import BlockSchedule
+from engine.block.sizes import BlockModel, batch_chunks, check_caps, predict_needs, smallest_policy
+from engine.block.units import cut_works
+from engine.sequence import Sequence, SequenceRefused
+from engine.step_work import StepWork
+
+POLICY = BlockPolicy(rows=2, batches=3, prompt_tokens=100, output_tokens=28)
+
+
+def ask(name: str, prompt: int, max_tokens: int = 8) -> Sequence:
+    return Sequence(
+        name, 1, [1] * prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0), math.inf
+    )
+
+
+def test_sequences_take_places_in_order_of_arrival_and_small_ones_pass() -> None:
+    schedule = BlockSchedule(POLICY, 1000)
+    # A batch has room for four chunks.
+    assert batch_chunks(POLICY) == 4
+    for name, prompt in (("a", 150), ("b", 150), ("c", 150), ("d", 100), ("e", 20)):
+        schedule.add(ask(name, prompt), 0.0)
+    assert [seq.id for seq in schedule.admit(0.0)] == ["a", "b", "c", "e"]
+    assert [seq.id for seq in schedule.waiting.values()] == ["d"]
+    schedule.release("a#1")
+    assert [seq.id for seq in schedule.admit(0.0)] == ["d"]
+
+
+def test_a_step_has_a_token_of_each_that_decodes_and_prompts_within_the_room() -> None:
+    schedule = BlockSchedule(BlockPolicy(2, 1, 100, 60), 1000)
+    for name, prompt in (("long", 180), ("short", 50)):
+        schedule.add(ask(name, prompt), 0.0)
+    schedule.admit(0.0)
+    assert [(one.seq.id, one.count) for one in schedule.plan_step()] == [("long", 180), ("short", 20)]
+    for one in schedule.plan_step():
+        one.seq.computed += one.count
+    assert [(one.seq.id, one.count) for one in schedule.plan_step()] == [("short", 30)]
+    long = schedule.find("long#1")
+    assert long is not None
+    long.output.append(7)
+    assert [(one.seq.id, one.count) for one in schedule.plan_step()] == [("long", 1), ("short", 30)]
+
+
+def test_what_can_never_run_is_refused() -> None:
+    schedule = BlockSchedule(POLICY, 300, max_waiting=1)
+    for seq, code in (
+        (ask("large", 248), None),
+        (ask("larger", 250, max_tokens=30), "out_of_memory"),
+        (ask("longer", 301), "internal_error"),
+        (ask("empty", 0), "internal_error"),
+        (ask("next", 1), "overloaded"),
+    ):
+        if code is None:
+            schedule.add(seq, 0.0)
+            continue
+        with pytest.raises(SequenceRefused) as caught:
+            schedule.add(seq, 0.0)
+        assert caught.value.code == code
+    evicting = ask("evicting", 10)
+    evicting.keep = KeepSpec(0.5)
+    with pytest.raises(SequenceRefused):
+        BlockSchedule(POLICY, 300).add(evicting, 0.0)
+    with pytest.raises(ValueError, match="already here"):
+        schedule.add(ask("large", 10), 0.0)
+
+
+def test_no_room_is_lost_or_given_twice() -> None:
+    draw, schedule, count = random.Random(1), BlockSchedule(POLICY, 1000), 0
+    for _ in range(2000):
+        kind = draw.randrange(4)
+        if kind == 0:
+            count += 1
+            schedule.add(ask(f"r{count}", draw.randrange(1, 200)), 0.0)
+        elif kind == 1:
+            schedule.admit(0.0)
+        elif len(schedule):
+            key = draw.choice([seq.key for seq in schedule.sequences()])
+            (schedule.put_back if kind == 2 and key not in schedule.waiting else schedule.release)(key)
+        for batch in schedule.batches:
+            held = [chunk for seq in batch.running.values() for chunk in seq.slabs]
+            assert sorted(held + batch.free) == list(range(batch_chunks(POLICY)))
+            assert len(batch.running) <= POLICY.rows
+
+
+def test_works_are_cut_into_units_and_put_together_again() -> None:
+    draw = random.Random(2)
+    for _ in range(200):
+        works = [
+            StepWork(
+                list(range(draw.randrange(1, 40))),
+                draw.choice((0, 7)),
+                [0],
+                draw.choice(("last", "all", "none")),
+                5,
+            )
+            for _ in range(draw.randrange(1, 6))
+        ]
+        most = draw.randrange(1, 30)
+        pieces = cut_works(works, most)
+        assert all(0 < sum(len(part.work.tokens) for part in piece) <= most for piece in pieces)
+        parts = [part for piece in pieces for part in piece]
+        for index, work in enumerate(works):
+            mine = [part for part in parts if part.index == index]
+            assert sum((part.work.tokens for part in mine), []) == work.tokens
+            assert [part.work.start for part in mine] == [
+                work.start + sum(len(other.work.tokens) for other in mine[:i]) for i in range(len(mine))
+            ]
+            assert sum(part.work.wanted for part in mine) == work.wanted
+            assert [part.row for part in mine] == [
+                sum(other.work.wanted for other in mine[:i]) for i in range(len(mine))
+            ]
+
+
+def test_needs_are_sums_of_rooms() -> None:
+    model = BlockModel([100, 200, 300, 400], 50, 4096, 40, 7, 3)
+    policy = BlockPolicy(
+        2, 3, 100, 28, weights_in_memory=0.5, kv_in_memory=0.25, hidden_in_memory=1 / 3, overlap=True
+    )
+    needs = predict_needs(model, policy)
+    # Layers 1 and 3 stay; of the others the largest is read into two buffers.
+    assert needs.memory["weights"] == 600 + 50 and needs.memory["weights being read"] == 600
+    assert needs.disk["weights"] == 400
+    room = 4 * 4096
+    assert needs.memory["KV"] == 3 * room and needs.disk["KV"] == 9 * room
+    assert needs.memory["KV being read"] == 2 * room
+    assert needs.memory["activations"] == 8192 and needs.disk["activations"] == 2 * 8192
+    assert needs.memory_bytes == sum(needs.memory.values())
+    assert check_caps(model, policy, needs.memory_bytes, needs.disk_bytes) == needs
+    assert predict_needs(model, smallest_policy(policy)).memory_bytes < needs.memory_bytes
+    assert CHUNK_TOKENS == 64

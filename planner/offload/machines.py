@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from diptych.chunks import CHUNK_TOKENS
 from planner.offload.terms import (
     BlockCosts,
     BlockShape,
@@ -20,10 +21,11 @@ from planner.offload.terms import (
     OffloadWorkload,
     ShareCosts,
     TimedResource,
+    whole_chunks,
 )
 
-# The places of shares that the CPU does not use: the middle tier, and activations on disk.
-MIDDLE_SHARES, HIDDEN_ON_DISK = (1, 4, 7), 8
+# The places of shares that the CPU does not use: the middle tier.
+MIDDLE_SHARES = (1, 4, 7)
 
 
 class OffloadMachine(Protocol):
@@ -164,16 +166,20 @@ class HostMachine:
         passes = block.batches * -(-work.prompt_tokens * block.rows // self.step_tokens)
         pairs = tokens * work.prompt_tokens / 2 * model.attention_flops
         read = _on_disk(weights, 0.0, 0.0, self.disk_read)
-        prefill_disk = read + _on_disk(0.0, kv * work.prompt_tokens, 0.0, self.disk_write)
-        decode_disk = read + _on_disk(0.0, kv * work.mean_context, 0.0, self.disk_read)
-        decode_disk += _on_disk(0.0, kv, 0.0, self.disk_write)
+        hidden = model.token_hidden_bytes * tokens
+        prefill_disk = read + _on_disk(0.0, 0.0, hidden, self.disk_read)
+        prefill_disk += _on_disk(0.0, kv * whole_chunks(work.prompt_tokens), hidden, self.disk_write)
+        # A step reads whole chunks, and writes the one that it adds a token to.
+        token = model.token_hidden_bytes * block.sequences
+        decode_disk = read + _on_disk(0.0, kv * work.mean_read, token, self.disk_read)
+        decode_disk += _on_disk(0.0, kv * CHUNK_TOKENS, token, self.disk_write)
         decode_s = pass_s * block.batches + row_s * block.sequences
         decode_s += kv * work.mean_context / self.attention
         return BlockCosts(
             self._resources(prefill_disk, passes * pass_s + tokens * row_s + pairs / self.prompt_attention),
             self._resources(decode_disk, decode_s),
             self._memories(model, work, block),
-            (*MIDDLE_SHARES, HIDDEN_ON_DISK),
+            MIDDLE_SHARES,
             self.end_row_s * block.sequences,
             self.end_row_s * block.sequences,
         )
@@ -188,15 +194,17 @@ class HostMachine:
         self, model: OffloadModel, work: OffloadWorkload, block: BlockShape
     ) -> tuple[BoundedMemory, ...]:
         weights = model.layer_bytes * model.layers
-        batch_kv = model.token_kv_bytes * work.total_tokens * block.rows
+        batch_kv = model.token_kv_bytes * whole_chunks(work.total_tokens) * block.rows
         kv = batch_kv * block.batches * model.layers
-        hidden = 2 * model.token_hidden_bytes * work.prompt_tokens * block.sequences
+        batch_hidden = model.token_hidden_bytes * work.prompt_tokens * block.rows
+        hidden = batch_hidden * block.batches
         ahead = min(self.ring, model.layers) * model.layer_bytes
         scratch = self.step_tokens * (5 * model.hidden + 3 * model.ffn) * model.hidden_bytes
         # The buffers for reading ahead, of layers and of two batches' KV, are there whatever the shares are.
         constant = model.end_bytes + scratch + ahead + 2 * batch_kv
-        memory = ShareCosts((weights, 0.0, 0.0), (kv, 0.0, 0.0), (hidden, 0.0, 0.0), constant)
-        disk = ShareCosts((0.0, 0.0, weights), (0.0, 0.0, kv))
+        windows = 2 * batch_hidden
+        memory = ShareCosts((weights, 0.0, 0.0), (kv, 0.0, 0.0), (hidden, 0.0, windows), constant)
+        disk = ShareCosts((0.0, 0.0, weights), (0.0, 0.0, kv), (0.0, 0.0, hidden))
         return (
             BoundedMemory("memory", memory, self.memory_bytes),
             BoundedMemory("disk", disk, self.disk_bytes),

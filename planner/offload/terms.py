@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from diptych.chunks import CHUNK_TOKENS
 from planner.costs.model import ModelDims
 
 # Weights, KV and activations, each over three tiers: the fastest first.
@@ -78,6 +79,11 @@ class OffloadModel:
         return replace(self, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
 
 
+def whole_chunks(tokens: int) -> int:
+    """The tokens for which there is room in the chunks that hold `tokens` tokens."""
+    return -(-tokens // CHUNK_TOKENS) * CHUNK_TOKENS
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadWorkload:
     """Sequences with equal lengths: `prompt_tokens` are read, and `output_tokens` generated."""
@@ -89,6 +95,12 @@ class OffloadWorkload:
     def mean_context(self) -> float:
         """Tokens that a generated token attends to, on average."""
         return self.prompt_tokens + self.output_tokens / 2
+
+    @property
+    def mean_read(self) -> float:
+        """Tokens whose KV a decode step reads where it moves in whole chunks, on average."""
+        steps = max(1, self.output_tokens - 1)
+        return sum(whole_chunks(self.prompt_tokens + i) for i in range(steps)) / steps
 
     @property
     def total_tokens(self) -> int:

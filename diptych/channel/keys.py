@@ -11,7 +11,7 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,10 +76,29 @@ def copy_worker_keys(folder: Path | str, workers: Path | str) -> None:
     Raises:
         ConfigError: a key file is missing, unreadable or open to others, or `workers` cannot be written.
     """
-    found = {name: _read_key_file(Path(folder) / name) for name in WORKER_FILES}
-    with _writable_folder(Path(workers)):
-        for name, key in found.items():
-            _write_private(Path(workers) / name, key)
+    write_worker_keys(workers, read_worker_keys(folder))
+
+
+def read_worker_keys(folder: Path | str) -> dict[str, bytes]:
+    """What a worker needs of the keys in `folder`, by file name; the gateway's secret key is not among them.
+
+    Raises:
+        ConfigError: a key file is missing, unreadable or open to others.
+    """
+    return {name: _read_key_file(Path(folder) / name) for name in WORKER_FILES}
+
+
+def write_worker_keys(folder: Path | str, keys: Mapping[str, bytes]) -> None:
+    """Write a worker's `keys`, by file name, into `folder` (created if missing, mode 0700; files 0600).
+
+    Raises:
+        ConfigError: the folder cannot be written, or a name is not that of a worker's key file.
+    """
+    if not keys.keys() <= set(WORKER_FILES):
+        raise ConfigError("these are no keys of a worker", ", ".join(sorted(keys)))
+    with _writable_folder(Path(folder)):
+        for name, key in keys.items():
+            _write_private(Path(folder) / name, key)
 
 
 @contextlib.contextmanager
@@ -156,8 +175,9 @@ class KeyBackup:
     processes start. Several processes may keep a backup of the same folder.
     """
 
-    def __init__(self, folder: Path | str) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: Path | str, names: Sequence[str] = KEY_FILES) -> None:
+        """`names` are the key files to keep: a worker keeps `WORKER_FILES` only."""
+        self._folder, self._names = Path(folder), tuple(names)
         self._kept: dict[str, bytes] = {}
 
     def restore_keys(self) -> None:
@@ -167,7 +187,7 @@ class KeyBackup:
             OSError: a key cannot be written.
             ConfigError: the folder, its parent, or a file belongs to another user, or is open to others.
         """
-        for name in KEY_FILES:
+        for name in self._names:
             path = self._folder / name
             found = _read_key_file(path) if path.exists() else b""
             if _is_valid_key(name, found):

@@ -279,18 +279,9 @@ def calibration_path(config: Config) -> str:
     return str(config.kv_cache_calibration.absolute()) if config.kv_cache_calibration else ""
 
 
-async def resolve_model(config: Config, num_workers: int) -> ProbedModel:
-    """Find the model of these settings for `num_workers` workers on this machine; with 0 no weights are needed.
-
-    A model from the hub may have to be downloaded, which cannot be cancelled within a process. It is therefore probed
-    by another process, `services.host.model_probe_main`.
-
-    Raises:
-        ConfigError: this machine has too few cores for the ranks, or KV cannot be coded this way.
-        ModelError: the model is not found, incomplete, not supported, cannot be split this way, or does not fit; the
-            error shows the memory arithmetic. Or its calibration cannot be read.
-    """
-    question = ProbeRequest(
+def probe_request(config: Config, num_workers: int) -> ProbeRequest:
+    """The question for the model of these settings, for `num_workers` workers that share a machine's memory."""
+    return ProbeRequest(
         config.model,
         config.revision,
         config.max_model_len,
@@ -308,6 +299,20 @@ async def resolve_model(config: Config, num_workers: int) -> ProbedModel:
         config.kv_quality_budget,
         config.kv_keep,
     )
+
+
+async def resolve_model(config: Config, num_workers: int) -> ProbedModel:
+    """Find the model of these settings for `num_workers` workers on this machine; with 0 no weights are needed.
+
+    A model from the hub may have to be downloaded, which cannot be cancelled within a process. It is therefore probed
+    by another process, `services.host.model_probe_main`.
+
+    Raises:
+        ConfigError: this machine has too few cores for the ranks, or KV cannot be coded this way.
+        ModelError: the model is not found, incomplete, not supported, cannot be split this way, or does not fit; the
+            error shows the memory arithmetic. Or its calibration cannot be read.
+    """
+    question = probe_request(config, num_workers)
     if config.model == EMBEDDED_MODEL or is_folder_name(config.model):
         return probe_model(question)
     return await _probe_in_process(question)

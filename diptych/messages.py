@@ -221,6 +221,8 @@ class Hello(ChannelMessage, frozen=True):
     kv_auto: bool = False
     # The KV classes in which this worker can evict (`diptych.keep_spec`); other classes keep everything.
     keep_classes: list[str] = []
+    # Where the worker's log lies on its host; empty if it does not say.
+    log_file: str = ""
 
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.

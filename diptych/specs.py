@@ -73,6 +73,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     log_level: str = "warning"
     # One of `diptych.logs.log_format.LOG_FORMATS`.
     log_format: str = "text"
+    # Where this worker's log lies on its node, for /status; empty if nobody has to look for it.
+    log_file: str = ""
 
 
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -31,6 +31,8 @@ class Listing:
     shown: str = ""
     # Whether the setting is left out of --help and shown only by --help-all.
     rare: bool = False
+    # Commands whose --help leaves the setting out, although others show it.
+    rare_for: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,11 @@ class SettingSpec:
 
 def list_settings(config: type[BaseModel], command: str | None = None) -> list[SettingSpec]:
     """All settings declared in `config`, in order; only those of one command when it is named."""
-    found = [_describe_field(name, field) for name, field in config.model_fields.items()]
+    found = [_describe_field(name, field, command) for name, field in config.model_fields.items()]
     return [one for one in found if command is None or command in one.commands]
 
 
-def _describe_field(name: str, field: FieldInfo) -> SettingSpec:
+def _describe_field(name: str, field: FieldInfo, command: str | None) -> SettingSpec:
     listing = next(one for one in field.metadata if isinstance(one, Listing))
     # In `Annotated[int, kind] | None`, pydantic keeps the kind inside the annotation.
     inner = [one for part in get_args(field.annotation) for one in getattr(part, "__metadata__", ())]
@@ -78,5 +80,5 @@ def _describe_field(name: str, field: FieldInfo) -> SettingSpec:
         group=listing.group,
         commands=listing.commands,
         shown=listing.shown or format_value(field.default),
-        rare=listing.rare,
+        rare=listing.rare or command in listing.rare_for,
     )

@@ -98,7 +98,7 @@ class Config(BaseSettings):
         default=None, description="Jinja chat template"
     )
     generation_config: Annotated[str, text("model|none|DIR"), Listing(MODEL, GATEWAY_COMMANDS)] = Field(
-        default="model", description="Whose generation_config.json has the sampling defaults"
+        default="model", description="Source of sampling defaults"
     )
 
     prefill: Annotated[Count, Listing(POOLS, GATEWAY_COMMANDS)] = Field(
@@ -152,6 +152,19 @@ class Config(BaseSettings):
     )
     replan_interval_s: Annotated[DurationS, Listing(REPLAN, rare=True)] = Field(
         default=1.0, description="How often the gateway is asked for traffic"
+    )
+
+    ray_address: Annotated[
+        Annotated[str, text("auto|HOST:PORT")] | None, Listing(POOLS, shown="this machine")
+    ] = Field(default=None, description="Ray cluster whose nodes run the workers")
+    ray_namespace: Annotated[str, text("NAME"), Listing(POOLS, rare=True)] = Field(
+        default="diptych", description="Name of this deployment in the cluster"
+    )
+    prefill_resources: Annotated[tuple[str, ...], texts("NAME=AMOUNT"), Listing(POOLS, rare=True)] = Field(
+        default=(), description="Ray resources of each prefill worker, beside its devices"
+    )
+    decode_resources: Annotated[tuple[str, ...], texts("NAME=AMOUNT"), Listing(POOLS, rare=True)] = Field(
+        default=(), description="Ray resources of each decode worker, beside its devices"
     )
 
     max_num_seqs: Annotated[PositiveCount, Listing(ENGINE, WORKER_COMMANDS)] = Field(
@@ -273,9 +286,10 @@ class Config(BaseSettings):
         Field(default=None, description="What this worker does")
     )
     channel: Annotated[
-        Annotated[str, text("tcp://HOST:PORT")] | None, Listing(SINGLE_PART, PART_COMMANDS)
+        Annotated[str, text("tcp://HOST:PORT")] | None,
+        Listing(SINGLE_PART, ALL_COMMANDS, rare_for=("serve",)),
     ] = Field(default=None, description="The gateway's channel for workers")
-    keys_dir: Annotated[FolderPath | None, Listing(SINGLE_PART, PART_COMMANDS)] = Field(
+    keys_dir: Annotated[FolderPath | None, Listing(SINGLE_PART, ALL_COMMANDS, rare_for=("serve",))] = Field(
         default=None, description="Channel keys, made by `diptych keys`"
     )
     name: Annotated[

@@ -11,7 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -25,7 +25,7 @@ from services.host.supervisor import ChildStatus, Supervisor
 # Imported for types only. Ray itself is imported later: that takes about a second, in which the gateway starts
 # already.
 if TYPE_CHECKING:
-    from services.cluster.ray_cluster import RayCluster, RayWorker
+    from services.cluster.ray_cluster import RayCluster
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,18 @@ GATEWAY = "gateway"
 RAY = "ray"
 
 
+class WorkerHandle(Protocol):
+    """A worker that Ray has placed, as its deployment knows it."""
+
+    name: str
+
+    async def next_status(self, timeout_s: float) -> ChildStatus | None:
+        """The next new status; None if there is none in time."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop the worker; kill it after `grace_s` seconds."""
+
+
 class LocalDeployment:
     """A gateway, and workers under a Ray head. `on_status` is called with every change of a status."""
 
@@ -48,7 +60,7 @@ class LocalDeployment:
         self._plan, self._on_status = plan, on_status
         # `start_workers` sets this attribute.
         self._head: RayCluster
-        self.workers: dict[str, RayWorker] = {}
+        self.workers: dict[str, WorkerHandle] = {}
         # The specification that each worker was started with.
         self.specs: dict[str, WorkerSpec] = {}
         self.statuses: dict[str, ChildStatus] = {}  # the latest status of each worker
@@ -70,6 +82,10 @@ class LocalDeployment:
     def start_gateway(self) -> None:
         """Make this deployment's keys and start the gateway's process. The Ray head may start later."""
         make_keys(self._plan.gateway.keys_dir)
+        self._start_gateway_process()
+
+    def _start_gateway_process(self) -> None:
+        """Start the gateway's process, whose keys are there, and watch it."""
         self._gateway.start()
         self._watchers.append(asyncio.create_task(self._watch_gateway()))
 
@@ -85,7 +101,11 @@ class LocalDeployment:
 
     def _launch_worker(self, spec: WorkerSpec) -> None:
         """Start the actor of a worker and a task that watches it."""
-        worker = self._head.launch_worker(spec, self._plan.log_path(spec.worker), self._plan.worker_module)
+        log_path = self._plan.log_path(spec.worker)
+        self._record_worker(self._head.launch_worker(spec, log_path, self._plan.worker_module), spec)
+
+    def _record_worker(self, worker: WorkerHandle, spec: WorkerSpec) -> None:
+        """Record a worker that was started with this specification, and watch it."""
         self.workers[spec.worker], self.specs[spec.worker] = worker, spec
         self.statuses[spec.worker] = ChildStatus(spec.worker)
         self._worker_watchers[spec.worker] = asyncio.create_task(self._watch_worker(worker))
@@ -116,6 +136,15 @@ class LocalDeployment:
         """
         like = next(spec for spec in self._plan.workers if spec.role == role)
         devices = like.tp * like.pp
+        self._check_budget(role, devices)
+        name = f"{role}-{self._started_count[role]}"
+        self._started_count[role] += 1
+        self._head.groups.reserve_group((Bundle(name, devices),))
+        self._launch_worker(msgspec.structs.replace(like, worker=name, core=self._pick_core(like)))
+        return name
+
+    def _check_budget(self, role: str, devices: int) -> None:
+        """Raises StartError if so many more devices may not be held, or Ray is lost."""
         if self.held_devices + devices > self._plan.device_budget:
             why = (
                 f"{self.held_devices} of {self._plan.device_budget} devices are held, and it needs {devices}"
@@ -123,11 +152,6 @@ class LocalDeployment:
             raise StartError(f"no room for another {role} worker", why)
         if self._ray_lost:
             raise StartError(f"no {role} worker can be started", "the control plane is lost")
-        name = f"{role}-{self._started_count[role]}"
-        self._started_count[role] += 1
-        self._head.groups.reserve_group((Bundle(name, devices),))
-        self._launch_worker(msgspec.structs.replace(like, worker=name, core=self._pick_core(like)))
-        return name
 
     async def remove_worker(self, name: str) -> None:
         """Kill what is left of a worker and release its devices. Idempotent."""
@@ -174,7 +198,7 @@ class LocalDeployment:
             if status.state == "stopped":
                 return
 
-    async def _watch_worker(self, worker: RayWorker) -> None:
+    async def _watch_worker(self, worker: WorkerHandle) -> None:
         """Report each new status of a worker until it has stopped or retired."""
         while True:
             status = await worker.next_status(STATUS_WAIT_S)

@@ -13,10 +13,35 @@ SUPERVISOR_DIED = "its supervisor died"
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The devices that a worker needs on one node; bundles of the same group are on the same node."""
+    """The devices that a worker needs on one node; bundles of the same group are on the same node.
+
+    `resources` are the Ray resources that it takes; without any, one CPU for each device.
+    """
 
     worker: str
     devices: int = 1
+    resources: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def demand(self) -> dict[str, float]:
+        """The Ray resources that it takes, by name."""
+        return dict(self.resources) or {"CPU": float(self.devices)}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """How a deployment runs in a Ray cluster that others started.
+
+    `namespace` is the deployment's name in the cluster. Each node looks for the model by `question`, a
+    `services.host.model_probe.ProbeRequest` in JSON, for at most `max_workers` workers. `node_keys_dir`
+    is a folder with the workers' keys on every node; empty if they are sent, sealed.
+    """
+
+    namespace: str
+    question: str
+    max_workers: int
+    node_keys_dir: str = ""
+    pin_cores: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,6 +229,7 @@ class LiveHealthProbes(HealthProbes):
             "keep_classes": hello.keep_classes,
             "host": hello.host,
             "pid": hello.pid,
+            "log_file": hello.log_file,
             "silent_s": round(self._backend.clock() - member.seen_s, 3),
             "stats": msgspec.structs.asdict(member.stats),
         }

@@ -10,6 +10,8 @@ from pathlib import Path
 
 # The folder that holds the packages. Children import from it, whatever their working directory is.
 PACKAGES_ROOT = Path(__file__).parents[2]
+# For how many seconds Ray's processes live on after the loss of its head.
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 QUIET_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # This is the only way to make all processes of Ray listen on 127.0.0.1 alone.
@@ -18,7 +20,7 @@ QUIET_RAY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # By default all processes of Ray, and this one, end 60 s after Ray's head has died. With this time of a year the
     # deployment serves on without a head; only the number of its workers can no longer change.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": str(365 * 86400),
+    RECONNECT_VARIABLE: str(365 * 86400),
     # By default actors and their workers run at nice 15, below all other programs.
     "RAY_worker_niceness": "0",
     # By default Ray kills workers when other programs use the memory.
@@ -41,6 +43,24 @@ def prepare_ray_environment(environ: MutableMapping[str, str]) -> None:
     for name in [name for name in environ if name.startswith("RAY_") or name in SECRET_VARIABLES]:
         del environ[name]
     environ.update(QUIET_RAY, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    environ.update(import_path_environment(environ))
+
+
+def prepare_joined_environment(environ: MutableMapping[str, str]) -> None:
+    """Set the environment for joining a Ray cluster that others started; what it says of that cluster is kept.
+
+    Ray's token is used wherever it lies (`RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH` or `~/.ray/auth_token`), even if
+    `RAY_AUTH_MODE` is not set: Ray itself would ignore it for an address that is given. The secrets of this deployment
+    have been read already and are removed. Must be called before Ray is imported.
+    """
+    assert "ray" not in sys.modules, "too late: Ray has read the environment"
+    for name in SECRET_VARIABLES:
+        environ.pop(name, None)
+    has_token = "RAY_AUTH_TOKEN" in environ or "RAY_AUTH_TOKEN_PATH" in environ
+    if "RAY_AUTH_MODE" not in environ and (has_token or (Path.home() / ".ray" / "auth_token").is_file()):
+        environ["RAY_AUTH_MODE"] = "token"
+    for name in ("RAY_USAGE_STATS_ENABLED", RECONNECT_VARIABLE):
+        environ.setdefault(name, QUIET_RAY[name])
     environ.update(import_path_environment(environ))
 
 

@@ -232,6 +232,7 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         kv_losses=dict(built.kv_losses),
         kv_auto=built.kv_auto,
         keep_classes=list(built.keep_classes),
+        log_file=life.spec.log_file,
     )
 
 

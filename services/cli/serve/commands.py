@@ -13,7 +13,7 @@ from typing import Any
 
 from diptych.config.load import LoadedConfig, check_slo_target
 from services.cli.serve.settings_flags import bind_settings
-from services.host.child_environment import prepare_ray_environment
+from services.host.child_environment import prepare_joined_environment, prepare_ray_environment
 from services.host.process_guard import run_guarded, run_guarded_with_folder
 
 
@@ -26,9 +26,13 @@ def _run_serve(loaded: LoadedConfig) -> int:
     settled, answer = _lazy_function("from_plan", "apply_plan")(loaded)
     check_slo_target(settled)
     _lazy_function("replan_checks", "check_replan_settings")(settled)
+    _lazy_function("cluster_settings", "check_cluster_settings")(settled)
 
     def run(folder: Path) -> int:
-        prepare_ray_environment(os.environ)
+        if settled.config.ray_address is None:
+            prepare_ray_environment(os.environ)
+        else:
+            prepare_joined_environment(os.environ)
         return int(_lazy_function("launch", "run_serve")(settled, answer, folder))
 
     return run_guarded_with_folder(run)

@@ -46,7 +46,9 @@ def apply_plan(loaded: LoadedConfig) -> tuple[LoadedConfig, PlanFile | None]:
             f"by the plan {path} and by {loaded.origins[twice[0]]}",
             "leave out one of them",
         )
-    _check_devices(plan)
+    _check_device_kind(plan, loaded.config)
+    if loaded.config.ray_address is None:
+        _check_cores(plan)
     given = _pool_settings(plan) | {"model": _planned_model(loaded, plan)} | _slo_settings(loaded, plan)
     given |= _verified_settings(loaded, plan)
     assert given.keys() <= Config.model_fields.keys()  # `model_copy` does not check
@@ -140,23 +142,33 @@ def _split_settings(name: str, started: Placement, *roles: str) -> dict[str, int
     return {f"{name}_tp": splits[0].tp, f"{name}_pp": splits[0].pp}
 
 
-def _check_devices(plan: PlanFile) -> None:
-    """Raises ConfigError if this machine lacks the plan's devices; workers compute on its CPU cores."""
-    cores, wanted = len(os.sched_getaffinity(0)), plan.placement.devices
+def _check_device_kind(plan: PlanFile, config: Config) -> None:
+    """Raises ConfigError if the plan is for other devices than workers compute on, which are CPU cores."""
     other = sorted(
         {pool.device for pool in plan.pools if pool.device and not pool.device.lower().startswith("cpu")}
     )
+    if not other or config.device == "cuda":
+        return
+    cores = len(os.sched_getaffinity(0))
     here = f"workers compute on the cores of this machine, which are {cores}"
-    if other:
-        raise ConfigError(
-            f"the plan is for {wanted} devices of the kind {', '.join(other)}",
-            here,
-            f"plan for what is here: diptych plan --device cpu --nodes 1 --gpus-per-node {cores}",
-        )
+    size = f"--nodes 1 --gpus-per-node {cores}"
+    if config.ray_address is not None:
+        here = "workers compute on the cores of the Ray cluster's nodes"
+        size = "--nodes N --gpus-per-node CORES"
+    raise ConfigError(
+        f"the plan is for {plan.placement.devices} devices of the kind {', '.join(other)}",
+        here,
+        f"plan for what is here: diptych plan --device cpu {size}",
+    )
+
+
+def _check_cores(plan: PlanFile) -> None:
+    """Raises ConfigError if this machine lacks the plan's devices; workers compute on its CPU cores."""
+    cores, wanted = len(os.sched_getaffinity(0)), plan.placement.devices
     if wanted > cores:
         raise ConfigError(
             f"the plan is for {wanted} cores",
-            here,
+            f"workers compute on the cores of this machine, which are {cores}",
             f"plan with --nodes 1 --gpus-per-node {cores}; or share cores, without a prediction: {_pool_flags(plan)}",
         )
 

@@ -63,12 +63,21 @@ def run_serve(loaded: LoadedConfig, answer: PlanFile | None, folder: Path) -> in
     try:
         # Ray writes its processes' messages to standard output. They belong into the logs.
         with _open_ray_log(logs) as ray_log, contextlib.redirect_stdout(ray_log):
-            return asyncio.run(ServeRun(loaded, answer, folder, logs, view).run_until_stopped())
+            return asyncio.run(_choose_run(config)(loaded, answer, folder, logs, view).run_until_stopped())
     except DiptychError as error:
         view.print_error(error)
         return USAGE if isinstance(error, ConfigError) else FAILED
     finally:
         view.close()
+
+
+def _choose_run(config: Config) -> type[ServeRun]:
+    """The class that runs these settings: on this machine, or in a Ray cluster."""
+    if config.ray_address is None:
+        return ServeRun
+    from services.cli.serve.cluster_launch import ClusterRun
+
+    return ClusterRun
 
 
 def _open_ray_log(logs: Path) -> IO[str]:
@@ -138,6 +147,8 @@ class ServeRun:
         if await self._unless_stopped(self._start_workers(deployment, what)):
             view.up = True
             view.print_box("ready", ready_box(what.gateway, model))
+            for line in self._describe_places(deployment):
+                view.print_line(line)
             if self._replan is not None:
                 took_s = time.monotonic() - began_s
                 self._replan.begin_steering(
@@ -199,9 +210,17 @@ class ServeRun:
             # The replanner gives orders through the same routes as a person, so it needs an admin key.
             spec = msgspec.structs.replace(what.gateway, admin_key=secrets.token_hex(24))
             what = replace(what, gateway=spec)
-        self._deployment = LocalDeployment(what, self._on_status)
+        self._deployment, what = self._make_deployment(what)
         self._deployment.start_gateway()
         return self._deployment, what, model
+
+    def _make_deployment(self, what: DeploymentSpec) -> tuple[LocalDeployment, DeploymentSpec]:
+        """The deployment that runs `what`, and what it runs."""
+        return LocalDeployment(what, self._on_status), what
+
+    def _describe_places(self, deployment: LocalDeployment) -> list[str]:
+        """Lines about where workers run, for the user."""
+        return []
 
     def _start_ray(self) -> None:
         """Import Ray and start its head; blocks for some seconds."""
@@ -214,11 +233,15 @@ class ServeRun:
         self._stop.listen_signals()
         self._view.end_phase("ray", f"head on {head.address}, token authentication")
 
+    def _start_placed(self, deployment: LocalDeployment) -> None:
+        """Start the workers where Ray places them."""
+        assert self._head is not None, "Ray is started before the workers"
+        deployment.start_workers(self._head)
+
     async def _start_workers(self, deployment: LocalDeployment, what: DeploymentSpec) -> bool:
         """Start the workers, and wait until the canary has been handed over."""
         self._view.begin_phase("load")
-        assert self._head is not None, "Ray is started before the workers"
-        deployment.start_workers(self._head)
+        self._start_placed(deployment)
         ready = asyncio.create_task(self._await_ready(what.gateway))
         try:
             either: list[asyncio.Future[Any]] = [ready, self._failed]
@@ -245,8 +268,11 @@ class ServeRun:
     async def _await_failure(self) -> None:
         """Wait until an essential part has failed for good; raises its error."""
         await asyncio.wait([self._failed])
-        status = self._failed.result()
-        raise start_error(status, self._logs / f"{status.name}.log")
+        raise self._failure_error(self._failed.result())
+
+    def _failure_error(self, status: ChildStatus) -> DiptychError:
+        """The error of a part that has failed for good."""
+        return start_error(status, self._logs / f"{status.name}.log")
 
     async def _await_ready(self, gateway: GatewaySpec) -> None:
         """Ask `/ready` until canaries have passed through every worker, so that the first request finds all of them."""
@@ -277,6 +303,10 @@ class ServeRun:
             stopping.cancel()
             await asyncio.gather(stopping, return_exceptions=True)
         hurry.cancel()
+        self._stop_ray()
+
+    def _stop_ray(self) -> None:
+        """Stop Ray and all processes that it has started."""
         if self._head is not None:
             self._head.stop()
 

@@ -1,0 +1,205 @@
+"""`diptych serve --ray-address`: joins a Ray cluster, checks its nodes, and brings the deployment up on them."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from diptych.config.load import ApiKeys, LoadedConfig
+from diptych.errors import DiptychError, StartError
+from diptych.specs import WorkerSpec
+from services.cli.serve.cluster_settings import (
+    cluster_groups,
+    pinned_question_model,
+    split_channel,
+    state_folder,
+)
+from services.cli.serve.launch import ServeRun
+from services.cli.serve.specs import device_budget, devices_by_worker, max_workers
+from services.cluster.capacity import NodeCapacity, count_devices, place_groups
+from services.cluster.cluster_deployment import ClusterDeployment
+from services.cluster.deployment import LocalDeployment
+from services.cluster.joined_cluster import JoinedCluster
+from services.cluster.node_probe import check_models, check_versions, describe_warnings
+from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
+from services.host.model_probe import ProbedModel, probe_request, resolve_model
+from services.host.ports import claim_port
+from services.host.supervisor import ChildStatus, start_error
+from services.host.versions import installed_version
+
+# Seconds for which nodes should go on without Ray's head. By default they end after 60 s.
+MIN_RECONNECT_S = 3600.0
+CHANNEL_FILE = "channel"
+
+
+class ClusterRun(ServeRun):
+    """One run of `diptych serve` in a Ray cluster."""
+
+    # What is set when the cluster is joined, in this order.
+    _joined: JoinedCluster | None = None
+    _state: Path | None = None
+    _groups: tuple[tuple[Bundle, ...], ...] = ()
+    _question: str = ""
+
+    @property
+    def _cluster(self) -> JoinedCluster:
+        """The cluster, which is joined before anything else."""
+        assert self._joined is not None
+        return self._joined
+
+    async def _find_and_start(
+        self, port: int, accepted: ApiKeys
+    ) -> tuple[LocalDeployment, DeploymentSpec, ProbedModel]:
+        """Join the cluster, see that it has room and that its nodes have versions and model, and start the gateway."""
+        self._start_ray()
+        nodes = self._cluster.list_nodes()
+        self._fit_to_cluster(nodes)
+        self._view.begin_phase("model")
+        model = await resolve_model(self._config, 0)
+        await asyncio.to_thread(self._check_nodes, nodes, model)
+        return self._start_gateway(model, port, accepted)
+
+    def _start_ray(self) -> None:
+        """Join the cluster; blocks for a second or more."""
+        self._view.begin_phase("ray")
+        assert self._config.ray_address is not None
+        self._joined = JoinedCluster(self._config.ray_address, self._config.ray_namespace)
+        self._cluster.start()
+        # Repeated, because Ray has installed its own handler of SIGTERM.
+        self._stop.listen_signals()
+        self._state = state_folder(self._config, self._cluster.address)
+        joined = f"joined {self._cluster.address}, namespace {self._config.ray_namespace}"
+        self._view.end_phase("ray", joined)
+
+    def _fit_to_cluster(self, nodes: Sequence[NodeCapacity]) -> None:
+        """Decide what each worker takes, see that there is room for all, and let the cluster be the replanner's budget.
+
+        Raises:
+            StartError: there is no room for a worker.
+        """
+        self._groups = cluster_groups(self._config, self._answer)
+        if self._config.replan and self._config.replan_budget is None:
+            smallest = min(
+                (bundle for group in self._groups for bundle in group), key=lambda bundle: bundle.devices
+            )
+            held = sum(devices_by_worker(self._config).values())
+            budget = max(held, count_devices(nodes, smallest.demand, smallest.devices))
+            self._config = self._config.model_copy(update={"replan_budget": budget})
+            self._loaded = LoadedConfig(self._config, self._loaded.origins)
+            self._view.print_line(f"replan: the budget is the cluster's {budget} devices")
+        if not self._cluster.has_workers():
+            # Workers of an earlier start are adopted, and hold their places already.
+            place_groups(self._groups, [replace(node, free=dict(node.free), placed=[]) for node in nodes])
+
+    def _check_nodes(self, nodes: Sequence[NodeCapacity], model: ProbedModel) -> None:
+        """See that all nodes on which a worker may be placed have the same versions, and the model.
+
+        Raises:
+            StartError: a node has another version, or does not answer.
+            ModelError: a node has not the model, or no memory for it.
+        """
+        name, revision = pinned_question_model(self._config, model.path)
+        question = structs.replace(
+            probe_request(self._config, max_workers(self._config)), model=name, revision=revision
+        )
+        self._question = msgspec.json.encode(question).decode()
+        able = [
+            node
+            for node in nodes
+            if any(node.could_hold(bundle.demand) for group in self._groups for bundle in group)
+        ]
+        devices = min(bundle.devices for group in self._groups for bundle in group)
+        reports = self._cluster.probe_nodes(able, self._question, max_workers(self._config), devices)
+        check_versions(
+            reports,
+            {
+                "diptych": installed_version("diptych"),
+                "python": platform.python_version(),
+                "ray": installed_version("ray"),
+            },
+        )
+        check_models(reports, self._config.model)
+        for line in describe_warnings(reports, MIN_RECONNECT_S):
+            self._view.print_line(line)
+
+    def _start_placed(self, deployment: LocalDeployment) -> None:
+        assert isinstance(deployment, ClusterDeployment)
+        deployment.start_workers(self._cluster)
+
+    def _make_deployment(self, what: DeploymentSpec) -> tuple[LocalDeployment, DeploymentSpec]:
+        """The deployment in the cluster: its channel is at this machine's address there."""
+        config = self._config
+        assert self._state is not None
+        keys_dir = str(config.keys_dir.absolute() if config.keys_dir else self._state / "keys")
+        channel = self._claim_channel()
+        what = replace(
+            what,
+            workers=tuple(_without_machine(spec, channel) for spec in what.workers),
+            gateway=structs.replace(what.gateway, channel=channel, keys_dir=keys_dir),
+            node_groups=self._groups,
+            device_budget=device_budget(config),
+        )
+        spec = ClusterSpec(
+            namespace=config.ray_namespace,
+            question=self._question,
+            max_workers=max_workers(config),
+            node_keys_dir=str(config.keys_dir.absolute()) if config.keys_dir else "",
+            pin_cores=config.pin_cores and config.device != "cuda",
+        )
+        made = ClusterDeployment(what, spec, self._cluster, self._on_status, self._view.print_line)
+        return made, what
+
+    def _claim_channel(self) -> str:
+        """The address of the gateway's channel: as set, or that of the last start if its port is free, or a new one.
+
+        Raises:
+            StartError: it cannot be listened on, or the state folder cannot be written.
+        """
+        if self._config.channel is not None:
+            host, port = split_channel(self._config.channel)
+            return f"tcp://{host}:{claim_port(host, port, '--channel')}"
+        assert self._state is not None
+        kept, own = self._state / CHANNEL_FILE, self._cluster.own_address
+        try:
+            self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            before = kept.read_text(encoding="ascii").strip() if kept.exists() else ""
+            if before.startswith(f"tcp://{own}:"):
+                return f"tcp://{own}:{claim_port(own, split_channel(before)[1], str(kept))}"
+            channel = f"tcp://{own}:{claim_port(own, 0)}"
+            kept.write_text(channel, encoding="ascii")
+        except OSError as error:
+            raise StartError(
+                f"{self._state} cannot be written",
+                f"it keeps this deployment's keys and channel for its next start: {error.strerror}",
+                "set XDG_STATE_HOME to a folder of this user",
+            ) from None
+        return channel
+
+    def _describe_places(self, deployment: LocalDeployment) -> list[str]:
+        assert isinstance(deployment, ClusterDeployment)
+        return deployment.describe_places()
+
+    def _failure_error(self, status: ChildStatus) -> DiptychError:
+        handle = self._deployment.workers.get(status.name) if self._deployment else None
+        error = start_error(status, None if handle else self._logs / f"{status.name}.log")
+        where = f"{getattr(handle, 'log_file', '')} on the node {getattr(handle, 'address', '')}"
+        return StartError(error.what, error.why, error.fix or f"see {where}") if handle else error
+
+    def _stop_ray(self) -> None:
+        """Leave the cluster. All workers have ended, so nothing is left that a next start could adopt."""
+        if self._joined is not None:
+            self._joined.stop()
+        if self._state is not None:
+            shutil.rmtree(self._state, ignore_errors=True)
+
+
+def _without_machine(spec: WorkerSpec, channel: str) -> WorkerSpec:
+    """A worker's specification without what it learns from its node."""
+    return structs.replace(spec, gateway=channel, keys_dir="", model="", core=None, kv_bytes=0, host="")

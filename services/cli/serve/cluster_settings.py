@@ -1,0 +1,117 @@
+"""The settings of a deployment in a Ray cluster: whether they make sense, and what each worker takes of a node."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from diptych.config.load import LoadedConfig
+from diptych.config.options import Config
+from diptych.errors import ConfigError
+from planner.placement.plan_file import PlanFile
+from services.cli.serve.from_plan import node_groups, one_group_per_worker
+from services.cli.serve.specs import devices_by_worker
+from services.cluster.spec import Bundle
+
+CLUSTER_SETTINGS = ("ray_namespace", "prefill_resources", "decode_resources", "channel", "keys_dir")
+NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def check_cluster_settings(loaded: LoadedConfig) -> None:
+    """Check the settings of a cluster at every start.
+
+    Raises:
+        ConfigError: one is given without --ray-address, or is malformed.
+    """
+    config, origins = loaded.config, loaded.origins
+    idle = [name for name in CLUSTER_SETTINGS if name in origins]
+    if config.ray_address is None:
+        if idle:
+            raise ConfigError(
+                f"{origins[idle[0]]} has no effect",
+                "without --ray-address all workers run on this machine, under a Ray of their own",
+                "add --ray-address auto|HOST:PORT, or leave it out",
+            )
+        return
+    if not NAMESPACE.fullmatch(config.ray_namespace):
+        raise ConfigError(
+            f"--ray-namespace {config.ray_namespace} is no name",
+            "it may have letters, digits, '.', '_' and '-', 63 in all, and begins with a letter or digit",
+        )
+    for role in ("prefill", "decode"):
+        parse_resources(config, role)
+    if config.channel is not None:
+        split_channel(config.channel)
+
+
+def split_channel(channel: str) -> tuple[str, int]:
+    """Host and port of a channel's address. Raises ConfigError if it is not tcp://HOST:PORT."""
+    parts = urlsplit(channel)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "tcp" or not host or port is None or parts.path:
+        raise ConfigError(
+            f"--channel {channel} is no address of a channel",
+            "workers on the nodes connect to it; it has the form tcp://HOST:PORT",
+            "leave it out: then it is this machine's address in the cluster, and a free port",
+        )
+    return host, port
+
+
+def parse_resources(config: Config, role: str) -> dict[str, float]:
+    """The Ray resources that the user names for workers of a role. Raises ConfigError if one is malformed."""
+    entries: Sequence[str] = config.prefill_resources if role == "prefill" else config.decode_resources
+    found: dict[str, float] = {}
+    for entry in entries:
+        name, _, amount = entry.rpartition("=")
+        try:
+            found[name.strip()] = float(amount)
+        except ValueError:
+            found[""] = 0.0
+        if "" in found or not all(0 < value < math.inf for value in found.values()):
+            raise ConfigError(
+                f"--{role}-resources {entry} names no resource",
+                "it is NAME=AMOUNT, with the name of a Ray resource and a number above 0",
+                f"for example --{role}-resources CPU=2,accelerator_type:L4=0.001",
+            )
+    return found
+
+
+def cluster_groups(config: Config, plan: PlanFile | None) -> tuple[tuple[Bundle, ...], ...]:
+    """What must be on one node, by the plan if there is one, with the Ray resources that each worker takes.
+
+    A worker takes a CPU for each thread of each device; with --device cuda a GPU for each device, and a CPU.
+    """
+    groups = one_group_per_worker(devices_by_worker(config)) if plan is None else node_groups(plan)
+    return tuple(tuple(_with_resources(bundle, config) for bundle in group) for group in groups)
+
+
+def _with_resources(bundle: Bundle, config: Config) -> Bundle:
+    role = bundle.worker.rsplit("-", 1)[0]
+    given: dict[str, float] = {"CPU": float(bundle.devices * config.threads)}
+    if config.device == "cuda":
+        given = {"CPU": 1.0, "GPU": float(bundle.devices)}
+    return replace(bundle, resources=tuple((given | parse_resources(config, role)).items()))
+
+
+def state_folder(config: Config, address: str) -> Path:
+    """The folder that keeps keys and channel of a deployment, with which its next start can adopt its workers."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "diptych" / f"{config.ray_namespace}@{address.replace(':', '_')}"
+
+
+def pinned_question_model(config: Config, path: str) -> tuple[str, str | None]:
+    """The model as the nodes look for it: a hub model by its id and the commit that was found here, at `path`; a folder
+    by its absolute path.
+    """
+    folder = Path(path)
+    if folder.parent.name == "snapshots":
+        return config.model, folder.name
+    return (config.model, config.revision) if config.model == "tiny" else (str(folder), None)

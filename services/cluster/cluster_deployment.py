@@ -1,0 +1,199 @@
+"""Runs one deployment in a Ray cluster that others started: its gateway here, its workers on the nodes.
+
+The gateway is a child of `diptych serve`, as in a deployment of one machine, and listens for workers at this machine's
+address in the cluster. Workers are detached actors: if this process dies, they wait for the gateway of the next one,
+which adopts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from diptych.channel.keys import make_keys, read_worker_keys
+from diptych.specs import WorkerSpec
+from services.cluster.capacity import NodeCapacity
+from services.cluster.deployment import RAY, LocalDeployment, OnStatus
+from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
+from services.host.supervisor import ChildStatus
+
+# Imported for types only, since they import Ray.
+if TYPE_CHECKING:
+    from services.cluster.joined_cluster import JoinedCluster
+    from services.cluster.node_worker import NodeOrder
+
+# Seconds between two looks at Ray's head, and number of failures in a row after which it counts as lost.
+HEAD_CHECK_S, HEAD_FAILURES = 5.0, 2
+# Seconds for Ray to take resources back. Without its head this would wait for it.
+RELEASE_TIMEOUT_S = 10.0
+
+
+class ClusterDeployment(LocalDeployment):
+    """A gateway here, and workers on the nodes of a joined cluster."""
+
+    def __init__(
+        self,
+        plan: DeploymentSpec,
+        cluster: ClusterSpec,
+        joined: JoinedCluster,
+        on_status: OnStatus,
+        say: Callable[[str], None],
+    ) -> None:
+        """`say` prints a line for the user."""
+        super().__init__(plan, on_status)
+        self._cluster, self._joined, self._say = cluster, joined, say
+        self._bundles = {bundle.worker: bundle for group in plan.node_groups for bundle in group}
+
+    def start_gateway(self) -> None:
+        """Make this deployment's keys, unless they are there, and start the gateway's process."""
+        folder = Path(self._plan.gateway.keys_dir)
+        if not (folder / "server.secret").exists():
+            make_keys(folder)
+        self._start_gateway_process()
+
+    def start_workers(self, head: Any) -> None:
+        """Adopt what an earlier driver has left, place and start the other workers, and watch them and Ray's head.
+
+        Raises:
+            StartError: there is no room for a worker; the error says what was asked, and what each node has.
+        """
+        self._head = head
+        adopted = self._adopt_workers()
+        missing = [
+            group
+            for one in self._plan.node_groups
+            if (group := tuple(bundle for bundle in one if bundle.worker not in adopted))
+        ]
+        if missing:
+            nodes = self._joined.list_nodes()
+            for node in nodes:
+                node.placed += [name for name, address in adopted.items() if address == node.address]
+            self._joined.groups.reserve_groups(missing, nodes)
+        for spec in self._plan.workers:
+            if spec.worker not in adopted:
+                self._launch_worker(spec)
+        self._watchers.append(asyncio.create_task(self._watch_head()))
+
+    def _adopt_workers(self) -> dict[str, str]:
+        """Take over the workers of an earlier driver that are as this one wants them, and end the others.
+
+        Returns the addresses of their nodes, by worker. Workers that a replanner had added are kept if there is one.
+        """
+        wanted = {spec.worker: spec for spec in self._plan.workers}
+        adopted: dict[str, str] = {}
+        kept: set[str] = set()
+        left: list[tuple[str, Any, NodeOrder]] = []
+        for name, (actor, order, address) in sorted(self._joined.list_workers().items()):
+            like = wanted.get(name)
+            if like is None and self._plan.gateway.replan:
+                like = next((spec for spec in self._plan.workers if spec.role == order.spec.role), None)
+            if like is None or not self._make_order(
+                msgspec.structs.replace(like, worker=name), order.group, order.index
+            ).is_like(order):
+                left.append((name, actor, order))
+                continue
+            self._record_worker(self._joined.adopt_worker(actor, order, self._worker_keys()), order.spec)
+            adopted[name] = address
+            kept.add(order.group)
+            role, _, number = name.rpartition("-")
+            self._started_count[role] = max(self._started_count[role], int(number) + 1)
+        for name, actor, order in left:
+            self._joined.remove_actor(name, actor, order.group if order.group not in kept else "")
+        if adopted:
+            self._say(f"adopted {', '.join(adopted)}, which an earlier start has left running")
+        return adopted
+
+    def _launch_worker(self, spec: WorkerSpec) -> None:
+        """Start the actor of a worker on its reserved bundle, and a task that watches it."""
+        place, _ = self._joined.groups.find_place(spec.worker)
+        order = self._make_order(spec, place.name, place.index)
+        self._record_worker(self._joined.launch_worker(order, self._worker_keys()), spec)
+
+    def _make_order(self, spec: WorkerSpec, group: str, index: int) -> NodeOrder:
+        """The order for a worker's actor on the bundle `index` of a placement group."""
+        from services.cluster.node_worker import NodeOrder
+
+        cluster = self._cluster
+        return NodeOrder(
+            spec=spec,
+            module=self._plan.worker_module,
+            namespace=cluster.namespace,
+            question=cluster.question,
+            max_workers=cluster.max_workers,
+            keys_dir=cluster.node_keys_dir,
+            pin_cores=cluster.pin_cores,
+            group=group,
+            index=index,
+            demand=self._bundle_like(spec).demand,
+        )
+
+    def _worker_keys(self) -> dict[str, bytes]:
+        """What workers need of the keys; empty if it lies on the nodes."""
+        return {} if self._cluster.node_keys_dir else read_worker_keys(self._plan.gateway.keys_dir)
+
+    def _bundle_like(self, spec: WorkerSpec) -> Bundle:
+        """The bundle of a worker: that of the first one of its role, if it is not planned."""
+        known = self._bundles.get(spec.worker)
+        if known is None:
+            like = next(one for one in self._plan.workers if one.role == spec.role)
+            known = replace(self._bundles[like.worker], worker=spec.worker)
+        return known
+
+    def start_worker(self, role: str) -> str:
+        """Start one more worker, like the first one of its role, where the cluster has room; return its name.
+
+        Raises:
+            StartError: the device budget is used up, there is no room, or Ray's head is lost.
+        """
+        like = next(spec for spec in self._plan.workers if spec.role == role)
+        self._check_budget(role, like.tp * like.pp)
+        spec = msgspec.structs.replace(like, worker=f"{role}-{self._started_count[role]}")
+        nodes = self._joined.list_nodes()
+        self._note_placed(nodes)
+        self._joined.groups.reserve_groups([(self._bundle_like(spec),)], nodes)
+        self._started_count[role] += 1
+        self._launch_worker(spec)
+        return spec.worker
+
+    def _note_placed(self, nodes: list[NodeCapacity]) -> None:
+        """Tell each node which workers of this deployment it has, so that the next ones are spread."""
+        by_address = {node.address: node for node in nodes}
+        for name, handle in self.workers.items():
+            address = getattr(handle, "address", "")
+            if address in by_address:
+                by_address[address].placed.append(name)
+
+    async def _watch_head(self) -> None:
+        """Report when Ray's head is lost, and when it is back. Requests do not go through Ray and are not affected."""
+        from services.cluster.join import head_answers
+
+        failures = 0
+        while True:
+            await asyncio.sleep(HEAD_CHECK_S)
+            answers = await asyncio.to_thread(head_answers, self._joined.address)
+            failures = 0 if answers else failures + 1
+            if failures == HEAD_FAILURES:
+                self._ray_lost = True
+                self._on_status(ChildStatus(RAY, "failed", phase="gcs_server"))
+            elif answers and self._ray_lost:
+                self._ray_lost = False
+                self._say("Ray's head is back")
+
+    async def stop(self, drain_s: float) -> None:
+        """Stop the gateway, then the workers, and give their places back. Idempotent."""
+        await super().stop(drain_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(self._joined.groups.release_all), RELEASE_TIMEOUT_S)
+
+    def describe_places(self) -> list[str]:
+        """A line for each worker: its node, and its log there."""
+        return [
+            f"{name} on {getattr(handle, 'address', '') or 'no node'}, log {getattr(handle, 'log_file', '')}"
+            for name, handle in sorted(self.workers.items())
+        ]

@@ -1,0 +1,300 @@
+"""The actor that Ray places on a node for a worker: it learns from the node what the worker needs, and keeps it alive.
+
+    order (what the driver knows) + address, cores, memory, model folder, network device, log, keys (from this node)
+        = `WorkerSpec` ──▶ Supervisor ──▶ worker process
+
+The actor is detached: it lives on when the driver ends, and the next driver adopts it. If its node is lost, Ray starts
+it on another one, where it learns everything anew. The keys reach it sealed for a key pair that it makes itself, or lie
+in a folder of the node; it never has the gateway's secret key.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import ray
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from diptych.channel.keys import (
+    WORKER_FILES,
+    KeyBackup,
+    load_transfer_key,
+    load_worker_keys,
+    write_worker_keys,
+)
+from diptych.errors import DiptychError, ModelError
+from diptych.specs import WorkerSpec
+from services.cluster.node_probe import describe_node, node_error
+from services.cluster.sealed_keys import open_keys
+from services.host.child_environment import child_environment
+from services.host.core_claims import CoreClaim
+from services.host.network import UCX_DEVICES, ucx_listen_environment
+from services.host.supervisor import ChildStatus, ErrorReport, Supervisor
+
+KEY_FOLDER = "diptych-keys-"
+# A key folder that is younger may not have been locked yet.
+MIN_AGE_S = 60.0
+
+
+class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What an actor is told: the worker's specification as far as the driver knows it, and where it is placed.
+
+    `group` is the name of its placement group, in which it has the bundle `index` with the resources `demand`. For
+    `question`, `max_workers`, `keys_dir` and `pin_cores` see `services.cluster.spec.ClusterSpec`.
+    """
+
+    spec: WorkerSpec
+    module: str
+    namespace: str
+    question: str
+    max_workers: int
+    keys_dir: str
+    pin_cores: bool
+    group: str
+    index: int
+    demand: dict[str, float]
+
+    def is_like(self, other: NodeOrder) -> bool:
+        """Whether a worker that was started with `other` is what this order asks for, wherever it was placed."""
+        same = (self.spec, self.module, self.question, self.keys_dir, self.demand)
+        return same == (other.spec, other.module, other.question, other.keys_dir, other.demand)
+
+    @property
+    def key_context(self) -> str:
+        """What sealed keys are bound to."""
+        return f"{self.namespace}/{self.spec.worker}"
+
+
+class FoundModel(msgspec.Struct, frozen=True):
+    """The part of the node's answer about the model that its worker needs."""
+
+    path: str
+    max_model_len: int
+    kv_bytes: int
+    kv_cache_codec: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorReport:
+    """A worker's status with where it runs. `wanted_key` is a public key for which keys are to be sealed, or empty."""
+
+    pid: int
+    status: ChildStatus
+    address: str
+    log_file: str
+    wanted_key: bytes
+
+
+class NodeWorker:
+    """Keeps one worker process alive on the node where Ray has placed it."""
+
+    def __init__(self, order: bytes) -> None:
+        self._order = msgspec.json.decode(order, type=NodeOrder)
+        name = self._order.spec.worker
+        self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._address = str(cast(Any, ray.util).get_node_ip_address())
+        self._log = _ray_log_folder() / f"diptych-{self._order.namespace}-{name}.log"
+        self._private = X25519PrivateKey.generate()
+        self._sealed: dict[str, bytes] | None = None
+        self._folder: Path | None = None
+        self._claim = CoreClaim()
+        self._status = ChildStatus(name)
+        self._supervisor: Supervisor | None = None
+        self._stopping = False
+        # Guards the attributes above, and reports their changes.
+        self._changed = threading.Condition()
+        self._starter = threading.Thread(target=self._start_guarded, name=f"start {name}", daemon=True)
+        self._starter.start()
+
+    # --- called by the driver ---
+
+    def describe_order(self) -> tuple[bytes, str]:
+        """The order with which this actor was made, and its node's address."""
+        return msgspec.json.encode(self._order), self._address
+
+    def wait_status(self, version: int, timeout_s: float) -> ActorReport:
+        """The status once its version is not `version`, or after `timeout_s`."""
+        with self._changed:
+            if self._supervisor is None:
+                self._changed.wait_for(
+                    lambda: self._supervisor is not None or self._status.version != version, timeout_s
+                )
+                return self._report(self._status)
+            supervisor = self._supervisor
+        return self._report(supervisor.wait_status(version, timeout_s))
+
+    def deliver_keys(self, sealed: bytes) -> None:
+        """Take the keys that were sealed for this actor's public key. Raises ConfigError if they cannot be opened."""
+        keys = open_keys(sealed, self._private, self._order.key_context)
+        with self._changed:
+            self._sealed = keys
+            self._changed.notify_all()
+
+    def stop(self, grace_s: float) -> None:
+        """Stop the worker and wait for its end; kill it after `grace_s` seconds. Nothing is started any more."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._starter.join()
+        if self._supervisor is not None:
+            self._supervisor.stop(grace_s)
+        self._claim.release()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- the start ---
+
+    def _report(self, status: ChildStatus) -> ActorReport:
+        wanted = (
+            b"" if self._order.keys_dir or self._sealed else self._private.public_key().public_bytes_raw()
+        )
+        return ActorReport(os.getpid(), status, self._address, str(self._log), wanted)
+
+    def _start_guarded(self) -> None:
+        """Start the worker; an error becomes the status "failed"."""
+        try:
+            self._start_worker()
+        except DiptychError as error:
+            shown = node_error(self._address, error)
+            self._fail(ErrorReport(shown.what, shown.why, shown.fix))
+        except Exception as error:
+            # For example no memory or no disk left.
+            why = f"{type(error).__name__}: {error}"
+            self._fail(
+                ErrorReport(f"{self._order.spec.worker} cannot start on the node {self._address}", why)
+            )
+
+    def _fail(self, report: ErrorReport) -> None:
+        with self._changed:
+            self._status = ChildStatus(self._order.spec.worker, "failed", error=report, version=1)
+            self._changed.notify_all()
+
+    def _start_worker(self) -> None:
+        """Learn everything from this node, wait for the keys, and start the supervisor.
+
+        Raises:
+            DiptychError: the node lacks the model, memory or keys.
+        """
+        order, found = self._order, self._find_model()
+        keys_dir = order.keys_dir or self._await_keys()
+        if not keys_dir:
+            # It was stopped meanwhile.
+            return
+        load_worker_keys(keys_dir)
+        load_transfer_key(keys_dir)
+        spec = msgspec.structs.replace(
+            order.spec,
+            keys_dir=keys_dir,
+            model=found.path,
+            max_model_len=found.max_model_len,
+            kv_bytes=found.kv_bytes,
+            kv_cache_codec=found.kv_cache_codec or order.spec.kv_cache_codec,
+            host=self._address,
+            core=self._take_core(),
+            # The previous worker has ended together with its supervisor, or is on a lost node.
+            ended="killed" if self._restarted else "",
+            log_file=str(self._log),
+        )
+        environ = child_environment(spec.threads, os.environ)
+        if environ.get(UCX_DEVICES) == "lo" and self._address != "127.0.0.1":
+            # Other nodes do not reach the loopback interface.
+            del environ[UCX_DEVICES]
+        supervisor = Supervisor(
+            spec.worker,
+            [sys.executable, "-m", order.module],
+            msgspec.json.encode(spec),
+            self._log,
+            ucx_listen_environment(environ, self._address),
+            prepare=self._key_writer(keys_dir),
+            restarted=self._restarted,
+        )
+        with self._changed:
+            if self._stopping:
+                return
+            self._supervisor = supervisor
+            supervisor.start()
+            self._changed.notify_all()
+
+    def _find_model(self) -> FoundModel:
+        """The model on this node, with the memory that its workers get. Raises ModelError if it is not there."""
+        order = self._order
+        devices = order.spec.tp * order.spec.pp
+        reply = describe_node(order.question, order.max_workers, devices, _count_cpus())["reply"]
+        if error := reply.get("error"):
+            raise ModelError(error["what"], error.get("why", ""), error.get("fix", ""))
+        return msgspec.convert(reply["model"], FoundModel)
+
+    def _await_keys(self) -> str:
+        """Wait for the sealed keys and write them into a private folder of this node; "" if stopped before."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._sealed is not None or self._stopping)
+            if self._stopping or self._sealed is None:
+                return ""
+        _remove_old_folders()
+        self._folder = Path(tempfile.mkdtemp(prefix=KEY_FOLDER))
+        # Held until this process ends.
+        _lock_folder(self._folder)
+        write_worker_keys(self._folder, self._sealed)
+        return str(self._folder)
+
+    def _key_writer(self, keys_dir: str) -> Callable[[], None]:
+        """What runs before each start of the worker: keys that were sent are written again if they are gone."""
+        if self._sealed is None:
+            return KeyBackup(keys_dir, WORKER_FILES).restore_keys
+        keys = self._sealed
+        return lambda: write_worker_keys(keys_dir, keys)
+
+    def _take_core(self) -> int | None:
+        """The first of the cores that the worker computes on; None if it is not pinned, or all are taken."""
+        spec = self._order.spec
+        if not self._order.pin_cores or spec.threads > 1 or "GPU" in self._order.demand:
+            return None
+        return self._claim.take_cores(spec.tp * spec.pp, sorted(os.sched_getaffinity(0)))
+
+
+def _ray_log_folder() -> Path:
+    """The folder of Ray's logs on this node, which Ray's own tools list."""
+    node: Any = ray._private.worker.global_worker.node
+    return Path(node.get_logs_dir_path())
+
+
+def _count_cpus() -> float:
+    """The CPUs that Ray may give out on this node."""
+    own = ray.get_runtime_context().get_node_id()
+    return float(
+        next(node["Resources"].get("CPU", 0) for node in cast(Any, ray).nodes() if node["NodeID"] == own)
+    )
+
+
+def _remove_old_folders() -> None:
+    """Remove key folders of actors that were killed: nobody holds their locks."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{KEY_FOLDER}*"):
+        with suppress(OSError):
+            found = folder.stat()
+            old = time.time() - found.st_mtime > MIN_AGE_S
+            if old and found.st_uid == os.geteuid() and (lock := _lock_folder(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """The descriptor of a folder that is locked until it is closed; None if another process holds the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -1,0 +1,71 @@
+"""The settings of a Ray cluster: what is refused, and what each worker takes of a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.config.load import LoadedConfig
+from diptych.config.options import Config
+from diptych.errors import ConfigError
+from services.cli.serve.cluster_settings import (
+    check_cluster_settings,
+    cluster_groups,
+    pinned_question_model,
+    split_channel,
+    state_folder,
+)
+
+
+def loaded(**settings: Any) -> LoadedConfig:
+    flags = {name: "--" + name.replace("_", "-") for name in settings}
+    return LoadedConfig(Config(**settings), flags)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ray_namespace": "two"}, "--ray-namespace has no effect"),
+        ({"keys_dir": Path("/k")}, "--keys-dir has no effect"),
+        ({"ray_address": "auto", "ray_namespace": "a b"}, "is no name"),
+        ({"ray_address": "auto", "decode_resources": ("fast",)}, "names no resource"),
+        ({"ray_address": "auto", "decode_resources": ("fast=0",)}, "names no resource"),
+        ({"ray_address": "auto", "prefill_resources": ("=1",)}, "names no resource"),
+        ({"ray_address": "auto", "channel": "tcp://host"}, "no address of a channel"),
+        ({"ray_address": "auto", "channel": "ipc:///tmp/x"}, "no address of a channel"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_cluster_settings(loaded(**settings))
+    assert len(caught.value.lines()) <= 6
+
+
+def test_sound_settings_pass() -> None:
+    check_cluster_settings(loaded())
+    check_cluster_settings(
+        loaded(ray_address="auto", ray_namespace="team-a", decode_resources=("GPU=1", "x=0.1"))
+    )
+    assert split_channel("tcp://10.0.0.1:9000") == ("10.0.0.1", 9000)
+
+
+def test_workers_take_what_they_compute_on_and_what_the_user_names() -> None:
+    config = Config(prefill=1, decode=1, decode_tp=2, threads=2, decode_resources=("fast=1", "CPU=8"))
+    (prefill,), (decode,) = cluster_groups(config, None)
+    assert prefill.demand == {"CPU": 2.0} and decode.demand == {"CPU": 8.0, "fast": 1.0}
+    (prefill,), (decode,) = cluster_groups(Config(decode_tp=2, device="cuda"), None)
+    assert prefill.demand == {"CPU": 1.0, "GPU": 1.0} and decode.demand == {"CPU": 1.0, "GPU": 2.0}
+
+
+def test_nodes_look_for_the_same_commit() -> None:
+    found = "/cache/models--org--m/snapshots/0123abcd"
+    assert pinned_question_model(Config(model="org/m", revision="main"), found) == ("org/m", "0123abcd")
+    assert pinned_question_model(Config(model="./here"), "/srv/here") == ("/srv/here", None)
+    assert pinned_question_model(Config(), "/site-packages/models/tiny") == ("tiny", None)
+
+
+def test_each_deployment_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert state_folder(Config(ray_namespace="a"), "10.0.0.1:6379") == Path("/state/diptych/a@10.0.0.1_6379")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -67,10 +67,17 @@ def run(*arguments: str, says: str = "", **env: str) -> subprocess.CompletedProc
 class Terminal:
     """One running `diptych` command. A context manager: at its end nothing of it is left, however the test went."""
 
-    def __init__(self, *arguments: str, stubbed: bool = False, cwd: Path = ROOT, **env: str) -> None:
-        program = ["-c", STUBBED] if stubbed else ["-m", "services.cli.main"]
+    def __init__(
+        self,
+        *arguments: str,
+        stubbed: bool = False,
+        cwd: Path = ROOT,
+        program: Sequence[str] = (),
+        **env: str,
+    ) -> None:
+        code = ["-c", STUBBED] if stubbed else ["-m", "services.cli.main"]
         # `-P`: as the installed command, which does not look for modules in the working directory.
-        command = [sys.executable, "-P", *program, *arguments]
+        command = [*(program or (sys.executable, "-P", *code)), *arguments]
         self.process = subprocess.Popen(
             tied_command(command), cwd=cwd, env=clean_environ(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, start_new_session=True,

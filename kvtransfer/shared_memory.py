@@ -10,7 +10,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import socket
 
 import msgspec
 
@@ -98,8 +97,9 @@ def attach_memory(address: SharedMemoryAddress) -> memoryview:
 def host_id() -> str:
     """A name of the host that is equal for two processes exactly if one can open the other's descriptors in /proc.
 
-    It joins the host name (for readers), the boot id (same kernel), and the pid name space (same process numbers).
+    It joins the boot id (same kernel) and the pid name space (same process numbers). The host's name is left out:
+    containers have names of their own, and may share a pid name space.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
-    return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

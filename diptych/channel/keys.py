@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,6 +102,24 @@ def write_worker_keys(folder: Path | str, keys: Mapping[str, bytes]) -> None:
             _write_private(Path(folder) / name, key)
 
 
+def make_client_key(file: Path, mode: int = 0o600) -> bool:
+    """Write a new secret for clients, 48 hexadecimal digits, into `file`, unless it exists; returns whether it did.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if file.exists():
+        return False
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_private(file, f"{secrets.token_hex(24)}\n".encode(), mode)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the key {file}", str(error), "name a file in a folder that this user may write"
+        ) from error
+    return True
+
+
 @contextlib.contextmanager
 def _writable_folder(folder: Path) -> Iterator[None]:
     """Create `folder` or make it private; an OSError within the block becomes a ConfigError."""
@@ -114,12 +133,13 @@ def _writable_folder(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_private(path: Path, content: bytes) -> None:
-    """Replace a file atomically, with mode 0600. Several processes may do so at the same time."""
+def _write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Replace a file atomically, with this mode. Several processes may do so at the same time."""
     descriptor, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
+            os.fchmod(file.fileno(), mode)
         os.replace(fresh, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -211,10 +231,15 @@ def _make_private(folder: Path) -> None:
     _check_private(folder, folder.stat())
 
 
-def _check_private(path: Path, found: os.stat_result) -> None:
-    """Raises ConfigError unless `path` belongs to this user or root, and is closed to all others."""
+def _check_private(path: Path, found: os.stat_result, *, mounted: bool = False) -> None:
+    """Raises ConfigError unless `path` belongs to this user or root, and is closed to all others.
+
+    `mounted`: where root owns it and this process is another user, the group may read it. So Kubernetes mounts a
+    secret into a pod that does not run as root: the group is that of the pod alone (`fsGroup`).
+    """
     _check_owner(path, found)
-    if found.st_mode & 0o077:
+    by_group = mounted and found.st_uid == 0 != os.geteuid()
+    if found.st_mode & (0o037 if by_group else 0o077):
         mode = stat.S_IMODE(found.st_mode)
         raise ConfigError(
             f"{path} with keys is open to others", f"its mode is {mode:04o}", f"chmod go= {path}"
@@ -243,7 +268,7 @@ def _read_key_file(path: Path) -> bytes:
             error.strerror or str(error),
             "start the deployment once with `diptych serve`, or copy its key folder to this host",
         ) from error
-    _check_private(path, found)
+    _check_private(path, found, mounted=True)
     return key
 
 

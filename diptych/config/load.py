@@ -177,6 +177,26 @@ def collect_api_keys(loaded: LoadedConfig) -> ApiKeys:
     return ApiKeys(tuple(dict.fromkeys([*loaded.config.api_key, *named, *urgent])), urgent)
 
 
+def with_metrics_key(loaded: LoadedConfig) -> LoadedConfig:
+    """The same settings, with the key of `metrics_key_file`, if one is named, as `metrics_key`.
+
+    Raises:
+        ConfigError: there are two keys, or the file cannot be used.
+    """
+    named = _read_key_file(loaded, "metrics_key_file")
+    if not named:
+        return loaded
+    if len(named) > 1 or loaded.config.metrics_key is not None:
+        raise ConfigError(
+            "two keys are given for /metrics",
+            f"metrics_key_file from {loaded.origin_of('metrics_key_file')}, metrics_key from "
+            f"{loaded.origin_of('metrics_key')}; the file has {len(named)} of them",
+            "leave one key",
+        )
+    config = loaded.config.model_copy(update={"metrics_key": named[0]})
+    return LoadedConfig(config, loaded.origins)
+
+
 def _read_key_file(loaded: LoadedConfig, name: str) -> tuple[str, ...]:
     """The keys in the file that a setting names; none if it names no file."""
     file: Path | None = getattr(loaded.config, name)

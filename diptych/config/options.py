@@ -228,6 +228,9 @@ class Config(BaseSettings):
     metrics_key: Annotated[Secret | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = Field(
         default=None, description="Key for /metrics, instead of API keys"
     )
+    metrics_key_file: Annotated[FilePath | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = (
+        Field(default=None, description="A file with the key for /metrics")
+    )
     admin_key: Annotated[Secret | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = Field(
         default=None, description="Key for the workers, /status and /metrics"
     )

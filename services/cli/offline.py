@@ -15,9 +15,18 @@ def keys(
         Path | None,
         typer.Option(metavar="DIR", help="Write what workers need to this one, too", show_default=False),
     ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Make a key for clients, unless it is there", show_default=False),
+    ] = None,
+    metrics_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Make a key for /metrics, unless it is there", show_default=False),
+    ] = None,
 ) -> None:
     """Make the channel keys that a gateway and its workers share when they are started apart."""
-    importlib.import_module("services.cli.serve.standalone").write_keys(folder, workers)
+    module = importlib.import_module("services.cli.serve.standalone")
+    module.write_keys(folder, workers, api_key_file, metrics_key_file)
 
 
 def replay(

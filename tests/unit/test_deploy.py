@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tomllib
@@ -16,11 +18,13 @@ import yaml
 
 from diptych.channel.keys import load_server_keys, load_transfer_key, load_worker_keys
 from diptych.config.fields import list_settings
-from diptych.config.load import load_config
+from diptych.config.load import collect_api_keys, load_config, with_metrics_key
 from diptych.config.options import Config
 from diptych.errors import ModelError
+from engine.model.checkpoint import Checkpoint
 from services.cli.main import main
 from services.cli.serve import standalone
+from services.host import channel_probe, model_probe
 from services.host.exit_codes import FAILED
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +55,10 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
     return {folder: volume for volume, folder in (filled(one).split(":")[:2] for one in service["volumes"])}
 
 
+def mounts_or_none(service: dict[str, Any]) -> dict[str, str]:
+    return mounts(service) if "volumes" in service else {}
+
+
 @pytest.fixture(scope="module")
 def recipe() -> str:
     return (ROOT / "deploy" / "Dockerfile").read_text()
@@ -58,11 +66,11 @@ def recipe() -> str:
 
 def test_compose_has_both_pools_a_gateway_and_keys_made_first(compose: dict[str, Any]) -> None:
     services = compose["services"]
-    assert set(services) == {"keys", *PARTS, *MONITORS}
+    assert set(services) == {"keys", "processes", *PARTS, *MONITORS}
     made = {"condition": "service_completed_successfully"}
     assert all(services[name]["depends_on"]["keys"] == made for name in ("gateway", "prefill", "decode"))
     assert all((ROOT / services[name]["build"]["dockerfile"]).is_file() for name in ("keys", *PARTS))
-    named = {volume for one in services.values() for volume in mounts(one).values()}
+    named = {volume for one in services.values() if "volumes" in one for volume in mounts(one).values()}
     assert {volume for volume in named if "/" not in volume} == set(compose["volumes"])
     assert not any("shm_size" in one for one in services.values()), "it bounds nothing that is used"
 
@@ -75,7 +83,7 @@ def test_our_command_line_takes_what_compose_gives(compose: dict[str, Any], name
     ours = {one.env for one in list_settings(Config)} | {"DIPTYCH_CONFIG"}
     assert {key for key in environ if key.startswith("DIPTYCH_")} <= ours
     loaded = load_config(command, {"role": rest[0]} if rest else {}, environ)
-    assert loaded.config.model == "tiny" and loaded.config.keys_dir == Path("/keys")
+    assert loaded.config.model == "tiny" and str(loaded.config.keys_dir) in mounts(service)
     assert (loaded.config.role or "gateway") == name
     assert loaded.config.slo_ttft_ms is None and loaded.config.kv_cache_memory_bytes is None
 
@@ -115,14 +123,30 @@ def test_workers_of_one_machine_share_its_memory(
     assert shares == [len(workers)] * len(workers) == [2, 2]
 
 
+def test_planned_memory_is_at_most_nine_tenths_of_the_machine(
+    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and KV of all workers that the file starts, where memory is what limits the pools."""
+    machine, planned = 320 << 20, 0
+    monkeypatch.setattr(model_probe, "available_memory", lambda: machine)
+    files = Checkpoint.resolve(model_probe.resolve_embedded("tiny"), None)
+    weights = files.memory(max_model_len=None, kv_bytes=None, available_bytes=machine).weight_bytes
+    for name in ("prefill", "decode"):
+        service = compose["services"][name]
+        config = load_config("worker", {"role": service["command"][1]}, environ_of(service)).config
+        found = asyncio.run(model_probe.resolve_model(config, config.host_workers))
+        planned += found.kv_bytes + weights
+    assert 0.85 * machine < planned <= 0.9 * machine
+
+
 def test_every_volume_belongs_to_the_user_that_the_image_runs_as(
     compose: dict[str, Any], recipe: str
 ) -> None:
     (user,) = re.findall(r"^USER (.*)$", recipe, re.MULTILINE)
     assert user.isdecimal() and f"--uid {user} " in recipe
-    (made,) = re.findall(rf"install -d -o {user} -g {user} -m 0700 \\\n([^\n]*)\n", recipe)
+    made = re.findall(rf"install -d -o {user} -g {user} -m 07[05]0 (?:\\\n)?([^\n&]*)", recipe)
     folders = {folder for name in ("keys", *PARTS) for folder in mounts(compose["services"][name])}
-    assert folders <= set(made.split())
+    assert folders <= set(" ".join(made).split())
     kept = dict(re.findall(r"(HF_HOME|NUMBA_CACHE_DIR)=(\S+)", recipe))
     for name in ("prefill", "decode"):
         assert set(kept.values()) <= set(mounts(compose["services"][name]))
@@ -135,13 +159,20 @@ def test_workers_hold_their_own_keys_and_not_the_gateway_s(
     """The command of the service `keys` is run, with its volumes in a folder of this test."""
     services = compose["services"]
     volumes = {folder: tmp_path / volume for folder, volume in mounts(services["keys"]).items()}
-    words = [str(volumes.get(word, word)) for word in services["keys"]["command"]]
+    for folder in volumes.values():
+        folder.mkdir()
+    words = services["keys"]["command"]
+    for inside, outside in volumes.items():
+        words = [word.replace(inside, str(outside)) for word in words]
     for _ in range(2):  # also when the volumes are not new
         monkeypatch.setattr(sys, "argv", ["diptych", *words])
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 0
-    seen = {name: tmp_path / mounts(services[name])["/keys"] for name in PARTS}
+    seen = {
+        name: tmp_path / mounts(services[name])[environ_of(services[name])["DIPTYCH_KEYS_DIR"]]
+        for name in PARTS
+    }
     load_server_keys(seen["gateway"])
     for name in ("prefill", "decode"):
         load_worker_keys(seen[name])
@@ -150,25 +181,54 @@ def test_workers_hold_their_own_keys_and_not_the_gateway_s(
         assert set(mounts(services[name]).values()) & set(mounts(services["gateway"]).values()) == {"models"}
 
 
-def test_the_api_key_is_a_file_of_the_gateway_that_only_up_asks_for(
-    compose: dict[str, Any], recipe: str
+def test_keys_are_files_that_no_command_of_compose_asks_for(
+    compose: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The service `keys` makes them; the gateway reads them; Prometheus, another user, reads its own by its group."""
     text = (ROOT / "docker-compose.yml").read_text()
-    assert ":?" not in text, "what every command of compose would ask for"
-    named = {
-        name: {"environment": f"DIPTYCH_{name.upper().replace('-', '_')}"} for name in compose["secrets"]
+    services = compose["services"]
+    assert ":?" not in text and "secrets" not in compose, "what `up`, `down` or `logs` would need"
+    names = {name for one in services.values() for name in one.get("environment", {})}
+    assert not names & {"DIPTYCH_API_KEY", "DIPTYCH_METRICS_KEY", "DIPTYCH_ADMIN_KEY", "HF_TOKEN"}
+    (key,), (metrics,) = [
+        [word.split("=")[1] for word in services["keys"]["command"] if word.startswith(flag)]
+        for flag in ("--api-key-file=", "--metrics-key-file=")
+    ]
+    environ = environ_of(services["gateway"])
+    assert (environ["DIPTYCH_API_KEY_FILE"], environ["DIPTYCH_METRICS_KEY_FILE"]) == (key, metrics)
+    outside = {inside: tmp_path / Path(inside).name for inside in (key, metrics)}
+    command = ["diptych", "keys", str(tmp_path / "channel"), "--api-key-file", str(outside[key])]
+    monkeypatch.setattr(sys, "argv", [*command, "--metrics-key-file", str(outside[metrics])])
+    for _ in range(2):  # the second time they are there, and stay
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        made = [outside[name].read_text().strip() for name in (key, metrics)]
+        assert [stat.S_IMODE(outside[name].stat().st_mode) for name in (key, metrics)] == [0o600, 0o640]
+    environ |= {
+        "DIPTYCH_API_KEY_FILE": str(outside[key]),
+        "DIPTYCH_METRICS_KEY_FILE": str(outside[metrics]),
     }
-    assert compose["secrets"] == named and set(named) == {"api-key", "metrics-key"}, "never a key of our own"
-    (secret,) = compose["services"]["gateway"]["secrets"]
-    environ = environ_of(compose["services"]["gateway"])
-    assert environ["DIPTYCH_API_KEY_FILE"] == f"/run/secrets/{secret['source']}"
-    assert f"\nUSER {secret['uid']}\n" in recipe and secret["mode"] == 0o400
-    for one in compose["services"].values():
-        assert "DIPTYCH_API_KEY" not in one.get("environment", {})
-    held = {
-        name: one["secrets"][0]["source"] for name, one in compose["services"].items() if "secrets" in one
-    }
-    assert held == {"gateway": "api-key", "prometheus": "metrics-key"}
+    loaded = with_metrics_key(load_config("gateway", {}, environ))
+    assert [*collect_api_keys(loaded).every, loaded.config.metrics_key] == made and len(set(made)) == 2
+    held = {name for name, one in services.items() if str(Path(key).parent) in mounts_or_none(one)}
+    assert held == {"keys", "gateway"}
+    volume = mounts(services["gateway"])[str(Path(metrics).parent)]
+    assert mounts(services["prometheus"])["/run/keys"] == volume
+    assert services["prometheus"]["group_add"] == ["10001"]
+
+
+def test_roots_are_read_only_and_workers_share_a_process_name_space(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    for name in ("keys", "processes", *PARTS):
+        assert services[name]["read_only"] is True and services[name]["cap_drop"] == ["ALL"]
+        assert services[name]["tmpfs"] == ["/tmp:mode=1777,size=64m"]
+    assert {name for name in services if "pid" in services[name]} == {"prefill", "decode"}
+    for name in ("prefill", "decode"):
+        assert services[name]["pid"] == "service:processes" and "processes" in services[name]["depends_on"]
+        assert services[name]["healthcheck"]["test"] == ["CMD", "python", "-m", channel_probe.__name__]
+    assert services["processes"]["init"] is True
+    assert filled(services["gateway"]["mem_limit"]) == "1g"
 
 
 def test_compose_says_healthy_only_when_a_canary_came_through(compose: dict[str, Any]) -> None:
@@ -191,8 +251,7 @@ def test_monitoring_reads_what_is_committed_and_starts_only_when_asked_for(compo
     scraped = yaml.safe_load((folder / "prometheus.yml").read_text())
     (job,) = scraped["scrape_configs"]
     assert job["job_name"] == "diptych" and job["static_configs"] == [{"targets": ["gateway:8000"]}]
-    (secret,) = services["prometheus"]["secrets"]
-    assert job["authorization"]["credentials_file"] == f"/run/secrets/{secret['source']}"
+    assert job["authorization"]["credentials_file"] == "/run/keys/metrics-key"
     (rules,) = scraped["rule_files"]
     inside = mounts(services["prometheus"])
     assert (ROOT / inside[str(Path(rules).parent)] / Path(rules).name).is_file()

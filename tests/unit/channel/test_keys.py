@@ -84,6 +84,28 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
 
 
+def test_a_key_that_root_has_mounted_for_a_group_is_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kubernetes mounts a secret into a pod that runs as another user; never one that all may read."""
+    real = os.fstat
+
+    def of_root(descriptor: int) -> os.stat_result:
+        found = list(real(descriptor))
+        found[stat.ST_UID] = 0
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "fstat", of_root)
+    monkeypatch.setattr(os, "geteuid", lambda: 10001)
+    path = folder / "transfer.key"
+    path.chmod(0o440)
+    assert len(load_transfer_key(folder)) == 32
+    for mode in (0o444, 0o460):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="open to others"):
+            load_transfer_key(folder)
+
+
 def load_all(folder: Path) -> None:
     load_server_keys(folder)
     load_worker_keys(folder)

@@ -19,6 +19,7 @@ from diptych.config.load import (
     LoadedConfig,
     collect_api_keys,
     load_config,
+    with_metrics_key,
 )
 from diptych.config.options import Config
 from diptych.config.sources import SERVICE_NAME
@@ -552,3 +553,18 @@ def test_a_share_of_traces_that_nobody_gets_is_refused() -> None:
     assert len(message.splitlines()) <= 6
     both = {"trace_sample": "10%", "otlp_traces_endpoint": "https://collector.example/v1/traces"}
     assert loaded(both).config.trace_sample == 0.1
+
+
+def test_the_key_for_metrics_may_be_in_a_file_and_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    file.chmod(0o640)
+    named = loaded({"metrics_key_file": str(file)})
+    assert with_metrics_key(named).config.metrics_key == KEY
+    assert with_metrics_key(loaded()).config.metrics_key is None
+    with pytest.raises(ConfigError, match="two keys"):
+        with_metrics_key(loaded({"metrics_key_file": str(file), "metrics_key": "m" * 16}))
+    file.write_text(f"{KEY}\n{'n' * 16}\n")
+    with pytest.raises(ConfigError, match="two keys") as caught:
+        with_metrics_key(named)
+    assert KEY not in "\n".join(caught.value.lines())

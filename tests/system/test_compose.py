@@ -1,0 +1,127 @@
+"""docker-compose.yml as it stands, up, hurt, and down again, each service in name spaces of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from diptych.kernel_cache import machine_kernel_folder
+from tests.factories import make_folder
+from tests.faults.network_namespaces import why_unavailable
+from tests.system.compose_runner import OUTSIDE, USER, ComposeRunner, project
+from tests.waiting import wait_for
+
+ASK = """
+import json, sys, urllib.request
+path, body = sys.argv[1], sys.argv[2].encode() or None
+key = open("/keys/clients/api-key").read().strip()
+request = urllib.request.Request("http://127.0.0.1:8000" + path, body, {"Authorization": "Bearer " + key,
+    "Content-Type": "application/json"})
+print(urllib.request.urlopen(request, timeout=120).read().decode())
+"""
+
+
+def inside_gateway(runner: ComposeRunner, *words: str) -> str:
+    """`docker compose exec gateway ...`"""
+    command = [
+        "nsenter",
+        f"--target={runner.inner_pid('gateway')}",
+        "--mount",
+        "--pid",
+        "--net",
+        "--root",
+        "--wd",
+    ]
+    command += [f"--setuid={USER}", f"--setgid={USER}", "--", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr + runner.parts["gateway"].text()
+    return done.stdout
+
+
+def complete(runner: ComposeRunner, model: str) -> str:
+    body = {"model": model, "prompt": "a list of words " * 4, "max_tokens": 8, "temperature": 0}
+    said = inside_gateway(runner, "/opt/diptych/bin/python", "-c", ASK, "/v1/completions", json.dumps(body))
+    assert json.loads(said)["usage"]["completion_tokens"] == 8
+    return str(json.loads(said)["choices"][0]["text"])
+
+
+def moved(runner: ComposeRunner) -> dict[str, float]:
+    """Bytes of KV by transport, from the metrics; the key for them is the operator's, not a client's."""
+    script = ASK.replace("clients/api-key", "metrics/metrics-key")
+    text = inside_gateway(runner, "/opt/diptych/bin/python", "-c", script, "/metrics", "")
+    found = re.findall(r'^diptych:transfer_bytes_total\{.*transport="(\w+)".*\} (\S+)$', text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def until(condition: Callable[[], bool], runner: ComposeRunner) -> None:
+    wait_for(condition, 300.0, 0.5, lambda: "\n".join(part.text() for part in runner.parts.values()))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "namespaces")
+def test_up_a_killed_worker_and_down(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    inside = "/home/diptych/models/toy"
+    with project(tmp_path, MODEL=inside) as runner:
+        models = runner.volume("models", "/home/diptych/models")
+        make_folder(models / "toy")
+        fill_kernels(runner.volume("kernels", "/home/diptych/.numba"))
+        for place in (models / "toy", *(models / "toy").iterdir()):
+            place.chmod(0o755 if place.is_dir() else 0o644)
+        for name in ("keys", "processes", "gateway", "prefill", "decode"):
+            runner.start(name)
+        until(lambda: runner.check("gateway"), runner)
+        assert runner.check("prefill") and runner.check("decode")
+        said = complete(runner, inside)
+        assert moved(runner).keys() == {"shm"}, "one machine: KV goes through shared memory"
+        check_processes(runner, tmp_path)
+
+        runner.stop("decode", signal.SIGKILL)
+        assert runner.parts["prefill"].process.poll() is None, "the name space outlives a worker"
+        until(lambda: not runner.check("gateway"), runner)
+        runner.start("decode")
+        until(lambda: runner.check("gateway"), runner)
+        assert complete(runner, inside) == said and moved(runner).keys() == {"shm"}
+        everyone = [one for part in runner.parts.values() for one in part.family()]
+        began_s = time.monotonic()
+        for name in ("decode", "prefill", "gateway"):
+            runner.stop(name)
+        assert time.monotonic() - began_s < 120
+    assert psutil.wait_procs(everyone, timeout=30)[1] == []
+
+
+def fill_kernels(volume: Path) -> None:
+    """What an earlier container has compiled: this user's kernels, as the volume's owner has them."""
+    folder = machine_kernel_folder()
+    if folder is not None and folder.is_dir():
+        shutil.copytree(folder, volume / folder.name)
+        subprocess.run(["chown", "-R", f"{USER}:{USER}", str(volume / folder.name)], check=True)
+
+
+def check_processes(runner: ComposeRunner, folder: Path) -> None:
+    """Every process is the image's user's, without capabilities; no list of processes shows a key."""
+    keys = [file.read_text().strip() for file in folder.glob("volumes/*-keys/*-key")]
+    assert len(keys) == 2
+    seen = 0
+    for part in runner.parts.values():
+        for one in part.family():
+            if one.name() in OUTSIDE:
+                continue
+            status = dict(
+                line.split(":\t", 1) for line in Path(f"/proc/{one.pid}/status").read_text().splitlines()
+            )
+            assert status["Uid"].split() == [str(USER)] * 4 and int(status["CapEff"], 16) == 0
+            assert status["NoNewPrivs"].strip() == "1"
+            shown = " ".join(one.cmdline()) + json.dumps(one.environ())
+            assert not [key for key in keys if key in shown]
+            seen += 1
+    assert seen >= 7

@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.keep_spec import KeepSpec
 from engine.loop import SequenceOutput
 from engine.protocols import OnLayersDone
 from engine.reclaim.decision_points import DecisionPoints
@@ -23,7 +25,7 @@ from engine.step_work import StepWork
 from kvtransfer.layer_progress import COMPLETE_MARK, LayerProgress
 from prefill_worker.announcer import KvAnnouncer
 from prefill_worker.chunk_hashes import ChunkHashes
-from tests.unit.engine.fakes import LAYERS, EngineBench, EvictingFakeRunner
+from tests.unit.engine.fakes import LAYERS, EngineBench, EvictingFakeRunner, sampling, sequence
 from tests.unit.engine.test_loop_machine import Conservation
 
 SEEN: Counter[str] = Counter()
@@ -107,10 +109,20 @@ class BoardReader:
             assert self.bench.runner.kv[chunk.slab, row] == list(chunk.tokens[: first + row + 1]), chunk
 
     def offer(self, seq: Sequence) -> None:
-        """It leaves with its slabs: all of them were announced, and are hashed as they are."""
-        assert self.stager.finish_sequence(seq, seq.slabs) == [self.content(slab) for slab in seq.slabs]
+        """It leaves with its slabs: what it offers is hashed as it is, and its whole chunks were announced.
+
+        If it evicted, these are the chunks below its boundary. Its bag is offered too, without an announcement, and the
+        slab of its newest tokens is not.
+        """
+        ring, whole = seq.keep.boundary_chunks, len(seq.slabs)
+        offered = list(seq.slabs)
+        if seq.keep.evicts:
+            whole = ring
+            del offered[ring]
+            SEEN["bag"] += len(offered) - whole
+        assert self.stager.finish_sequence(seq, offered) == [self.content(slab) for slab in offered]
         last = {chunk.place: chunk for chunk in self.announced if chunk.key == seq.key}
-        assert sorted(last) == list(range(len(seq.slabs)))
+        assert sorted(last) == list(range(whole))
         for place, chunk in last.items():
             SEEN["offered" if chunk.slab == seq.slabs[place] else "replaced"] += 1
 
@@ -126,7 +138,7 @@ class ObservedMachine(Conservation):
         self.reader.offer(seq)
 
 
-KINDS = ("complete", "coming", "readable", "over", "offered")
+KINDS = ("complete", "coming", "readable", "over", "offered", "bag")
 
 
 def test_no_mark_is_false_and_no_hash_is_old_whatever_happens() -> None:
@@ -141,3 +153,17 @@ def test_no_mark_is_false_and_no_hash_is_old_whatever_happens() -> None:
             ObservedMachine, settings=settings(bounds, derandomize=False, database=None)
         )
     assert all(SEEN[kind] for kind in KINDS), SEEN
+
+
+@pytest.mark.parametrize("boundary", [0, 64])
+def test_of_a_sequence_that_evicts_only_chunks_below_its_boundary_are_announced(boundary: int) -> None:
+    """An example that the machine found, and the same with a boundary. The other chunks are given back."""
+    bench = EngineBench(6)
+    reader = BoardReader(bench)
+    keep = KeepSpec(0.5, boundary)
+    seq = sequence("evicts", 190, sampling(100), hold_kv=True, stage=True, keep=keep)
+    bench.engine.add(seq, bench.now_s)
+    held = [one.held for _ in range(5) for one in bench.engine.step(bench.clock) if one.held is not None]
+    assert held == [seq] and seq.bag_slabs
+    reader.offer(seq)
+    assert {chunk.place for chunk in reader.announced} == set(range(boundary // CHUNK_TOKENS))

@@ -43,6 +43,15 @@ GRACE_S = 2.0  # of workers that are to end
 BOOKS = ("slabs_used", "leases", "staging_bytes", "running", "waiting")  # 0 in every worker at rest
 
 
+def sum_samples(shown: str, name: str, **labels: str) -> float:
+    """Sum of all samples of a metric, in what `/metrics` showed, whose labels contain `labels`; 0 if there is none."""
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in shown.splitlines()
+        if line.startswith((f"{name}{{", f"{name} ")) and all(f'{k}="{v}"' in line for k, v in labels.items())
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A deployment that is ready. `url` has no `/v1`; `key` is what it asks for, if it does."""
@@ -76,13 +85,18 @@ class Served:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of all samples of a metric whose labels contain `labels`; 0 when there is none."""
-        total = 0.0
-        for line in self.get("/metrics").text.splitlines():
-            if line.startswith((f"{name}{{", f"{name} ")) and all(
-                f'{k}="{v}"' in line for k, v in labels.items()
-            ):
-                total += float(line.rsplit(" ", 1)[1])
-        return total
+        return sum_samples(self.get("/metrics").text, name, **labels)
+
+    def moved_chunks(self, raw_chunk_bytes: int) -> tuple[float, float]:
+        """Chunks of KV that were handed over, and hand-overs, both at one moment.
+
+        Canaries go through every class, and move one chunk of it each. Chunks of codecs have fewer bytes than the
+        `raw_chunk_bytes` of others, so bytes alone do not say how many chunks they were.
+        """
+        shown = self.get("/metrics").text
+        num_bytes = sum_samples(shown, "diptych:transfer_bytes_total")
+        num_bytes += sum_samples(shown, "diptych:kv_saved_bytes_total", where="transfer")
+        return num_bytes / raw_chunk_bytes, sum_samples(shown, "diptych:transfer_seconds_count")
 
     def worker(self, name: str) -> psutil.Process:
         """The process of a worker, as its own introduction names it."""

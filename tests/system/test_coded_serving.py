@@ -373,14 +373,11 @@ def predicted_deployment(pool_bytes: int, context: int) -> SimDeployment:
 
 
 def test_room_and_moved_bytes_of_each_class_are_as_predicted(both_classes: Served) -> None:
-    """Slabs, streams of 1,024 tokens and bytes on the wire, within 5 %. Health checks move one chunk each, of raw."""
+    """Slabs, streams of 1,024 tokens and bytes on the wire, within 5 %. Canaries move one chunk each."""
     status = both_classes.status()
     layouts = {kv: lone_worker(kv).layout for kv in CLASSES}
     rng = random.Random(8)
-
-    def moved() -> tuple[float, float]:
-        metric = both_classes.metric
-        return metric("diptych:transfer_bytes_total"), metric("diptych:transfer_seconds_count")
+    raw_bytes = layouts["raw"].chunk_bytes
 
     def ask_fresh(kv: str, length: int) -> None:
         with both_classes.client(timeout=300) as client:
@@ -404,12 +401,12 @@ def test_room_and_moved_bytes_of_each_class_are_as_predicted(both_classes: Serve
                 assert slabs[kv] == pytest.approx(measured, rel=CLOSE)
                 assert slabs[kv] * 64 // 1024 == pytest.approx(measured * 64 // 1024, rel=CLOSE)
     for kv in CLASSES:
-        bytes_before, before = moved()
+        chunks_before, before = both_classes.moved_chunks(raw_bytes)
         for length in FRESH_LENGTHS:
             ask_fresh(kv, length)
-        bytes_after, after = moved()
+        chunks_after, after = both_classes.moved_chunks(raw_bytes)
         canaries = after - before - len(FRESH_LENGTHS)
-        measured = bytes_after - bytes_before - canaries * layouts["raw"].chunk_bytes
+        measured = (chunks_after - chunks_before - canaries) * layouts[kv].chunk_bytes
         jobs = [Job(float(at_s), n, 4, kv_class=kv) for at_s, n in enumerate(FRESH_LENGTHS)]
         predicted = sum(one.moved_bytes for one in simulate_exact(deployment, jobs))
         assert measured == pytest.approx(predicted, rel=CLOSE)

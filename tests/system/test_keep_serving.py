@@ -209,18 +209,18 @@ def test_an_answer_goes_on_when_its_decode_worker_is_killed(pair: Served, coloca
 
 
 def test_predicted_bytes_are_those_that_move(pair: Served) -> None:
-    """With the share that is measured of the same prompts, as `diptych profile --kv-keep` does. Canaries keep all."""
+    """With the share that is measured of the same prompts, as `diptych profile --kv-keep` does.
+
+    Canaries of both classes pass meanwhile, more of them the slower the machine is; each moves one whole chunk.
+    """
     text, rng, lengths = read_text(), random.Random(29), [600 + 30 * number for number in range(14)]
     chunk_bytes = pair.status()["workers"][0]["kv_classes"]["raw"]["chunk_bytes"]
-
-    def moved() -> tuple[float, float]:
-        return pair.metric("diptych:transfer_bytes_total"), pair.metric("diptych:transfer_seconds_count")
-
-    bytes_before, before = moved()
+    chunks_before, before = pair.moved_chunks(chunk_bytes)
     starts = [rng.randrange(len(text) - n) for n in lengths]
     kept = [complete(pair, text[at : at + n], LOW, 3).keep for at, n in zip(starts, lengths, strict=True)]
-    bytes_after, after = moved()
-    measured = bytes_after - bytes_before - (after - before - len(lengths)) * chunk_bytes
+    chunks_after, after = pair.moved_chunks(chunk_bytes)
+    canaries = after - before - len(lengths)
+    measured = (chunks_after - chunks_before - canaries) * chunk_bytes
     share = sum(one["kept_rows"] for one in kept) / sum(one["all_rows"] for one in kept)
     pools = tuple(InstancePool(role, Parallelism(), 1, "cpu") for role in (PREFILL, DECODE))
     deployment = build_deployment(
@@ -232,7 +232,8 @@ def test_predicted_bytes_are_those_that_move(pair: Served) -> None:
     served = simulate_exact(deployment, [Job(float(at_s), n, 3) for at_s, n in enumerate(lengths)])
     predicted = sum(one.moved_bytes for one in served)
     whole = sum(-(-n // 64) for n in lengths) * chunk_bytes
-    print(f"predicted {predicted / whole:.3f} of the bytes of whole KV, measured {measured / whole:.3f}")
+    shares = f"predicted {predicted / whole:.3f} of the bytes of whole KV, measured {measured / whole:.3f}"
+    print(f"{shares}, {canaries:.0f} canaries")
     assert measured == pytest.approx(predicted, rel=0.03) and measured < 0.97 * whole
 
 

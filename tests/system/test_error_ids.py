@@ -25,10 +25,12 @@ from diptych.config.options import Config
 from diptych.errors import RequestError
 from diptych.failure_statuses import RULES, FailureReason, RequestFailure
 from diptych.logs.log_format import JsonFormatter
+from services.gateway.batches import file_routes, store
 from services.gateway.http import connection, connection_table, error_response
 from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.openai.request_limits import RequestLimits
 from tests.system import fake_workers, scripted_gateway
+from tests.system.batches.batch_lines import CHAT, THREE
 from tests.system.fake_workers import MUTE, Puppet
 from tests.system.gateway_process import Gateway, serving, until
 from tests.system.scripted_gateway import Running, scripted
@@ -172,6 +174,7 @@ def provoke_open(running: Running, http: httpx.Client, seen: Provoked) -> None:
     )
     assert raw_reply(running.url, PARTIAL) == b"", "who leaves gets no answer: its own id is in the log"
     seen.answers.append(("body_incomplete", "", ""))
+    seen.add("batches_not_enabled", http.get("/v1/files"), "--data-dir")
     seen.add("invalid_http", raw(running.url, b"SSH-2.0\r\n\r\n"))
     seen.add("headers_too_large", raw(running.url, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n"))
 
@@ -183,6 +186,51 @@ def provoke_full(running: Running, seen: Provoked) -> None:
         pieces = answer.iter_bytes()  # kept: a generator that is dropped closes the connection
         next(pieces)
         seen.add("too_many_connections", raw(running.url, b""))
+
+
+def provoke_batches(running: Running, http: httpx.Client, seen: Provoked, patch: pytest.MonkeyPatch) -> None:
+    """Refusals of a gateway with a folder for files and batches, and what its disk does to them."""
+    assert running.batches is not None
+    folder = running.batches.store.folder
+
+    def upload(content: bytes = THREE) -> httpx.Response:
+        return http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)})
+
+    def create(file: str) -> httpx.Response:
+        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        return http.post("/v1/batches", json=asked)
+
+    seen.add("file_not_found", http.get("/v1/files/file-nowhere"), "file-nowhere")
+    seen.add("batch_not_found", http.get("/v1/batches/batch-nowhere"), "batch-nowhere")
+    good, wrong = upload().json()["id"], upload(b"no JSON").json()["id"]
+    with patch.context() as patched:
+        patched.setattr(store, "MAX_OPEN_BATCHES", 0)
+        seen.add("too_many_batches", create(good), "batches are open")
+    batch = create(wrong).json()["id"]
+    wait_for(lambda: http.get(f"/v1/batches/{batch}").json()["status"] == "failed", WAIT_S)
+    seen.add("batch_has_ended", http.post(f"/v1/batches/{batch}/cancel"), "'failed'")
+    with patch.context() as patched:
+        patched.setattr(folder, "free_bytes", lambda: 0)
+        seen.add("storage_full", upload(), "too little is left")
+    folder.content_path(good).unlink()
+    seen.add("storage_failed", http.get(f"/v1/files/{good}/content"), "No such file or directory")
+    with ExitStack() as open_uploads:
+        for _ in range(most := file_routes.MAX_TENANT_UPLOADS):
+            open_uploads.enter_context(begin_upload(running.url))
+        wait_for(lambda: len([*folder.uploads.iterdir()]) == most, WAIT_S)
+        seen.add("too_many_uploads", upload(), "too many uploads are open")
+    wait_for(lambda: not [*folder.uploads.iterdir()], WAIT_S)
+
+
+def begin_upload(url: str) -> socket.socket:
+    """A connection on which the beginning of an upload was sent."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=WAIT_S)
+    connection.sendall(
+        b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n"
+        b"content-type: multipart/form-data; boundary=B\r\n\r\n--B\r\n"
+    )
+    return connection
 
 
 def provoke_keyed(running: Running, http: httpx.Client, seen: Provoked, patch: pytest.MonkeyPatch) -> None:
@@ -263,6 +311,11 @@ def test_every_code_leads_from_its_id_to_its_cause(tmp_path: Path, monkeypatch: 
         impatient = stack.enter_context(scripted(folder, limits=RequestLimits(body_s=0.2)))
         seen.add("body_timeout", raw(impatient.url, PARTIAL, leave=False))
         provoke_full(stack.enter_context(scripted(folder, max_connections=1)), seen)
+        keeping = stack.enter_context(scripted(folder, data_dir=tmp_path / "data"))
+        http = stack.enter_context(
+            httpx.Client(base_url=keeping.url, timeout=WAIT_S, trust_env=False, headers=named)
+        )
+        provoke_batches(keeping, http, seen, monkeypatch)
         keyed = stack.enter_context(scripted(folder, keys=(KEY,), limits=small))
         own = named | {"authorization": f"Bearer {KEY}"}
         http = stack.enter_context(

@@ -39,14 +39,18 @@ from engine.gpu.decode_rows import (
     LOWEST,
     PAGE,
     PRECISION,
-    absorb_scores,
     locate_rows,
     store_part,
+    weigh_scores,
 )
 from engine.gpu.launch import LaunchTuning, next_power_of_two
 from engine.gpu.triton_kernel import INTERPRETED, ROWS_PER_PROGRAM, triton_kernel
 from kvcache.layout import KvLayout
 
+# A merge of splits takes as long as a program takes for this many chunks.
+MERGE_CHUNKS = 2
+# A shared item has at least this many chunks, unless its run is shorter: each of its rows costs a part to be merged.
+MIN_ITEM_CHUNKS = 8
 TILE_NUMBERS = tl.constexpr(TILE_FIELDS)
 
 
@@ -54,26 +58,52 @@ TILE_NUMBERS = tl.constexpr(TILE_FIELDS)
 def _absorb(q, k, v, seen, top, total, acc, scale):  # type: ignore[no-untyped-def]
     """Add one page to the running softmax of all rows. q [M, D], k and v [64, D], seen [M, 64]; sums in float32."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    return absorb_scores(s, v, seen, top, total, acc)
+    p, fade, top, total = weigh_scores(s, seen, top, total)
+    return top, total, acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
 
 
 @triton_kernel
 def _decode(  # type: ignore[no-untyped-def]
     qkv, rows, lengths, begins, table, items, parts, weights, out,
-    splits, most, stride, out_stride, line_stride, slab, offset, scale, window, pool,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr,
+    splits, shared, row_tiles, most, stride, out_stride, line_stride, slab, offset, scale, window, pool,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SHARED_M: tl.constexpr, DIRECT: tl.constexpr,
     TYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Partial attention. SHARED: program (KV head, item, tile of its rows); else (KV head, row * splits + split).
+    """Partial attention. Program (KV head, item * row_tiles + tile of its rows) for the first `shared` of them, which
+    have SHARED_M rows; behind them (KV head, row * splits + split).
 
     It writes parts [rows, most, HEADS, WIDTH] and their weights [rows, most, HEADS] (base-2 logarithms); with DIRECT it
     writes the finished rows of `out`.
     """
+    number = tl.program_id(1)
+    if SHARED_M > 0:  # noqa: SIM102 (known when it is compiled)
+        if number < shared:
+            _decode_part(
+                qkv, rows, lengths, begins, table, items, parts, weights, out, number, row_tiles, splits, most,
+                stride, out_stride, line_stride, slab, offset, scale, window, pool,
+                HEADS, GROUP, SHARED_M, True, DIRECT, TYPE, WIDTH, BLOCK_D,
+            )  # fmt: skip
+            return
+    _decode_part(
+        qkv, rows, lengths, begins, table, items, parts, weights, out, number - shared, row_tiles, splits, most,
+        stride, out_stride, line_stride, slab, offset, scale, window, pool,
+        HEADS, GROUP, BLOCK_M, False, DIRECT, TYPE, WIDTH, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton_kernel
+def _decode_part(  # type: ignore[no-untyped-def]
+    qkv, rows, lengths, begins, table, items, parts, weights, out, number, row_tiles, splits, most,
+    stride, out_stride, line_stride, slab, offset, scale, window, pool,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr,
+    TYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program of `_decode`; `number` as `locate_rows` takes it."""
     h = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
     t = tl.arange(0, PAGE)
     line, part, row, live, first, last, head, low, high, reach, at = locate_rows(
-        rows, lengths, begins, items, splits, window, GROUP, BLOCK_M, SHARED
+        rows, lengths, begins, items, number, row_tiles, splits, window, GROUP, BLOCK_M, SHARED
     )
     inside = live[:, None] & (d < WIDTH)[None, :]
     q = tl.load(qkv + at[:, None] * stride + head[:, None] * WIDTH + d[None, :], mask=inside, other=0.0).to(
@@ -252,6 +282,7 @@ class GpuAttention:
         warps, stages = self.tuning.warps * (1 + whole), self.tuning.stages - whole
         self._launch = {"num_warps": warps, "num_stages": stages}
         self._read_launch = self._launch
+        self._programs = self.tuning.programs
         # The interpreter would treat bfloat16 as integers.
         widen = INTERPRETED and kind == torch.bfloat16
         self._type = tl.float32 if widen else _TYPES[kind]
@@ -311,22 +342,15 @@ class GpuAttention:
         weights = torch.empty(space, dtype=torch.float32, device=qkv.device)
         parts = torch.empty((*space, self.layout.head_dim), dtype=torch.float32, device=qkv.device)
         kernel, pool = self._decode_kernel(layer, step)
-        arguments = (
-            qkv, step.rows, step.lengths, step.begins, step.table, step.items, parts, weights, out, splits, count,
-            qkv.stride(0), out.stride(0), step.table.stride(0), self._slab, layer * self._layer, self._scale,
-            window, *pool,
-        )  # fmt: skip
-        constants: dict[str, Any] = {
-            "HEADS": self.heads, "GROUP": self._group, "DIRECT": direct, "TYPE": self._type,
-            **self._page_constants, **self._read_launch,
-        }  # fmt: skip
         least = max(16, self._spread)  # Triton's smallest matrix product has 16 rows
-        if items:
-            rows = min(self._rows, max(least, next_power_of_two(singles * self._group)))
-            shape = (self.layout.kv_heads, items, -(-singles * self._group // rows))
-            kernel[shape](*arguments, BLOCK_M=rows, SHARED=True, **constants)
-        shape = (self.layout.kv_heads, singles * splits, 1)
-        kernel[shape](*arguments, BLOCK_M=least, SHARED=False, **constants)
+        rows = min(self._rows, max(least, next_power_of_two(singles * self._group)))
+        tiles = -(-singles * self._group // rows)
+        kernel[(self.layout.kv_heads, items * tiles + singles * splits)](
+            qkv, step.rows, step.lengths, step.begins, step.table, step.items, parts, weights, out, splits,
+            items * tiles, tiles, count, qkv.stride(0), out.stride(0), step.table.stride(0), self._slab,
+            layer * self._layer, self._scale, window, *pool, HEADS=self.heads, GROUP=self._group, BLOCK_M=least,
+            SHARED_M=rows if items else 0, DIRECT=direct, TYPE=self._type, **self._page_constants, **self._read_launch,
+        )  # fmt: skip
         if not direct:
             _merge[(singles, self.heads)](
                 parts, weights, step.rows, step.covers, out, splits, count, out.stride(0), HEADS=self.heads,
@@ -358,9 +382,18 @@ class GpuAttention:
             )  # fmt: skip
 
     def _count_splits(self, singles: int, chunks: int) -> int:
-        """Splits per row: enough programs to fill the device, but at least two chunks per split."""
-        wanted = -(-self.tuning.programs // (singles * self.layout.kv_heads))
-        return max(1, min(wanted, -(-chunks // 2), MAX_PARTS))
+        """Splits per row, at least two chunks each: those with which programs run in the least time.
+
+        The device runs `_programs` at a time, and a program takes as long as its split; more than one split has
+        to be merged.
+        """
+        programs = singles * self.layout.kv_heads
+
+        def chunks_in_turn(splits: int) -> float:
+            turns = -(-programs * splits // self._programs)
+            return turns * chunks / splits + (MERGE_CHUNKS if splits > 1 else 0)
+
+        return min(range(1, max(1, min(-(-chunks // 2), MAX_PARTS)) + 1), key=chunks_in_turn)
 
     def _saved_bytes(self, plan: PrefixPlan) -> int:
         """Bytes of one layer that need not be read if every run is read once for all its rows."""
@@ -373,7 +406,7 @@ class GpuAttention:
             (last - first) * -(-(bottom - top) * self._group // self._rows)
             for first, last, top, bottom in plan.runs.tolist()
         )
-        return max(2, int(tiles) * self.layout.kv_heads // self.tuning.programs)
+        return max(MIN_ITEM_CHUNKS, int(tiles) * self.layout.kv_heads // self.tuning.programs)
 
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

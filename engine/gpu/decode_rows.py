@@ -18,15 +18,17 @@ EMPTY_PART = tl.constexpr(-1e29)
 
 
 @triton_kernel
-def absorb_scores(s, v, seen, top, total, acc):  # type: ignore[no-untyped-def]
-    """Add one page to the running softmax of all rows: scores s [M, 64], v [64, D], seen [M, 64]; sums in float32."""
+def weigh_scores(s, seen, top, total):  # type: ignore[no-untyped-def]
+    """One page in the running softmax of all rows: scores s [M, 64], seen [M, 64].
+
+    Returns the weights of its tokens [M, 64], by what all earlier sums shrink [M], the highest score and the sum of all
+    weights [M].
+    """
     s = tl.where(seen, s, LOWEST)
     high = tl.maximum(top, tl.max(s, 1))
     p = tl.where(seen, tl.exp2(s - high[:, None]), 0.0)
     fade = tl.exp2(top - high)
-    total = total * fade + tl.sum(p, 1)
-    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return high, total, acc
+    return p, fade, high, total * fade + tl.sum(p, 1)
 
 
 @triton_kernel
@@ -44,10 +46,12 @@ def _row_part(lengths, begins, line, part, splits, window):  # type: ignore[no-u
 
 @triton_kernel
 def locate_rows(  # type: ignore[no-untyped-def]
-    rows, lengths, begins, items, splits, window,
+    rows, lengths, begins, items, number, tiles, splits, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """The rows and chunks of a program of a decode kernel (programs as `engine.gpu.attention._decode` has them).
+    """The rows and chunks of a program of a decode kernel.
+
+    number: SHARED: item * tiles + tile of its rows; else row * splits + split.
 
     Returns:
         The line of the table that names the chunks, and the part that the program computes; for each of its BLOCK_M
@@ -56,15 +60,15 @@ def locate_rows(  # type: ignore[no-untyped-def]
     """
     m = tl.arange(0, BLOCK_M)
     if SHARED:
-        item = items + tl.program_id(1) * ITEM_NUMBERS
+        item = items + number // tiles * ITEM_NUMBERS
         first, last = tl.load(item), tl.load(item + 1)
         line, bottom, part = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4) + splits
-        m = tl.program_id(2) * BLOCK_M + m
+        m = number % tiles * BLOCK_M + m
         row = line + m // GROUP
         live = row < bottom
     else:
-        line = tl.program_id(1) // splits
-        part = tl.program_id(1) % splits
+        line = number // splits
+        part = number % splits
         row = line + m * 0
         live = m < GROUP
         first, last = _row_part(lengths, begins, line, part, splits, window)

@@ -133,7 +133,7 @@ class GpuDecoder:
         """Attention output of all rows, [rows, heads * head_dim]; padding rows are zero."""
         qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]
         pages.write(index, qkv, step, self.rotary, (layer.q_norm, layer.k_norm), self.shape.eps)
-        mixed = qkv.new_zeros(qkv.shape[0], self.shape.heads * self.shape.head_dim)
+        mixed = qkv.new_empty(qkv.shape[0], self.shape.heads * self.shape.head_dim)
         pages.decode(index, qkv, step, layer.window, mixed)
         pages.prefill(index, qkv, step, layer.window, mixed)
         return mixed

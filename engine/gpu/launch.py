@@ -11,7 +11,7 @@ import torch
 class LaunchTuning:
     """How the kernels are distributed over a device."""
 
-    # Number of programs of one decode launch that keep the device busy.
+    # Number of programs of a decode launch that the device runs at a time.
     programs: int
     # Sharing a prefix is worth it if it saves this many bytes of reads per layer: the cost of two more launches.
     saving_bytes: int
@@ -23,10 +23,11 @@ class LaunchTuning:
 
     @classmethod
     def of(cls, device: torch.device) -> LaunchTuning:
-        """The values for a device: eight programs per multiprocessor; in the interpreter, as few as possible."""
+        """The values for a device: two programs per multiprocessor, as many as its shared memory
+        has room for; in the interpreter, as few as possible."""
         if device.type != "cuda":
             return cls(programs=1, saving_bytes=0)
-        return cls(torch.cuda.get_device_properties(device).multi_processor_count * 8, saving_bytes=16 << 20)
+        return cls(torch.cuda.get_device_properties(device).multi_processor_count * 2, saving_bytes=16 << 20)
 
 
 def next_power_of_two(number: int) -> int:

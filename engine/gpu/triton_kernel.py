@@ -16,7 +16,7 @@ if bool(triton.knobs.runtime.interpret) != INTERPRETED:
 ROWS_PER_PROGRAM = 32 if INTERPRETED else 1
 
 # Arguments that change from step to step: specialising on their divisibility would recompile kernels again and again.
-UNSPECIALIZED = ["count", "line_stride", "splits", "most", "window"]
+UNSPECIALIZED = ["count", "line_stride", "splits", "most", "window", "shared", "row_tiles"]
 
 
 def triton_kernel(function: Callable[..., Any]) -> Any:

@@ -1,15 +1,15 @@
 """Attention over coded pages on a GPU, in Triton: `engine.gpu.attention` for pools with a codec.
 
     write     normalise and rotate the step's rows, then code keys and values into their pages (`encode`)
-    decode    the kernels read codes: a page of a KV head is expanded once, in registers, for all query heads of a row,
-              and in shared runs for up to 64 query rows
+    decode    the kernels read codes: a page of a KV head becomes a matrix once, in registers, for all query heads of a
+              row, and in shared runs for up to 64 query rows (`products`)
     prefill   the chunks that a prompt attends to are expanded once, one layer at a time, into scratch in the layout and
               type of a raw pool, which the kernel for raw pools reads
 
 Keys of `nuq*` are stored before rotation. Decode rotates queries back by the first position of a chunk, and keys by
 their place in it: the same 64 angles in every chunk (`kvcache.codecs.rotation`). Heads of `tq*` are stored after a
 random rotation, which is orthogonal: decode applies it to queries, and undoes it once, in the result. The first token
-of a sequence is exact: its numbers take the place of row 0 of the sequence's first page.
+of a sequence is exact: decode begins with it and leaves out row 0 of the sequence's first page, prefill puts it there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from diptych.chunks import CHUNK_TOKENS
 from engine.gpu.attention import GpuAttention
 from engine.gpu.batch import DeviceStep
 from engine.gpu.coded.encode import _encode
-from engine.gpu.coded.expand import _expand, expand_halves, expand_head, mix_heads, unmix_heads
-from engine.gpu.coded.page_format import CALIBRATED, ROTATED, describe_pages
-from engine.gpu.decode_rows import LOWEST, PAGE, PRECISION, absorb_scores, locate_rows, store_part
+from engine.gpu.coded.expand import _expand, unmix_heads
+from engine.gpu.coded.page_format import BF16, CALIBRATED, FP16, GROUPED, ROTATED, describe_pages
+from engine.gpu.coded.products import add_values, read_queries, score_page, score_sink
+from engine.gpu.coded.unpack import load_words, pack_levels
+from engine.gpu.decode_rows import LOWEST, PAGE, locate_rows, store_part, weigh_scores
 from engine.gpu.launch import LaunchTuning, next_power_of_two
 from engine.gpu.triton_kernel import ROWS_PER_PROGRAM, triton_kernel
 from kvcache.codecs.hadamard import rotate_heads
@@ -36,96 +38,136 @@ from kvcache.layout import KvLayout
 
 Doubles = NDArray[np.float64]
 
+# Warps of a decode program by family of codecs, and its programs that run at a time over those over raw pages: what was
+# fastest on an H200 at the shape of Llama-3.1-8B.
+DECODE_LAUNCH = {
+    FP16.value: (4, 1.0), BF16.value: (4, 1.0), GROUPED.value: (2, 0.5), CALIBRATED.value: (8, 1.0),
+    ROTATED.value: (4, 1.0),
+}  # fmt: skip
 # Numbers of a row that one warp codes.
 NUMBERS_PER_WARP = 128
 
 
 @triton_kernel
-def _read_queries(  # type: ignore[no-untyped-def]
-    queries, table, live, BLOCK_M: tl.constexpr, TYPE: tl.constexpr, FORMAT: tl.constexpr
-):
-    """The queries at [BLOCK_M]: for `nuq*` their two halves in float32, else twice the same, as keys are stored."""
-    if FORMAT.family == CALIBRATED:
-        HALF: tl.constexpr = FORMAT.width // 2
-        i = tl.arange(0, FORMAT.half_block)[None, :]
-        mask = live[:, None] & (i < HALF)
-        x = tl.load(queries[:, None] + i, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(queries[:, None] + HALF + i, mask=mask, other=0.0).to(tl.float32)
-    else:
-        d = tl.arange(0, FORMAT.block)[None, :]
-        x = tl.load(queries[:, None] + d, mask=live[:, None] & (d < FORMAT.width), other=0.0)
-        if FORMAT.family == ROTATED:
-            x = mix_heads(x.to(tl.float32), table, BLOCK_M, FORMAT)
-        x = x.to(TYPE)
-        y = x
-    return x, y
-
-
-@triton_kernel
-def _score_page(  # type: ignore[no-untyped-def]
-    x, y, data, shorts, longs, table, at, head, c, there, sink, cos, sin,
-    TYPE: tl.constexpr, FORMAT: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Products of the queries (`_read_queries`) and the keys of chunk c, whose page is at byte `at`, [BLOCK_M, 64]."""
-    if FORMAT.family == CALIBRATED:
-        HALF: tl.constexpr = FORMAT.width // 2
-        left, right = expand_halves(
-            data, shorts, longs, table, at, head, c, there, sink, cos, sin, tl.arange(0, PAGE), FORMAT, KEYS
-        )
-        i = tl.arange(0, FORMAT.half_block)
-        angle = c * PAGE * HALF + i
-        cosine = tl.load(cos + angle, mask=i < HALF, other=0.0)[None, :]
-        sine = tl.load(sin + angle, mask=i < HALF, other=0.0)[None, :]
-        back_x, back_y = (x * cosine + y * sine).to(TYPE), (y * cosine - x * sine).to(TYPE)
-        s = tl.dot(back_x, tl.trans(left.to(TYPE)), input_precision=PRECISION)
-        s += tl.dot(back_y, tl.trans(right.to(TYPE)), input_precision=PRECISION)
-    else:
-        k = expand_head(data, shorts, longs, table, at, head, c, there, sink, FORMAT, KEYS)
-        s = tl.dot(x, tl.trans(k.to(TYPE)), input_precision=PRECISION)
-    return s
-
-
-@triton_kernel
 def _decode_coded(  # type: ignore[no-untyped-def]
     qkv, rows, lengths, begins, table, items, parts, weights, out,
-    splits, most, stride, out_stride, line_stride, slab, offset, scale, window,
+    splits, shared, row_tiles, most, stride, out_stride, line_stride, slab, offset, scale, window,
+    row_sinks, data, shorts, longs, tables, sinks, cos, sin, table_stride, sink_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SHARED_M: tl.constexpr, DIRECT: tl.constexpr,
+    TYPE: tl.constexpr, FORMAT: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """As `engine.gpu.attention._decode`, over coded pages."""
+    number = tl.program_id(1)
+    if SHARED_M > 0:  # noqa: SIM102 (known when it is compiled)
+        if number < shared:
+            _decode_part(
+                qkv, rows, lengths, begins, table, items, parts, weights, out, number, row_tiles, splits, most,
+                stride, out_stride, line_stride, slab, offset, scale, window,
+                row_sinks, data, shorts, longs, tables, sinks, cos, sin, table_stride, sink_stride,
+                HEADS, GROUP, SHARED_M, True, DIRECT, TYPE, FORMAT, KEYS, VALUES,
+            )  # fmt: skip
+            return
+    _decode_part(
+        qkv, rows, lengths, begins, table, items, parts, weights, out, number - shared, row_tiles, splits, most,
+        stride, out_stride, line_stride, slab, offset, scale, window,
+        row_sinks, data, shorts, longs, tables, sinks, cos, sin, table_stride, sink_stride,
+        HEADS, GROUP, BLOCK_M, False, DIRECT, TYPE, FORMAT, KEYS, VALUES,
+    )  # fmt: skip
+
+
+@triton_kernel
+def _decode_part(  # type: ignore[no-untyped-def]
+    qkv, rows, lengths, begins, table, items, parts, weights, out, number, row_tiles, splits, most,
+    stride, out_stride, line_stride, slab, offset, scale, window,
     row_sinks, data, shorts, longs, tables, sinks, cos, sin, table_stride, sink_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr,
     TYPE: tl.constexpr, FORMAT: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """As `engine.gpu.attention._decode`, over coded pages."""
+    """One program of `_decode_coded`; `number` as `locate_rows` takes it."""
     WIDTH: tl.constexpr = FORMAT.width
+    SPLIT: tl.constexpr = FORMAT.halves == 1 and FORMAT.family == GROUPED
+    # Channels of one sum of values, and in how many numbers they are kept.
+    LIMIT: tl.constexpr = WIDTH // 2 if SPLIT else WIDTH
+    COUNT: tl.constexpr = FORMAT.half_block if SPLIT else FORMAT.block
     h = tl.program_id(0)
-    d = tl.arange(0, FORMAT.block)
+    d = tl.arange(0, COUNT)
     line, part, row, live, first, last, head, low, high, reach, at = locate_rows(
-        rows, lengths, begins, items, splits, window, GROUP, BLOCK_M, SHARED
+        rows, lengths, begins, items, number, row_tiles, splits, window, GROUP, BLOCK_M, SHARED
     )
-    inside = live[:, None] & (d < WIDTH)[None, :]
     page, own_head = h // FORMAT.heads, h % FORMAT.heads
     own, base = tables + page * table_stride, offset + page * FORMAT.page_bytes
-    x, y = _read_queries(qkv + at * stride + head * WIDTH, own, live, BLOCK_M, TYPE, FORMAT)
+    x, y = read_queries(qkv + at * stride + head * WIDTH, own, live, BLOCK_M, TYPE, FORMAT)
+    key_levels = pack_levels(own + KEYS.levels, KEYS, TYPE)
+    value_levels = pack_levels(own + VALUES.levels, VALUES, TYPE)
+    # The first token of the sequence is exact. It comes before all pages, and its place in the first one is not seen.
     sink = sinks + tl.load(row_sinks + line).to(tl.int64) * sink_stride + h * WIDTH
-    values = sink + HEADS // GROUP * WIDTH
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.full([BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([BLOCK_M, FORMAT.block], 0.0, tl.float32)
+    exact = sink + HEADS // GROUP * WIDTH + d
+    begins_here = live & (first == 0) & (low == 0) & (high > 0)
+    top = tl.where(begins_here, score_sink(x, y, sink, FORMAT) * scale, LOWEST)
+    total = tl.where(begins_here, 1.0, 0.0)
+    acc_x = tl.where(begins_here[:, None], tl.load(exact, mask=d < LIMIT, other=0.0)[None, :], 0.0)
+    acc_y = acc_x
+    if SPLIT:
+        acc_y = tl.where(
+            begins_here[:, None], tl.load(exact + LIMIT, mask=d < LIMIT, other=0.0)[None, :], 0.0
+        )
+    low_x, low_y = total * 0.0, total * 0.0
+    # Codes of the next page are read while this one is used, and the slab of the page after it.
+    entries, final = table + line * line_stride, tl.maximum(last - 1, 0)
+    place = tl.load(entries + tl.minimum(first, final)).to(tl.int64) * slab + base
+    ahead = tl.load(entries + tl.minimum(first + 1, final))
+    keys = load_words(longs, place, own_head, FORMAT, KEYS, FORMAT.halves)
+    values = load_words(longs, place, own_head, FORMAT, VALUES, SPLIT)
     for c in range(first, last):
-        place = tl.load(table + line * line_stride + c).to(tl.int64) * slab + base
+        next_place = ahead.to(tl.int64) * slab + base
+        next_keys = load_words(longs, next_place, own_head, FORMAT, KEYS, FORMAT.halves)
+        next_values = load_words(longs, next_place, own_head, FORMAT, VALUES, SPLIT)
+        ahead = tl.load(entries + tl.minimum(c + 2, final))
         token = c * PAGE + tl.arange(0, PAGE)
         there = token < reach
-        s = _score_page(
-            x, y, data, shorts, longs, own, place, own_head, c, there, sink, cos, sin, TYPE, FORMAT, KEYS
+        s = score_page(
+            x,
+            y,
+            keys,
+            data,
+            shorts,
+            longs,
+            own,
+            key_levels,
+            place,
+            own_head,
+            there,
+            cos,
+            sin,
+            c,
+            TYPE,
+            FORMAT,
+            KEYS,
         )
-        v = expand_head(data, shorts, longs, own, place, own_head, c, there, values, FORMAT, VALUES)
-        seen = (token[None, :] >= low[:, None]) & (token[None, :] < high[:, None])
-        top, total, acc = absorb_scores(s * scale, v.to(TYPE), seen, top, total, acc)
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        seen = (token[None, :] >= tl.maximum(low, 1)[:, None]) & (token[None, :] < high[:, None])
+        p, fade, top, total = weigh_scores(s * scale, seen, top, total)
+        acc_x, low_x = acc_x * fade[:, None], low_x * fade
+        if SPLIT:
+            acc_y, low_y = acc_y * fade[:, None], low_y * fade
+        acc_x, acc_y, low_x, low_y = add_values(
+            p, acc_x, acc_y, low_x, low_y, values, data, shorts, longs, own, value_levels, place, own_head, there,
+            TYPE, FORMAT, VALUES,
+        )  # fmt: skip
+        place, keys, values = next_place, next_keys, next_values
+    share = 1.0 / tl.where(total > 0.0, total, 1.0)
+    inside = live[:, None] & (d < LIMIT)[None, :]
+    acc_x = (acc_x + low_x[:, None]) * share[:, None]
     if FORMAT.family == ROTATED:
-        acc = unmix_heads(acc, own, BLOCK_M, FORMAT)
+        acc_x = unmix_heads(acc_x, own, BLOCK_M, FORMAT)
     store_part(
-        acc, top, total, at, row, part, head, d, live, inside, out, parts, weights, most, out_stride,
+        acc_x, top, total, at, row, part, head, d, live, inside, out, parts, weights, most, out_stride,
         HEADS, WIDTH, DIRECT,
     )  # fmt: skip
+    if SPLIT:
+        store_part(
+            (acc_y + low_y[:, None]) * share[:, None], top, total, at, row, part, head, d + LIMIT, live, inside, out,
+            parts, weights, most, out_stride, HEADS, WIDTH, DIRECT,
+        )  # fmt: skip
 
 
 class CodedGpuAttention(GpuAttention):
@@ -158,7 +200,7 @@ class CodedGpuAttention(GpuAttention):
     ) -> None:
         super().__init__(layout, data, heads, tuning)
         device = data.device
-        self._format = describe_pages(codecs, device)
+        self._format = describe_pages(codecs, device, getattr(torch, layout.dtype))
         flat = data.view(-1)
         # The pool's memory, as bytes and as whole numbers of two and of four bytes.
         self._memory = (flat, flat.view(torch.int16), flat.view(torch.int32))
@@ -177,8 +219,12 @@ class CodedGpuAttention(GpuAttention):
         self._page_constants = {
             "FORMAT": self._format.numbers, "KEYS": self._format.keys, "VALUES": self._format.values,
         }  # fmt: skip
+        # Pages are read into registers: nothing can be loaded ahead into shared memory.
+        warps, turn = DECODE_LAUNCH[self._format.numbers.family]
+        self._read_launch = {"num_warps": warps, "num_stages": 1}
+        self._programs = max(1, int(self.tuning.programs * turn))
         # To expand a page takes more registers than to load one.
-        self._read_launch = {"num_warps": 2 * self.tuning.warps, "num_stages": 1}
+        self._expand_launch = {"num_warps": 2 * self.tuning.warps, "num_stages": 1}
         seed = codecs[0][0].codec_id.seed
         self._mix = None if seed is None else _mixing_matrix(seed, layout.head_dim).to(device)
 
@@ -233,7 +279,7 @@ class CodedGpuAttention(GpuAttention):
         _expand[(spans * chunks, self.layout.kv_heads)](
             step.spans, step.table, *self._memory, *self._layer_arrays(layer), scratch, lines - spans, chunks,
             step.table.stride(0), self._slab, layer * self._layer, *self._strides, window,
-            KV_HEADS=self.layout.kv_heads, enable_fp_fusion=False, **self._page_constants, **self._read_launch,
+            KV_HEADS=self.layout.kv_heads, enable_fp_fusion=False, **self._page_constants, **self._expand_launch,
         )  # fmt: skip
         return scratch
 

@@ -94,7 +94,14 @@ def _read_places(data, shorts, at, slot, mask, WIDE: tl.constexpr):  # type: ign
 
 
 @triton_kernel
-def _add_outliers(  # type: ignore[no-untyped-def]
+def _read_outliers(data, shorts, at, slot, mask, FORMAT: tl.constexpr, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Places and residuals of outliers; residuals are 0 where `mask` is not set."""
+    place = _read_places(data, shorts, at + SIDE.places, slot, mask, FORMAT.wide)
+    return place, read_halves(shorts, (at + SIDE.residuals) // 2 + slot, mask)
+
+
+@triton_kernel
+def add_outliers(  # type: ignore[no-untyped-def]
     x, data, shorts, at, first, limit, there, FORMAT: tl.constexpr, SIDE: tl.constexpr, COUNT: tl.constexpr
 ):
     """x [64, COUNT], channels `first` to `first + limit - 1` of the group, with the residuals of their outliers added.
@@ -110,11 +117,13 @@ def _add_outliers(  # type: ignore[no-untyped-def]
     begin = tl.sum((used & (place < first)).to(tl.int32), 1)
     count = tl.sum((used & (place >= first) & (place < first + limit)).to(tl.int32), 1)
     i = tl.arange(0, COUNT)[None, :]
+    slot = t * FORMAT.slots + begin
+    channel, residual = _read_outliers(data, shorts, at, slot, count > 0, FORMAT, SIDE)
     for n in range(tl.max(count, 0)):
-        slot = t * FORMAT.slots + begin + n
-        channel = _read_places(data, shorts, at + SIDE.places, slot, n < count, FORMAT.wide) - first
-        residual = read_halves(shorts, (at + SIDE.residuals) // 2 + slot, n < count)
-        x += tl.where(i == channel[:, None], residual[:, None], 0.0)
+        # The next ones are read while these are added.
+        further, next_residual = _read_outliers(data, shorts, at, slot + n + 1, n + 1 < count, FORMAT, SIDE)
+        x += tl.where(i == (channel - first)[:, None], residual[:, None], 0.0)
+        channel, residual = further, next_residual
     return x
 
 
@@ -156,7 +165,7 @@ def expand_tile(  # type: ignore[no-untyped-def]
                 if FORMAT.family == CALIBRATED:
                     x += read_halves(shorts, (at + SIDE.zeros) // 2 + t, there[:, None])
             if FORMAT.slots > 0:
-                x = _add_outliers(x, data, shorts, at, begin, limit, there, FORMAT, SIDE, COUNT)
+                x = add_outliers(x, data, shorts, at, begin, limit, there, FORMAT, SIDE, COUNT)
     return x
 
 

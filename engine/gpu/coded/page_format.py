@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from diptych.errors import ConfigError
 from engine.gpu.launch import next_power_of_two
+from engine.gpu.triton_kernel import INTERPRETED
 from kvcache.codecs.datatype import Datatype
 from kvcache.codecs.grouped import GroupedCodec
 from kvcache.codecs.hadamard import block_size, random_signs
@@ -38,6 +39,10 @@ FP16, BF16, GROUPED, CALIBRATED, ROTATED = (tl.constexpr(number) for number in r
 
 # Kernels read and write eight codes at once.
 CODES_PER_WORD = 8
+# Codes of this many bits are unpacked in registers, into numbers of 16 bits.
+PACKED_BITS = 4
+# The number from which on numbers of a type differ by 1, or by less: codes are added to its bits.
+CODE_BASES = {torch.bfloat16: 128, torch.float16: 1024}
 # Least rows and columns of a matrix product in Triton.
 MIN_BLOCK = 16
 
@@ -56,6 +61,9 @@ class SideFormat(NamedTuple):
     scales: int
     # Zero points, or minima.
     zeros: int
+    # Whether decode unpacks codes in registers (`engine.gpu.coded.unpack`), and what it then adds to codes of `int*`.
+    packed: int
+    base: int
 
 
 class PageNumbers(NamedTuple):
@@ -81,6 +89,11 @@ class PageNumbers(NamedTuple):
     # Powers of two, at least 16, that hold a head and half a head.
     block: int
     half_block: int
+    # Whether a head is read as two halves: keys of `nuq*`, and `int*` with two groups in a head.
+    halves: int
+    # Whether decode scales scores and weights by a row's scale, and not its numbers: all codecs but 16 bits and `int*`
+    # with more than two groups in a head.
+    folded: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +109,8 @@ class PageFormat:
     rotated: bool
 
 
-def describe_pages(codecs: Sequence[Sequence[Codec]], device: torch.device) -> PageFormat:
-    """The format of a pool's pages; `codecs` by layer and page, all of one codec.
+def describe_pages(codecs: Sequence[Sequence[Codec]], device: torch.device, dtype: torch.dtype) -> PageFormat:
+    """The format of a pool's pages; `codecs` by layer and page, all of one codec. dtype: that of products.
 
     Raises:
         ConfigError: the kernels cannot handle the codec for this shape.
@@ -106,6 +119,7 @@ def describe_pages(codecs: Sequence[Sequence[Codec]], device: torch.device) -> P
     _check_shape(first)
     is_calibrated, width = isinstance(first, NuqCodec), first.shape.head_dim
     slots = 2 * first.per_side if isinstance(first, NuqCodec) else 0
+    groups = width // first.group if isinstance(first, GroupedCodec) else 1
     numbers = PageNumbers(
         family=_family(first),
         width=width,
@@ -119,19 +133,23 @@ def describe_pages(codecs: Sequence[Sequence[Codec]], device: torch.device) -> P
         mix=block_size(width),
         block=max(MIN_BLOCK, next_power_of_two(width)),
         half_block=max(MIN_BLOCK, next_power_of_two(width // 2)),
+        halves=int(is_calibrated or groups == 2),
+        folded=int(groups <= 2 and not isinstance(first, PlainCodec)),
     )
     tables = np.stack([np.stack([_table(codec) for codec in row]) for row in codecs])
     return PageFormat(
         numbers,
-        _side(first, 0),
-        _side(first, 1),
+        _side(first, 0, dtype),
+        _side(first, 1, dtype),
         torch.from_numpy(tables).to(device),
         first.codes_rotated_keys,
     )
 
 
-def _side(codec: Codec, side: int) -> SideFormat:
+def _side(codec: Codec, side: int, dtype: torch.dtype) -> SideFormat:
     """Keys (side 0) or values (side 1) of a codec's pages."""
+    bits = codec.codec_id.code_bits[side]
+    packed = not INTERPRETED and bits == PACKED_BITS and dtype in CODE_BASES
     offsets, prefix = codec.sections.offsets, ("key ", "value ")[side]
     sections = {name.removeprefix(prefix): at for name, at in offsets.items()}
     room, before = _table_room(codec), 0
@@ -140,7 +158,7 @@ def _side(codec: Codec, side: int) -> SideFormat:
     elif isinstance(codec, TurboCodec):
         before = codec.shape.head_dim
     return SideFormat(
-        bits=codec.codec_id.code_bits[side],
+        bits=bits,
         levels=before + side * room,
         middles=before + (2 + side) * room,
         codes=sections[("keys", "values")[side] if isinstance(codec, PlainCodec) else "codes"],
@@ -148,6 +166,8 @@ def _side(codec: Codec, side: int) -> SideFormat:
         residuals=sections.get("residuals", 0),
         scales=sections.get("scales", 0),
         zeros=sections.get("zeros", sections.get("minima", 0)),
+        packed=int(packed),
+        base=CODE_BASES[dtype] if packed and isinstance(codec, GroupedCodec) else 0,
     )
 
 

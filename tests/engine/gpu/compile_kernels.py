@@ -120,6 +120,7 @@ def launch_steps(decoder: GpuDecoder, pages: attention.GpuAttention) -> None:
     apart = [[n] for n in range(40)]
     for batch in (
         [StepWork([1], 60 * 64, row, "last") for row in alike],
+        [StepWork([1], 59 * 64, [*range(60 * n, 60 * n + 60)], "last") for n in range(2)],
         [StepWork([1], 5, row, "last") for row in apart],
         [StepWork([1] * 70, 10, [0, 1], "last")],
     ):

@@ -17,8 +17,9 @@ SHARED = 227 << 10  # bytes of shared memory that a program may have on compute 
 
 # One codec of each family that has tables, with most and with least to do.
 CODECS = ("nuq4-1%", "tq3", "int4")
-# Bytes of stack that a kernel for coded pages may take: a few numbers, which stay in the first cache.
-CODED_STACK = 128
+# Bytes of stack that a kernel for coded pages may take: what outliers and the codes that are read ahead push out of the
+# registers. It stays in the first cache, and reading ahead gains more (docs/benchmarks.md, gpu_decode).
+CODED_STACK = 256
 
 
 def test_all_kernels_of_a_step_compile_for_compute_capability_90(tmp_path: Path) -> None:

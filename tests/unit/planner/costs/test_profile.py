@@ -14,7 +14,13 @@ from diptych.errors import ConfigError
 from planner.costs.distserve_fits import distserve_decode_s
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile import CostProfile, Overheads, analytic_profile
-from planner.costs.profile_file import built_in_profile, load_profile, load_profile_of, save_profile
+from planner.costs.profile_file import (
+    PROFILE_FOLDER,
+    built_in_profile,
+    load_profile,
+    load_profile_of,
+    save_profile,
+)
 from planner.costs.roofline import RooflineCost
 from planner.costs.step import StepCost
 from planner.types import LinkSpec, Parallelism, StepBatch
@@ -146,6 +152,14 @@ def test_measured_steps_become_a_profile(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError):
         load_profile(tmp_path / "p.json", "Llama-3.1-8B")
+
+
+def test_the_steps_that_an_h200_took_are_fitted() -> None:
+    """`planner/costs/profiles/llama-3.1-8b.h200.json`, which `benchmarks.gpu_decode --profile` saved there."""
+    profile = load_profile(PROFILE_FOLDER / "llama-3.1-8b.h200.json", "Llama-3.1-8B")
+    assert profile.device.name == "H200" and profile.fit_error["decode_max"] < 0.06
+    step_s = profile.cost(Parallelism()).step_s(StepBatch(rows=32, context=32 * 1024))
+    assert step_s == pytest.approx(6.54e-3, rel=0.06)
 
 
 def test_files_that_are_no_profiles_are_refused(tmp_path: Path) -> None:

@@ -286,6 +286,16 @@ def test_the_image_takes_all_packages_and_pins(recipe: str) -> None:
     assert 'ENTRYPOINT ["diptych"]' in recipe
 
 
+def test_the_image_builds_from_a_folder_of_wheels_and_knows_no_second_index(recipe: str) -> None:
+    assert "EXTRA_INDEX" not in recipe and "--index-url" not in recipe
+    assert "\nARG PIP_NO_INDEX=" in recipe and "PIP_FIND_LINKS=/wheels" in recipe
+    steps = re.findall(r"^RUN ((?:.*\\\n)*.*)$", recipe, re.MULTILINE)
+    installing = [step for step in steps if "pip install" in step]
+    assert len(installing) == 2
+    assert all(step.startswith("--mount=type=bind,from=wheels,target=/wheels ") for step in installing)
+    assert "FROM scratch AS wheels\n" in recipe, "without --build-context wheels=FOLDER there are none"
+
+
 def test_every_package_is_built_and_has_import_contracts() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert sorted(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == PACKAGES

@@ -68,7 +68,9 @@ class ChunkColumns:
     def __init__(self, layout: KvLayout, memory: Floats, slabs: Ints, positions: Ints) -> None:
         self._heads, self._memory = layout.kv_heads, memory
         self._positions = positions
-        self._rows = slabs * (layout.layers * layout.kv_heads * ROWS_PER_PAGE) + positions % CHUNK_TOKENS
+        keys = slabs * (layout.layers * layout.kv_heads * ROWS_PER_PAGE) + positions % CHUNK_TOKENS
+        # Rows of the keys and values of the first head of the first layer.
+        self._places = np.stack([keys, keys + CHUNK_TOKENS], axis=1)
 
     @classmethod
     def of_prompt(cls, layout: KvLayout, memory: Floats, slabs: Sequence[int], length: int) -> ChunkColumns:
@@ -78,8 +80,7 @@ class ChunkColumns:
 
     def find_columns(self, layer: int, head: int) -> HeadColumns:
         """The columns of one KV head."""
-        keys = self._rows + (layer * self._heads + head) * ROWS_PER_PAGE
-        return HeadColumns(self._positions, np.stack([keys, keys + CHUNK_TOKENS], axis=1))
+        return HeadColumns(self._positions, self._places + (layer * self._heads + head) * ROWS_PER_PAGE)
 
     def read_keys(self, layer: int, head: int, columns: HeadColumns) -> Floats:
         """The keys of columns of one KV head."""
@@ -169,19 +170,23 @@ class HeadDecider:
         for layer, window in enumerate(self._windows):
             wanted = behind & select_visible(positions, point.length, window)
             queries = point.queries[layer, point.rows % CHUNK_TOKENS]
+            whole = bool(wanted.all())
+            masses = np.empty((self._layout.kv_heads, FULL))
+            tried = list[tuple[HeadColumns, NDArray[np.bool_]]]()
             for head in range(self._layout.kv_heads):
                 columns = point.source.find_columns(layer, head)
                 keys = point.source.read_keys(layer, head, columns)
-                masses, mask = trials[window].run(queries, head, self._group, keys)
-                policy = int(choose_policies(masses, point.spec.threshold, point.prompt_tokens))
-                policies[layer, head] = policy
+                masses[head], mask = trials[window].run(queries, head, self._group, keys)
+                tried.append((columns, mask))
+            policies[layer] = choose_policies(masses, point.spec.threshold, point.prompt_tokens)
+            for policy, (columns, mask) in zip(policies[layer].tolist(), tried, strict=True):
                 if policy == FULL:
                     mask = wanted
                 elif "local" in self._rule.policy_parts(policy):
                     mask = (mask | near) & wanted
                 else:
                     mask &= wanted
-                kept.append(columns.select(mask))
+                kept.append(columns if mask is wanted and whole else columns.select(mask))
         return policies, kept
 
     def apply_policies(self, point: DecisionPoint, policies: NDArray[np.uint8]) -> list[HeadColumns]:

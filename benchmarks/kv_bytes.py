@@ -1,7 +1,8 @@
 """Bytes of a token's KV in the pool and on the wire, and how many streams a small pool serves at once, per codec.
 
-    python -m benchmarks.kv_bytes [--json] [--codecs raw int8 tq4 nuq4-1%] [--only bytes streams freed] [--tokens 1024]
-                                  [--answer 64] [--pool 64MiB] [--keep 0.98 0.95 0.91 0.85 0.75] [--prompts 10]
+    python -m benchmarks.kv_bytes [--json] [--codecs raw int8 tq4 nuq4-1%] [--only bytes streams freed kept]
+                                  [--tokens 1024] [--answer 64] [--pool 64MiB] [--keep 0.98 0.95 0.91 0.85 0.75]
+                                  [--prompts 10]
 
 All figures are counters of running deployments of the embedded model, but for those of `freed`, which are counted in an
 engine (`benchmarks.kept_slabs`).
@@ -19,7 +20,17 @@ engine (`benchmarks.kept_slabs`).
                             dropped; `keep_freed_ratio` is that of all thresholds together, null if nothing was dropped
     streams_ratio           `streams` of the last codec / `streams` of the first one
 
-Prompts share nothing. With `--only` the others are not measured; `freed` is raw KV of one rank.
+With `--only kept`, which is not measured otherwise, the last codec meets prompts of held-out text, alone and with each
+threshold of `--keep`:
+
+    streams_gain            streams that run at once in the pool, more of them than have room, over those of the codec
+                            alone; the aim, 0.9 / (1 - pruned share), is `streams_aim`
+    wire_kept               bytes on the wire over those of the codec alone, of `--prompts` prompts
+    kept_share              KV that heads keep, as a part of that of all rows of these prompts
+    wire_error              `wire_kept` / `kept_share` - 1
+
+Prompts share nothing, except those of `kept`, which are cut from the same text at other places. With `--only` the
+others are not measured; `freed` is raw KV of one rank.
 """
 
 from __future__ import annotations
@@ -37,18 +48,23 @@ import httpx
 import uvloop
 
 import benchmarks.script_path  # noqa: F401
-from benchmarks.kept_slabs import FreedMeter
+from benchmarks.kept_slabs import FOLDER, FreedMeter
 from benchmarks.load.deployment import ServedDeployment, serving_deployment
 from kvcache.codecs.codec_id import parse_codec_id
 from kvcache.codecs.storage import bytes_per_token
+from models.calibration import held_out_windows
 
 # Layers, KV heads and values of a head of the embedded model.
 SHAPE = (6, 4, 32)
 CHUNK_TOKENS = 64
 POOL_STREAMS, WIRE_PROMPTS = 4, 24
 ANSWER_S, SAMPLE_S = 3600.0, 0.05
-# Bytes of KV that were moved so far.
-MOVED = "diptych:transfer_bytes_total"
+# Bytes of KV that were moved so far, and hand-overs.
+MOVED, MOVES = "diptych:transfer_bytes_total", "diptych:transfer_seconds_count"
+# Bytes of KV that heads kept and dropped at the last decision of answers.
+PRUNED = "diptych:kv_pruned_bytes_total"
+# Of the streams for which the aim has room, these are sent.
+CROWD = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +187,71 @@ def measure_freed(thresholds: Sequence[float], prompts: int) -> dict[str, Any]:
     }
 
 
+def text_prompts(count: int, tokens: int) -> list[list[int]]:
+    """Held-out text, cut at places of equal distance; no two prompts begin alike."""
+    return [window.tolist() for window in held_out_windows(FOLDER, count, tokens)]
+
+
+def kept_bytes(deployment: ServedDeployment) -> tuple[float, float]:
+    """Bytes of KV that heads kept, and of all rows, at the last decisions of all answers."""
+    lines = [line for line in deployment.metrics().splitlines() if line.startswith(PRUNED)]
+    found = [(line, float(line.rsplit(" ", 1)[1])) for line in lines]
+    return sum(value for line, value in found if 'outcome="kept"' in line), sum(value for _, value in found)
+
+
+def keep_flags(threshold: float) -> tuple[str, ...]:
+    """Flags for this threshold."""
+    return ("--kv-keep", str(threshold)) if threshold < 1 else ()
+
+
+def count_kept_streams(codec: str, threshold: float, aim: float, options: argparse.Namespace) -> Watched:
+    """How many streams ran at once in a pool, of `CROWD * aim` times as many as have room in it whole."""
+    limits = ("--kv-cache-memory-bytes", options.pool, "--max-num-seqs", "256")
+    waits = ("--max-num-batched-tokens", "4096", "--max-queue-wait-s", "1h", "--request-timeout-s", "1h")
+    flags = ("--colocated", "1", "--kv-cache-codec", codec, *keep_flags(threshold), *limits, *waits)
+    with serving_deployment(*flags) as deployment:
+        deployment.wait_ready()
+        room = worker_stats(deployment, "decode")["slabs_total"] / -(-options.tokens // CHUNK_TOKENS)
+        prompts = text_prompts(round(CROWD * aim * room), options.tokens - options.answer)
+        return uvloop.run(run_streams(deployment, prompts, options.answer))
+
+
+def measure_kept_wire(codec: str, threshold: float, options: argparse.Namespace) -> tuple[float, float]:
+    """Bytes that move for `--prompts` prompts with this threshold, and the share that heads keep."""
+    flags = ("--prefill", "1", "--decode", "1", "--kv-cache-codec", codec, *keep_flags(threshold))
+    with serving_deployment(*flags) as deployment:
+        deployment.wait_ready()
+        size, prompts = chunk_bytes(deployment), text_prompts(options.prompts, options.tokens)
+        bytes_before, moves_before = deployment.metric(MOVED), deployment.metric(MOVES)
+        uvloop.run(run_streams(deployment, prompts, 2))
+        deployment.rest()
+        moved, moves = deployment.metric(MOVED) - bytes_before, deployment.metric(MOVES) - moves_before
+        kept, whole = kept_bytes(deployment)
+    # Canaries move one chunk each.
+    return moved - (moves - len(prompts)) * size, kept / whole if whole else 1.0
+
+
+def measure_kept(codec: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Per threshold, streams and bytes on the wire against the codec alone."""
+    plain_wire, _ = measure_kept_wire(codec, 1.0, options)
+    plain = count_kept_streams(codec, 1.0, 1.0, options)
+    found: dict[str, Any] = {}
+    for threshold in options.keep:
+        wire, share = measure_kept_wire(codec, threshold, options)
+        aim = 0.9 / share
+        streams = count_kept_streams(codec, threshold, aim, options)
+        found[str(threshold)] = {
+            "kept_share": round(share, 4),
+            "wire_kept": round(wire / plain_wire, 4),
+            "wire_error": round(wire / plain_wire / share - 1, 4),
+            "streams": streams.running,
+            "streams_gain": round(streams.running / plain.running, 3),
+            "streams_aim": round(aim, 3),
+            "preemptions": streams.preemptions,
+        }
+    return {"codec": codec, "streams": plain.running, "preemptions": plain.preemptions, "keep": found}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -179,14 +260,17 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
     parser.add_argument("--codecs", nargs="+", default=["raw", "int8", "tq4", "nuq4-1%"])
     parser.add_argument(
-        "--only", nargs="+", choices=["bytes", "streams", "freed"], default=["bytes", "streams", "freed"]
+        "--only",
+        nargs="+",
+        choices=["bytes", "streams", "freed", "kept"],
+        default=["bytes", "streams", "freed"],
     )
     parser.add_argument("--tokens", type=int, default=1024, help="prompt and answer of a stream")
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--pool", default="64MiB")
     parser.add_argument("--keep", nargs="+", type=float, default=[0.98, 0.95, 0.91, 0.85, 0.75])
     parser.add_argument(
-        "--prompts", type=int, default=10, help="prompts that are measured for each threshold"
+        "--prompts", type=int, default=10, help="prompts of `freed` and of `kept` for each threshold"
     )
     options = parser.parse_args()
     load = os.getloadavg()[0]
@@ -207,6 +291,8 @@ def main() -> None:
         found["max_error"] = max(errors)
     if "freed" in options.only:
         found |= measure_freed(options.keep, options.prompts)
+    if "kept" in options.only:
+        found["kept"] = measure_kept(options.codecs[-1], options)
     found |= {
         "tokens": options.tokens,
         "pool": options.pool,

@@ -53,10 +53,13 @@ class ServedDeployment:
         assert isinstance(body, dict)
         return body
 
+    def metrics(self) -> str:
+        """All metrics, as text. Raises httpx.HTTPError."""
+        return httpx.get(f"{self.url}/metrics", timeout=ANSWER_S).raise_for_status().text
+
     def metric(self, name: str) -> float:
         """Sum of all samples of a metric. Raises httpx.HTTPError."""
-        text = httpx.get(f"{self.url}/metrics", timeout=ANSWER_S).raise_for_status().text
-        samples = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+        samples = [line for line in self.metrics().splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
     def wait_ready(self) -> None:

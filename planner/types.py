@@ -26,6 +26,8 @@ CountOrZero = Annotated[int, Ge(0), Le(10**18)]
 Positive = Annotated[float, Gt(0.0), Le(MAX_NUMBER)]
 PositiveOrZero = Annotated[float, Ge(0.0), Le(MAX_NUMBER)]
 Seconds = Annotated[float, Ge(0.0), Le(MAX_SECONDS)]
+# A rate that may be negative: the difference of two times.
+SignedSeconds = Annotated[float, Ge(-MAX_SECONDS), Le(MAX_SECONDS)]
 # A share of a peak rate; more than 1 where the data sheet's peak is not that of the operation.
 PeakShare = Annotated[float, Gt(0.0), Le(MAX_SHARE)]
 
@@ -237,3 +239,58 @@ def keeps_steps_within_tpot(role: str, chunked: bool, local_prefill: str) -> boo
     prefills in chunks; without chunks it prefills a whole prompt before it continues with answers.
     """
     return chunked if role == BOTH else role == DECODE and local_prefill == "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """The time of a layer without attention: `pass_s` for reading its weights, and so much for each row.
+
+    A prompt's unit of n rows takes `prompt_pass_s + n * prompt_row_s`.
+    """
+
+    pass_s: Seconds
+    row_s: Seconds
+    prompt_pass_s: Seconds
+    prompt_row_s: Seconds
+
+    def decode_s(self, rows: float) -> float:
+        """Seconds of a pass with so many decoding rows."""
+        return self.pass_s + rows * self.row_s
+
+    def scaled(self, factor: float) -> LayerTime:
+        """The time of a layer that has `factor` times as many weights."""
+        times = (self.pass_s, self.row_s, self.prompt_pass_s, self.prompt_row_s)
+        return LayerTime(*(factor * one for one in times))
+
+
+@dataclass(frozen=True, slots=True)
+class BulkRates:
+    """Rates of one machine with `threads` threads, for a model whose layers have `layer_weights` numbers in matrices.
+
+    `int4` is the layer with weights of 4 bits, `coded_attention` the attention over KV of 4 bits; None where the
+    processor or the model cannot have them. Rates of attention count the bytes of KV as they are stored.
+    """
+
+    threads: Count
+    layer_weights: Positive
+    exact: LayerTime
+    # Bytes of KV per second that decoding rows attend to, and operations per second of prompts' attention.
+    attention: Positive
+    prompt_attention: Positive
+    # Seconds of a row's logits.
+    end_row_s: Seconds
+    # Bytes per second: copies in memory, reads and writes of the disk past the page cache.
+    copy: Positive
+    disk_read: Positive
+    disk_write: Positive
+    # Whether the disk is read and written past the page cache by itself (O_DIRECT); else bytes are copied by the core.
+    disk_direct: bool = True
+    int4: LayerTime | None = None
+    coded_attention: Positive | None = None
+    # What coding, and attending to coded KV, adds to a row of a prompt.
+    coded_row_s: SignedSeconds = 0.0
+
+    @property
+    def widen_s(self) -> float | None:
+        """What 4 bits add to a pass, in seconds: widening, less the bytes that are not read; None without 4 bits."""
+        return None if self.int4 is None else self.int4.pass_s - self.exact.pass_s

@@ -102,6 +102,18 @@ def parse_policy(text: str, base: BlockPolicy) -> BlockPolicy:
     return BlockPolicy(**values)
 
 
+def format_policy(policy: BlockPolicy) -> str:
+    """The text that `parse_policy` reads as `policy`, whatever its base is; shares with six digits."""
+    values = ((one.name, getattr(policy, one.name)) for one in fields(BlockPolicy))
+    return ",".join(f"{name}={_show_value(value)}" for name, value in values)
+
+
+def _show_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
 def _read_value(name: str, kind: type, value: str) -> Any:
     """The value of a field. Raises ConfigError."""
     try:

@@ -16,7 +16,7 @@ from planner.costs.roofline import RooflineCost, roofline_cost
 from planner.costs.step import StepCost
 from planner.hardware import Device
 from planner.hardware import find_device as named_device
-from planner.types import CostModel, KvClassWork, KvKeep, LinkSpec, Parallelism, Seconds
+from planner.types import BulkRates, CostModel, KvClassWork, KvKeep, LinkSpec, Parallelism, Seconds
 
 # What the kinds of steps in `CostProfile.fit_error` are called in messages.
 STEP_KIND_WORDS = {"prefill": "prefill", "decode": "decode", "mixed": "mixed steps", "all": "all steps"}
@@ -41,7 +41,7 @@ class CostProfile:
 
     `fit_error` holds relative errors by name ("prefill_mean", "decode_max", …). `kv_classes` says, by codec, what work
     on KV costs that is not in the codec of `model`, where that was measured; `kv_keep` what eviction does, at each
-    threshold that was measured.
+    threshold that was measured. `bulk` are the rates of blocks of bulk work, if they were measured.
     """
 
     model: ModelDims
@@ -53,6 +53,7 @@ class CostProfile:
     overheads: Overheads = field(default_factory=Overheads)
     kv_classes: Mapping[str, KvClassWork] = field(default_factory=dict)
     kv_keep: tuple[KvKeep, ...] = ()
+    bulk: BulkRates | None = None
 
     def cost(self, split: Parallelism, cross: int = 1) -> CostModel:
         """Seconds of a step with that split: measured, scaled from the nearest measured split, or analytic.

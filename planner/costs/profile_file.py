@@ -26,7 +26,7 @@ from planner.costs.step import StepCost
 from planner.hardware import CPU, Device
 from planner.hardware import find_device as named_device
 from planner.json_file import FileModel, FileVersion, describe_fault
-from planner.types import MAX_SECONDS, CostModel, Count, KvClassWork, KvKeep, Parallelism, Seconds
+from planner.types import MAX_SECONDS, BulkRates, CostModel, Count, KvClassWork, KvKeep, Parallelism, Seconds
 
 VERSION: Literal[1] = 1
 PROFILE_FOLDER = Path(__file__).resolve().parent / "profiles"
@@ -56,7 +56,7 @@ class ProfileFile(FileModel):
     """A whole profile: the model, the device, costs by split, the errors of the fits, and overheads.
 
     `kv_classes` says, by codec, how steps on such KV compare with steps on KV of the codec of `model`; `kv_keep` what
-    eviction does at each threshold that was measured.
+    eviction does at each threshold that was measured; `bulk` what blocks of bulk work cost.
     A `bytes_per_s` that is left out is infinite. `fit_error` is relative, by name ("prefill_mean", "decode_max", …).
     """
 
@@ -69,6 +69,7 @@ class ProfileFile(FileModel):
     overheads: Overheads = Overheads()
     kv_classes: dict[KvCodecName, KvClassWork] = {}
     kv_keep: tuple[KvKeep, ...] = ()
+    bulk: BulkRates | None = None
 
     @model_validator(mode="after")
     def _check_classes(self) -> ProfileFile:
@@ -131,6 +132,7 @@ def save_profile(profile: CostProfile, path: str | Path) -> None:
         overheads=profile.overheads,
         kv_classes=dict(profile.kv_classes),
         kv_keep=profile.kv_keep,
+        bulk=profile.bulk,
     )
     text = json.dumps(_drop_infinite(file.model_dump(mode="json")), indent=1, ensure_ascii=False)
     Path(path).write_text(text + "\n", encoding="utf-8")
@@ -163,7 +165,7 @@ def load_profile(path: str | Path, model: str = "") -> CostProfile:
     rooms = {Parallelism(row.tp, row.pp): row.kv_tokens for row in file.splits if row.kv_tokens is not None}
     return CostProfile(
         file.model, file.device, costs, rooms, file.source, file.fit_error, file.overheads, file.kv_classes,
-        file.kv_keep,
+        file.kv_keep, file.bulk,
     )  # fmt: skip
 
 

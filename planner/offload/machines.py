@@ -9,6 +9,7 @@ are widened by the core that computes, so that widening adds to computing, once 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from planner.offload.terms import (
     TimedResource,
     whole_chunks,
 )
+from planner.types import LayerTime
 
 # The places of shares that the CPU does not use: the middle tier.
 MIDDLE_SHARES = (1, 4, 7)
@@ -139,6 +141,11 @@ class HostMachine:
     A layer's products take `pass_s` and `row_s` for each row, both for a layer of `measured_weights` numbers;
     `widen_s` is added to each pass if weights have 4 bits. `attention` is the rate at which KV is attended to. `ring`
     layers are held for reading ahead. Without `overlap` the disk is read before the computation begins.
+
+    A machine that was measured (`planner.offload.measured`) has the times of a layer with `exact` weights, and of one
+    with `int4` weights; they are used instead of `pass_s`, `row_s` and `widen_s`. `coded_attention` is the rate for KV
+    of 4 bits, of which `coded_row_s` is added to each row of a prompt. What moves is copied at `copy` bytes per second
+    by the core that computes, if the disk cannot be read past the page cache by itself.
     """
 
     memory_bytes: float
@@ -155,13 +162,24 @@ class HostMachine:
     ring: int = 2
     step_tokens: int = 512
     overlap: bool = True
+    exact: LayerTime | None = None
+    int4: LayerTime | None = None
+    coded_attention: float | None = None
+    coded_row_s: float = 0.0
+    copy: float = math.inf
+
+    def layer_time(self, model: OffloadModel) -> LayerTime:
+        """The time of a layer of `model`, without attention."""
+        measured = self.int4 if model.weight_bytes < 1.0 else self.exact
+        if measured is None:
+            pass_s = self.pass_s + (self.widen_s if model.weight_bytes < 1.0 else 0.0)
+            measured = LayerTime(pass_s, self.row_s, pass_s, self.row_s)
+        return measured.scaled(model.layer_weights / self.measured_weights)
 
     def block_costs(self, model: OffloadModel, work: OffloadWorkload, block: BlockShape) -> BlockCosts:
         """The costs of a block: appendix A.3 with two tiers, of which only the disk overlaps with computing."""
         weights, kv = model.layer_bytes, model.token_kv_bytes * block.sequences
-        scale = model.layer_weights / self.measured_weights
-        widen_s = self.widen_s if model.weight_bytes < 1.0 else 0.0
-        pass_s, row_s = scale * (self.pass_s + widen_s), scale * self.row_s
+        time, coded = self.layer_time(model), model.kv_bytes < 1.0
         tokens = work.prompt_tokens * block.sequences
         passes = block.batches * -(-work.prompt_tokens * block.rows // self.step_tokens)
         pairs = tokens * work.prompt_tokens / 2 * model.attention_flops
@@ -171,21 +189,25 @@ class HostMachine:
         prefill_disk += _on_disk(0.0, kv * whole_chunks(work.prompt_tokens), hidden, self.disk_write)
         # A step reads whole chunks, and writes the one that it adds a token to.
         token = model.token_hidden_bytes * block.sequences
-        decode_disk = read + _on_disk(0.0, kv * work.mean_read, token, self.disk_read)
-        decode_disk += _on_disk(0.0, kv * CHUNK_TOKENS, token, self.disk_write)
-        decode_s = pass_s * block.batches + row_s * block.sequences
-        decode_s += kv * work.mean_context / self.attention
+        read_kv, written_kv = kv * work.mean_read, kv * CHUNK_TOKENS
+        decode_disk = read + _on_disk(0.0, read_kv, token, self.disk_read)
+        decode_disk += _on_disk(0.0, written_kv, token, self.disk_write)
+        rate = self.coded_attention if coded and self.coded_attention is not None else self.attention
+        decode_s = time.pass_s * block.batches + time.row_s * block.sequences + kv * work.mean_context / rate
+        prompt_row_s = time.prompt_row_s + (self.coded_row_s if coded else 0.0)
+        prompt_s = passes * time.prompt_pass_s + tokens * prompt_row_s + pairs / self.prompt_attention
+        prefill_copies = _on_disk(weights, kv * whole_chunks(work.prompt_tokens), 2 * hidden, self.copy)
+        decode_copies = _on_disk(weights, read_kv + written_kv, 2 * token, self.copy)
         return BlockCosts(
-            self._resources(prefill_disk, passes * pass_s + tokens * row_s + pairs / self.prompt_attention),
-            self._resources(decode_disk, decode_s),
+            self._resources(prefill_disk, prefill_copies + ShareCosts(constant=prompt_s)),
+            self._resources(decode_disk, decode_copies + ShareCosts(constant=decode_s)),
             self._memories(model, work, block),
             MIDDLE_SHARES,
             self.end_row_s * block.sequences,
             self.end_row_s * block.sequences,
         )
 
-    def _resources(self, disk: ShareCosts, compute_s: float) -> tuple[TimedResource, ...]:
-        compute = ShareCosts(constant=compute_s)
+    def _resources(self, disk: ShareCosts, compute: ShareCosts) -> tuple[TimedResource, ...]:
         if self.overlap:
             return TimedResource("disk", disk), TimedResource("compute", compute)
         return (TimedResource("disk and compute", disk + compute),)

@@ -23,6 +23,7 @@ from planner.offload.terms import (
     BoundedMemory,
     OffloadModel,
     OffloadWorkload,
+    ShareCosts,
     TimedResource,
 )
 
@@ -135,16 +136,40 @@ def search_placement(
         ConfigError: no block fits; the error names the memory that is too small, and the least that would do.
     """
     kinds = list(models)
-    found = [
-        placement
-        for model in kinds
-        for block in blocks
-        if (placement := solve_shares(machine, model, work, block)) is not None
-    ]
-    if found:
-        return max(found, key=lambda one: one.tokens_per_s)
+    best: OffloadPlacement | None = None
+    every = ((model, block, machine.block_costs(model, work, block)) for model in kinds for block in blocks)
+    hopeful = [(_most_tokens_per_s(costs, model, work, block), model, block) for model, block, costs in every]
+    for most, model, block in sorted(hopeful, key=lambda one: -one[0]):
+        if not most or (best is not None and most <= best.tokens_per_s):
+            break
+        found = solve_shares(machine, model, work, block)
+        if found is not None and (best is None or found.tokens_per_s > best.tokens_per_s):
+            best = found
+    if best is not None:
+        return best
     smallest = min(blocks, key=lambda one: (one.sequences, one.rows))
     raise _does_not_fit(min((machine.block_costs(m, work, smallest) for m in kinds), key=_least_total))
+
+
+def _most_tokens_per_s(
+    costs: BlockCosts, model: OffloadModel, work: OffloadWorkload, block: BlockShape
+) -> float:
+    """No placement of a block is faster than this; 0 if none fits. Each cost by itself is as low as it can be."""
+    if any(_least_cost(one.needed, costs) > one.capacity for one in costs.memories):
+        return 0.0
+    prefill, decode = (
+        max(_least_cost(one.seconds, costs) for one in phase) for phase in (costs.prefill, costs.decode)
+    )
+    steps = work.output_tokens - 1
+    seconds = model.layers * (prefill + steps * decode) + costs.prefill_end_s + steps * costs.decode_end_s
+    return block.sequences * work.output_tokens / seconds
+
+
+def _least_cost(cost: ShareCosts, costs: BlockCosts) -> float:
+    """The least value of a cost over all whole shares."""
+    slopes = cost.slopes
+    slopes[list(costs.closed)] = np.inf
+    return cost.constant + float(slopes.reshape(3, 3).min(axis=1).sum())
 
 
 def _least_total(costs: BlockCosts) -> float:

@@ -1,29 +1,31 @@
 """`diptych plan --bulk`: how bulk work on a model that does not fit would use memory and disk, and how fast.
 
-The rates of the core come from the data sheet of the device `cpu`, those of the disk from the command line.
+The rates come from a profile that `diptych profile --bulk` has measured. Without one, those of the core come from the
+data sheet of the device `cpu`, and that of the disk from the command line.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
 from diptych.config.values import byte_size
 from diptych.errors import ConfigError
-from planner.costs.model import ModelDims, dims_on_cpu, find_model
+from engine.block.policy import format_policy
+from planner.costs.model import dims_on_cpu, find_model
+from planner.costs.profile_file import load_profile_of
 from planner.hardware import CPU, find_device
 from planner.kv_links import parse_link
 from planner.offload.machines import HostMachine
+from planner.offload.measured import measured_machine, model_kinds, search_blocks, to_block_policy
 from planner.offload.programme import OffloadPlacement, search_placement
-from planner.offload.terms import BlockShape, OffloadModel, OffloadWorkload
+from planner.offload.terms import OffloadWorkload
+from planner.types import BulkRates
 from services.cli.plan.options import BULK, PlanOptions
 from services.host.exit_codes import OK
 
-# What the search tries: sequences per batch, and batches per block.
-ROWS, BATCHES = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-# Bytes per number in groups of 64 with 4 bits each, a scale and a minimum.
-FOUR_BIT_BYTES = 4.5 / 8
 GIB, GB = 1 << 30, 1e9
 
 
@@ -34,14 +36,17 @@ def run_bulk_plan(options: PlanOptions) -> int:
         ConfigError: a flag cannot be used, or the model does not fit into memory and disk.
     """
     _refuse_others(options)
-    work, machine = _read_work(options.bulk), _read_machine(options)
-    kinds = _model_kinds(dims_on_cpu(find_model(options.model)), options.bulk_int4)
-    blocks = [BlockShape(rows, batches) for rows in ROWS for batches in BATCHES]
+    work, rates = _read_work(options.bulk), _read_rates(options)
+    machine = _data_sheet_machine(options) if rates is None else _read_machine(options, rates)
+    kinds = model_kinds(dims_on_cpu(find_model(options.model)), options.bulk_int4, rates)
+    blocks = search_blocks()
 
     def search(changed: HostMachine) -> OffloadPlacement:
         return search_placement(changed, kinds, work, blocks)
 
+    begun_s = time.perf_counter()
     best = search(machine)
+    search_s = time.perf_counter() - begun_s
     more = {
         "one more GiB of memory": search(replace(machine, memory_bytes=machine.memory_bytes + GIB)),
         "one more GB/s of disk": search(
@@ -49,7 +54,12 @@ def run_bulk_plan(options: PlanOptions) -> int:
         ),
     }
     gains = {name: one.tokens_per_s / best.tokens_per_s for name, one in more.items()}
-    print(json.dumps(_as_json(best, gains)) if options.as_json else "\n".join(_as_lines(best, gains)))
+    found = _as_json(best, gains) | {
+        "policy": format_policy(to_block_policy(best, work, machine.step_tokens)),
+        "rates": "data sheet" if rates is None else "measured",
+        "search_s": search_s,
+    }
+    print(json.dumps(found) if options.as_json else "\n".join(_as_lines(found)))
     return OK
 
 
@@ -59,6 +69,7 @@ def _refuse_others(options: PlanOptions) -> None:
         "model",
         "device",
         "as_json",
+        "profile",
         "bulk",
         "bulk_memory",
         "bulk_disk",
@@ -84,20 +95,37 @@ def _read_work(text: str | None) -> OffloadWorkload:
     )
 
 
-def _read_machine(options: PlanOptions) -> HostMachine:
-    """The machine that the flags describe. Raises ConfigError."""
+def _read_rates(options: PlanOptions) -> BulkRates | None:
+    """The measured rates; None without a profile. Raises ConfigError: it is of another model, or has none."""
+    if options.profile is None:
+        return None
+    rates = load_profile_of(options.profile, options.model).bulk
+    if rates is None:
+        raise ConfigError(
+            f"the profile {options.profile} does not say what bulk work costs",
+            "that was not measured",
+            f"add it: diptych profile {options.model} --bulk --out {options.profile}",
+        )
+    return rates
+
+
+def _read_machine(options: PlanOptions, rates: BulkRates) -> HostMachine:
+    """The machine that was measured, with the memories of the flags. Raises ConfigError."""
+    disk_rate = _read_rate(options) if "bulk_disk_rate" in options.given else None
+    memory, disk = _read_memories(options)
+    return measured_machine(rates, memory, disk, disk_rate)
+
+
+def _data_sheet_machine(options: PlanOptions) -> HostMachine:
+    """The machine of the data sheet and the flags. Raises ConfigError."""
     core = find_device(CPU)
     products = core.flops * core.gets.flops
-    memory_rate = core.bytes_per_s * core.gets.bytes
-    try:
-        disk = parse_link(options.bulk_disk_rate, 0.0).bytes_per_s
-    except ValueError as error:
-        text = f"--bulk-disk-rate {options.bulk_disk_rate} cannot be read"
-        raise ConfigError(text, str(error), "write 2GB/s") from error
+    memory_rate, disk = core.bytes_per_s * core.gets.bytes, _read_rate(options)
+    memory_bytes, disk_bytes = _read_memories(options)
     # Per weight: a pass reads two bytes of it, and a row is two operations.
     return HostMachine(
-        memory_bytes=_read_size("--bulk-memory", options.bulk_memory),
-        disk_bytes=_read_size("--bulk-disk", options.bulk_disk),
+        memory_bytes=memory_bytes,
+        disk_bytes=disk_bytes,
         disk_read=disk,
         disk_write=disk,
         measured_weights=1.0,
@@ -108,6 +136,21 @@ def _read_machine(options: PlanOptions) -> HostMachine:
     )
 
 
+def _read_rate(options: PlanOptions) -> float:
+    """Bytes per second of the disk. Raises ConfigError."""
+    try:
+        return parse_link(options.bulk_disk_rate, 0.0).bytes_per_s
+    except ValueError as error:
+        text = f"--bulk-disk-rate {options.bulk_disk_rate} cannot be read"
+        raise ConfigError(text, str(error), "write 2GB/s") from error
+
+
+def _read_memories(options: PlanOptions) -> tuple[float, float]:
+    """Bytes of memory and of disk. Raises ConfigError."""
+    memory = _read_size("--bulk-memory", options.bulk_memory)
+    return memory, _read_size("--bulk-disk", options.bulk_disk)
+
+
 def _read_size(flag: str, text: str) -> float:
     try:
         return float(byte_size().parse(text))
@@ -115,18 +158,8 @@ def _read_size(flag: str, text: str) -> float:
         raise ConfigError(f"{flag} {text} cannot be read", str(error), f"write {flag} 8GiB") from error
 
 
-def _model_kinds(dims: ModelDims, with_int4: bool) -> list[OffloadModel]:
-    """The model as it is, and with 4 bits per number of weights and KV, if that is allowed."""
-    exact = OffloadModel.from_dims(dims)
-    dense = [
-        exact.with_bytes(FOUR_BIT_BYTES, exact.kv_bytes),
-        exact.with_bytes(FOUR_BIT_BYTES, FOUR_BIT_BYTES),
-    ]
-    return [exact, *(dense if with_int4 else [])]
-
-
 def _as_json(best: OffloadPlacement, gains: dict[str, float]) -> dict[str, Any]:
-    weights, _, weights_on_disk, kv, _, kv_on_disk, *_ = map(float, best.shares)
+    weights, _, weights_on_disk, kv, _, kv_on_disk, hidden, _, _ = map(float, best.shares)
     return {
         "rows": best.block.rows,
         "batches": best.block.batches,
@@ -136,6 +169,7 @@ def _as_json(best: OffloadPlacement, gains: dict[str, float]) -> dict[str, Any]:
         "weights_on_disk": weights_on_disk,
         "kv_in_memory": kv,
         "kv_on_disk": kv_on_disk,
+        "activations_in_memory": hidden,
         "memory_bytes": best.memory["memory"],
         "disk_bytes": best.memory["disk"],
         "block_s": best.seconds,
@@ -145,13 +179,14 @@ def _as_json(best: OffloadPlacement, gains: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _as_lines(best: OffloadPlacement, gains: dict[str, float]) -> list[str]:
-    found = _as_json(best, gains)
+def _as_lines(found: dict[str, Any]) -> list[str]:
     return [
         f"{BULK}: {found['batches']} batches of {found['rows']} sequences, {found['tokens_per_s']:.2f} tokens/s",
         f"weights: {found['weight_bits']:g} bits, {found['weights_in_memory']:.0%} in memory, the rest on disk",
         f"KV: {found['kv_bits']:g} bits, {found['kv_in_memory']:.0%} in memory, the rest on disk",
         f"needs: {found['memory_bytes'] / GIB:.2f} GiB of memory, {found['disk_bytes'] / GIB:.2f} GiB of disk",
         f"a decode step waits for: {found['waits_for']}",
-        *(f"{name}: {gain:.2f} times the tokens/s" for name, gain in gains.items()),
+        *(f"{name}: {gain:.2f} times the tokens/s" for name, gain in found["gains"].items()),
+        f"rates: {found['rates']}; searched in {found['search_s']:.1f} s",
+        f"--bulk-policy {found['policy']}",
     ]

@@ -1,0 +1,92 @@
+"""The machine of the programme from measured rates, and the policy of a block from the programme's answer."""
+
+from __future__ import annotations
+
+import math
+
+from engine.block.policy import BlockPolicy
+from planner.costs.kv_codec import with_kv_codec
+from planner.costs.model import ModelDims
+from planner.offload.machines import HostMachine
+from planner.offload.programme import OffloadPlacement
+from planner.offload.terms import BlockShape, OffloadModel, OffloadWorkload
+from planner.types import BulkRates
+
+# What the search tries: sequences per batch, and batches per block.
+ROWS, BATCHES = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Bytes per number of weights in groups of 64 with 4 bits each, a scale and a minimum.
+FOUR_BIT_BYTES = 4.5 / 8
+FOUR_BIT_WEIGHTS, FOUR_BIT_CODEC = "int4", "int4"
+# Shares that are nearly whole count as whole: they come from floats.
+ROUNDING = 1e-6
+
+
+def measured_machine(
+    rates: BulkRates, memory_bytes: float, disk_bytes: float, disk_rate: float | None = None
+) -> HostMachine:
+    """The machine with these rates; `disk_rate` (bytes per second) takes the place of the measured disk."""
+    return HostMachine(
+        memory_bytes=memory_bytes,
+        disk_bytes=disk_bytes,
+        disk_read=disk_rate or rates.disk_read,
+        disk_write=disk_rate or rates.disk_write,
+        measured_weights=rates.layer_weights,
+        pass_s=rates.exact.pass_s,
+        row_s=rates.exact.row_s,
+        attention=rates.attention,
+        prompt_attention=rates.prompt_attention,
+        widen_s=rates.widen_s or 0.0,
+        end_row_s=rates.end_row_s,
+        exact=rates.exact,
+        int4=rates.int4,
+        coded_attention=rates.coded_attention,
+        coded_row_s=rates.coded_row_s,
+        copy=math.inf if rates.disk_direct else rates.copy,
+    )
+
+
+def model_kinds(dims: ModelDims, four_bits: bool, rates: BulkRates | None = None) -> list[OffloadModel]:
+    """The model as it is and, with `four_bits`, with 4 bits per number of weights, of KV, and of both.
+
+    Of a machine that was measured, only those kinds that it can compute.
+    """
+    exact = OffloadModel.from_dims(dims)
+    weights, kv = [exact.weight_bytes], [exact.kv_bytes]
+    if four_bits and (rates is None or rates.int4 is not None):
+        weights.append(FOUR_BIT_BYTES)
+    if four_bits and (rates is None or rates.coded_attention is not None):
+        kv.append(with_kv_codec(dims, FOUR_BIT_CODEC).kv_bytes)
+    return [exact.with_bytes(one, other) for one in weights for other in kv]
+
+
+def search_blocks(most: int | None = None) -> list[BlockShape]:
+    """The blocks that the search tries, of at most `most` sequences."""
+    every = (BlockShape(rows, batches) for rows in ROWS for batches in BATCHES)
+    return [block for block in every if most is None or block.sequences <= most]
+
+
+def to_block_policy(found: OffloadPlacement, work: OffloadWorkload, step_tokens: int) -> BlockPolicy:
+    """The policy with which the engine computes a block as the programme has placed it.
+
+    The programme's shares are of numbers; the engine keeps whole layers, whole rooms of a layer and a batch, and whole
+    batches of activations. So shares are rounded down, and what is left of memory is not used.
+    """
+    model, block = found.model, found.block
+    weights, kv, hidden = (float(found.shares[3 * kind]) for kind in range(3))
+    return BlockPolicy(
+        rows=block.rows,
+        batches=block.batches,
+        prompt_tokens=work.prompt_tokens,
+        output_tokens=work.output_tokens,
+        weights_in_memory=_whole_pieces(weights, model.layers),
+        kv_in_memory=_whole_pieces(kv, model.layers * block.batches),
+        hidden_in_memory=_whole_pieces(hidden, block.batches),
+        weight_kind=FOUR_BIT_WEIGHTS if model.weight_bytes < 1.0 else "exact",
+        kv_codec=FOUR_BIT_CODEC if model.kv_bytes < 1.0 else "",
+        step_tokens=step_tokens,
+    )
+
+
+def _whole_pieces(share: float, count: int) -> float:
+    """The share that is a whole number of `count` pieces, rounded down."""
+    return max(0, min(count, math.floor(share * count + ROUNDING))) / count

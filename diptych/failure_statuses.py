@@ -42,6 +42,7 @@ class FailureReason(StrEnum):
     FILE_NOT_FOUND = "file_not_found"
     BATCH_NOT_FOUND = "batch_not_found"
     BATCHES_NOT_ENABLED = "batches_not_enabled"
+    ONLY_BATCHES = "only_batches"
     BATCH_HAS_ENDED = "batch_has_ended"
     UNKNOWN_URL = "unknown_url"
     METHOD_NOT_ALLOWED = "method_not_allowed"
@@ -121,6 +122,7 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.FILE_NOT_FOUND: FailureRule(404),
     FailureReason.BATCH_NOT_FOUND: FailureRule(404),
     FailureReason.BATCHES_NOT_ENABLED: FailureRule(404),
+    FailureReason.ONLY_BATCHES: FailureRule(404),
     FailureReason.BATCH_HAS_ENDED: FailureRule(409),
     FailureReason.UNKNOWN_URL: FailureRule(404),
     FailureReason.METHOD_NOT_ALLOWED: FailureRule(405),

@@ -223,6 +223,9 @@ class Hello(ChannelMessage, frozen=True):
     keep_classes: list[str] = []
     # Where the worker's log lies on its host; empty if it does not say.
     log_file: str = ""
+    # Of a worker that computes blocks of bulk work: sequences of its block, and prompt tokens that it takes at once.
+    block_sequences: int = 0
+    block_tokens: int = 0
 
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.

@@ -51,6 +51,14 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bulk_slice_ms: float = 20.0
     # SLO of the milliseconds per token of online answers, beside which bulk work may run. None: it never does.
     bulk_tpot_ms: float | None = None
+    # Whether this worker only does bulk work, in blocks (`engine.block`), and takes no other requests.
+    bulk_only: bool = False
+    # Of such a worker: what is computed together, and what lies where (`engine.block.policy.parse_policy`); empty: what
+    # fits.
+    bulk_policy: str = ""
+    # Most bytes of memory and disk that blocks may take; None: what is there now.
+    bulk_memory_bytes: int | None = None
+    bulk_disk_bytes: int | None = None
     tp: int = 1
     pp: int = 1
     # Number of the core that the worker is pinned to; None means not pinned.
@@ -91,6 +99,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     served_names: tuple[str, ...]
     num_prefill: int  # 0: colocated
     num_decode: int
+    # Whether there are only workers for bulk work: no request over HTTP is answered.
+    bulk_only: bool = False
     # Whether workers cache prefixes, so that routing prefers workers that have a prompt's prefix.
     prefix_caching: bool = True
     revision: str | None = None

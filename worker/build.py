@@ -191,7 +191,7 @@ def build_engine(
     pools = [_class_pools(parts, arena) for arena in parts.arenas]
     holdings = _build_arenas(pools, spec.prefix_caching)
     ranks = RankProcesses(spec.worker, partial(exit_fatally, supervisor)) if len(memories) > 1 else None
-    tokenizer = _load_tokenizer(found.files.path)
+    tokenizer = load_tokenizer(found.files.path)
     eviction = _eviction_setup(found, tokenizer) if _has_eviction_memory(spec, found) else None
     try:
         if ranks is None:
@@ -212,7 +212,7 @@ def build_engine(
             )
         else:
             runner = load_leader(_leader_spec(spec, found, eviction), found.shards, memories, ranks)
-        sampler = Sampler(runner.vocab_size, _load_grammar_tokens(found.files.path, tokenizer))
+        sampler = Sampler(runner.vocab_size, load_grammar_tokens(found.files.path, tokenizer))
         supervisor.report_progress("load")
         supervisor.report_progress("warm", 0)
         runner.warm()
@@ -408,7 +408,7 @@ class RoleTuning:
         self.engine.scheduler.limits = replace(limits, saturation_tokens=busy)
 
 
-def _load_tokenizer(folder: Path) -> ModelTokenizer | None:
+def load_tokenizer(folder: Path) -> ModelTokenizer | None:
     """The model's tokenizer, or None (logged) if it cannot be read."""
     try:
         return ModelTokenizer.load(folder)
@@ -417,7 +417,7 @@ def _load_tokenizer(folder: Path) -> ModelTokenizer | None:
         return None
 
 
-def _load_grammar_tokens(folder: Path, tokenizer: ModelTokenizer | None) -> Any:
+def load_grammar_tokens(folder: Path, tokenizer: ModelTokenizer | None) -> Any:
     """The tokenizer in the form that structured output needs, or None (logged) if this model cannot do it."""
     if tokenizer is None:
         return None

@@ -37,6 +37,7 @@ from diptych.messages import (
     Welcome,
     WorkerStats,
 )
+from engine.block.engine import BlockEngine
 from engine.bulk import BulkEngine
 from engine.loop import Engine, SequenceOutput
 from engine.sequence import Sequence, SequenceRefused
@@ -158,13 +159,13 @@ class WorkerLoop:
     has returned. `fingerprint` identifies the model for prefix caching; if it is empty, prefixes are not shared.
     `codecs` are those of the pool's layouts (`kvcache.layout.KvLayout.codec`) by KV class, the first one for attempts
     that name no class. The codec is part of every prefix's address. `bulk` does bulk work in the time that `engine`
-    leaves; without it bulk work is done by `engine`.
+    leaves; without it bulk work is done by `engine`, which may be that of a block.
     """
 
     def __init__(
         self,
         link: GatewayLink,
-        engine: Engine,
+        engine: Engine | BlockEngine,
         role: WorkerRole,
         holdings: SlabBooks,
         latest_stats: LatestStats,
@@ -243,7 +244,7 @@ class WorkerLoop:
             self._on_gateway_lost()
         now_s = self._clock()
         self._next_s = self.role.tend_held(now_s)
-        if self.bulk is not None:
+        if self.bulk is not None and isinstance(self.engine, Engine):
             self.bulk.make_way(self.engine)
         can_step = self.engine.has_work and not self.link.is_congested
         if can_step or (self.engine.deadline_s or now_s + 1) <= now_s:
@@ -260,6 +261,7 @@ class WorkerLoop:
     def _do_bulk_work(self, bulk: BulkEngine) -> None:
         """Run a unit of bulk work if there is time for it. A worker that is about to end gives bulk work back."""
         if self._ending_s is None:
+            assert isinstance(self.engine, Engine)
             return self._send_outputs(bulk.run_unit(self.engine, self._clock), bulk)
         for seq in list(bulk.scheduler.sequences()):
             bulk.abort(seq.id, seq.epoch)
@@ -273,7 +275,7 @@ class WorkerLoop:
         return bool(unit or self.engine.has_work) and not self.link.is_congested
 
     @property
-    def _engines(self) -> tuple[Engine, ...]:
+    def _engines(self) -> tuple[Engine | BlockEngine, ...]:
         """The engine, and that of bulk work if there is one."""
         return (self.engine,) if self.bulk is None else (self.engine, self.bulk)
 
@@ -399,7 +401,7 @@ class WorkerLoop:
     def _fail_order(self, order: WorkOrder, code: str, message: str) -> None:
         self.link.send(Failed(order.request, order.epoch, code, message))
 
-    def _send_outputs(self, emissions: list[SequenceOutput], engine: Engine) -> None:
+    def _send_outputs(self, emissions: list[SequenceOutput], engine: Engine | BlockEngine) -> None:
         """Send one `Step` with all new tokens of `engine`, before any other work, then hand finished sequences to the
         role.
         """

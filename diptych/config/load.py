@@ -142,12 +142,52 @@ def _check_pools(loaded: LoadedConfig) -> None:
             f"colocated is {config.colocated} ({origins['colocated']}), {split[0]} is set ({origins[split[0]]})",
             "--decode-tp and --decode-pp split colocated workers",
         )
+    if config.bulk:
+        return _check_bulk(loaded)
+    if given := [name for name in BULK_SETTINGS if name in origins]:
+        raise ConfigError(
+            f"{loaded.origin_of(given[0])} has no effect",
+            "it is for workers that serve batches alone, and there are none",
+            "add --bulk 1 --prefill 0 --decode 0, or leave it out",
+        )
     if not config.colocated and min(config.pools) < 1:
         empty = "prefill" if config.prefill < 1 else "decode"
         raise ConfigError(
             f"the {empty} pool has no workers",
             f"from {loaded.origin_of(empty)}",
             f"--{empty} 1, or --colocated 1",
+        )
+
+
+# Settings of bulk workers, and those that they have no use for.
+BULK_SETTINGS = ("bulk_policy", "bulk_memory_bytes", "bulk_disk_bytes")
+NOT_FOR_BULK = (
+    "colocated", "prefill_tp", "prefill_pp", "decode_tp", "decode_pp", "ray_address", "plan", "replan",
+    "kv_cache_codec", "kv_cache_memory_bytes", "kv_keep", "swap_space", "step_log", "slo_ttft_ms", "slo_tpot_ms",
+    "kv_quality_budget", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
+
+
+def _check_bulk(loaded: LoadedConfig) -> None:
+    """Check a deployment that serves batches alone. Raises ConfigError."""
+    config, origins = loaded.config, loaded.origins
+    if config.prefill or config.decode:
+        raise ConfigError(
+            "bulk workers serve batches alone",
+            f"bulk is {config.bulk}, and there are {config.prefill} prefill and {config.decode} decode workers",
+            "add --prefill 0 --decode 0; other deployments serve batches beside requests without --bulk",
+        )
+    if given := [name for name in NOT_FOR_BULK if name in origins]:
+        raise ConfigError(
+            f"{loaded.origin_of(given[0])} has no effect on bulk workers",
+            "they compute blocks, whose size and kinds --bulk-policy says",
+            "leave it out",
+        )
+    if config.data_dir is None:
+        raise ConfigError(
+            "bulk workers need --data-dir",
+            "they serve batches, and files and batches lie there",
+            "for example --data-dir /var/lib/diptych",
         )
 
 

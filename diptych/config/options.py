@@ -110,6 +110,9 @@ class Config(BaseSettings):
     colocated: Annotated[Count, Listing(POOLS, GATEWAY_COMMANDS)] = Field(
         default=0, description="Workers that prefill and decode, instead of two pools"
     )
+    bulk: Annotated[Count, Listing(POOLS, rare=True)] = Field(
+        default=0, description="Workers for batches alone, of models larger than memory"
+    )
     prefill_tp: Annotated[PositiveCount, Listing(POOLS, WORKER_COMMANDS)] = Field(
         default=1, description="Ranks that split each prefill worker's heads"
     )
@@ -181,6 +184,15 @@ class Config(BaseSettings):
     )
     bulk_slice_ms: Annotated[DurationMs, Listing(ENGINE, WORKER_COMMANDS, rare=True)] = Field(
         default=20.0, description="Longest unit of bulk work, for which a request may wait"
+    )
+    bulk_policy: Annotated[
+        Annotated[str, text("NAME=VALUE,...")] | None, Listing(ENGINE, shown="the largest block", rare=True)
+    ] = Field(default=None, description="What bulk workers compute together, and what lies where")
+    bulk_memory_bytes: Annotated[
+        ByteSize | None, Listing(ENGINE, shown="80 % of what is free", rare=True)
+    ] = Field(default=None, description="Most memory of a bulk worker's block")
+    bulk_disk_bytes: Annotated[ByteSize | None, Listing(ENGINE, shown="half of what is free", rare=True)] = (
+        Field(default=None, description="Most disk of a bulk worker's block")
     )
     swap_space: Annotated[int, byte_size(0), Listing(ENGINE, WORKER_COMMANDS, shown="none", rare=True)] = (
         Field(default=0, description="Host memory per worker for preempted requests")
@@ -347,7 +359,9 @@ class Config(BaseSettings):
 
     @property
     def pools(self) -> tuple[int, int]:
-        """Numbers of prefill and decode workers; a colocated deployment has a decode pool only."""
+        """Numbers of prefill and decode workers. Colocated and bulk workers are a decode pool alone."""
+        if self.bulk:
+            return 0, self.bulk
         return (0, self.colocated) if self.colocated else (self.prefill, self.decode)
 
     @property

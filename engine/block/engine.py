@@ -12,7 +12,7 @@ their answers so far. A sequence that was in `MAX_FAILURES` failed steps fails w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 
 from diptych.messages import Failed, Logprob, Output, WorkerStats
@@ -44,7 +44,7 @@ class _LiveSequence:
 class _OpenStep:
     """A step of the block that is being computed."""
 
-    units: Iterator[Iterable[WorkLogits]]
+    units: Generator[Iterable[WorkLogits]]
     # By batch, in the order of its works. A sequence that has ended meanwhile is not in `live` any more.
     parts: dict[int, list[tuple[SequenceStep, StepWork]]]
     # Chosen tokens, and failures, by sequence.
@@ -310,10 +310,17 @@ class BlockEngine:
         """Forget a sequence; the room of one that is being computed is free when the step has ended."""
         self._live.pop(key, None)
         step = self._open
-        if step is not None and any(one.seq.key == key for mine in step.parts.values() for one, _ in mine):
-            step.dropped.add(key)
-        else:
+        keys = set() if step is None else {one.seq.key for mine in step.parts.values() for one, _ in mine}
+        if step is None or key not in keys:
             self.scheduler.release(key)
+            return
+        step.dropped.add(key)
+        if step.dropped == keys:
+            # Nobody waits for this step any more.
+            self._open = None
+            step.units.close()
+            for one in keys:
+                self.scheduler.release(one)
 
     # ---- statistics
 

@@ -158,12 +158,29 @@ class BlockSchedule:
                     left -= count
         return steps
 
-    # ---- deadlines
+    # ---- books
 
     @property
-    def deadline_s(self) -> float | None:
-        """The earliest deadline of all sequences here."""
-        return min((seq.deadline_s for seq in self.sequences()), default=None)
+    def num_chunks(self) -> int:
+        """Chunks of KV in all batches, in each layer."""
+        return len(self.batches) * batch_chunks(self.policy)
+
+    @property
+    def used(self) -> int:
+        """Chunks that sequences hold; 0 at rest."""
+        return self.num_chunks - sum(len(batch.free) for batch in self.batches)
+
+    def owners(self) -> dict[str, int]:
+        """How many chunks each sequence holds."""
+        return {key: len(seq.slabs) for batch in self.batches for key, seq in batch.running.items()}
+
+    def check_books(self) -> None:
+        """Check that every chunk is free or has exactly one owner. Raises AssertionError if not."""
+        for batch in self.batches:
+            held = [chunk for seq in batch.running.values() for chunk in seq.slabs]
+            assert sorted(held + batch.free) == list(range(batch_chunks(self.policy))), "a chunk is lost"
+
+    # ---- deadlines
 
     def expired_keys(self, now_s: float) -> list[str]:
         """Keys of the sequences whose time is up."""

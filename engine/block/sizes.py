@@ -5,8 +5,8 @@ Everything is counted in whole blocks of the disk and whole chunks of KV, as it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
@@ -119,10 +119,70 @@ def check_caps(
             listed = ", ".join(f"{what} {_show(size)}" for what, size in parts.items() if size)
             raise ConfigError(
                 f"bulk work does not fit: it needs {_show(needed)} of {name}, and may take {_show(cap)}",
-                f"{listed}\nthe least for this model is {_show(least_bytes)} of {name}",
+                f"{listed}\nthe least for this model, one sequence at a time, is {_show(least_bytes)} of {name}",
                 f"use --bulk-{name}-bytes {needed}, or another --bulk-policy",
             )
     return needs
+
+
+# Shapes that `fit_policy` tries: batches of so many sequences, and blocks of so many batches.
+FIT_ROWS, FIT_BATCHES = (32, 16, 8, 4, 2, 1), (16, 12, 8, 6, 4, 3, 2, 1)
+# Shares are fitted in steps of this size.
+FIT_STEPS = 20
+
+
+def fit_policy(
+    measure: Callable[[BlockPolicy], BlockModel],
+    base: BlockPolicy,
+    memory_bytes: int,
+    disk_bytes: int,
+    max_sequence_tokens: int,
+) -> BlockPolicy:
+    """The largest block that fits, with as much of it in memory as fits: activations, then weights, then KV.
+
+    Lengths, kinds and overlap are those of `base`. A batch has room for a sequence of `max_sequence_tokens`.
+
+    Raises:
+        ConfigError: not even the smallest block fits; the error names the least.
+    """
+    shapes = [
+        (rows, batches)
+        for rows in FIT_ROWS
+        for batches in FIT_BATCHES
+        if rows * base.sequence_tokens >= max_sequence_tokens
+    ] or [(-(-max_sequence_tokens // base.sequence_tokens), 1)]
+    on_disk = replace(base, weights_in_memory=0.0, kv_in_memory=0.0, hidden_in_memory=0.0)
+    for rows, batches in sorted(shapes, key=lambda one: (-one[0] * one[1], -one[0])):
+        policy = replace(on_disk, rows=rows, batches=batches)
+        model = measure(policy)
+
+        def fits(one: BlockPolicy, model: BlockModel = model) -> bool:
+            needs = predict_needs(model, one)
+            return needs.memory_bytes <= memory_bytes and needs.disk_bytes <= disk_bytes
+
+        every = [_fill_memory(policy, fits, order) for order in (MEMORY_ORDER, MEMORY_ORDER[::-1])]
+        if fitting := [one for one in every if fits(one)]:
+            return fitting[0]
+    smallest = replace(on_disk, rows=shapes[-1][0], batches=shapes[-1][1], overlap=False)
+    check_caps(measure(smallest), smallest, memory_bytes, disk_bytes)
+    return smallest
+
+
+# What goes to memory first.
+MEMORY_ORDER = ("hidden_in_memory", "weights_in_memory", "kv_in_memory")
+
+
+def _fill_memory(
+    policy: BlockPolicy, fits: Callable[[BlockPolicy], bool], order: Sequence[str]
+) -> BlockPolicy:
+    """Raise the shares in memory one after the other, as far as the policy fits."""
+    for name in order:
+        for step in range(FIT_STEPS, 0, -1):
+            filled = replace(policy, **{name: step / FIT_STEPS})  # type: ignore[arg-type]
+            if fits(filled):
+                policy = filled
+                break
+    return policy
 
 
 def least_needs(model: BlockModel, policy: BlockPolicy) -> BlockNeeds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ class WorkLogits:
 class BlockRunner(Protocol):
     """Computes the steps of a block, in units (`engine.cpu.block.runner.CpuBlockRunner`)."""
 
-    def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Iterator[Sequence[WorkLogits]]:
+    def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[WorkLogits]]:
         """Compute a step of `works` by batch; slabs are numbered within each batch's room for KV.
 
         Each item is one unit, with the logits that it gave. `last` says that no other step is expected, so that

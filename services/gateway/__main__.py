@@ -29,6 +29,7 @@ from diptych.channel.hub import ChannelHub
 from diptych.channel.keys import load_server_keys
 from diptych.errors import DiptychError
 from diptych.logs.log_format import configure_logging
+from diptych.messages import Hello
 from diptych.process import EXIT_EXPECTED, EXIT_FATAL, SupervisorPipe, die_with_parent, exit_fatally
 from diptych.slo import Slo
 from diptych.specs import GatewaySpec
@@ -40,6 +41,7 @@ from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
 from services.gateway.app import ApiRoutes, build_app
 from services.gateway.batches.batch_service import BatchService, open_batch_service
+from services.gateway.batches.feeder import LINES_PER_WORKER
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.http.auth import BearerKeys
 from services.gateway.metrics.deployment import DeploymentCollector
@@ -66,6 +68,8 @@ from services.gateway.tracing.tracer import RequestTracer
 log = logging.getLogger(__name__)
 
 CANARY_PROMPT_LENGTH = 4
+# Lines in flight for each sequence of a block, so that its places are always taken.
+BLOCK_LINES = 2
 
 
 def main() -> int:
@@ -154,6 +158,7 @@ async def serve_gateway(
         metrics,
         [rules.tokenizer.start_id] * CANARY_PROMPT_LENGTH,
         (spec.num_prefill, spec.num_decode),
+        only_batches=spec.bulk_only,
     )
     wanted = prober.wanted_workers
     metrics.registry.register(DeploymentCollector(diptych_version(), model, service.fingerprint, wanted))
@@ -195,8 +200,13 @@ def open_batches(spec: GatewaySpec, service: GatewayService, relay: Relay) -> Ba
         spec.data_dir,
         spec.max_file_bytes,
         service,
-        lambda: len(relay.fleet.workers_of("decode")),
+        lambda: sum(count_line_shares(member.hello) for member in relay.fleet.workers_of("decode")),
     )
+
+
+def count_line_shares(hello: Hello) -> int:
+    """For how many workers a worker counts in the number of lines in flight: a block is larger than a batch."""
+    return max(1, -(-BLOCK_LINES * hello.block_sequences // LINES_PER_WORKER))
 
 
 def make_service(
@@ -213,6 +223,7 @@ def make_service(
         RequestTimeouts(request_s=spec.request_timeout_s, stall_s=spec.reader_stall_s),
         longest=lambda: relay.pairs.max_model_len,
         kv_classes=lambda: relay.pairs.served_classes,
+        only_batches=spec.bulk_only,
     )
 
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
+from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.request_ids import answer_id
 from diptych.request import BULK_PRIORITY
 from router.routing.kv_classes import ServedClasses
@@ -55,6 +56,7 @@ class GatewayService:
     `fingerprint` returns the `system_fingerprint` of answers (model, weights, numerics), or None until it is known.
     `longest` returns how many tokens (prompt and answer) the workers can take, or None until that is known.
     `kv_classes` returns the KV classes that the workers have.
+    `only_batches`: the workers do bulk work only, so that requests over HTTP are refused.
     `open` holds the generations whose response is being written. `errors` are the latest error responses.
     """
 
@@ -69,6 +71,7 @@ class GatewayService:
     errors: RecentErrors = field(default_factory=RecentErrors)
     longest: Callable[[], int | None] = lambda: None
     kv_classes: Callable[[], ServedClasses] = lambda: ServedClasses([RAW_CLASS], [RAW_CLASS])
+    only_batches: bool = False
 
     def __post_init__(self) -> None:
         self._names = LogprobJson(self.rules.tokenizer)
@@ -132,6 +135,9 @@ class GatewayService:
 
     async def _resolve_request(self, route: str, body: bytes, caller: Caller) -> ResolvedRequest:
         """Parse, validate and tokenize a body in a preparer process. Raises RequestError if it is refused."""
+        if self.only_batches:
+            what = "this deployment serves batches only: POST /v1/batches"
+            raise RequestError(RequestFailure(FailureReason.ONLY_BATCHES, what))
         prepared = await self.preparers.prepare_body(PreparationJob(route, body, caller))
         assert isinstance(prepared, PreparedRequest)
         ask = fit_worker_context(prepared.ask, self.context_tokens)

@@ -1,4 +1,4 @@
-"""`python -m services.worker`: a prefill or decode worker process, started by a supervisor."""
+"""`python -m services.worker`: a prefill, decode or bulk worker process, started by a supervisor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ if __name__ == "__main__":
     configure_and_report()
 
 from diptych.specs import WorkerSpec
+from services.worker.block_worker import run_block_worker
 from services.worker.model_worker import build_worker
 from services.worker.role_lifecycle import run_worker
 
 
 def main(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
     """Build a worker and run it until it is drained; returns the exit status."""
+    if spec.bulk_only:
+        return run_block_worker(spec, supervisor)
     return run_worker(spec, supervisor, build_worker(spec, supervisor))
 
 

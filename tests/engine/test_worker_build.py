@@ -22,8 +22,8 @@ from worker.build import (
     RoleTuning,
     _eviction_setup,
     _keep_classes,
-    _load_tokenizer,
     choose_step_clock,
+    load_tokenizer,
     resolve_model,
 )
 from worker.saturation_store import SaturationStore
@@ -147,7 +147,7 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"transformers"
 def test_kv_can_be_evicted_where_there_is_a_tokenizer(folder: Path, tmp_path: Path) -> None:
     tiny = spec(ROOT / "models" / "tiny", kv_bytes=64 << 20)
     found = resolve_model(tiny)
-    tokenizer = _load_tokenizer(found.files.path)
+    tokenizer = load_tokenizer(found.files.path)
     setup = _eviction_setup(found, tokenizer)
     assert tokenizer is not None and setup is not None
     assert setup.kinds.shape == (found.files.shape.vocab,) and setup.kinds[: len(tokenizer.special_ids)].all()
@@ -155,4 +155,4 @@ def test_kv_can_be_evicted_where_there_is_a_tokenizer(folder: Path, tmp_path: Pa
     assert _keep_classes(both, setup) == ("raw", "tq4.s0") and _keep_classes(both, None) == ()
     ranks = resolve_model(msgspec.structs.replace(tiny, kv_cache_codec="raw:0.5,tq4", tp=2))
     assert _keep_classes(ranks, setup) == ("raw",)
-    assert _load_tokenizer(tmp_path) is None and _eviction_setup(found, None) is None
+    assert load_tokenizer(tmp_path) is None and _eviction_setup(found, None) is None

@@ -30,7 +30,7 @@ from diptych.config.load import LoadedConfig, collect_api_keys
 from diptych.specs import GatewaySpec, WorkerSpec
 from services.cli.client.gateway_http import bearer_header
 from services.cli.serve.settings_flags import bind_settings
-from services.cli.serve.specs import deployment_spec, max_workers
+from services.cli.serve.specs import deployment_spec, num_probed
 from services.cluster.spec import DeploymentSpec
 from services.host.child_environment import child_environment, ucx_on_loopback
 from services.host.model_probe import resolve_model
@@ -177,7 +177,7 @@ def _loaded(arguments: Sequence[str]) -> LoadedConfig:
 
 def _plan(arguments: Sequence[str], folder: Path) -> DeploymentSpec:
     loaded = _loaded(arguments)
-    model = asyncio.run(resolve_model(loaded.config, max_workers(loaded.config)))
+    model = asyncio.run(resolve_model(loaded.config, num_probed(loaded.config)))
     channel, port = claim_port("127.0.0.1", 0), claim_port("127.0.0.1", 0)
     accepted = collect_api_keys(loaded)
     return deployment_spec(

@@ -19,12 +19,14 @@ from engine.block.sizes import DISK_BLOCK
 
 # Bytes of one system call.
 PIECE_BYTES = 2 << 20
+BURST_S = 0.002
 
 
 class DiskRate:
-    """Holds all reads and writes that share it to a number of bytes per second: a token bucket of one piece.
+    """Holds all reads and writes that share it to a number of bytes per second: a token bucket.
 
-    Times are on `time.monotonic`. Threads may share it.
+    It holds the bytes of `BURST_S` seconds, so that a thread which comes late makes up for it. Times are on
+    `time.monotonic`. Threads may share it.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -32,13 +34,16 @@ class DiskRate:
         self._lock = threading.Lock()
         self._free_s = 0.0
 
-    def take(self, num_bytes: int) -> None:
-        """Wait until `num_bytes` more may have been moved."""
+    def reserve(self, num_bytes: int) -> float:
+        """Until when (`time.monotonic`) moving `num_bytes` more takes. Move them, then wait for that time."""
         with self._lock:
-            begun_s = max(self._free_s, time.monotonic())
+            begun_s = max(self._free_s, time.monotonic() - BURST_S)
             self._free_s = begun_s + num_bytes / self.bytes_per_s
-            end_s = self._free_s
-        time.sleep(max(0.0, end_s - time.monotonic()))
+            return self._free_s
+
+
+def _wait_until(end_s: float) -> None:
+    time.sleep(max(0.0, end_s - time.monotonic()))
 
 
 def allocate_memory(num_bytes: int) -> memoryview:
@@ -92,14 +97,14 @@ class DirectFile:
         """
         for start in range(0, len(memory), PIECE_BYTES):
             piece = memory[start : start + PIECE_BYTES]
-            if self._rate is not None:
-                self._rate.take(len(piece))
+            end_s = self._rate.reserve(len(piece)) if self._rate is not None else 0.0
             done = 0
             while done < len(piece):
                 count = os.preadv(self._file, [piece[done:]], at + start + done)
                 if not count:
                     raise OSError(errno.EIO, "the file is shorter than it was", str(self.path))
                 done += count
+            _wait_until(end_s)
         if not self.direct:
             os.posix_fadvise(self._file, at, len(memory), os.POSIX_FADV_DONTNEED)
         with self._lock:
@@ -109,11 +114,11 @@ class DirectFile:
         """Write `memory` from byte `at` on; both are whole blocks. Raises OSError."""
         for start in range(0, len(memory), PIECE_BYTES):
             piece = memory[start : start + PIECE_BYTES]
-            if self._rate is not None:
-                self._rate.take(len(piece))
+            end_s = self._rate.reserve(len(piece)) if self._rate is not None else 0.0
             done = 0
             while done < len(piece):
                 done += os.pwritev(self._file, [piece[done:]], at + start + done)
+            _wait_until(end_s)
         if not self.direct:
             os.fdatasync(self._file)
             os.posix_fadvise(self._file, at, len(memory), os.POSIX_FADV_DONTNEED)

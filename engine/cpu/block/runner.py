@@ -10,7 +10,7 @@ number of batches is. Rows do not depend on each other, so tokens are those of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +64,7 @@ class CpuBlockRunner:
         # Steps that were begun.
         self.steps = 0
 
-    def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Iterator[Sequence[WorkLogits]]:
+    def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[WorkLogits]]:
         """As `engine.block.units.BlockRunner.run_step`."""
         self.steps += 1
         sinks = self._plan_sinks(works)

@@ -28,7 +28,7 @@ from services.cli.client.status import parse_state as read_state
 from services.cli.serve.from_plan import check_planned_model
 from services.cli.serve.progress import StartProgress
 from services.cli.serve.signals import StopSignals
-from services.cli.serve.specs import deployment_spec, device_budget, max_workers
+from services.cli.serve.specs import deployment_spec, device_budget, num_probed
 from services.cluster.deployment import GATEWAY, RAY, LocalDeployment
 from services.cluster.spec import DeploymentSpec
 from services.host.exit_codes import FAILED, INTERRUPTED, OK, USAGE
@@ -177,7 +177,7 @@ class ServeRun:
         of the hub is looked for by another process meanwhile.
         """
         self._view.begin_phase("model")
-        finding = asyncio.create_task(resolve_model(self._config, max_workers(self._config)))
+        finding = asyncio.create_task(resolve_model(self._config, num_probed(self._config)))
         # Lets the task run: it reads a folder at once, and for anything else it starts the other process.
         await asyncio.sleep(0)
         try:
@@ -292,7 +292,8 @@ class ServeRun:
                     break
         view.end_phase("load")
         view.end_phase("warm-up")
-        view.end_phase("canary", "; ".join(state.links) or "answered")
+        answered = "none: batches only" if gateway.bulk_only else "answered"
+        view.end_phase("canary", "; ".join(state.links) or answered)
 
     async def _stop_all(self) -> None:
         """Stop in order; a second press of Ctrl-C leaves the rest to the guard."""
@@ -319,6 +320,8 @@ class ServeRun:
 
 def describe_pools(config: Config) -> str:
     """The pools in words."""
+    if config.bulk:
+        return f"{config.bulk} bulk"
     prefill, decode = config.pools
     return f"{prefill} prefill + {decode} decode" if prefill else f"{decode} colocated"
 
@@ -374,6 +377,9 @@ def gateway_url(gateway: GatewaySpec) -> str:
 
 def ready_box(gateway: GatewaySpec, model: ProbedModel) -> str:
     """URL, a first request in curl and in Python, and the metrics."""
+    if gateway.bulk_only:
+        url = gateway_url(gateway)
+        return f"{url}/v1/batches\n\nmetrics {url}/metrics    docs {url}/docs    stop with Ctrl-C"
     url, name, secured = gateway_url(gateway), gateway.served_names[0], bool(gateway.api_keys)
     header = " -H 'Authorization: Bearer '\"$DIPTYCH_API_KEY\"" if secured else ""
     key = 'os.environ["DIPTYCH_API_KEY"]' if secured else '"none"'

@@ -44,6 +44,10 @@ def worker_spec(
         tpot_ms=config.slo_tpot_ms if _within_tpot(config, role) else None,
         bulk_slice_ms=config.bulk_slice_ms,
         bulk_tpot_ms=None if config.slo_ttft_ms is None else config.slo_tpot_ms,
+        bulk_only=config.bulk > 0,
+        bulk_policy=config.bulk_policy or "",
+        bulk_memory_bytes=config.bulk_memory_bytes,
+        bulk_disk_bytes=config.bulk_disk_bytes,
         tp=config.prefill_tp if role == "prefill" else config.decode_tp,
         pp=config.prefill_pp if role == "prefill" else config.decode_pp,
         core=core,
@@ -86,6 +90,7 @@ def gateway_spec(
         served_names=config.served_names,
         num_prefill=num_prefill,
         num_decode=num_decode,
+        bulk_only=config.bulk > 0,
         prefix_caching=config.enable_prefix_caching,
         revision=config.revision,
         api_keys=api_keys,
@@ -170,6 +175,11 @@ def max_workers(config: Config) -> int:
     """How many workers may ever share this machine's memory."""
     sizes = devices_by_worker(config).values()
     return config.replan_budget // min(sizes) if config.replan_budget else len(sizes)
+
+
+def num_probed(config: Config) -> int:
+    """For how many workers the model has to fit into memory; bulk workers find out themselves what fits."""
+    return 0 if config.bulk else max_workers(config)
 
 
 def assign_cores(config: Config, available: list[int], ranks: Sequence[int]) -> list[int | None]:

@@ -57,6 +57,7 @@ def open_batch_service(
         metrics=GatewayMetrics(),
         patience=RequestTimeouts(request_s=2.0 * MAX_WINDOW_S),
         open=set(),
+        only_batches=False,
         errors=RecentErrors(),
     )
     limits = service.rules.limits

@@ -124,11 +124,18 @@ class CanaryProber:
     """Tests the workers with canaries, and derives the gateway's readiness.
 
     `prompt` holds a canary's token ids. `expected` is the number of (prefill, decode) workers that should be up.
+    Workers that do bulk work only get no canaries (`only_batches`): a step of theirs may take minutes.
     """
 
     def __init__(
-        self, backend: RelayBackend, metrics: GatewayMetrics, prompt: list[int], expected: tuple[int, int]
+        self,
+        backend: RelayBackend,
+        metrics: GatewayMetrics,
+        prompt: list[int],
+        expected: tuple[int, int],
+        only_batches: bool = False,
     ) -> None:
+        self._only_batches = only_batches
         self.backend, self._metrics, self._prompt, self._expected = backend, metrics, prompt, expected
         # The role in which each worker first connected.
         self._homes: dict[str, str] = {}
@@ -168,7 +175,9 @@ class CanaryProber:
         await asyncio.shield(self._round)
 
     def _find_routes(self, pairs: list[WorkerPair]) -> list[CanaryRoute]:
-        """The routes of these pairs: each with each of its classes, the default one first."""
+        """The routes of these pairs: each with each of its classes, the default one first. None without canaries."""
+        if self._only_batches:
+            return []
         return [CanaryRoute(pair, name) for pair in pairs for name in self.backend.classes_of_pair(pair)]
 
     def _choose_routes(self, routes: list[CanaryRoute], max_age_s: float) -> list[CanaryRoute]:
@@ -210,6 +219,8 @@ class CanaryProber:
         # Requests that ask for no class get the first one of their pair.
         defaults = {route.pair: route for route in reversed(routes)}
         good = any(self._is_ready(route, now_s) for route in defaults.values())
+        if self._only_batches:
+            good = bool(pairs)
         reasons = self._missing_reasons(bool(pairs)) + self._local_prefill_reasons(pairs)
         reasons += self._class_reasons()
         reasons += [

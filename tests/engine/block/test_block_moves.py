@@ -190,7 +190,7 @@ def test_caps_that_are_too_small_are_refused_with_the_least(model: Checkpoint, p
         with pytest.raises(ConfigError, match="bulk work does not fit") as caught:
             BlockRun(model, POLICY, prepared, **{f"{name}_bytes": size - 1})
         assert f"--bulk-{name}-bytes {size}" in caught.value.fix
-        assert "the least for this model is" in caught.value.why
+        assert "the least for this model, one sequence at a time, is" in caught.value.why
         assert len(caught.value.lines()) <= 6
 
 

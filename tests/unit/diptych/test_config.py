@@ -89,6 +89,10 @@ def test_every_setting_is_read_from_all_three_sources(one: Any, yaml: Path) -> N
     need = {name: value for name, value in apart.items() if name != one.name} if command != "serve" else {}
     if one.name == "trace_sample":
         need = {"otlp_traces_endpoint": "http://collector:4318/v1/traces"}
+    if one.name.startswith("bulk") and one.name != "bulk_slice_ms":
+        need = {"prefill": "0", "decode": "0", "data_dir": "/d"} | (
+            {} if one.name == "bulk" else {"bulk": "1"}
+        )
     from_file = load_config(command, need, {}, yaml).config
     from_env = load_config(command, need, {one.env: text}).config
     from_line = load_config(command, need | {one.name: [text] if one.kind.many else text}, {}).config

@@ -1,0 +1,89 @@
+"""Runs a worker process that only does bulk work: a block engine under the worker's loop, until it is drained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from contextlib import ExitStack
+from functools import partial
+
+from decode_worker.bulk import BulkWorker
+from diptych.channel.keys import load_worker_keys
+from diptych.channel.link import ChannelLink
+from diptych.messages import Hello
+from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, pin_to_core
+from diptych.specs import WorkerSpec
+from worker.build_block import BlockParts, build_block
+from worker.loop import LatestStats, WorkerLoop
+from worker.watchdog import EngineWatchdog
+
+# Of what a block has room for, the share that may wait at the worker beside it, so that places are taken at once.
+EXTRA_SHARE = 0.25
+
+
+def run_block_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
+    """Build the block, and serve the lines of batches until drained. Returns the exit status.
+
+    Raises:
+        ConfigError: a cap is too small, and the error names the least; or a setting is wrong.
+        ModelError: the model is not found, or not supported.
+        StartError: the files of bulk work cannot be made.
+    """
+    built = build_block(spec, supervisor)
+    latest = LatestStats(EngineWatchdog(partial(exit_fatally, supervisor), spec.worker))
+    with ExitStack() as owned:
+        owned.callback(built.runner.close)
+        link = ChannelLink(
+            spec.gateway, load_worker_keys(spec.keys_dir), make_block_hello(spec, built), latest.read_stats
+        )
+        layout = built.runner.layout
+        loop = WorkerLoop(
+            link,
+            built.engine,
+            BulkWorker(built.engine),
+            built.schedule,
+            latest,
+            codecs={layout.kv_class: layout.codec},
+            drain_s=spec.drain_s,
+        )
+        ending: list[bool] = []
+
+        def end(*_: object) -> None:
+            ending.append(True)
+            loop.start_drain()
+
+        signal.signal(signal.SIGTERM, end)
+        supervisor.report_progress("link", 0)
+        loop.welcomed = partial(supervisor.report_progress, "ready")
+        link.open()
+        owned.callback(link.close)
+        pin_to_core(spec.core)
+        loop.run_until_drained()
+    return 0 if ending else EXIT_RETIRED
+
+
+def make_block_hello(spec: WorkerSpec, built: BlockParts) -> Hello:
+    """The `Hello` by which the gateway learns of the worker: a decode worker with the room of its block."""
+    fingerprint, identity = built.files.fingerprint()
+    layout, policy = built.runner.layout, built.schedule.policy
+    num_slabs = int((1 + EXTRA_SHARE) * built.schedule.num_chunks)
+    return Hello(
+        worker=spec.worker,
+        role="decode",
+        incarnation=uuid.uuid4().hex,
+        fingerprint=fingerprint,
+        identity=identity,
+        host=spec.host,
+        pid=os.getpid(),
+        num_slabs=num_slabs,
+        chunk_bytes=layout.chunk_bytes,
+        max_model_len=built.max_model_len,
+        endpoints={},
+        ended=spec.ended,
+        kv_classes={layout.kv_class: (num_slabs, layout.chunk_bytes)},
+        raw_chunk_bytes=built.files.layout().chunk_bytes,
+        log_file=spec.log_file,
+        block_sequences=policy.sequences,
+        block_tokens=policy.sequences * policy.prompt_tokens,
+    )

@@ -1,0 +1,112 @@
+"""Builds the block engine of a worker that only does bulk work: its policy, its files, its engine."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from diptych.chunks import RAW_CLASS
+from diptych.errors import StartError
+from diptych.kernel_cache import machine_kernel_folder
+from diptych.process import SupervisorPipe
+from diptych.specs import WorkerSpec
+from engine.block.engine import BlockEngine
+from engine.block.policy import BlockPolicy, parse_policy
+from engine.block.schedule import BlockSchedule
+from engine.block.sizes import BlockModel, fit_policy
+from engine.cpu.block.loading import BlockFiles, load_block, measure_model, prepare_weights
+from engine.cpu.block.runner import CpuBlockRunner
+from engine.cpu.block.weight_stream import open_index
+from engine.model.checkpoint import Checkpoint
+from engine.model.kv_codec import resolve_kv_codec
+from engine.model.memory_plan import available_memory, plan_max_length, return_large_blocks
+from engine.sampling.sampler import Sampler
+from worker.build import load_grammar_tokens, load_tokenizer
+
+# The lengths for which a sequence of a block has room, unless the policy says otherwise.
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
+# The shares of the memory and the disk there is that blocks may take, unless the caps say otherwise.
+MEMORY_SHARE, DISK_SHARE = 0.8, 0.5
+# Lines that may wait at the worker, for each one in its block.
+WAITING_SHARE = 4
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockParts:
+    """What a bulk worker works with."""
+
+    files: Checkpoint
+    engine: BlockEngine
+    schedule: BlockSchedule
+    runner: CpuBlockRunner
+    max_model_len: int
+
+
+def build_block(spec: WorkerSpec, supervisor: SupervisorPipe) -> BlockParts:
+    """Prepare the weights, decide what lies where, and put the engine together.
+
+    Raises:
+        ConfigError: a cap is too small, and the error names the least; or the policy or its codec is wrong.
+        ModelError: the model is not found, or not supported.
+        StartError: the files of bulk work cannot be made.
+    """
+    torch.set_num_threads(spec.threads)
+    model = Checkpoint.resolve(spec.model, spec.revision)
+    length = plan_max_length(model.name, model.shape, spec.max_model_len)
+    files = _find_files(spec)
+    policy = choose_policy(spec, model, files, length)
+    log.info("the policy of bulk work: %s", policy)
+    runner = load_block(model, policy, files, length, spec.kv_cache_calibration)
+    tokenizer = load_tokenizer(model.path)
+    sampler = Sampler(runner.vocab_size, load_grammar_tokens(model.path, tokenizer))
+    supervisor.report_progress("load")
+    supervisor.report_progress("warm", 0)
+    sampler.warm()
+    return_large_blocks()
+    supervisor.report_progress("warm")
+    schedule = BlockSchedule(policy, length, max_waiting=WAITING_SHARE * policy.sequences)
+    engine = BlockEngine(runner, schedule, sampler, runner.vocab_size, spec.bulk_slice_ms / 1000)
+    return BlockParts(model, engine, schedule, runner, length)
+
+
+def _find_files(spec: WorkerSpec) -> BlockFiles:
+    """Where the files of bulk work lie, and the caps. Raises StartError if there is no folder."""
+    folder = machine_kernel_folder()
+    if folder is None:
+        why = "its own folder cannot be used; the log says why"
+        raise StartError(
+            "bulk work has no place for its files", why, "set NUMBA_CACHE_DIR to a private folder"
+        )
+    memory, disk = spec.bulk_memory_bytes, spec.bulk_disk_bytes
+    if memory is None:
+        memory = int(MEMORY_SHARE * available_memory())
+    if disk is None:
+        disk = int(DISK_SHARE * shutil.disk_usage(folder).free)
+    return BlockFiles(folder, folder, memory, disk)
+
+
+def choose_policy(spec: WorkerSpec, model: Checkpoint, files: BlockFiles, length: int) -> BlockPolicy:
+    """The policy that was asked for; if it does not name the block's shape, the largest one that fits.
+
+    Raises:
+        ConfigError: it cannot be read, or not even the smallest block fits.
+    """
+    base = BlockPolicy(1, 1, min(PROMPT_TOKENS, length), min(OUTPUT_TOKENS, length))
+    asked = parse_policy(spec.bulk_policy, base)
+    if any(part.strip().startswith(("rows", "batches")) for part in spec.bulk_policy.split(",")):
+        return asked
+    codec, _ = resolve_kv_codec(model, asked.kv_codec or RAW_CLASS, spec.kv_cache_calibration)
+    index = open_index(prepare_weights(model, asked.weight_kind, files.prepared))
+    measure = partial(_measure, model, codec, index, length)
+    assert files.memory_bytes is not None and files.disk_bytes is not None
+    return fit_policy(measure, asked, files.memory_bytes, files.disk_bytes, length)
+
+
+def _measure(model: Checkpoint, codec: str, index: object, length: int, policy: BlockPolicy) -> BlockModel:
+    return measure_model(model, model.layout(codec=codec), index, policy, length)  # type: ignore[arg-type]

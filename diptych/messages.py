@@ -226,6 +226,8 @@ class Hello(ChannelMessage, frozen=True):
     # Of a worker that computes blocks of bulk work: sequences of its block, and prompt tokens that it takes at once.
     block_sequences: int = 0
     block_tokens: int = 0
+    # The policy by which it computes them, as text.
+    block_policy: str = ""
 
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.

@@ -56,6 +56,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # Of such a worker: what is computed together, and what lies where (`engine.block.policy.parse_policy`); empty: what
     # fits.
     bulk_policy: str = ""
+    # Whether `bulk_policy` was predicted to fit, and not asked for: what is too large by a little is made smaller.
+    bulk_planned: bool = False
     # Most bytes of memory and disk that blocks may take; None: what is there now.
     bulk_memory_bytes: int | None = None
     bulk_disk_bytes: int | None = None
@@ -85,6 +87,22 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     log_file: str = ""
 
 
+class BulkPlan(msgspec.Struct, frozen=True):
+    """Where the policy of bulk workers comes from, and what it is predicted to bring."""
+
+    # "profile": the programme's choice for measured rates; "setting": asked for; "fit": the largest block that fits.
+    source: str
+    # The policy, as `engine.block.policy.parse_policy` reads it; empty with "fit", which each worker finds itself.
+    policy: str = ""
+    # The profile whose rates predicted the policy; empty: nothing is predicted.
+    profile: str = ""
+    # New tokens per second of one worker, what a decode step of its block waits for, and the bytes that it needs.
+    tokens_per_s: float | None = None
+    waits_for: str | None = None
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+
+
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of the gateway process."""
 
@@ -101,6 +119,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_decode: int
     # Whether there are only workers for bulk work: no request over HTTP is answered.
     bulk_only: bool = False
+    # The policy of these workers, and what it is predicted to bring.
+    bulk_plan: BulkPlan | None = None
     # Whether workers cache prefixes, so that routing prefers workers that have a prompt's prefix.
     prefix_caching: bool = True
     revision: str | None = None

@@ -15,9 +15,9 @@ from diptych.kernel_cache import machine_kernel_folder
 from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
 from engine.block.engine import BlockEngine
-from engine.block.policy import BlockPolicy, parse_policy
+from engine.block.policy import BlockPolicy, default_policy, names_shape, parse_policy
 from engine.block.schedule import BlockSchedule
-from engine.block.sizes import BlockModel, fit_policy
+from engine.block.sizes import BlockModel, fit_policy, trim_policy
 from engine.cpu.block.loading import BlockFiles, load_block, measure_model, prepare_weights
 from engine.cpu.block.runner import CpuBlockRunner
 from engine.cpu.block.weight_stream import open_index
@@ -27,8 +27,6 @@ from engine.model.memory_plan import available_memory, plan_max_length, return_l
 from engine.sampling.sampler import Sampler
 from worker.build import load_grammar_tokens, load_tokenizer
 
-# The lengths for which a sequence of a block has room, unless the policy says otherwise.
-PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 # The shares of the memory and the disk there is that blocks may take, unless the caps say otherwise.
 MEMORY_SHARE, DISK_SHARE = 0.8, 0.5
 # Lines that may wait at the worker, for each one in its block.
@@ -94,18 +92,21 @@ def _find_files(spec: WorkerSpec) -> BlockFiles:
 def choose_policy(spec: WorkerSpec, model: Checkpoint, files: BlockFiles, length: int) -> BlockPolicy:
     """The policy that was asked for; if it does not name the block's shape, the largest one that fits.
 
+    Of one that was planned, a little less lies in memory if it needs more than was predicted.
+
     Raises:
         ConfigError: it cannot be read, or not even the smallest block fits.
     """
-    base = BlockPolicy(1, 1, min(PROMPT_TOKENS, length), min(OUTPUT_TOKENS, length))
-    asked = parse_policy(spec.bulk_policy, base)
-    if any(part.strip().startswith(("rows", "batches")) for part in spec.bulk_policy.split(",")):
+    asked = parse_policy(spec.bulk_policy, default_policy(length))
+    shaped = names_shape(spec.bulk_policy)
+    if shaped and not spec.bulk_planned:
         return asked
     codec, _ = resolve_kv_codec(model, asked.kv_codec or RAW_CLASS, spec.kv_cache_calibration)
     index = open_index(prepare_weights(model, asked.weight_kind, files.prepared))
     measure = partial(_measure, model, codec, index, length)
     assert files.memory_bytes is not None and files.disk_bytes is not None
-    return fit_policy(measure, asked, files.memory_bytes, files.disk_bytes, length)
+    find_policy = trim_policy if shaped else fit_policy
+    return find_policy(measure, asked, files.memory_bytes, files.disk_bytes, length)
 
 
 def _measure(model: Checkpoint, codec: str, index: object, length: int, policy: BlockPolicy) -> BlockModel:

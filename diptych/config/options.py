@@ -188,6 +188,9 @@ class Config(BaseSettings):
     bulk_policy: Annotated[
         Annotated[str, text("NAME=VALUE,...")] | None, Listing(ENGINE, shown="the largest block", rare=True)
     ] = Field(default=None, description="What bulk workers compute together, and what lies where")
+    bulk_profile: Annotated[FilePath | None, Listing(ENGINE, rare=True)] = Field(
+        default=None, description="Rates of `diptych profile --bulk`, to choose the policy by"
+    )
     bulk_memory_bytes: Annotated[
         ByteSize | None, Listing(ENGINE, shown="80 % of what is free", rare=True)
     ] = Field(default=None, description="Most memory of a bulk worker's block")

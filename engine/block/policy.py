@@ -17,6 +17,10 @@ from diptych.errors import ConfigError
 WEIGHT_KINDS = ("exact", "int4")
 # Tokens that one unit of a block computes, at most.
 STEP_TOKENS = 512
+# The lengths for which a sequence of a block has room, unless the policy says otherwise.
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
+SHAPE_FIELDS = ("rows", "batches")
+SHARE_FIELDS = ("weights_in_memory", "kv_in_memory", "hidden_in_memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class BlockPolicy:
         for name in ("rows", "batches", "prompt_tokens", "output_tokens", "step_tokens"):
             if getattr(self, name) < 1:
                 raise _bad_policy(f"{name} must be at least 1 (got {getattr(self, name)})")
-        for name in ("weights_in_memory", "kv_in_memory", "hidden_in_memory"):
+        for name in SHARE_FIELDS:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise _bad_policy(f"{name} must be between 0 and 1 (got {getattr(self, name)})")
         if self.weight_kind not in WEIGHT_KINDS:
@@ -84,6 +88,25 @@ def _spread_share(share: float, count: int) -> Iterator[int]:
     """The numbers below `count` that make up a share of them, spread evenly: round(share * count) of them."""
     chosen = round(share * count)
     return (index for index in range(count) if (index + 1) * chosen // count > index * chosen // count)
+
+
+def default_policy(max_model_len: int) -> BlockPolicy:
+    """The smallest block with the usual lengths, of a model whose sequences have at most `max_model_len` tokens."""
+    return BlockPolicy(1, 1, min(PROMPT_TOKENS, max_model_len), min(OUTPUT_TOKENS, max_model_len))
+
+
+def names_shape(text: str) -> bool:
+    """Whether a policy's text says how many sequences there are, so that it is taken as it is.
+
+    Raises:
+        ConfigError: it does not, and yet says what lies in memory.
+    """
+    names = [part.partition("=")[0].strip() for part in text.split(",")]
+    if any(name in SHAPE_FIELDS for name in names):
+        return True
+    if shares := [name for name in names if name in SHARE_FIELDS]:
+        raise _bad_policy(f"{shares[0]} has no effect without rows and batches: what fits stays in memory")
+    return False
 
 
 def parse_policy(text: str, base: BlockPolicy) -> BlockPolicy:

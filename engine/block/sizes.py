@@ -168,6 +168,36 @@ def fit_policy(
     return smallest
 
 
+def trim_policy(
+    measure: Callable[[BlockPolicy], BlockModel],
+    planned: BlockPolicy,
+    memory_bytes: int,
+    disk_bytes: int,
+    max_sequence_tokens: int,
+) -> BlockPolicy:
+    """`planned` with as little less in memory as makes it fit: KV first, then weights, then activations.
+
+    If it does not fit with everything on disk, its batches are halved, and there are twice as many of them. If that
+    does not help, it is the largest block that fits (`fit_policy`).
+
+    Raises:
+        ConfigError: not even the smallest block fits; the error names the least.
+    """
+    rows, batches = planned.rows, planned.batches
+    while rows and rows * planned.sequence_tokens >= max_sequence_tokens:
+        policy = replace(planned, rows=rows, batches=batches)
+        model = measure(policy)
+        for name in reversed(MEMORY_ORDER):
+            share: float = getattr(policy, name)
+            for step in range(FIT_STEPS, -1, -1):
+                policy = replace(policy, **{name: share * step / FIT_STEPS})  # type: ignore[arg-type]
+                needs = predict_needs(model, policy)
+                if needs.memory_bytes <= memory_bytes and needs.disk_bytes <= disk_bytes:
+                    return policy
+        rows, batches = rows // 2, batches * 2
+    return fit_policy(measure, planned, memory_bytes, disk_bytes, max_sequence_tokens)
+
+
 # What goes to memory first.
 MEMORY_ORDER = ("hidden_in_memory", "weights_in_memory", "kv_in_memory")
 

@@ -164,11 +164,11 @@ class Checkpoint:
         times = [field for at in stats for field in (at.st_size, at.st_mtime_ns)]
         return hash_fields([self.hash_weights(), *times]).hex()
 
-    def fingerprint(self, dtype: str = "float32") -> tuple[str, dict[str, str]]:
+    def fingerprint(self, dtype: str = "float32", weight_kind: str = "exact") -> tuple[str, dict[str, str]]:
         """(hex digest, readable fields) of everything that two workers must have in common to exchange KV.
 
         The name is among the fields but not hashed: the same content in another folder is the same model. Weights count
-        as `hash_weights` says.
+        as `hash_weights` says. A `weight_kind` other than "exact" is a field too, since it changes the answers.
         """
         layout = self.layout(dtype)
         hashed: dict[str, HashField] = {
@@ -180,6 +180,8 @@ class Checkpoint:
             "chunk_tokens": CHUNK_TOKENS,
             "wire_version": f"{KV_VERSION}.{TICKET_VERSION}.{HINT_VERSION}",
         }
+        if weight_kind != "exact":
+            hashed["weight_kind"] = weight_kind
         shown = {
             name: str(value)[:SHOWN_CHARS]
             for name, value in hashed.items()

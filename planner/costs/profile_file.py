@@ -169,8 +169,10 @@ def load_profile(path: str | Path, model: str = "") -> CostProfile:
     )  # fmt: skip
 
 
-def load_profile_of(path: str | Path, model: str) -> CostProfile:
+def load_profile_of(path: str | Path, model: str, flag: str = "--profile") -> CostProfile:
     """`load_profile`, where the profile must be of that very model; its number widths and context may be others.
+
+    `flag` is what names the profile, for the error.
 
     Raises:
         ConfigError: also where it is of another model.
@@ -180,7 +182,7 @@ def load_profile_of(path: str | Path, model: str) -> CostProfile:
         raise ConfigError(
             f"the profile {path} is of {found.model.name}, and --model is {wanted.name}",
             "they are not the same model: layers, widths, vocabulary or the bits of weights differ",
-            "measure that model, or leave out --profile",
+            f"measure that model, or leave out {flag}",
         )
     return found
 

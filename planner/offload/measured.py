@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
+
+from diptych.chunks import RAW_CLASS
+from diptych.errors import ConfigError
 from engine.block.policy import BlockPolicy
-from planner.costs.kv_codec import with_kv_codec
+from planner.costs.kv_codec import is_same_codec, with_kv_codec
 from planner.costs.model import ModelDims
 from planner.offload.machines import HostMachine
-from planner.offload.programme import OffloadPlacement
+from planner.offload.programme import OffloadPlacement, evaluate_shares
 from planner.offload.terms import BlockShape, OffloadModel, OffloadWorkload
 from planner.types import BulkRates
 
@@ -59,10 +64,63 @@ def model_kinds(dims: ModelDims, four_bits: bool, rates: BulkRates | None = None
     return [exact.with_bytes(one, other) for one in weights for other in kv]
 
 
-def search_blocks(most: int | None = None) -> list[BlockShape]:
-    """The blocks that the search tries, of at most `most` sequences."""
-    every = (BlockShape(rows, batches) for rows in ROWS for batches in BATCHES)
+def model_of_policy(dims: ModelDims, policy: BlockPolicy, rates: BulkRates) -> OffloadModel:
+    """The model with the kinds of weights and KV of a policy.
+
+    Raises:
+        ConfigError: the rates do not say what such weights or such KV cost.
+    """
+    exact = OffloadModel.from_dims(dims)
+    weight_bytes, kv_bytes = exact.weight_bytes, exact.kv_bytes
+    if policy.weight_kind != "exact":
+        if rates.int4 is None:
+            raise _not_measured(f"weights of kind {policy.weight_kind}")
+        weight_bytes = FOUR_BIT_BYTES
+    codec = policy.kv_codec or RAW_CLASS
+    if not is_same_codec(dims, codec, RAW_CLASS):
+        if rates.coded_attention is None or not is_same_codec(dims, codec, FOUR_BIT_CODEC):
+            raise _not_measured(f"KV in {codec}")
+        kv_bytes = with_kv_codec(dims, FOUR_BIT_CODEC).kv_bytes
+    return exact.with_bytes(weight_bytes, kv_bytes)
+
+
+def _not_measured(what: str) -> ConfigError:
+    return ConfigError(
+        f"the profile does not say what {what} cost",
+        "measured are weights as they are and of 4 bits, and KV as it is and in int4, where the processor has them",
+        "use other kinds in --bulk-policy, or leave out --bulk-profile",
+    )
+
+
+def search_blocks(most: int | None = None, fewest_rows: int = 1) -> list[BlockShape]:
+    """The blocks that the search tries, of at most `most` sequences and at least `fewest_rows` in a batch."""
+    rows = [one for one in ROWS if one >= fewest_rows] or [fewest_rows]
+    every = (BlockShape(one, batches) for one in rows for batches in BATCHES)
     return [block for block in every if most is None or block.sequences <= most]
+
+
+def predict_policy(machine: HostMachine, model: OffloadModel, policy: BlockPolicy) -> OffloadPlacement:
+    """What a policy is predicted to take on a machine, whether or not it fits."""
+    work, block = policy_work(policy), BlockShape(policy.rows, policy.batches)
+    pieces = (
+        (policy.weights_in_memory, model.layers),
+        (policy.kv_in_memory, model.layers * policy.batches),
+        (policy.hidden_in_memory, policy.batches),
+    )
+    here = [round(share * count) / count for share, count in pieces]
+    shares = np.array([part for share in here for part in (share, 0.0, 1.0 - share)])
+    costs = machine_of_policy(machine, policy).block_costs(model, work, block)
+    return evaluate_shares(costs, model, work, block, shares)
+
+
+def machine_of_policy(machine: HostMachine, policy: BlockPolicy) -> HostMachine:
+    """The machine, computing in units as large as the policy's, and reading ahead if the policy does."""
+    return replace(machine, overlap=policy.overlap, step_tokens=policy.step_tokens)
+
+
+def policy_work(policy: BlockPolicy) -> OffloadWorkload:
+    """The lengths for which a policy has room."""
+    return OffloadWorkload(policy.prompt_tokens, policy.output_tokens)
 
 
 def to_block_policy(found: OffloadPlacement, work: OffloadWorkload, step_tokens: int) -> BlockPolicy:

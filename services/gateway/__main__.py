@@ -280,7 +280,7 @@ def build_http_app(
         (AdminRoutes(backend, replanning), BearerKeys([spec.admin_key])) if spec.admin_key else (None, None)
     )
     feeder = batches.feeder if batches is not None else None
-    probes = LiveHealthProbes(service, backend, prober, replanning, spec.plan_note, feeder)
+    probes = LiveHealthProbes(service, backend, prober, replanning, spec.plan_note, feeder, spec.bulk_plan)
     api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin, batches)
     tracer = RequestTracer(exporter, spec.trace_sample) if exporter is not None else None
     operator = {"/metrics": BearerKeys(spec.metrics_keys), "/status": BearerKeys(spec.status_keys)}
@@ -326,9 +326,15 @@ def build_relay(spec: GatewaySpec, tokenizer: str) -> Relay:
 
 
 def system_fingerprint(relay: Relay) -> str | None:
-    """The part of `system_fingerprint` that all workers share: the model's fingerprint. None without workers."""
+    """The part of `system_fingerprint` that all workers share: the model's fingerprint, and the kind of its weights if
+    they are not as in the checkpoint, for example `fp_0123456789ab.weights-int4`. None without workers.
+    """
     members = relay.fleet.workers_of("decode")
-    return f"fp_{members[0].hello.fingerprint[:12]}" if members else None
+    if not members:
+        return None
+    hello = members[0].hello
+    kind = hello.identity.get("weight_kind")
+    return f"fp_{hello.fingerprint[:12]}" + (f".weights-{kind}" if kind else "")
 
 
 def diptych_version() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from diptych.messages import WorkerStats
+from diptych.specs import BulkPlan
 from services.gateway.app import HealthProbes
 from services.gateway.batches.batch_report import report_batches
 from services.gateway.batches.feeder import BatchFeeder
@@ -55,10 +56,12 @@ class LiveHealthProbes(HealthProbes):
         replanning: ReplanRoute | None = None,
         plan_note: str = "",
         feeder: BatchFeeder | None = None,
+        bulk_plan: BulkPlan | None = None,
     ) -> None:
         """`plan_note` says where the number of workers comes from; empty if it was not planned. `feeder` runs
-        batches; None if they are not turned on.
+        batches; None if they are not turned on. `bulk_plan` is that of workers that only do bulk work, if there are.
         """
+        self._bulk_plan = bulk_plan
         self._feeder = feeder
         self._service, self._backend, self._prober = service, backend, prober
         self._replanning, self._plan_note = replanning, plan_note
@@ -109,6 +112,7 @@ class LiveHealthProbes(HealthProbes):
             "kv_auto": self._kv_auto_status(),
             "kv_keep": self._kv_keep_status(),
             "bulk": self._backend.bulk_report,
+            "bulk_plan": self._bulk_status(),
             "batches": report_batches(self._feeder),
             "objectives": self._slo_limits(),
             "history": metrics.history.report(now_s, metrics.slo.attainment),
@@ -136,6 +140,16 @@ class LiveHealthProbes(HealthProbes):
             "workers": self._prober.wanted_workers(),
             "note": self._plan_note,
             "replanner": replanner,
+        }
+
+    def _bulk_status(self) -> dict[str, Any] | None:
+        """Where the policy of bulk workers comes from, its prediction, and the policy in force at each worker."""
+        if self._bulk_plan is None:
+            return None
+        members = self._backend.relay.fleet.workers_of("decode")
+        return {
+            **msgspec.structs.asdict(self._bulk_plan),
+            "in_force": {one.name: one.hello.block_policy for one in members},
         }
 
     def _queue_status(self) -> dict[str, Any]:

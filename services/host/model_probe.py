@@ -18,7 +18,13 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.config.options import Config
 from diptych.errors import ConfigError, ModelError
 from diptych.model_config import CONFIG_FILE
-from engine.model.checkpoint import Checkpoint, find_model, is_folder_name
+from engine.model.checkpoint import (
+    CHECKPOINT_FILES,
+    DESCRIPTION_FILES,
+    Checkpoint,
+    find_model,
+    is_folder_name,
+)
 from engine.model.kv_codec import (
     KvClassChoice,
     check_auto,
@@ -53,7 +59,7 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     revision: str | None
     max_model_len: int | None
     kv_bytes: int | None
-    # Number of workers that share this machine's memory. 0 means only a gateway, which needs no weights.
+    # Number of workers whose memory is planned on this machine; 0 with only a gateway, or with bulk workers.
     num_workers: int
     # (tp, pp) of each role.
     splits: dict[str, tuple[int, int]] = {}
@@ -70,6 +76,8 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     kv_quality_budget: float | None = None
     # Threshold of eviction for all requests that give none (`Config.kv_keep`).
     kv_keep: float = 1.0
+    # Whether weights are needed though no memory is planned for them: of bulk workers, which find out what fits.
+    weights: bool = False
 
 
 class ProbedModel(msgspec.Struct, frozen=True):
@@ -151,8 +159,9 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
 
 
 def _probe_without_weights(question: ProbeRequest) -> ProbedModel:
-    """Find only what a gateway needs: config and tokenizer of the model, and the longest context."""
-    path, shape = find_model(resolve_embedded(question.model), question.revision)
+    """Find config and tokenizer of a model, and its longest context; the weights are not looked at."""
+    patterns = CHECKPOINT_FILES if question.weights else DESCRIPTION_FILES
+    path, shape = find_model(resolve_embedded(question.model), question.revision, patterns)
     length = plan_max_length(question.model, shape, question.max_model_len)
     description = f"{shape.architecture.removesuffix('ForCausalLM')}, context {length:,}"
     return ProbedModel(str(path), description, has_chat_template(path), length, 0, shape.layers)
@@ -298,6 +307,7 @@ def probe_request(config: Config, num_workers: int) -> ProbeRequest:
         calibration_path(config),
         config.kv_quality_budget,
         config.kv_keep,
+        weights=config.bulk > 0,
     )
 
 

@@ -14,6 +14,7 @@ from diptych.channel.link import ChannelLink
 from diptych.messages import Hello
 from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, pin_to_core
 from diptych.specs import WorkerSpec
+from engine.block.policy import format_policy
 from worker.build_block import BlockParts, build_block
 from worker.loop import LatestStats, WorkerLoop
 from worker.watchdog import EngineWatchdog
@@ -65,8 +66,8 @@ def run_block_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
 
 def make_block_hello(spec: WorkerSpec, built: BlockParts) -> Hello:
     """The `Hello` by which the gateway learns of the worker: a decode worker with the room of its block."""
-    fingerprint, identity = built.files.fingerprint()
     layout, policy = built.runner.layout, built.schedule.policy
+    fingerprint, identity = built.files.fingerprint(weight_kind=policy.weight_kind)
     num_slabs = int((1 + EXTRA_SHARE) * built.schedule.num_chunks)
     return Hello(
         worker=spec.worker,
@@ -86,4 +87,5 @@ def make_block_hello(spec: WorkerSpec, built: BlockParts) -> Hello:
         log_file=spec.log_file,
         block_sequences=policy.sequences,
         block_tokens=policy.sequences * policy.prompt_tokens,
+        block_policy=format_policy(policy),
     )

@@ -23,6 +23,7 @@ COLUMNS = {
     "leases": "leases",
 }
 HITS_TITLE, CLASS_TITLE = "prefix hits", "KV class"
+MIB = 1 << 20
 GREEN, RED, PLAIN = "\033[32m", "\033[31m", "\033[0m"
 
 
@@ -103,8 +104,38 @@ def show_state(now: GatewayState) -> None:
         print(line)
     if eviction := _format_eviction(now.body.get("kv_keep", {})):
         print(eviction)
+    for line in format_bulk_plan(now.body.get("bulk_plan")):
+        print(line)
     for line in format_batches(now.body.get("batches", {})):
         print(line)
+
+
+BULK_SOURCES = {
+    "profile": "the programme's choice for the rates in",
+    "setting": "as asked for",
+    "fit": "the largest block that fits; it is not predicted without --bulk-profile",
+}
+
+
+def format_bulk_plan(plan: dict[str, Any] | None) -> list[str]:
+    """Lines about the policy of bulk workers: which is in force, why, and what it is predicted to bring."""
+    if not plan:
+        return []
+    source = BULK_SOURCES.get(plan["source"], plan["source"])
+    named = f" {plan['profile']}" if plan["source"] == "profile" else ""
+    lines = [f"bulk policy: {source}{named}"]
+    for policy in sorted(set(plan["in_force"].values())):
+        workers = ", ".join(name for name, one in plan["in_force"].items() if one == policy)
+        smaller = plan["source"] == "profile" and policy != plan["policy"]
+        note = " (planned a little larger than what fits)" if smaller else ""
+        lines.append(f"  {workers}: {policy}{note}")
+    if plan["tokens_per_s"] is not None:
+        memory, disk = (f"{plan[name] / MIB:,.0f} MiB" for name in ("memory_bytes", "disk_bytes"))
+        lines.append(
+            f"  predicted: {plan['tokens_per_s']:.3g} tokens/s per worker; a decode step waits for: "
+            f"{plan['waits_for']}; {memory} of memory, {disk} on disk"
+        )
+    return lines
 
 
 def format_auto(auto: dict[str, Any]) -> list[str]:

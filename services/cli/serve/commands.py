@@ -25,6 +25,7 @@ def _lazy_function(module: str, name: str) -> Callable[..., Any]:
 def _run_serve(loaded: LoadedConfig) -> int:
     settled, answer = _lazy_function("from_plan", "apply_plan")(loaded)
     check_slo_target(settled)
+    _lazy_function("bulk_plan", "check_bulk_settings")(settled)
     _lazy_function("replan_checks", "check_replan_settings")(settled)
     _lazy_function("cluster_settings", "check_cluster_settings")(settled)
 

@@ -24,6 +24,7 @@ from diptych.logs.log_files import open_log
 from diptych.specs import GatewaySpec
 from planner.placement.plan_file import PlanFile, PlanTraffic
 from services.cli.client.gateway_http import get_route
+from services.cli.client.status import format_bulk_plan
 from services.cli.client.status import parse_state as read_state
 from services.cli.serve.from_plan import check_planned_model
 from services.cli.serve.progress import StartProgress
@@ -108,6 +109,8 @@ class ServeRun:
         self._deployment: LocalDeployment | None = None
         self._replan: ReplanSession | None = None
         self._head: RayCluster | None = None
+        # What the gateway said of the policy of bulk workers when it was ready.
+        self._bulk_lines: list[str] = []
 
     async def run_until_stopped(self) -> int:
         """Start everything, and serve until a signal asks to stop. Everything that was started is always stopped again.
@@ -149,7 +152,7 @@ class ServeRun:
         if await self._unless_stopped(self._start_workers(deployment, what)):
             view.up = True
             view.print_box("ready", ready_box(what.gateway, model))
-            for line in self._describe_places(deployment):
+            for line in [*self._describe_places(deployment), *self._bulk_lines]:
                 view.print_line(line)
             if self._replan is not None:
                 took_s = time.monotonic() - began_s
@@ -289,6 +292,7 @@ class ServeRun:
                 await asyncio.to_thread(get_route, url, key, "/ready", MAX_CANARY_WAIT_S)
                 state = read_state(json.loads(await asyncio.to_thread(get_route, url, key, "/status")))
                 if state.ready and not state.reasons:
+                    self._bulk_lines = format_bulk_plan(state.body.get("bulk_plan"))
                     break
         view.end_phase("load")
         view.end_phase("warm-up")

@@ -13,6 +13,7 @@ from diptych.slo import DEFAULT_ATTAINMENT
 from diptych.specs import GatewaySpec, WorkerSpec
 from planner.placement.plan_file import PlanFile
 from planner.types import BOTH, keeps_steps_within_tpot
+from services.cli.serve.bulk_plan import with_bulk_plan
 from services.cli.serve.from_plan import node_groups, one_group_per_worker
 from services.cluster.spec import DeploymentSpec
 from services.host.model_probe import ProbedModel, calibration_path
@@ -45,9 +46,6 @@ def worker_spec(
         bulk_slice_ms=config.bulk_slice_ms,
         bulk_tpot_ms=None if config.slo_ttft_ms is None else config.slo_tpot_ms,
         bulk_only=config.bulk > 0,
-        bulk_policy=config.bulk_policy or "",
-        bulk_memory_bytes=config.bulk_memory_bytes,
-        bulk_disk_bytes=config.bulk_disk_bytes,
         tp=config.prefill_tp if role == "prefill" else config.decode_tp,
         pp=config.prefill_pp if role == "prefill" else config.decode_pp,
         core=core,
@@ -205,12 +203,16 @@ def deployment_spec(
 ) -> DeploymentSpec:
     """A whole deployment on this machine. `folder` is private; keys lie in it. `answer` is what was planned, if that
     was: it tells what must be together.
+
+    Raises:
+        ConfigError: bulk workers cannot be given the policy that was asked for, or not even the smallest block fits.
+        ModelError: their KV is to be coded with a calibration that is not there.
     """
     config = loaded.config
     channel, keys_dir = f"tcp://127.0.0.1:{channel_port}", str(folder / "keys")
     sizes = devices_by_worker(config)
     pinned = assign_cores(config, sorted(os.sched_getaffinity(0)), list(sizes.values()))
-    return DeploymentSpec(
+    what = DeploymentSpec(
         workers=tuple(
             worker_spec(config, model, name.split("-")[0], name, channel, keys_dir, core)
             for name, core in zip(sizes, pinned, strict=True)
@@ -220,3 +222,4 @@ def deployment_spec(
         node_groups=one_group_per_worker(sizes) if answer is None else node_groups(answer),
         device_budget=device_budget(config),
     )
+    return with_bulk_plan(what, config, model) if config.bulk else what

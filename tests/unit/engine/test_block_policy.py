@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from diptych.errors import ConfigError
-from engine.block.policy import BlockPolicy, parse_policy
+from engine.block.policy import BlockPolicy, names_shape, parse_policy
+from engine.block.sizes import BlockModel, fit_policy, predict_needs, trim_policy
 
 POLICY = BlockPolicy(rows=4, batches=3, prompt_tokens=64, output_tokens=16)
 
@@ -43,3 +46,34 @@ def test_bad_text_is_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match="the policy of bulk work is wrong") as caught:
         parse_policy(text, POLICY)
     assert why in caught.value.why
+
+
+def test_shares_need_a_shape() -> None:
+    assert names_shape("rows=4,weights_in_memory=0.5") and names_shape("kv_codec=int4, batches=2")
+    assert not names_shape("") and not names_shape("weight_kind=int4")
+    with pytest.raises(ConfigError) as caught:
+        names_shape("weight_kind=int4,kv_in_memory=0.5")
+    assert "kv_in_memory has no effect without rows and batches" in caught.value.why
+
+
+MODEL = BlockModel([1 << 20] * 8, 1 << 18, 1 << 14, 1024, 1 << 20, 0)
+
+
+def trimmed(planned: BlockPolicy, memory: int, longest: int = 80) -> BlockPolicy:
+    return trim_policy(lambda _: MODEL, planned, memory, 1 << 40, longest)
+
+
+def test_a_planned_policy_is_trimmed_only_as_far_as_it_must() -> None:
+    planned = replace(POLICY, rows=8, batches=4)
+    need = predict_needs(MODEL, planned).memory_bytes
+    assert trimmed(planned, need) == planned
+    less = trimmed(planned, need * 4 // 5)
+    assert less.kv_in_memory < 1 and (less.weights_in_memory, less.hidden_in_memory) == (1, 1)
+    assert need * 3 // 5 < predict_needs(MODEL, less).memory_bytes <= need * 4 // 5
+    on_disk = replace(planned, weights_in_memory=0.0, kv_in_memory=0.0, hidden_in_memory=0.0)
+    least = predict_needs(MODEL, on_disk).memory_bytes
+    assert trimmed(planned, least).rows == 8
+    halved = trimmed(planned, least - 1)
+    assert (halved.rows, halved.batches) == (4, 8)
+    # A batch keeps room for the longest sequence, so it cannot be halved here.
+    assert trimmed(planned, least - 1, 640) == fit_policy(lambda _: MODEL, planned, least - 1, 1 << 40, 640)

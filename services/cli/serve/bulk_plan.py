@@ -1,0 +1,168 @@
+"""The policy of bulk workers: asked for, chosen by the programme for measured rates, or left to the workers.
+
+Workers cannot import the planner. So the policy is decided here, before anything starts, and handed to them as text.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from diptych.chunks import RAW_CLASS
+from diptych.config.load import LoadedConfig
+from diptych.config.options import Config
+from diptych.errors import ConfigError
+from diptych.specs import BulkPlan, WorkerSpec
+from engine.block.policy import BlockPolicy, default_policy, format_policy, names_shape, parse_policy
+from engine.model.checkpoint import Checkpoint
+from engine.model.kv_codec import resolve_kv_codec
+from engine.model.memory_plan import available_memory
+from planner.types import BulkRates
+from services.cluster.spec import DeploymentSpec
+from services.host.model_probe import ProbedModel, calibration_path
+
+# The shares of the memory and the disk there is that the blocks of all workers may take, unless the caps say otherwise.
+MEMORY_SHARE, DISK_SHARE = 0.8, 0.5
+
+
+def check_bulk_settings(loaded: LoadedConfig) -> None:
+    """Check --bulk-policy as far as that is possible without the model. Raises ConfigError."""
+    text = loaded.config.bulk_policy
+    if text is not None:
+        parse_policy(text, default_policy(1))
+        names_shape(text)
+
+
+def with_bulk_plan(what: DeploymentSpec, config: Config, model: ProbedModel) -> DeploymentSpec:
+    """The deployment with the policy and the caps of its bulk workers.
+
+    Raises:
+        ConfigError: the policy or the profile cannot be used, or not even the smallest block fits.
+        ModelError: KV is to be coded with a calibration that is not there.
+    """
+    memory = config.bulk_memory_bytes
+    if memory is None:
+        memory = int(MEMORY_SHARE * available_memory() / config.bulk)
+    disk = config.bulk_disk_bytes
+    if disk is None and config.bulk_profile is not None:
+        disk = _free_disk_bytes(config)
+    plan = plan_bulk(config, model, memory, disk)
+
+    def complete(spec: WorkerSpec) -> WorkerSpec:
+        return msgspec.structs.replace(
+            spec,
+            bulk_policy=plan.policy or config.bulk_policy or "",
+            bulk_planned=plan.source == "profile",
+            bulk_memory_bytes=memory,
+            bulk_disk_bytes=disk,
+        )
+
+    return replace(
+        what,
+        workers=tuple(complete(spec) for spec in what.workers),
+        gateway=msgspec.structs.replace(what.gateway, bulk_plan=plan),
+    )
+
+
+def _free_disk_bytes(config: Config) -> int:
+    """The disk that each worker may take. Raises ConfigError if there is no folder for its files."""
+    # Imported only here, since it imports numba.
+    from diptych.kernel_cache import machine_kernel_folder
+
+    folder: Path | None = machine_kernel_folder()
+    if folder is None:
+        raise ConfigError(
+            "bulk work has no place for its files",
+            "its own folder cannot be used",
+            "set NUMBA_CACHE_DIR to a private folder",
+        )
+    return int(DISK_SHARE * shutil.disk_usage(folder).free / config.bulk)
+
+
+def plan_bulk(config: Config, model: ProbedModel, memory_bytes: int, disk_bytes: int | None) -> BulkPlan:
+    """The policy of each bulk worker within its caps, and its prediction if there is a profile.
+
+    Raises:
+        ConfigError: the policy or the profile cannot be used, or not even the smallest block fits.
+        ModelError: KV is to be coded with a calibration that is not there.
+    """
+    text = config.bulk_policy or ""
+    asked = parse_policy(text, default_policy(model.max_model_len))
+    if asked.kv_codec:
+        files = Checkpoint.resolve(model.path, config.revision)
+        resolve_kv_codec(files, asked.kv_codec or RAW_CLASS, calibration_path(config))
+    if config.bulk_profile is not None:
+        assert disk_bytes is not None
+        return _plan_with_rates(config, model, asked, memory_bytes, disk_bytes)
+    return BulkPlan("setting", format_policy(asked)) if names_shape(text) else BulkPlan("fit")
+
+
+def _plan_with_rates(
+    config: Config, model: ProbedModel, asked: BlockPolicy, memory_bytes: int, disk_bytes: int
+) -> BulkPlan:
+    """The programme's policy, or that of --bulk-policy, with what the profile predicts. Raises ConfigError."""
+    # Imported only here: the search needs scipy.
+    from planner.costs.model import dims_on_cpu, find_model
+    from planner.offload.measured import (
+        machine_of_policy,
+        measured_machine,
+        model_of_policy,
+        policy_work,
+        predict_policy,
+        search_blocks,
+        to_block_policy,
+    )
+    from planner.offload.programme import search_placement
+
+    rates = _read_rates(config, model.path)
+    offload = model_of_policy(dims_on_cpu(find_model(model.path)), asked, rates)
+    machine = machine_of_policy(measured_machine(rates, memory_bytes, disk_bytes), asked)
+    # Workers of one machine share its disk.
+    machine = replace(
+        machine, disk_read=machine.disk_read / config.bulk, disk_write=machine.disk_write / config.bulk
+    )
+    if names_shape(config.bulk_policy or ""):
+        source, policy = "setting", asked
+    else:
+        fewest = math.ceil(model.max_model_len / asked.sequence_tokens)
+        work, blocks = policy_work(asked), search_blocks(fewest_rows=fewest)
+        found = search_placement(machine, [offload], work, blocks)
+        chosen = to_block_policy(found, work, asked.step_tokens)
+        kinds = {name: getattr(asked, name) for name in ("weight_kind", "kv_codec", "overlap")}
+        source, policy = "profile", replace(chosen, **kinds)
+    predicted = predict_policy(machine, offload, policy)
+    return BulkPlan(
+        source,
+        format_policy(policy),
+        str(config.bulk_profile),
+        predicted.tokens_per_s,
+        predicted.binding,
+        int(predicted.memory["memory"]),
+        int(predicted.memory["disk"]),
+    )
+
+
+def _read_rates(config: Config, path: str) -> BulkRates:
+    """The rates of the profile. Raises ConfigError: it is of another model, or of other workers, or has none."""
+    from planner.costs.profile_file import load_profile_of
+
+    file = config.bulk_profile
+    assert file is not None
+    rates = load_profile_of(file, path, "--bulk-profile").bulk
+    if rates is None:
+        raise ConfigError(
+            f"the profile {file} does not say what bulk work costs",
+            "that was not measured",
+            f"add it: diptych profile {config.model} --bulk --out {file}",
+        )
+    if rates.threads != config.threads:
+        raise ConfigError(
+            f"the profile {file} is not of workers like these",
+            f"it was measured with {rates.threads} thread(s), and a worker has {config.threads}",
+            f"measure again with --bulk-threads {config.threads}, or use --threads {rates.threads}",
+        )
+    return rates

@@ -1,6 +1,6 @@
 """What blocks of bulk work bring for a model that does not fit into memory.
 
-    python -m benchmarks.bulk [--json] [--rounds 3] [--prompts 256] [--layers 24] [--hidden 1024] ...
+    python -m benchmarks.bulk [--json] [--only predictions] [--rounds 3] [--prompts 256] [--layers 24] ...
 
 A random Llama of some 300 M parameters in bfloat16. Bulk work may take a fifth of its weights, and the disk is held to
 200 MB/s by a token bucket (files are real). All runs are in this process, with one thread; medians over interleaved
@@ -14,6 +14,13 @@ rounds, of new tokens per second.
     resident_tokens_per_s    the resident engine, with all the memory that it wants
     recompute_tokens_per_s   no KV is kept, and every token computes its whole prefix again: from the time of the first
                              step of the programme's policy
+
+`--only predictions` runs other policies, with rates as `diptych profile --bulk` measures them
+(`benchmarks/bulk_predictions.py`):
+
+    near, of           predictions within 20 % of what was measured, of 12 (policy, caps)
+    chosen_share       the programme's policy / the best of 27 policies for the same caps; `policies_run` says how many
+                       of them differ and fit
 """
 
 from __future__ import annotations
@@ -28,11 +35,14 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.console import Console
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.bulk_blocks import BlockTimes, BulkBench, BulkSettings, make_model
+from benchmarks.bulk_predictions import run_predictions
 from engine.block.policy import BlockPolicy
 from engine.block.sizes import predict_needs
+from services.cli.plan.bulk_profile import measure_bulk_rates
 
 
 def run_bulk(settings: BulkSettings, rounds: int, folder: Path) -> dict[str, Any]:
@@ -83,6 +93,13 @@ def run_bulk(settings: BulkSettings, rounds: int, folder: Path) -> dict[str, Any
     }
 
 
+def run_only_predictions(settings: BulkSettings, rounds: int, folder: Path) -> dict[str, Any]:
+    """The figures of `--only predictions`."""
+    model = make_model(folder / "model", settings)
+    rates, _ = measure_bulk_rates(model, folder, 1, Console(stderr=True))
+    return run_predictions(model, settings, rates, rounds, folder)
+
+
 def balanced_rate(bench: BulkBench, streamed: BlockPolicy) -> float:
     """The bytes per second with which reading the weights takes as long as computing a decode step."""
     resident = replace(streamed, weights_in_memory=1.0)
@@ -111,6 +128,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--only", choices=["predictions"], help="what is run instead")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that are medians taken of")
     sizes = {
         "hidden": 1024, "layers": 24, "ffn": 2816, "heads": 16, "kv-heads": 4, "vocab": 4096, "prompts": 256,
@@ -123,9 +141,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where files are made (a temporary folder)")
     given = vars(parser.parse_args())
     as_json, rounds, parent = given.pop("json"), given.pop("rounds"), given.pop("folder")
+    run_chosen = run_only_predictions if given.pop("only") else run_bulk
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=parent) as folder:
-        found = run_bulk(BulkSettings(**given), rounds, Path(folder))
+        found = run_chosen(BulkSettings(**given), rounds, Path(folder))
     if as_json:
         print(json.dumps(found))
         return

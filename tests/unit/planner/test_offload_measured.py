@@ -10,7 +10,14 @@ import pytest
 
 from engine.block.policy import BlockPolicy, format_policy, parse_policy
 from planner.costs.model import dims_on_cpu, find_model
-from planner.offload.measured import measured_machine, model_kinds, search_blocks, to_block_policy
+from planner.offload.measured import (
+    machine_of_policy,
+    measured_machine,
+    model_kinds,
+    predict_policy,
+    search_blocks,
+    to_block_policy,
+)
 from planner.offload.programme import search_placement, solve_shares
 from planner.offload.terms import BlockShape
 from planner.types import BulkRates, LayerTime
@@ -121,3 +128,23 @@ def test_the_policy_keeps_whole_pieces_and_never_more_than_the_programme() -> No
         assert replace(again, weights_in_memory=0, kv_in_memory=0, hidden_in_memory=0) == replace(
             policy, weights_in_memory=0, kv_in_memory=0, hidden_in_memory=0
         )
+
+
+def test_a_policy_is_predicted_as_the_programme_predicts_its_shares() -> None:
+    chance = random.Random(5)
+    for _ in range(4):
+        machine = measured_machine(RATES, chance.uniform(2e8, 2e9), 1e11)
+        found = search_placement(machine, [LLAMA], WORK, search_blocks(64))
+        policy = to_block_policy(found, WORK, machine.step_tokens)
+        rounded = predict_policy(machine, LLAMA, policy)
+        # What is rounded down lies on the disk, so that the policy is never faster, and takes no more memory.
+        assert 0.8 * found.tokens_per_s < rounded.tokens_per_s <= found.tokens_per_s * 1.0001
+        assert rounded.memory["memory"] <= found.memory["memory"] * 1.0001
+    waiting = predict_policy(machine, LLAMA, replace(policy, overlap=False))
+    assert waiting.binding == "disk and compute" and waiting.tokens_per_s <= rounded.tokens_per_s
+    assert machine_of_policy(machine, replace(policy, step_tokens=64)).step_tokens == 64
+
+
+def test_batches_have_room_for_the_longest_sequence() -> None:
+    assert min(one.rows for one in search_blocks(fewest_rows=5)) == 8
+    assert {one.rows for one in search_blocks(fewest_rows=300)} == {300}

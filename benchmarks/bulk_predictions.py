@@ -22,12 +22,10 @@ from planner.offload.machines import HostMachine
 from planner.offload.measured import (
     measured_machine,
     model_of_policy,
-    policy_work,
     predict_policy,
     search_blocks,
-    to_block_policy,
+    search_policy,
 )
-from planner.offload.programme import search_placement
 from planner.types import BulkRates
 
 # Memory as shares of `memory_share`, and rates as shares of `disk_rate`.
@@ -66,11 +64,8 @@ class CappedBench:
         """The programme's policy; with a little less in memory if it does not fit by the engine's count."""
         base = self.bench.base_policy()
         dims = dims_on_cpu(find_model(str(self.bench.model.path)))
-        offload, work = model_of_policy(dims, base, self.rates), policy_work(base)
-        blocks = search_blocks(self.bench.settings.prompts)
-        machine = replace(self.machine, step_tokens=base.step_tokens)
-        found = search_placement(machine, [offload], work, blocks)
-        policy = to_block_policy(found, work, base.step_tokens)
+        offload = model_of_policy(dims, base, self.rates)
+        policy, _ = search_policy(self.machine, offload, base, search_blocks(self.bench.settings.prompts))
         for name in ("kv_in_memory", "weights_in_memory", "hidden_in_memory"):
             policy = self.fill(policy, name, getattr(policy, name)) or replace(policy, **{name: 0.0})  # type: ignore[arg-type]
         return policy

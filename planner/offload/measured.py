@@ -13,7 +13,7 @@ from engine.block.policy import BlockPolicy
 from planner.costs.kv_codec import is_same_codec, with_kv_codec
 from planner.costs.model import ModelDims
 from planner.offload.machines import HostMachine
-from planner.offload.programme import OffloadPlacement, evaluate_shares
+from planner.offload.programme import OffloadPlacement, evaluate_shares, search_placement
 from planner.offload.terms import BlockShape, OffloadModel, OffloadWorkload
 from planner.types import BulkRates
 
@@ -22,6 +22,8 @@ ROWS, BATCHES = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32
 # Bytes per number of weights in groups of 64 with 4 bits each, a scale and a minimum.
 FOUR_BIT_BYTES = 4.5 / 8
 FOUR_BIT_WEIGHTS, FOUR_BIT_CODEC = "int4", "int4"
+# Most searches for whole pieces that fit.
+SEARCHES = 4
 # Shares that are nearly whole count as whole: they come from floats.
 ROUNDING = 1e-6
 
@@ -111,6 +113,30 @@ def predict_policy(machine: HostMachine, model: OffloadModel, policy: BlockPolic
     shares = np.array([part for share in here for part in (share, 0.0, 1.0 - share)])
     costs = machine_of_policy(machine, policy).block_costs(model, work, block)
     return evaluate_shares(costs, model, work, block, shares)
+
+
+def search_policy(
+    machine: HostMachine, model: OffloadModel, asked: BlockPolicy, blocks: list[BlockShape]
+) -> tuple[BlockPolicy, OffloadPlacement]:
+    """The policy with the most tokens per second in whole pieces, and its prediction.
+
+    Lengths, kinds, units and overlap are those of `asked`. Activations of a batch that is not wholly in memory need
+    windows there. So whole pieces can take more memory than the shares, and the search is repeated with less of it.
+
+    Raises:
+        ConfigError: not even the smallest block fits.
+    """
+    work, limited = policy_work(asked), machine_of_policy(machine, asked)
+    kinds = {name: getattr(asked, name) for name in ("weight_kind", "kv_codec", "overlap")}
+    for _ in range(SEARCHES):
+        found = search_placement(limited, [model], work, blocks)
+        policy = replace(to_block_policy(found, work, asked.step_tokens), **kinds)
+        predicted = predict_policy(machine, model, policy)
+        over = predicted.memory["memory"] - machine.memory_bytes
+        if over <= 0.0:
+            break
+        limited = replace(limited, memory_bytes=max(limited.memory_bytes - over, limited.memory_bytes / 2))
+    return policy, predicted
 
 
 def machine_of_policy(machine: HostMachine, policy: BlockPolicy) -> HostMachine:

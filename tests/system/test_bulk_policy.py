@@ -67,6 +67,8 @@ def test_the_policy_is_that_of_the_programme_for_the_caps(tmp_path: Path) -> Non
     narrow, small = plan(file, memory=24 * MIB)
     assert small.rows < policy.rows and narrow.memory_bytes is not None
     assert narrow.memory_bytes <= 24 * MIB
+    coded, _ = plan(file, "weight_kind=int4,kv_codec=int4,prompt_tokens=64,output_tokens=64", 24 * MIB)
+    assert coded.memory_bytes is not None and coded.memory_bytes <= 24 * MIB
     assert narrow.tokens_per_s is not None and wide.tokens_per_s is not None
     assert narrow.tokens_per_s < wide.tokens_per_s
     assert (policy.weight_kind, policy.kv_codec) == ("exact", ""), "4 bits are used only if asked for"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from diptych.chunks import RAW_CLASS
+from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
@@ -20,7 +20,8 @@ from diptych.specs import BulkPlan, WorkerSpec
 from engine.block.policy import BlockPolicy, default_policy, format_policy, names_shape, parse_policy
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
-from engine.model.memory_plan import available_memory
+from engine.model.memory_plan import FLOAT_BYTES, angle_table_bytes, available_memory
+from engine.sequence import num_chunks
 from planner.types import BulkRates
 from services.cluster.spec import DeploymentSpec
 from services.host.model_probe import ProbedModel, calibration_path
@@ -108,33 +109,28 @@ def _plan_with_rates(
     # Imported only here: the search needs scipy.
     from planner.costs.model import dims_on_cpu, find_model
     from planner.offload.measured import (
-        machine_of_policy,
         measured_machine,
         model_of_policy,
-        policy_work,
         predict_policy,
         search_blocks,
-        to_block_policy,
+        search_policy,
     )
-    from planner.offload.programme import search_placement
 
-    rates = _read_rates(config, model.path)
-    offload = model_of_policy(dims_on_cpu(find_model(model.path)), asked, rates)
-    machine = machine_of_policy(measured_machine(rates, memory_bytes, disk_bytes), asked)
+    rates, dims = _read_rates(config, model.path), dims_on_cpu(find_model(model.path))
+    offload = model_of_policy(dims, asked, rates)
+    tables = table_bytes(dims.kv_heads, dims.head_dim, model.max_model_len, bool(asked.kv_codec))
+    offload = replace(offload, end_bytes=offload.end_bytes + tables)
+    machine = measured_machine(rates, memory_bytes, disk_bytes)
     # Workers of one machine share its disk.
     machine = replace(
         machine, disk_read=machine.disk_read / config.bulk, disk_write=machine.disk_write / config.bulk
     )
     if names_shape(config.bulk_policy or ""):
-        source, policy = "setting", asked
+        source, policy, predicted = "setting", asked, predict_policy(machine, offload, asked)
     else:
         fewest = math.ceil(model.max_model_len / asked.sequence_tokens)
-        work, blocks = policy_work(asked), search_blocks(fewest_rows=fewest)
-        found = search_placement(machine, [offload], work, blocks)
-        chosen = to_block_policy(found, work, asked.step_tokens)
-        kinds = {name: getattr(asked, name) for name in ("weight_kind", "kv_codec", "overlap")}
-        source, policy = "profile", replace(chosen, **kinds)
-    predicted = predict_policy(machine, offload, policy)
+        policy, predicted = search_policy(machine, offload, asked, search_blocks(fewest_rows=fewest))
+        source = "profile"
     return BulkPlan(
         source,
         format_policy(policy),
@@ -144,6 +140,17 @@ def _plan_with_rates(
         int(predicted.memory["memory"]),
         int(predicted.memory["disk"]),
     )
+
+
+def table_bytes(kv_heads: int, head_dim: int, max_model_len: int, coded: bool) -> int:
+    """The memory beside weights and KV that grows with the longest sequence: angles, and for coded KV further angles
+    and a layer's KV of a prompt as it is expanded (`engine.cpu.block.loading.measure_model`).
+    """
+    angles = FLOAT_BYTES * max_model_len * head_dim
+    if not coded:
+        return angles
+    expanded = num_chunks(max_model_len) * CHUNK_TOKENS * 2 * kv_heads * head_dim * FLOAT_BYTES
+    return angles + angle_table_bytes(head_dim, max_model_len) + expanded
 
 
 def _read_rates(config: Config, path: str) -> BulkRates:

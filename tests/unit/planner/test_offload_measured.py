@@ -16,6 +16,7 @@ from planner.offload.measured import (
     model_kinds,
     predict_policy,
     search_blocks,
+    search_policy,
     to_block_policy,
 )
 from planner.offload.programme import search_placement, solve_shares
@@ -148,3 +149,15 @@ def test_a_policy_is_predicted_as_the_programme_predicts_its_shares() -> None:
 def test_batches_have_room_for_the_longest_sequence() -> None:
     assert min(one.rows for one in search_blocks(fewest_rows=5)) == 8
     assert {one.rows for one in search_blocks(fewest_rows=300)} == {300}
+
+
+def test_a_searched_policy_fits_in_whole_pieces() -> None:
+    chance = random.Random(11)
+    asked = BlockPolicy(1, 1, WORK.prompt_tokens, WORK.output_tokens, overlap=False)
+    for _ in range(5):
+        machine = measured_machine(RATES, chance.uniform(2e8, 2e9), 1e11)
+        policy, predicted = search_policy(machine, LLAMA, asked, search_blocks(64))
+        assert predicted.memory["memory"] <= machine.memory_bytes
+        assert not policy.overlap and predicted.binding == "disk and compute"
+        best = search_placement(replace(machine, overlap=False), [LLAMA], WORK, search_blocks(64))
+        assert 0.7 * best.tokens_per_s < predicted.tokens_per_s <= best.tokens_per_s * 1.0001

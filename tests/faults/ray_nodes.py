@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from tests import waiting
 from tests.faults import network_namespaces
 from tests.faults.network_namespaces import NamespaceBridge, NamespaceHost
@@ -27,7 +29,9 @@ from tests.faults.network_namespaces import NamespaceBridge, NamespaceHost
 HEAD_PORT = 6400
 PATIENCE_S = 120.0
 OBJECT_STORE_BYTES = str(80 << 20)
-RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
+# The first process of a node outlives Ray's, so that only one of these can be killed.
+KEEP = 'until "$@"; do sleep 1; done; exec sleep infinity'
 
 
 @dataclass
@@ -43,10 +47,10 @@ class RayNode:
     def start(self) -> None:
         """Start Ray here; returns at once."""
         isolated = ["unshare", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--uts", "--ipc"]
-        with (self.folder / "node.log").open("ab") as log:
+        with (self.folder / "node.log").open("wb") as log:
             self.process = subprocess.Popen(
-                self.house.command([*isolated, *RAY, *self.options]), stdout=log, stderr=log, cwd=self.folder,
-                env=self.environ, start_new_session=True,
+                self.house.command([*isolated, "bash", "-c", KEEP, "node", *RAY, *self.options]), stdout=log,
+                stderr=log, cwd=self.folder, env=self.environ, start_new_session=True,
             )  # fmt: skip
 
     def output(self) -> str:
@@ -71,6 +75,16 @@ class RayNode:
                 os.kill(self.init_pid, 9)
             self.process.kill()
             self.process.wait()
+
+    def find_process(self, name: str) -> psutil.Process | None:
+        """The living process of the node with this program name, for example "raylet"."""
+        if self.process is None or self.process.poll() is not None:
+            return None
+        for one in psutil.Process(self.init_pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if one.name() == name and one.status() != psutil.STATUS_ZOMBIE:
+                    return one
+        return None
 
     def command(self, words: Sequence[str]) -> list[str]:
         """A command that runs among the node's processes."""
@@ -106,6 +120,25 @@ class RayCluster:
         node.start()
         return node
 
+    def kill_head(self) -> list[str]:
+        """Kill Ray's head process (`gcs_server`); returns its command line, for `restart_head`."""
+        head = self.nodes[0].find_process("gcs_server")
+        assert head is not None
+        command = head.cmdline()
+        head.kill()
+        return command
+
+    def restart_head(self, command: Sequence[str]) -> None:
+        """Start Ray's head process again, with its tables."""
+        with (self.folder / "head.log").open("ab") as log:
+            subprocess.Popen(
+                self.nodes[0].command(command),
+                stdout=log,
+                stderr=log,
+                env=self.environ,
+                start_new_session=True,
+            )
+
     def wait_started(self) -> None:
         """Wait until every node says that it runs."""
         for node in self.nodes:
@@ -129,6 +162,11 @@ def cluster_environ(folder: Path) -> dict[str, str]:
         "RAY_gcs_storage_path": str(folder / "gcs"),
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_worker_niceness": "0",
+        # A lost node is noticed after a few seconds, not after half a minute.
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "2000",
+        "RAY_health_check_failure_threshold": "3",
         # Otherwise UCX sees one machine, and tries memory that the other PID namespace does not show.
         "UCX_TLS": "tcp,self",
         "XDG_STATE_HOME": str(folder / "state"),

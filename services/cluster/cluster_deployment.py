@@ -8,15 +8,16 @@ which adopts them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from diptych.channel.keys import make_keys, read_worker_keys
+from diptych.errors import StartError
 from diptych.specs import WorkerSpec
 from services.cluster.capacity import NodeCapacity
 from services.cluster.deployment import RAY, LocalDeployment, OnStatus
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 HEAD_CHECK_S, HEAD_FAILURES = 5.0, 2
 # Seconds for Ray to take resources back. Without its head this would wait for it.
 RELEASE_TIMEOUT_S = 10.0
+# Seconds for an answer of Ray's head while this process does nothing else.
+SOON_S = 2.0
 
 
 class ClusterDeployment(LocalDeployment):
@@ -151,9 +154,14 @@ class ClusterDeployment(LocalDeployment):
         Raises:
             StartError: the device budget is used up, there is no room, or Ray's head is lost.
         """
+        from services.cluster.join import head_answers
+
         like = next(spec for spec in self._plan.workers if spec.role == role)
         self._check_budget(role, like.tp * like.pp)
         spec = msgspec.structs.replace(like, worker=f"{role}-{self._started_count[role]}")
+        if not head_answers(self._joined.address, SOON_S):
+            # Otherwise Ray would wait for it, and so would this process.
+            raise StartError(f"no {role} worker can be started", "Ray's head does not answer")
         nodes = self._joined.list_nodes()
         self._note_placed(nodes)
         self._joined.groups.reserve_groups([(self._bundle_like(spec),)], nodes)
@@ -187,9 +195,20 @@ class ClusterDeployment(LocalDeployment):
 
     async def stop(self, drain_s: float) -> None:
         """Stop the gateway, then the workers, and give their places back. Idempotent."""
+        from services.cluster.joined_cluster import call_in_time
+
         await super().stop(drain_s)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.to_thread(self._joined.groups.release_all), RELEASE_TIMEOUT_S)
+        await call_in_time(self._joined.groups.release_all, RELEASE_TIMEOUT_S)
+
+    def end_at_once(self) -> None:
+        """End all workers that `stop` has not ended, without grace: no guard would end what runs on other nodes."""
+        from services.cluster.joined_cluster import start_daemon
+
+        left = [cast(Any, worker).kill for worker in self.workers.values()]
+        threads = [start_daemon(end) for end in (*left, self._joined.groups.release_all)]
+        deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def describe_places(self) -> list[str]:
         """A line for each worker: its node, and its log there."""

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -49,6 +49,34 @@ LOST_VERSION = -2
 
 # Ray warns of detached actors in placement groups, which end with their group. Here they are meant to.
 logging.getLogger("ray.actor").setLevel(logging.ERROR)
+
+
+def start_daemon(call: Callable[[], object]) -> threading.Thread:
+    """Run `call` in a thread that keeps no process alive; its errors are ignored."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+async def call_in_time(call: Callable[[], object], timeout_s: float) -> None:
+    """Run `call` in a thread, for at most `timeout_s` seconds: without its head Ray may wait for ever."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            call()
+        # The error means that the loop has ended meanwhile.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done.set)
+
+    start_daemon(run)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(done.wait(), timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +120,17 @@ class NodeWorkerHandle:
             return None
         return replace(report.status, restarts=report.status.restarts + self._actor_deaths)
 
+    def kill(self) -> None:
+        """End the actor, and its worker with it. Without Ray's head this may wait for it."""
+        ray.kill(self._actor)
+
     async def stop(self, grace_s: float) -> None:
         """Stop the worker and its actor; the worker is killed after `grace_s` seconds."""
         # The first error means that the actor has died, and its worker with it.
-        with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError):
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             stopping = cast(Awaitable[None], self._actor.stop.remote(grace_s))
             await asyncio.wait_for(stopping, grace_s + ACTOR_TIMEOUT_S)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.to_thread(ray.kill, self._actor), KILL_TIMEOUT_S)
+        await call_in_time(self.kill, KILL_TIMEOUT_S)
 
 
 class DetachedGroups:
@@ -341,7 +372,6 @@ class JoinedCluster:
         if self._drives:
             self._drives = False
             # Without Ray's head this would wait for it. The entry may stay: its driver counts as dead then.
-            removing = threading.Thread(target=internal_kv._internal_kv_del, args=(self._entry,), daemon=True)
-            removing.start()
+            removing = start_daemon(lambda: cast(Any, internal_kv)._internal_kv_del(self._entry))
             removing.join(KILL_TIMEOUT_S)
         ray.shutdown()

@@ -193,11 +193,14 @@ class ClusterRun(ServeRun):
         return StartError(error.what, error.why, error.fix or f"see {where}") if handle else error
 
     def _stop_ray(self) -> None:
-        """Leave the cluster. All workers have ended, so nothing is left that a next start could adopt."""
+        """End workers that are left after a second Ctrl-C, and leave the cluster."""
+        if isinstance(self._deployment, ClusterDeployment):
+            self._deployment.end_at_once()
+            # All workers have ended, so nothing is left that a next start could adopt.
+            if self._state is not None:
+                shutil.rmtree(self._state, ignore_errors=True)
         if self._joined is not None:
             self._joined.stop()
-        if self._state is not None:
-            shutil.rmtree(self._state, ignore_errors=True)
 
 
 def _without_machine(spec: WorkerSpec, channel: str) -> WorkerSpec:

@@ -38,14 +38,15 @@ from services.cluster.node_probe import NodeReport
 from services.cluster.node_worker import ActorReport, NodeOrder, NodeWorker
 from services.cluster.sealed_keys import seal_keys
 from services.cluster.spec import SUPERVISOR_DIED, Bundle
-from services.host.supervisor import ChildStatus
+from services.host.supervisor import ChildStatus, ErrorReport
 
 # Seconds in which placement groups must come about; that there is room for them was seen before.
 PLACE_TIMEOUT_S = 12.0
 PROBE_TIMEOUT_S, ACTOR_TIMEOUT_S, KILL_TIMEOUT_S = 120.0, 15.0, 5.0
 # Seconds for Ray to notice the end of an earlier driver.
 DRIVER_END_S = 5.0
-LOST_VERSION = -2
+# Versions of statuses that do not come from an actor: it has died, or it has failed.
+LOST_VERSION, FAILED_VERSION = -2, -3
 
 # Ray warns of detached actors in placement groups, which end with their group. Here they are meant to.
 logging.getLogger("ray.actor").setLevel(logging.ERROR)
@@ -106,12 +107,16 @@ class NodeWorkerHandle:
             )
             if report.wanted_key and self._keys:
                 await self._actor.deliver_keys.remote(seal_keys(self._keys, report.wanted_key, self._context))
-        except ray.exceptions.RayActorError:
+        except ray.exceptions.RayActorError as error:
+            if error.actor_init_failed:
+                return self._failed_status(error)
             fresh, self._seen_version = self._seen_version != LOST_VERSION, LOST_VERSION
             self._actor_deaths += fresh
             if not fresh:
                 return None
             return ChildStatus(self.name, "waiting", restarts=self._actor_deaths, ended=SUPERVISOR_DIED)
+        except ray.exceptions.RayError as error:
+            return self._failed_status(error)
         self.address, self.log_file = report.address, report.log_file
         life = (report.address, report.pid)
         fresh = (life, report.status.version) != (self._life, self._seen_version)
@@ -119,6 +124,15 @@ class NodeWorkerHandle:
         if not fresh:
             return None
         return replace(report.status, restarts=report.status.restarts + self._actor_deaths)
+
+    def _failed_status(self, error: Exception) -> ChildStatus | None:
+        """The status of a worker whose actor cannot do what it has to; None if that was said before."""
+        fresh, self._seen_version = self._seen_version != FAILED_VERSION, FAILED_VERSION
+        if not fresh:
+            return None
+        last = str(error).strip().splitlines()[-1:]
+        report = ErrorReport(f"the actor of {self.name} has failed", " ".join(last)[:300])
+        return ChildStatus(self.name, "failed", error=report)
 
     def kill(self) -> None:
         """End the actor, and its worker with it. Without Ray's head this may wait for it."""

@@ -26,7 +26,7 @@ from services.host.supervisor import ChildStatus
 
 # Imported for types only, since they import Ray.
 if TYPE_CHECKING:
-    from services.cluster.joined_cluster import JoinedCluster
+    from services.cluster.joined_cluster import FoundWorker, JoinedCluster
     from services.cluster.node_worker import NodeOrder
 
 # Seconds between two looks at Ray's head, and number of failures in a row after which it counts as lost.
@@ -88,29 +88,37 @@ class ClusterDeployment(LocalDeployment):
 
         Returns the addresses of their nodes, by worker. Workers that a replanner had added are kept if there is one.
         """
-        wanted = {spec.worker: spec for spec in self._plan.workers}
-        adopted: dict[str, str] = {}
-        kept: set[str] = set()
-        left: list[tuple[str, Any, NodeOrder]] = []
-        for name, (actor, order, address) in sorted(self._joined.list_workers().items()):
-            like = wanted.get(name)
-            if like is None and self._plan.gateway.replan:
-                like = next((spec for spec in self._plan.workers if spec.role == order.spec.role), None)
-            if like is None or not self._make_order(
-                msgspec.structs.replace(like, worker=name), order.group, order.index
-            ).is_like(order):
-                left.append((name, actor, order))
-                continue
-            self._record_worker(self._joined.adopt_worker(actor, order, self._worker_keys()), order.spec)
-            adopted[name] = address
-            kept.add(order.group)
+        found = self._joined.list_workers()
+        fitting = {name for name, worker in found.items() if self._is_wanted(name, worker)}
+        for group in self._plan.node_groups:
+            names = {bundle.worker for bundle in group}
+            if not names <= fitting:
+                # What must be on one node is placed together.
+                fitting -= names
+        kept = {found[name].order.group for name in fitting}
+        for name, worker in found.items():
+            if name not in fitting:
+                group_name = worker.order.group
+                self._joined.remove_actor(name, worker.actor, group_name if group_name not in kept else "")
+        for name in sorted(fitting):
+            self._record_worker(
+                self._joined.adopt_worker(found[name], self._worker_keys()), found[name].order.spec
+            )
             role, _, number = name.rpartition("-")
             self._started_count[role] = max(self._started_count[role], int(number) + 1)
-        for name, actor, order in left:
-            self._joined.remove_actor(name, actor, order.group if order.group not in kept else "")
-        if adopted:
-            self._say(f"adopted {', '.join(adopted)}, which an earlier start has left running")
-        return adopted
+        if fitting:
+            self._say(f"adopted {', '.join(sorted(fitting))}, which an earlier start has left running")
+        return {name: found[name].address for name in fitting}
+
+    def _is_wanted(self, name: str, found: FoundWorker) -> bool:
+        """Whether a worker of an earlier driver is as this one would start it."""
+        like = next((spec for spec in self._plan.workers if spec.worker == name), None)
+        if like is None and self._plan.gateway.replan:
+            like = next((spec for spec in self._plan.workers if spec.role == found.order.spec.role), None)
+        if found.stopped or like is None:
+            return False
+        spec = msgspec.structs.replace(like, worker=name)
+        return self._make_order(spec, found.order.group, found.order.index).is_like(found.order)
 
     def _launch_worker(self, spec: WorkerSpec) -> None:
         """Start the actor of a worker on its reserved bundle, and a task that watches it."""
@@ -130,6 +138,7 @@ class ClusterDeployment(LocalDeployment):
             question=cluster.question,
             max_workers=cluster.max_workers,
             keys_dir=cluster.node_keys_dir,
+            gateway_key=read_worker_keys(self._plan.gateway.keys_dir)["server.public"].decode("ascii"),
             pin_cores=cluster.pin_cores,
             group=group,
             index=index,

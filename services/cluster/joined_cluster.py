@@ -81,6 +81,16 @@ async def call_in_time(call: Callable[[], object], timeout_s: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class FoundWorker:
+    """The actor of a worker that an earlier driver has left, on the node at `address`. A stopped worker stays so."""
+
+    actor: Any
+    order: NodeOrder
+    address: str
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GroupPlace:
     """The bundle `index` of the placement group with this `name`, which a worker occupies."""
 
@@ -326,25 +336,29 @@ class JoinedCluster:
         """Whether an earlier driver of this namespace has left workers."""
         return bool(ray.util.list_named_actors())
 
-    def list_workers(self) -> dict[str, tuple[Any, NodeOrder, str]]:
-        """The actors that an earlier driver of this namespace has left, by worker: with order and node's address.
+    def list_workers(self) -> dict[str, FoundWorker]:
+        """The actors that an earlier driver of this namespace has left, by worker.
 
         An actor that does not answer, or is of another version, is removed.
         """
-        found: dict[str, tuple[Any, NodeOrder, str]] = {}
+        found: dict[str, FoundWorker] = {}
         for name in ray.util.list_named_actors():
             actor = cast(Any, ray).get_actor(name)
             try:
-                raw, address = cast(Any, ray).get(actor.describe_order.remote(), timeout=ACTOR_TIMEOUT_S)
-                found[name] = actor, msgspec.json.decode(raw, type=NodeOrder), address
-            except (ray.exceptions.RayError, msgspec.MsgspecError, AttributeError):
-                ray.kill(actor)
+                raw, address, stopped = cast(Any, ray).get(
+                    actor.describe_order.remote(), timeout=ACTOR_TIMEOUT_S
+                )
+                order = msgspec.json.decode(raw, type=NodeOrder)
+                found[name] = FoundWorker(actor, order, address, stopped)
+            except (ray.exceptions.RayError, msgspec.MsgspecError, AttributeError, ValueError):
+                self.remove_actor(name, actor, "")
         return found
 
-    def adopt_worker(self, actor: Any, order: NodeOrder, keys: Mapping[str, bytes]) -> NodeWorkerHandle:
+    def adopt_worker(self, found: FoundWorker, keys: Mapping[str, bytes]) -> NodeWorkerHandle:
         """Take over a worker that an earlier driver has started."""
+        order = found.order
         self.groups.adopt_bundle(order.spec.worker, order)
-        return NodeWorkerHandle(order.spec.worker, actor, keys, order.key_context)
+        return NodeWorkerHandle(order.spec.worker, found.actor, keys, order.key_context)
 
     def remove_actor(self, name: str, actor: Any, group: str) -> None:
         """Kill an actor, wait until its name is free, and remove its placement group, if one is named.

@@ -52,7 +52,8 @@ class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What an actor is told: the worker's specification as far as the driver knows it, and where it is placed.
 
     `group` is the name of its placement group, in which it has the bundle `index` with the resources `demand`. For
-    `question`, `max_workers`, `keys_dir` and `pin_cores` see `services.cluster.spec.ClusterSpec`.
+    `question`, `max_workers`, `keys_dir` and `pin_cores` see `services.cluster.spec.ClusterSpec`. `gateway_key` is the
+    gateway's public key: a worker that has another one cannot be adopted.
     """
 
     spec: WorkerSpec
@@ -61,6 +62,7 @@ class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     question: str
     max_workers: int
     keys_dir: str
+    gateway_key: str
     pin_cores: bool
     group: str
     index: int
@@ -68,8 +70,8 @@ class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_like(self, other: NodeOrder) -> bool:
         """Whether a worker that was started with `other` is what this order asks for, wherever it was placed."""
-        same = (self.spec, self.module, self.question, self.keys_dir, self.demand)
-        return same == (other.spec, other.module, other.question, other.keys_dir, other.demand)
+        names = ("spec", "module", "question", "keys_dir", "gateway_key", "demand")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
     def key_context(self) -> str:
@@ -120,9 +122,9 @@ class NodeWorker:
 
     # --- called by the driver ---
 
-    def describe_order(self) -> tuple[bytes, str]:
-        """The order with which this actor was made, and its node's address."""
-        return msgspec.json.encode(self._order), self._address
+    def describe_order(self) -> tuple[bytes, str, bool]:
+        """The order with which this actor was made, its node's address, and whether its worker was stopped."""
+        return msgspec.json.encode(self._order), self._address, self._stopping
 
     def wait_status(self, version: int, timeout_s: float) -> ActorReport:
         """The status once its version is not `version`, or after `timeout_s`."""

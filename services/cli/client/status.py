@@ -98,6 +98,9 @@ def show_state(now: GatewayState) -> None:
             rows += [_class_row(name, use) for name, use in classes.items()]
     for line in format_table([*COLUMNS, HITS_TITLE, CLASS_TITLE], rows):
         print(line)
+    for one in now.workers:
+        if one.get("log_file"):
+            print(f"{one['worker']} on {one['host']}, log {one['log_file']}")
     for link in now.links:
         print(link)
     for line in format_auto(now.body.get("kv_auto", {})):

@@ -1,0 +1,236 @@
+"""What a driver does with the workers of an earlier one, with failed actors, and where Ray's head is silent.
+
+Ray is made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+import ray
+
+from diptych.channel.keys import make_keys
+from diptych.errors import ConfigError, StartError
+from diptych.specs import GatewaySpec, WorkerSpec
+from services.cluster import cluster_deployment, join
+from services.cluster.cluster_deployment import ClusterDeployment
+from services.cluster.join import find_head
+from services.cluster.joined_cluster import FoundWorker, JoinedCluster, NodeWorkerHandle, call_in_time
+from services.cluster.node_worker import ActorReport
+from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
+from services.host.supervisor import ChildStatus
+
+PAIR = (Bundle("prefill-0"), Bundle("decode-0"))
+
+
+class Worker:
+    """A worker whose supervisor says nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.killed = name, threading.Event()
+
+    async def next_status(self, timeout_s: float) -> ChildStatus | None:
+        return await asyncio.sleep(3600, None)
+
+    async def stop(self, grace_s: float) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+class Joined:
+    """A cluster in which an earlier driver has left the workers `found`."""
+
+    def __init__(self, found: Mapping[str, FoundWorker]) -> None:
+        self.found, self.address = dict(found), "10.0.0.1:6379"
+        self.removed: dict[str, str] = {}
+        self.groups = SimpleNamespace(release_all=self.release_all)
+        self.released = threading.Event()
+        self.silent = threading.Event()
+
+    def list_workers(self) -> dict[str, FoundWorker]:
+        return self.found
+
+    def adopt_worker(self, found: FoundWorker, keys: Mapping[str, bytes]) -> Worker:
+        assert "server.secret" not in keys and len(keys) == 4
+        return Worker(found.order.spec.worker)
+
+    def remove_actor(self, name: str, actor: Any, group: str) -> None:
+        self.removed[name] = group
+
+    def release_all(self) -> None:
+        self.released.set()
+
+    def list_nodes(self) -> list[Any]:
+        self.silent.wait()
+        return []
+
+
+def spec(worker: str) -> WorkerSpec:
+    return WorkerSpec(
+        worker=worker, role=worker.rpartition("-")[0], gateway="tcp://a:1", keys_dir="", model="m"
+    )
+
+
+def deployment(tmp_path: Path, *groups: tuple[Bundle, ...], replan: bool = False) -> ClusterDeployment:
+    """A deployment with the workers of these groups, in a cluster without any."""
+    gateway = GatewaySpec(
+        host="", port=1, channel="", keys_dir=str(tmp_path), model="m", served_names=("m",), num_prefill=1,
+        num_decode=1, replan=replan,
+    )  # fmt: skip
+    workers = tuple(spec(bundle.worker) for group in groups for bundle in group)
+    plan = DeploymentSpec(workers, gateway, tmp_path, groups, device_budget=9)
+    cluster = ClusterSpec(namespace="n", question="{}", max_workers=2)
+    if not (tmp_path / "server.secret").exists():
+        make_keys(tmp_path)
+    joined = cast(JoinedCluster, Joined({}))
+    return ClusterDeployment(plan, cluster, joined, lambda status: None, lambda line: None)
+
+
+def left_by(
+    earlier: ClusterDeployment, group: str, *workers: str, stopped: bool = False
+) -> dict[str, FoundWorker]:
+    """What a cluster finds of workers that `earlier` has placed in one placement group."""
+    return {
+        name: FoundWorker(None, earlier._make_order(spec(name), group, index), "10.0.0.2", stopped)
+        for index, name in enumerate(workers)
+    }
+
+
+def adopt(
+    deployment: ClusterDeployment, found: Mapping[str, FoundWorker]
+) -> tuple[list[str], dict[str, str]]:
+    """The workers that it adopts, and those that it ends, with the groups that are removed with them."""
+    joined = Joined(found)
+    deployment._joined = cast(JoinedCluster, joined)
+
+    async def story() -> list[str]:
+        adopted = deployment._adopt_workers()
+        assert sorted(deployment.workers) == sorted(adopted)
+        for task in deployment._worker_watchers.values():
+            task.cancel()
+        await asyncio.gather(*deployment._worker_watchers.values(), return_exceptions=True)
+        deployment.workers.clear()
+        deployment._worker_watchers.clear()
+        return sorted(adopted)
+
+    return asyncio.run(story()), joined.removed
+
+
+def test_workers_as_they_are_wanted_are_adopted_and_others_end(tmp_path: Path) -> None:
+    one = deployment(tmp_path, *[(bundle,) for bundle in PAIR])
+    found = left_by(one, "g", "prefill-0") | left_by(one, "h", "decode-0", "decode-7")
+    assert adopt(one, found) == (["decode-0", "prefill-0"], {"decode-7": ""})
+    stopped = left_by(one, "g", "prefill-0", stopped=True)
+    assert adopt(one, stopped) == ([], {"prefill-0": "g"})
+    other = msgspec.structs.replace(found["decode-0"].order, demand={"CPU": 2.0})
+    assert adopt(one, {"decode-0": FoundWorker(None, other, "", False)}) == ([], {"decode-0": "h"})
+
+
+def test_workers_with_keys_of_another_start_are_not_adopted(tmp_path: Path) -> None:
+    one = deployment(tmp_path, PAIR)
+    found = left_by(one, "g", "prefill-0", "decode-0")
+    make_keys(tmp_path)
+    assert adopt(one, found) == ([], {"prefill-0": "g", "decode-0": "g"})
+
+
+def test_a_pair_of_which_one_is_gone_is_placed_anew_together(tmp_path: Path) -> None:
+    one = deployment(tmp_path, PAIR)
+    assert adopt(one, left_by(one, "g", "prefill-0")) == ([], {"prefill-0": "g"})
+    whole = left_by(one, "g", "prefill-0", "decode-0")
+    assert adopt(one, whole) == (["decode-0", "prefill-0"], {})
+
+
+def test_what_a_replanner_had_started_is_kept_where_there_is_one(tmp_path: Path) -> None:
+    one = deployment(tmp_path, PAIR, replan=True)
+    found = left_by(one, "g", "prefill-0", "decode-0") | left_by(one, "h", "decode-3")
+    assert adopt(one, found) == (["decode-0", "decode-3", "prefill-0"], {})
+    assert one._started_count["decode"] == 4
+
+
+def test_workers_are_ended_at_once_though_ray_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_deployment, "RELEASE_TIMEOUT_S", 0.2)
+    one, workers = deployment(tmp_path, PAIR), [Worker("prefill-0"), Worker("decode-0")]
+    one.workers = {worker.name: worker for worker in workers}
+    joined = cast(Joined, one._joined)
+    joined.groups.release_all = joined.silent.wait
+    try:
+        one.end_at_once()
+        assert all(worker.killed.wait(10.0) for worker in workers)
+    finally:
+        joined.silent.set()
+
+
+def test_no_worker_is_started_while_ray_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "head_answers", lambda address, timeout_s: False)
+    with pytest.raises(StartError, match="no decode worker can be started"):
+        deployment(tmp_path, PAIR).start_worker("decode")
+
+
+def test_a_call_that_never_returns_is_given_up() -> None:
+    asked, silent = threading.Event(), threading.Event()
+
+    def wait_for_head() -> None:
+        asked.set()
+        silent.wait()
+
+    async def story() -> None:
+        await call_in_time(wait_for_head, 0.1)
+        # An error is as good as an end.
+        await call_in_time(lambda: 1 / 0, 60.0)
+
+    try:
+        asyncio.run(story())
+        assert asked.is_set()
+    finally:
+        silent.set()
+
+
+class Actor:
+    """An actor whose calls end with these results, one after the other."""
+
+    def __init__(self, *results: ActorReport | Exception) -> None:
+        self._results: Iterator[ActorReport | Exception] = iter(results)
+        self.wait_status = SimpleNamespace(remote=self._answer)
+
+    async def _answer(self, version: int, timeout_s: float) -> ActorReport:
+        result = next(self._results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def test_a_failed_actor_is_reported_once_and_a_dead_one_waits_for_ray() -> None:
+    gone = ray.exceptions.RayActorError(error_msg="it is gone")
+    unmade = ray.exceptions.RayActorError(error_msg="first line\nno module named x", actor_init_failed=True)
+    broken = ray.exceptions.RayError("it cannot be asked")
+    back = ActorReport(7, ChildStatus("decode-0", "ready", version=1), "10.0.0.3", "/log", b"")
+    handle = NodeWorkerHandle("decode-0", Actor(unmade, unmade, broken, gone, gone, back), {}, "n/decode-0")
+
+    async def story() -> list[ChildStatus | None]:
+        return [await handle.next_status() for _ in range(6)]
+
+    failed, second, third, lost, fifth, ready = asyncio.run(story())
+    assert failed is not None and failed.state == "failed" and failed.error is not None
+    assert failed.error.why == "no module named x"
+    assert second is None and third is None and fifth is None
+    assert lost is not None and lost.state == "waiting"
+    assert ready is not None and (ready.state, ready.restarts) == ("ready", 1)
+    assert handle.address == "10.0.0.3"
+
+
+@pytest.mark.parametrize("address", ["ray://somewhere:10001", "head", "head:gcs", ":6379"])
+def test_what_is_no_address_of_a_head_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="is not the address of Ray's head") as caught:
+        find_head(address)
+    assert len(caught.value.lines()) <= 6

@@ -47,6 +47,8 @@ class ClusterRun(ServeRun):
     _state: Path | None = None
     _groups: tuple[tuple[Bundle, ...], ...] = ()
     _question: str = ""
+    # Whether the replanner's budget is the cluster, whose size changes with its nodes.
+    _may_use_all: bool = False
 
     @property
     def _cluster(self) -> JoinedCluster:
@@ -93,6 +95,7 @@ class ClusterRun(ServeRun):
             budget = max(held, count_devices(nodes, smallest.demand, smallest.devices))
             self._config = self._config.model_copy(update={"replan_budget": budget})
             self._loaded = LoadedConfig(self._config, self._loaded.origins)
+            self._may_use_all = True
             self._view.print_line(f"replan: the budget is the cluster's {budget} devices")
         if not self._cluster.has_workers():
             # Workers of an earlier start are adopted, and hold their places already.
@@ -106,9 +109,9 @@ class ClusterRun(ServeRun):
             ModelError: a node has not the model, or no memory for it.
         """
         name, revision = pinned_question_model(self._config, model.path)
-        question = structs.replace(
-            probe_request(self._config, max_workers(self._config)), model=name, revision=revision
-        )
+        # Workers that were asked something else are not adopted. A cluster that has grown is no reason for that.
+        num_workers = 0 if self._may_use_all else max_workers(self._config)
+        question = structs.replace(probe_request(self._config, num_workers), model=name, revision=revision)
         self._question = msgspec.json.encode(question).decode()
         able = [
             node

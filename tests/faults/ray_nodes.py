@@ -25,9 +25,11 @@ import psutil
 from tests import waiting
 from tests.faults import network_namespaces
 from tests.faults.network_namespaces import NamespaceBridge, NamespaceHost
+from tests.faults.ray_tls import tls_environ
 
 HEAD_PORT = 6400
 PATIENCE_S = 120.0
+MAX_ADDRESSES = 20
 OBJECT_STORE_BYTES = str(80 << 20)
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
 # The first process of a node outlives Ray's, so that only one of these can be killed.
@@ -124,7 +126,7 @@ class RayCluster:
         """Kill Ray's head process (`gcs_server`); returns its command line, for `restart_head`."""
         head = self.nodes[0].find_process("gcs_server")
         assert head is not None
-        command = head.cmdline()
+        command: list[str] = head.cmdline()
         head.kill()
         return command
 
@@ -150,7 +152,7 @@ class RayCluster:
             node.kill()
 
 
-def cluster_environ(folder: Path) -> dict[str, str]:
+def cluster_environ(folder: Path, health_timeout_s: float) -> dict[str, str]:
     """The environment of nodes and drivers: a token, nothing of this machine's settings, no limit to a head's loss."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "DIPTYCH_", "UCX_"))}
     return kept | {
@@ -162,10 +164,10 @@ def cluster_environ(folder: Path) -> dict[str, str]:
         "RAY_gcs_storage_path": str(folder / "gcs"),
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_worker_niceness": "0",
-        # A lost node is noticed after a few seconds, not after half a minute.
+        # A lost node is noticed after a few of these, not after half a minute.
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "1000",
-        "RAY_health_check_timeout_ms": "2000",
+        "RAY_health_check_timeout_ms": str(round(health_timeout_s * 1e3)),
         "RAY_health_check_failure_threshold": "3",
         # Otherwise UCX sees one machine, and tries memory that the other PID namespace does not show.
         "UCX_TLS": "tcp,self",
@@ -176,14 +178,20 @@ def cluster_environ(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def running_cluster(folder: Path, cpus: Sequence[int]) -> Iterator[RayCluster]:
-    """A cluster with a node for each number of CPUs, the head first; at the end nothing of it is left.
+def running_cluster(
+    folder: Path, cpus: Sequence[int], with_tls: bool = True, health_timeout_s: float = 10.0
+) -> Iterator[RayCluster]:
+    """A cluster with a node for each number of CPUs, the head first; at the end nothing of it is left. It has a token.
+
+    A node counts as lost after three checks, a second apart, that have each had no answer for `health_timeout_s`.
 
     `folder` must have a short path, since Ray's sockets lie in it.
     """
     (folder / "gcs").mkdir(parents=True)
     with network_namespaces.running_bridge() as net:
-        cluster = RayCluster(net, folder, cluster_environ(folder))
+        addresses = [f"{net.subnet}.{number}" for number in range(1, MAX_ADDRESSES)]
+        tls = tls_environ(folder, addresses) if with_tls else {}
+        cluster = RayCluster(net, folder, cluster_environ(folder, health_timeout_s) | tls)
         try:
             cluster.add_node(cpus[0])
             cluster.wait_started()

@@ -42,6 +42,10 @@ from tests.system.cluster_driver import Driver, run_serve
 from tests.system.deployment import serve_parts
 
 PATIENCE_S = 300.0
+# A node that is cut off for 10 s is given up by Ray meanwhile.
+HEALTH_TIMEOUT_S = 2.0
+# Seconds after a cut within which Ray ends a node that it has given up.
+SETTLE_S = 15.0
 TOKENS = 24
 NUM_PROMPTS = 40
 POOLS = ("--prefill", "2", "--decode", "2")
@@ -170,7 +174,8 @@ def measure_exact(driver: Driver, url: str, prompts: list[str], expected: dict[s
     status = driver.status()
     host = {worker["worker"]: worker["host"] for worker in status["workers"]}
     moved: Counter[str] = Counter()
-    within, between = set(), set()
+    within: set[str] = set()
+    between: set[str] = set()
     for link in status["links"]:
         moved[link["transport"]] += link["moved_bytes"]
         same = host[link["source"]] == host[link["target"]]
@@ -224,12 +229,16 @@ def measure_head(cluster: RayCluster, driver: Driver, load: StreamLoad, down_s: 
     }
 
 
-def ensure_started(cluster: RayCluster, node: RayNode) -> None:
-    """Start the node again if Ray has ended there: a node that Ray has given up ends itself."""
-    if node.find_process("raylet") is None:
-        node.kill()
-        node.start()
-        cluster.wait_started()
+async def restore_node(cluster: RayCluster, driver: Driver, node: RayNode) -> None:
+    """Start the node again unless it serves: a node that Ray has given up ends itself, sooner or later."""
+    if node.find_process("raylet") is not None:
+        await asyncio.sleep(SETTLE_S)
+        await until_linked(driver)
+        if any(worker["host"] == node.house.address for worker in driver.status()["workers"]):
+            return
+    node.kill()
+    node.start()
+    await asyncio.to_thread(cluster.wait_started)
 
 
 def measure_nodes(
@@ -255,7 +264,7 @@ def measure_nodes(
             await asyncio.sleep(2.0)
             await until_linked(driver)
             back.append(time.monotonic() - began_s)
-            await asyncio.to_thread(ensure_started, cluster, node)
+            await restore_node(cluster, driver, node)
 
         asyncio.run(load.run_beside(lose))
         kinds["killed" if killed else "cut off"] += 1
@@ -314,7 +323,7 @@ def main() -> None:
         parser.exit(1, f"error: {why}\n")
     folder = Path(tempfile.mkdtemp(prefix="dpt", dir="/tmp"))
     try:
-        with running_cluster(folder, cpus=(0, 8, 8)) as cluster:
+        with running_cluster(folder, cpus=(0, 8, 8), health_timeout_s=HEALTH_TIMEOUT_S) as cluster:
             found = run_checks(cluster, arguments)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,9 @@ the block, with none, half or all of the weights that fit in memory, and of the 
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +60,9 @@ class CappedBench:
 
     def measure(self, policy: BlockPolicy) -> float:
         """The new tokens per second of a whole block."""
-        return self.bench.run(policy, self.bench.settings.disk_rate, policy.sequences).tokens_per_s
+        found = self.bench.run(policy, self.bench.settings.disk_rate, policy.sequences).tokens_per_s
+        print(f"{found:8.2f} tokens/s  {format_policy(policy)}", file=sys.stderr)
+        return found
 
     def choose(self) -> BlockPolicy:
         """The programme's policy; with a little less in memory if it does not fit by the engine's count."""
@@ -80,21 +84,22 @@ class CappedBench:
 
     def grid(self, chosen: BlockPolicy) -> Iterator[BlockPolicy]:
         """Policies that fit, at most 27: shapes around the chosen one, by weights and KV in memory."""
-        shapes = {
-            (chosen.rows, chosen.batches),
-            (max(1, chosen.rows // 2), 2 * chosen.batches),
-            (chosen.rows, max(1, chosen.batches // 2)),
-        }
-        for rows, batches in sorted(shapes):
+        rows, batches, most = chosen.rows, chosen.batches, self.bench.settings.prompts
+        around = ((rows, batches), (rows // 2, 2 * batches), (rows, batches // 2), (2 * rows, batches // 2))
+        # No more sequences than the programme may choose, or the comparison would not be fair.
+        shapes = [one for one in dict.fromkeys(around) if min(one) and one[0] * one[1] <= most]
+        for rows, batches in shapes[:3]:
             bare = replace(
                 chosen, rows=rows, batches=batches, weights_in_memory=0.0, kv_in_memory=0.0, hidden_in_memory=0.0
             )  # fmt: skip
             if (bare_filled := self.fill(bare, "hidden_in_memory")) is None:
                 continue
-            most = self.fill(bare_filled, "weights_in_memory")
-            assert most is not None
+            full_weights = self.fill(bare_filled, "weights_in_memory")
+            assert full_weights is not None
             for weights in SHARES:
-                with_weights = replace(bare_filled, weights_in_memory=weights * most.weights_in_memory)
+                with_weights = replace(
+                    bare_filled, weights_in_memory=weights * full_weights.weights_in_memory
+                )
                 full = self.fill(with_weights, "kv_in_memory")
                 assert full is not None
                 for kv in SHARES:
@@ -130,6 +135,7 @@ def run_predictions(
                     "predicted_tokens_per_s": predicted,
                     "tokens_per_s": found,
                     "ratio": predicted / found,
+                    "load_average": os.getloadavg()[0],
                 }
             )
     near = sum(abs(one["ratio"] - 1) <= NEAR for one in rows)

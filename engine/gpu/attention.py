@@ -389,11 +389,11 @@ class GpuAttention:
         """
         programs = singles * self.layout.kv_heads
 
-        def chunks_in_turn(splits: int) -> float:
-            turns = -(-programs * splits // self._programs)
-            return turns * chunks / splits + (MERGE_CHUNKS if splits > 1 else 0)
+        def time_in_chunks(splits: int) -> float:
+            waves = -(-programs * splits // self._programs)
+            return waves * chunks / splits + (MERGE_CHUNKS if splits > 1 else 0)
 
-        return min(range(1, max(1, min(-(-chunks // 2), MAX_PARTS)) + 1), key=chunks_in_turn)
+        return min(range(1, max(1, min(-(-chunks // 2), MAX_PARTS)) + 1), key=time_in_chunks)
 
     def _saved_bytes(self, plan: PrefixPlan) -> int:
         """Bytes of one layer that need not be read if every run is read once for all its rows."""

@@ -13,7 +13,7 @@ class LaunchTuning:
 
     # Number of programs of a decode launch that the device runs at a time.
     programs: int
-    # Sharing a prefix is worth it if it saves this many bytes of reads per layer: the cost of two more launches.
+    # Sharing a prefix is worth it if it saves this many bytes of reads per layer: the cost of merging its parts.
     saving_bytes: int
     # Number of rows of a matrix product over a shared item or a prefill tile.
     rows: int = 64

@@ -33,13 +33,16 @@ def build_root(spec: dict[str, object], root: Path) -> None:
         if Path("/", name).exists():
             (root / name).mkdir()
             mount("--rbind", "-o", "ro", f"/{name}", str(root / name))
-    for inside in (*spec["binds"], *spec["tmpfs"], "/proc", "/dev"):  # type: ignore[misc]
-        (root / inside[1:]).mkdir(parents=True, exist_ok=True)
+    for name in ("proc", "dev"):
+        (root / name).mkdir()
     mount("--rbind", "/dev", str(root / "dev"))
     mount("-t", "proc", "proc", str(root / "proc"))
     for inside in spec["tmpfs"]:  # type: ignore[attr-defined]
+        (root / inside[1:]).mkdir(parents=True, exist_ok=True)
         mount("-t", "tmpfs", "-o", "mode=1777,size=64m", "tmpfs", str(root / inside[1:]))
+    # Behind the tmpfs, since the place of a bind may lie in one.
     for inside, outside in spec["binds"].items():  # type: ignore[attr-defined]
+        (root / inside[1:]).mkdir(parents=True, exist_ok=True)
         mount("--bind", outside, str(root / inside[1:]))
         if inside not in spec["writable"]:  # type: ignore[operator]
             mount("-o", "remount,bind,ro", str(root / inside[1:]))

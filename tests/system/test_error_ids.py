@@ -234,7 +234,7 @@ def begin_upload(url: str) -> socket.socket:
 
 
 def provoke_keyed(running: Running, http: httpx.Client, seen: Provoked, patch: pytest.MonkeyPatch) -> None:
-    """Refusals of a gateway with keys, and of one that is short of time or memory, or ends."""
+    """Refusals of a gateway with keys, and of one that is short of time or memory, has bulk workers alone, or ends."""
     seen.add("invalid_api_key", http.get("/v1/models", headers={"authorization": "Bearer wrong"}))
     seen.add("priority_not_allowed", http.post("/v1/completions", json=ask(priority=-1)))
     for reason in BY_PREPARER:
@@ -246,6 +246,9 @@ def provoke_keyed(running: Running, http: httpx.Client, seen: Provoked, patch: p
         with patch.context() as patched:
             patched.setattr(running.service.preparers, "prepare_body", refuse)
             seen.add(failure.code, http.post("/v1/completions", json=ask()), failure.message)
+    running.service.only_batches = True
+    seen.add("only_batches", http.post("/v1/completions", json=ask()), "serves batches only")
+    running.service.only_batches = False
     running.service.draining = True
     seen.add("server_shutting_down", http.post("/v1/completions", json=ask()))
 

@@ -76,6 +76,25 @@ def _decode_coded(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel
+def _begin_with_sink(  # type: ignore[no-untyped-def]
+    x, y, sink, exact, begins_here, scale, d,
+    LIMIT: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """The running softmax of rows that begin with the exact first token, whose value is at `exact`; others are empty.
+
+    Returns the highest score and the sum of weights [BLOCK_M], and the sums of values [BLOCK_M, COUNT]: with SPLIT of
+    both halves, else twice the same.
+    """
+    top = tl.where(begins_here, score_sink(x, y, sink, FORMAT) * scale, LOWEST)
+    acc_x = tl.where(begins_here[:, None], tl.load(exact + d, mask=d < LIMIT, other=0.0)[None, :], 0.0)
+    acc_y = acc_x
+    if SPLIT:
+        rest = tl.load(exact + LIMIT + d, mask=d < LIMIT, other=0.0)
+        acc_y = tl.where(begins_here[:, None], rest[None, :], 0.0)
+    return top, tl.where(begins_here, 1.0, 0.0), acc_x, acc_y
+
+
+@triton_kernel
 def _decode_part(  # type: ignore[no-untyped-def]
     qkv, rows, lengths, begins, table, items, parts, weights, out, number, row_tiles, splits, most,
     stride, out_stride, line_stride, slab, offset, scale, window,
@@ -97,20 +116,13 @@ def _decode_part(  # type: ignore[no-untyped-def]
     page, own_head = h // FORMAT.heads, h % FORMAT.heads
     own, base = tables + page * table_stride, offset + page * FORMAT.page_bytes
     x, y = read_queries(qkv + at * stride + head * WIDTH, own, live, BLOCK_M, TYPE, FORMAT)
-    key_levels = pack_levels(own + KEYS.levels, KEYS, TYPE)
-    value_levels = pack_levels(own + VALUES.levels, VALUES, TYPE)
+    key_levels, value_levels = pack_levels(own, KEYS, TYPE), pack_levels(own, VALUES, TYPE)
     # The first token of the sequence is exact. It comes before all pages, and its place in the first one is not seen.
     sink = sinks + tl.load(row_sinks + line).to(tl.int64) * sink_stride + h * WIDTH
-    exact = sink + HEADS // GROUP * WIDTH + d
     begins_here = live & (first == 0) & (low == 0) & (high > 0)
-    top = tl.where(begins_here, score_sink(x, y, sink, FORMAT) * scale, LOWEST)
-    total = tl.where(begins_here, 1.0, 0.0)
-    acc_x = tl.where(begins_here[:, None], tl.load(exact, mask=d < LIMIT, other=0.0)[None, :], 0.0)
-    acc_y = acc_x
-    if SPLIT:
-        acc_y = tl.where(
-            begins_here[:, None], tl.load(exact + LIMIT, mask=d < LIMIT, other=0.0)[None, :], 0.0
-        )
+    top, total, acc_x, acc_y = _begin_with_sink(
+        x, y, sink, sink + HEADS // GROUP * WIDTH, begins_here, scale, d, LIMIT, SPLIT, FORMAT
+    )
     low_x, low_y = total * 0.0, total * 0.0
     # Codes of the next page are read while this one is used, and the slab of the page after it.
     entries, final = table + line * line_stride, tl.maximum(last - 1, 0)
@@ -126,24 +138,8 @@ def _decode_part(  # type: ignore[no-untyped-def]
         token = c * PAGE + tl.arange(0, PAGE)
         there = token < reach
         s = score_page(
-            x,
-            y,
-            keys,
-            data,
-            shorts,
-            longs,
-            own,
-            key_levels,
-            place,
-            own_head,
-            there,
-            cos,
-            sin,
-            c,
-            TYPE,
-            FORMAT,
-            KEYS,
-        )
+            x, y, keys, data, shorts, longs, own, key_levels, place, own_head, there, cos, sin, c, TYPE, FORMAT, KEYS,
+        )  # fmt: skip
         seen = (token[None, :] >= tl.maximum(low, 1)[:, None]) & (token[None, :] < high[:, None])
         p, fade, top, total = weigh_scores(s * scale, seen, top, total)
         acc_x, low_x = acc_x * fade[:, None], low_x * fade
@@ -154,19 +150,32 @@ def _decode_part(  # type: ignore[no-untyped-def]
             TYPE, FORMAT, VALUES,
         )  # fmt: skip
         place, keys, values = next_place, next_keys, next_values
-    share = 1.0 / tl.where(total > 0.0, total, 1.0)
-    inside = live[:, None] & (d < LIMIT)[None, :]
-    acc_x = (acc_x + low_x[:, None]) * share[:, None]
+    _store_sums(
+        acc_x, acc_y, low_x, low_y, top, total, own, at, row, part, head, d, live, out, parts, weights, most,
+        out_stride, HEADS, BLOCK_M, DIRECT, LIMIT, SPLIT, FORMAT,
+    )  # fmt: skip
+
+
+@triton_kernel
+def _store_sums(  # type: ignore[no-untyped-def]
+    acc_x, acc_y, low_x, low_y, top, total, table, at, row, part, head, d, live, out, parts, weights, most, out_stride,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, DIRECT: tl.constexpr, LIMIT: tl.constexpr, SPLIT: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Store what `_decode_part` has summed up: products acc and zero points low, over the sum of weights."""
+    share = 1.0 / tl.where(total > 0.0, total, 1.0)[:, None]
+    acc_x = (acc_x + low_x[:, None]) * share
     if FORMAT.family == ROTATED:
-        acc_x = unmix_heads(acc_x, own, BLOCK_M, FORMAT)
+        acc_x = unmix_heads(acc_x, table, BLOCK_M, FORMAT)
+    inside = live[:, None] & (d < LIMIT)[None, :]
     store_part(
         acc_x, top, total, at, row, part, head, d, live, inside, out, parts, weights, most, out_stride,
-        HEADS, WIDTH, DIRECT,
+        HEADS, FORMAT.width, DIRECT,
     )  # fmt: skip
     if SPLIT:
         store_part(
-            (acc_y + low_y[:, None]) * share[:, None], top, total, at, row, part, head, d + LIMIT, live, inside, out,
-            parts, weights, most, out_stride, HEADS, WIDTH, DIRECT,
+            (acc_y + low_y[:, None]) * share, top, total, at, row, part, head, d + LIMIT, live, inside, out,
+            parts, weights, most, out_stride, HEADS, FORMAT.width, DIRECT,
         )  # fmt: skip
 
 
@@ -220,9 +229,9 @@ class CodedGpuAttention(GpuAttention):
             "FORMAT": self._format.numbers, "KEYS": self._format.keys, "VALUES": self._format.values,
         }  # fmt: skip
         # Pages are read into registers: nothing can be loaded ahead into shared memory.
-        warps, turn = DECODE_LAUNCH[self._format.numbers.family]
+        warps, share = DECODE_LAUNCH[self._format.numbers.family]
         self._read_launch = {"num_warps": warps, "num_stages": 1}
-        self._programs = max(1, int(self.tuning.programs * turn))
+        self._programs = max(1, int(self.tuning.programs * share))
         # To expand a page takes more registers than to load one.
         self._expand_launch = {"num_warps": 2 * self.tuning.warps, "num_stages": 1}
         seed = codecs[0][0].codec_id.seed

@@ -242,10 +242,26 @@ def add_values(  # type: ignore[no-untyped-def]
             x = add_outliers(x, data, shorts, at, begin, FORMAT.width, there, FORMAT, SIDE, FORMAT.block)
             acc_x += tl.dot(p.to(TYPE), x.to(TYPE), input_precision=PRECISION)
         else:
-            acc_x += tl.dot((p * scale[None, :]).to(TYPE), v, input_precision=PRECISION)
+            scaled, unit = _scale_weights(p, scale, TYPE)
+            acc_x += tl.dot(scaled, v, input_precision=PRECISION) * unit
             if FORMAT.family == CALIBRATED:
                 low_x += tl.sum(p * zero[None, :], 1)
     return acc_x, acc_y, low_x, low_y
+
+
+@triton_kernel
+def _scale_weights(p, scale, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights p [BLOCK_M, 64] times scales [64] as numbers of TYPE, in units of the second result.
+
+    float16 has few numbers near zero: there the unit is the largest scale, so that scaled weights are as large as
+    weights. The other types have the range of float32.
+    """
+    unit = 1.0
+    if tl.float16 == TYPE:
+        most = tl.max(scale, 0)
+        unit = tl.where(most > 0.0, most, 1.0)
+        scale = scale / unit
+    return (p * scale[None, :]).to(TYPE), unit
 
 
 @triton_kernel
@@ -256,7 +272,7 @@ def _add_group(  # type: ignore[no-untyped-def]
     """Add one group of values of `int*`."""
     v = _read_group(word, data, shorts, longs, at, group, there, TYPE, FORMAT, SIDE)
     scale, least = _group_scales(shorts, at, group, there, FORMAT, SIDE)
-    scaled = (p * scale[None, :]).to(TYPE)
+    scaled, unit = _scale_weights(p, scale, TYPE)
     # The base was multiplied by the rounded weights, so these are what is taken away.
-    low += tl.sum(p * least[None, :] - scaled.to(tl.float32) * SIDE.base, 1)
-    return acc + tl.dot(scaled, v, input_precision=PRECISION), low
+    low += tl.sum(p * least[None, :] - scaled.to(tl.float32) * (SIDE.base * unit), 1)
+    return acc + tl.dot(scaled, v, input_precision=PRECISION) * unit, low

@@ -48,10 +48,11 @@ BASE_CONSTRAINTS = tl.constexpr(_RESULTS + ",r,r")
 
 
 @triton_kernel
-def pack_levels(levels, SIDE: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def pack_levels(table, SIDE: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The high bytes of sixteen levels of TYPE, four in each register, then the low bytes; zeros if codes of the side
     are not unpacked in registers.
     """
+    levels = table + SIDE.levels
     h0, h1, h2, h3, l0, l1, l2, l3 = 0, 0, 0, 0, 0, 0, 0, 0
     if SIDE.packed:
         h0, l0 = _pack_four(levels, TYPE)

@@ -178,6 +178,29 @@ def test_rows_of_16_bits_stay_close(name: str, dtype: str, tolerance: float) -> 
         bench.check(qkv.to(getattr(torch, dtype)), batch, 0, tolerance)
 
 
+@pytest.mark.parametrize("name", ["int4", "tq4"])
+def test_many_tokens_of_little_weight_add_up_in_float16(name: str) -> None:
+    """Small values behind a first token with nearly all attention: float16 has no numbers for weights times scales."""
+    width, chunks, gap = 32, 30, 9.9
+    bench = CodedBench(name, 1, width, dtype="float16", tuning=LaunchTuning(1, 1 << 60, rows=512))
+    rows = torch.zeros(128, (QUERIES + 2) * width)
+    values = 0.003 * (1 + np.random.default_rng(0).standard_normal((128, width)))
+    rows[:, (QUERIES + 1) * width :] = torch.from_numpy(values)
+    bench.write(rows.half(), pack_batch([StepWork([5] * 128, 0, [0, 1], "none")], [0]))
+    first = torch.zeros(2, 1, 1, width)
+    first[0, 0, 0, 0] = 1.0
+    bench.pages.keep_sinks(LAYER, torch.arange(1), *first)
+    bench.reference._sinks.write([0], LAYER, *first.numpy())
+    batch = pack_batch([StepWork([5], 64 * chunks - 1, [0, *[1] * (chunks - 1)], "none")], [0])
+    query = torch.zeros(1, (QUERIES + 2) * width)
+    query[0, : QUERIES * width : width] = gap * width**0.5
+    found, expected = (torch.zeros(1, QUERIES * width, dtype=kind) for kind in (torch.float16, torch.float32))
+    bench.pages.decode(LAYER, query.half(), bench.pages.load(batch), 0, found)
+    bench.reference._pages[:] = bench.pages.data.numpy()
+    bench.reference.decode(LAYER, query, batch, 0, expected)
+    assert float((found.float() - expected).norm() / expected.norm()) < 0.02
+
+
 @pytest.mark.parametrize("name", ["nuq3-1%", "tq4"])
 def test_a_row_is_the_same_alone_and_among_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes and attention, to the bit, where nothing is shared; also with one row per program, as on a GPU."""

@@ -23,7 +23,7 @@ class FakeDeployment:
         return METRICS
 
 
-def test_kept_bytes_are_told_from_dropped_ones() -> None:
+def test_kept_bytes_are_counted_apart_from_dropped_ones() -> None:
     assert kept_bytes(cast(ServedDeployment, FakeDeployment())) == (3072.0, 4096.0)
 
 

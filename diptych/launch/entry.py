@@ -18,7 +18,7 @@ from diptych.launch.own_packages import (
 def main() -> None:
     """The entry point of the console script."""
     try:
-        drop_working_folder(sys.path, os.environ.get("PYTHONPATH", ""), os.getcwd())
+        drop_working_folder(sys.path, os.environ.get("PYTHONPATH", ""))
         prefer_own_packages()
         check_installed_packages(ROOT)
     except DiptychError as error:

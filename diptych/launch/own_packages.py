@@ -31,18 +31,24 @@ PACKAGES = (
 FIX = "install Diptych into a virtual environment of its own, where no other package has these names"
 
 
-def drop_working_folder(paths: list[str], python_path: str, working: str) -> None:
+def drop_working_folder(paths: list[str], python_path: str) -> None:
     """Remove the working folder from the import path `paths` if it is there only because `PYTHONPATH` is written so.
 
     Python takes an empty entry, as in `PYTHONPATH=$PYTHONPATH:/extra` where the variable was not set, for the working
-    folder. A `PYTHONPATH` that names the folder by its absolute path is left as it is, and so is the checkout.
+    folder. A `PYTHONPATH` that names the folder by its absolute path is left as it is, and so is the checkout. Where
+    the working folder no longer exists, nothing can be imported from it, and nothing is removed.
     """
-    means_here = python_path and any(
+    if not python_path or not any(
         os.path.normpath(entry or ".") == os.curdir for entry in python_path.split(os.pathsep)
-    )
+    ):
+        return
+    try:
+        working = os.getcwd()
+    except OSError:
+        return
     # The folder may also be there for a reason of its own, for example that of the standard library.
     needed = (str(ROOT), str(Path(os.__file__).parent))
-    if means_here and working in paths and working not in needed:
+    if working in paths and working not in needed:
         paths.remove(working)
 
 

@@ -105,6 +105,8 @@ def write_worker_keys(folder: Path | str, keys: Mapping[str, bytes]) -> None:
 def make_client_key(file: Path, mode: int = 0o600) -> bool:
     """Write a new secret for clients, 48 hexadecimal digits, into `file`, unless it exists; returns whether it did.
 
+    No newline follows: a Secret of Kubernetes keeps one, and the Prometheus operator would send it with the key.
+
     Raises:
         ConfigError: it cannot be written.
     """
@@ -112,7 +114,7 @@ def make_client_key(file: Path, mode: int = 0o600) -> bool:
         return False
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_private(file, f"{secrets.token_hex(24)}\n".encode(), mode)
+        _write_private(file, secrets.token_hex(24).encode(), mode)
     except OSError as error:
         raise ConfigError(
             f"cannot write the key {file}", str(error), "name a file in a folder that this user may write"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ from diptych.channel.keys import (
     load_server_keys,
     load_transfer_key,
     load_worker_keys,
+    make_client_key,
     make_keys,
 )
+from diptych.config.load import collect_api_keys, load_config, with_metrics_key
 from diptych.errors import ConfigError
 
 FILES = ["server.public", "server.secret", "transfer.key", "worker.public", "worker.secret"]
@@ -67,6 +70,20 @@ def test_workers_get_a_copy_without_the_gateway_s_secret(folder: Path, tmp_path:
     (folder / "transfer.key").unlink()
     with pytest.raises(ConfigError, match="transfer.key cannot be read"):
         copy_worker_keys(folder, workers)
+
+
+def test_a_client_s_key_is_the_whole_file_and_is_read_with_a_newline_too(tmp_path: Path) -> None:
+    """`kubectl create secret --from-file` takes the bytes as they are, and a PodMonitor sends them so."""
+    file = tmp_path / "clients" / "key"
+    assert make_client_key(file)
+    key = file.read_bytes()
+    assert re.fullmatch(rb"[0-9a-f]{48}", key)
+    assert not make_client_key(file) and file.read_bytes() == key, "one that is there is kept"
+    given = load_config("serve", {"api_key_file": str(file), "metrics_key_file": str(file)}, {})
+    for content in (key, key + b"\n"):
+        file.write_bytes(content)
+        assert collect_api_keys(given).every == (key.decode(),)
+        assert with_metrics_key(given).config.metrics_key == key.decode()
 
 
 def test_new_keys_replace_old_ones(folder: Path) -> None:

@@ -22,6 +22,7 @@ import yaml
 
 from diptych.config.load import LoadedConfig
 from services.cli.main import COMMANDS
+from services.cli.serve.cluster_settings import state_folder
 from services.cli.serve.settings_flags import bind_settings
 from services.host import channel_probe
 
@@ -262,6 +263,28 @@ def test_the_ray_cluster_is_as_kuberay_s_schema_has_it() -> None:
     needed = environ_of(driver, manifests)
     cores = workers["replicas"] * int(node["resources"]["limits"]["cpu"])
     assert cores >= int(needed["DIPTYCH_PREFILL"]) + int(needed["DIPTYCH_DECODE"])
+
+
+def test_a_driver_that_is_started_again_finds_its_keys_and_its_channel() -> None:
+    """Its container's own root is new then; a volume of the pod is not. Else it could adopt no worker."""
+    manifests = build(FOLDER / "ray")
+    (cluster,) = of_kind(manifests, "RayCluster")
+    pod = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+    _, driver = pod["containers"]
+    environ = environ_of(driver, manifests)
+    with mock.patch.dict(os.environ, {"HOME": "/home/diptych"} | environ, clear=True):
+        state = state_folder(loaded(driver, environ).config, "10.0.0.1:6379")
+    (mount,) = [one for one in driver["volumeMounts"] if Path(one["mountPath"]) in state.parents]
+    assert not mount.get("readOnly")
+    (volume,) = [one for one in pod["volumes"] if one["name"] == mount["name"]]
+    assert volume == {"name": mount["name"], "emptyDir": {}}
+    nodes = [
+        *pod["containers"][:1],
+        *cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"],
+    ]
+    assert not [one for node in nodes for one in node["volumeMounts"] if one["name"] == mount["name"]], (
+        "the gateway's secret is the driver's alone"
+    )
 
 
 def test_the_pod_monitor_reads_the_gateway_with_the_key_for_metrics(tmp_path: Path) -> None:

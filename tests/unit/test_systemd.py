@@ -46,16 +46,18 @@ def test_systemd_has_nothing_to_say(tmp_path: Path) -> None:
     assert "Misspelt" in done.stderr, "verify looks at nothing here"
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_our_command_line_takes_what_a_unit_gives(unit: Path, tmp_path: Path) -> None:
+def loaded(unit: Path, credentials: Path, **files: str) -> LoadedConfig:
+    """The settings with which the unit's command would start; `files` are those of its files of settings."""
     environ = {"DIPTYCH_CHANNEL": "tcp://127.0.0.1:5700"}
     for line in values(unit, "Environment"):
-        text = line.replace("%S", "/var/lib").replace("%C", "/var/cache").replace("%d", str(tmp_path))
+        text = line.replace("%S", "/var/lib").replace("%C", "/var/cache").replace("%d", str(credentials))
         environ |= dict(word.split("=", 1) for word in shlex.split(text))
+    assert "PYTHONSAFEPATH" in environ
+    assert environ["HF_HOME"].startswith("/var/lib/diptych/")
+    assert environ["NUMBA_CACHE_DIR"].startswith("/var/cache/diptych/")
     (line,) = values(unit, "ExecStart")
     program, command, *words = shlex.split(line.replace("%i", "decode"))
     assert program == PROGRAM
-    words = [re.sub(r"\$\{(\w+)\}", lambda match: environ[match[1]], word) for word in words]
     found: list[LoadedConfig] = []
 
     def take(given: LoadedConfig) -> int:
@@ -64,14 +66,18 @@ def test_our_command_line_takes_what_a_unit_gives(unit: Path, tmp_path: Path) ->
 
     app = typer.Typer(add_completion=False)
     app.command()(bind_settings(command, take, "role" if command == "worker" else "model"))
-    with mock.patch.dict(os.environ, environ, clear=True):
+    with mock.patch.dict(os.environ, environ | files, clear=True):
         app(words, standalone_mode=False)
-    config = found[0].config
+    return found[0]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_our_command_line_takes_what_a_unit_gives(unit: Path, tmp_path: Path) -> None:
+    config = loaded(unit, tmp_path).config
+    (said,) = re.findall(r"drain_s, (\d+) s", unit.read_text())
+    assert config.drain_s == int(said), "what the unit says is what it does"
     assert int(values(unit, "TimeoutStopSec")[0]) > config.drain_s + 2
     assert values(unit, "KillMode") == ["mixed"]
-    if command != "worker":
+    if "worker" not in unit.name:
         (credential,) = values(unit, "LoadCredential")
         assert config.api_key_file == tmp_path / credential.partition(":")[0]
-    assert "PYTHONSAFEPATH" in environ
-    assert environ["HF_HOME"].startswith("/var/lib/diptych/")
-    assert environ["NUMBA_CACHE_DIR"].startswith("/var/cache/diptych/")

@@ -7,17 +7,25 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import typer
 
+from diptych.channel.keys import load_server_keys, load_transfer_key, load_worker_keys
 from diptych.config.load import LoadedConfig
+from diptych.errors import ConfigError
+from services.cli.main import main
+from services.cli.serve.cluster_settings import check_cluster_settings
 from services.cli.serve.settings_flags import bind_settings
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "systemd"
 UNITS = sorted(FOLDER.glob("*.service"))
+WHOLE = FOLDER / "diptych.service"
+PARTS = [unit for unit in UNITS if unit != WHOLE]
 PROGRAM = "/opt/diptych/bin/diptych"
 
 
@@ -48,7 +56,7 @@ def test_systemd_has_nothing_to_say(tmp_path: Path) -> None:
 
 def loaded(unit: Path, credentials: Path, **files: str) -> LoadedConfig:
     """The settings with which the unit's command would start; `files` are those of its files of settings."""
-    environ = {"DIPTYCH_CHANNEL": "tcp://127.0.0.1:5700"}
+    environ: dict[str, str] = {}
     for line in values(unit, "Environment"):
         text = line.replace("%S", "/var/lib").replace("%C", "/var/cache").replace("%d", str(credentials))
         environ |= dict(word.split("=", 1) for word in shlex.split(text))
@@ -81,3 +89,48 @@ def test_our_command_line_takes_what_a_unit_gives(unit: Path, tmp_path: Path) ->
     if "worker" not in unit.name:
         (credential,) = values(unit, "LoadCredential")
         assert config.api_key_file == tmp_path / credential.partition(":")[0]
+
+
+@pytest.mark.parametrize("unit", PARTS, ids=lambda unit: unit.stem)
+def test_a_part_finds_the_channel_and_its_share_of_the_memory(unit: Path, tmp_path: Path) -> None:
+    config = loaded(unit, tmp_path).config
+    assert config.channel == "tcp://127.0.0.1:5700"
+    assert "worker" not in unit.name or config.host_workers == 2
+    given = {"DIPTYCH_CHANNEL": "tcp://10.0.0.1:5700", "DIPTYCH_HOST_WORKERS": "3"}
+    config = loaded(unit, tmp_path, **given).config
+    assert (config.channel, config.host_workers) == ("tcp://10.0.0.1:5700", 3)
+
+
+def test_what_serve_refuses_is_in_a_file_that_only_the_parts_read(tmp_path: Path) -> None:
+    shared, apart = "-/etc/diptych/diptych.env", "-/etc/diptych/parts.env"
+    assert values(WHOLE, "EnvironmentFile") == [shared]
+    assert [values(unit, "EnvironmentFile") for unit in PARTS] == [[shared, apart]] * len(PARTS)
+    check_cluster_settings(loaded(WHOLE, tmp_path))
+    with pytest.raises(ConfigError, match="has no effect"):
+        check_cluster_settings(loaded(WHOLE, tmp_path, DIPTYCH_CHANNEL="tcp://127.0.0.1:5700"))
+
+
+def test_the_documents_make_the_keys_that_the_units_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of docs/deploying.md makes them, and gives them to the units' user."""
+    text = (ROOT / "docs" / "deploying.md").read_text()
+    (make,) = re.findall(rf"^{PROGRAM} (keys .*)$", text, re.MULTILINE)
+    (give,) = re.findall(r"^chown -R diptych: (.*)$", text, re.MULTILINE)
+    assert text.index(make) < text.index(give) < text.index("enable --now diptych-gateway")
+    place = str(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["diptych", *shlex.split(make.replace("/etc/diptych", place))])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    for unit in PARTS:
+        assert values(unit, "User") == ["diptych"]
+        folder = str(loaded(unit, tmp_path).config.keys_dir)
+        assert folder in give.split()
+        inside = folder.replace("/etc/diptych", place)
+        if "worker" in unit.name:
+            load_worker_keys(inside)
+            load_transfer_key(inside)
+            assert not (Path(inside) / "server.secret").exists()
+        else:
+            load_server_keys(inside)

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.memory_groups import MemoryGroup, MemoryGroupError
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
@@ -48,21 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
     """A memory cgroup of 128 MiB; skips where none can be made."""
-    top = Path("/sys/fs/cgroup")
-    group = (top / "memory" if (top / "memory").is_dir() else top) / f"diptych-test-{os.getpid()}"
     try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {type(error).__name__}")
-    try:
-        limits = [group / name for name in ("memory.max", "memory.limit_in_bytes")]
-        limit = next((file for file in limits if file.exists()), None)
-        if limit is None:
-            pytest.skip("cgroups do not limit memory here")
-        limit.write_text(str(128 << 20))
-        yield group
-    finally:
-        group.rmdir()
+        group = MemoryGroup(f"diptych-test-{os.getpid()}", 128 << 20)
+    except MemoryGroupError as error:
+        pytest.skip(str(error))
+    yield group.folder
+    group.folder.rmdir()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

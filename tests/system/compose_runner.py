@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import psutil
 import yaml
 
 from tests.faults.network_namespaces import NamespaceBridge, NamespaceHost, running_bridge
+from tests.memory_groups import MemoryGroup, MemoryGroupError
 from tests.system import container
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +87,9 @@ class ComposeRunner:
         self.services: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
         self._net, self._folder, self._names = net, folder, names
         self.parts: dict[str, Part] = {}
-        self._groups: list[Path] = []
+        self.groups: dict[str, MemoryGroup] = {}
+        # Why a service has no limit of memory though the file names one.
+        self.unlimited: dict[str, str] = {}
         self.houses = {name: net.house() for name in ("gateway", "prefill", "decode", "keys", "processes")}
         hosts = [f"{house.address} {name}" for name, house in self.houses.items()]
         self._hosts = "\n".join(["127.0.0.1 localhost", *hosts, ""])
@@ -148,9 +151,8 @@ class ComposeRunner:
         for name in ("decode", "prefill", "gateway", "processes"):
             if name in self.parts:
                 self.stop(name)
-        for group in self._groups:
-            with contextlib.suppress(OSError):
-                group.rmdir()
+        for group in self.groups.values():
+            group.remove()
 
     def stop(self, name: str, number: signal.Signals = signal.SIGTERM, grace_s: float = 60.0) -> None:
         """Send a signal to the service's first process and wait for its end; SIGKILL after `grace_s`."""
@@ -216,24 +218,22 @@ class ComposeRunner:
                 (home / folder.removeprefix(f"{HOME}/")).mkdir(parents=True, exist_ok=True)
         return home
 
-    def _limit(self, name: str, service: Mapping[str, Any]) -> Any:
-        """What the child does first: it enters a memory group with the service's limit, where there can be one."""
-        top = Path("/sys/fs/cgroup/memory")
-        top = top if top.is_dir() else top.parent
+    def _limit(self, name: str, service: Mapping[str, Any]) -> Callable[[], None] | None:
+        """What the child does first: it enters a memory group with the service's limit. Where there can be none,
+        `unlimited` says why.
+        """
         text = fill(service.get("mem_limit", ""), self._names)
         if not text:
             return None
-        group = top / f"diptych-{os.getpid()}-{name}"
+        if name in self.groups:  # it is started again
+            return self.groups[name].enter
         try:
-            group.mkdir(exist_ok=True)
-            limit = next(
-                file for file in (group / "memory.max", group / "memory.limit_in_bytes") if file.exists()
-            )
-            limit.write_text(str(int(text[:-1]) * UNITS[text[-1]]))
-        except (OSError, StopIteration):
+            group = MemoryGroup(f"diptych-{os.getpid()}-{name}", int(text[:-1]) * UNITS[text[-1]])
+        except MemoryGroupError as error:
+            self.unlimited[name] = f"the service {name} runs without its limit of memory: {error}"
             return None
-        self._groups.append(group)
-        return lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
+        self.groups[name] = group
+        return group.enter
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -10,16 +11,26 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from diptych.kernel_cache import machine_kernel_folder
+from engine.model.checkpoint import Checkpoint
 from tests.factories import make_folder
 from tests.faults.network_namespaces import why_unavailable
 from tests.system.compose_runner import OUTSIDE, USER, ComposeRunner, project
+from tests.unit.gateway.model_folder import make_folder as make_description
 from tests.waiting import wait_for
 
+# A model of 4 GiB in bfloat16.
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 16384,
+    "num_attention_heads": 32, "num_hidden_layers": 8, "num_key_value_heads": 32, "rms_norm_eps": 1e-5,
+    "vocab_size": 320, "max_position_embeddings": 256, "eos_token_id": 0, "hidden_act": "silu", "rope_theta": 10000.0,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
 ASK = """
 import json, sys, urllib.request
 path, body = sys.argv[1], sys.argv[2].encode() or None
@@ -97,6 +108,70 @@ def test_up_a_killed_worker_and_down(tmp_path: Path) -> None:
             runner.stop(name)
         assert time.monotonic() - began_s < 120
     assert psutil.wait_procs(everyone, timeout=30)[1] == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "namespaces")
+def test_a_gateway_of_a_model_of_4_gib_starts_within_the_file_s_limit(tmp_path: Path) -> None:
+    """It holds no weights: they are there, four times what it may take."""
+    tmp_path.chmod(0o755)
+    inside = "/home/diptych/models/large"
+    with project(tmp_path, MODEL=inside) as runner:
+        model = make_description(runner.volume("models", "/home/diptych/models") / "large")
+        (model / "config.json").write_text(json.dumps(SHAPE))
+        write_holes(model / "model.safetensors")
+        plan = Checkpoint.resolve(str(model)).memory(
+            max_model_len=None, kv_bytes=1 << 28, available_bytes=1 << 40
+        )
+        assert plan.weight_bytes >= 4 << 30, "what a worker would load of it"
+        model.chmod(0o755)
+        runner.start("keys")
+        runner.start("gateway")
+        until(lambda: answers(runner), runner)
+        programs = [one for one in runner.parts["gateway"].family() if one.name() not in OUTSIDE]
+        assert len(programs) >= 2
+        assert not [one for one in programs if "safetensors" in Path(f"/proc/{one.pid}/maps").read_text()]
+        if why := runner.unlimited.get("gateway"):
+            pytest.skip(f"{why}; without it, it maps no weights")
+        group = runner.groups["gateway"]
+        assert {one.pid for one in programs} <= group.members()
+        peak_bytes = group.peak_bytes()
+        assert peak_bytes is None or peak_bytes < group.limit_bytes == 1 << 30
+
+
+def answers(runner: ComposeRunner) -> bool:
+    """Whether the gateway serves HTTP and knows the model; it needs no worker for that."""
+    part = runner.parts["gateway"]
+    assert part.process.poll() is None, part.text()
+    try:
+        said = inside_gateway(runner, "/opt/diptych/bin/python", "-c", ASK, "/v1/models", "")
+    except AssertionError:
+        return False
+    return "large" in said
+
+
+def write_holes(file: Path) -> None:
+    """Write a checkpoint of `SHAPE` in bfloat16 whose tensors are holes of the file system."""
+    hidden, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    shapes = {"model.embed_tokens.weight": [SHAPE["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": [hidden], "post_attention_layernorm": [hidden],
+                "self_attn.q_proj": [hidden, hidden], "self_attn.k_proj": [hidden, hidden],
+                "self_attn.v_proj": [hidden, hidden], "self_attn.o_proj": [hidden, hidden],
+                "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden], "mlp.down_proj": [hidden, inner],
+            }.items()
+        }  # fmt: skip
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + end)
 
 
 def fill_kernels(volume: Path) -> None:

@@ -70,7 +70,7 @@ class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_like(self, other: NodeOrder) -> bool:
         """Whether a worker that was started with `other` is what this order asks for, wherever it was placed."""
-        names = ("spec", "module", "question", "keys_dir", "gateway_key", "demand")
+        names = ("spec", "module", "question", "keys_dir", "gateway_key", "pin_cores", "demand")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property

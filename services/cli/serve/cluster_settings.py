@@ -43,6 +43,12 @@ def check_cluster_settings(loaded: LoadedConfig) -> None:
             f"--ray-namespace {config.ray_namespace} is no name",
             "it may have letters, digits, '.', '_' and '-', 63 in all, and begins with a letter or digit",
         )
+    if config.colocated and config.prefill_resources:
+        raise ConfigError(
+            f"{loaded.origin_of('prefill_resources')} has no effect",
+            "a colocated deployment has no prefill workers",
+            "--decode-resources is for colocated workers",
+        )
     for role in ("prefill", "decode"):
         parse_resources(config, role)
     if config.channel is not None:

@@ -33,6 +33,7 @@ def loaded(**settings: Any) -> LoadedConfig:
         ({"ray_address": "auto", "decode_resources": ("fast",)}, "names no resource"),
         ({"ray_address": "auto", "decode_resources": ("fast=0",)}, "names no resource"),
         ({"ray_address": "auto", "prefill_resources": ("=1",)}, "names no resource"),
+        ({"ray_address": "auto", "colocated": 2, "prefill_resources": ("x=1",)}, "has no effect"),
         ({"ray_address": "auto", "channel": "tcp://host"}, "no address of a channel"),
         ({"ray_address": "auto", "channel": "ipc:///tmp/x"}, "no address of a channel"),
     ],

@@ -133,6 +133,8 @@ def test_workers_as_they_are_wanted_are_adopted_and_others_end(tmp_path: Path) -
     assert adopt(one, stopped) == ([], {"prefill-0": "g"})
     other = msgspec.structs.replace(found["decode-0"].order, demand={"CPU": 2.0})
     assert adopt(one, {"decode-0": FoundWorker(None, other, "", False)}) == ([], {"decode-0": "h"})
+    pinned = msgspec.structs.replace(found["decode-0"].order, pin_cores=False)
+    assert adopt(one, {"decode-0": FoundWorker(None, pinned, "", False)}) == ([], {"decode-0": "h"})
 
 
 def test_workers_with_keys_of_another_start_are_not_adopted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -168,35 +168,36 @@ class DetachedGroups:
         """Reserve the groups, each on the node that `services.cluster.capacity.place_groups` chooses.
 
         Raises:
-            StartError: there is no room for one; nothing is reserved then.
+            StartError: there is no room for one, or Ray refuses it; nothing is reserved then.
         """
         targets = place_groups(groups, nodes)
-        made: list[PlacementGroup] = []
-        for group, node_id in zip(groups, targets, strict=True):
-            name = " ".join(bundle.worker for bundle in group)
+        try:
+            made = [self._make_group(group, node_id) for group, node_id in zip(groups, targets, strict=True)]
+            deadline_s = time.monotonic() + PLACE_TIMEOUT_S
+            for group, one in zip(groups, made, strict=True):
+                _await_group(group, one, deadline_s)
+        except StartError:
+            for group in groups:
+                for bundle in group:
+                    self.release_bundle(bundle.worker)
+            raise
+
+    def _make_group(self, group: Sequence[Bundle], node_id: str) -> PlacementGroup:
+        """Ask Ray for a placement group on a node. Raises StartError if Ray refuses it."""
+        name = " ".join(bundle.worker for bundle in group)
+        with _ray_errors(f"Ray reserves nothing for {_workers_of(group)}"):
             _remove_leftover(name)
-            one = placement_group(
+            made = placement_group(
                 [bundle.demand for bundle in group],
                 strategy="STRICT_PACK",
                 name=name,
                 lifetime="detached",
                 _soft_target_node_id=node_id,
             )
-            made.append(one)
-            self._groups[name] = one
-            for index, bundle in enumerate(group):
-                self._taken[bundle.worker] = GroupPlace(name, index, tuple(bundle.demand.items()))
-        deadline_s = time.monotonic() + PLACE_TIMEOUT_S
-        for group, one in zip(groups, made, strict=True):
-            if not one.wait(max(0.1, deadline_s - time.monotonic())):
-                for other in groups:
-                    for bundle in other:
-                        self.release_bundle(bundle.worker)
-                raise StartError(
-                    f"Ray has not placed {' and '.join(bundle.worker for bundle in group)}",
-                    f"its resources were free, and after {PLACE_TIMEOUT_S:g} s they are not reserved",
-                    "see who has taken them: ray status",
-                )
+        self._groups[name] = made
+        for index, bundle in enumerate(group):
+            self._taken[bundle.worker] = GroupPlace(name, index, tuple(bundle.demand.items()))
+        return made
 
     def adopt_bundle(self, worker: str, order: NodeOrder) -> None:
         """Note the bundle of a worker that an earlier driver has placed."""
@@ -223,6 +224,31 @@ class DetachedGroups:
         """Free all bundles."""
         for worker in list(self._taken):
             self.release_bundle(worker)
+
+
+def _workers_of(group: Sequence[Bundle]) -> str:
+    return " and ".join(bundle.worker for bundle in group)
+
+
+def _await_group(group: Sequence[Bundle], made: PlacementGroup, deadline_s: float) -> None:
+    """Wait until a group is reserved. Raises StartError if it is not by `deadline_s` (monotonic)."""
+    if not made.wait(max(0.1, deadline_s - time.monotonic())):
+        raise StartError(
+            f"Ray has not placed {_workers_of(group)}",
+            f"its resources were free, and after {PLACE_TIMEOUT_S:g} s they are not reserved",
+            "see who has taken them: ray status",
+        )
+
+
+@contextlib.contextmanager
+def _ray_errors(what: str) -> Iterator[None]:
+    """Turns what Ray raises for a call that it refuses into a StartError."""
+    try:
+        yield
+    except (ValueError, TypeError, ray.exceptions.RayError) as error:
+        raise StartError(
+            what, " ".join(str(error).split())[:300], "see Ray's logs, and `ray status`"
+        ) from None
 
 
 def _remove_leftover(name: str) -> None:
@@ -376,23 +402,29 @@ class JoinedCluster:
             time.sleep(0.1)
 
     def launch_worker(self, order: NodeOrder, keys: Mapping[str, bytes]) -> NodeWorkerHandle:
-        """Start the actor of a worker on its reserved bundle; `keys` are sent to it, sealed."""
+        """Start the actor of a worker on its reserved bundle; `keys` are sent to it, sealed.
+
+        Raises:
+            StartError: Ray refuses it.
+        """
         name = order.spec.worker
         place, group = self.groups.find_place(name)
         demand = dict(order.demand)
-        actor = ray.remote(NodeWorker).options(
-            name=name,
-            lifetime="detached",
-            num_cpus=demand.pop("CPU", 0.0),
-            num_gpus=demand.pop("GPU", 0.0),
-            resources=demand,
-            max_restarts=-1,
-            max_concurrency=8,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=place.index
-            ),
-        )
-        made = actor.remote(msgspec.json.encode(order))
+        with _ray_errors(f"Ray makes no actor for {name}"):
+            actor = ray.remote(NodeWorker).options(
+                name=name,
+                lifetime="detached",
+                num_cpus=demand.pop("CPU", 0.0),
+                num_gpus=demand.pop("GPU", 0.0),
+                memory=demand.pop("memory", None),
+                resources=demand,
+                max_restarts=-1,
+                max_concurrency=8,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=place.index
+                ),
+            )
+            made = actor.remote(msgspec.json.encode(order))
         return NodeWorkerHandle(name, made, keys, order.key_context)
 
     def stop(self) -> None:

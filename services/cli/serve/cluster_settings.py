@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -87,7 +87,26 @@ def parse_resources(config: Config, role: str) -> dict[str, float]:
                 "it is NAME=AMOUNT, with the name of a Ray resource and a number above 0",
                 f"for example --{role}-resources CPU=2,accelerator_type:L4=0.001",
             )
+    _check_amounts(role, found)
     return found
+
+
+def _check_amounts(role: str, amounts: Mapping[str, float]) -> None:
+    """Raises ConfigError if Ray would refuse to reserve such an amount."""
+    for name, amount in amounts.items():
+        why = ""
+        if name == "object_store_memory":
+            why = "Ray's object store cannot be reserved, and workers do not use it"
+        elif round(amount, 4) != amount:
+            why = "Ray counts in steps of 0.0001"
+        elif name == "GPU" and amount > 1 and not amount.is_integer():
+            why = "Ray gives more than one GPU only as a whole number"
+        if why:
+            raise ConfigError(
+                f"--{role}-resources {name}={amount:g} cannot be asked of Ray",
+                why,
+                "ask for another amount, or leave it out",
+            )
 
 
 def cluster_groups(config: Config, plan: PlanFile | None) -> tuple[tuple[Bundle, ...], ...]:

@@ -1,0 +1,90 @@
+"""What the driver asks of a Ray cluster, and what becomes of Ray's errors. Ray is made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from diptych.errors import StartError
+from diptych.specs import WorkerSpec
+from services.cluster import joined_cluster as under_test
+from services.cluster.capacity import NodeCapacity
+from services.cluster.joined_cluster import DetachedGroups, GroupPlace, JoinedCluster
+from services.cluster.node_worker import NodeOrder
+from services.cluster.spec import Bundle
+
+NODE = NodeCapacity("n1", "10.0.0.1", {"CPU": 4.0}, {"CPU": 4.0})
+
+
+class ActorMaker:
+    """Ray's `remote`: records the options of actors, and refuses to make them if it has an `error`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.asked = error, dict[str, Any]()
+
+    def __call__(self, made: type) -> Any:
+        return SimpleNamespace(options=self.options)
+
+    def options(self, **asked: Any) -> Any:
+        self.asked = asked
+        return SimpleNamespace(remote=self.make)
+
+    def make(self, order: bytes) -> object:
+        if self.error is not None:
+            raise self.error
+        return object()
+
+
+def order(**demand: float) -> NodeOrder:
+    worker = WorkerSpec(worker="decode-0", role="decode", gateway="tcp://a:1", keys_dir="", model="m")
+    return NodeOrder(
+        spec=worker, module="m", namespace="n", question="{}", max_workers=1, keys_dir="", gateway_key="",
+        pin_cores=True, group="decode-0", index=0, demand=demand,
+    )  # fmt: skip
+
+
+def joined(demand: dict[str, float], monkeypatch: pytest.MonkeyPatch, maker: ActorMaker) -> JoinedCluster:
+    """A cluster in which decode-0 has its bundle."""
+    monkeypatch.setattr(ray, "remote", maker)
+    monkeypatch.setattr(under_test, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    cluster = JoinedCluster("10.0.0.1:6379", "n")
+    place = GroupPlace("decode-0", 0, tuple(demand.items()))
+    monkeypatch.setattr(cluster.groups, "find_place", lambda worker: (place, object()))
+    return cluster
+
+
+def test_memory_is_asked_of_ray_by_its_own_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = ActorMaker()
+    asked = order(CPU=1.0, memory=8e9, fast=1.0)
+    joined(asked.demand, monkeypatch, maker).launch_worker(asked, {})
+    assert maker.asked["memory"] == 8e9 and maker.asked["resources"] == {"fast": 1.0}
+
+
+@pytest.mark.parametrize("error", [ValueError("the name is taken"), ray.exceptions.RayError("no head")])
+def test_an_actor_that_ray_refuses_is_an_error_in_few_lines(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = order(CPU=1.0)
+    with pytest.raises(StartError, match="Ray makes no actor for decode-0") as caught:
+        joined(asked.demand, monkeypatch, ActorMaker(error)).launch_worker(asked, {})
+    assert str(error) in caught.value.why and len(caught.value.lines()) <= 6
+
+
+def test_a_group_that_ray_refuses_is_an_error_in_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed = list[str]()
+
+    def refuse_the_second(bundles: Any, *, name: str, **_: Any) -> Any:
+        if name == "decode-0":
+            raise ValueError("Invalid bundle")
+        return name
+
+    monkeypatch.setattr(under_test, "placement_group", refuse_the_second)
+    monkeypatch.setattr(under_test, "remove_placement_group", removed.append)
+    monkeypatch.setattr(under_test, "_remove_leftover", lambda name: None)
+    with pytest.raises(StartError, match="Ray reserves nothing for decode-0") as caught:
+        DetachedGroups().reserve_groups([(Bundle("prefill-0"),), (Bundle("decode-0"),)], [NODE])
+    assert "Invalid bundle" in caught.value.why
+    assert removed == ["prefill-0"], "nothing stays reserved"

@@ -187,7 +187,7 @@ class DetachedGroups:
         name = " ".join(bundle.worker for bundle in group)
         with _ray_errors(f"Ray reserves nothing for {_workers_of(group)}"):
             _remove_leftover(name)
-            made = placement_group(
+            made: PlacementGroup = placement_group(
                 [bundle.demand for bundle in group],
                 strategy="STRICT_PACK",
                 name=name,

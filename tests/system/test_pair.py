@@ -34,7 +34,9 @@ LOCAL = "diptych:local_prefills_total"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve_parts("--prefill", "1", "--decode", "1", "--recovery-s", "2") as deployment:
+    # Nothing is refused for its wait: on a slow machine this many clients would meet the limit.
+    arguments = ("--prefill", "1", "--decode", "1", "--recovery-s", "2", "--max-queue-wait-s", "600")
+    with serve_parts(*arguments) as deployment:
         yield deployment
 
 

@@ -204,14 +204,14 @@ class ClusterDeployment(LocalDeployment):
 
     async def stop(self, drain_s: float) -> None:
         """Stop the gateway, then the workers, and give their places back. Idempotent."""
-        from services.cluster.joined_cluster import call_in_time
+        from services.cluster.daemon_calls import call_in_time
 
         await super().stop(drain_s)
         await call_in_time(self._joined.groups.release_all, RELEASE_TIMEOUT_S)
 
     def end_at_once(self) -> None:
         """End all workers that `stop` has not ended, without grace: no guard would end what runs on other nodes."""
-        from services.cluster.joined_cluster import start_daemon
+        from services.cluster.daemon_calls import start_daemon
 
         left = [cast(Any, worker).kill for worker in self.workers.values()]
         threads = [start_daemon(end) for end in (*left, self._joined.groups.release_all)]

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,62 +22,31 @@ import ray
 from ray import cloudpickle
 from ray._private.state import state as cluster_state
 from ray.experimental import internal_kv
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    remove_placement_group,
-)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from diptych.errors import StartError
 from services.cluster import node_probe
-from services.cluster.capacity import NodeCapacity, place_groups
+from services.cluster.capacity import NodeCapacity
+from services.cluster.daemon_calls import call_in_time, start_daemon
+from services.cluster.detached_groups import DetachedGroups, ray_errors, remove_leftover
 from services.cluster.join import join_cluster
 from services.cluster.node_probe import NodeReport
 from services.cluster.node_worker import ActorReport, NodeOrder, NodeWorker
 from services.cluster.sealed_keys import seal_keys
-from services.cluster.spec import SUPERVISOR_DIED, Bundle
+from services.cluster.spec import SUPERVISOR_DIED
 from services.host.supervisor import ChildStatus, ErrorReport
 
-# Seconds in which placement groups must come about; that there is room for them was seen before.
-PLACE_TIMEOUT_S = 12.0
 PROBE_TIMEOUT_S, ACTOR_TIMEOUT_S, KILL_TIMEOUT_S = 120.0, 15.0, 5.0
 # Seconds for Ray to notice the end of an earlier driver.
 DRIVER_END_S = 5.0
 # Versions of statuses that do not come from an actor: it has died, or it has failed.
 LOST_VERSION, FAILED_VERSION = -2, -3
 
+# The names that workers' actors have.
+WORKER_NAME = re.compile(r"(prefill|decode)-[0-9]+")
+
 # Ray warns of detached actors in placement groups, which end with their group. Here they are meant to.
 logging.getLogger("ray.actor").setLevel(logging.ERROR)
-
-
-def start_daemon(call: Callable[[], object]) -> threading.Thread:
-    """Run `call` in a thread that keeps no process alive; its errors are ignored."""
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            call()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
-
-
-async def call_in_time(call: Callable[[], object], timeout_s: float) -> None:
-    """Run `call` in a thread, for at most `timeout_s` seconds: without its head Ray may wait for ever."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            call()
-        # The error means that the loop has ended meanwhile.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(done.set)
-
-    start_daemon(run)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(done.wait(), timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +57,6 @@ class FoundWorker:
     order: NodeOrder
     address: str
     stopped: bool
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlace:
-    """The bundle `index` of the placement group with this `name`, which a worker occupies."""
-
-    name: str
-    index: int
-    demand: tuple[tuple[str, float], ...]
 
 
 class NodeWorkerHandle:
@@ -155,106 +115,6 @@ class NodeWorkerHandle:
             stopping = cast(Awaitable[None], self._actor.stop.remote(grace_s))
             await asyncio.wait_for(stopping, grace_s + ACTOR_TIMEOUT_S)
         await call_in_time(self.kill, KILL_TIMEOUT_S)
-
-
-class DetachedGroups:
-    """Detached placement groups of one namespace, and which worker has which bundle. All of a group is on one node."""
-
-    def __init__(self) -> None:
-        self._taken: dict[str, GroupPlace] = {}
-        self._groups: dict[str, PlacementGroup] = {}
-
-    def reserve_groups(self, groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> None:
-        """Reserve the groups, each on the node that `services.cluster.capacity.place_groups` chooses.
-
-        Raises:
-            StartError: there is no room for one, or Ray refuses it; nothing is reserved then.
-        """
-        targets = place_groups(groups, nodes)
-        try:
-            made = [self._make_group(group, node_id) for group, node_id in zip(groups, targets, strict=True)]
-            deadline_s = time.monotonic() + PLACE_TIMEOUT_S
-            for group, one in zip(groups, made, strict=True):
-                _await_group(group, one, deadline_s)
-        except StartError:
-            for group in groups:
-                for bundle in group:
-                    self.release_bundle(bundle.worker)
-            raise
-
-    def _make_group(self, group: Sequence[Bundle], node_id: str) -> PlacementGroup:
-        """Ask Ray for a placement group on a node. Raises StartError if Ray refuses it."""
-        name = " ".join(bundle.worker for bundle in group)
-        with _ray_errors(f"Ray reserves nothing for {_workers_of(group)}"):
-            _remove_leftover(name)
-            made: PlacementGroup = placement_group(
-                [bundle.demand for bundle in group],
-                strategy="STRICT_PACK",
-                name=name,
-                lifetime="detached",
-                _soft_target_node_id=node_id,
-            )
-        self._groups[name] = made
-        for index, bundle in enumerate(group):
-            self._taken[bundle.worker] = GroupPlace(name, index, tuple(bundle.demand.items()))
-        return made
-
-    def adopt_bundle(self, worker: str, order: NodeOrder) -> None:
-        """Note the bundle of a worker that an earlier driver has placed."""
-        self._taken[worker] = GroupPlace(order.group, order.index, tuple(order.demand.items()))
-        # The error means that the group is gone: there is nothing to release.
-        with contextlib.suppress(ValueError):
-            self._groups.setdefault(order.group, get_placement_group(order.group))
-
-    def find_place(self, worker: str) -> tuple[GroupPlace, PlacementGroup]:
-        """The worker's bundle, and its group."""
-        place = self._taken[worker]
-        return place, self._groups[place.name]
-
-    def release_bundle(self, worker: str) -> None:
-        """Free the bundle of a worker that is gone; a group without workers is returned to Ray."""
-        place = self._taken.pop(worker, None)
-        if place is None or any(other.name == place.name for other in self._taken.values()):
-            return
-        group = self._groups.pop(place.name, None)
-        if group is not None:
-            remove_placement_group(group)
-
-    def release_all(self) -> None:
-        """Free all bundles."""
-        for worker in list(self._taken):
-            self.release_bundle(worker)
-
-
-def _workers_of(group: Sequence[Bundle]) -> str:
-    return " and ".join(bundle.worker for bundle in group)
-
-
-def _await_group(group: Sequence[Bundle], made: PlacementGroup, deadline_s: float) -> None:
-    """Wait until a group is reserved. Raises StartError if it is not by `deadline_s` (monotonic)."""
-    if not made.wait(max(0.1, deadline_s - time.monotonic())):
-        raise StartError(
-            f"Ray has not placed {_workers_of(group)}",
-            f"its resources were free, and after {PLACE_TIMEOUT_S:g} s they are not reserved",
-            "see who has taken them: ray status",
-        )
-
-
-@contextlib.contextmanager
-def _ray_errors(what: str) -> Iterator[None]:
-    """Turns what Ray raises for a call that it refuses into a StartError."""
-    try:
-        yield
-    except (ValueError, TypeError, ray.exceptions.RayError) as error:
-        raise StartError(
-            what, " ".join(str(error).split())[:300], "see Ray's logs, and `ray status`"
-        ) from None
-
-
-def _remove_leftover(name: str) -> None:
-    """Remove the placement group of this name that an earlier driver has left without workers."""
-    with contextlib.suppress(ValueError):
-        remove_placement_group(get_placement_group(name))
 
 
 class JoinedCluster:
@@ -359,17 +219,42 @@ class JoinedCluster:
             ) from None
 
     def has_workers(self) -> bool:
-        """Whether an earlier driver of this namespace has left workers."""
-        return bool(ray.util.list_named_actors())
+        """Whether an earlier driver of this namespace has left workers. Raises StartError as `list_workers`."""
+        return bool(self._own_actors())
+
+    def _own_actors(self) -> dict[str, Any]:
+        """The actors of this namespace that keep Diptych's workers, by worker. All others are left alone.
+
+        Raises:
+            StartError: another program's actor has the name of a worker, or Ray cannot be asked.
+        """
+        found: dict[str, Any] = {}
+        with ray_errors("the Ray cluster cannot be asked for its actors"):
+            names = [name for name in ray.util.list_named_actors() if WORKER_NAME.fullmatch(name)]
+            for name in names:
+                # The error means that it has ended meanwhile.
+                with contextlib.suppress(ValueError):
+                    found[name] = cast(Any, ray).get_actor(name)
+        for name, actor in found.items():
+            made_of = actor._ray_actor_creation_function_descriptor
+            if (made_of.module_name, made_of.class_name) != (NodeWorker.__module__, NodeWorker.__name__):
+                raise StartError(
+                    f"an actor named {name} is in the namespace {self.namespace}, and is no worker of Diptych",
+                    f"it is a {made_of.module_name}.{made_of.class_name} of another program",
+                    "give this deployment a namespace of its own: --ray-namespace NAME",
+                )
+        return found
 
     def list_workers(self) -> dict[str, FoundWorker]:
         """The actors that an earlier driver of this namespace has left, by worker.
 
         An actor that does not answer, or is of another version, is removed.
+
+        Raises:
+            StartError: another program's actor has the name of a worker, or Ray cannot be asked.
         """
         found: dict[str, FoundWorker] = {}
-        for name in ray.util.list_named_actors():
-            actor = cast(Any, ray).get_actor(name)
+        for name, actor in self._own_actors().items():
             try:
                 raw, address, stopped = cast(Any, ray).get(
                     actor.describe_order.remote(), timeout=ACTOR_TIMEOUT_S
@@ -394,7 +279,7 @@ class JoinedCluster:
         """
         ray.kill(actor)
         if group:
-            _remove_leftover(group)
+            remove_leftover(group)
         deadline_s = time.monotonic() + ACTOR_TIMEOUT_S
         while name in ray.util.list_named_actors():
             if time.monotonic() > deadline_s:
@@ -410,7 +295,7 @@ class JoinedCluster:
         name = order.spec.worker
         place, group = self.groups.find_place(name)
         demand = dict(order.demand)
-        with _ray_errors(f"Ray makes no actor for {name}"):
+        with ray_errors(f"Ray makes no actor for {name}"):
             actor = ray.remote(NodeWorker).options(
                 name=name,
                 lifetime="detached",

@@ -22,7 +22,8 @@ from diptych.specs import GatewaySpec, WorkerSpec
 from services.cluster import cluster_deployment, join
 from services.cluster.cluster_deployment import ClusterDeployment
 from services.cluster.join import find_head
-from services.cluster.joined_cluster import FoundWorker, JoinedCluster, NodeWorkerHandle, call_in_time
+from services.cluster.daemon_calls import call_in_time
+from services.cluster.joined_cluster import FoundWorker, JoinedCluster, NodeWorkerHandle
 from services.cluster.node_worker import ActorReport
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
 from services.host.supervisor import ChildStatus

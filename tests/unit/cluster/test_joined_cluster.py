@@ -10,9 +10,11 @@ import ray
 
 from diptych.errors import StartError
 from diptych.specs import WorkerSpec
+from services.cluster import detached_groups
 from services.cluster import joined_cluster as under_test
 from services.cluster.capacity import NodeCapacity
-from services.cluster.joined_cluster import DetachedGroups, GroupPlace, JoinedCluster
+from services.cluster.detached_groups import DetachedGroups, GroupPlace
+from services.cluster.joined_cluster import JoinedCluster
 from services.cluster.node_worker import NodeOrder
 from services.cluster.spec import Bundle
 
@@ -77,14 +79,67 @@ def test_a_group_that_ray_refuses_is_an_error_in_few_lines(monkeypatch: pytest.M
     removed = list[str]()
 
     def refuse_the_second(bundles: Any, *, name: str, **_: Any) -> Any:
-        if name == "decode-0":
+        if name == "diptych: decode-0":
             raise ValueError("Invalid bundle")
         return name
 
-    monkeypatch.setattr(under_test, "placement_group", refuse_the_second)
-    monkeypatch.setattr(under_test, "remove_placement_group", removed.append)
-    monkeypatch.setattr(under_test, "_remove_leftover", lambda name: None)
+    monkeypatch.setattr(detached_groups, "placement_group", refuse_the_second)
+    monkeypatch.setattr(detached_groups, "remove_placement_group", removed.append)
+    monkeypatch.setattr(detached_groups, "remove_leftover", lambda name: None)
     with pytest.raises(StartError, match="Ray reserves nothing for decode-0") as caught:
         DetachedGroups().reserve_groups([(Bundle("prefill-0"),), (Bundle("decode-0"),)], [NODE])
     assert "Invalid bundle" in caught.value.why
-    assert removed == ["prefill-0"], "nothing stays reserved"
+    assert removed == ["diptych: prefill-0"], "nothing stays reserved"
+
+
+class NamedActors:
+    """Ray's named actors: `made_of` has module and class of each, by name. None: it has just ended."""
+
+    def __init__(self, made_of: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made_of, self.killed = made_of, list[str]()
+        monkeypatch.setattr(ray.util, "list_named_actors", lambda: list(self.made_of))
+        monkeypatch.setattr(ray, "get_actor", self.find)
+        monkeypatch.setattr(ray, "kill", self.kill)
+        monkeypatch.setattr(ray, "get", self.get)
+
+    def find(self, name: str) -> Any:
+        made_of = self.made_of[name]
+        if made_of is None:
+            raise ValueError("there is no such actor")
+        module, _, kind = made_of.rpartition(".")
+        return SimpleNamespace(
+            name=name,
+            _ray_actor_creation_function_descriptor=SimpleNamespace(module_name=module, class_name=kind),
+            describe_order=SimpleNamespace(remote=lambda: name),
+        )
+
+    def get(self, asked: str, timeout: float) -> Any:
+        raise ray.exceptions.RayActorError(error_msg=f"{asked} is gone")
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor.name)
+        del self.made_of[actor.name]
+
+
+OWN = "services.cluster.node_worker.NodeWorker"
+
+
+def test_actors_of_other_programs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"cache": "shop.Cache", "decode": "shop.Decoder", "gone-1": None, "decode-9": None}
+    actors = NamedActors(dict(others), monkeypatch)
+    cluster = JoinedCluster("10.0.0.1:6379", "n")
+    assert not cluster.has_workers() and cluster.list_workers() == {}
+    actors.made_of["decode-0"] = OWN
+    assert cluster.has_workers() and cluster.list_workers() == {}
+    assert actors.killed == ["decode-0"], "a worker that does not answer is removed"
+    assert actors.made_of == others
+
+
+def test_an_actor_of_another_program_with_a_workers_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = NamedActors({"decode-0": "shop.Decoder"}, monkeypatch)
+    cluster = JoinedCluster("10.0.0.1:6379", "n")
+    for ask in (cluster.has_workers, cluster.list_workers):
+        with pytest.raises(StartError, match="decode-0 is in the namespace n") as caught:
+            ask()
+        assert "shop.Decoder" in caught.value.why and "--ray-namespace" in caught.value.fix
+    assert actors.killed == []

@@ -1,0 +1,139 @@
+"""Placement groups that outlive the driver: reserves the places of a deployment's workers, and gives them back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+
+from diptych.errors import StartError
+from services.cluster.capacity import NodeCapacity, place_groups
+from services.cluster.node_worker import NodeOrder
+from services.cluster.spec import Bundle
+
+# Seconds in which placement groups must come about; that there is room for them was seen before.
+PLACE_TIMEOUT_S = 12.0
+# Placement groups with such names are Diptych's; others of the namespace are left alone.
+GROUP_PREFIX = "diptych: "
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """The bundle `index` of the placement group with this `name`, which a worker occupies."""
+
+    name: str
+    index: int
+    demand: tuple[tuple[str, float], ...]
+
+
+class DetachedGroups:
+    """Detached placement groups of one namespace, and which worker has which bundle. All of a group is on one node."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, GroupPlace] = {}
+        self._groups: dict[str, PlacementGroup] = {}
+
+    def reserve_groups(self, groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> None:
+        """Reserve the groups, each on the node that `services.cluster.capacity.place_groups` chooses.
+
+        Raises:
+            StartError: there is no room for one, or Ray refuses it; nothing is reserved then.
+        """
+        targets = place_groups(groups, nodes)
+        try:
+            made = [self._make_group(group, node_id) for group, node_id in zip(groups, targets, strict=True)]
+            deadline_s = time.monotonic() + PLACE_TIMEOUT_S
+            for group, one in zip(groups, made, strict=True):
+                _await_group(group, one, deadline_s)
+        except StartError:
+            for group in groups:
+                for bundle in group:
+                    self.release_bundle(bundle.worker)
+            raise
+
+    def _make_group(self, group: Sequence[Bundle], node_id: str) -> PlacementGroup:
+        """Ask Ray for a placement group on a node. Raises StartError if Ray refuses it."""
+        name = GROUP_PREFIX + " ".join(bundle.worker for bundle in group)
+        with ray_errors(f"Ray reserves nothing for {_workers_of(group)}"):
+            remove_leftover(name)
+            made: PlacementGroup = placement_group(
+                [bundle.demand for bundle in group],
+                strategy="STRICT_PACK",
+                name=name,
+                lifetime="detached",
+                _soft_target_node_id=node_id,
+            )
+        self._groups[name] = made
+        for index, bundle in enumerate(group):
+            self._taken[bundle.worker] = GroupPlace(name, index, tuple(bundle.demand.items()))
+        return made
+
+    def adopt_bundle(self, worker: str, order: NodeOrder) -> None:
+        """Note the bundle of a worker that an earlier driver has placed."""
+        self._taken[worker] = GroupPlace(order.group, order.index, tuple(order.demand.items()))
+        # The error means that the group is gone: there is nothing to release.
+        with contextlib.suppress(ValueError):
+            self._groups.setdefault(order.group, get_placement_group(order.group))
+
+    def find_place(self, worker: str) -> tuple[GroupPlace, PlacementGroup]:
+        """The worker's bundle, and its group."""
+        place = self._taken[worker]
+        return place, self._groups[place.name]
+
+    def release_bundle(self, worker: str) -> None:
+        """Free the bundle of a worker that is gone; a group without workers is returned to Ray."""
+        place = self._taken.pop(worker, None)
+        if place is None or any(other.name == place.name for other in self._taken.values()):
+            return
+        group = self._groups.pop(place.name, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    def release_all(self) -> None:
+        """Free all bundles."""
+        for worker in list(self._taken):
+            self.release_bundle(worker)
+
+
+def _workers_of(group: Sequence[Bundle]) -> str:
+    return " and ".join(bundle.worker for bundle in group)
+
+
+def _await_group(group: Sequence[Bundle], made: PlacementGroup, deadline_s: float) -> None:
+    """Wait until a group is reserved. Raises StartError if it is not by `deadline_s` (monotonic)."""
+    if not made.wait(max(0.1, deadline_s - time.monotonic())):
+        raise StartError(
+            f"Ray has not placed {_workers_of(group)}",
+            f"its resources were free, and after {PLACE_TIMEOUT_S:g} s they are not reserved",
+            "see who has taken them: ray status",
+        )
+
+
+@contextlib.contextmanager
+def ray_errors(what: str) -> Iterator[None]:
+    """Turn what Ray raises within the block for a call that it refuses into an error that says `what`.
+
+    Raises:
+        StartError: Ray has refused a call.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, ray.exceptions.RayError) as error:
+        raise StartError(
+            what, " ".join(str(error).split())[:300], "see Ray's logs, and `ray status`"
+        ) from None
+
+
+def remove_leftover(name: str) -> None:
+    """Remove the placement group of this name that an earlier driver has left without workers."""
+    with contextlib.suppress(ValueError):
+        remove_placement_group(get_placement_group(name))

@@ -54,9 +54,9 @@ class ClusterDeployment(LocalDeployment):
         self._bundles = {bundle.worker: bundle for group in plan.node_groups for bundle in group}
 
     def start_gateway(self) -> None:
-        """Make this deployment's keys, unless they are there, and start the gateway's process."""
+        """Make this deployment's keys, unless they are there or are the user's, and start the gateway's process."""
         folder = Path(self._plan.gateway.keys_dir)
-        if not (folder / "server.secret").exists():
+        if not self._cluster.node_keys_dir and not (folder / "server.secret").exists():
             make_keys(folder)
         self._start_gateway_process()
 

@@ -16,6 +16,7 @@ from diptych.config.load import ApiKeys, LoadedConfig
 from diptych.errors import DiptychError, StartError
 from diptych.specs import WorkerSpec
 from services.cli.serve.cluster_settings import (
+    check_given_keys,
     cluster_groups,
     pinned_question_model,
     split_channel,
@@ -60,6 +61,7 @@ class ClusterRun(ServeRun):
         self, port: int, accepted: ApiKeys
     ) -> tuple[LocalDeployment, DeploymentSpec, ProbedModel]:
         """Join the cluster, see that it has room and that its nodes have versions and model, and start the gateway."""
+        check_given_keys(self._config)
         self._start_ray()
         nodes = self._cluster.list_nodes()
         self._fit_to_cluster(nodes)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from diptych.channel.keys import KEY_FILES, load_server_keys, load_transfer_key, load_worker_keys
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
@@ -107,6 +108,27 @@ def _check_amounts(role: str, amounts: Mapping[str, float]) -> None:
                 why,
                 "ask for another amount, or leave it out",
             )
+
+
+def check_given_keys(config: Config) -> None:
+    """Check the keys in --keys-dir, if it is given: they are the user's, and are never made or changed here.
+
+    Raises:
+        ConfigError: a key is missing, unreadable, open to others or malformed.
+    """
+    if config.keys_dir is None:
+        return
+    try:
+        load_server_keys(config.keys_dir)
+        load_worker_keys(config.keys_dir)
+        load_transfer_key(config.keys_dir)
+    except ConfigError as error:
+        if any((config.keys_dir / name).exists() for name in KEY_FILES if name != "server.secret"):
+            fix = f"copy the gateway's keys into {config.keys_dir} on this machine"
+        else:
+            fix = f"make them: diptych keys {config.keys_dir} --workers DIR, and copy DIR to each node"
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        raise ConfigError(error.what, error.why, fix if missing else error.fix) from None
 
 
 def cluster_groups(config: Config, plan: PlanFile | None) -> tuple[tuple[Bundle, ...], ...]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from diptych.channel.keys import make_keys
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from services.cli.serve.cluster_settings import (
     check_cluster_settings,
+    check_given_keys,
     cluster_groups,
     pinned_question_model,
     split_channel,
@@ -68,6 +70,24 @@ def test_nodes_look_for_the_same_commit() -> None:
     assert pinned_question_model(Config(model="org/m", revision="main"), found) == ("org/m", "0123abcd")
     assert pinned_question_model(Config(model="./here"), "/srv/here") == ("/srv/here", None)
     assert pinned_question_model(Config(), "/site-packages/models/tiny") == ("tiny", None)
+
+
+def test_keys_that_are_given_must_be_there(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    config = Config(keys_dir=keys)
+    with pytest.raises(ConfigError, match="server.secret cannot be read") as caught:
+        check_given_keys(config)
+    assert f"diptych keys {keys} --workers DIR" in caught.value.fix and not keys.exists()
+    make_keys(keys)
+    check_given_keys(config)
+    check_given_keys(Config())
+    # What the nodes have.
+    (keys / "server.secret").unlink()
+    before = {path.name: path.read_bytes() for path in keys.iterdir()}
+    with pytest.raises(ConfigError, match="server.secret cannot be read") as caught:
+        check_given_keys(config)
+    assert "copy the gateway's keys" in caught.value.fix
+    assert {path.name: path.read_bytes() for path in keys.iterdir()} == before
 
 
 def test_each_deployment_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

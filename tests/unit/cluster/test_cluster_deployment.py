@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,8 +22,8 @@ from diptych.errors import ConfigError, StartError
 from diptych.specs import GatewaySpec, WorkerSpec
 from services.cluster import cluster_deployment, join
 from services.cluster.cluster_deployment import ClusterDeployment
-from services.cluster.join import find_head
 from services.cluster.daemon_calls import call_in_time
+from services.cluster.join import find_head
 from services.cluster.joined_cluster import FoundWorker, JoinedCluster, NodeWorkerHandle
 from services.cluster.node_worker import ActorReport
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
@@ -136,6 +137,19 @@ def test_workers_as_they_are_wanted_are_adopted_and_others_end(tmp_path: Path) -
     assert adopt(one, {"decode-0": FoundWorker(None, other, "", False)}) == ([], {"decode-0": "h"})
     pinned = msgspec.structs.replace(found["decode-0"].order, pin_cores=False)
     assert adopt(one, {"decode-0": FoundWorker(None, pinned, "", False)}) == ([], {"decode-0": "h"})
+
+
+def test_keys_of_the_user_are_never_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClusterDeployment, "_start_gateway_process", lambda self: None)
+    one = deployment(tmp_path, PAIR)
+    (tmp_path / "server.secret").unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    one._cluster = replace(one._cluster, node_keys_dir=str(tmp_path))
+    one.start_gateway()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    one._cluster = replace(one._cluster, node_keys_dir="")
+    one.start_gateway()
+    assert (tmp_path / "server.secret").exists()
 
 
 def test_workers_with_keys_of_another_start_are_not_adopted(tmp_path: Path) -> None:

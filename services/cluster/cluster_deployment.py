@@ -115,7 +115,7 @@ class ClusterDeployment(LocalDeployment):
         like = next((spec for spec in self._plan.workers if spec.worker == name), None)
         if like is None and self._plan.gateway.replan:
             like = next((spec for spec in self._plan.workers if spec.role == found.order.spec.role), None)
-        if found.stopped or like is None:
+        if found.ended or like is None:
             return False
         spec = msgspec.structs.replace(like, worker=name)
         return self._make_order(spec, found.order.group, found.order.index).is_like(found.order)
@@ -137,6 +137,7 @@ class ClusterDeployment(LocalDeployment):
             namespace=cluster.namespace,
             question=cluster.question,
             max_workers=cluster.max_workers,
+            devices=min(bundle.devices for bundle in self._bundles.values()),
             keys_dir=cluster.node_keys_dir,
             gateway_key=read_worker_keys(self._plan.gateway.keys_dir)["server.public"].decode("ascii"),
             pin_cores=cluster.pin_cores,

@@ -51,12 +51,12 @@ logging.getLogger("ray.actor").setLevel(logging.ERROR)
 
 @dataclass(frozen=True, slots=True)
 class FoundWorker:
-    """The actor of a worker that an earlier driver has left, on the node at `address`. A stopped worker stays so."""
+    """The actor of a worker that an earlier driver has left, on the node at `address`. An `ended` worker stays so."""
 
     actor: Any
     order: NodeOrder
     address: str
-    stopped: bool
+    ended: bool
 
 
 class NodeWorkerHandle:
@@ -199,7 +199,13 @@ class JoinedCluster:
                     num_cpus=0,
                     max_retries=0,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
-                ).remote(question, max_workers, devices, node.total.get("CPU", 0.0))
+                ).remote(
+                    question,
+                    max_workers,
+                    devices,
+                    node.total.get("CPU", 0.0),
+                    node_probe.name_deployment(self.namespace, node.address),
+                )
                 for node in nodes
             }
             return [self._await_report(address, answer) for address, answer in asked.items()]
@@ -256,11 +262,11 @@ class JoinedCluster:
         found: dict[str, FoundWorker] = {}
         for name, actor in self._own_actors().items():
             try:
-                raw, address, stopped = cast(Any, ray).get(
+                raw, address, ended = cast(Any, ray).get(
                     actor.describe_order.remote(), timeout=ACTOR_TIMEOUT_S
                 )
                 order = msgspec.json.decode(raw, type=NodeOrder)
-                found[name] = FoundWorker(actor, order, address, stopped)
+                found[name] = FoundWorker(actor, order, address, ended)
             except (ray.exceptions.RayError, msgspec.MsgspecError, AttributeError, ValueError):
                 self.remove_actor(name, actor, "")
         return found

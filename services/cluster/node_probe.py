@@ -28,10 +28,13 @@ class NodeReport:
     model_error: tuple[str, ...] = ()
 
 
-def describe_node(question: str, max_workers: int, devices: int, node_cpus: float) -> dict[str, Any]:
-    """Run on a node: its versions, and the answer to `question` (a `ProbeRequest` in JSON, without `num_workers`).
+def describe_node(
+    question: str, max_workers: int, devices: int, node_cpus: float, deployment: str
+) -> dict[str, Any]:
+    """Run on a node: its versions, and the answer to `question`, a `ProbeRequest` in JSON without the node's part.
 
     The node's memory is shared by as many workers of so many `devices` as its CPUs allow, and by `max_workers` at most.
+    What workers of the `deployment` (`name_deployment`) hold on the node is shared too.
     """
     import importlib.metadata
     import json
@@ -63,7 +66,7 @@ def describe_node(question: str, max_workers: int, devices: int, node_cpus: floa
     # `-P`: nothing may be imported from the directory in which Ray was started.
     probing = subprocess.run(
         [sys.executable, "-P", "-m", "services.host.model_probe_main"],
-        input=json.dumps(json.loads(question) | {"num_workers": here}).encode(),
+        input=json.dumps(json.loads(question) | {"num_workers": here, "deployment": deployment}).encode(),
         capture_output=True,
         check=False,
     )
@@ -73,6 +76,11 @@ def describe_node(question: str, max_workers: int, devices: int, node_cpus: floa
         last = probing.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
         found["reply"] = {"error": {"what": "the model cannot be looked for", "why": " ".join(last)[:300]}}
     return found
+
+
+def name_deployment(namespace: str, address: str) -> str:
+    """The name by which workers of a deployment on the node at `address` find each other."""
+    return f"{namespace}@{address}"
 
 
 def parse_report(address: str, answer: Mapping[str, Any]) -> NodeReport:

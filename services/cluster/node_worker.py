@@ -36,22 +36,33 @@ from diptych.channel.keys import (
 )
 from diptych.errors import DiptychError, ModelError
 from diptych.specs import WorkerSpec
-from services.cluster.node_probe import describe_node, node_error
+from services.cluster.node_probe import describe_node, name_deployment, node_error
 from services.cluster.sealed_keys import open_keys
 from services.host.child_environment import child_environment
 from services.host.core_claims import CoreClaim
+from services.host.held_memory import WORKER_OF
 from services.host.network import UCX_DEVICES, ucx_listen_environment
 from services.host.supervisor import ChildStatus, ErrorReport, Supervisor
 
 KEY_FOLDER = "diptych-keys-"
 # A key folder that is younger may not have been locked yet.
 MIN_AGE_S = 60.0
+# States of a supervisor in which its worker is not started again.
+ENDED_STATES = ("failed", "retired", "stopped")
+# Versions of statuses before there is a supervisor, whose versions are not negative, lie below this.
+FAILED_STARTS_VERSION = -10
+
+
+def retry_delay_s(failures: int) -> float:
+    """Seconds before the next try to start a worker on a node: 5 s after the first failure, doubling up to a minute."""
+    return float(min(5.0 * 2 ** (failures - 1), 60.0))
 
 
 class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What an actor is told: the worker's specification as far as the driver knows it, and where it is placed.
 
-    `group` is the name of its placement group, in which it has the bundle `index` with the resources `demand`. For
+    `group` is the name of its placement group, in which it has the bundle `index` with the resources `demand`.
+    `devices` are those of the smallest worker: by them each node counts how many workers share its memory. For
     `question`, `max_workers`, `keys_dir` and `pin_cores` see `services.cluster.spec.ClusterSpec`. `gateway_key` is the
     gateway's public key: a worker that has another one cannot be adopted.
     """
@@ -61,6 +72,7 @@ class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     question: str
     max_workers: int
+    devices: int
     keys_dir: str
     gateway_key: str
     pin_cores: bool
@@ -107,6 +119,7 @@ class NodeWorker:
         name = self._order.spec.worker
         self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._address = str(cast(Any, ray.util).get_node_ip_address())
+        self._deployment = name_deployment(self._order.namespace, self._address)
         self._log = _ray_log_folder() / f"diptych-{self._order.namespace}-{name}.log"
         self._private = X25519PrivateKey.generate()
         self._sealed: dict[str, bytes] | None = None
@@ -117,14 +130,18 @@ class NodeWorker:
         self._stopping = False
         # Guards the attributes above, and reports their changes.
         self._changed = threading.Condition()
-        self._starter = threading.Thread(target=self._start_guarded, name=f"start {name}", daemon=True)
+        self._starter = threading.Thread(target=self._start_until_stopped, name=f"start {name}", daemon=True)
         self._starter.start()
 
     # --- called by the driver ---
 
     def describe_order(self) -> tuple[bytes, str, bool]:
-        """The order with which this actor was made, its node's address, and whether its worker was stopped."""
-        return msgspec.json.encode(self._order), self._address, self._stopping
+        """The order with which this actor was made, its node's address, and whether its worker has ended for good."""
+        with self._changed:
+            supervisor, state = self._supervisor, self._status.state
+        state = state if supervisor is None else supervisor.status().state
+        ended = self._stopping or state in ENDED_STATES
+        return msgspec.json.encode(self._order), self._address, ended
 
     def wait_status(self, version: int, timeout_s: float) -> ActorReport:
         """The status once its version is not `version`, or after `timeout_s`."""
@@ -164,24 +181,49 @@ class NodeWorker:
         )
         return ActorReport(os.getpid(), status, self._address, str(self._log), wanted)
 
-    def _start_guarded(self) -> None:
-        """Start the worker; an error becomes the status "failed"."""
+    def _start_until_stopped(self) -> None:
+        """Start the worker. An error is the status "failed" at a first start, which its driver awaits.
+
+        An actor that Ray has restarted, perhaps on another node, tries until it succeeds or is stopped: the node may
+        lack memory or the model only for a while, and nobody else would try.
+        """
+        failures = 0
+        while (report := self._try_start()) is not None:
+            failures += 1
+            self._fail(report, failures)
+            if not self._restarted or self._wait_stopping(retry_delay_s(failures)):
+                return
+
+    def _try_start(self) -> ErrorReport | None:
+        """Start the worker; None if it was started or stopped, else why it was not."""
         try:
             self._start_worker()
         except DiptychError as error:
             shown = node_error(self._address, error)
-            self._fail(ErrorReport(shown.what, shown.why, shown.fix))
+            return ErrorReport(shown.what, shown.why, shown.fix)
         except Exception as error:
             # For example no memory or no disk left.
             why = f"{type(error).__name__}: {error}"
-            self._fail(
-                ErrorReport(f"{self._order.spec.worker} cannot start on the node {self._address}", why)
-            )
+            return ErrorReport(f"{self._order.spec.worker} cannot start on the node {self._address}", why)
+        return None
 
-    def _fail(self, report: ErrorReport) -> None:
+    def _fail(self, report: ErrorReport, failures: int) -> None:
+        """Set the status after so many failures in a row."""
+        name, version = self._order.spec.worker, FAILED_STARTS_VERSION - failures
+        failed = ChildStatus(name, "failed", error=report, version=version)
+        if self._restarted:
+            why = f"it cannot be started: {report.what}" + (f": {report.why}" if report.why else "")
+            failed = ChildStatus(
+                name, "waiting", restarts=failures, crashes=failures, ended=why, version=version
+            )
         with self._changed:
-            self._status = ChildStatus(self._order.spec.worker, "failed", error=report, version=1)
+            self._status = failed
             self._changed.notify_all()
+
+    def _wait_stopping(self, timeout_s: float) -> bool:
+        """Whether the worker is to be stopped, after `timeout_s` seconds or as soon as it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._stopping, timeout_s)
 
     def _start_worker(self) -> None:
         """Learn everything from this node, wait for the keys, and start the supervisor.
@@ -209,7 +251,7 @@ class NodeWorker:
             ended="killed" if self._restarted else "",
             log_file=str(self._log),
         )
-        environ = child_environment(spec.threads, os.environ)
+        environ = child_environment(spec.threads, os.environ) | {WORKER_OF: self._deployment}
         if environ.get(UCX_DEVICES) == "lo" and self._address != "127.0.0.1":
             # Other nodes do not reach the loopback interface.
             del environ[UCX_DEVICES]
@@ -232,8 +274,9 @@ class NodeWorker:
     def _find_model(self) -> FoundModel:
         """The model on this node, with the memory that its workers get. Raises ModelError if it is not there."""
         order = self._order
-        devices = order.spec.tp * order.spec.pp
-        reply = describe_node(order.question, order.max_workers, devices, _count_cpus())["reply"]
+        reply = describe_node(
+            order.question, order.max_workers, order.devices, _count_cpus(), self._deployment
+        )["reply"]
         if error := reply.get("error"):
             raise ModelError(error["what"], error.get("why", ""), error.get("fix", ""))
         return msgspec.convert(reply["model"], FoundModel)
@@ -244,10 +287,11 @@ class NodeWorker:
             self._changed.wait_for(lambda: self._sealed is not None or self._stopping)
             if self._stopping or self._sealed is None:
                 return ""
-        _remove_old_folders()
-        self._folder = Path(tempfile.mkdtemp(prefix=KEY_FOLDER))
-        # Held until this process ends.
-        _lock_folder(self._folder)
+        if self._folder is None:
+            _remove_old_folders()
+            self._folder = Path(tempfile.mkdtemp(prefix=KEY_FOLDER))
+            # Held until this process ends.
+            _lock_folder(self._folder)
         write_worker_keys(self._folder, self._sealed)
         return str(self._folder)
 
@@ -263,6 +307,8 @@ class NodeWorker:
         spec = self._order.spec
         if not self._order.pin_cores or spec.threads > 1 or "GPU" in self._order.demand:
             return None
+        # Those of an earlier try.
+        self._claim.release()
         return self._claim.take_cores(spec.tp * spec.pp, sorted(os.sched_getaffinity(0)))
 
 

@@ -46,6 +46,7 @@ from engine.sequence import num_chunks
 from kvcache.class_shares import split_auto
 from kvcache.layout import KvLayout
 from services.host.child_environment import child_environment
+from services.host.held_memory import held_memory
 from services.host.supervisor import ErrorReport
 
 # The name of the model that is part of the project.
@@ -78,6 +79,8 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     kv_keep: float = 1.0
     # Whether weights are needed though no memory is planned for them: of bulk workers, which find out what fits.
     weights: bool = False
+    # The memory that workers of this deployment hold on this machine is shared anew (`held_memory.WORKER_OF`).
+    deployment: str = ""
 
 
 class ProbedModel(msgspec.Struct, frozen=True):
@@ -120,7 +123,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
     check_auto(classes, asked, budget)
     _check_splits(question, files, classes)
     _check_eviction(question, classes, files)
-    available = available_memory() // question.num_workers
+    available = _memory_share(question)
     memory = files.memory(
         max_model_len=question.max_model_len,
         kv_bytes=question.kv_bytes,
@@ -156,6 +159,12 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
         shape.layers,
         format_kv_classes(classes, codecs),
     )
+
+
+def _memory_share(question: ProbeRequest) -> int:
+    """Bytes for one worker: an equal share of what is free and what the deployment's other workers hold already."""
+    free = available_memory()
+    return min(free, (free + held_memory(question.deployment)) // question.num_workers)
 
 
 def _probe_without_weights(question: ProbeRequest) -> ProbedModel:

@@ -98,11 +98,11 @@ def deployment(tmp_path: Path, *groups: tuple[Bundle, ...], replan: bool = False
 
 
 def left_by(
-    earlier: ClusterDeployment, group: str, *workers: str, stopped: bool = False
+    earlier: ClusterDeployment, group: str, *workers: str, ended: bool = False
 ) -> dict[str, FoundWorker]:
     """What a cluster finds of workers that `earlier` has placed in one placement group."""
     return {
-        name: FoundWorker(None, earlier._make_order(spec(name), group, index), "10.0.0.2", stopped)
+        name: FoundWorker(None, earlier._make_order(spec(name), group, index), "10.0.0.2", ended)
         for index, name in enumerate(workers)
     }
 
@@ -131,8 +131,8 @@ def test_workers_as_they_are_wanted_are_adopted_and_others_end(tmp_path: Path) -
     one = deployment(tmp_path, *[(bundle,) for bundle in PAIR])
     found = left_by(one, "g", "prefill-0") | left_by(one, "h", "decode-0", "decode-7")
     assert adopt(one, found) == (["decode-0", "prefill-0"], {"decode-7": ""})
-    stopped = left_by(one, "g", "prefill-0", stopped=True)
-    assert adopt(one, stopped) == ([], {"prefill-0": "g"})
+    ended = left_by(one, "g", "prefill-0", ended=True)
+    assert adopt(one, ended) == ([], {"prefill-0": "g"})
     other = msgspec.structs.replace(found["decode-0"].order, demand={"CPU": 2.0})
     assert adopt(one, {"decode-0": FoundWorker(None, other, "", False)}) == ([], {"decode-0": "h"})
     pinned = msgspec.structs.replace(found["decode-0"].order, pin_cores=False)

@@ -43,8 +43,8 @@ class ActorMaker:
 def order(**demand: float) -> NodeOrder:
     worker = WorkerSpec(worker="decode-0", role="decode", gateway="tcp://a:1", keys_dir="", model="m")
     return NodeOrder(
-        spec=worker, module="m", namespace="n", question="{}", max_workers=1, keys_dir="", gateway_key="",
-        pin_cores=True, group="decode-0", index=0, demand=demand,
+        spec=worker, module="m", namespace="n", question="{}", max_workers=1, devices=1, keys_dir="",
+        gateway_key="", pin_cores=True, group="decode-0", index=0, demand=demand,
     )  # fmt: skip
 
 

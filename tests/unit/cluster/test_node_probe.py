@@ -68,7 +68,7 @@ def test_a_node_divides_its_memory_among_the_workers_that_it_may_get(
         return Ended()
 
     monkeypatch.setattr("subprocess.run", run)
-    found = describe_node('{"model": "tiny", "num_workers": 0}', max_workers, devices, cpus)
-    assert asked == [{"model": "tiny", "num_workers": share}]
+    found = describe_node('{"model": "tiny", "num_workers": 0}', max_workers, devices, cpus, "n@10.0.0.1")
+    assert asked == [{"model": "tiny", "num_workers": share, "deployment": "n@10.0.0.1"}]
     report = parse_report("10.0.0.1", found)
     assert report.versions["python"] == platform.python_version() and report.model_error == ()

@@ -112,6 +112,16 @@ def check_head(address: str) -> None:
         )
 
 
+def head_is_open(address: str, timeout_s: float = HEAD_TIMEOUT_S) -> bool:
+    """Whether Ray's head serves whoever asks, without a token and without TLS (with which Ray wants certificates)."""
+    try:
+        with grpc.insecure_channel(address) as channel:
+            _check_alive(channel, timeout_s)
+    except grpc.RpcError:
+        return False
+    return True
+
+
 def head_answers(address: str, timeout_s: float = HEAD_TIMEOUT_S) -> bool:
     """Whether Ray's head answers now."""
     try:
@@ -124,10 +134,14 @@ def head_answers(address: str, timeout_s: float = HEAD_TIMEOUT_S) -> bool:
 def _ask_head(address: str, timeout_s: float) -> Any:
     """The answer of Ray's head to CheckAlive."""
     with init_grpc_channel(address) as channel:
-        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
-        # Made when it is imported, by the library for protocol buffers.
-        question = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
-        return stub.CheckAlive(question, timeout=timeout_s)
+        return _check_alive(channel, timeout_s)
+
+
+def _check_alive(channel: Any, timeout_s: float) -> Any:
+    stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
+    # Made when it is imported, by the library for protocol buffers.
+    question = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
+    return stub.CheckAlive(question, timeout=timeout_s)
 
 
 def _head_error(address: str, error: Any) -> StartError:

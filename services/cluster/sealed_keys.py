@@ -1,7 +1,9 @@
 """Encrypts a worker's keys for one process on its node, so that they may travel through Ray without TLS.
 
 The process makes an X25519 key pair and gives away the public half; `diptych serve` seals the keys for it. Nobody who
-reads along learns them. Whoever can *change* what Ray carries can run programs on its nodes anyway.
+reads along learns them from that. It does not protect from those who can run programs on the nodes: those who have
+Ray's token, which Ray without TLS sends in plain text, or everybody where it has neither. Nor from those who can change
+what Ray carries, and put another key pair in the place of a node's.
 """
 
 from __future__ import annotations

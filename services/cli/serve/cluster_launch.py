@@ -27,6 +27,7 @@ from services.cli.serve.specs import device_budget, devices_by_worker, max_worke
 from services.cluster.capacity import NodeCapacity, count_devices, place_groups
 from services.cluster.cluster_deployment import ClusterDeployment
 from services.cluster.deployment import LocalDeployment
+from services.cluster.join import head_is_open
 from services.cluster.joined_cluster import JoinedCluster
 from services.cluster.node_probe import check_models, check_versions, describe_warnings
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
@@ -38,6 +39,10 @@ from services.host.versions import installed_version
 # Seconds for which nodes should go on without Ray's head. By default they end after 60 s.
 MIN_RECONNECT_S = 3600.0
 CHANNEL_FILE = "channel"
+OPEN_CLUSTER = (
+    "whoever reaches this Ray cluster may run programs on its nodes, and so read keys and prompts: start Ray with"
+    " RAY_AUTH_MODE=token"
+)
 
 
 class ClusterRun(ServeRun):
@@ -81,6 +86,8 @@ class ClusterRun(ServeRun):
         self._state = state_folder(self._config, self._cluster.address)
         joined = f"joined {self._cluster.address}, namespace {self._config.ray_namespace}"
         self._view.end_phase("ray", joined)
+        if head_is_open(self._cluster.address):
+            self._view.print_line(OPEN_CLUSTER)
 
     def _fit_to_cluster(self, nodes: Sequence[NodeCapacity]) -> None:
         """Decide what each worker takes, see that there is room for all, and let the cluster be the replanner's budget.

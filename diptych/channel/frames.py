@@ -154,8 +154,13 @@ def _decode_payload(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
         raise msgspec.DecodeError("nested too deeply") from error
 
 
-def set_socket_limits(socket: zmq.Socket[bytes], linger_ms: int) -> None:
-    """Set the limits that both ends use: no queue is unbounded. Closing waits `linger_ms` for frames to be sent."""
+def set_socket_limits(socket: zmq.Socket[bytes], address: str, linger_ms: int) -> None:
+    """Set what both ends of a channel at `address` use: no queue is unbounded; IPv6 if the address is in brackets.
+
+    Closing waits `linger_ms` for frames to be sent.
+    """
+    # With it libzmq would prefer the IPv6 addresses of names, where a gateway may not listen.
+    socket.set(zmq.IPV6, int("[" in address))
     socket.set(zmq.LINGER, linger_ms)
     socket.set(zmq.SNDHWM, QUEUED_FRAMES)
     socket.set(zmq.RCVHWM, QUEUED_FRAMES)
@@ -173,10 +178,10 @@ def is_route_of(route: bytes, worker: str) -> bool:
     return route.rpartition(b"/")[0] == worker.encode()
 
 
-def configure_dealer(socket: zmq.Socket[bytes], route: bytes, keys: WorkerKeys) -> None:
+def configure_dealer(socket: zmq.Socket[bytes], address: str, route: bytes, keys: WorkerKeys) -> None:
     """Set up a worker's new socket. It connects only to a gateway that proves to have the deployment's server key."""
     # The 500 ms let a worker that ends send its last tokens.
-    set_socket_limits(socket, linger_ms=500)
+    set_socket_limits(socket, address, linger_ms=500)
     socket.set(zmq.ROUTING_ID, route)
     # Frames are queued only for an open connection, so nothing piles up for an absent gateway.
     socket.set(zmq.IMMEDIATE, 1)

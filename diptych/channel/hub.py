@@ -83,7 +83,7 @@ class ChannelHub:
         """
         self._guard = start_zap_guard(self._context, self._keys.worker_raw, self.refused)
         socket = self._context.socket(zmq.ROUTER)
-        wire.set_socket_limits(socket, linger_ms=0)
+        wire.set_socket_limits(socket, self.address, linger_ms=0)
         # Sending to an unknown worker raises an error instead of being dropped.
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.ROUTER_HANDOVER, 1)  # a worker that connects again takes over its routing id at once

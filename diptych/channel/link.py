@@ -166,9 +166,8 @@ class ChannelLink:
             with zmq.Context() as context:
                 while not self._closing:
                     with context.socket(zmq.DEALER) as socket:
-                        wire.configure_dealer(
-                            socket, wire.make_route(self._hello.worker, self._session), self._keys
-                        )
+                        route = wire.make_route(self._hello.worker, self._session)
+                        wire.configure_dealer(socket, self._address, route, self._keys)
                         socket.connect(self._address)
                         self._serve_socket(socket)
         except BaseException as error:  # `poll_messages` raises it: a worker cannot go on without its channel

@@ -11,8 +11,15 @@ import psutil
 from diptych.errors import StartError
 
 
-def claim_port(host: str, port: int, origin: str = "--port") -> int:
+def format_channel(host: str, port: int) -> str:
+    """The address of a channel, tcp://HOST:PORT; an IPv6 address is put in brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def claim_port(host: str, port: int, origin: str = "--port", *, channel: bool = False) -> int:
     """Check that `host`:`port` can be bound, and return the port; port 0 gives a free one.
+
+    `channel`: it is the address of --channel, which a fix then names in place of --host and --port.
 
     Raises:
         StartError: the port is in use (the error names the process), needs privileges, or the host is not this machine.
@@ -23,7 +30,7 @@ def claim_port(host: str, port: int, origin: str = "--port") -> int:
         )[0]
     except socket.gaierror as error:
         raise StartError(
-            f"the host {host!r} is not known", error.strerror or str(error), "--host 127.0.0.1"
+            f"the host {host!r} is not known", error.strerror or str(error), _host_fix(channel)
         ) from None
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,28 +38,42 @@ def claim_port(host: str, port: int, origin: str = "--port") -> int:
             probe.bind(address)
             probe.listen(1)
         except OSError as error:
-            raise _port_error(host, port, error, origin) from None
+            raise _port_error(host, port, error, origin, channel) from None
         return int(probe.getsockname()[1])
 
 
-def _port_error(host: str, port: int, error: OSError, origin: str) -> StartError:
+def _host_fix(channel: bool) -> str:
+    """What names an address of this machine."""
+    if channel:
+        return "name an address of this machine: --channel tcp://ADDRESS:PORT; or leave it out"
+    return "--host 127.0.0.1"
+
+
+def _port_fix(host: str, port: int, channel: bool) -> str:
+    """What names another port."""
+    return f"--channel {format_channel(host, port)}" if channel else f"--port {port}"
+
+
+def _port_error(host: str, port: int, error: OSError, origin: str, channel: bool) -> StartError:
     """The error for a port that cannot be bound, with a free port as the fix. `origin` says where the port was set."""
     if error.errno == errno.EADDRINUSE:
         held = port_holder(port) or "a process of another user holds it"
         free = next(
             (other for other in range(port + 1, min(port + 50, 65536)) if _port_is_free(host, other)), None
         )
-        other = f"--port {free}" if free else "another --port"
+        other = _port_fix(host, free, channel) if free else "another port"
         return StartError(f"port {port} on {host} is in use", f"{held} (the port is from {origin})",
                           f"stop that process, or use {other}")  # fmt: skip
     if error.errno == errno.EACCES:
-        return StartError(f"port {port} needs privileges", "ports below 1024 are reserved", "--port 8000")
-    return StartError(f"cannot listen on {host}:{port}", error.strerror or str(error), "--host 127.0.0.1")
+        fix = _port_fix(host, 5700 if channel else 8000, channel)
+        return StartError(f"port {port} needs privileges", "ports below 1024 are reserved", fix)
+    return StartError(f"cannot listen on {host}:{port}", error.strerror or str(error), _host_fix(channel))
 
 
 def _port_is_free(host: str, port: int) -> bool:
     """Whether the port can be bound now."""
-    with socket.socket() as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -13,9 +13,10 @@ import msgspec
 from msgspec import structs
 
 from diptych.config.load import ApiKeys, LoadedConfig
-from diptych.errors import DiptychError, StartError
+from diptych.errors import ConfigError, DiptychError, StartError
 from diptych.specs import WorkerSpec
 from services.cli.serve.cluster_settings import (
+    check_channel_host,
     check_given_keys,
     cluster_groups,
     pinned_question_model,
@@ -32,7 +33,7 @@ from services.cluster.joined_cluster import JoinedCluster
 from services.cluster.node_probe import check_models, check_versions, describe_warnings
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
 from services.host.model_probe import ProbedModel, probe_request, resolve_model
-from services.host.ports import claim_port
+from services.host.ports import claim_port, format_channel
 from services.host.supervisor import ChildStatus, start_error
 from services.host.versions import installed_version
 
@@ -69,6 +70,10 @@ class ClusterRun(ServeRun):
         check_given_keys(self._config)
         self._start_ray()
         nodes = self._cluster.list_nodes()
+        if self._config.channel is not None:
+            check_channel_host(
+                self._config.channel, self._cluster.own_address, [node.address for node in nodes]
+            )
         self._fit_to_cluster(nodes)
         self._view.begin_phase("model")
         model = await resolve_model(self._config, 0)
@@ -176,15 +181,13 @@ class ClusterRun(ServeRun):
         """
         if self._config.channel is not None:
             host, port = split_channel(self._config.channel)
-            return f"tcp://{host}:{claim_port(host, port, '--channel')}"
+            origin = self._loaded.origin_of("channel")
+            return format_channel(host, claim_port(host, port, origin, channel=True))
         assert self._state is not None
         kept, own = self._state / CHANNEL_FILE, self._cluster.own_address
         try:
             self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
-            before = kept.read_text(encoding="ascii").strip() if kept.exists() else ""
-            if before.startswith(f"tcp://{own}:"):
-                return f"tcp://{own}:{claim_port(own, split_channel(before)[1], str(kept))}"
-            channel = f"tcp://{own}:{claim_port(own, 0)}"
+            channel = self._claim_again(kept, own) or format_channel(own, claim_port(own, 0, channel=True))
             kept.write_text(channel, encoding="ascii")
         except OSError as error:
             raise StartError(
@@ -193,6 +196,25 @@ class ClusterRun(ServeRun):
                 "set XDG_STATE_HOME to a folder of this user",
             ) from None
         return channel
+
+    def _claim_again(self, kept: Path, own: str) -> str:
+        """The channel in the file `kept`, of the last start; empty if there is none at this address, or it is taken."""
+        if not kept.exists():
+            return ""
+        try:
+            before = kept.read_text(encoding="ascii").strip()
+            host, port = split_channel(before)
+            if host == own:
+                claim_port(host, port, str(kept), channel=True)
+                return before
+        except (ConfigError, UnicodeDecodeError):
+            # The file is damaged.
+            pass
+        except StartError as error:
+            self._view.print_line(
+                f"{error.what} ({error.why}): workers of the last start, which connect to it, are started anew"
+            )
+        return ""
 
     def _describe_places(self, deployment: LocalDeployment) -> list[str]:
         assert isinstance(deployment, ClusterDeployment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
@@ -18,6 +19,7 @@ from planner.placement.plan_file import PlanFile
 from services.cli.serve.from_plan import node_groups, one_group_per_worker
 from services.cli.serve.specs import devices_by_worker
 from services.cluster.spec import Bundle
+from services.host.ports import format_channel
 
 CLUSTER_SETTINGS = ("ray_namespace", "prefill_resources", "decode_resources", "channel", "keys_dir")
 NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -53,7 +55,13 @@ def check_cluster_settings(loaded: LoadedConfig) -> None:
     for role in ("prefill", "decode"):
         parse_resources(config, role)
     if config.channel is not None:
-        split_channel(config.channel)
+        host, _ = split_channel(config.channel)
+        if host == "*" or _has(host, "is_unspecified"):
+            raise ConfigError(
+                f"--channel {config.channel} names no machine",
+                f"workers on the nodes connect to it, and {host} means every address of the machine that listens",
+                "name this machine's address in the cluster, or leave it out",
+            )
 
 
 def split_channel(channel: str) -> tuple[str, int]:
@@ -70,6 +78,30 @@ def split_channel(channel: str) -> tuple[str, int]:
             "leave it out: then it is this machine's address in the cluster, and a free port",
         )
     return host, port
+
+
+def check_channel_host(channel: str, own: str, nodes: Sequence[str]) -> None:
+    """Check that workers on the nodes with these addresses reach a channel on this machine, whose address is `own`.
+
+    Raises:
+        ConfigError: it is a loopback address, and there are other machines.
+    """
+    host, _ = split_channel(channel)
+    others = sorted({address for address in nodes if address != own})
+    if others and (host == "localhost" or _has(host, "is_loopback")):
+        raise ConfigError(
+            f"--channel {channel} is only reached from this machine",
+            f"workers on the node {others[0]} connect to it too",
+            f"--channel {format_channel(own, split_channel(channel)[1])}, or leave it out",
+        )
+
+
+def _has(host: str, trait: str) -> bool:
+    """Whether `host` is an IP address with this property of `ipaddress.IPv4Address`."""
+    try:
+        return bool(getattr(ipaddress.ip_address(host), trait))
+    except ValueError:
+        return False
 
 
 def parse_resources(config: Config, role: str) -> dict[str, float]:

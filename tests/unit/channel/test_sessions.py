@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,10 @@ from tests.unit.channel.endpoints import (
     receive_from,
 )
 
+# The machine's IPv6 addresses, in hexadecimal digits; none without IPv6.
+ADDRESSES = Path("/proc/net/if_inet6")
+IPV6 = ADDRESSES.read_text(encoding="ascii") if ADDRESSES.exists() else ""
+
 
 async def test_a_worker_is_met_welcomed_and_beats(hub: ChannelHub, dial: Dial) -> None:
     link = dial(hub)
@@ -37,6 +42,17 @@ async def test_a_worker_is_met_welcomed_and_beats(hub: ChannelHub, dial: Dial) -
     assert welcome == Welcome("g1", 0.05, 10.0, WAIT_S) and not link.gateway_lost
     beat = await receive_from(hub)
     assert beat == Heartbeat("decode-0", "decode-0/1", WorkerStats(steps=3))
+
+
+async def test_a_channel_has_an_ipv6_address(folder: Path, dial: Dial) -> None:
+    if not socket.has_ipv6 or not any(line.startswith("0" * 31 + "1") for line in IPV6.splitlines()):
+        pytest.skip("this machine has no IPv6")
+    hub = open_hub(folder, "tcp://[::1]:0")
+    try:
+        assert hub.address.startswith("tcp://[::1]:")
+        await meet_each_other(hub, dial(hub))
+    finally:
+        hub.close()
 
 
 async def test_messages_arrive_in_order_in_both_directions(hub: ChannelHub, dial: Dial) -> None:

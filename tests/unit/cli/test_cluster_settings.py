@@ -12,6 +12,7 @@ from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from services.cli.serve.cluster_settings import (
+    check_channel_host,
     check_cluster_settings,
     check_given_keys,
     cluster_groups,
@@ -19,6 +20,7 @@ from services.cli.serve.cluster_settings import (
     split_channel,
     state_folder,
 )
+from services.host.ports import format_channel
 
 
 def loaded(**settings: Any) -> LoadedConfig:
@@ -41,6 +43,9 @@ def loaded(**settings: Any) -> LoadedConfig:
         ({"ray_address": "auto", "colocated": 2, "prefill_resources": ("x=1",)}, "has no effect"),
         ({"ray_address": "auto", "channel": "tcp://host"}, "no address of a channel"),
         ({"ray_address": "auto", "channel": "ipc:///tmp/x"}, "no address of a channel"),
+        ({"ray_address": "auto", "channel": "tcp://0.0.0.0:5700"}, "names no machine"),
+        ({"ray_address": "auto", "channel": "tcp://*:5700"}, "names no machine"),
+        ({"ray_address": "auto", "channel": "tcp://[::]:5700"}, "names no machine"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(settings: dict[str, Any], said: str) -> None:
@@ -55,6 +60,17 @@ def test_sound_settings_pass() -> None:
         loaded(ray_address="auto", ray_namespace="team-a", decode_resources=("GPU=1", "x=0.1"))
     )
     assert split_channel("tcp://10.0.0.1:9000") == ("10.0.0.1", 9000)
+    assert format_channel(*split_channel("tcp://[fd00::1]:9000")) == "tcp://[fd00::1]:9000"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "[::1]"])
+def test_a_channel_that_other_nodes_do_not_reach_is_refused(host: str) -> None:
+    channel = f"tcp://{host}:9000"
+    check_channel_host(channel, "10.0.0.1", ["10.0.0.1"])
+    check_channel_host("tcp://10.0.0.9:9000", "10.0.0.1", ["10.0.0.1", "10.0.0.2"])
+    with pytest.raises(ConfigError, match="only reached from this machine") as caught:
+        check_channel_host(channel, "10.0.0.1", ["10.0.0.1", "10.0.0.2"])
+    assert "10.0.0.2" in caught.value.why and "--channel tcp://10.0.0.1:9000" in caught.value.fix
 
 
 def test_workers_take_what_they_compute_on_and_what_the_user_names() -> None:

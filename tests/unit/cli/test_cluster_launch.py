@@ -1,0 +1,64 @@
+"""The channel of a deployment in a Ray cluster: that of the last start where it can be. Nothing is started."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from diptych.config.load import LoadedConfig
+from diptych.config.options import Config
+from diptych.errors import StartError
+from services.cli.serve.cluster_launch import CHANNEL_FILE, ClusterRun
+
+OWN = "127.0.0.1"
+
+
+def made_run(folder: Path, said: list[str], **settings: Any) -> ClusterRun:
+    view: Any = SimpleNamespace(print_line=said.append)
+    loaded = LoadedConfig(Config(**settings), {name: f"the file's {name}" for name in settings})
+    run = ClusterRun(loaded, None, folder, folder, view)
+    run._joined, run._state = cast(Any, SimpleNamespace(own_address=OWN)), folder / "state"
+    return run
+
+
+def test_the_channel_of_the_last_start_is_taken_again(tmp_path: Path) -> None:
+    said = list[str]()
+    first = made_run(tmp_path, said)._claim_channel()
+    kept = tmp_path / "state" / CHANNEL_FILE
+    assert first.startswith(f"tcp://{OWN}:") and kept.read_text() == first
+    assert made_run(tmp_path, said)._claim_channel() == first and said == []
+
+
+@pytest.mark.parametrize("content", ["tcp://192.0.2.1:5700", "nonsense", "tcp://127.0.0.1:99999", "\xff"])
+def test_a_channel_that_cannot_be_had_again_is_replaced(tmp_path: Path, content: str) -> None:
+    said = list[str]()
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / CHANNEL_FILE).write_text(content, encoding="latin-1")
+    assert made_run(tmp_path, said)._claim_channel().startswith(f"tcp://{OWN}:") and said == []
+
+
+def test_a_port_that_was_taken_meanwhile_is_replaced(tmp_path: Path) -> None:
+    said = list[str]()
+    first = made_run(tmp_path, said)._claim_channel()
+    with socket.create_server((OWN, int(first.rpartition(":")[2]))):
+        second = made_run(tmp_path, said)._claim_channel()
+        assert second != first and (tmp_path / "state" / CHANNEL_FILE).read_text() == second
+        (line,) = said
+        assert "is in use" in line and "started anew" in line
+        with pytest.raises(StartError) as caught:
+            made_run(tmp_path, said, channel=first)._claim_channel()
+        assert "the file's channel" in caught.value.why and "--channel tcp://" in caught.value.fix
+
+
+def test_a_channel_keeps_its_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "services.cli.serve.cluster_launch.claim_port", lambda host, port, *_, **__: port or 7
+    )
+    assert made_run(tmp_path, [], channel="tcp://[fd00::1]:9000")._claim_channel() == "tcp://[fd00::1]:9000"
+    run = made_run(tmp_path, [])
+    run._joined = cast(Any, SimpleNamespace(own_address="fd00::1"))
+    assert run._claim_channel() == run._claim_channel() == "tcp://[fd00::1]:7"

@@ -6,6 +6,10 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def start_daemon(call: Callable[[], object]) -> threading.Thread:
@@ -18,6 +22,29 @@ def start_daemon(call: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+async def await_daemon(call: Callable[[], T]) -> T:
+    """The result of `call`, which runs in a thread. If this is cancelled, the thread runs on and is not waited for."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(settled: Callable[[], None]) -> None:
+        if not result.done():
+            settled()
+
+    def run() -> None:
+        try:
+            found = call()
+            ended = partial(result.set_result, found)
+        except Exception as error:
+            ended = partial(result.set_exception, error)
+        # The error means that the loop has ended meanwhile.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, ended)
+
+    start_daemon(run)
+    return await result
 
 
 async def call_in_time(call: Callable[[], object], timeout_s: float) -> None:

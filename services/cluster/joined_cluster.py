@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -36,7 +36,9 @@ from services.cluster.sealed_keys import seal_keys
 from services.cluster.spec import SUPERVISOR_DIED
 from services.host.supervisor import ChildStatus, ErrorReport
 
-PROBE_TIMEOUT_S, ACTOR_TIMEOUT_S, KILL_TIMEOUT_S = 120.0, 15.0, 5.0
+ACTOR_TIMEOUT_S, KILL_TIMEOUT_S = 15.0, 5.0
+# Seconds after which nodes that are still waited for are named, and those that Ray needs to deliver an answer.
+LONG_PROBE_S, ANSWER_TIMEOUT_S = 5.0, 30.0
 # Seconds for Ray to notice the end of an earlier driver.
 DRIVER_END_S = 5.0
 # Versions of statuses that do not come from an actor: it has died, or it has failed.
@@ -183,19 +185,29 @@ class JoinedCluster:
         ]
 
     def probe_nodes(
-        self, nodes: Sequence[NodeCapacity], question: str, max_workers: int, devices: int
+        self,
+        nodes: Sequence[NodeCapacity],
+        question: str,
+        max_workers: int,
+        devices: int,
+        timeout_s: float,
+        say: Callable[[str], None],
     ) -> list[NodeReport]:
-        """Ask each node for its versions and for the model (`services.cluster.node_probe.describe_node`).
+        """Ask all nodes at once (`services.cluster.node_probe.describe_node`); each may take `timeout_s` seconds.
+
+        `say` prints a line if they need long. Without a `question` they tell their versions only.
 
         Raises:
             StartError: a node does not answer.
         """
+        if not nodes:
+            return []
         # Sent by value: it must run where another version of Diptych is installed, or none.
         cast(Any, cloudpickle).register_pickle_by_value(node_probe)
         try:
             probe = ray.remote(node_probe.describe_node)
             asked = {
-                node.address: probe.options(
+                probe.options(
                     num_cpus=0,
                     max_retries=0,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
@@ -205,24 +217,20 @@ class JoinedCluster:
                     devices,
                     node.total.get("CPU", 0.0),
                     node_probe.name_deployment(self.namespace, node.address),
-                )
+                    timeout_s,
+                ): node.address
                 for node in nodes
             }
-            return [self._await_report(address, answer) for address, answer in asked.items()]
         finally:
             cast(Any, cloudpickle).unregister_pickle_by_value(node_probe)
-
-    def _await_report(self, address: str, answer: Any) -> NodeReport:
-        try:
-            return node_probe.parse_report(address, ray.get(answer, timeout=PROBE_TIMEOUT_S))
-        except Exception as error:
-            # Ray has no common base class for the errors of its parts.
-            why = " ".join(str(error).split())[:300] or type(error).__name__
-            raise StartError(
-                f"the node {address} does not answer",
-                why,
-                "see Ray's logs there, or take it out of the cluster",
-            ) from None
+        for wait_s in (LONG_PROBE_S, timeout_s + ANSWER_TIMEOUT_S - LONG_PROBE_S):
+            _, silent = cast(Any, ray).wait(list(asked), num_returns=len(asked), timeout=wait_s)
+            if silent and wait_s == LONG_PROBE_S:
+                say(f"waiting for {_name_nodes([asked[one] for one in silent])}")
+        if silent:
+            why = f"waited {timeout_s + ANSWER_TIMEOUT_S:.0f} s"
+            raise _silent_nodes([asked[one] for one in silent], why)
+        return [_read_report(address, answer) for answer, address in asked.items()]
 
     def has_workers(self) -> bool:
         """Whether an earlier driver of this namespace has left workers. Raises StartError as `list_workers`."""
@@ -326,3 +334,29 @@ class JoinedCluster:
             removing = start_daemon(lambda: cast(Any, internal_kv)._internal_kv_del(self._entry))
             removing.join(KILL_TIMEOUT_S)
         ray.shutdown()
+
+
+def _read_report(address: str, answer: Any) -> NodeReport:
+    """The report of a node whose answer has come. Raises StartError if it is an error."""
+    try:
+        return node_probe.parse_report(address, cast(Any, ray).get(answer, timeout=ANSWER_TIMEOUT_S))
+    except Exception as error:
+        # Ray has no common base class for the errors of its parts.
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise _silent_nodes([address], why) from None
+
+
+def _silent_nodes(addresses: Sequence[str], why: str) -> StartError:
+    verb = "does" if len(addresses) == 1 else "do"
+    return StartError(
+        f"{_name_nodes(addresses)} {verb} not answer",
+        why,
+        "see Ray's logs there, or leave it out of the cluster",
+    )
+
+
+def _name_nodes(addresses: Sequence[str]) -> str:
+    """In words, at most three of them: "the nodes 10.0.0.1, 10.0.0.2"."""
+    shown = ", ".join(sorted(addresses)[:3])
+    more = f" and {len(addresses) - 3} more" if len(addresses) > 3 else ""
+    return f"the node{'s' if len(addresses) > 1 else ''} {shown}{more}"

@@ -29,12 +29,13 @@ class NodeReport:
 
 
 def describe_node(
-    question: str, max_workers: int, devices: int, node_cpus: float, deployment: str
+    question: str, max_workers: int, devices: int, node_cpus: float, deployment: str, timeout_s: float
 ) -> dict[str, Any]:
     """Run on a node: its versions, and the answer to `question`, a `ProbeRequest` in JSON without the node's part.
 
     The node's memory is shared by as many workers of so many `devices` as its CPUs allow, and by `max_workers` at most.
-    What workers of the `deployment` (`name_deployment`) hold on the node is shared too.
+    What workers of the `deployment` (`name_deployment`) hold on the node is shared too. A model that is not there after
+    `timeout_s` seconds, since it is being downloaded, is an error. Without a `question` only versions are told.
     """
     import importlib.metadata
     import json
@@ -64,12 +65,21 @@ def describe_node(
         return found
     here = max(1, min(max_workers, int(node_cpus // devices) if node_cpus >= devices else max_workers))
     # `-P`: nothing may be imported from the directory in which Ray was started.
-    probing = subprocess.run(
-        [sys.executable, "-P", "-m", "services.host.model_probe_main"],
-        input=json.dumps(json.loads(question) | {"num_workers": here, "deployment": deployment}).encode(),
-        capture_output=True,
-        check=False,
-    )
+    try:
+        probing = subprocess.run(
+            [sys.executable, "-P", "-m", "services.host.model_probe_main"],
+            input=json.dumps(json.loads(question) | {"num_workers": here, "deployment": deployment}).encode(),
+            capture_output=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        error = {
+            "what": f"the model is not there after {timeout_s:.0f} s",
+            "why": "a model of the hub may still have to be downloaded",
+            "fix": "download it there before (hf download), or wait longer: --start-timeout-s",
+        }
+        return found | {"reply": {"error": error}}
     try:
         found["reply"] = json.loads(probing.stdout.strip().rsplit(b"\n", 1)[-1])
     except ValueError:

@@ -47,6 +47,8 @@ from services.host.supervisor import ChildStatus, ErrorReport, Supervisor
 KEY_FOLDER = "diptych-keys-"
 # A key folder that is younger may not have been locked yet.
 MIN_AGE_S = 60.0
+# Seconds for a download of the model. The driver of a first start may give up earlier.
+MODEL_TIMEOUT_S = 3600.0
 # States of a supervisor in which its worker is not started again.
 ENDED_STATES = ("failed", "retired", "stopped")
 # Versions of statuses before there is a supervisor, whose versions are not negative, lie below this.
@@ -275,7 +277,12 @@ class NodeWorker:
         """The model on this node, with the memory that its workers get. Raises ModelError if it is not there."""
         order = self._order
         reply = describe_node(
-            order.question, order.max_workers, order.devices, _count_cpus(), self._deployment
+            order.question,
+            order.max_workers,
+            order.devices,
+            _count_cpus(),
+            self._deployment,
+            MODEL_TIMEOUT_S,
         )["reply"]
         if error := reply.get("error"):
             raise ModelError(error["what"], error.get("why", ""), error.get("fix", ""))

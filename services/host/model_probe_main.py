@@ -11,12 +11,15 @@ import sys
 import msgspec
 
 from diptych.errors import DiptychError
+from diptych.process import die_with_parent
 from services.host.model_probe import ProbeReply, ProbeRequest, probe_model
 from services.host.supervisor import ErrorReport
 
 
 def main() -> None:
     """Read a `ProbeRequest` from standard input and print the `ProbeReply`, with the error if there was one."""
+    # A download must not outlive the one who waits for it.
+    die_with_parent()
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeRequest)
     try:
         answer = ProbeReply(model=probe_model(question))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import platform
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +27,11 @@ from services.cli.serve.launch import ServeRun
 from services.cli.serve.specs import device_budget, devices_by_worker, max_workers
 from services.cluster.capacity import NodeCapacity, count_devices, place_groups
 from services.cluster.cluster_deployment import ClusterDeployment
+from services.cluster.daemon_calls import await_daemon
 from services.cluster.deployment import LocalDeployment
 from services.cluster.join import head_is_open
 from services.cluster.joined_cluster import JoinedCluster
-from services.cluster.node_probe import check_models, check_versions, describe_warnings
+from services.cluster.node_probe import NodeReport, check_models, check_versions, describe_warnings
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
 from services.host.model_probe import ProbedModel, probe_request, resolve_model
 from services.host.ports import claim_port, format_channel
@@ -39,6 +40,10 @@ from services.host.versions import installed_version
 
 # Seconds for which nodes should go on without Ray's head. By default they end after 60 s.
 MIN_RECONNECT_S = 3600.0
+# Seconds in which nodes must tell their versions.
+VERSION_TIMEOUT_S = 30.0
+# Seconds before the end of --start-timeout-s at which nodes give up looking for the model.
+ERROR_TIME_S = 5.0
 CHANNEL_FILE = "channel"
 OPEN_CLUSTER = (
     "whoever reaches this Ray cluster may run programs on its nodes, and so read keys and prompts: start Ray with"
@@ -54,6 +59,7 @@ class ClusterRun(ServeRun):
     _state: Path | None = None
     _groups: tuple[tuple[Bundle, ...], ...] = ()
     _question: str = ""
+    _began_s: float = 0.0
     # Whether the replanner's budget is the cluster, whose size changes with its nodes.
     _may_use_all: bool = False
 
@@ -67,6 +73,7 @@ class ClusterRun(ServeRun):
         self, port: int, accepted: ApiKeys
     ) -> tuple[LocalDeployment, DeploymentSpec, ProbedModel]:
         """Join the cluster, see that it has room and that its nodes have versions and model, and start the gateway."""
+        self._began_s = time.monotonic()
         check_given_keys(self._config)
         self._start_ray()
         nodes = self._cluster.list_nodes()
@@ -77,7 +84,7 @@ class ClusterRun(ServeRun):
         self._fit_to_cluster(nodes)
         self._view.begin_phase("model")
         model = await resolve_model(self._config, 0)
-        await asyncio.to_thread(self._check_nodes, nodes, model)
+        await await_daemon(lambda: self._check_nodes(nodes, model))
         return self._start_gateway(model, port, accepted)
 
     def _start_ray(self) -> None:
@@ -132,8 +139,7 @@ class ClusterRun(ServeRun):
             for node in nodes
             if any(node.could_hold(bundle.demand) for group in self._groups for bundle in group)
         ]
-        devices = min(bundle.devices for group in self._groups for bundle in group)
-        reports = self._cluster.probe_nodes(able, self._question, max_workers(self._config), devices)
+        reports = self._probe_nodes(able, "", VERSION_TIMEOUT_S)
         check_versions(
             reports,
             {
@@ -142,9 +148,19 @@ class ClusterRun(ServeRun):
                 "ray": installed_version("ray"),
             },
         )
-        check_models(reports, self._config.model)
         for line in describe_warnings(reports, MIN_RECONNECT_S):
             self._view.print_line(line)
+        # The nodes' errors say more than that of a start that has taken too long.
+        left_s = self._config.start_timeout_s - (time.monotonic() - self._began_s) - ERROR_TIME_S
+        reports = self._probe_nodes(able, self._question, max(1.0, left_s))
+        check_models(reports, self._config.model)
+
+    def _probe_nodes(
+        self, nodes: Sequence[NodeCapacity], question: str, timeout_s: float
+    ) -> list[NodeReport]:
+        devices = min(bundle.devices for group in self._groups for bundle in group)
+        workers, say = max_workers(self._config), self._view.print_line
+        return self._cluster.probe_nodes(nodes, question, workers, devices, timeout_s, say)
 
     def _start_placed(self, deployment: LocalDeployment) -> None:
         assert isinstance(deployment, ClusterDeployment)

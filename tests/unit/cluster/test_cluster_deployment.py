@@ -22,7 +22,7 @@ from diptych.errors import ConfigError, StartError
 from diptych.specs import GatewaySpec, WorkerSpec
 from services.cluster import cluster_deployment, join
 from services.cluster.cluster_deployment import ClusterDeployment
-from services.cluster.daemon_calls import call_in_time
+from services.cluster.daemon_calls import await_daemon, call_in_time
 from services.cluster.join import find_head
 from services.cluster.joined_cluster import FoundWorker, JoinedCluster, NodeWorkerHandle
 from services.cluster.node_worker import ActorReport
@@ -206,9 +206,19 @@ def test_a_call_that_never_returns_is_given_up() -> None:
         # An error is as good as an end.
         await call_in_time(lambda: 1 / 0, 60.0)
 
+    async def hurry() -> None:
+        waiting = asyncio.create_task(await_daemon(wait_for_head))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled() and await await_daemon(lambda: 7) == 7
+        with pytest.raises(ZeroDivisionError):
+            await await_daemon(lambda: 1 / 0)
+
     try:
         asyncio.run(story())
         assert asked.is_set()
+        asyncio.run(hurry())
     finally:
         silent.set()
 

@@ -14,7 +14,7 @@ from ray.core.generated import gcs_service_pb2
 from services.cluster.join import head_is_open
 
 
-class Head(grpc.GenericRpcHandler):
+class Head(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Answers every call, or with `token` only those that have one."""
 
     def __init__(self, token: bool) -> None:

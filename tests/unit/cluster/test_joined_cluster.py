@@ -143,3 +143,48 @@ def test_an_actor_of_another_program_with_a_workers_name_is_refused(monkeypatch:
             ask()
         assert "shop.Decoder" in caught.value.why and "--ray-namespace" in caught.value.fix
     assert actors.killed == []
+
+
+class Probes:
+    """Nodes that answer, with the versions `VERSIONS`; those in `silent` do not."""
+
+    def __init__(self, silent: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.silent, self.asked, self.waited = silent, list[str](), list[float]()
+        monkeypatch.setattr(ray, "remote", lambda _: SimpleNamespace(options=self.options))
+        monkeypatch.setattr(ray, "wait", self.wait)
+        monkeypatch.setattr(ray, "get", lambda _, timeout: ANSWER)
+
+    def options(self, **_: Any) -> Any:
+        return SimpleNamespace(remote=self.ask)
+
+    def ask(
+        self, question: str, workers: int, devices: int, cpus: float, deployment: str, limit: float
+    ) -> str:
+        self.asked.append(deployment)
+        return deployment
+
+    def wait(self, asked: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        self.waited.append(timeout)
+        assert num_returns == len(asked)
+        late = [one for one in asked if one.partition("@")[2] in self.silent]
+        return [one for one in asked if one not in late], late
+
+
+ANSWER = {"versions": {"ray": "2"}, "niceness": 0, "reconnect_s": "", "reply": {}}
+NODES = [NodeCapacity(f"{number:056x}", f"10.0.0.{number}", {"CPU": 4.0}, {}) for number in range(1, 7)]
+
+
+def test_all_nodes_have_the_same_time_to_find_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    probes = Probes(set(), monkeypatch)
+    cluster = JoinedCluster("10.0.0.1:6379", "n")
+    found = cluster.probe_nodes(NODES, "{}", 2, 1, 600.0, said.append)
+    assert [report.address for report in found] == [node.address for node in NODES]
+    assert said == [] and cluster.probe_nodes([], "{}", 2, 1, 600.0, said.append) == []
+    probes.silent, probes.waited = {node.address for node in NODES[1:]}, []
+    with pytest.raises(
+        StartError, match="nodes 10.0.0.2, 10.0.0.3, 10.0.0.4 and 2 more do not answer"
+    ) as caught:
+        cluster.probe_nodes(NODES, "{}", 2, 1, 600.0, said.append)
+    assert 600.0 <= sum(probes.waited) <= 700.0 and len(caught.value.lines()) <= 6
+    assert said == ["waiting for the nodes 10.0.0.2, 10.0.0.3, 10.0.0.4 and 2 more"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +69,20 @@ def test_a_node_divides_its_memory_among_the_workers_that_it_may_get(
         return Ended()
 
     monkeypatch.setattr("subprocess.run", run)
-    found = describe_node('{"model": "tiny", "num_workers": 0}', max_workers, devices, cpus, "n@10.0.0.1")
+    found = describe_node(
+        '{"model": "tiny", "num_workers": 0}', max_workers, devices, cpus, "n@10.0.0.1", 60.0
+    )
     assert asked == [{"model": "tiny", "num_workers": share, "deployment": "n@10.0.0.1"}]
     report = parse_report("10.0.0.1", found)
     assert report.versions["python"] == platform.python_version() and report.model_error == ()
+
+
+def test_a_node_that_downloads_for_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], *, timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr("subprocess.run", run)
+    report = parse_report("10.0.0.1", describe_node("{}", 1, 1, 1.0, "n@10.0.0.1", 7.0))
+    assert report.model_error[0] == "the model is not there after 7 s" and "download" in report.model_error[2]
+    # Without a question nothing is looked for.
+    assert parse_report("10.0.0.1", describe_node("", 1, 1, 1.0, "n@10.0.0.1", 7.0)).model_error == ()

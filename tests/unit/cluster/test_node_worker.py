@@ -99,7 +99,7 @@ def test_a_restarted_worker_tries_until_its_node_has_what_it_needs(
     supervisor: Any = worker._supervisor
     assert supervisor.spec.kv_bytes == 4096 and supervisor.environ[WORKER_OF] == "n@10.0.0.1"
     # All workers of a node count by the same devices, those of the smallest.
-    assert node.asked == [("{}", 5, 1, 8.0, "n@10.0.0.1")] * 3
+    assert node.asked == [("{}", 5, 1, 8.0, "n@10.0.0.1", under_test.MODEL_TIMEOUT_S)] * 3
     assert worker.describe_order()[2] is False
     worker.stop(0.0)
     assert worker.describe_order()[2] is True

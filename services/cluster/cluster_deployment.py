@@ -8,6 +8,7 @@ which adopts them.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,8 @@ from diptych.channel.keys import make_keys, read_worker_keys
 from diptych.errors import StartError
 from diptych.specs import WorkerSpec
 from services.cluster.capacity import NodeCapacity
-from services.cluster.deployment import RAY, LocalDeployment, OnStatus
+from services.cluster.daemon_calls import await_daemon, call_in_time, start_daemon
+from services.cluster.deployment import RAY, LocalDeployment, OnStatus, WorkerHandle
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
 from services.host.supervisor import ChildStatus
 
@@ -52,6 +54,10 @@ class ClusterDeployment(LocalDeployment):
         super().__init__(plan, on_status)
         self._cluster, self._joined, self._say = cluster, joined, say
         self._bundles = {bundle.worker: bundle for group in plan.node_groups for bundle in group}
+        # Workers that were placed and are not recorded yet; set and read while one thread places workers, or none does.
+        self._placed: dict[str, tuple[WorkerHandle, WorkerSpec]] = {}
+        self._idle, self._stops = threading.Event(), False
+        self._idle.set()
 
     def start_gateway(self) -> None:
         """Make this deployment's keys, unless they are there or are the user's, and start the gateway's process."""
@@ -60,13 +66,37 @@ class ClusterDeployment(LocalDeployment):
             make_keys(folder)
         self._start_gateway_process()
 
-    def start_workers(self, head: Any) -> None:
+    async def start_workers(self, head: Any) -> None:
         """Adopt what an earlier driver has left, place and start the other workers, and watch them and Ray's head.
 
         Raises:
             StartError: there is no room for a worker; the error says what was asked, and what each node has.
         """
         self._head = head
+        await self._record_placed(self._place_workers)
+        self._watchers.append(asyncio.create_task(self._watch_head()))
+
+    async def _record_placed(self, place: Callable[[], None]) -> None:
+        """Run `place`, which blocks while Ray does not answer, in a thread; record what it has put into `_placed`.
+
+        If this is cancelled, `stop` waits for the thread and stops these workers too.
+        """
+        self._idle.clear()
+
+        def run() -> None:
+            try:
+                place()
+            finally:
+                self._idle.set()
+
+        await await_daemon(run)
+        for worker, spec in self._placed.values():
+            self._record_worker(worker, spec)
+        self._placed.clear()
+
+    # --- in the thread of `_record_placed` ---
+
+    def _place_workers(self) -> None:
         adopted = self._adopt_workers()
         missing = [
             group
@@ -77,11 +107,16 @@ class ClusterDeployment(LocalDeployment):
             nodes = self._joined.list_nodes()
             for node in nodes:
                 node.placed += [name for name, address in adopted.items() if address == node.address]
+            self._check_going_on()
             self._joined.groups.reserve_groups(missing, nodes)
         for spec in self._plan.workers:
             if spec.worker not in adopted:
                 self._launch_worker(spec)
-        self._watchers.append(asyncio.create_task(self._watch_head()))
+
+    def _check_going_on(self) -> None:
+        """Raises StartError if the deployment is to be stopped, so that nothing more may be placed."""
+        if self._stops:
+            raise StartError("the deployment stops")
 
     def _adopt_workers(self) -> dict[str, str]:
         """Take over the workers of an earlier driver that are as this one wants them, and end the others.
@@ -98,12 +133,12 @@ class ClusterDeployment(LocalDeployment):
         kept = {found[name].order.group for name in fitting}
         for name, worker in found.items():
             if name not in fitting:
+                self._check_going_on()
                 group_name = worker.order.group
                 self._joined.remove_actor(name, worker.actor, group_name if group_name not in kept else "")
         for name in sorted(fitting):
-            self._record_worker(
-                self._joined.adopt_worker(found[name], self._worker_keys()), found[name].order.spec
-            )
+            adopted = self._joined.adopt_worker(found[name], self._worker_keys())
+            self._placed[name] = (adopted, found[name].order.spec)
             role, _, number = name.rpartition("-")
             self._started_count[role] = max(self._started_count[role], int(number) + 1)
         if fitting:
@@ -121,10 +156,11 @@ class ClusterDeployment(LocalDeployment):
         return self._make_order(spec, found.order.group, found.order.index).is_like(found.order)
 
     def _launch_worker(self, spec: WorkerSpec) -> None:
-        """Start the actor of a worker on its reserved bundle, and a task that watches it."""
+        """Start the actor of a worker on its reserved bundle."""
+        self._check_going_on()
         place, _ = self._joined.groups.find_place(spec.worker)
         order = self._make_order(spec, place.name, place.index)
-        self._record_worker(self._joined.launch_worker(order, self._worker_keys()), spec)
+        self._placed[spec.worker] = (self._joined.launch_worker(order, self._worker_keys()), spec)
 
     def _make_order(self, spec: WorkerSpec, group: str, index: int) -> NodeOrder:
         """The order for a worker's actor on the bundle `index` of a placement group."""
@@ -158,26 +194,38 @@ class ClusterDeployment(LocalDeployment):
             known = replace(self._bundles[like.worker], worker=spec.worker)
         return known
 
-    def start_worker(self, role: str) -> str:
+    async def start_worker(self, role: str) -> str:
         """Start one more worker, like the first one of its role, where the cluster has room; return its name.
 
         Raises:
             StartError: the device budget is used up, there is no room, or Ray's head is lost.
         """
-        from services.cluster.join import head_answers
-
         like = next(spec for spec in self._plan.workers if spec.role == role)
         self._check_budget(role, like.tp * like.pp)
         spec = msgspec.structs.replace(like, worker=f"{role}-{self._started_count[role]}")
+        await self._record_placed(lambda: self._place_worker(spec))
+        self._started_count[role] += 1
+        return spec.worker
+
+    def _place_worker(self, spec: WorkerSpec) -> None:
+        """Reserve a place for a worker, and start its actor there; blocks."""
+        from services.cluster.join import head_answers
+
         if not head_answers(self._joined.address, SOON_S):
-            # Otherwise Ray would wait for it, and so would this process.
-            raise StartError(f"no {role} worker can be started", "Ray's head does not answer")
+            raise StartError(f"no {spec.role} worker can be started", "Ray's head does not answer")
         nodes = self._joined.list_nodes()
         self._note_placed(nodes)
+        self._check_going_on()
         self._joined.groups.reserve_groups([(self._bundle_like(spec),)], nodes)
-        self._started_count[role] += 1
-        self._launch_worker(spec)
-        return spec.worker
+        try:
+            self._launch_worker(spec)
+        except StartError:
+            self._joined.groups.release_bundle(spec.worker)
+            raise
+
+    async def _release_bundle(self, name: str) -> None:
+        """Give the place of a worker that is gone back to Ray, which takes it when its head answers."""
+        await call_in_time(lambda: self._joined.groups.release_bundle(name), RELEASE_TIMEOUT_S)
 
     def _note_placed(self, nodes: list[NodeCapacity]) -> None:
         """Tell each node which workers of this deployment it has, so that the next ones are spread."""
@@ -205,15 +253,22 @@ class ClusterDeployment(LocalDeployment):
 
     async def stop(self, drain_s: float) -> None:
         """Stop the gateway, then the workers, and give their places back. Idempotent."""
-        from services.cluster.daemon_calls import call_in_time
-
+        self._stops = True
+        # What was being placed when the start was cancelled.
+        await call_in_time(self._idle.wait, RELEASE_TIMEOUT_S)
+        self._take_placed()
         await super().stop(drain_s)
         await call_in_time(self._joined.groups.release_all, RELEASE_TIMEOUT_S)
 
+    def _take_placed(self) -> None:
+        """Let workers that were placed, and not recorded, end with the others."""
+        self.workers |= {name: worker for name, (worker, _) in self._placed.items()}
+        self._placed.clear()
+
     def end_at_once(self) -> None:
         """End all workers that `stop` has not ended, without grace: no guard would end what runs on other nodes."""
-        from services.cluster.daemon_calls import start_daemon
-
+        self._stops = True
+        self._take_placed()
         left = [cast(Any, worker).kill for worker in self.workers.values()]
         threads = [start_daemon(end) for end in (*left, self._joined.groups.release_all)]
         deadline_s = time.monotonic() + RELEASE_TIMEOUT_S

@@ -89,7 +89,7 @@ class LocalDeployment:
         self._gateway.start()
         self._watchers.append(asyncio.create_task(self._watch_gateway()))
 
-    def start_workers(self, head: RayCluster) -> None:
+    async def start_workers(self, head: RayCluster) -> None:
         """Start the workers' actors under a running Ray head, and watch them and Ray's processes."""
         self._head = head
         for group in self._plan.node_groups:
@@ -128,7 +128,7 @@ class LocalDeployment:
         """Devices held by all workers, including those that start or end."""
         return sum(spec.tp * spec.pp for spec in self.specs.values())
 
-    def start_worker(self, role: str) -> str:
+    async def start_worker(self, role: str) -> str:
         """Start one more worker with the settings of the first one of its role; return its name.
 
         The worker is usable once its status is "ready". Raises StartError if the device budget is used up or Ray is
@@ -162,8 +162,12 @@ class LocalDeployment:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await worker.stop(WORKER_GRACE_S)
-        self._head.groups.release_bundle(name)
+        await self._release_bundle(name)
         del self.specs[name], self.statuses[name]
+
+    async def _release_bundle(self, name: str) -> None:
+        """Give the place of a worker that is gone back to Ray."""
+        self._head.groups.release_bundle(name)
 
     def _pick_core(self, like: WorkerSpec) -> int | None:
         """The CPU core with the fewest workers pinned to it; None if workers are not pinned."""

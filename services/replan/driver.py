@@ -68,7 +68,7 @@ class WorkerScaler(Protocol):
     def pools(self) -> tuple[int, int]:
         """Number of workers that were started for the (prefill, decode) pool."""
 
-    def start_worker(self, role: str) -> str:
+    async def start_worker(self, role: str) -> str:
         """Start one more worker of this role; return its name. Raises StartError if that is not possible."""
 
     async def remove_worker(self, name: str) -> None:
@@ -306,7 +306,7 @@ class ReplanDriver:
                     self._roster.record_stop(worker, now_s)
             case Start(role, count):
                 for _ in range(count):
-                    self._start_worker(DECODE if role == BOTH else role, now_s)
+                    await self._start_worker(DECODE if role == BOTH else role, now_s)
 
     async def _post_order(self, action: str, worker: str, verb: str, **body: Any) -> bool:
         """Send an order to the gateway; False if it was refused or the gateway is away, which is recorded."""
@@ -318,10 +318,10 @@ class ReplanDriver:
             await self._on_order_refused(OrderOutcome(worker, action, FAILED, why))
         return not why
 
-    def _start_worker(self, role: str, now_s: float) -> None:
+    async def _start_worker(self, role: str, now_s: float) -> None:
         """Start a worker and add it to the roster; a failure is printed and counted."""
         try:
-            name = self._scaler.start_worker(role)
+            name = await self._scaler.start_worker(role)
         except StartError as error:
             self._count_action(START, FAILED)
             self._print_line(f"replan: {error.what}: {error.why}")

@@ -162,9 +162,9 @@ class ClusterRun(ServeRun):
         workers, say = max_workers(self._config), self._view.print_line
         return self._cluster.probe_nodes(nodes, question, workers, devices, timeout_s, say)
 
-    def _start_placed(self, deployment: LocalDeployment) -> None:
+    async def _start_placed(self, deployment: LocalDeployment) -> None:
         assert isinstance(deployment, ClusterDeployment)
-        deployment.start_workers(self._cluster)
+        await deployment.start_workers(self._cluster)
 
     def _make_deployment(self, what: DeploymentSpec) -> tuple[LocalDeployment, DeploymentSpec]:
         """The deployment in the cluster: its channel is at this machine's address there."""

@@ -238,15 +238,15 @@ class ServeRun:
         self._stop.listen_signals()
         self._view.end_phase("ray", f"head on {head.address}, token authentication")
 
-    def _start_placed(self, deployment: LocalDeployment) -> None:
+    async def _start_placed(self, deployment: LocalDeployment) -> None:
         """Start the workers where Ray places them."""
         assert self._head is not None, "Ray is started before the workers"
-        deployment.start_workers(self._head)
+        await deployment.start_workers(self._head)
 
     async def _start_workers(self, deployment: LocalDeployment, what: DeploymentSpec) -> bool:
         """Start the workers, and wait until the canary has been handed over."""
         self._view.begin_phase("load")
-        self._start_placed(deployment)
+        await self._start_placed(deployment)
         ready = asyncio.create_task(self._await_ready(what.gateway))
         try:
             either: list[asyncio.Future[Any]] = [ready, self._failed]

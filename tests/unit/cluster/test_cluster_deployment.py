@@ -113,18 +113,10 @@ def adopt(
     """The workers that it adopts, and those that it ends, with the groups that are removed with them."""
     joined = Joined(found)
     deployment._joined = cast(JoinedCluster, joined)
-
-    async def story() -> list[str]:
-        adopted = deployment._adopt_workers()
-        assert sorted(deployment.workers) == sorted(adopted)
-        for task in deployment._worker_watchers.values():
-            task.cancel()
-        await asyncio.gather(*deployment._worker_watchers.values(), return_exceptions=True)
-        deployment.workers.clear()
-        deployment._worker_watchers.clear()
-        return sorted(adopted)
-
-    return asyncio.run(story()), joined.removed
+    adopted = deployment._adopt_workers()
+    assert sorted(deployment._placed) == sorted(adopted)
+    deployment._placed.clear()
+    return sorted(adopted), joined.removed
 
 
 def test_workers_as_they_are_wanted_are_adopted_and_others_end(tmp_path: Path) -> None:
@@ -191,7 +183,103 @@ def test_workers_are_ended_at_once_though_ray_is_silent(
 def test_no_worker_is_started_while_ray_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join, "head_answers", lambda address, timeout_s: False)
     with pytest.raises(StartError, match="no decode worker can be started"):
-        deployment(tmp_path, PAIR).start_worker("decode")
+        asyncio.run(deployment(tmp_path, PAIR).start_worker("decode"))
+
+
+class SlowJoined(Joined):
+    """A cluster that says what it has, and takes workers, only once it is `answering`."""
+
+    def __init__(self, found: Mapping[str, FoundWorker]) -> None:
+        super().__init__(found)
+        self.asked, self.answering = threading.Event(), threading.Event()
+        self.groups.reserve_groups = lambda groups, nodes: None
+        self.groups.find_place = lambda worker: (SimpleNamespace(name="g", index=0), None)
+        self.launched = dict[str, Worker]()
+
+    def list_workers(self) -> dict[str, FoundWorker]:
+        self.asked.set()
+        self.answering.wait()
+        return self.found
+
+    def list_nodes(self) -> list[Any]:
+        return []
+
+    def launch_worker(self, order: Any, keys: Mapping[str, bytes]) -> Worker:
+        worker = self.launched[order.spec.worker] = Worker(order.spec.worker)
+        return worker
+
+
+def test_a_start_goes_on_and_can_be_stopped_while_ray_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_deployment, "RELEASE_TIMEOUT_S", 0.1)
+    one = deployment(tmp_path, PAIR)
+    monkeypatch.setattr(one._gateway, "stop", lambda grace_s: None)
+    joined = SlowJoined({})
+    one._joined = cast(JoinedCluster, joined)
+
+    async def story() -> None:
+        starting = asyncio.create_task(one.start_workers(joined))
+        while not joined.asked.is_set():
+            await asyncio.sleep(0.001)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await one.stop(0.0)
+        joined.answering.set()
+        assert await asyncio.to_thread(one._idle.wait, 10.0)
+
+    asyncio.run(story())
+    assert joined.launched == {} and joined.released.is_set()
+
+
+def test_workers_that_were_placed_when_a_start_is_cancelled_are_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = deployment(tmp_path, PAIR)
+    monkeypatch.setattr(one._gateway, "stop", lambda grace_s: None)
+    joined = SlowJoined(left_by(one, "g", "prefill-0", "decode-0"))
+    one._joined = cast(JoinedCluster, joined)
+    stopped = list[str]()
+
+    async def stop(self: Worker, grace_s: float) -> None:
+        stopped.append(self.name)
+
+    monkeypatch.setattr(Worker, "stop", stop)
+
+    async def story() -> None:
+        starting = asyncio.create_task(one.start_workers(joined))
+        while not joined.asked.is_set():
+            await asyncio.sleep(0.001)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        joined.answering.set()
+        await one.stop(0.0)
+
+    asyncio.run(story())
+    assert sorted(stopped) == ["decode-0", "prefill-0"] and joined.released.is_set()
+
+
+def test_one_more_worker_is_placed_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop_thread = threading.get_ident()
+
+    def answers(address: str, timeout_s: float) -> bool:
+        assert threading.get_ident() != loop_thread
+        return True
+
+    monkeypatch.setattr(join, "head_answers", answers)
+    one, joined = deployment(tmp_path, PAIR), SlowJoined({})
+    one._joined = cast(JoinedCluster, joined)
+
+    async def story() -> None:
+        assert await one.start_worker("decode") == "decode-1"
+        assert list(one.workers) == list(joined.launched) == ["decode-1"]
+        for task in one._worker_watchers.values():
+            task.cancel()
+        await asyncio.gather(*one._worker_watchers.values(), return_exceptions=True)
+
+    asyncio.run(story())
 
 
 def test_a_call_that_never_returns_is_given_up() -> None:

@@ -116,20 +116,20 @@ def test_replicas_are_started_like_the_first_within_the_budget_and_given_back(
         for one in workers:
             deployment._launch_worker(one)
         assert deployment.held_devices == 2 and deployment.pools == (1, 1)
-        assert deployment.start_worker("prefill") == "prefill-1"
+        assert await deployment.start_worker("prefill") == "prefill-1"
         assert [(one.role, one.core is None) for one in machine.launched[2:]] == [("prefill", False)]
         assert deployment.pools == (2, 1) and deployment.states["prefill-1"] == "starting"
         with pytest.raises(StartError, match="no room"):
-            deployment.start_worker("decode")
+            await deployment.start_worker("decode")
         await deployment.remove_worker("prefill-1")
         await deployment.remove_worker("prefill-1")
         assert deployment.held_devices == 2 and ray.removed == [3]
-        assert deployment.start_worker("decode") == "decode-1"
+        assert await deployment.start_worker("decode") == "decode-1"
         assert [(one.role, one.core) for one in machine.launched[3:]] == [("decode", None)]
         deployment._ray_lost = True
         await deployment.remove_worker("decode-1")
         with pytest.raises(StartError, match="no decode worker"):
-            deployment.start_worker("decode")
+            await deployment.start_worker("decode")
         for task in deployment._worker_watchers.values():
             task.cancel()
         await asyncio.gather(*deployment._worker_watchers.values(), return_exceptions=True)

@@ -104,7 +104,7 @@ class World:
             act=act, every_s=0.0, say=self.said.append, clock=lambda: self.now_s,
         )  # fmt: skip
 
-    def start_worker(self, role: str) -> str:
+    async def start_worker(self, role: str) -> str:
         if self.full:
             raise StartError("no room for another decode worker", "3 of 3 devices are held")
         self.states["new"] = "starting"

@@ -41,13 +41,18 @@ class DetachedGroups:
     def __init__(self) -> None:
         self._taken: dict[str, GroupPlace] = {}
         self._groups: dict[str, PlacementGroup] = {}
+        # Bundles of ended workers, in groups that other workers still have.
+        self._free: list[GroupPlace] = []
 
     def reserve_groups(self, groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> None:
         """Reserve the groups, each on the node that `services.cluster.capacity.place_groups` chooses.
 
+        A single bundle takes a free one of its size, if there is one: Ray counts that as taken.
+
         Raises:
             StartError: there is no room for one, or Ray refuses it; nothing is reserved then.
         """
+        groups = [group for group in groups if len(group) > 1 or not self._take_free_bundle(group[0])]
         targets = place_groups(groups, nodes)
         try:
             made = [self._make_group(group, node_id) for group, node_id in zip(groups, targets, strict=True)]
@@ -59,6 +64,16 @@ class DetachedGroups:
                 for bundle in group:
                     self.release_bundle(bundle.worker)
             raise
+
+    def _take_free_bundle(self, bundle: Bundle) -> bool:
+        """Whether a free bundle of this size was there; it is the worker's now."""
+        demand = tuple(bundle.demand.items())
+        found = next((place for place in self._free if place.demand == demand), None)
+        if found is None:
+            return False
+        self._free.remove(found)
+        self._taken[bundle.worker] = found
+        return True
 
     def _make_group(self, group: Sequence[Bundle], node_id: str) -> PlacementGroup:
         """Ask Ray for a placement group on a node. Raises StartError if Ray refuses it."""
@@ -92,8 +107,12 @@ class DetachedGroups:
     def release_bundle(self, worker: str) -> None:
         """Free the bundle of a worker that is gone; a group without workers is returned to Ray."""
         place = self._taken.pop(worker, None)
-        if place is None or any(other.name == place.name for other in self._taken.values()):
+        if place is None:
             return
+        self._free.append(place)
+        if any(other.name == place.name for other in self._taken.values()):
+            return
+        self._free = [other for other in self._free if other.name != place.name]
         group = self._groups.pop(place.name, None)
         if group is not None:
             remove_placement_group(group)

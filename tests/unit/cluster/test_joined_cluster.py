@@ -188,3 +188,47 @@ def test_all_nodes_have_the_same_time_to_find_the_model(monkeypatch: pytest.Monk
         cluster.probe_nodes(NODES, "{}", 2, 1, 600.0, said.append)
     assert 600.0 <= sum(probes.waited) <= 700.0 and len(caught.value.lines()) <= 6
     assert said == ["waiting for the nodes 10.0.0.2, 10.0.0.3, 10.0.0.4 and 2 more"]
+
+
+class GroupMaker:
+    """Ray's placement groups: on which nodes they were asked for, by name, and which were removed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made, self.removed = dict[str, str](), list[str]()
+        monkeypatch.setattr(detached_groups, "placement_group", self.make)
+        monkeypatch.setattr(
+            detached_groups, "remove_placement_group", lambda group: self.removed.append(group.name)
+        )
+        monkeypatch.setattr(detached_groups, "remove_leftover", lambda name: None)
+
+    def make(self, bundles: Any, *, name: str, _soft_target_node_id: str, **_: Any) -> Any:
+        self.made[name] = _soft_target_node_id
+        return SimpleNamespace(name=name, wait=lambda timeout_s: True)
+
+
+def test_a_worker_that_leaves_a_pair_leaves_its_place_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker, groups = GroupMaker(monkeypatch), DetachedGroups()
+    full = NodeCapacity("n1", "10.0.0.1", {"CPU": 2.0}, {"CPU": 2.0})
+    groups.reserve_groups([(Bundle("prefill-0"), Bundle("decode-0"))], [full])
+    groups.release_bundle("decode-0")
+    with pytest.raises(StartError, match="no room for decode-1"):
+        groups.reserve_groups([(Bundle("decode-1", 2),)], [full])
+    # Ray counts the bundle as taken, so there is no other room.
+    groups.reserve_groups([(Bundle("decode-1"),)], [full])
+    assert groups.find_place("decode-1")[0].index == 1
+    assert list(maker.made) == ["diptych: prefill-0 decode-0"] and maker.removed == []
+    groups.release_bundle("prefill-0")
+    groups.release_bundle("decode-1")
+    assert maker.removed == ["diptych: prefill-0 decode-0"]
+    with pytest.raises(StartError, match="no room for decode-2"):
+        groups.reserve_groups([(Bundle("decode-2"),)], [full])
+
+
+def test_a_fleet_grows_on_another_node_and_shrinks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker, groups = GroupMaker(monkeypatch), DetachedGroups()
+    first, second = (NodeCapacity(f"n{one}", f"10.0.0.{one}", {"CPU": 2.0}, {"CPU": 2.0}) for one in (1, 2))
+    groups.reserve_groups([(Bundle("prefill-0"), Bundle("decode-0"))], [first, second])
+    groups.reserve_groups([(Bundle("decode-1"),)], [first, second])
+    assert maker.made == {"diptych: prefill-0 decode-0": "n1", "diptych: decode-1": "n2"}
+    groups.release_bundle("decode-1")
+    assert maker.removed == ["diptych: decode-1"]

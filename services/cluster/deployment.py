@@ -118,6 +118,11 @@ class LocalDeployment:
         return {name: status.state for name, status in self.statuses.items()}
 
     @property
+    def started_roles(self) -> dict[str, str]:
+        """The role with which each worker was started, by worker."""
+        return {name: spec.role for name, spec in self.specs.items()}
+
+    @property
     def pools(self) -> tuple[int, int]:
         """Number of workers that were started for the (prefill, decode) pool and have not retired."""
         roles = [spec.role for name, spec in self.specs.items() if self.states[name] != "retired"]

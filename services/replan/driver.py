@@ -65,6 +65,10 @@ class WorkerScaler(Protocol):
         """The state of each worker's supervisor, by the worker's name."""
 
     @property
+    def started_roles(self) -> Mapping[str, str]:
+        """The role with which each worker was started, by the worker's name."""
+
+    @property
     def pools(self) -> tuple[int, int]:
         """Number of workers that were started for the (prefill, decode) pool."""
 

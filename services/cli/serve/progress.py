@@ -84,9 +84,9 @@ class StartProgress:
 
     @property
     def workers_ready(self) -> bool:
-        """Whether every worker has reported that it is ready."""
+        """Whether as many workers as are started have reported that they are ready; adopted ones may be more."""
         ready = [name for name, one in self._workers.items() if one.state == "ready"]
-        return len(ready) == self.num_workers
+        return len(ready) >= self.num_workers
 
     def _advance_phases(self) -> None:
         """Bars of what the workers do at the same time; each ends when the last worker is through."""

@@ -176,8 +176,9 @@ class ReplanSession:
         roster = Roster(
             bool(spec.num_prefill), config.drain_s + FLIP_GRACE_S, config.start_timeout_s, TRIAL_S
         )
-        for worker in what.workers:
-            roster.add_found(worker.worker, worker.role)
+        # Also those that a replanner had started before, and that were adopted.
+        for worker, role in plant.started_roles.items():
+            roster.add_found(worker, role)
         if config.replan_profile is None:
             say("replan: costs are those of a data sheet; `diptych profile` measures this machine's")
         steering = ReplanDriver(

@@ -484,6 +484,13 @@ def test_a_phase_ends_when_the_last_worker_is_through() -> None:
     assert [line.split()[0] for line in shown_by(ready).splitlines()] == ["load", "warm-up"]
 
 
+def test_a_start_is_ready_though_more_workers_were_adopted() -> None:
+    view = StartProgress(Console(file=io.StringIO(), width=80), 2)
+    for worker in ("a", "b", "c"):
+        view.on_status(ChildStatus(worker, "ready", "ready"))
+        assert view.workers_ready == (worker != "a")
+
+
 def test_a_restart_that_nobody_saw_is_shown_all_the_same() -> None:
     out = io.StringIO()
     view = StartProgress(Console(file=out, width=80), 1, up=True)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from planner.hardware import find_device
 from planner.replan.attainment_cache import FleetSize
 from planner.replan.traffic_windows import TrafficWindows
 from planner.types import BOTH, DECODE, PREFILL, KvKeep, LinkSpec, Parallelism, StepBatch
+from services.cli.serve import replan_setup
 from services.cli.serve.replan_checks import check_replan_settings
 from services.cli.serve.replan_setup import (
     ReplanSession,
@@ -32,6 +34,7 @@ from services.cli.serve.replan_setup import (
 )
 from services.cli.serve.specs import max_workers
 from services.host.model_probe import ProbedModel
+from services.replan.roster import Roster
 
 ROOT = Path(__file__).parents[3]
 MODEL = ProbedModel(str(ROOT / "models" / "tiny"), "a model", True, 2048, 64 << 20, 6)
@@ -157,3 +160,33 @@ def test_the_evaluator_simulates_this_deployment_until_it_is_asked_to_stop(
     assert 0.9 < share <= 1.0 and not math.isnan(share)
     asyncio.run(replan.end_steering())
     assert replan._evaluator.stop.is_set()
+
+
+def test_workers_that_an_earlier_replanner_had_started_are_steered_too(
+    profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rosters = list[Roster]()
+
+    class Steering:
+        def __init__(self, replanner: Any, gateway: Any, scaler: Any, roster: Roster, **_: Any) -> None:
+            rosters.append(roster)
+
+        async def run_rounds(self) -> None:
+            pass
+
+    monkeypatch.setattr(replan_setup, "ReplanDriver", Steering)
+    config = loaded({"replan_budget": "4", "replan_profile": str(profile)}).config
+    replan = ReplanSession.from_settings(config, MODEL, None)
+    assert replan is not None
+    gateway = SimpleNamespace(admin_key="a", status_key=None, num_prefill=1)
+    what: Any = SimpleNamespace(workers=(), gateway=gateway)
+    plant: Any = SimpleNamespace(
+        started_roles={"prefill-0": "prefill", "decode-0": "decode", "decode-7": "decode"}
+    )
+
+    async def story() -> None:
+        replan.begin_steering(plant, what, "http://gateway", 3.0, lambda line: None)
+        await replan.end_steering()
+
+    asyncio.run(story())
+    assert [worker.name for worker in rosters[0].workers()] == ["decode-0", "decode-7", "prefill-0"]

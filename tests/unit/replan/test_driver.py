@@ -104,6 +104,10 @@ class World:
             act=act, every_s=0.0, say=self.said.append, clock=lambda: self.now_s,
         )  # fmt: skip
 
+    @property
+    def started_roles(self) -> dict[str, str]:
+        return {name: role for name, (role, _) in self.workers.items()}
+
     async def start_worker(self, role: str) -> str:
         if self.full:
             raise StartError("no room for another decode worker", "3 of 3 devices are held")

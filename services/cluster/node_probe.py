@@ -18,7 +18,10 @@ MAX_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The answer of one node. `model_error` is its error about the model in three parts; empty if it has the model."""
+    """The answer of one node. `model_error` is its error about the model in three parts; empty if it has the model.
+
+    `kv_bytes` is the KV pool of each of its workers; 0 if the node was not asked for the model.
+    """
 
     address: str
     versions: Mapping[str, str]
@@ -26,6 +29,7 @@ class NodeReport:
     # Seconds for which its processes live on without Ray's head, as its environment says; empty: Ray's default.
     reconnect_s: str
     model_error: tuple[str, ...] = ()
+    kv_bytes: int = 0
 
 
 def describe_node(
@@ -95,9 +99,10 @@ def name_deployment(namespace: str, address: str) -> str:
 
 def parse_report(address: str, answer: Mapping[str, Any]) -> NodeReport:
     """The report in what `describe_node` has returned on the node with this `address`."""
-    error = answer["reply"].get("error")
+    error, model = answer["reply"].get("error"), answer["reply"].get("model") or {}
     parts = tuple(error.get(name, "") for name in ("what", "why", "fix")) if error else ()
-    return NodeReport(address, answer["versions"], answer["niceness"], answer["reconnect_s"], parts)
+    kv_bytes = model.get("kv_bytes", 0)
+    return NodeReport(address, answer["versions"], answer["niceness"], answer["reconnect_s"], parts, kv_bytes)
 
 
 def check_versions(reports: Sequence[NodeReport], own: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ are skipped, and say why.
 from __future__ import annotations
 
 import http.client
+import os
 import shutil
 import subprocess
 import tempfile
@@ -32,7 +33,7 @@ from tests.faults import network_namespaces
 from tests.faults.ray_nodes import RayCluster, RayNode, running_cluster
 from tests.system.cluster_driver import Driver, ask, run_serve
 from tests.system.deployment import wait_for
-from tests.system.test_replan import COST, HUMANEVAL, Load, decisions, steered
+from tests.system.test_replan import COST, HUMANEVAL, SHORT, Load, decisions, steered
 from tests.system.test_serve_plan import PREDICTED
 
 pytestmark = pytest.mark.timeout(900)
@@ -49,7 +50,8 @@ def cluster() -> Iterator[RayCluster]:
         with running_cluster(folder, cpus=(0,)) as cluster:
             (folder / "away").mkdir()
             cluster.add_node(4)
-            cluster.add_node(4, environ={"PYTHONPATH": str(folder / "away")})
+            path = os.pathsep.join(filter(None, (str(folder / "away"), os.environ.get("PYTHONPATH"))))
+            cluster.add_node(4, environ={"PYTHONPATH": path})
             cluster.wait_started()
             yield cluster
     finally:
@@ -208,10 +210,13 @@ def plan_of_a_pair(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_planned_pair_is_on_one_node_and_a_replanned_worker_on_another(
+def test_a_planned_pair_is_on_one_node_and_a_replanner_adds_and_takes_workers(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """The replanner's budget is the cluster. A second deployment shares it; no request of either fails."""
+    """The replanner's budget is the cluster, and it grows on another node. A second deployment shares the cluster.
+
+    No request of either fails.
+    """
     options, journal = steered(tmp_path, COST)
     slos = options.index("--slo-ttft-ms")
     with Driver(cluster, "--plan", plan_of_a_pair(tmp_path), *options[:slos]) as driver:
@@ -227,6 +232,9 @@ def test_a_planned_pair_is_on_one_node_and_a_replanned_worker_on_another(
             wait_for(lambda: len(driver.status()["workers"]) == 3, explain=lambda: decisions(journal))
             places = pools_by_node(driver.status())
             assert sorted(places.values()) == [["decode-0", "prefill-0"], ["decode-1"]]
+            load.shape = SHORT
+            wait_for(lambda: "replan: stop of decode-" in driver.output(), explain=driver.output)
+            assert len(driver.status()["workers"]) == 2
         assert load.wrong == [] and len(load.answers) > 20
         driver.stop()
 

@@ -84,8 +84,8 @@ class ClusterRun(ServeRun):
         self._fit_to_cluster(nodes)
         self._view.begin_phase("model")
         model = await resolve_model(self._config, 0)
-        await await_daemon(lambda: self._check_nodes(nodes, model))
-        return self._start_gateway(model, port, accepted)
+        fitted = await await_daemon(lambda: self._check_nodes(nodes, model))
+        return self._start_gateway(fitted, port, accepted)
 
     def _start_ray(self) -> None:
         """Join the cluster; blocks for a second or more."""
@@ -122,8 +122,10 @@ class ClusterRun(ServeRun):
             # Workers of an earlier start are adopted, and hold their places already.
             place_groups(self._groups, [replace(node, free=dict(node.free), placed=[]) for node in nodes])
 
-    def _check_nodes(self, nodes: Sequence[NodeCapacity], model: ProbedModel) -> None:
-        """See that all nodes on which a worker may be placed have the same versions, and the model.
+    def _check_nodes(self, nodes: Sequence[NodeCapacity], model: ProbedModel) -> ProbedModel:
+        """See that all nodes on which a worker may be placed have the same versions, and the model; blocks.
+
+        Returns the model with the KV pool that every worker has at least, with which the replanner reckons.
 
         Raises:
             StartError: a node has another version, or does not answer.
@@ -154,6 +156,7 @@ class ClusterRun(ServeRun):
         left_s = self._config.start_timeout_s - (time.monotonic() - self._began_s) - ERROR_TIME_S
         reports = self._probe_nodes(able, self._question, max(1.0, left_s))
         check_models(reports, self._config.model)
+        return structs.replace(model, kv_bytes=min((report.kv_bytes for report in reports), default=0))
 
     def _probe_nodes(
         self, nodes: Sequence[NodeCapacity], question: str, timeout_s: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,11 @@ from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import StartError
 from services.cli.serve.cluster_launch import CHANNEL_FILE, ClusterRun
+from services.cluster.capacity import NodeCapacity
+from services.cluster.node_probe import NodeReport
+from services.cluster.spec import Bundle
+from services.host.model_probe import ProbedModel
+from services.host.versions import installed_version
 
 OWN = "127.0.0.1"
 
@@ -62,3 +68,29 @@ def test_a_channel_keeps_its_brackets(tmp_path: Path, monkeypatch: pytest.Monkey
     run = made_run(tmp_path, [])
     run._joined = cast(Any, SimpleNamespace(own_address="fd00::1"))
     assert run._claim_channel() == run._claim_channel() == "tcp://[fd00::1]:7"
+
+
+def test_the_replanner_reckons_with_the_memory_of_the_nodes(tmp_path: Path) -> None:
+    versions = {
+        "diptych": installed_version("diptych"),
+        "python": platform.python_version(),
+        "ray": installed_version("ray"),
+    }
+    nodes = [NodeCapacity(f"n{number}", f"10.0.0.{number}", {"CPU": 4.0}, {"CPU": 4.0}) for number in (1, 2)]
+    asked = list[str]()
+
+    def probe(nodes: list[NodeCapacity], question: str, *_: Any) -> list[NodeReport]:
+        asked.append(question)
+        sizes = (8192, 4096) if question else (0, 0)
+        return [
+            NodeReport(node.address, versions, 0, "31536000", kv_bytes=size)
+            for node, size in zip(nodes, sizes, strict=True)
+        ]
+
+    run = made_run(tmp_path, [], replan=True)
+    run._joined = cast(Any, SimpleNamespace(probe_nodes=probe))
+    run._groups = ((Bundle("prefill-0"),), (Bundle("decode-0"),))
+    # The driver itself looks for no weights, and plans no memory.
+    found = run._check_nodes(nodes, ProbedModel("/m", "a model", True, 2048, 0))
+    assert found.kv_bytes == 4096 and found.max_model_len == 2048
+    assert asked[0] == "" and asked[1] == run._question

@@ -61,7 +61,7 @@ def test_a_node_divides_its_memory_among_the_workers_that_it_may_get(
     asked: list[dict[str, Any]] = []
 
     class Ended:
-        stdout = b'noise\n{"model": {"path": "/m"}}\n'
+        stdout = b'noise\n{"model": {"path": "/m", "kv_bytes": 4096}}\n'
 
     def run(command: list[str], *, input: bytes, **_: Any) -> Ended:
         assert command[1:] == ["-P", "-m", "services.host.model_probe_main"]
@@ -75,6 +75,7 @@ def test_a_node_divides_its_memory_among_the_workers_that_it_may_get(
     assert asked == [{"model": "tiny", "num_workers": share, "deployment": "n@10.0.0.1"}]
     report = parse_report("10.0.0.1", found)
     assert report.versions["python"] == platform.python_version() and report.model_error == ()
+    assert report.kv_bytes == 4096
 
 
 def test_a_node_that_downloads_for_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

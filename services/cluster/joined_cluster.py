@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgspec
+import psutil
 import ray
 from ray import cloudpickle
 from ray._private.state import state as cluster_state
@@ -41,6 +42,8 @@ ACTOR_TIMEOUT_S, KILL_TIMEOUT_S = 15.0, 5.0
 LONG_PROBE_S, ANSWER_TIMEOUT_S = 5.0, 30.0
 # Seconds for Ray to notice the end of an earlier driver.
 DRIVER_END_S = 5.0
+# Processes of the same id that began so many seconds apart, or less, are the same.
+SAME_START_S = 2.0
 # Versions of statuses that do not come from an actor: it has died, or it has failed.
 LOST_VERSION, FAILED_VERSION = -2, -3
 
@@ -141,7 +144,7 @@ class JoinedCluster:
     def _claim_namespace(self) -> None:
         """Raises StartError if another living driver has this namespace."""
         deadline_s = time.monotonic() + DRIVER_END_S
-        while (holder := self._living_driver()) and time.monotonic() < deadline_s:
+        while (holder := self._living_driver()) and not _lives_here(holder) and time.monotonic() < deadline_s:
             # An earlier driver may have ended a moment ago.
             time.sleep(0.5)
         if holder:
@@ -151,7 +154,8 @@ class JoinedCluster:
                 "stop it, or name this one: --ray-namespace NAME",
             )
         job = ray.get_runtime_context().get_job_id()
-        entry = {"job": job, "pid": os.getpid(), "host": socket.gethostname()}
+        began_s = psutil.Process().create_time()
+        entry = {"job": job, "pid": os.getpid(), "host": socket.gethostname(), "began_s": began_s}
         internal_kv._internal_kv_put(self._entry, msgspec.json.encode(entry), overwrite=True)
         self._drives = True
 
@@ -339,6 +343,18 @@ class JoinedCluster:
 def _read_report(address: str, answer: Any) -> NodeReport:
     """The report of a node whose answer has come. Raises StartError if it is an error."""
     try:
+def _lives_here(driver: Mapping[str, Any]) -> bool:
+    """Whether the process of a driver's entry is there, on this machine."""
+    if driver["host"] != socket.gethostname():
+        return False
+    try:
+        apart_s = abs(psutil.Process(driver["pid"]).create_time() - driver.get("began_s", 0.0))
+    except psutil.Error:
+        return False
+    # The times of two looks may differ, as the system's boot time is rounded.
+    return bool(apart_s < SAME_START_S)
+
+
         return node_probe.parse_report(address, cast(Any, ray).get(answer, timeout=ANSWER_TIMEOUT_S))
     except Exception as error:
         # Ray has no common base class for the errors of its parts.

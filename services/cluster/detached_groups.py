@@ -129,7 +129,9 @@ def _workers_of(group: Sequence[Bundle]) -> str:
 
 def _await_group(group: Sequence[Bundle], made: PlacementGroup, deadline_s: float) -> None:
     """Wait until a group is reserved. Raises StartError if it is not by `deadline_s` (monotonic)."""
-    if not made.wait(max(0.1, deadline_s - time.monotonic())):
+    with ray_errors(f"Ray has not placed {_workers_of(group)}"):
+        placed = made.wait(max(0.1, deadline_s - time.monotonic()))
+    if not placed:
         raise StartError(
             f"Ray has not placed {_workers_of(group)}",
             f"its resources were free, and after {PLACE_TIMEOUT_S:g} s they are not reserved",

@@ -175,8 +175,10 @@ class JoinedCluster:
         return str(cast(Any, ray.util).get_node_ip_address())
 
     def list_nodes(self) -> list[NodeCapacity]:
-        """All living nodes with their resources."""
-        free = cast(Any, cluster_state).available_resources_per_node()
+        """All living nodes with their resources. Raises StartError if Ray cannot be asked."""
+        with ray_errors("the Ray cluster cannot be asked for its nodes"):
+            free = cast(Any, cluster_state).available_resources_per_node()
+            found = cast(Any, ray).nodes()
         return [
             NodeCapacity(
                 node["NodeID"],
@@ -184,7 +186,7 @@ class JoinedCluster:
                 node["Resources"],
                 dict(free.get(node["NodeID"], {})),
             )
-            for node in cast(Any, ray).nodes()
+            for node in found
             if node["Alive"]
         ]
 
@@ -293,16 +295,17 @@ class JoinedCluster:
         """Kill an actor, wait until its name is free, and remove its placement group, if one is named.
 
         Raises:
-            StartError: the name is not free in time.
+            StartError: the name is not free in time, or Ray cannot be asked.
         """
-        ray.kill(actor)
-        if group:
-            remove_leftover(group)
         deadline_s = time.monotonic() + ACTOR_TIMEOUT_S
-        while name in ray.util.list_named_actors():
-            if time.monotonic() > deadline_s:
-                raise StartError(f"the worker {name} of an earlier start does not end", "see Ray's logs")
-            time.sleep(0.1)
+        with ray_errors(f"the worker {name} of an earlier start cannot be ended"):
+            ray.kill(actor)
+            if group:
+                remove_leftover(group)
+            while name in ray.util.list_named_actors():
+                if time.monotonic() > deadline_s:
+                    raise StartError(f"the worker {name} of an earlier start does not end", "see Ray's logs")
+                time.sleep(0.1)
 
     def launch_worker(self, order: NodeOrder, keys: Mapping[str, bytes]) -> NodeWorkerHandle:
         """Start the actor of a worker on its reserved bundle; `keys` are sent to it, sealed.
@@ -340,9 +343,6 @@ class JoinedCluster:
         ray.shutdown()
 
 
-def _read_report(address: str, answer: Any) -> NodeReport:
-    """The report of a node whose answer has come. Raises StartError if it is an error."""
-    try:
 def _lives_here(driver: Mapping[str, Any]) -> bool:
     """Whether the process of a driver's entry is there, on this machine."""
     if driver["host"] != socket.gethostname():
@@ -355,6 +355,9 @@ def _lives_here(driver: Mapping[str, Any]) -> bool:
     return bool(apart_s < SAME_START_S)
 
 
+def _read_report(address: str, answer: Any) -> NodeReport:
+    """The report of a node whose answer has come. Raises StartError if it is an error."""
+    try:
         return node_probe.parse_report(address, cast(Any, ray).get(answer, timeout=ANSWER_TIMEOUT_S))
     except Exception as error:
         # Ray has no common base class for the errors of its parts.

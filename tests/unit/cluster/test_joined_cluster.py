@@ -148,6 +148,33 @@ def test_an_actor_of_another_program_with_a_workers_name_is_refused(monkeypatch:
     assert actors.killed == []
 
 
+def test_a_head_that_is_lost_meanwhile_is_an_error_in_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ray.exceptions.RayError("the head is gone")
+
+    cluster = JoinedCluster("10.0.0.1:6379", "n")
+    monkeypatch.setattr(ray, "nodes", fail)
+    monkeypatch.setattr(under_test, "cluster_state", SimpleNamespace(available_resources_per_node=dict))
+    monkeypatch.setattr(ray, "kill", fail)
+    monkeypatch.setattr(ray.util, "list_named_actors", fail)
+    monkeypatch.setattr(
+        detached_groups, "placement_group", lambda *_, **__: SimpleNamespace(name="g", wait=fail)
+    )
+    monkeypatch.setattr(detached_groups, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(detached_groups, "remove_leftover", lambda name: None)
+    for ask in (
+        cluster.list_nodes,
+        cluster.has_workers,
+        cluster.list_workers,
+        lambda: cluster.remove_actor("decode-0", object(), ""),
+        lambda: cluster.groups.reserve_groups([(Bundle("decode-0"),)], [NODES[0]]),
+    ):
+        NODES[0].free["CPU"] = 4.0
+        with pytest.raises(StartError) as caught:
+            ask()
+        assert "the head is gone" in caught.value.why and len(caught.value.lines()) <= 6
+
+
 class Probes:
     """Nodes that answer, with the versions `VERSIONS`; those in `silent` do not."""
 

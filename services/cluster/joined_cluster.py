@@ -139,7 +139,8 @@ class JoinedCluster:
             StartError: the cluster cannot be joined, or the namespace has a living driver.
         """
         self.address = join_cluster(self.address, self.namespace)
-        self._claim_namespace()
+        with ray_errors("the Ray cluster cannot be asked who drives it"):
+            self._claim_namespace()
 
     def _claim_namespace(self) -> None:
         """Raises StartError if another living driver has this namespace."""
@@ -274,14 +275,16 @@ class JoinedCluster:
             StartError: another program's actor has the name of a worker, or Ray cannot be asked.
         """
         found: dict[str, FoundWorker] = {}
-        for name, actor in self._own_actors().items():
+        actors = self._own_actors()
+        asked = {name: _ask_order(actor) for name, actor in actors.items()}
+        deadline_s = time.monotonic() + ACTOR_TIMEOUT_S
+        for name, actor in actors.items():
+            left_s = max(0.1, deadline_s - time.monotonic())
             try:
-                raw, address, ended = cast(Any, ray).get(
-                    actor.describe_order.remote(), timeout=ACTOR_TIMEOUT_S
-                )
+                raw, address, ended = cast(Any, ray).get(asked[name], timeout=left_s)
                 order = msgspec.json.decode(raw, type=NodeOrder)
                 found[name] = FoundWorker(actor, order, address, ended)
-            except (ray.exceptions.RayError, msgspec.MsgspecError, AttributeError, ValueError):
+            except (ray.exceptions.RayError, msgspec.MsgspecError, TypeError, ValueError):
                 self.remove_actor(name, actor, "")
         return found
 
@@ -341,6 +344,13 @@ class JoinedCluster:
             removing = start_daemon(lambda: cast(Any, internal_kv)._internal_kv_del(self._entry))
             removing.join(KILL_TIMEOUT_S)
         ray.shutdown()
+
+
+def _ask_order(actor: Any) -> Any:
+    """Ray's reference to an actor's answer; None if it is of another version, which cannot be asked."""
+    with contextlib.suppress(AttributeError):
+        return actor.describe_order.remote()
+    return None
 
 
 def _lives_here(driver: Mapping[str, Any]) -> bool:

@@ -138,6 +138,40 @@ def test_actors_of_other_programs_are_left_alone(monkeypatch: pytest.MonkeyPatch
     assert actors.made_of == others
 
 
+def test_actors_that_do_not_answer_have_one_deadline_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = NamedActors({f"decode-{number}": OWN for number in range(4)}, monkeypatch)
+    now_s, waited = [0.0], list[float]()
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+
+    def wait_in_vain(asked: str, timeout: float) -> Any:
+        waited.append(timeout)
+        now_s[0] += timeout
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", wait_in_vain)
+    assert JoinedCluster("10.0.0.1:6379", "n").list_workers() == {}
+    assert len(waited) == 4 and sum(waited) <= under_test.ACTOR_TIMEOUT_S + 1.0
+    assert actors.made_of == {}
+
+
+def test_an_actor_of_another_version_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = NamedActors({"decode-0": OWN}, monkeypatch)
+    find = actors.find
+
+    def find_older(name: str) -> Any:
+        older = find(name)
+        del older.describe_order
+        return older
+
+    def get(asked: Any, timeout: float) -> Any:
+        raise ValueError("Invalid type of object refs")
+
+    monkeypatch.setattr(ray, "get_actor", find_older)
+    monkeypatch.setattr(ray, "get", get)
+    assert JoinedCluster("10.0.0.1:6379", "n").list_workers() == {}
+    assert actors.killed == ["decode-0"]
+
+
 def test_an_actor_of_another_program_with_a_workers_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     actors = NamedActors({"decode-0": "shop.Decoder"}, monkeypatch)
     cluster = JoinedCluster("10.0.0.1:6379", "n")

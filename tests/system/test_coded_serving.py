@@ -413,23 +413,25 @@ def test_room_and_moved_bytes_of_each_class_are_as_predicted(both_classes: Serve
 
 
 def test_an_answer_stays_with_its_class_when_its_decode_worker_is_killed(both_classes: Served) -> None:
-    number, num_tokens = LENGTHS.index(200), 400
-    wanted = lone_worker(CALIBRATED).answer(prompts()[number], num_tokens)
+    prompt, num_tokens = prompts()[LENGTHS.index(200)], 400
+    wanted = lone_worker(CALIBRATED).answer(prompt, num_tokens)
     migrated = both_classes.metric("diptych:migrated_streams_total")
-    answered: list[tuple[Answer, int, str]] = []
-    thread = threading.Thread(
-        target=lambda: answered.append(ask_for(both_classes, number, CALIBRATED, num_tokens))
-    )
-    thread.start()
-    wait_for(
-        lambda: any(
-            one["role"] == "decode" and one["stats"]["running"] for one in both_classes.status()["workers"]
-        )
-    )
-    both_classes.worker("decode-0").kill()
-    thread.join()
-    ((found, _, applied),) = answered
-    assert applied == lone_worker(CALIBRATED).layout.kv_class and len(found.tokens) == num_tokens
-    assert found.tokens[:60] == wanted.tokens[:60]
+    # Looked up before: the answer must not be over when it is killed.
+    writer = both_classes.worker("decode-0")
+    tokens: list[str] = []
+    killed = False
+    with both_classes.client(timeout=300) as client:
+        response = client.completions.with_raw_response.create(
+            model="tiny", prompt=prompt, max_tokens=num_tokens, temperature=0, logprobs=0, stream=True,
+            extra_body={"ignore_eos": True, "skip_special_tokens": False, "diptych": {"kv": CALIBRATED}},
+        )  # fmt: skip
+        assert response.headers["x-diptych-kv-class"] == lone_worker(CALIBRATED).layout.kv_class
+        for event in response.parse():
+            for choice in event.choices:
+                tokens += (choice.logprobs.tokens or []) if choice.logprobs else []
+            if len(tokens) >= 5 and not killed:
+                writer.kill()
+                killed = True
+    assert len(tokens) == num_tokens and tokens[:60] == wanted.tokens[:60]
     assert both_classes.metric("diptych:migrated_streams_total") == migrated + 1
     wait_for(lambda: both_classes.held() == {})

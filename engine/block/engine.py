@@ -194,7 +194,9 @@ class BlockEngine:
                 continue
             if work.logits == "all":
                 self._score_row(step, live, work, one)
-            if one.row == work.wanted - 1 and part.count == part.seq.pending:
+            is_last = one.row == work.wanted - 1 and part.count == part.seq.pending
+            # A prompt that is only scored asks for 0 tokens.
+            if is_last and len(part.seq.output) < part.seq.sampling.max_tokens:
                 chosen.append((live, one))
         if not chosen:
             return

@@ -36,6 +36,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_p": 0.9},
     {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
     {"temperature": 0.0, "max_tokens": 3},
+    {"temperature": 0.0, "prompt_logprobs": 0, "max_tokens": 0},
 )
 # Tokens, their log-probabilities, those of the prompt, and the finish.
 Answer = tuple[list[int], list[float], list[float], str | None]

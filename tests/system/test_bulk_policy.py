@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -20,7 +22,9 @@ from planner.types import BulkRates, LayerTime
 from services.cli.client.status import format_bulk_plan
 from services.cli.main import app
 from services.cli.serve.bulk_plan import plan_bulk
+from services.cli.serve.specs import deployment_spec
 from services.host.model_probe import ProbedModel, resolve_embedded
+from services.host.ports import claim_port
 from tests.system.batches.batch_lines import COMPLETION, finished, input_file, results, start
 from tests.system.deployment import serve_parts
 
@@ -82,6 +86,20 @@ def test_workers_of_a_machine_share_its_disk(tmp_path: Path) -> None:
     assert one.waits_for == two.waits_for == "disk"
     assert one.tokens_per_s is not None and two.tokens_per_s is not None
     assert two.tokens_per_s < 0.7 * one.tokens_per_s
+
+
+def test_workers_without_a_profile_share_memory_and_disk(tmp_path: Path) -> None:
+    """Also what they may take of the disk is decided once, before they start."""
+    given = {"bulk": 2, "prefill": 0, "decode": 0, "data_dir": tmp_path / "d"}
+    loaded = load_config("serve", given, {})
+    model = ProbedModel(resolve_embedded("tiny"), "", True, 1024, 0)
+    channel, port = claim_port("127.0.0.1", 0), claim_port("127.0.0.1", 0)
+    workers = deployment_spec(loaded, model, tmp_path, tmp_path, channel, port, ()).workers
+    assert len(workers) == 2
+    disk, memory = workers[0].bulk_disk_bytes, workers[0].bulk_memory_bytes
+    assert (workers[1].bulk_disk_bytes, workers[1].bulk_memory_bytes) == (disk, memory)
+    assert disk is not None and 0 < 2 * disk < shutil.disk_usage(tmp_path).total
+    assert memory is not None and 0 < 2 * memory < psutil.virtual_memory().total
 
 
 def test_what_is_asked_for_is_kept(tmp_path: Path) -> None:

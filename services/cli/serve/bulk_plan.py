@@ -49,7 +49,8 @@ def with_bulk_plan(what: DeploymentSpec, config: Config, model: ProbedModel) -> 
     if memory is None:
         memory = int(MEMORY_SHARE * available_memory() / config.bulk)
     disk = config.bulk_disk_bytes
-    if disk is None and config.bulk_profile is not None:
+    if disk is None:
+        # Here, not in each worker: the workers share it, and one that starts again finds its own files on the disk.
         disk = _free_disk_bytes(config)
     plan = plan_bulk(config, model, memory, disk)
 

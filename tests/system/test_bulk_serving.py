@@ -119,6 +119,8 @@ def test_chats_are_lines_too(served: Served) -> None:
         (("--bulk", "1"), "bulk workers serve batches alone"),
         (BULK, "bulk workers need --data-dir"),
         ((*BULK, "--data-dir", "d", "--kv-cache-codec", "int4"), "has no effect on bulk workers"),
+        ((*BULK, "--data-dir", "d", "--dtype", "bfloat16"), "has no effect on bulk workers"),
+        ((*BULK, "--data-dir", "d", "--no-enable-prefix-caching"), "has no effect on bulk workers"),
         (("--bulk-policy", "rows=2"), "has no effect"),
         (("--bulk-memory-bytes", "1GiB"), "has no effect"),
     ],

@@ -234,7 +234,7 @@ def test_kv_of_two_classes_moves_between_one_rank_and_two(role: str) -> None:
     with serve_parts(*pools, "--kv-cache-codec", f"raw:0.5,{ROTATED}", *SIZED) as served:
         layouts = {kv: lone_worker(kv).layout for kv in ("raw", ROTATED)}
         for kv, layout in layouts.items():
-            before = served.metric("diptych:transfer_bytes_total")
+            chunks_before, before = served.moved_chunks(layouts["raw"].chunk_bytes)
             found = [ask_for(served, number, kv) for number in range(8)]
             assert {applied for _, _, applied in found} == {layout.kv_class}
             errors = find_errors([answer for answer, _, _ in found], kv)
@@ -244,9 +244,10 @@ def test_kv_of_two_classes_moves_between_one_rank_and_two(role: str) -> None:
                 if kv == "raw"
                 else (close >= MOST * len(errors) and max(errors) <= FAR)
             )
-            moved = served.metric("diptych:transfer_bytes_total") - before
-            chunks = sum(layout.num_chunks(length) for length in LENGTHS[:8])
-            assert moved % layout.chunk_bytes == 0 and moved >= chunks * layout.chunk_bytes
+            chunks_after, after = served.moved_chunks(layouts["raw"].chunk_bytes)
+            canaries = after - before - len(found)
+            chunks = sum(layout.num_chunks(length) for length in LENGTHS[: len(found)])
+            assert chunks_after - chunks_before - canaries == pytest.approx(chunks)
         wait_for(lambda: served.held() == {})
 
 

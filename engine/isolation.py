@@ -12,6 +12,14 @@ class BadSamplingParams(ValueError):
     """The request's own sampling parameters leave no token to choose. The logits, and so the KV, are valid."""
 
 
+class NonFiniteKv(ValueError):
+    """Keys or values of some `rows` of a step are not finite. Nothing was written."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__("keys and values must be finite")
+        self.rows = rows
+
+
 def isolate_failures(call: Callable[[list[Any]], list[Any]], batch: list[Any]) -> list[Any]:
     """`call(batch)`. If that raises, call each item alone: only items that fail alone get an exception as result."""
     try:

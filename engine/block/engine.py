@@ -6,7 +6,8 @@
 the step of the block goes on with the next call. It has the parts of `engine.loop.Engine` that a worker's loop uses.
 
 If a disk fails, or a unit fails otherwise, the block's sequences are computed again from their first token, keeping
-their answers so far. A sequence that was in `MAX_FAILURES` failed steps fails with the reason.
+their answers so far. A sequence that was in `MAX_FAILURES` failed steps fails with the reason. A sequence whose numbers
+are not finite fails alone, at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 from diptych.messages import Failed, Logprob, Output, WorkerStats
 from engine.block.schedule import BlockSchedule, SequenceStep
-from engine.block.units import BlockRunner, WorkLogits
+from engine.block.units import BlockRunner, UnitResult, WorkFailure, WorkLogits
 from engine.isolation import failure_code, isolate_failures
 from engine.loop import SequenceOutput
 from engine.protocols import SampledToken, SamplingState, StepSampler
@@ -44,7 +45,7 @@ class _LiveSequence:
 class _OpenStep:
     """A step of the block that is being computed."""
 
-    units: Generator[Iterable[WorkLogits]]
+    units: Generator[Iterable[UnitResult]]
     # By batch, in the order of its works. A sequence that has ended meanwhile is not in `live` any more.
     parts: dict[int, list[tuple[SequenceStep, StepWork]]]
     # Chosen tokens, and failures, by sequence.
@@ -177,23 +178,32 @@ class BlockEngine:
             found = next(step.units, None)
             if found is not None:
                 self.units += 1
-                self._take_logits(step, found)
+                self._take_results(step, found)
                 return []
         except Exception as error:
             return self._fail_step(step, error)
         self._open = None
         return self._end_step(step, clock())
 
-    def _take_logits(self, step: _OpenStep, found: Iterable[WorkLogits]) -> None:
-        """Choose a token for each sequence whose last logits came, and score the prompts that ask for it."""
+    def _take_results(self, step: _OpenStep, found: Iterable[UnitResult]) -> None:
+        """Choose a token for each sequence whose last logits came, and score the prompts that ask for it.
+
+        A sequence that has failed in this step gets no token any more.
+        """
         chosen: list[tuple[_LiveSequence, WorkLogits]] = []
         for one in found:
             part, work = step.parts[one.batch][one.index]
-            live = self._live.get(part.seq.key)
-            if live is None:
+            key = part.seq.key
+            live = self._live.get(key)
+            if live is None or key in step.picks:
+                continue
+            if isinstance(one, WorkFailure):
+                step.picks[key] = one.error
                 continue
             if work.logits == "all":
                 self._score_row(step, live, work, one)
+                if key in step.picks:
+                    continue
             is_last = one.row == work.wanted - 1 and part.count == part.seq.pending
             # A prompt that is only scored asks for 0 tokens.
             if is_last and len(part.seq.output) < part.seq.sampling.max_tokens:

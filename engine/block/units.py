@@ -19,19 +19,31 @@ class WorkLogits:
     logits: Any
 
 
+@dataclass(frozen=True, slots=True)
+class WorkFailure:
+    """A work of a batch failed by itself; the others of the step go on. What it gives afterwards means nothing."""
+
+    batch: int
+    index: int
+    error: Exception
+
+
+UnitResult = WorkLogits | WorkFailure
+
+
 class BlockRunner(Protocol):
     """Computes the steps of a block, in units (`engine.cpu.block.runner.CpuBlockRunner`)."""
 
-    def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[WorkLogits]]:
+    def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[UnitResult]]:
         """Compute a step of `works` by batch; slabs are numbered within each batch's room for KV.
 
-        Each item is one unit, with the logits that it gave. `last` says that no other step is expected, so that
-        nothing is read ahead for one. After an error, or if it is closed early, what the step wrote of the KV is
-        undefined.
+        Each item is one unit, with the logits that it gave, and the works that failed in it. `last` says that no other
+        step is expected, so that nothing is read ahead for one. After an error, or if it is closed early, what the step
+        wrote of the KV is undefined.
 
         Raises:
             OSError: a disk failed.
-            ValueError: keys or values are not finite, or a work is not within the model's bounds.
+            ValueError: keys or values are not finite whatever the work is, or a work is not within the model's bounds.
         """
 
 

@@ -18,7 +18,7 @@ import torch
 from engine.attention.batch import ForwardBatch, pack_batch
 from engine.block.policy import BlockPolicy
 from engine.block.sizes import LOGIT_ROWS, BlockNeeds
-from engine.block.units import PieceWork, WorkLogits, cut_works
+from engine.block.units import PieceWork, UnitResult, WorkFailure, WorkLogits, cut_works
 from engine.cpu.attention import PagedAttention
 from engine.cpu.block.block_kv import BlockKv
 from engine.cpu.block.hidden_rooms import HiddenRooms
@@ -27,6 +27,7 @@ from engine.cpu.coded.attention import SinkRecorder
 from engine.cpu.coded.sink_table import SinkPlan, SinkSlots, SinkTable
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.weights.decoder_weights import CpuLayer
+from engine.isolation import NonFiniteKv
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
 
@@ -51,6 +52,16 @@ class _Piece:
     parts: list[PieceWork]
     batch: ForwardBatch
 
+    def find_parts(self, rows: Sequence[int]) -> list[tuple[int, slice]]:
+        """The works that have some of `rows` of the piece: the number of each in its batch, and its rows here."""
+        found, first = [], 0
+        for part in self.parts:
+            end = first + len(part.work.tokens)
+            if any(first <= row < end for row in rows):
+                found.append((part.index, slice(first, end)))
+            first = end
+        return found
+
 
 class CpuBlockRunner:
     """Computes the steps of one block; only one thread may use it. `needs` is what was predicted for it."""
@@ -64,7 +75,7 @@ class CpuBlockRunner:
         # Steps that were begun.
         self.steps = 0
 
-    def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[WorkLogits]]:
+    def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[UnitResult]]:
         """As `engine.block.units.BlockRunner.run_step`."""
         self.steps += 1
         sinks = self._plan_sinks(works)
@@ -87,7 +98,7 @@ class CpuBlockRunner:
 
     def _run_layers(
         self, pieces: dict[int, list[_Piece]], rows: dict[int, int], sinks: SinkPlan, last: bool
-    ) -> Iterator[Sequence[WorkLogits]]:
+    ) -> Iterator[Sequence[UnitResult]]:
         decoder, tiers, layers = self._decoder, self.tiers, self.layout.layers
         sink_rows = self._embed_sinks(sinks)
         for index in range(layers):
@@ -101,14 +112,39 @@ class CpuBlockRunner:
                     x = hidden[piece.first : piece.end]
                     if index == 0:
                         x.copy_(decoder.embed_tokens(piece.batch.tokens))
-                    delta = decoder.compute_layer(0, layer, x, torch.zeros_like(x), piece.batch, pages)
+                    delta, failed = self._compute_piece(layer, x, piece, pages)
+                    failures = [WorkFailure(batch, work, error) for work, error in failed]
                     if index < layers - 1:
                         x.add_(delta)
-                        yield ()
+                        yield failures
                     else:
+                        if failures:
+                            yield failures
                         yield from self._compute_logits(batch, piece, x, delta)
                 tiers.kv.leave(index, batch)
                 tiers.hidden.leave(batch)
+
+    def _compute_piece(
+        self, layer: CpuLayer, x: torch.Tensor, piece: _Piece, pages: PagedAttention
+    ) -> tuple[torch.Tensor, list[tuple[int, Exception]]]:
+        """One layer for the rows `x` of a piece: the change still to be added, and the works that failed.
+
+        A work whose keys or values are not finite goes on with zeros, so that the others need not be computed again.
+        Raises NonFiniteKv if that does not help.
+        """
+        failed: list[tuple[int, Exception]] = []
+        while True:
+            try:
+                delta = self._decoder.compute_layer(0, layer, x, torch.zeros_like(x), piece.batch, pages)
+            except NonFiniteKv as error:
+                found = piece.find_parts(error.rows)
+                if not any(x[rows].any() for _, rows in found):
+                    raise
+                for index, rows in found:
+                    x[rows] = 0.0
+                    failed.append((index, error))
+            else:
+                return delta, failed
 
     def _compute_logits(
         self, batch: int, piece: _Piece, x: torch.Tensor, delta: torch.Tensor

@@ -21,6 +21,7 @@ from diptych.chunks import CHUNK_TOKENS
 from engine.attention.batch import ForwardBatch, PrefillSpan
 from engine.cpu.coded.sink_table import SinkTable
 from engine.cpu.jit import LOWEST
+from engine.isolation import NonFiniteKv
 from kvcache.codecs.calibration import Calibration
 from kvcache.codecs.page import Codec
 from kvcache.codecs.registry import build_codec
@@ -87,14 +88,13 @@ class CodedAttention:
         Arguments are those of `CpuAttention.write`; `rotary` is not used, since angles are computed in float64 here.
 
         Raises:
-            ValueError: a key or a value is not finite. Nothing was written.
+            NonFiniteKv: a key or a value is not finite. Nothing was written.
         """
         count = len(batch.positions)
         queries, keys, values = self._split_rows(qkv.numpy()[:count])
         normalise_heads(queries, norms[0], eps)
         normalise_heads(keys, norms[1], eps)
-        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
-            raise ValueError("keys and values must be finite")
+        check_finite_rows(keys.reshape(count, -1), values.reshape(count, -1))
         queries[:] = rotate_rows(queries, batch.positions, self._frequencies)
         if self._rotated:
             # A rotated key may be √2 times as large. Beyond float32 it is clamped, as the codecs do with large numbers.
@@ -214,6 +214,15 @@ class SinkRecorder:
     ) -> None:
         """Never called: a pass for sinks has single tokens only."""
         raise AssertionError("a sink is a single token")
+
+
+def check_finite_rows(*parts: Floats) -> None:
+    """Raises NonFiniteKv, with the rows, if a number of a part [rows, width] is not finite."""
+    # First at once, since nearly always all are.
+    if all(np.isfinite(part).all() for part in parts):
+        return
+    sound = np.all([np.isfinite(part).all(axis=1) for part in parts], axis=0)
+    raise NonFiniteKv(np.flatnonzero(~sound).tolist())
 
 
 def normalise_heads(heads: Floats, weight: Floats, eps: float) -> None:

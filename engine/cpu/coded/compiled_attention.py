@@ -19,7 +19,7 @@ from diptych.chunks import CHUNK_TOKENS
 from engine.attention.batch import ForwardBatch, PrefillSpan
 from engine.cpu.attention import crossover_queries, worthwhile_plan
 from engine.cpu.coded import nuq_expand, nuq_frames, turbo_kernels
-from engine.cpu.coded.attention import CodedAttention, CodedPool, normalise_heads
+from engine.cpu.coded.attention import CodedAttention, CodedPool, check_finite_rows, normalise_heads
 from engine.cpu.coded.grouped_kernels import build_grouped_kernels
 from engine.cpu.coded.nuq_encode import build_nuq_kernels
 from engine.cpu.coded.page_kernels import BYTES, SECTIONS, PageKernels
@@ -142,7 +142,7 @@ class CompiledAttention(CodedAttention):
         """As `CodedAttention.write`.
 
         Raises:
-            ValueError: a key or a value is not finite. Nothing was written.
+            NonFiniteKv: a key or a value is not finite. Nothing was written.
         """
         count = len(batch.positions)
         if not count:
@@ -151,8 +151,7 @@ class CompiledAttention(CodedAttention):
         queries, keys, _ = self._split_rows(rows)
         normalise_heads(queries, norms[0], eps)
         normalise_heads(keys, norms[1], eps)
-        if not np.isfinite(rows[:, self.heads * self.layout.head_dim :]).all():
-            raise ValueError("keys and values must be finite")
+        check_finite_rows(rows[:, self.heads * self.layout.head_dim :])
         self._kernels.encode(
             rows,
             batch.positions,

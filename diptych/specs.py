@@ -94,7 +94,7 @@ class BulkPlan(msgspec.Struct, frozen=True):
     source: str
     # The policy, as `engine.block.policy.parse_policy` reads it; empty with "fit", which each worker finds itself.
     policy: str = ""
-    # The profile whose rates predicted the policy; empty: nothing is predicted.
+    # The profile whose rates predicted the policy; empty: there is none. With "fit", no block is predicted to fit.
     profile: str = ""
     # New tokens per second of one worker, what a decode step of its block waits for, and the bytes that it needs.
     tokens_per_s: float | None = None

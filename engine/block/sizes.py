@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from diptych.byte_text import show_bytes, size_setting
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
 from engine.block.policy import BlockPolicy
@@ -17,7 +18,6 @@ DISK_BLOCK = 4096
 # Rows of logits that are computed at once.
 LOGIT_ROWS = 64
 FLOAT_BYTES = 4
-GIB = 1 << 30
 
 
 def round_up(num_bytes: int) -> int:
@@ -116,11 +116,12 @@ def check_caps(
             least = least_needs(model, policy)
             least_bytes = least.memory_bytes if name == "memory" else 0
             parts = needs.memory if name == "memory" else needs.disk
-            listed = ", ".join(f"{what} {_show(size)}" for what, size in parts.items() if size)
+            listed = ", ".join(f"{what} {show_bytes(size)}" for what, size in parts.items() if size)
+            least_text = f"{show_bytes(least_bytes)} of {name}"
             raise ConfigError(
-                f"bulk work does not fit: it needs {_show(needed)} of {name}, and may take {_show(cap)}",
-                f"{listed}\nthe least for this model, one sequence at a time, is {_show(least_bytes)} of {name}",
-                f"use --bulk-{name}-bytes {needed}, or another --bulk-policy",
+                f"bulk work does not fit: it needs {show_bytes(needed)} of {name}, and may take {show_bytes(cap)}",
+                f"{listed}\nthe least for this model, one sequence at a time, is {least_text}",
+                f"use --bulk-{name}-bytes {size_setting(needed)}, or another --bulk-policy",
             )
     return needs
 
@@ -235,9 +236,3 @@ def smallest_policy(policy: BlockPolicy) -> BlockPolicy:
         overlap=False,
         step_tokens=policy.step_tokens,
     )
-
-
-def _show(num_bytes: int) -> str:
-    if num_bytes >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / (1 << 20):.1f} MiB"

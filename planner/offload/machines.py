@@ -139,8 +139,8 @@ class HostMachine:
     """A CPU with a bounded part of its memory, and a disk. Rates are bytes per second, times are seconds.
 
     A layer's products take `pass_s` and `row_s` for each row, both for a layer of `measured_weights` numbers;
-    `widen_s` is added to each pass if weights have 4 bits. `attention` is the rate at which KV is attended to. `ring`
-    layers are held for reading ahead. Without `overlap` the disk is read before the computation begins.
+    `widen_s` is added to each pass if weights have 4 bits. `attention` is the rate at which KV is attended to. Without
+    `overlap` the disk is read before the computation begins.
 
     A machine that was measured (`planner.offload.measured`) has the times of a layer with `exact` weights, and of one
     with `int4` weights; they are used instead of `pass_s`, `row_s` and `widen_s`. `coded_attention` is the rate for KV
@@ -159,7 +159,6 @@ class HostMachine:
     prompt_attention: float
     widen_s: float = 0.0
     end_row_s: float = 0.0
-    ring: int = 2
     step_tokens: int = 512
     overlap: bool = True
     exact: LayerTime | None = None
@@ -220,16 +219,19 @@ class HostMachine:
         kv = batch_kv * block.batches * model.layers
         batch_hidden = model.token_hidden_bytes * work.prompt_tokens * block.rows
         hidden = batch_hidden * block.batches
-        ahead = min(self.ring, model.layers) * model.layer_bytes
+        # One is read while another is computed, if the disk overlaps.
+        windows = 2 if self.overlap else 1
+        ahead = min(windows, model.layers) * model.layer_bytes
         scratch = self.step_tokens * (5 * model.hidden + 3 * model.ffn) * model.hidden_bytes
-        # The buffers for reading ahead, of layers and of two batches' KV, are there whatever the shares are.
-        constant = model.end_bytes + scratch + ahead + 2 * batch_kv
-        windows = 2 * batch_hidden
-        memory = ShareCosts((weights, 0.0, 0.0), (kv, 0.0, 0.0), (hidden, 0.0, windows), constant)
+        # The buffers for reading, of layers and of batches' KV, are there whatever the shares are.
+        constant = model.end_bytes + scratch + ahead + windows * batch_kv
+        memory = ShareCosts(
+            (weights, 0.0, 0.0), (kv, 0.0, 0.0), (hidden, 0.0, windows * batch_hidden), constant
+        )
         disk = ShareCosts((0.0, 0.0, weights), (0.0, 0.0, kv), (0.0, 0.0, hidden))
         return (
-            BoundedMemory("memory", memory, self.memory_bytes),
-            BoundedMemory("disk", disk, self.disk_bytes),
+            BoundedMemory("memory", memory, self.memory_bytes, "--bulk-memory"),
+            BoundedMemory("disk", disk, self.disk_bytes, "--bulk-disk"),
         )
 
 

@@ -120,23 +120,44 @@ def search_policy(
 ) -> tuple[BlockPolicy, OffloadPlacement]:
     """The policy with the most tokens per second in whole pieces, and its prediction.
 
-    Lengths, kinds, units and overlap are those of `asked`. Activations of a batch that is not wholly in memory need
-    windows there. So whole pieces can take more memory than the shares, and the search is repeated with less of it.
+    Lengths, kinds, units and overlap are those of `asked`; but if no block fits with room for reading ahead, nothing is
+    read ahead. Activations of a batch that is not wholly in memory need windows there. So whole pieces can take more
+    memory than the shares, and the search is repeated with less of it. The policy may still take a little too much.
 
     Raises:
         ConfigError: not even the smallest block fits.
     """
+    try:
+        return _search_whole(machine, model, asked, blocks)
+    except ConfigError:
+        if not asked.overlap:
+            raise
+    return _search_whole(machine, model, replace(asked, overlap=False), blocks)
+
+
+def _search_whole(
+    machine: HostMachine, model: OffloadModel, asked: BlockPolicy, blocks: list[BlockShape]
+) -> tuple[BlockPolicy, OffloadPlacement]:
+    """`search_policy` with the overlap of `asked`. Raises ConfigError."""
     work, limited = policy_work(asked), machine_of_policy(machine, asked)
     kinds = {name: getattr(asked, name) for name in ("weight_kind", "kv_codec", "overlap")}
+    best: tuple[BlockPolicy, OffloadPlacement] | None = None
     for _ in range(SEARCHES):
-        found = search_placement(limited, [model], work, blocks)
+        try:
+            found = search_placement(limited, [model], work, blocks)
+        except ConfigError:
+            if best is None:
+                raise
+            break
         policy = replace(to_block_policy(found, work, asked.step_tokens), **kinds)
         predicted = predict_policy(machine, model, policy)
+        best = policy, predicted
         over = predicted.memory["memory"] - machine.memory_bytes
         if over <= 0.0:
             break
         limited = replace(limited, memory_bytes=max(limited.memory_bytes - over, limited.memory_bytes / 2))
-    return policy, predicted
+    assert best is not None
+    return best
 
 
 def machine_of_policy(machine: HostMachine, policy: BlockPolicy) -> HostMachine:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
+from diptych.byte_text import show_bytes, size_setting
 from diptych.errors import ConfigError
 from planner.offload.machines import OffloadMachine
 from planner.offload.terms import (
@@ -186,10 +187,11 @@ def _does_not_fit(costs: BlockCosts) -> ConfigError:
     # Everything fits into enough of the fastest memory.
     assert remedies
     names = " or ".join(one.name for one, _ in remedies)
-    needs = " or ".join(f"{size / GIB:.2f} GiB of {one.name}" for one, size in remedies)
-    there = ", ".join(f"{one.name} {one.capacity / GIB:.2f} GiB" for one in costs.memories)
+    needs = " or ".join(f"{show_bytes(size)} of {one.name}" for one, size in remedies)
+    there = ", ".join(f"{one.name} {show_bytes(one.capacity)}" for one in costs.memories)
+    flags = " or ".join(f"{one.flag or one.name} {size_setting(size)}" for one, size in remedies)
     return ConfigError(
         f"bulk work does not fit: too little {names}",
         f"the smallest block needs {needs}; there are: {there}",
-        f"give it {needs}, or take shorter sequences",
+        f"use {flags}, or shorter sequences",
     )

@@ -155,11 +155,12 @@ class TimedResource:
 
 @dataclass(frozen=True, slots=True)
 class BoundedMemory:
-    """A memory, what the block needs of it, and how much there is, in bytes."""
+    """A memory, what the block needs of it, and how much there is, in bytes; `flag` is the one that says how much."""
 
     name: str
     needed: ShareCosts
     capacity: float
+    flag: str = ""
 
 
 @dataclass(frozen=True, slots=True)

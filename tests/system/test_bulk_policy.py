@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +16,10 @@ from diptych.config.options import Config
 from diptych.errors import ConfigError
 from diptych.specs import BulkPlan
 from engine.block.policy import BlockPolicy, default_policy, parse_policy
+from engine.block.sizes import fit_policy, predict_needs, trim_policy
+from engine.cpu.block.loading import measure_model, prepare_weights
+from engine.cpu.block.weight_stream import open_index
+from engine.model.checkpoint import Checkpoint
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile import analytic_profile
 from planner.costs.profile_file import save_profile
@@ -136,8 +141,29 @@ def test_profiles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             plan(file, policy)
         assert text in caught.value.what, caught.value.what
         assert 1 < len(caught.value.lines()) <= 6
-    with pytest.raises(ConfigError, match="too little memory"):
-        plan(good, memory=MIB)
+
+
+def test_a_profile_refuses_nothing_that_would_be_served_without_one(tmp_path: Path) -> None:
+    """The programme counts a little more memory than the engine, and must not refuse what is between the two."""
+    file = save_rates(tmp_path / "p.json")
+    model = Checkpoint.resolve(resolve_embedded("tiny"))
+    index = open_index(prepare_weights(model, "exact", tmp_path))
+    sizes = measure_model(model, model.layout(), index, default_policy(1024), 1024)
+    for cap in (18 * MIB, 20 * MIB, 24 * MIB):
+        found, policy = plan(file, memory=cap)
+        assert found.source == "profile" and found.memory_bytes is not None and found.memory_bytes <= cap
+        assert trim_policy(lambda _: sizes, policy, cap, 1 << 34, 1024).sequences == policy.sequences
+    smallest = "rows=2,weights_in_memory=0,kv_in_memory=0,hidden_in_memory=0,overlap=off"
+    tight = predict_needs(sizes, parse_policy(smallest, default_policy(1024)))
+    found, _ = plan(file, memory=tight.memory_bytes)
+    assert fit_policy(lambda _: sizes, default_policy(1024), tight.memory_bytes, 1 << 34, 1024).rows == 2
+    assert (found.source, found.policy, found.profile) == ("fit", "", str(file))
+    shown = "\n".join(format_bulk_plan(msgspec.structs.asdict(found) | {"in_force": {}}))
+    assert "the largest block that fits; with the rates in" in shown and "none is predicted" in shown
+    with pytest.raises(ConfigError, match="bulk work does not fit") as caught:
+        fit_policy(lambda _: sizes, default_policy(1024), 12 * MIB, 1 << 34, 1024)
+    assert caught.value.fix == "use --bulk-memory-bytes 17MiB, or another --bulk-policy"
+    assert len(caught.value.lines()) <= 6
 
 
 @pytest.mark.parametrize(

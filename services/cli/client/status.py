@@ -126,6 +126,8 @@ def format_bulk_plan(plan: dict[str, Any] | None) -> list[str]:
         return []
     source = BULK_SOURCES.get(plan["source"], plan["source"])
     named = f" {plan['profile']}" if plan["source"] == "profile" else ""
+    if plan["source"] == "fit" and plan["profile"]:
+        source = f"the largest block that fits; with the rates in {plan['profile']} none is predicted to fit"
     lines = [f"bulk policy: {source}{named}"]
     for policy in sorted(set(plan["in_force"].values())):
         workers = ", ".join(name for name, one in plan["in_force"].items() if one == policy)

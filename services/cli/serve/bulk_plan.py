@@ -106,7 +106,14 @@ def plan_bulk(config: Config, model: ProbedModel, memory_bytes: int, disk_bytes:
 def _plan_with_rates(
     config: Config, model: ProbedModel, asked: BlockPolicy, memory_bytes: int, disk_bytes: int
 ) -> BulkPlan:
-    """The programme's policy, or that of --bulk-policy, with what the profile predicts. Raises ConfigError."""
+    """The programme's policy, or that of --bulk-policy, with what the profile predicts.
+
+    The programme's memory is a little more than the engine's. So where it finds no block, the workers look for one, as
+    without a profile, and only they say that nothing fits.
+
+    Raises:
+        ConfigError: the profile cannot be used, or does not say what the policy's kinds cost.
+    """
     # Imported only here: the search needs scipy.
     from planner.costs.model import dims_on_cpu, find_model
     from planner.offload.measured import (
@@ -130,7 +137,10 @@ def _plan_with_rates(
         source, policy, predicted = "setting", asked, predict_policy(machine, offload, asked)
     else:
         fewest = math.ceil(model.max_model_len / asked.sequence_tokens)
-        policy, predicted = search_policy(machine, offload, asked, search_blocks(fewest_rows=fewest))
+        try:
+            policy, predicted = search_policy(machine, offload, asked, search_blocks(fewest_rows=fewest))
+        except ConfigError:
+            return BulkPlan("fit", profile=str(config.bulk_profile))
         source = "profile"
     return BulkPlan(
         source,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ from planner.offload.programme import (
 )
 from planner.offload.terms import BlockShape, OffloadModel, OffloadWorkload, TimedResource
 
-GIB = 1 << 30
+MIB = 1 << 20
 # A Llama of some 300 M parameters: grouped queries, a gated MLP.
 LLAMA = OffloadModel(24, 1024, 16, 4, 64, 2816, 3, 2.0, 4.0, 4.0, 24e6)
 HOST = HostMachine(
@@ -174,7 +175,9 @@ def test_what_does_not_fit_names_the_memory_and_the_least() -> None:
     costs = HOST.block_costs(LLAMA, WORK, BlockShape(1, 1))
     needed = least_memory(costs, costs.memories[0])
     assert needed is not None
-    assert f"{needed / GIB:.2f} GiB" in str(error.why)
+    assert f"{needed / MIB:.1f} MiB of memory" in error.why
+    assert error.fix == f"use --bulk-memory {math.ceil(needed / MIB)}MiB, or shorter sequences"
+    assert len(error.lines()) <= 6
     assert search_placement(replace(HOST, memory_bytes=needed * 1.001), [LLAMA], WORK, BLOCKS)
     with pytest.raises(ConfigError, match="too little memory or disk"):
         search_placement(replace(HOST, disk_bytes=1e6), [LLAMA], WORK, BLOCKS)

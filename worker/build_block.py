@@ -43,7 +43,6 @@ class BlockParts:
     engine: BlockEngine
     schedule: BlockSchedule
     runner: CpuBlockRunner
-    max_model_len: int
 
 
 def build_block(spec: WorkerSpec, supervisor: SupervisorPipe) -> BlockParts:
@@ -70,7 +69,7 @@ def build_block(spec: WorkerSpec, supervisor: SupervisorPipe) -> BlockParts:
     supervisor.report_progress("warm")
     schedule = BlockSchedule(policy, length, max_waiting=WAITING_SHARE * policy.sequences)
     engine = BlockEngine(runner, schedule, sampler, runner.vocab_size, spec.bulk_slice_ms / 1000)
-    return BlockParts(model, engine, schedule, runner, length)
+    return BlockParts(model, engine, schedule, runner)
 
 
 def _find_files(spec: WorkerSpec) -> BlockFiles:

@@ -42,12 +42,14 @@ class SequenceStep:
 
 
 class BlockSchedule:
-    """The sequences of one block engine. `max_model_len` is the most tokens of a sequence."""
+    """The sequences of one block engine, for a model whose sequences have at most `max_model_len` tokens."""
 
     def __init__(self, policy: BlockPolicy, max_model_len: int, max_waiting: int = 1024) -> None:
-        self.policy, self.max_model_len, self.max_waiting = policy, max_model_len, max_waiting
-        self.waiting: dict[str, Sequence] = {}
         chunks = batch_chunks(policy)
+        self.policy, self.max_waiting = policy, max_waiting
+        # The most tokens of a sequence: what the model takes, and what a batch has room for.
+        self.max_model_len = min(max_model_len, chunks * CHUNK_TOKENS)
+        self.waiting: dict[str, Sequence] = {}
         self.batches = [BlockBatch(policy.rows, list(range(chunks))) for _ in range(policy.batches)]
         self._arrivals = 0
 
@@ -77,7 +79,7 @@ class BlockSchedule:
 
         Raises:
             SequenceRefused: the queue is full ("overloaded"), or the sequence can never run in this block
-                ("out_of_memory", "internal_error").
+                ("internal_error").
             ValueError: it is already here.
         """
         if self.find(seq.key) is not None:
@@ -86,10 +88,6 @@ class BlockSchedule:
             raise SequenceRefused(
                 "internal_error", f"{seq.total} tokens are not within 1 to {self.max_model_len}"
             )
-        need, most = self.needed_chunks(seq), batch_chunks(self.policy)
-        if need > most:
-            what = f"it may need KV of {need * CHUNK_TOKENS} tokens, and a batch has room for {most * CHUNK_TOKENS}"
-            raise SequenceRefused("out_of_memory", what)
         if seq.keep.evicts:
             raise SequenceRefused("internal_error", "a block keeps all KV")
         if len(self.waiting) >= self.max_waiting:

@@ -79,7 +79,7 @@ def make_block_hello(spec: WorkerSpec, built: BlockParts) -> Hello:
         pid=os.getpid(),
         num_slabs=num_slabs,
         chunk_bytes=layout.chunk_bytes,
-        max_model_len=built.max_model_len,
+        max_model_len=built.schedule.max_model_len,
         endpoints={},
         ended=spec.ended,
         kv_classes={layout.kv_class: (num_slabs, layout.chunk_bytes)},

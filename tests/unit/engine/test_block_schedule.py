@@ -57,8 +57,7 @@ def test_what_can_never_run_is_refused() -> None:
     schedule = BlockSchedule(POLICY, 300, max_waiting=1)
     for seq, code in (
         (ask("large", 248), None),
-        (ask("larger", 250, max_tokens=30), "out_of_memory"),
-        (ask("longer", 301), "internal_error"),
+        (ask("longer", 257), "internal_error"),
         (ask("empty", 0), "internal_error"),
         (ask("next", 1), "overloaded"),
     ):
@@ -74,6 +73,15 @@ def test_what_can_never_run_is_refused() -> None:
         BlockSchedule(POLICY, 300).add(evicting, 0.0)
     with pytest.raises(ValueError, match="already here"):
         schedule.add(ask("large", 10), 0.0)
+
+
+def test_the_longest_sequence_is_what_the_model_takes_and_a_batch_has_room_for() -> None:
+    assert BlockSchedule(POLICY, 200).max_model_len == 200
+    schedule = BlockSchedule(POLICY, 100_000)
+    assert schedule.max_model_len == batch_chunks(POLICY) * CHUNK_TOKENS == 256
+    # A line without max_tokens, whose answer may have all that the context has left.
+    schedule.add(ask("open", 20, max_tokens=100_000 - 20), 0.0)
+    assert [seq.id for seq in schedule.admit(0.0)] == ["open"]
 
 
 def test_no_room_is_lost_or_given_twice() -> None:

@@ -162,7 +162,7 @@ def _check_pools(loaded: LoadedConfig) -> None:
 # Settings of bulk workers, and those that they have no use for.
 BULK_SETTINGS = ("bulk_policy", "bulk_profile", "bulk_memory_bytes", "bulk_disk_bytes")
 NOT_FOR_BULK = (
-    "colocated", "prefill_tp", "prefill_pp", "decode_tp", "decode_pp", "ray_address", "plan", "replan",
+    "colocated", "prefill_tp", "prefill_pp", "decode_tp", "decode_pp", "plan", "replan",
     "kv_cache_codec", "kv_cache_memory_bytes", "kv_keep", "swap_space", "step_log", "slo_ttft_ms", "slo_tpot_ms",
     "kv_quality_budget", "max_num_seqs", "max_num_batched_tokens", "dtype", "transports", "enable_prefix_caching",
     "enable_chunked_prefill", "kv_lease_s", "pipelined_transfer", "local_prefill", "replan_mode",

@@ -37,7 +37,8 @@ def describe_node(
 ) -> dict[str, Any]:
     """Run on a node: its versions, and the answer to `question`, a `ProbeRequest` in JSON without the node's part.
 
-    The node's memory is shared by as many workers of so many `devices` as its CPUs allow, and by `max_workers` at most.
+    The node's memory is shared by as many workers of so many `devices` as its CPUs allow, and by `max_workers` at most;
+    with 0 it is not divided, since bulk workers find out themselves what fits.
     What workers of the `deployment` (`name_deployment`) hold on the node is shared too. A model that is not there after
     `timeout_s` seconds, since it is being downloaded, is an error. Without a `question` only versions are told.
     """
@@ -67,7 +68,9 @@ def describe_node(
     }
     if not question or found["versions"]["diptych"] == "not installed":
         return found
-    here = max(1, min(max_workers, int(node_cpus // devices) if node_cpus >= devices else max_workers))
+    here = max_workers
+    if max_workers > 0 and node_cpus >= devices:
+        here = max(1, min(max_workers, int(node_cpus // devices)))
     # `-P`: nothing may be imported from the directory in which Ray was started.
     try:
         probing = subprocess.run(

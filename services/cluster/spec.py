@@ -33,8 +33,9 @@ class ClusterSpec:
     """How a deployment runs in a Ray cluster that others started.
 
     `namespace` is the deployment's name in the cluster. Each node looks for the model by `question`, a
-    `services.host.model_probe.ProbeRequest` in JSON, for at most `max_workers` workers. `node_keys_dir`
-    is a folder with the workers' keys on every node; empty if they are sent, sealed.
+    `services.host.model_probe.ProbeRequest` in JSON, for at most `max_workers` workers (0: bulk workers,
+    which find out themselves what fits). `node_keys_dir` is a folder with the workers' keys on every node; empty if
+    they are sent, sealed.
     """
 
     namespace: str

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from planner.costs.model import find_model
@@ -31,8 +32,10 @@ from planner.placement.plan_file import (
 )
 from tests.faults import network_namespaces
 from tests.faults.ray_nodes import RayCluster, RayNode, running_cluster
+from tests.system.batches.batch_lines import COMPLETION, finished, input_file, results, start
 from tests.system.cluster_driver import Driver, ask, run_serve
 from tests.system.deployment import wait_for
+from tests.system.test_bulk_serving import completion_lines
 from tests.system.test_replan import COST, HUMANEVAL, SHORT, Load, decisions, steered
 from tests.system.test_serve_plan import PREDICTED
 
@@ -192,6 +195,27 @@ def test_a_deployment_on_two_nodes_outlives_its_driver(cluster: RayCluster) -> N
         assert ask(driver, PROMPT, TOKENS) == before
         driver.stop()
     assert set(key_folders()) <= older
+
+
+def test_bulk_workers_on_two_nodes_serve_batches(cluster: RayCluster, tmp_path: Path) -> None:
+    """Each node prepares the weights for itself; both compute lines, and the answers are those of one engine."""
+    caps = ("--bulk-memory-bytes", "24MiB", "--bulk-disk-bytes", "1GiB", "--max-model-len", "512")
+    pools = ("--bulk", "2", "--prefill", "0", "--decode", "0", "--data-dir", str(tmp_path / "batches"))
+    with Driver(cluster, *pools, *caps) as driver:
+        nodes = {node.house.address for node in cluster.nodes[1:3]}
+        assert pools_by_node(driver.status()).keys() == nodes
+        lines = completion_lines(24, temperature=0, stop=None)
+        with openai.OpenAI(base_url=f"http://{driver.host}:{driver.port}/v1", api_key="none") as client:
+            ended = finished(client, start(client, input_file(lines.items(), COMPLETION), COMPLETION).id)
+            found = results(client, ended.output_file_id)
+        assert found.keys() == lines.keys()
+        by_prompt: dict[str, set[str]] = {}
+        for name, row in found.items():
+            texts = by_prompt.setdefault(lines[name]["prompt"], set())
+            texts.add(row["response"]["body"]["choices"][0]["text"])
+        assert all(len(texts) == 1 for texts in by_prompt.values())
+        assert all(one["stats"]["bulk_tokens"] > 0 for one in driver.status()["workers"])
+        driver.stop()
 
 
 def plan_of_a_pair(folder: Path) -> str:

@@ -24,7 +24,7 @@ from services.cli.serve.cluster_settings import (
     state_folder,
 )
 from services.cli.serve.launch import ServeRun
-from services.cli.serve.specs import device_budget, devices_by_worker, max_workers
+from services.cli.serve.specs import device_budget, devices_by_worker, num_probed
 from services.cluster.capacity import NodeCapacity, count_devices, place_groups
 from services.cluster.cluster_deployment import ClusterDeployment
 from services.cluster.daemon_calls import await_daemon
@@ -133,7 +133,7 @@ class ClusterRun(ServeRun):
         """
         name, revision = pinned_question_model(self._config, model.path)
         # Workers that were asked something else are not adopted. A cluster that has grown is no reason for that.
-        num_workers = 0 if self._may_use_all else max_workers(self._config)
+        num_workers = 0 if self._may_use_all else num_probed(self._config)
         question = structs.replace(probe_request(self._config, num_workers), model=name, revision=revision)
         self._question = msgspec.json.encode(question).decode()
         able = [
@@ -162,7 +162,7 @@ class ClusterRun(ServeRun):
         self, nodes: Sequence[NodeCapacity], question: str, timeout_s: float
     ) -> list[NodeReport]:
         devices = min(bundle.devices for group in self._groups for bundle in group)
-        workers, say = max_workers(self._config), self._view.print_line
+        workers, say = num_probed(self._config), self._view.print_line
         return self._cluster.probe_nodes(nodes, question, workers, devices, timeout_s, say)
 
     async def _start_placed(self, deployment: LocalDeployment) -> None:
@@ -185,7 +185,7 @@ class ClusterRun(ServeRun):
         spec = ClusterSpec(
             namespace=config.ray_namespace,
             question=self._question,
-            max_workers=max_workers(config),
+            max_workers=num_probed(config),
             node_keys_dir=str(config.keys_dir.absolute()) if config.keys_dir else "",
             pin_cores=config.pin_cores and config.device != "cuda",
         )

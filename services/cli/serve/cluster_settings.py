@@ -46,11 +46,18 @@ def check_cluster_settings(loaded: LoadedConfig) -> None:
             f"--ray-namespace {config.ray_namespace} is no name",
             "it may have letters, digits, '.', '_' and '-', 63 in all, and begins with a letter or digit",
         )
-    if config.colocated and config.prefill_resources:
+    if (config.colocated or config.bulk) and config.prefill_resources:
+        kind = "bulk" if config.bulk else "colocated"
         raise ConfigError(
             f"{loaded.origin_of('prefill_resources')} has no effect",
-            "a colocated deployment has no prefill workers",
-            "--decode-resources is for colocated workers",
+            f"a deployment of {kind} workers has no prefill workers",
+            f"--decode-resources is for {kind} workers",
+        )
+    if config.bulk and (config.bulk_memory_bytes is None or config.bulk_disk_bytes is None):
+        raise ConfigError(
+            "bulk workers in a Ray cluster need --bulk-memory-bytes and --bulk-disk-bytes",
+            "what is free on this machine says nothing of the nodes",
+            "give what each worker may take of its node, for example 8GiB and 100GiB",
         )
     for role in ("prefill", "decode"):
         parse_resources(config, role)

@@ -41,6 +41,9 @@ def loaded(**settings: Any) -> LoadedConfig:
         ({"ray_address": "auto", "decode_resources": ("GPU=1.5",)}, "cannot be asked of Ray"),
         ({"ray_address": "auto", "prefill_resources": ("=1",)}, "names no resource"),
         ({"ray_address": "auto", "colocated": 2, "prefill_resources": ("x=1",)}, "has no effect"),
+        ({"ray_address": "auto", "bulk": 2, "prefill_resources": ("x=1",)}, "has no effect"),
+        ({"ray_address": "auto", "bulk": 2}, "need --bulk-memory-bytes and --bulk-disk-bytes"),
+        ({"ray_address": "auto", "bulk": 2, "bulk_memory_bytes": 1 << 30}, "need --bulk-memory-bytes"),
         ({"ray_address": "auto", "channel": "tcp://host"}, "no address of a channel"),
         ({"ray_address": "auto", "channel": "ipc:///tmp/x"}, "no address of a channel"),
         ({"ray_address": "auto", "channel": "tcp://0.0.0.0:5700"}, "names no machine"),
@@ -58,6 +61,9 @@ def test_sound_settings_pass() -> None:
     check_cluster_settings(loaded())
     check_cluster_settings(
         loaded(ray_address="auto", ray_namespace="team-a", decode_resources=("GPU=1", "x=0.1"))
+    )
+    check_cluster_settings(
+        loaded(ray_address="auto", bulk=2, bulk_memory_bytes=1 << 30, bulk_disk_bytes=1 << 30)
     )
     assert split_channel("tcp://10.0.0.1:9000") == ("10.0.0.1", 9000)
     assert format_channel(*split_channel("tcp://[fd00::1]:9000")) == "tcp://[fd00::1]:9000"

@@ -53,7 +53,7 @@ def test_settings_of_nodes_that_harm_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("max_workers", "devices", "cpus", "share"),
-    [(4, 1, 2.0, 2), (4, 1, 64.0, 4), (4, 2, 4.0, 2), (3, 4, 2.0, 3)],
+    [(4, 1, 2.0, 2), (4, 1, 64.0, 4), (4, 2, 4.0, 2), (3, 4, 2.0, 3), (0, 1, 4.0, 0)],
 )
 def test_a_node_divides_its_memory_among_the_workers_that_it_may_get(
     monkeypatch: pytest.MonkeyPatch, max_workers: int, devices: int, cpus: float, share: int

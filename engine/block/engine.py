@@ -137,10 +137,11 @@ class BlockEngine:
     def _begin_step(self, now_s: float) -> tuple[list[SequenceOutput], _OpenStep | None]:
         """Admit sequences, and begin a step of all that have a place; None if there is none."""
         failures = []
+        self.scheduler.grow_rooms()
         for seq in self.scheduler.admit(now_s):
             if (live := self._live.get(seq.key)) is not None:
-                # It is computed again, and its prompt is scored again.
-                live.scores = [None] if seq.scores_prompt else None
+                # It is computed again, and so is its prompt's score if that was not sent yet.
+                live.scores = None if live.scores is None else [None]
                 continue
             try:
                 row = self.sampler.open(seq)
@@ -254,8 +255,7 @@ class BlockEngine:
         self._open = None
         self.failed_steps += 1
         outputs = []
-        # The last one is put back first, so that the order stays.
-        for one in reversed([one for mine in step.parts.values() for one, _ in mine]):
+        for one in [one for mine in step.parts.values() for one, _ in mine]:
             seq = one.seq
             if seq.key in step.dropped:
                 self.scheduler.release(seq.key)
@@ -350,5 +350,5 @@ class BlockEngine:
             bulk_units=self.units,
             bulk_seconds=self.seconds,
             bulk_tokens=self.tokens,
-            bulk_preemptions=self.failed_steps,
+            bulk_preemptions=self.failed_steps + self.scheduler.preemptions,
         )

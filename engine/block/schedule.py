@@ -3,8 +3,12 @@
     waiting ──admit──▶ a row of a batch, and chunks of its KV room ──release──▶ (its place is free for another)
 
 A step (`plan_step`) has one token of every sequence that decodes and the prompts of those that came since the last
-one, batch by batch: FlexGen's column (section 4.2), in which sequences that end leave and others take their place. A
-sequence gets room for all its tokens when it is admitted, so that none ever has to wait in the middle.
+one, batch by batch: FlexGen's column (section 4.2), in which sequences that end leave and others take their place.
+
+A sequence is admitted with room for an answer of the policy's length, or for its longest answer if that is shorter. If
+its answer becomes longer, it gets chunk after chunk (`grow_rooms`), so that a line without `max_tokens` does not keep a
+whole batch for itself. If no chunk is free, the youngest sequence of the batch is put back and computed again later.
+The oldest one always goes on, so a block never stands still.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ class BlockSchedule:
         self.waiting: dict[str, Sequence] = {}
         self.batches = [BlockBatch(policy.rows, list(range(chunks))) for _ in range(policy.batches)]
         self._arrivals = 0
+        # Times that a sequence lost its place to an older one.
+        self.preemptions = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + self.num_running
@@ -69,10 +75,10 @@ class BlockSchedule:
         """The sequence of this key, wherever it is."""
         return next((seq for seq in self.sequences() if seq.key == key), None)
 
-    def needed_chunks(self, seq: Sequence) -> int:
-        """Chunks for all tokens that `seq` may ever have."""
-        most = seq.total + max(0, seq.sampling.max_tokens - len(seq.output))
-        return num_chunks(min(most, self.max_model_len))
+    def first_chunks(self, seq: Sequence) -> int:
+        """Chunks that `seq` gets with its place: for its tokens, and for those that its answer is expected to have."""
+        left = max(0, seq.sampling.max_tokens - len(seq.output))
+        return num_chunks(min(seq.total + min(left, self.policy.output_tokens), self.max_model_len))
 
     def add(self, seq: Sequence, now_s: float) -> None:
         """Queue a sequence.
@@ -100,7 +106,7 @@ class BlockSchedule:
         """Give places to waiting sequences, in order of arrival; those that do not fit let later ones pass."""
         admitted = []
         for seq in list(self.waiting.values()):
-            need = self.needed_chunks(seq)
+            need = self.first_chunks(seq)
             batch = max(self.batches, key=lambda one: (one.has_room(need), len(one.free)))
             if not seq.ready or not batch.has_room(need):
                 continue
@@ -124,14 +130,30 @@ class BlockSchedule:
         seq.slabs = []
         return seq
 
+    def grow_rooms(self) -> None:
+        """Give each sequence of the block the chunks for its tokens; the oldest ones take them from the youngest.
+
+        Call it between two steps, before others are admitted.
+        """
+        for batch in self.batches:
+            for seq in sorted(batch.running.values(), key=lambda seq: seq.number):
+                while seq.key in batch.running and num_chunks(seq.total) > len(seq.slabs):
+                    if batch.free:
+                        seq.slabs.append(batch.free.pop(0))
+                        continue
+                    youngest = max(batch.running.values(), key=lambda seq: seq.number)
+                    self.put_back(youngest.key)
+                    self.preemptions += 1
+
     def put_back(self, key: str) -> None:
-        """Let a sequence of the block wait again, at the head of the queue; it will be computed from its first token.
+        """Let a sequence of the block wait again, in order of arrival; it will be computed from its first token.
 
         Raises KeyError if it is not here.
         """
         seq = self.release(key)
         seq.computed, seq.target = 0, seq.total
-        self.waiting = {key: seq, **self.waiting}
+        waiting = sorted([seq, *self.waiting.values()], key=lambda seq: seq.number)
+        self.waiting = {seq.key: seq for seq in waiting}
 
     @property
     def has_work(self) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.block.policy import BlockPolicy
 from engine.model.checkpoint import Checkpoint
-from tests.engine.block.block_runs import Answer, BlockRun, run_resident, some_requests
+from engine.sequence import Sequence
+from tests.engine.block.block_runs import Answer, BlockRun, ask, run_resident, some_requests
 from tests.factories import make_folder
 
 LOGPROB_ERROR = 1e-4
@@ -62,6 +64,22 @@ def test_answers_are_those_of_the_resident_engine(
 ) -> None:
     run = BlockRun(model, random_policy(seed, overlap), prepared)
     assert_equal(run.run(some_requests()), expected)
+    run.runner.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_answers_that_outgrow_their_rooms_are_the_same(
+    share: float, model: Checkpoint, prepared: Path
+) -> None:
+    def long_requests() -> list[Sequence]:
+        kinds: tuple[dict[str, Any], ...] = ({"temperature": 0.0, "prompt_logprobs": 0}, {"temperature": 0.9})
+        return [ask(i, 50, max_tokens=60, stop_token_ids=(), **kinds[i % 2]) for i in range(6)]
+
+    policy = BlockPolicy(rows=4, batches=1, prompt_tokens=56, output_tokens=8, kv_in_memory=share)
+    run = BlockRun(model, policy, prepared)
+    assert_equal(run.run(long_requests()), run_resident(model, long_requests()))
+    assert run.schedule.preemptions > 0 == run.engine.failed_steps
+    assert run.engine.stats.bulk_preemptions == run.schedule.preemptions
     run.runner.close()
 
 

@@ -14,7 +14,7 @@ from engine.block.policy import BlockPolicy
 from engine.block.schedule import BlockSchedule
 from engine.block.sizes import BlockModel, batch_chunks, check_caps, predict_needs, smallest_policy
 from engine.block.units import cut_works
-from engine.sequence import Sequence, SequenceRefused
+from engine.sequence import Sequence, SequenceRefused, num_chunks
 from engine.step_work import StepWork
 
 POLICY = BlockPolicy(rows=2, batches=3, prompt_tokens=100, output_tokens=28)
@@ -84,15 +84,56 @@ def test_the_longest_sequence_is_what_the_model_takes_and_a_batch_has_room_for()
     assert [seq.id for seq in schedule.admit(0.0)] == ["open"]
 
 
+def decode(schedule: BlockSchedule) -> None:
+    """One step of all that have a place: each gets a token, and those that have all of theirs leave."""
+    for step in schedule.plan_step():
+        step.seq.computed += step.count
+        if step.seq.pending == 0:
+            step.seq.output.append(7)
+            if (
+                step.seq.total >= schedule.max_model_len
+                or len(step.seq.output) >= step.seq.sampling.max_tokens
+            ):
+                schedule.release(step.seq.key)
+
+
+def test_lines_without_max_tokens_share_a_batch_and_all_end() -> None:
+    schedule = BlockSchedule(BlockPolicy(rows=4, batches=1, prompt_tokens=40, output_tokens=24), 1000)
+    names = [f"r{i}" for i in range(6)]
+    for name in names:
+        schedule.add(ask(name, 30, max_tokens=1000 - 30), 0.0)
+    running, steps = [], 0
+    while len(schedule):
+        schedule.grow_rooms()
+        schedule.admit(0.0)
+        schedule.check_books()
+        assert all(num_chunks(seq.total) <= len(seq.slabs) for seq in schedule.batches[0].running.values())
+        running.append([seq.id for seq in schedule.batches[0].running.values()])
+        decode(schedule)
+        steps += 1
+        assert steps < 3000
+    assert running[0] == names[:4]
+    # A batch has four chunks: the oldest line gets all of them at last, and is computed once.
+    ends = [next(i for i in range(len(running), 0, -1) if name in running[i - 1]) for name in names]
+    assert ends[0] == min(ends) == 256 - 30
+    assert all(names[0] in one for one in running[: ends[0]])
+    assert schedule.preemptions > 0 and schedule.used == 0
+
+
 def test_no_room_is_lost_or_given_twice() -> None:
     draw, schedule, count = random.Random(1), BlockSchedule(POLICY, 1000), 0
     for _ in range(2000):
         kind = draw.randrange(4)
         if kind == 0:
             count += 1
-            schedule.add(ask(f"r{count}", draw.randrange(1, 200)), 0.0)
+            schedule.add(ask(f"r{count}", draw.randrange(1, 200), draw.choice((8, 900))), 0.0)
         elif kind == 1:
+            schedule.grow_rooms()
             schedule.admit(0.0)
+            assert list(schedule.waiting.values()) == sorted(
+                schedule.waiting.values(), key=lambda seq: seq.number
+            )
+            decode(schedule)
         elif len(schedule):
             key = draw.choice([seq.key for seq in schedule.sequences()])
             (schedule.put_back if kind == 2 and key not in schedule.waiting else schedule.release)(key)

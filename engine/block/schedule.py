@@ -13,6 +13,7 @@ The oldest one always goes on, so a block never stands still.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -30,6 +31,8 @@ class BlockBatch:
     rows: int
     free: list[int]
     running: dict[str, Sequence] = field(default_factory=dict)
+    # The waiting sequence for which this batch runs empty: no other one enters it.
+    kept_for: str | None = None
 
     def has_room(self, chunks: int) -> bool:
         """Whether another sequence with so many chunks fits."""
@@ -56,6 +59,8 @@ class BlockSchedule:
         self.waiting: dict[str, Sequence] = {}
         self.batches = [BlockBatch(policy.rows, list(range(chunks))) for _ in range(policy.batches)]
         self._arrivals = 0
+        # How many later sequences took a place while this one waited for room, by key.
+        self._passes: Counter[str] = Counter()
         # Times that a sequence lost its place to an older one.
         self.preemptions = 0
 
@@ -103,14 +108,21 @@ class BlockSchedule:
         self.waiting[seq.key] = seq
 
     def admit(self, now_s: float) -> list[Sequence]:
-        """Give places to waiting sequences, in order of arrival; those that do not fit let later ones pass."""
-        admitted = []
+        """Give places to waiting sequences, in order of arrival; those that do not fit let later ones pass.
+
+        A sequence that has let as many pass as the block has places gets a batch kept for it until it fits.
+        """
+        admitted, left_out = [], list[str]()
         for seq in list(self.waiting.values()):
-            need = self.first_chunks(seq)
-            batch = max(self.batches, key=lambda one: (one.has_room(need), len(one.free)))
-            if not seq.ready or not batch.has_room(need):
+            if not seq.ready:
                 continue
-            del self.waiting[seq.key]
+            need = self.first_chunks(seq)
+            batch = self._find_batch(seq.key, need)
+            if batch is None:
+                left_out.append(seq.key)
+                continue
+            self._passes.update(left_out)
+            self._forget_waiting(seq.key)
             seq.slabs, batch.free = batch.free[:need], batch.free[need:]
             seq.computed, seq.target = 0, seq.total
             seq.started_s = now_s if seq.started_s is None else seq.started_s
@@ -118,10 +130,29 @@ class BlockSchedule:
             admitted.append(seq)
         return admitted
 
+    def _find_batch(self, key: str, need: int) -> BlockBatch | None:
+        """The batch with the most room of those that a waiting sequence may enter; None if it does not fit."""
+        free = [one for one in self.batches if one.kept_for is None]
+        kept = [one for one in self.batches if one.kept_for == key]
+        best = max(free + kept, key=lambda one: (one.has_room(need), len(one.free)), default=None)
+        if best is not None and best.has_room(need):
+            return best
+        if free and not kept and self._passes[key] >= self.policy.sequences:
+            max(free, key=lambda one: len(one.free)).kept_for = key
+        return None
+
+    def _forget_waiting(self, key: str) -> Sequence:
+        """A sequence does not wait any more. Raises KeyError if it did not."""
+        self._passes.pop(key, None)
+        for batch in self.batches:
+            if batch.kept_for == key:
+                batch.kept_for = None
+        return self.waiting.pop(key)
+
     def release(self, key: str) -> Sequence:
         """Forget a sequence, wherever it is; its room is free again. Raises KeyError if it is not here."""
         if key in self.waiting:
-            return self.waiting.pop(key)
+            return self._forget_waiting(key)
         batch = next((one for one in self.batches if key in one.running), None)
         if batch is None:
             raise KeyError(key)

@@ -38,6 +38,42 @@ def test_sequences_take_places_in_order_of_arrival_and_small_ones_pass() -> None
     assert [seq.id for seq in schedule.admit(0.0)] == ["d"]
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_long_line_is_passed_by_no_more_than_a_block_of_others(batches: int) -> None:
+    schedule = BlockSchedule(BlockPolicy(2, batches, 100, 28), 1000)
+    passed: list[str] = []
+    # There are always short lines, and no batch is ever empty by itself.
+    for number in range(2 * batches + 1):
+        schedule.add(ask(f"first-{number}", 100), 0.0)
+    schedule.admit(0.0)
+    schedule.add(ask("long", 240), 0.0)
+    for number in range(100):
+        schedule.add(ask(f"r{number}", 100), 0.0)
+        batch = schedule.batches[number % batches]
+        if batch.running:
+            schedule.release(next(iter(batch.running)))
+        admitted = [seq.id for seq in schedule.admit(0.0)]
+        if "long" in admitted:
+            break
+        passed += [name for name in admitted if name.startswith("r")]
+    assert "long" in admitted
+    assert len(passed) <= schedule.policy.sequences + 2 * (batches - 1)
+    assert all(one.kept_for is None for one in schedule.batches)
+
+
+def test_a_batch_is_no_longer_kept_for_a_line_that_left() -> None:
+    schedule = BlockSchedule(BlockPolicy(2, 1, 100, 28), 1000)
+    for name, length in (("a", 100), ("long", 240), ("b", 100), ("c", 100), ("d", 100)):
+        schedule.add(ask(name, length), 0.0)
+    assert [seq.id for seq in schedule.admit(0.0)] == ["a", "b"]
+    schedule.release("a#1")
+    assert [seq.id for seq in schedule.admit(0.0)] == ["c"]
+    schedule.release("b#1")
+    assert schedule.admit(0.0) == [] and schedule.batches[0].kept_for == "long#1"
+    schedule.release("long#1")
+    assert [seq.id for seq in schedule.admit(0.0)] == ["d"]
+
+
 def test_a_step_has_a_token_of_each_that_decodes_and_prompts_within_the_room() -> None:
     schedule = BlockSchedule(BlockPolicy(2, 1, 100, 60), 1000)
     for name, prompt in (("long", 180), ("short", 50)):

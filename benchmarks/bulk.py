@@ -10,13 +10,13 @@ rounds, of new tokens per second.
     overlap_gain       reading ahead / reading first, behind the first step, at a rate with which a step's reading takes
                        as long as its computing
     int4_gain          weights and KV in 4 bits / as they are, with everything on a disk with a quarter of the rate
-    prediction_ratio   predicted / measured, of the programme's policy
+    prediction_ratio   predicted / measured, of the programme's policy; rates, search and prediction are those of
+                       `diptych profile --bulk` and `diptych serve --bulk-profile`
     resident_tokens_per_s    the resident engine, with all the memory that it wants
     recompute_tokens_per_s   no KV is kept, and every token computes its whole prefix again: from the time of the first
                              step of the programme's policy
 
-`--only predictions` runs other policies, with rates as `diptych profile --bulk` measures them
-(`benchmarks/bulk_predictions.py`):
+`--only predictions` runs other policies too (`benchmarks/bulk_predictions.py`):
 
     near, of           predictions within 20 % of what was measured, of 12 (policy, caps)
     chosen_share       the programme's policy / the best of 27 policies for the same caps; `policies_run` says how many
@@ -42,15 +42,18 @@ from benchmarks.bulk_blocks import BlockTimes, BulkBench, BulkSettings, make_mod
 from benchmarks.bulk_predictions import run_predictions
 from engine.block.policy import BlockPolicy
 from engine.block.sizes import predict_needs
+from engine.model.checkpoint import Checkpoint
+from planner.types import BulkRates
 from services.cli.plan.bulk_profile import measure_bulk_rates
 
 
 def run_bulk(settings: BulkSettings, rounds: int, folder: Path) -> dict[str, Any]:
     """The figures."""
-    bench = BulkBench(make_model(folder / "model", settings), settings, folder)
+    model = make_model(folder / "model", settings)
+    bench = BulkBench(model, settings, measure_rates(model, folder), folder)
     bench.run(bench.base_policy(), None, 1, capped=False)
-    machine = bench.measure_machine()
-    policy, predicted = bench.choose_policy(machine)
+    policy = bench.choose_policy()
+    predicted = bench.predict(policy)
     naive = bench.naive_policy()
     on_disk = replace(policy, weights_in_memory=0.0, kv_in_memory=0.0)
     dense = replace(on_disk, weight_kind="int4", kv_codec="int4")
@@ -96,8 +99,12 @@ def run_bulk(settings: BulkSettings, rounds: int, folder: Path) -> dict[str, Any
 def run_only_predictions(settings: BulkSettings, rounds: int, folder: Path) -> dict[str, Any]:
     """The figures of `--only predictions`."""
     model = make_model(folder / "model", settings)
-    rates, _ = measure_bulk_rates(model, folder, 1, Console(stderr=True))
-    return run_predictions(model, settings, rates, rounds, folder)
+    return run_predictions(model, settings, measure_rates(model, folder), rounds, folder)
+
+
+def measure_rates(model: Checkpoint, folder: Path) -> BulkRates:
+    """The rates that `diptych profile --bulk` measures and fits."""
+    return measure_bulk_rates(model, folder, 1, Console(stderr=True))[0]
 
 
 def balanced_rate(bench: BulkBench, streamed: BlockPolicy) -> float:

@@ -1,4 +1,4 @@
-"""Blocks of bulk work in this process: a random model, its policies, their runs, and the rates that predict them."""
+"""Blocks of bulk work in this process: a random model, its policies, their runs, and what is predicted of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Failed
 from diptych.request import SamplingParams
-from engine.attention.batch import pack_batch
 from engine.block.engine import BlockEngine
 from engine.block.policy import BlockPolicy
 from engine.block.schedule import BlockSchedule
-from engine.block.sizes import BlockModel, predict_needs
-from engine.cpu.attention import CpuAttention
+from engine.block.sizes import BlockModel, predict_needs, trim_policy
 from engine.cpu.block.disk_file import DiskRate
 from engine.cpu.block.loading import BlockFiles, load_block, measure_model, prepare_weights
 from engine.cpu.block.weight_stream import open_index
@@ -31,15 +29,16 @@ from engine.model.checkpoint import Checkpoint
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence
-from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator
 from kvcache.pool import KvPool
-from planner.offload.machines import HostMachine
-from planner.offload.programme import OffloadPlacement, search_placement
-from planner.offload.terms import BlockShape, OffloadModel, OffloadWorkload
+from planner.costs.model import dims_on_cpu, find_model
+from planner.offload.programme import OffloadPlacement
+from planner.types import BulkRates
+from services.cli.serve.bulk_search import RatedBlocks
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
-ROWS, BATCHES = (1, 2, 4, 8, 16, 32), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# More disk than any block needs.
+DISK_BYTES = 1 << 43
 # A unit's slice; the engine is asked for the next one at once.
 SLICE_S = 1.0
 
@@ -103,10 +102,10 @@ class BlockTimes:
 
 
 class BulkBench:
-    """A model and its folder. Runs do not share anything but the prepared weights."""
+    """A model, its measured rates, and its folder. Runs do not share anything but the prepared weights."""
 
-    def __init__(self, model: Checkpoint, settings: BulkSettings, folder: Path) -> None:
-        self.model, self.settings, self._folder = model, settings, folder
+    def __init__(self, model: Checkpoint, settings: BulkSettings, rates: BulkRates, folder: Path) -> None:
+        self.model, self.settings, self.rates, self._folder = model, settings, rates, folder
 
     def sizes(self, policy: BlockPolicy) -> BlockModel:
         """The sizes of the model with the kinds of a policy."""
@@ -191,96 +190,28 @@ class BulkBench:
             engine.add(seq, time.monotonic())
         return _time_engine(engine, lambda: None, lambda: 2)
 
-    # ---- prediction
+    # ---- prediction: what `diptych serve --bulk-profile` does
 
-    def measure_machine(self) -> HostMachine:
-        """The machine as the programme needs it: what one layer takes, measured with rows, contexts and prompts."""
-        one = self.settings
-        pool = KvPool(replace(self.model.layout(), layers=1), max(64, 8 * one.max_model_len // 64 + 64))
-        runner = CpuModelRunner.load(self.model, KvPool(self.model.layout(), 1), one.max_model_len)
-        decoder = runner._decoder
-        pages = CpuAttention(pool.layout, pool.data, decoder.heads)
-        layer = decoder.layers[0]
+    @property
+    def blocks(self) -> RatedBlocks:
+        """The product's search and predictions under the settings' caps. The disk has room for everything."""
+        held = {
+            name: min(getattr(self.rates, name), self.settings.disk_rate)
+            for name in ("disk_read", "disk_write")
+        }
+        rates = replace(self.rates, **held)
+        dims = dims_on_cpu(find_model(str(self.model.path)))
+        return RatedBlocks(dims, rates, self.settings.max_model_len, self.memory_bytes, DISK_BYTES)
 
-        def layer_s(works: list[StepWork]) -> float:
-            batch = pack_batch(works)
-            x = decoder.embed_tokens(batch.tokens)
-            return _best_s(lambda: decoder.compute_layer(0, layer, x, torch.zeros_like(x), batch, pages))
+    def predict(self, policy: BlockPolicy) -> OffloadPlacement:
+        """What a policy is predicted to take."""
+        return self.blocks.predict(policy)
 
-        def decode_s(rows: int, context: int) -> float:
-            chunks = -(-context // CHUNK_TOKENS)
-            works = [
-                StepWork([1], context - 1, list(range(row * chunks, (row + 1) * chunks)), "last", 1)
-                for row in range(rows)
-            ]
-            return layer_s(works)
-
-        few, many = decode_s(2, 1), decode_s(16, 1)
-        row_s = max((many - few) / 14, 1e-9)
-        pass_s = max(few - 2 * row_s, 1e-9)
-        context = min(one.max_model_len, 8 * CHUNK_TOKENS)
-        model = self.offload_model()
-        read = 8 * context * model.token_kv_bytes
-        attention_s = max(decode_s(8, context) - decode_s(8, 1), 1e-9)
-        count = min(one.prompt_tokens, one.step_tokens)
-        prompt = StepWork([1] * count, 0, list(range(-(-count // CHUNK_TOKENS))), "last", 1)
-        # A row of a prompt is cheaper than a decoding row, since its attention is tiled.
-        prompt_s = layer_s([prompt])
-        pairs = count * count / 2 * model.attention_flops
-        rows_s = min(prompt_s * 0.95, pass_s + count * row_s)
-        logits_in = torch.zeros(16, one.hidden)
-        end_row_s = _best_s(lambda: decoder.compute_logits(logits_in, torch.zeros(16, one.hidden))) / 16
-        return HostMachine(
-            memory_bytes=self.memory_bytes,
-            disk_bytes=1e13,
-            disk_read=one.disk_rate,
-            disk_write=one.disk_rate,
-            measured_weights=model.layer_weights,
-            pass_s=pass_s,
-            row_s=row_s,
-            attention=read / attention_s,
-            prompt_attention=pairs / max(prompt_s - rows_s, 1e-9),
-            end_row_s=end_row_s,
-            step_tokens=one.step_tokens,
-        )
-
-    def offload_model(self) -> OffloadModel:
-        """The model as the programme needs it."""
-        one, sizes = self.settings, self.sizes(self.base_policy())
-        return OffloadModel(
-            one.layers, one.hidden, one.heads, one.kv_heads, one.hidden // one.heads, one.ffn, 3,
-            weight_bytes=2.0, kv_bytes=4.0, hidden_bytes=4.0, end_bytes=sizes.end_bytes + sizes.table_bytes,
-        )  # fmt: skip
-
-    def choose_policy(self, machine: HostMachine) -> tuple[BlockPolicy, OffloadPlacement]:
-        """The programme's policy for the memory, and what it predicts."""
-        one = self.settings
-        work = OffloadWorkload(one.prompt_tokens, one.output_tokens)
-        blocks = [BlockShape(r, b) for r in ROWS for b in BATCHES if r * b <= one.prompts]
-        found = search_placement(machine, [self.offload_model()], work, blocks)
-        weights, kv, hidden = (min(1.0, max(0.0, float(found.shares[3 * kind]))) for kind in range(3))
-        policy = self.base_policy(
-            found.block.rows, found.block.batches, weights_in_memory=_whole_share(weights, one.layers),
-            kv_in_memory=_whole_share(kv, one.layers * found.block.batches),
-            hidden_in_memory=_whole_share(hidden, found.block.batches),
-        )  # fmt: skip
-        return policy, found
-
-
-def _whole_share(share: float, count: int) -> float:
-    """The share that is a whole number of `count` pieces, rounded down."""
-    return math.floor(share * count + 1e-6) / count
-
-
-def _best_s(call: Callable[[], object], times: int = 7) -> float:
-    """The median time of a call, in seconds."""
-    found = []
-    with torch.no_grad():
-        for _ in range(times):
-            begun_s = time.perf_counter()
-            call()
-            found.append(time.perf_counter() - begun_s)
-    return sorted(found)[times // 2]
+    def choose_policy(self) -> BlockPolicy:
+        """The programme's policy, trimmed as a worker trims it."""
+        base = self.base_policy()
+        policy, _ = self.blocks.search(base, self.settings.prompts)
+        return trim_policy(self.sizes, policy, self.memory_bytes, DISK_BYTES, self.settings.max_model_len)
 
 
 def _time_engine(engine: Any, close: Callable[[], None], steps: Callable[[], int]) -> BlockTimes:

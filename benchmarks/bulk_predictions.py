@@ -19,15 +19,6 @@ from typing import Any
 from benchmarks.bulk_blocks import BulkBench, BulkSettings
 from engine.block.policy import BlockPolicy, format_policy
 from engine.model.checkpoint import Checkpoint
-from planner.costs.model import dims_on_cpu, find_model
-from planner.offload.machines import HostMachine
-from planner.offload.measured import (
-    measured_machine,
-    model_of_policy,
-    predict_policy,
-    search_blocks,
-    search_policy,
-)
 from planner.types import BulkRates
 
 # Memory as shares of `memory_share`, and rates as shares of `disk_rate`.
@@ -46,33 +37,12 @@ class CappedBench:
     """Blocks under caps: the settings' memory and rate. Disk is not limited."""
 
     bench: BulkBench
-    rates: BulkRates
-
-    @property
-    def machine(self) -> HostMachine:
-        """The machine as it was measured, with the caps and the bucket's rate."""
-        return measured_machine(self.rates, self.bench.memory_bytes, 1e13, self.bench.settings.disk_rate)
-
-    def predict(self, policy: BlockPolicy) -> float:
-        """The tokens per second of a policy."""
-        dims = dims_on_cpu(find_model(str(self.bench.model.path)))
-        return predict_policy(self.machine, model_of_policy(dims, policy, self.rates), policy).tokens_per_s
 
     def measure(self, policy: BlockPolicy) -> float:
         """The new tokens per second of a whole block."""
         found = self.bench.run(policy, self.bench.settings.disk_rate, policy.sequences).tokens_per_s
         print(f"{found:8.2f} tokens/s  {format_policy(policy)}", file=sys.stderr)
         return found
-
-    def choose(self) -> BlockPolicy:
-        """The programme's policy; with a little less in memory if it does not fit by the engine's count."""
-        base = self.bench.base_policy()
-        dims = dims_on_cpu(find_model(str(self.bench.model.path)))
-        offload = model_of_policy(dims, base, self.rates)
-        policy, _ = search_policy(self.machine, offload, base, search_blocks(self.bench.settings.prompts))
-        for name in ("kv_in_memory", "weights_in_memory", "hidden_in_memory"):
-            policy = self.fill(policy, name, getattr(policy, name)) or replace(policy, **{name: 0.0})  # type: ignore[arg-type]
-        return policy
 
     def fill(self, policy: BlockPolicy, name: str, most: float = 1.0) -> BlockPolicy | None:
         """A policy with as much of one kind in memory as fits, at most `most`; None if not even nothing fits."""
@@ -114,18 +84,18 @@ def run_predictions(
     capped = [
         CappedBench(
             BulkBench(model, replace(settings, memory_share=share * settings.memory_share,
-                                     disk_rate=rate * settings.disk_rate), folder),
-            rates,
+                                     disk_rate=rate * settings.disk_rate), rates, folder)
         )
         for share in MEMORY_STEPS
         for rate in RATE_STEPS
     ]  # fmt: skip
-    capped[0].measure(capped[0].choose())
+    capped[0].measure(capped[0].bench.choose_policy())
     for one in capped:
-        chosen = one.choose()
+        chosen = one.bench.choose_policy()
         others = [policy for policy in dict.fromkeys(one.grid(chosen)) if policy != chosen]
         for kind, policy in (("chosen", chosen), ("drawn", draw.choice(others))):
-            predicted, found = one.predict(policy), median(one.measure(policy) for _ in range(rounds))
+            predicted = one.bench.predict(policy).tokens_per_s
+            found = median(one.measure(policy) for _ in range(rounds))
             rows.append(
                 {
                     "kind": kind,
@@ -144,7 +114,7 @@ def run_predictions(
 
 def compare_choice(one: CappedBench, rounds: int) -> dict[str, Any]:
     """The chosen policy beside the best of the grid; the best few are run again, interleaved with it."""
-    chosen = one.choose()
+    chosen = one.bench.choose_policy()
     grid = [policy for policy in dict.fromkeys(one.grid(chosen)) if policy != chosen]
     first = {policy: one.measure(policy) for policy in grid}
     best = sorted(grid, key=lambda policy: -first[policy])[:FINALISTS]

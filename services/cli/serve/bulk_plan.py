@@ -5,14 +5,13 @@ Workers cannot import the planner. So the policy is decided here, before anythin
 
 from __future__ import annotations
 
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
+from diptych.chunks import RAW_CLASS
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
@@ -20,8 +19,7 @@ from diptych.specs import BulkPlan, WorkerSpec
 from engine.block.policy import BlockPolicy, default_policy, format_policy, names_shape, parse_policy
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
-from engine.model.memory_plan import FLOAT_BYTES, angle_table_bytes, available_memory
-from engine.sequence import num_chunks
+from engine.model.memory_plan import available_memory
 from planner.types import BulkRates
 from services.cluster.spec import DeploymentSpec
 from services.host.model_probe import ProbedModel, calibration_path
@@ -116,29 +114,15 @@ def _plan_with_rates(
     """
     # Imported only here: the search needs scipy.
     from planner.costs.model import dims_on_cpu, find_model
-    from planner.offload.measured import (
-        measured_machine,
-        model_of_policy,
-        predict_policy,
-        search_blocks,
-        search_policy,
-    )
+    from services.cli.serve.bulk_search import RatedBlocks
 
     rates, dims = _read_rates(config, model.path), dims_on_cpu(find_model(model.path))
-    offload = model_of_policy(dims, asked, rates)
-    tables = table_bytes(dims.kv_heads, dims.head_dim, model.max_model_len, bool(asked.kv_codec))
-    offload = replace(offload, end_bytes=offload.end_bytes + tables)
-    machine = measured_machine(rates, memory_bytes, disk_bytes)
-    # Workers of one machine share its disk.
-    machine = replace(
-        machine, disk_read=machine.disk_read / config.bulk, disk_write=machine.disk_write / config.bulk
-    )
-    if names_shape(config.bulk_policy or ""):
-        source, policy, predicted = "setting", asked, predict_policy(machine, offload, asked)
-    else:
-        fewest = math.ceil(model.max_model_len / asked.sequence_tokens)
+    blocks = RatedBlocks(dims, rates, model.max_model_len, memory_bytes, disk_bytes, config.bulk)
+    predicted = blocks.predict(asked)
+    source, policy = "setting", asked
+    if not names_shape(config.bulk_policy or ""):
         try:
-            policy, predicted = search_policy(machine, offload, asked, search_blocks(fewest_rows=fewest))
+            policy, predicted = blocks.search(asked)
         except ConfigError:
             return BulkPlan("fit", profile=str(config.bulk_profile))
         source = "profile"
@@ -151,17 +135,6 @@ def _plan_with_rates(
         int(predicted.memory["memory"]),
         int(predicted.memory["disk"]),
     )
-
-
-def table_bytes(kv_heads: int, head_dim: int, max_model_len: int, coded: bool) -> int:
-    """The memory beside weights and KV that grows with the longest sequence: angles, and for coded KV further angles
-    and a layer's KV of a prompt as it is expanded (`engine.cpu.block.loading.measure_model`).
-    """
-    angles = FLOAT_BYTES * max_model_len * head_dim
-    if not coded:
-        return angles
-    expanded = num_chunks(max_model_len) * CHUNK_TOKENS * 2 * kv_heads * head_dim * FLOAT_BYTES
-    return angles + angle_table_bytes(head_dim, max_model_len) + expanded
 
 
 def _read_rates(config: Config, path: str) -> BulkRates:

@@ -39,8 +39,8 @@ from services.cli.serve.bulk_search import RatedBlocks
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 # More disk than any block needs.
 DISK_BYTES = 1 << 43
-# A unit's slice; the engine is asked for the next one at once.
-SLICE_S = 1.0
+# One unit at a time, so that the end of the first step is seen.
+SLICE_S = 0.0
 
 
 @dataclass(frozen=True, slots=True)

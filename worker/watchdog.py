@@ -22,7 +22,8 @@ MAX_LOOK_S = 1.0
 class EngineWatchdog:
     """Watches the compute thread, which calls `begin_round`; another thread calls `check_stuck`.
 
-    `fatal` is called with the reason when the process must end.
+    `fatal` is called with the reason when the process must end. `progress` is a number that changes while a round
+    progresses: one that waits for a slow disk is not stuck.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class EngineWatchdog:
         stuck_s: float = STUCK_S,
         limit_s: float = LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
+        progress: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._progress = progress
         self._fatal, self._name, self._clock = fatal, name, clock
         self._stuck_s, self._limit_s = stuck_s, limit_s
         self._num_rounds, self._began_s, self._longest_s = 0, clock(), 0.0
-        self._rounds_seen, self._looked_s, self._still_s = -1, clock(), 0.0
+        self._seen, self._looked_s, self._still_s = (-1, 0), clock(), 0.0
 
     def begin_round(self) -> None:
         """The compute thread starts another round of its loop."""
@@ -47,10 +50,13 @@ class EngineWatchdog:
         self._num_rounds += 1
 
     def check_stuck(self) -> float:
-        """Seconds since the last round began, if that is unusually long; else 0. Ends the process above the limit."""
-        now_s, rounds = self._clock(), self._num_rounds
-        if rounds != self._rounds_seen:
-            self._rounds_seen, self._still_s = rounds, 0.0
+        """Seconds without a new round or progress, if that is unusually long; else 0.
+
+        Ends the process above the limit.
+        """
+        now_s, seen = self._clock(), (self._num_rounds, self._progress())
+        if seen != self._seen:
+            self._seen, self._still_s = seen, 0.0
         else:
             self._still_s += min(now_s - self._looked_s, MAX_LOOK_S)
         self._looked_s = now_s

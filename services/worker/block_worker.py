@@ -32,13 +32,14 @@ def run_block_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
         StartError: the files of bulk work cannot be made.
     """
     built = build_block(spec, supervisor)
-    latest = LatestStats(EngineWatchdog(partial(exit_fatally, supervisor), spec.worker))
+    fatal, runner = partial(exit_fatally, supervisor), built.runner
+    latest = LatestStats(EngineWatchdog(fatal, spec.worker, progress=lambda: runner.progress))
     with ExitStack() as owned:
-        owned.callback(built.runner.close)
+        owned.callback(runner.close)
         link = ChannelLink(
             spec.gateway, load_worker_keys(spec.keys_dir), make_block_hello(spec, built), latest.read_stats
         )
-        layout = built.runner.layout
+        layout = runner.layout
         loop = WorkerLoop(
             link,
             built.engine,

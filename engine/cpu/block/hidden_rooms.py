@@ -66,6 +66,11 @@ class HiddenRooms:
         if self._disk is not None:
             self._disk.abandon_step()
 
+    @property
+    def num_moves(self) -> int:
+        """Reads and writes of activations so far (`DirectFile.num_moves`)."""
+        return 0 if self._disk is None else self._disk.file.num_moves
+
     def close(self) -> None:
         """Close the file."""
         if self._disk is not None:

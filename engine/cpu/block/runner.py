@@ -10,6 +10,7 @@ number of batches is. Rows do not depend on each other, so tokens are those of t
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,14 @@ class CpuBlockRunner:
         self._decoder, self._sinks = decoder, SinkSlots(tiers.sink_slots)
         # Steps that were begun.
         self.steps = 0
+
+    @property
+    def progress(self) -> int:
+        """A number that grows while a unit reads or writes, be it slowly: read by another thread (`EngineWatchdog`)."""
+        tiers = self.tiers
+        moves = tiers.weights.file.num_moves + tiers.kv.num_moves + tiers.hidden.num_moves
+        # Weights that stay in memory are mapped: they are read by page faults.
+        return moves + resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
     def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[UnitResult]]:
         """As `engine.block.units.BlockRunner.run_step`."""

@@ -16,7 +16,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
 from engine.block.policy import BlockPolicy
 from engine.block.sizes import DISK_BLOCK, round_up
-from engine.cpu.block.disk_file import DirectFile
+from engine.cpu.block.disk_file import PIECE_BYTES, DirectFile, DiskRate, allocate_memory
 from engine.cpu.weights.prepared_file import read_index
 from engine.model.checkpoint import Checkpoint
 from engine.sequence import Sequence
@@ -142,6 +142,41 @@ class FailingFile(DirectFile):
             self.fails -= 1
             raise OSError(errno.EIO, "the disk failed")
         super().read_into(memory, at)
+
+
+class CountingRate(DiskRate):
+    """A rate that notes before each piece how many moves there were."""
+
+    def __init__(self) -> None:
+        super().__init__(1e12)
+        self.file: DirectFile | None = None
+        self.seen: list[int] = []
+
+    def reserve(self, num_bytes: int) -> float:
+        """Note, and let it move."""
+        assert self.file is not None
+        self.seen.append(self.file.num_moves)
+        return super().reserve(num_bytes)
+
+
+def test_a_unit_on_a_slow_disk_progresses_while_it_reads_and_writes(
+    model: Checkpoint, prepared: Path, tmp_path: Path
+) -> None:
+    """By that the watchdog sees that the thread is alive, though it does not come round."""
+    rate = CountingRate()
+    rate.file = file = DirectFile.create_scratch(tmp_path, 3 * PIECE_BYTES, rate)
+    memory = allocate_memory(3 * PIECE_BYTES)
+    file.write_from(memory, 0)
+    file.read_into(memory, 0)
+    file.close()
+    assert rate.seen == [0, 1, 2, 3, 4, 5]
+    policy = replace(POLICY, weights_in_memory=0.0, kv_in_memory=0.0, hidden_in_memory=0.0)
+    run = BlockRun(model, policy, prepared)
+    tiers, before = run.runner.tiers, run.runner.progress
+    run.run(equal_requests(2))
+    run.runner.close()
+    moves = [one.num_moves for one in (tiers.weights.file, tiers.kv, tiers.hidden)]
+    assert min(moves) > 0 and run.runner.progress - before >= sum(moves)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from diptych.errors import DiptychError
 from diptych.messages import WorkerStats
 from worker.loop import LatestStats
@@ -18,7 +20,7 @@ class ManualClock:
         return self.now_s
 
 
-def make(**more: float) -> tuple[ManualClock, EngineWatchdog, list[DiptychError]]:
+def make(**more: Any) -> tuple[ManualClock, EngineWatchdog, list[DiptychError]]:
     time, errors = ManualClock(), list[DiptychError]()
     return time, EngineWatchdog(errors.append, "w-0", clock=time, **more), errors
 
@@ -83,3 +85,15 @@ def test_the_books_tell_it() -> None:
         stats = books.read_stats()
     assert stats == WorkerStats(steps=7, stuck_s=10.0)
     assert LatestStats().read_stats() == WorkerStats()
+
+
+def test_a_round_that_waits_for_a_slow_disk_is_not_stuck_while_it_reads() -> None:
+    reads = [0]
+    time, pulse, errors = make(stuck_s=3.0, limit_s=60.0, progress=lambda: reads[0])
+    pulse.begin_round()
+    for _ in range(100):
+        reads[0] += 1
+        assert look_for(time, pulse, 2.5) == 0.0
+    assert look_for(time, pulse, 57.0) > 3.0 and not errors
+    look_for(time, pulse, 2.0)
+    assert "w-0 hangs" in errors[0].what

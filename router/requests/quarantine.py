@@ -10,6 +10,9 @@
 
 A worker that was killed from outside clears its suspects as soon as it is back, so that requests do not wait long
 behind each other when machines fail for other reasons.
+
+Bulk work may be at a worker for hours without being computed. So kills are not held against it if other requests were
+open there as well, and online suspects do not wait for suspects of bulk work.
 """
 
 from __future__ import annotations
@@ -47,11 +50,15 @@ class QuarantineFindings:
 
 @dataclass(eq=False, slots=True)
 class WorkerDeath:
-    """One death of a worker. `cause` is None until it is known; `waited` once the time to wait for it is over."""
+    """One death of a worker. `cause` is None until it is known; `waited` once the time to wait for it is over.
+
+    If it was a kill, it is not held against the requests in `excused`.
+    """
 
     worker: str
     at_s: float
     requests: set[str]
+    excused: frozenset[str] = frozenset()
     cause: str | None = None
     waited: bool = False
 
@@ -101,7 +108,7 @@ class CrashQuarantine:
     """All suspects and the deaths behind the suspicion.
 
     `at(worker)` names the requests that run on a worker or are planned for it. `recovery_s` bounds the wait for the
-    cause of a death, `quarantine_s` is how long a question is refused.
+    cause of a death, `quarantine_s` is how long a question is refused. `is_bulk(request)` tells bulk work.
     """
 
     def __init__(
@@ -110,8 +117,10 @@ class CrashQuarantine:
         *,
         recovery_s: float = 15.0,
         quarantine_s: float = QUARANTINE_S,
+        is_bulk: Callable[[str], bool] = lambda request: False,
         salt: bytes | None = None,
     ) -> None:
+        self._is_bulk = is_bulk
         self._at, self._recovery_s, self._quarantine_s = at, recovery_s, quarantine_s
         self._salt = secrets.token_bytes(16) if salt is None else salt
         self._suspects: dict[str, SuspectRequest] = {}
@@ -128,8 +137,11 @@ class CrashQuarantine:
         suspect = self._suspects.get(request)
         if suspect is None:
             return True
-        beside = (other for other in self._at(worker) if other != request)
-        return not suspect.is_held and not any(self.is_suspected(other) for other in beside)
+        if suspect.is_held:
+            return False
+        bulk = self._is_bulk(request)
+        beside = (other for other in self._at(worker) if other != request and self.is_suspected(other))
+        return all(self._is_bulk(other) and not bulk for other in beside)
 
     def is_suspected(self, request: str) -> bool:
         """Whether the request was open at a worker's death and has not been cleared."""
@@ -151,7 +163,8 @@ class CrashQuarantine:
         """
         if not requests:
             return QuarantineFindings()
-        death = WorkerDeath(worker, now_s, set(requests))
+        excused = frozenset(filter(self._is_bulk, requests)) if len(requests) > 1 else frozenset()
+        death = WorkerDeath(worker, now_s, set(requests), excused)
         self._open.append(death)
         under = [name for name in requests if self.is_suspected(name)]
         lonely = under if len(under) == 1 else list(requests) if len(requests) == 1 else []
@@ -188,10 +201,10 @@ class CrashQuarantine:
 
     def _count_kills(self, deaths: list[WorkerDeath]) -> set[str]:
         """Count these deaths as kills; returns the requests that were present at more than MAX_EXCUSED_KILLS in a
-        row.
+        row, and are not excused.
         """
         excessive = set()
-        for name in set().union(*(death.requests for death in deaths)):
+        for name in set().union(*(death.requests - death.excused for death in deaths)):
             delivered = self._suspects[name].delivered
             kills = self._kills.setdefault(name, KillCount(delivered))
             if delivered >= kills.delivered + CLEAR_TOKENS:

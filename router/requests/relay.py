@@ -116,7 +116,9 @@ class Relay:
         self.pairs.auto.budget_pct = kv_budget_pct
         self.ledger = self.pairs.ledger
         self.drain_orders = DrainOrders(self.fleet, self.ledger)
-        self.quarantine = CrashQuarantine(self.ledger.requests_at, recovery_s=recovery_s)
+        self.quarantine = CrashQuarantine(
+            self.ledger.requests_at, recovery_s=recovery_s, is_bulk=lambda request: self.live[request].bulk
+        )
         self.attempts = Attempts(self.pairs, self.quarantine, self.admission, pipelined)
         self.fleet_changes = FleetChanges(self.pairs, self.attempts, self.drain_orders)
         self.live, self.queue = self.attempts.live, self.attempts.queue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diptych.messages import Generate
 from diptych.request import BULK_PRIORITY, Request, RequestStage, SamplingParams, Tenancy
 from router.effects import (
@@ -15,6 +17,7 @@ from router.effects import (
     StageDurations,
 )
 from router.requests.admission import AdmissionLimits
+from router.requests.quarantine import MAX_EXCUSED_KILLS
 from router.requests.queue import RequestQueue
 from router.requests.request_state import RequestState
 from router.routing.load_ledger import LoadLedger, WorkerLoad
@@ -146,3 +149,67 @@ def test_bulk_work_goes_on_elsewhere_when_its_worker_is_lost() -> None:
     again = world.relay.live["b"]
     assert again.request.epoch == 1 and again.choice is not None and again.choice.decode != choice.decode
     assert world.tokens["b"] == again.request.output == [0, 1]
+
+
+def kill_decode(world: FakeDeployment, name: str, ended: str = "killed") -> None:
+    """A decode worker dies and is back at once, linked."""
+    world.workers[name].alive = False
+    world.lost(name)
+    world.join(name, ended)
+    world.flush(name)
+
+
+def test_a_line_that_waits_beside_others_is_not_blamed_for_kills() -> None:
+    """It may have waited there for hours without being computed once."""
+    world = linked_deployment("prefill-0", "decode-0")
+    submit(world, "b")
+    submit(world, "other")
+    for _ in range(MAX_EXCUSED_KILLS + 3):
+        kill_decode(world, "decode-0")
+    assert {"b", "other"} <= world.relay.live.keys() and not world.terminal
+    assert not world.relay.quarantine.num_quarantined
+
+
+@pytest.mark.parametrize("ended", ["killed", "crashed"])
+def test_a_line_that_kills_workers_is_found(ended: str) -> None:
+    """Alone it is blamed for kills as well, and for crashes whoever is there beside."""
+    world = linked_deployment("prefill-0", "decode-0")
+    submit(world, "b")
+    if ended == "crashed":
+        submit(world, "other")
+    for _ in range(MAX_EXCUSED_KILLS + 2):
+        if "b" in world.relay.live:
+            kill_decode(world, "decode-0", ended)
+    end = world.terminal["b"]
+    assert isinstance(end, FailRequest) and end.failure.code == "request_quarantined"
+    assert "other" not in world.terminal
+
+
+def test_an_online_suspect_does_not_wait_for_a_suspected_line() -> None:
+    """A line may go without time for as long as online requests are computed."""
+    world = linked_deployment("decode-0", "decode-1", split=False)
+    submit(world, "b")
+    (first,) = world.relay.live["b"].holders
+    (other,) = {"decode-0", "decode-1"} - {first}
+    world.workers[first].alive = False
+    world.lost(first)
+    assert world.relay.quarantine.is_suspected("b") and world.relay.live["b"].holders == {other}
+    world.join(first)
+    world.arrive("r")
+    assert world.relay.live["r"].holders == {first}
+    world.workers[first].alive = False
+    world.lost(first)
+    assert world.relay.quarantine.is_suspected("r") and world.relay.live["r"].holders == {other}
+
+
+def test_a_suspected_line_waits_for_online_suspects() -> None:
+    world = linked_deployment("decode-0", "decode-1", split=False)
+    world.arrive("r")
+    (first,) = world.relay.live["r"].holders
+    submit(world, "b")
+    submit(world, "c")
+    line = next(name for name in ("b", "c") if world.relay.live[name].holders == {first})
+    world.workers[first].alive = False
+    world.lost(first)
+    assert world.relay.quarantine.is_suspected("r") and world.relay.live["r"].holders
+    assert world.relay.quarantine.is_suspected(line) and not world.relay.live[line].holders

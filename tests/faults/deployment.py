@@ -32,6 +32,8 @@ from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0
+# Bulk work runs beside answers, too: a step of them takes 2 to 50 ms.
+BULK_SLICE_MS, BULK_TPOT_MS = 10.0, 100.0
 BOOKS = ("slabs_used", "leases", "staging_bytes", "running", "waiting")  # 0 in every worker at rest
 
 
@@ -54,6 +56,8 @@ class DeploymentShape:
     pipelined: bool = True
     # The KV codec of all workers; empty: none.
     codec: str = ""
+    # Lines of each batch that is kept open beside the requests (`tests.faults.bulk_backlog`); 0: no batches.
+    bulk_lines: int = 0
     # Each worker in a network namespace of its own (`tests.faults.namespace_deployment`).
     houses: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)  # more of the gateway's specification
@@ -172,6 +176,7 @@ class FaultDeployment:
             "recovery_s": shape.recovery_s,
             "pipelined": shape.pipelined,
             "request_log": str(self.log),
+            "data_dir": str(self.folder / "data") if shape.bulk_lines else None,
         }
         return GatewaySpec(**settings | dict(shape.settings))
 
@@ -190,6 +195,8 @@ class FaultDeployment:
             lease_s=shape.lease_s,
             drain_s=shape.drain_s,
             pipelined=shape.pipelined,
+            bulk_slice_ms=BULK_SLICE_MS,
+            bulk_tpot_ms=BULK_TPOT_MS,
         )
 
     def _supervise(self, name: str, module: str, spec: WorkerSpec | GatewaySpec) -> Supervisor:

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults import namespace_deployment, network_namespaces, proxy, report
+from tests.faults.bulk_backlog import BulkBacklog
 from tests.faults.client import ClientAnswer, StreamingClient
 from tests.faults.deployment import FaultDeployment, ToyReports, running_deployment
 from tests.faults.fault_rounds import (
@@ -46,7 +47,7 @@ from tests.faults.invariants import (
 from tests.faults.namespace_deployment import make_link_fault
 from tests.faults.proxy import ProxyLine
 from tests.faults.recovery import FaultStrike, recovery_waits, stream_waits
-from tests.faults.scenario import FaultEvent, Scenario, read_scenarios
+from tests.faults.scenario import FaultEvent, Scenario, read_scenarios, with_bulk
 from tests.faults.workload import RequestBook, keep_streaming
 
 
@@ -105,7 +106,8 @@ def run_scenario(scenario: Scenario, keep: Path | None = None) -> ScenarioResult
         return result
     with deploy_scenario(scenario) as ground:
         try:
-            asyncio.run(SCENARIO_KINDS[scenario.kind](ground, scenario, result))
+            with _bulk_beside(ground, result):
+                asyncio.run(SCENARIO_KINDS[scenario.kind](ground, scenario, result))
         except FaultUnproven as error:
             result.broken.append(f"unproven: {error}")
         finally:
@@ -115,6 +117,23 @@ def run_scenario(scenario: Scenario, keep: Path | None = None) -> ScenarioResult
     result.broken += _broken_bounds(result)
     result.seconds = time.monotonic() - began_s
     return result
+
+
+@contextmanager
+def _bulk_beside(ground: FaultField, result: ScenarioResult) -> Iterator[None]:
+    """Batches beside what is played in the block, if the scenario wants them; their laws are checked at its end."""
+    if not ground.fleet.shape.bulk_lines:
+        yield
+        return
+    backlog = BulkBacklog(ground.fleet, result.scenario.seed)
+    try:
+        backlog.start()
+        yield
+        broken, figures = backlog.finish()
+    finally:
+        backlog.close()
+    result.broken += broken
+    result.figures |= figures
 
 
 def _keep_logs(ground: FaultField, folder: Path) -> None:
@@ -397,6 +416,9 @@ SCENARIO_KINDS = {"phases": play_phases, "migrate": play_migrate, "leave": play_
 def main() -> int:
     parser = argparse.ArgumentParser(description="Play fault scenarios and write a report.")
     parser.add_argument("names", nargs="*", help="scenarios; all if none is named")
+    parser.add_argument(
+        "--bulk-lines", type=int, help="lines of each batch that is kept open beside the requests"
+    )
     parser.add_argument("--out", type=Path, default=Path(".run/faults"))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -404,6 +426,8 @@ def main() -> int:
     for scenario in read_scenarios():
         if not asked.names or scenario.name in asked.names:
             print(f"{scenario.name}: {scenario.about}", flush=True)
+            if asked.bulk_lines is not None:
+                scenario = with_bulk(scenario, asked.bulk_lines)
             results.append(run_scenario(scenario, asked.out))
             print(report.scenario_line(results[-1]), flush=True)
             (asked.out / "report.md").write_text(report.report_page(results), encoding="utf-8")

@@ -11,6 +11,7 @@ checks: {client_failures: 0, …}
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -80,6 +81,11 @@ def read_scenario(path: Path) -> Scenario:
     if scenario.kind not in KINDS or scenario.name != path.stem:
         raise ValueError(f"{path.name}: no scenario {scenario.name!r} of kind {scenario.kind!r}")
     return scenario
+
+
+def with_bulk(scenario: Scenario, lines: int) -> Scenario:
+    """The same with batches of `lines` lines beside the requests; 0: without."""
+    return msgspec.structs.replace(scenario, deployment=replace(scenario.deployment, bulk_lines=lines))
 
 
 def read_scenarios(folder: Path = SCENARIO_FOLDER) -> list[Scenario]:

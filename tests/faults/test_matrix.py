@@ -1,4 +1,7 @@
-"""A selection of the fault matrix on real processes (all of it: `make faults`), and proofs that the checks can see."""
+"""A selection of the fault matrix on real processes (all of it: `make faults`), and proofs that the checks can see.
+
+Batches run beside the requests.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.faults.deployment import DeploymentShape, FaultDeployment
 from tests.faults.inject import FaultUnproven, KillFault, ProxyFault, StopFault
 from tests.faults.invariants import check_answers, check_log, check_run
 from tests.faults.run import run_scenario
-from tests.faults.scenario import SCENARIO_FOLDER, FaultEvent, read_scenario, read_scenarios
+from tests.faults.scenario import SCENARIO_FOLDER, FaultEvent, read_scenario, read_scenarios, with_bulk
 from tests.faults.toy_model import (
     CODED,
     ToyOracle,
@@ -42,9 +45,9 @@ STRUCK = (
 def test_faults_in_every_phase_cost_no_client_an_answer_while_a_spare_is_left() -> None:
     scenario = read_scenario(SCENARIO_FOLDER / "kill.yaml")
     few = msgspec.structs.replace(scenario, events=STRUCK, phases=dict.fromkeys(scenario.phases, 2))
-    result = run_scenario(few)
+    result = run_scenario(with_bulk(few, 40))
     assert not result.broken, "\n".join(result.broken)
-    assert result.figures["client_failures"] == 0
+    assert result.figures["client_failures"] == 0 and result.figures["bulk_lines"] > 0
     assert {cell.phase for cell in result.cells} == set(scenario.phases), result.missed
     assert len(result.evidence) == len(STRUCK) and sum(cell.hit for cell in result.cells) > 0
     assert result.verdict.failures > 0, "a gateway was killed, and nobody noticed"

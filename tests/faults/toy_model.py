@@ -42,6 +42,8 @@ LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=8, dtype="float32")
 CODED = "tq-k8v4.s0"
 VOCAB = 257
 END_TOKEN, END_TEXT = 0, "<|end|>"
+# A chat is the text of its messages.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CONTEXT = 2048
 WRITABLE_TOKENS = np.array([1 + byte for byte in range(32, 127)], np.int64)  # printable ASCII
 LOGIT_HEIGHT = 6.0  # logits are within 0 and this
@@ -333,7 +335,11 @@ def make_folder(folder: Path, context: int = CONTEXT) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer().save(str(folder / "tokenizer.json"))
     files = {
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TEXT},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": END_TEXT,
+            "chat_template": CHAT_TEMPLATE,
+        },
         "config.json": {"vocab_size": VOCAB, "eos_token_id": END_TOKEN, "max_position_embeddings": context},
         "generation_config.json": {"eos_token_id": END_TOKEN},
     }

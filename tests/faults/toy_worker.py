@@ -24,6 +24,7 @@ import msgspec
 from decode_worker.kv_fetcher import KvArrival, KvFetcher
 from diptych.channel.link import ChannelLink
 from diptych.specs import WorkerSpec
+from engine.bulk import BulkEngine, BulkTime
 from engine.loop import Engine
 from engine.prefill_adder import KvStock
 from engine.scheduler import Scheduler, StepPlan
@@ -50,6 +51,8 @@ from worker.loop import WorkerLoop
 
 LOOK_S = 0.01  # between two looks at a door, beside decoding
 FAR_US = 1e6  # latency that a slow link owns up to: more than a hand-off seems to cost right after faults
+# At most so much for the layers of a unit of bulk work.
+UNIT_S = 0.002
 HINT_EVERY = 4  # tokens of an answer after which "decoding" begins
 
 
@@ -137,8 +140,14 @@ def build_toy(spec: WorkerSpec, doors: PhaseGates, settings: ToySettings) -> rol
         chunked_prefill=spec.chunked_prefill,
     )
     holdings = KvAllocator(SlabLedger(num_slabs), PrefixTree() if spec.prefix_caching else None)
-    runner = ToyRunner(ToyPool(memory.view, layout), settings.step_s, settings.token_s)
-    engine = Engine(runner, HeldScheduler(limits, doors), holdings, ToySampler(grammar_tokenizer()))
+    pool = ToyPool(memory.view, layout)
+    runner = ToyRunner(pool, settings.step_s, settings.token_s)
+    sampler = ToySampler(grammar_tokenizer())
+    engine = Engine(runner, HeldScheduler(limits, doors), holdings, sampler)
+    tpot_s = None if spec.bulk_tpot_ms is None else spec.bulk_tpot_ms / 1000
+    # Units are short whatever steps are. They sleep, so it is no sign of a busy machine that they have no core.
+    units = ToyRunner(pool, min(settings.step_s, UNIT_S))
+    bulk = BulkEngine(units, limits, holdings, sampler, BulkTime(spec.bulk_slice_ms / 1000, tpot_s))
     return role_lifecycle.WorkerParts(
         engine=engine,
         holdings=holdings,
@@ -148,6 +157,7 @@ def build_toy(spec: WorkerSpec, doors: PhaseGates, settings: ToySettings) -> rol
         identity={"model": "toy", "dtype": spec.dtype},
         max_model_len=limits.max_model_len,
         close=lambda: None,
+        bulk=bulk,
     )
 
 

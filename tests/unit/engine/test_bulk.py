@@ -9,7 +9,8 @@ import pytest
 from diptych.keep_spec import KeepSpec
 from diptych.messages import Output, WorkerStats
 from diptych.request import BULK_PRIORITY, Tenancy
-from engine.bulk import TPOT_SHARE, BulkEngine, BulkScheduler, BulkTime
+from engine.bulk import BulkEngine
+from engine.bulk_budget import TPOT_SHARE, BulkScheduler, BulkTime
 from engine.sequence import Sequence
 from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator
@@ -103,12 +104,12 @@ def test_the_first_units_are_small_since_nothing_is_known_about_steps() -> None:
 
 def test_sequences_that_do_not_fit_into_a_unit_take_turns() -> None:
     bench = BulkBench(num_slabs=200, max_num_seqs=64)
-    bench.bulk.time = BulkTime(0.1)
+    bench.bulk.budget.time = BulkTime(0.1)
     for i in range(40):
         bench.add_bulk(f"b{i}", 10, 300)
     while len(bench.out) < 40:
         assert bench.unit()
-    bench.bulk.time = BulkTime(0.01)
+    bench.bulk.budget.time = BulkTime(0.01)
     before = {name: len(tokens) for name, tokens in bench.out.items()}
     for _ in range(60):
         assert bench.unit()

@@ -210,6 +210,7 @@ def build_engine(
                 others,
                 eviction=eviction,
                 prepared=machine_kernel_folder(),
+                packed=partial(supervisor.report_progress, "load"),
             )
         else:
             runner = load_leader(_leader_spec(spec, found, eviction), found.shards, memories, ranks)

@@ -21,6 +21,7 @@ from engine.block.sizes import BlockModel, fit_policy, trim_policy
 from engine.cpu.block.loading import BlockFiles, load_block, measure_model, prepare_weights
 from engine.cpu.block.runner import CpuBlockRunner
 from engine.cpu.block.weight_stream import open_index
+from engine.cpu.weights.decoder_weights import OnPacked, ignore_progress
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.model.memory_plan import available_memory, plan_max_length, return_large_blocks
@@ -57,9 +58,10 @@ def build_block(spec: WorkerSpec, supervisor: SupervisorPipe) -> BlockParts:
     model = Checkpoint.resolve(spec.model, spec.revision)
     length = plan_max_length(model.name, model.shape, spec.max_model_len)
     files = _find_files(spec)
-    policy = choose_policy(spec, model, files, length)
+    packed = partial(supervisor.report_progress, "load")
+    policy = choose_policy(spec, model, files, length, packed)
     log.info("the policy of bulk work: %s", policy)
-    runner = load_block(model, policy, files, length, spec.kv_cache_calibration)
+    runner = load_block(model, policy, files, length, spec.kv_cache_calibration, packed)
     tokenizer = load_tokenizer(model.path)
     sampler = Sampler(runner.vocab_size, load_grammar_tokens(model.path, tokenizer))
     supervisor.report_progress("load")
@@ -88,10 +90,17 @@ def _find_files(spec: WorkerSpec) -> BlockFiles:
     return BlockFiles(folder, folder, memory, disk)
 
 
-def choose_policy(spec: WorkerSpec, model: Checkpoint, files: BlockFiles, length: int) -> BlockPolicy:
+def choose_policy(
+    spec: WorkerSpec,
+    model: Checkpoint,
+    files: BlockFiles,
+    length: int,
+    packed: OnPacked = ignore_progress,
+) -> BlockPolicy:
     """The policy that was asked for; if it does not name the block's shape, the largest one that fits.
 
-    Of one that was planned, a little less lies in memory if it needs more than was predicted.
+    Of one that was planned, a little less lies in memory if it needs more than was predicted. `packed` is called while
+    weights are packed.
 
     Raises:
         ConfigError: it cannot be read, or not even the smallest block fits.
@@ -101,7 +110,7 @@ def choose_policy(spec: WorkerSpec, model: Checkpoint, files: BlockFiles, length
     if shaped and not spec.bulk_planned:
         return asked
     codec, _ = resolve_kv_codec(model, asked.kv_codec or RAW_CLASS, spec.kv_cache_calibration)
-    index = open_index(prepare_weights(model, asked.weight_kind, files.prepared))
+    index = open_index(prepare_weights(model, asked.weight_kind, files.prepared, packed))
     measure = partial(_measure, model, codec, index, length)
     assert files.memory_bytes is not None and files.disk_bytes is not None
     find_policy = trim_policy if shaped else fit_policy

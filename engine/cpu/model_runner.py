@@ -34,7 +34,7 @@ from engine.cpu.ranks.orders import (
     merge_reports,
 )
 from engine.cpu.ranks.tensor_parallel import FollowerRanks
-from engine.cpu.weights.decoder_weights import SectionReader, read_weights
+from engine.cpu.weights.decoder_weights import OnPacked, SectionReader, ignore_progress, read_weights
 from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.rope import rope_frequencies
 from engine.model.weights import WeightReader
@@ -125,12 +125,14 @@ class CpuModelRunner:
         others: Sequence[tuple[KvPool, Calibration | None]] = (),
         eviction: EvictionSetup | None = None,
         prepared: Path | None = None,
+        packed: OnPacked = ignore_progress,
     ) -> CpuModelRunner:
         """Read the weights and bind them to `pool`; `calibration` and `sink_slots` are those of the runner.
 
         `others` are the pools of further KV classes, with their calibrations; `eviction` is as for the runner. The
         weights are mapped from a file below the folder `prepared`, which other processes share
         (`engine.cpu.weights.prepared_folder`); without a folder they are packed into memory of this process.
+        `packed` is called while they are packed.
 
         Raises:
             ModelError: the checkpoint does not match its config, or the pool is not of this model's layout.
@@ -146,9 +148,9 @@ class CpuModelRunner:
                 )
         source = None if prepared is None else PreparedFolder(prepared, model.packing_identity())
         with torch.no_grad(), WeightReader(model.weights) as weights:
-            reader = SectionReader(model.shape, weights)
-            packed = read_weights(reader) if source is None else source.load_weights(reader)
-        decoder = CpuDecoder(model.shape, packed, max_model_len)
+            reader = SectionReader(model.shape, weights, packed=packed)
+            found = read_weights(reader) if source is None else source.load_weights(reader)
+        decoder = CpuDecoder(model.shape, found, max_model_len)
         return cls(
             decoder,
             pool,

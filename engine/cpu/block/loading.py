@@ -20,7 +20,14 @@ from engine.cpu.block.weight_stream import WeightStream, open_index
 from engine.cpu.coded.compiled_attention import build_angles
 from engine.cpu.coded.sink_table import MIN_SLOTS, SinkTable
 from engine.cpu.decoder import CpuDecoder
-from engine.cpu.weights.decoder_weights import FIRST_SECTION, LAST_SECTION, SectionReader, layer_section
+from engine.cpu.weights.decoder_weights import (
+    FIRST_SECTION,
+    LAST_SECTION,
+    OnPacked,
+    SectionReader,
+    ignore_progress,
+    layer_section,
+)
 from engine.cpu.weights.prepared_file import PreparedIndex
 from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.checkpoint import Checkpoint
@@ -76,8 +83,8 @@ def sink_slots(model: Checkpoint, policy: BlockPolicy) -> int:
     return min(model.shape.vocab, policy.sequences)
 
 
-def prepare_weights(model: Checkpoint, kind: str, folder: Path) -> Path:
-    """The prepared file of a model's weights of a kind, which is made if there is none.
+def prepare_weights(model: Checkpoint, kind: str, folder: Path, packed: OnPacked = ignore_progress) -> Path:
+    """The prepared file of a model's weights of a kind, which is made if there is none. `packed` is called meanwhile.
 
     Raises:
         ModelError: the checkpoint does not match its config.
@@ -85,7 +92,9 @@ def prepare_weights(model: Checkpoint, kind: str, folder: Path) -> Path:
     """
     try:
         with torch.no_grad(), WeightReader(model.weights) as weights:
-            reader = SectionReader(model.shape, weights, layer_kind=None if kind == "exact" else kind)
+            reader = SectionReader(
+                model.shape, weights, layer_kind=None if kind == "exact" else kind, packed=packed
+            )
             return PreparedFolder(folder, model.packing_identity()).prepare_file(reader)
     except OSError as error:
         fix = "make room there, or set NUMBA_CACHE_DIR to a folder on another disk"
@@ -98,10 +107,12 @@ def load_block(
     files: BlockFiles,
     max_model_len: int,
     calibration_file: str = "",
+    packed: OnPacked = ignore_progress,
 ) -> CpuBlockRunner:
     """Prepare the weights, check the caps, and build the runner.
 
-    `calibration_file` is that of the policy's codec, if it takes one; empty: the one beside the model.
+    `calibration_file` is that of the policy's codec, if it takes one; empty: the one beside the model. `packed` is
+    called while the weights are packed.
 
     Raises:
         ConfigError: a cap is too small; the error names the least. Or KV cannot be coded this way.
@@ -110,7 +121,7 @@ def load_block(
     """
     codec, calibration = resolve_kv_codec(model, policy.kv_codec or RAW_CLASS, calibration_file)
     layout = model.layout(codec=codec)
-    path = prepare_weights(model, policy.weight_kind, files.prepared)
+    path = prepare_weights(model, policy.weight_kind, files.prepared, packed)
     try:
         sizes = measure_model(model, layout, open_index(path), policy, max_model_len)
         needs = check_caps(sizes, policy, files.memory_bytes, files.disk_bytes)

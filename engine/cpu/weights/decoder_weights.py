@@ -9,7 +9,7 @@ A section names arrays and packed matrices. Whoever owns the memory, a layer is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,11 +68,20 @@ class DecoderWeights:
     head: PackedLinear | None
 
 
+# Called with how many of so many steps of packing are done.
+OnPacked = Callable[[int, int], None]
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """The default for `OnPacked`: nobody wants to know."""
+
+
 class SectionReader:
     """Reads the sections of one rank from a checkpoint, and packs them. Without a shard: those of the whole model.
 
     `layer_kind` "int4" packs the matrices of layers in 4 bits, with a loss; None packs them without one. The embedding
-    and the product to logits are always exact.
+    and the product to logits are always exact. `packed` is called whenever another section has been taken; its last
+    step is what comes after the sections.
     """
 
     def __init__(
@@ -82,8 +91,9 @@ class SectionReader:
         place: RankPlacement = WHOLE_MODEL,
         shard: Shard | None = None,
         layer_kind: str | None = None,
+        packed: OnPacked = ignore_progress,
     ) -> None:
-        self.shape, self.place, self.layer_kind = shape, place, layer_kind
+        self.shape, self.place, self.layer_kind, self._packed = shape, place, layer_kind, packed
         self.shard = shard or Shard((0, shape.layers), (0, shape.kv_heads))
         self._weights = weights
         start, end = (head * shape.head_dim for head in self.shard.heads)
@@ -96,6 +106,16 @@ class SectionReader:
         Raises:
             ModelError: a tensor is missing, has another shape, or another type than those supported.
         """
+        for done, found in enumerate(self._read_sections(), 1):
+            yield found
+            self.note_packed(done)
+
+    def note_packed(self, done: int) -> None:
+        """So many sections are packed, here or by another process."""
+        start, end = self.shard.layers
+        self._packed(done, end - start + self.place.first + self.place.last + 1)
+
+    def _read_sections(self) -> Iterator[tuple[str, WeightSection]]:
         shape, place = self.shape, self.place
         if place.first:
             yield FIRST_SECTION, WeightSection({"embedding": self._read_embedding()})

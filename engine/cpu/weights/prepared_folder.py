@@ -6,7 +6,8 @@
 `folder` is the kernels' folder, one per CPU, which only its owner may write to (`diptych.kernel_cache`). `key` stands
 for the weights and their kind, the model's dimensions, the rank's share of them, and the sizes of panels. The first
 process packs the weights into a file of another name and renames it when it is whole; the others wait, and then map it.
-All of them share its pages, which the system may also drop and read again, as it does with programs.
+The lock says how many sections are packed, so that they wait as long as it goes on. All of them share the file's pages,
+which the system may also drop and read again, as it does with programs.
 
 Nothing here prevents a start. Without a folder, without room on the disk, or after an error, weights are packed into
 memory of the process. A file that is truncated or of other weights is made anew. Files that no worker opened for
@@ -23,7 +24,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from diptych.hashing import hash_fields
@@ -35,12 +36,14 @@ MAX_FILES = 24
 MAX_UNUSED_S = 30 * 86400.0
 # Share of the disk that stays free.
 MIN_FREE_SHARE = 0.1
-# Seconds that a process waits for another one that packs the same weights.
+# Seconds without progress after which a process no longer waits for another one that packs the same weights.
 MAX_WAIT_S = 600.0
 # Seconds between two attempts to get the lock, since flock has no timeout.
 LOCK_POLL_S = 0.05
 # A file's time is set at most this often.
 USED_EVERY_S = 3600.0
+# Bytes of a lock that are read: a number of sections.
+NUMBER_BYTES = 20
 # Characters of a digest in a file's name.
 KEY_CHARS = 32
 
@@ -63,8 +66,8 @@ class PreparedFolder:
         try:
             found = _map_weights(path, reader)
             if found is None:
-                with self._lock_path(path):
-                    found = _map_weights(path, reader) or self._make_file(path, reader)
+                with self._lock_path(path, reader) as lock:
+                    found = _map_weights(path, reader) or self._make_file(path, reader, lock)
         except OSError as error:
             log.warning("the weights are not shared with other workers: %s", error)
             return read_weights(reader)
@@ -80,20 +83,20 @@ class PreparedFolder:
         """
         path = self._path(reader)
         if _map_weights(path, reader) is None:
-            with self._lock_path(path):
+            with self._lock_path(path, reader) as lock:
                 if _map_weights(path, reader) is None:
-                    self._make_file(path, reader)
+                    self._make_file(path, reader, lock)
         return path
 
     def _path(self, reader: SectionReader) -> Path:
         return self._folder / f"{self._key(reader)}.packed"
 
     @contextlib.contextmanager
-    def _lock_path(self, path: Path) -> Iterator[None]:
-        """Hold the lock of a file that is to be made. Raises OSError."""
+    def _lock_path(self, path: Path, reader: SectionReader) -> Iterator[int]:
+        """Hold the lock of a file that is to be made; gives the open lock. Raises OSError."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        with _lock_file(path.with_suffix(".lock")):
-            yield
+        with _lock_file(path.with_suffix(".lock"), reader.note_packed) as lock:
+            yield lock
 
     def _key(self, reader: SectionReader) -> str:
         """The name of the file of a rank's weights."""
@@ -101,17 +104,21 @@ class PreparedFolder:
         rank = repr((shape, shard, place.lane, place.tp, place.first, place.last, reader.layer_kind))
         return hash_fields([MAGIC, self._identity, LANES, PANEL_OUTPUTS, rank]).hex()[:KEY_CHARS]
 
-    def _make_file(self, path: Path, reader: SectionReader) -> DecoderWeights:
-        """Pack the weights into the file `path`, and map it. Raises OSError if it cannot be written."""
+    def _make_file(self, path: Path, reader: SectionReader, lock: int) -> DecoderWeights:
+        """Pack the weights into the file `path`, and map it. Raises OSError if it cannot be written.
+
+        Those who wait for the open `lock` see how many sections are written.
+        """
         self._make_room(path, 0)
         fresh = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.fresh")
         try:
             file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 writer = PreparedWriter(file)
-                for name, section in reader.read_sections():
+                for number, (name, section) in enumerate(reader.read_sections(), 1):
                     self._make_room(path, section.num_bytes)
                     writer.write_section(name, section)
+                    os.pwrite(lock, b"%d\n" % number, 0)
                 writer.finish(path.stem)
             finally:
                 os.close(file)
@@ -169,9 +176,13 @@ def _map_weights(path: Path, reader: SectionReader) -> DecoderWeights | None:
 
 
 @contextlib.contextmanager
-def _lock_file(path: Path) -> Iterator[None]:
-    """Hold the lock `path`, which is released when the process ends. Raises OSError after `MAX_WAIT_S`."""
-    end_s = time.monotonic() + MAX_WAIT_S
+def _lock_file(path: Path, note: Callable[[int], None]) -> Iterator[int]:
+    """Hold the lock `path`, which is released when the process ends; gives the open file, which is empty.
+
+    While another process has it, `note` is called with the number of sections that it has packed, whenever there are
+    more. Raises OSError after `MAX_WAIT_S` without that.
+    """
+    end_s, seen = time.monotonic() + MAX_WAIT_S, b""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         while True:
@@ -179,11 +190,16 @@ def _lock_file(path: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if (found := os.pread(file, NUMBER_BYTES, 0)) != seen:
+                    end_s, seen = time.monotonic() + MAX_WAIT_S, found
+                    with contextlib.suppress(ValueError):
+                        note(int(found))
                 if time.monotonic() > end_s:
                     raise OSError(
                         errno.ETIMEDOUT, "another process has been packing them", str(path)
                     ) from None
                 time.sleep(LOCK_POLL_S)
-        yield
+        os.ftruncate(file, 0)
+        yield file
     finally:
         os.close(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -130,6 +131,63 @@ def test_processes_that_begin_together_make_one_copy_and_share_it(tmp_path: Path
     finally:
         for worker in workers:
             worker.communicate("\n\n")
+
+
+def test_packing_tells_how_far_it_is(tmp_path: Path) -> None:
+    files, steps = Checkpoint.resolve(str(make_folder(tmp_path / "model"))), list[tuple[int, int]]()
+    for prepared in (None, tmp_path, tmp_path):
+        CpuModelRunner.load(
+            files, KvPool(files.layout(), 2), 64, prepared=prepared, packed=lambda *step: steps.append(step)
+        )
+    # Packed into memory, then into a file, which is there the third time. The last step is what comes after it.
+    assert steps == 2 * [(1, 5), (2, 5), (3, 5), (4, 5)]
+
+
+class PackingProcess:
+    """Another process that packs the weights behind `lock`: a section takes as long as a wait may take at most."""
+
+    def __init__(self, lock: Path, sections: int) -> None:
+        self.now_s, self.sections, self.done = 1000.0, sections, 0
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        self.file = os.open(lock, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Time passes: another section is packed, or the process ends, or it hangs."""
+        self.now_s += 0.9 * prepared_folder.MAX_WAIT_S
+        self.done += 1
+        if self.done <= self.sections:
+            os.pwrite(self.file, b"%d\n" % self.done, 0)
+
+    def time(self) -> float:
+        return time.time()
+
+
+def test_a_process_waits_for_another_as_long_as_that_packs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, steps = Checkpoint.resolve(str(make_folder(tmp_path / "model"))), list[tuple[int, int]]()
+    source = PreparedFolder(tmp_path, files.packing_identity())
+    with WeightReader(files.weights) as weights:
+        reader = SectionReader(files.shape, weights, packed=lambda *step: steps.append(step))
+        lock = tmp_path / "weights" / f"{source._key(reader)}.lock"
+        other = PackingProcess(lock, 3)
+        monkeypatch.setattr(prepared_folder, "time", other)
+        with pytest.raises(OSError, match="another process has been packing them"):
+            source.prepare_file(reader)
+        # It waited while the other one packed three sections, and then once more as long as it may.
+        assert steps == [(1, 5), (2, 5), (3, 5)]
+        os.close(other.file)
+        source.prepare_file(reader)
+        assert steps[3:] == [(1, 5), (2, 5), (3, 5), (4, 5)]
+        # What one that was killed has left says nothing about the next one.
+        packed_files(tmp_path)[0].unlink()
+        lock.write_bytes(b"1234\n")
+        source.prepare_file(reader)
+        assert lock.read_bytes() == b"4\n"
 
 
 def test_a_file_that_is_not_whole_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -324,7 +324,8 @@ class Config(BaseSettings):
     )
 
     start_timeout_s: Annotated[DurationS, Listing(PROCESS, rare=True)] = Field(
-        default=600.0, description="Give up if not ready after this time"
+        default=600.0,
+        description="Give up if not ready after this time, or after it without progress in packing weights",
     )
     log_level: Annotated[str, one_of("debug", "info", "warning", "error"), Listing(PROCESS, ALL_COMMANDS)] = (
         Field(default="warning", description="Detail of logs")

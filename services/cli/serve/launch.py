@@ -30,6 +30,7 @@ from services.cli.serve.from_plan import check_planned_model
 from services.cli.serve.progress import StartProgress
 from services.cli.serve.signals import StopSignals
 from services.cli.serve.specs import deployment_spec, device_budget, num_probed
+from services.cli.serve.start_deadline import StartDeadline
 from services.cluster.deployment import GATEWAY, RAY, LocalDeployment
 from services.cluster.spec import DeploymentSpec
 from services.host.exit_codes import FAILED, INTERRUPTED, OK, USAGE
@@ -105,7 +106,7 @@ class ServeRun:
         config = loaded.config
         self._loaded, self._config, self._answer = loaded, config, answer
         self._folder, self._logs, self._view = folder, logs, view
-        self._stop = StopSignals()
+        self._stop, self._deadline = StopSignals(), StartDeadline(config.start_timeout_s)
         self._deployment: LocalDeployment | None = None
         self._replan: ReplanSession | None = None
         self._head: RayCluster | None = None
@@ -129,13 +130,13 @@ class ServeRun:
         if self._answer is not None:
             view.print_line(describe_plan(config.plan, self._answer))
         try:
-            async with asyncio.timeout(config.start_timeout_s):
+            async with self._deadline.limit():
                 await self._start_all(port, accepted)
             await self._unless_stopped(self._await_failure())
             view.print_line("stopping")
             return OK if view.up else INTERRUPTED
         except TimeoutError:
-            why = f"waited {config.start_timeout_s:.0f} s (start_timeout_s)"
+            why = self._deadline.describe()
             raise StartError("the deployment is not ready", why, self._logs_hint()) from None
         finally:
             if self._replan is not None:
@@ -264,6 +265,8 @@ class ServeRun:
             self._view.print_line(CONTROL_LOST.format(status.phase))
             return
         self._view.on_status(status)
+        if not self._view.up:
+            self._deadline.note_status(status)
         # The run fails if the gateway fails, since nothing is served without it, or if any part fails during the
         # start. Later a worker may be missing.
         decisive = status.name == GATEWAY or not self._view.up

@@ -68,3 +68,45 @@ def test_a_worker_that_has_failed_for_good_is_reported_once_and_the_others_serve
 
     assert asyncio.run(run()) == OK
     assert out.getvalue().count("decode-0 has failed, and is not started again: nobody looks") == 1
+
+
+class Packing(ServeRun):
+    """A deployment whose workers pack weights; notes when the start would be given up after each status."""
+
+    def __init__(self, folder: Path) -> None:
+        view = StartProgress(Console(file=io.StringIO(), width=200), 2)
+        super().__init__(load_config("serve", {"port": "0"}, {}), None, folder, folder, view)
+        self.ends: list[bool] = []
+
+    async def _start_all(self, port: int, accepted: ApiKeys) -> None:
+        for status in (
+            # A worker packs; it crashes and begins again; then it gets further; another one packs, too.
+            ChildStatus("decode-0", phase="load", done=0, total=1),
+            ChildStatus("decode-0", phase="load", done=1, total=9),
+            ChildStatus("decode-0", phase="load", done=2, total=9),
+            ChildStatus("decode-0", phase="load", done=0, total=1),
+            ChildStatus("decode-0", phase="load", done=1, total=9),
+            ChildStatus("decode-0", phase="load", done=3, total=9),
+            ChildStatus("decode-1", phase="load", done=1, total=9),
+            ChildStatus("decode-0", phase="load", done=1, total=1),
+            ChildStatus("decode-0", phase="warm", done=0, total=1),
+        ):
+            before = self._deadline.ends_s
+            await asyncio.sleep(0.001)
+            self._on_status(status)
+            assert before is not None and self._deadline.ends_s is not None
+            self.ends.append(self._deadline.ends_s > before)
+        raise TimeoutError
+
+
+def test_a_start_goes_on_while_weights_are_packed(tmp_path: Path) -> None:
+    begun = Packing(tmp_path)
+
+    async def run() -> None:
+        async with asyncio.timeout(30):
+            await begun.run_until_stopped()
+
+    with pytest.raises(StartError, match="not ready") as caught:
+        asyncio.run(run())
+    assert begun.ends == [False, True, True, False, False, True, True, False, False]
+    assert caught.value.why == "waited 600 s since weights were last packed (start_timeout_s)"

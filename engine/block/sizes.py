@@ -113,11 +113,11 @@ def check_caps(
     caps = (("memory", needs.memory_bytes, memory_bytes), ("disk", needs.disk_bytes, disk_bytes))
     for name, needed, cap in caps:
         if cap is not None and needed > cap:
-            least = least_needs(model, policy)
-            least_bytes = least.memory_bytes if name == "memory" else 0
             parts = needs.memory if name == "memory" else needs.disk
             listed = ", ".join(f"{what} {show_bytes(size)}" for what, size in parts.items() if size)
-            least_text = f"{show_bytes(least_bytes)} of {name}"
+            least_text = f"{show_bytes(least_needs(model, policy).memory_bytes)} of memory"
+            if name == "disk":
+                least_text = f"{show_bytes(least_disk_bytes(model, policy, memory_bytes))} of disk"
             raise ConfigError(
                 f"bulk work does not fit: it needs {show_bytes(needed)} of {name}, and may take {show_bytes(cap)}",
                 f"{listed}\nthe least for this model, one sequence at a time, is {least_text}",
@@ -157,16 +157,16 @@ def fit_policy(
         policy = replace(on_disk, rows=rows, batches=batches)
         model = measure(policy)
 
-        def fits(one: BlockPolicy, model: BlockModel = model) -> bool:
-            needs = predict_needs(model, one)
-            return needs.memory_bytes <= memory_bytes and needs.disk_bytes <= disk_bytes
-
-        every = [_fill_memory(policy, fits, order) for order in (MEMORY_ORDER, MEMORY_ORDER[::-1])]
-        if fitting := [one for one in every if fits(one)]:
-            return fitting[0]
+        for filled in _fill_memory(model, policy, memory_bytes):
+            needs = predict_needs(model, filled)
+            if needs.memory_bytes <= memory_bytes and needs.disk_bytes <= disk_bytes:
+                return filled
     smallest = replace(on_disk, rows=shapes[-1][0], batches=shapes[-1][1], overlap=False)
-    check_caps(measure(smallest), smallest, memory_bytes, disk_bytes)
-    return smallest
+    model = measure(smallest)
+    every = _fill_memory(model, smallest, memory_bytes)
+    least = min(every, key=lambda one: predict_needs(model, one).disk_bytes)
+    check_caps(model, least, memory_bytes, disk_bytes)
+    return least
 
 
 def trim_policy(
@@ -203,14 +203,19 @@ def trim_policy(
 MEMORY_ORDER = ("hidden_in_memory", "weights_in_memory", "kv_in_memory")
 
 
-def _fill_memory(
-    policy: BlockPolicy, fits: Callable[[BlockPolicy], bool], order: Sequence[str]
+def _fill_memory(model: BlockModel, policy: BlockPolicy, memory_bytes: int | None) -> list[BlockPolicy]:
+    """`policy` with as much in memory as fits there, in the usual order and in the opposite one; None: all fits."""
+    return [_raise_shares(model, policy, memory_bytes, order) for order in (MEMORY_ORDER, MEMORY_ORDER[::-1])]
+
+
+def _raise_shares(
+    model: BlockModel, policy: BlockPolicy, memory_bytes: int | None, order: Sequence[str]
 ) -> BlockPolicy:
     """Raise the shares in memory one after the other, as far as the policy fits."""
     for name in order:
         for step in range(FIT_STEPS, 0, -1):
             filled = replace(policy, **{name: step / FIT_STEPS})  # type: ignore[arg-type]
-            if fits(filled):
+            if memory_bytes is None or predict_needs(model, filled).memory_bytes <= memory_bytes:
                 policy = filled
                 break
     return policy
@@ -219,6 +224,12 @@ def _fill_memory(
 def least_needs(model: BlockModel, policy: BlockPolicy) -> BlockNeeds:
     """The needs of the smallest block of the same kinds, one sequence with everything on disk: the least memory."""
     return predict_needs(model, smallest_policy(policy))
+
+
+def least_disk_bytes(model: BlockModel, policy: BlockPolicy, memory_bytes: int | None) -> int:
+    """The disk of the smallest block of the same kinds, with as much in memory as `memory_bytes` hold; None: all."""
+    every = _fill_memory(model, smallest_policy(policy), memory_bytes)
+    return min(predict_needs(model, one).disk_bytes for one in every)
 
 
 def smallest_policy(policy: BlockPolicy) -> BlockPolicy:

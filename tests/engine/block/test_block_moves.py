@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from diptych.byte_text import size_setting
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
 from engine.block.policy import BlockPolicy
@@ -224,7 +225,7 @@ def test_caps_that_are_too_small_are_refused_with_the_least(model: Checkpoint, p
     for name, size in (("memory", needs.memory_bytes), ("disk", needs.disk_bytes)):
         with pytest.raises(ConfigError, match="bulk work does not fit") as caught:
             BlockRun(model, POLICY, prepared, **{f"{name}_bytes": size - 1})
-        assert f"--bulk-{name}-bytes {size}" in caught.value.fix
+        assert f"--bulk-{name}-bytes {size_setting(size)}" in caught.value.fix
         assert "the least for this model, one sequence at a time, is" in caught.value.why
         assert len(caught.value.lines()) <= 6
 

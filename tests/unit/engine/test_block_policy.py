@@ -8,7 +8,7 @@ import pytest
 
 from diptych.errors import ConfigError
 from engine.block.policy import BlockPolicy, names_shape, parse_policy
-from engine.block.sizes import BlockModel, fit_policy, predict_needs, trim_policy
+from engine.block.sizes import BlockModel, check_caps, fit_policy, predict_needs, trim_policy
 
 POLICY = BlockPolicy(rows=4, batches=3, prompt_tokens=64, output_tokens=16)
 
@@ -77,3 +77,29 @@ def test_a_planned_policy_is_trimmed_only_as_far_as_it_must() -> None:
     assert (halved.rows, halved.batches) == (4, 8)
     # A batch keeps room for the longest sequence, so it cannot be halved here.
     assert trimmed(planned, least - 1, 640) == fit_policy(lambda _: MODEL, planned, least - 1, 1 << 40, 640)
+
+
+def test_the_least_disk_is_what_memory_does_not_hold() -> None:
+    policy = replace(POLICY, weights_in_memory=0.0, kv_in_memory=0.0, hidden_in_memory=0.0)
+    need = predict_needs(MODEL, policy)
+    # Half of the eight layers stay in memory, and all KV and activations of one sequence.
+    memory = 4 * (1 << 20) + (1 << 18) + (2 << 20) + 8 * 2 * (1 << 14) + 64 * 1024
+    with pytest.raises(ConfigError) as caught:
+        check_caps(MODEL, policy, memory, need.disk_bytes - 1)
+    assert caught.value.why.endswith("one sequence at a time, is 4.0 MiB of disk")
+    with pytest.raises(ConfigError) as caught:
+        check_caps(MODEL, policy, None, need.disk_bytes - 1)
+    assert caught.value.why.endswith("one sequence at a time, is 0.0 MiB of disk")
+
+
+def test_a_block_fits_with_weights_and_kv_in_memory_that_does_not_fit_with_one_of_them() -> None:
+    base = replace(POLICY, overlap=False)
+    whole = predict_needs(MODEL, replace(base, rows=32, batches=16))
+    found = fit_policy(lambda _: MODEL, base, whole.memory_bytes, 0, 80)
+    assert (found.rows, found.batches) == (32, 16) and predict_needs(MODEL, found).disk_bytes == 0
+    small = predict_needs(MODEL, replace(base, rows=1, batches=1))
+    found = fit_policy(lambda _: MODEL, base, small.memory_bytes, 0, 80)
+    assert found.sequences == 1 and predict_needs(MODEL, found).disk_bytes == 0
+    with pytest.raises(ConfigError) as caught:
+        fit_policy(lambda _: MODEL, base, small.memory_bytes - 1, 0, 80)
+    assert "of disk, and may take 0.0 MiB" in caught.value.what

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +21,7 @@ from engine.cpu.block.loading import BlockFiles, load_block, measure_model, prep
 from engine.cpu.block.runner import CpuBlockRunner
 from engine.cpu.block.weight_stream import open_index
 from engine.cpu.weights.decoder_weights import OnPacked, ignore_progress
+from engine.cpu.weights.prepared_name import free_disk_bytes
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.model.memory_plan import available_memory, plan_max_length, return_large_blocks
@@ -57,7 +57,7 @@ def build_block(spec: WorkerSpec, supervisor: SupervisorPipe) -> BlockParts:
     torch.set_num_threads(spec.threads)
     model = Checkpoint.resolve(spec.model, spec.revision)
     length = plan_max_length(model.name, model.shape, spec.max_model_len)
-    files = _find_files(spec)
+    files = _find_files(spec, model, length)
     packed = partial(supervisor.report_progress, "load")
     policy = choose_policy(spec, model, files, length, packed)
     log.info("the policy of bulk work: %s", policy)
@@ -74,7 +74,7 @@ def build_block(spec: WorkerSpec, supervisor: SupervisorPipe) -> BlockParts:
     return BlockParts(model, engine, schedule, runner)
 
 
-def _find_files(spec: WorkerSpec) -> BlockFiles:
+def _find_files(spec: WorkerSpec, model: Checkpoint, length: int) -> BlockFiles:
     """Where the files of bulk work lie, and the caps. Raises StartError if there is no folder."""
     folder = machine_kernel_folder()
     if folder is None:
@@ -86,7 +86,8 @@ def _find_files(spec: WorkerSpec) -> BlockFiles:
     if memory is None:
         memory = int(MEMORY_SHARE * available_memory())
     if disk is None:
-        disk = int(DISK_SHARE * shutil.disk_usage(folder).free)
+        kind = parse_policy(spec.bulk_policy, default_policy(length)).weight_kind
+        disk = int(DISK_SHARE * free_disk_bytes(folder, model, kind))
     return BlockFiles(folder, folder, memory, disk)
 
 

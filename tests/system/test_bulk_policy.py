@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -105,6 +106,31 @@ def test_workers_without_a_profile_share_memory_and_disk(tmp_path: Path) -> None
     assert (workers[1].bulk_disk_bytes, workers[1].bulk_memory_bytes) == (disk, memory)
     assert disk is not None and 0 < 2 * disk < shutil.disk_usage(tmp_path).total
     assert memory is not None and 0 < 2 * memory < psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("kind", ["exact", "int4"])
+def test_prepared_weights_count_once_against_the_disk(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are on the disk after the first start, and each start needs them there."""
+    free = 1 << 30
+    monkeypatch.setattr("diptych.kernel_cache.machine_kernel_folder", lambda: tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=4 << 30, free=free))
+    given = {"bulk": 2, "prefill": 0, "decode": 0, "data_dir": tmp_path / "d"}
+    loaded = load_config("serve", given | {"bulk_policy": f"weight_kind={kind}"}, {})
+    model = ProbedModel(resolve_embedded("tiny"), "", True, 1024, 0)
+
+    def bound() -> int | None:
+        return deployment_spec(loaded, model, tmp_path, tmp_path, 1, 2, ()).workers[0].bulk_disk_bytes
+
+    first = bound()
+    made = prepare_weights(Checkpoint.resolve(model.path), kind, tmp_path)
+    free -= made.stat().st_blocks * 512
+    assert bound() == first == (1 << 30) // 4
+    # Those of another kind are in the way, until they are needed.
+    other = prepare_weights(Checkpoint.resolve(model.path), "int4" if kind == "exact" else "exact", tmp_path)
+    free -= other.stat().st_blocks * 512
+    assert bound() == (1 << 30) // 4 - other.stat().st_blocks * 512 // 4
 
 
 def test_what_is_asked_for_is_kept(tmp_path: Path) -> None:

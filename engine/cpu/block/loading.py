@@ -30,6 +30,7 @@ from engine.cpu.weights.decoder_weights import (
 )
 from engine.cpu.weights.prepared_file import PreparedIndex
 from engine.cpu.weights.prepared_folder import PreparedFolder
+from engine.cpu.weights.prepared_name import layer_kind
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.model.memory_plan import FLOAT_BYTES, angle_table_bytes, step_memory_bytes, token_kv_bytes
@@ -92,9 +93,7 @@ def prepare_weights(model: Checkpoint, kind: str, folder: Path, packed: OnPacked
     """
     try:
         with torch.no_grad(), WeightReader(model.weights) as weights:
-            reader = SectionReader(
-                model.shape, weights, layer_kind=None if kind == "exact" else kind, packed=packed
-            )
+            reader = SectionReader(model.shape, weights, layer_kind=layer_kind(kind), packed=packed)
             return PreparedFolder(folder, model.packing_identity()).prepare_file(reader)
     except OSError as error:
         fix = "make room there, or set NUMBA_CACHE_DIR to a folder on another disk"

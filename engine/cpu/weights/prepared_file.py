@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from engine.cpu.linear import PackedMatrix, padded_outputs
 from engine.cpu.matmul import PANEL_OUTPUTS, panel_items
 from engine.cpu.weights.decoder_weights import WeightSection
+from engine.cpu.weights.prepared_name import MAGIC
 
-# Raised when the meaning of a file changes.
-MAGIC = b"diptych weights 1\n"
 BLOCK_BYTES = 4096
 # Arrays begin at cache lines.
 LINE_BYTES = 64

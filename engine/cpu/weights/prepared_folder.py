@@ -27,10 +27,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from diptych.hashing import hash_fields
-from engine.cpu.matmul import LANES, PANEL_OUTPUTS
 from engine.cpu.weights.decoder_weights import DecoderWeights, SectionReader, build_weights, read_weights
-from engine.cpu.weights.prepared_file import MAGIC, PreparedWriter, map_sections
+from engine.cpu.weights.prepared_file import PreparedWriter, map_sections
+from engine.cpu.weights.prepared_name import prepared_key, prepared_path
 
 MAX_FILES = 24
 MAX_UNUSED_S = 30 * 86400.0
@@ -44,8 +43,6 @@ LOCK_POLL_S = 0.05
 USED_EVERY_S = 3600.0
 # Bytes of a lock that are read: a number of sections.
 NUMBER_BYTES = 20
-# Characters of a digest in a file's name.
-KEY_CHARS = 32
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ class PreparedFolder:
     """The prepared files below `folder`, of weights whose digest is `identity` (`Checkpoint.packing_identity`)."""
 
     def __init__(self, folder: Path, identity: str) -> None:
-        self._folder, self._identity = folder / "weights", identity
+        self._kernels, self._folder, self._identity = folder, folder / "weights", identity
 
     def load_weights(self, reader: SectionReader) -> DecoderWeights:
         """The weights of a rank: mapped from their prepared file, which is made first if need be, or else private.
@@ -89,7 +86,7 @@ class PreparedFolder:
         return path
 
     def _path(self, reader: SectionReader) -> Path:
-        return self._folder / f"{self._key(reader)}.packed"
+        return prepared_path(self._kernels, self._key(reader))
 
     @contextlib.contextmanager
     def _lock_path(self, path: Path, reader: SectionReader) -> Iterator[int]:
@@ -100,9 +97,9 @@ class PreparedFolder:
 
     def _key(self, reader: SectionReader) -> str:
         """The name of the file of a rank's weights."""
-        shape, place, shard = reader.shape, reader.place, reader.shard
-        rank = repr((shape, shard, place.lane, place.tp, place.first, place.last, reader.layer_kind))
-        return hash_fields([MAGIC, self._identity, LANES, PANEL_OUTPUTS, rank]).hex()[:KEY_CHARS]
+        place, ends = reader.place, (reader.place.first, reader.place.last)
+        lane = (place.lane, place.tp)
+        return prepared_key(self._identity, reader.shape, reader.shard, lane, ends, reader.layer_kind)
 
     def _make_file(self, path: Path, reader: SectionReader, lock: int) -> DecoderWeights:
         """Pack the weights into the file `path`, and map it. Raises OSError if it cannot be written.

@@ -5,7 +5,6 @@ Workers cannot import the planner. So the policy is decided here, before anythin
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def with_bulk_plan(what: DeploymentSpec, config: Config, model: ProbedModel) -> 
     disk = config.bulk_disk_bytes
     if disk is None:
         # Here, not in each worker: the workers share it, and one that starts again finds its own files on the disk.
-        disk = _free_disk_bytes(config)
+        disk = _share_disk(config, model)
     plan = plan_bulk(config, model, memory, disk)
 
     def complete(spec: WorkerSpec) -> WorkerSpec:
@@ -68,10 +67,14 @@ def with_bulk_plan(what: DeploymentSpec, config: Config, model: ProbedModel) -> 
     )
 
 
-def _free_disk_bytes(config: Config) -> int:
-    """The disk that each worker may take. Raises ConfigError if there is no folder for its files."""
-    # Imported only here, since it imports numba.
+def _share_disk(config: Config, model: ProbedModel) -> int:
+    """The disk that each worker may take: what the model's prepared weights have already counts as free.
+
+    Raises ConfigError if there is no folder for its files.
+    """
+    # Imported only here, since they import numba.
     from diptych.kernel_cache import machine_kernel_folder
+    from engine.cpu.weights.prepared_name import free_disk_bytes
 
     folder: Path | None = machine_kernel_folder()
     if folder is None:
@@ -80,7 +83,9 @@ def _free_disk_bytes(config: Config) -> int:
             "its own folder cannot be used",
             "set NUMBA_CACHE_DIR to a private folder",
         )
-    return int(DISK_SHARE * shutil.disk_usage(folder).free / config.bulk)
+    kind = parse_policy(config.bulk_policy or "", default_policy(model.max_model_len)).weight_kind
+    free = free_disk_bytes(folder, Checkpoint.resolve(model.path, config.revision), kind)
+    return int(DISK_SHARE * free / config.bulk)
 
 
 def plan_bulk(config: Config, model: ProbedModel, memory_bytes: int, disk_bytes: int | None) -> BulkPlan:

@@ -1,0 +1,67 @@
+"""How prepared files are named, and how much of the disk is free beside them. No torch, so that `serve` can ask."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from diptych.hashing import hash_fields
+from engine.cpu.matmul import LANES, PANEL_OUTPUTS
+from engine.model.architecture import ModelConfig
+from engine.model.checkpoint import Checkpoint
+from kvcache.layout import Shard
+
+# Raised when the meaning of a file changes.
+MAGIC = b"diptych weights 1\n"
+# Characters of a digest in a file's name.
+KEY_CHARS = 32
+# Bytes of a block of `st_blocks`.
+STAT_BLOCK = 512
+
+
+def prepared_key(
+    identity: str,
+    shape: ModelConfig,
+    shard: Shard,
+    lane: tuple[int, int],
+    ends: tuple[bool, bool],
+    layer_kind: str | None,
+) -> str:
+    """The name of the file of a rank's weights.
+
+    Args:
+        identity: of the weights (`Checkpoint.packing_identity`).
+        shape: of the model.
+        shard: the layers and KV heads that the rank has.
+        lane: the rank's index among those of its stage, and their number.
+        ends: whether the rank is in the first stage, and in the last one.
+        layer_kind: as for `engine.cpu.weights.decoder_weights.SectionReader`.
+    """
+    rank = repr((shape, shard, *lane, *ends, layer_kind))
+    return hash_fields([MAGIC, identity, LANES, PANEL_OUTPUTS, rank]).hex()[:KEY_CHARS]
+
+
+def prepared_path(folder: Path, key: str) -> Path:
+    """Where the prepared file of this key lies in the kernels' folder."""
+    return folder / "weights" / f"{key}.packed"
+
+
+def layer_kind(weight_kind: str) -> str | None:
+    """The kind of layers of a block's weights: as `SectionReader` takes it, from that of the policy."""
+    return None if weight_kind == "exact" else weight_kind
+
+
+def free_disk_bytes(folder: Path, model: Checkpoint, weight_kind: str) -> int:
+    """The disk that a block of the whole `model` may take: what is free, and what its prepared file has already.
+
+    Raises:
+        OSError: the folder, or the model's files, cannot be looked at.
+    """
+    shape = model.shape
+    whole = Shard((0, shape.layers), (0, shape.kv_heads))
+    key = prepared_key(model.packing_identity(), shape, whole, (0, 1), (True, True), layer_kind(weight_kind))
+    free = shutil.disk_usage(folder).free
+    try:
+        return free + prepared_path(folder, key).stat().st_blocks * STAT_BLOCK
+    except FileNotFoundError:
+        return free

@@ -196,22 +196,7 @@ def build_engine(
     eviction = _eviction_setup(found, tokenizer) if _has_eviction_memory(spec, found) else None
     try:
         if ranks is None:
-            plan = found.plan
-            others = [
-                (by_rank[0], one.calibration)
-                for by_rank, one in zip(pools[1:], found.classes[1:], strict=True)
-            ]
-            runner = CpuModelRunner.load(
-                found.files,
-                pools[0][0],
-                plan.max_model_len,
-                found.calibration,
-                plan.sink_slots,
-                others,
-                eviction=eviction,
-                prepared=machine_kernel_folder(),
-                packed=partial(supervisor.report_progress, "load"),
-            )
+            runner = _load_single(found, [by_rank[0] for by_rank in pools], eviction, supervisor)
         else:
             runner = load_leader(_leader_spec(spec, found, eviction), found.shards, memories, ranks)
         sampler = Sampler(runner.vocab_size, load_grammar_tokens(found.files.path, tokenizer))
@@ -229,6 +214,23 @@ def build_engine(
     engine = Engine(runner, scheduler, holdings, sampler, host, observer)
     bulk = BulkEngine(runner, scheduler.limits, holdings, sampler, _bulk_time(spec), choose_step_clock(spec))
     return EngineParts(engine, bulk, holdings, parts, ranks, _keep_classes(found, eviction))
+
+
+def _load_single(
+    found: ResolvedModel, pools: Sequence[KvPool], eviction: EvictionSetup | None, supervisor: SupervisorPipe
+) -> CpuModelRunner:
+    """The runner of a worker with one rank, over its pools by KV class. Raises ModelError."""
+    return CpuModelRunner.load(
+        found.files,
+        pools[0],
+        found.plan.max_model_len,
+        found.calibration,
+        found.plan.sink_slots,
+        [(pool, one.calibration) for pool, one in zip(pools[1:], found.classes[1:], strict=True)],
+        eviction=eviction,
+        prepared=machine_kernel_folder(),
+        packed=partial(supervisor.report_progress, "load"),
+    )
 
 
 def _keep_classes(found: ResolvedModel, eviction: EvictionSetup | None) -> tuple[str, ...]:

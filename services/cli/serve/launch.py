@@ -30,12 +30,12 @@ from services.cli.serve.from_plan import check_planned_model
 from services.cli.serve.progress import StartProgress
 from services.cli.serve.signals import StopSignals
 from services.cli.serve.specs import deployment_spec, device_budget, num_probed
-from services.cli.serve.start_deadline import StartDeadline
 from services.cluster.deployment import GATEWAY, RAY, LocalDeployment
 from services.cluster.spec import DeploymentSpec
 from services.host.exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from services.host.model_probe import ProbedModel, resolve_model
 from services.host.ports import claim_port
+from services.host.start_deadline import StartDeadline
 from services.host.supervisor import ChildStatus, start_error
 from services.host.versions import installed_version
 

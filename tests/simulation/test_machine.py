@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from diptych.chunks import RAW_CLASS
-from diptych.request import Tenancy
+from diptych.request import BULK_PRIORITY, Tenancy
 from tests.simulation.invariants import InvariantChecker, settle_world
 from tests.simulation.toy_model import CODED, POISON
 from tests.simulation.world import PATIENCE_S, VirtualWorld, random_sampling
@@ -29,7 +29,7 @@ short = st.sampled_from([0.2, 1.0, 2.5, 5.0])
 
 
 class DeploymentMachine(RuleBasedStateMachine):
-    """Two prefill and two decode workers, and whoever asks."""
+    """Two prefill and two decode workers, and whoever asks: some for bulk work."""
 
     world: VirtualWorld
 
@@ -49,7 +49,7 @@ class DeploymentMachine(RuleBasedStateMachine):
         common=st.sampled_from([0, 64, 128]),
         tokens=st.sampled_from([1, 2, 20, 60, 90]),
         patience_s=st.sampled_from([PATIENCE_S, PATIENCE_S, PATIENCE_S, 0.2]),
-        priority=st.integers(-1, 1),
+        priority=st.sampled_from([-1, 0, 1, BULK_PRIORITY]),
     )
     def ask(self, length: int, common: int, tokens: int, patience_s: float, priority: int) -> None:
         prompt = self.family[: min(length, common)]

@@ -17,6 +17,7 @@ from tests.simulation.world import VirtualWorld
 
 OLD, NEW = CODED, "nuq4.g2@bbbbbbbbbbbbbbbb"
 CLIENTS = ClientMix(rate=12.0, hurried=0.0, leaving=0.0)
+WITH_BULK = ClientMix(rate=16.0, hurried=0.0, leaving=0.0, bulk=0.3)
 # Between the upgrades of two workers.
 PAUSE_S = 2.5
 
@@ -30,12 +31,16 @@ def is_settled(world: VirtualWorld) -> bool:
 
 
 def run_upgrade(world: VirtualWorld, seed: int, kinds: list[str]) -> InvariantChecker:
-    """One worker after the other comes back with another class, while clients ask. Raises InvariantBroken."""
+    """One worker after the other comes back with another class, while clients ask; for bulk work, too, if there are
+    faults.
+
+    Raises InvariantBroken.
+    """
     laws, rng = InvariantChecker(world), Random(seed)
     assert world.run(lambda: is_settled(world), 5.0)
     order = sorted(world.posts, key=lambda name: (name.partition("-")[2], name))
     until_s = world.agenda.now_s + PAUSE_S * (len(order) + 1)
-    ClientLoad(world, rng, CLIENTS, until_s)
+    ClientLoad(world, rng, WITH_BULK if kinds else CLIENTS, until_s)
     if kinds:
         FaultStorm(world, rng, 0.5, until_s, kinds)
     for number, name in enumerate(order):

@@ -18,7 +18,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from planner.hardware import find_device
 from planner.replan.journal import FailedAction, TrafficReview, read_journal
 from planner.replan.replanner import replay_decisions
 from planner.types import Parallelism
+from tests.system.batches.batch_lines import COMPLETION, finished, input_file, results, start
 from tests.system.deployment import Served, serve, wait_for
 
 pytestmark = pytest.mark.timeout(600)
@@ -169,11 +170,34 @@ def again(journal: Path) -> int:
     return len(replayed)
 
 
-def test_a_fleet_grows_and_switches_with_its_traffic_and_no_request_fails(tmp_path: Path) -> None:
+@contextmanager
+def batch_beside(served: Served) -> Iterator[None]:
+    """A batch of more lines than can be done in the block; at its end it is cancelled, and each line has one result."""
+    lines = {f"n{number}": Load._body(number % 97, 32, 8) for number in range(5000)}
+    with served.client() as client:
+        batch = start(client, input_file(lines.items(), COMPLETION), COMPLETION)
+        yield
+        client.batches.cancel(batch.id)
+        done = finished(client, batch.id)
+        good, bad = results(client, done.output_file_id), results(client, done.error_file_id)
+        assert done.status == "cancelled" and good.keys() | bad.keys() == lines.keys()
+        assert good and not good.keys() & bad.keys()
+        assert {one["error"]["code"] for one in bad.values()} == {"batch_cancelled"}
+        answers = {name: one["response"]["body"]["choices"][0]["text"] for name, one in good.items()}
+        for name in list(answers)[::100]:
+            answer = httpx.post(f"{served.url}/v1/completions", json=lines[name], timeout=60).json()
+            assert answer["choices"][0]["text"] == answers[name]
+        wait_for(lambda: not any(one["stats"]["slabs_lent"] for one in served.status()["workers"]))
+
+
+@pytest.mark.parametrize("bulk", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_fleet_grows_and_switches_with_its_traffic_and_no_request_fails(tmp_path: Path, bulk: bool) -> None:
+    """Bulk work beside is no traffic, and goes on at other workers when its own switches."""
     options, journal = steered(tmp_path, COST, "--replan-budget", "3")
+    options += ["--data-dir", str(tmp_path / "data")] if bulk else []
     with serve("--prefill", "1", "--decode", "1", *options) as served:
         load = Load(served.url)
-        with load.flowing():
+        with load.flowing(), batch_beside(served) if bulk else nullcontext():
             wait_for(lambda: decisions(journal))
             load.shape = HUMANEVAL
             wait_for(

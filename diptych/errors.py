@@ -16,6 +16,8 @@ DiptychError                 what happened, why, what to do (at most six lines i
 
 from __future__ import annotations
 
+import math
+
 from diptych.failure_statuses import RequestFailure
 
 
@@ -87,3 +89,16 @@ class CorruptChunk(TransferError):
 
 class StaleTicket(TransferError):
     """A ticket is for another epoch, incarnation, KV layout or model fingerprint."""
+
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def show_bytes(num_bytes: float) -> str:
+    """A size in the text of an error, in MiB or GiB."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
+
+
+def size_setting(num_bytes: float) -> str:
+    """The value of a setting that allows at least `num_bytes`, in whole MiB (`diptych.config.values.byte_size`)."""
+    return f"{math.ceil(num_bytes / MIB)}MiB"

@@ -19,8 +19,8 @@ from diptych.kernel_cache import kernel_source_stamp, machine_kernel_folder
 from diptych.process import SupervisorPipe, exit_fatally
 from diptych.specs import WorkerSpec
 from engine import saturation
-from engine.bulk import BulkEngine
-from engine.bulk_budget import BulkTime
+from engine.bulk.budget import BulkTime
+from engine.bulk.engine import BulkEngine
 from engine.cpu import attention, matmul
 from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner

@@ -38,7 +38,7 @@ from diptych.messages import (
     WorkerStats,
 )
 from engine.block.engine import BlockEngine
-from engine.bulk import BulkEngine
+from engine.bulk.engine import BulkEngine
 from engine.loop import Engine, SequenceOutput
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.prefix_tree import root_key

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from diptych.byte_text import show_bytes, size_setting
 from diptych.chunks import CHUNK_TOKENS
-from diptych.errors import ConfigError
+from diptych.errors import ConfigError, show_bytes, size_setting
 from engine.block.policy import BlockPolicy
 
 # The unit of reading and writing past the page cache, in bytes.

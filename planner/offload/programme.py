@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from diptych.byte_text import show_bytes, size_setting
-from diptych.errors import ConfigError
+from diptych.errors import ConfigError, show_bytes, size_setting
 from planner.offload.machines import OffloadMachine
 from planner.offload.terms import (
     NUM_SHARES,

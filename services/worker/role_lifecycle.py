@@ -26,7 +26,7 @@ from diptych.channel.link import ChannelLink
 from diptych.messages import Hello
 from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, pin_to_core
 from diptych.specs import WorkerSpec
-from engine.bulk import BulkEngine
+from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas

@@ -9,8 +9,8 @@ import torch
 
 from diptych.messages import Output
 from diptych.request import BULK_PRIORITY, SamplingParams, Tenancy
-from engine.bulk import BulkEngine
-from engine.bulk_budget import BulkTime
+from engine.bulk.budget import BulkTime
+from engine.bulk.engine import BulkEngine
 from engine.cpu.model_runner import CpuModelRunner
 from engine.loop import Engine
 from engine.model.checkpoint import Checkpoint

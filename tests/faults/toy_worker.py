@@ -24,8 +24,8 @@ import msgspec
 from decode_worker.kv_fetcher import KvArrival, KvFetcher
 from diptych.channel.link import ChannelLink
 from diptych.specs import WorkerSpec
-from engine.bulk import BulkEngine
-from engine.bulk_budget import BulkTime
+from engine.bulk.budget import BulkTime
+from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
 from engine.prefill_adder import KvStock
 from engine.scheduler import Scheduler, StepPlan

@@ -14,8 +14,8 @@ from typing import Protocol
 from decode_worker.worker import DecodeWorker
 from diptych.chunks import RAW_CLASS
 from diptych.messages import Hello
-from engine.bulk import BulkEngine
-from engine.bulk_budget import BulkTime
+from engine.bulk.budget import BulkTime
+from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
 from engine.protocols import StepRunner
 from engine.scheduler import Scheduler

@@ -9,8 +9,8 @@ import pytest
 from diptych.keep_spec import KeepSpec
 from diptych.messages import Output, WorkerStats
 from diptych.request import BULK_PRIORITY, Tenancy
-from engine.bulk import BulkEngine
-from engine.bulk_budget import TPOT_SHARE, BulkScheduler, BulkTime
+from engine.bulk.budget import TPOT_SHARE, BulkScheduler, BulkTime
+from engine.bulk.engine import BulkEngine
 from engine.sequence import Sequence
 from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator

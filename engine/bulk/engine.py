@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 
 from diptych.messages import WorkerStats
-from engine.bulk_budget import BulkBudget, BulkScheduler, BulkTime
+from engine.bulk.budget import BulkBudget, BulkScheduler, BulkTime
 from engine.loop import Engine, SequenceOutput
 from engine.protocols import StepRunner, StepSampler
 from engine.sequence import EngineLimits, Sequence

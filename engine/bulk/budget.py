@@ -1,6 +1,6 @@
 """When bulk work may run beside online work, for how long, and what fits into that time: decisions, without an engine.
 
-`engine.bulk.BulkEngine` and the exact simulator (`planner.sim.exact.bulk`) decide by them.
+`engine.bulk.engine.BulkEngine` and the exact simulator (`planner.sim.exact.bulk`) decide by them.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ class SimEngine:
     """A scheduler, its memory, and the current run of steps. With `skips`, one plan may stand for many steps.
 
     `work` says by KV class what work on it costs; it is empty if all KV costs the same. `keep` says what sequences that
-    evict keep. `preempted` counts preemptions by class, `most_used` the slabs of each class that were held at one time
-    at most.
+    evict keep. `scheduler` and `holdings` take the place of a plain scheduler and a pool of its own. `preempted` counts
+    preemptions by class, `most_used` the slabs of each class that were held at one time at most.
     """
 
     def __init__(
@@ -178,12 +178,16 @@ class SimEngine:
         skips: bool,
         work: Mapping[str, KvClassWork] | None = None,
         keep: KvKeep | None = None,
+        scheduler: Scheduler | None = None,
+        holdings: KvAllocator | KvArenas | None = None,
     ) -> None:
-        self.scheduler, self.limits, self._keep = Scheduler(limits), limits, keep
+        # An empty scheduler is false.
+        self.scheduler = Scheduler(limits) if scheduler is None else scheduler
+        self.limits, self._keep = limits, keep
         self._usual_work = SAME_WORK if keep is None else keep.work
-        self.holdings = build_allocator(limits, caching)
+        self.holdings = build_allocator(limits, caching) if holdings is None else holdings
         self.table = SequenceTable(self.scheduler, self.holdings)
-        self.stages, self.skips, self._work = stages, skips, work or {}
+        self.stages, self.skips, self.work = stages, skips, work or {}
         self.run: StepRun | None = None
         self.preempted: Counter[str] = Counter()
         self.most_used: dict[str, int] = dict.fromkeys(limits.kv_classes, 0)
@@ -231,8 +235,8 @@ class SimEngine:
         """Fills in the run's decode rows and prompt parts from the plan."""
         work = self.table.select_work(plan)
         run.rows, run.parts = cast(list[SimSequence], work.decodes), cast(SimPrefills, work.prefills)
-        if self._work or self._keep is not None:
-            ratios = [self._work.get(task.kv_class, self._usual_work).context for task in run.rows]
+        if self.work or self._keep is not None:
+            ratios = [self.work.get(task.kv_class, self._usual_work).context for task in run.rows]
             run.context = sum(task.computed * ratio for task, ratio in zip(run.rows, ratios, strict=True))
             run.growth = sum(ratios)
         else:
@@ -288,7 +292,7 @@ class SimEngine:
             return StepBatch(0, 0.0, rows, run.context + step * run.growth)
         tokens, squares = 0.0, 0.0
         for task, count in run.parts:
-            work = self._work.get(task.kv_class, self._usual_work)
+            work = self.work.get(task.kv_class, self._usual_work)
             tokens += work.token * count
             squares += work.square * ((task.computed + count) ** 2 - task.computed**2)
         return StepBatch(tokens, squares, rows, run.context)

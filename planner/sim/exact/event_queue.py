@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # At equal times messages come before steps, so that a step sees every message that has arrived by then.
@@ -11,6 +13,10 @@ ORDER_MESSAGE, ORDER_STEP = (
     0,
     1,
 )
+
+
+# Number of new objects between two garbage collections while a simulation runs.
+GC_THRESHOLD = 50_000
 
 
 class EventQueue:
@@ -34,3 +40,17 @@ class EventQueue:
         while due:
             self.now_s, _, _, call, args = pop(due)
             call(*args)
+
+
+@contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """Runs garbage collection less often: simulations make no reference cycles, and looking for them is slow.
+
+    The setting holds for the whole process, so simulations must not run at the same time in one process.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(max(GC_THRESHOLD, usual[0]) if usual[0] else 0, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)

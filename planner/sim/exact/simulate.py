@@ -20,10 +20,8 @@ Not simulated:
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from operator import attrgetter
@@ -36,9 +34,10 @@ from engine.saturation import saturation_length
 from engine.sequence import EngineLimits
 from planner.costs.profile import CostProfile
 from planner.costs.step import StepVariation
+from planner.sim.exact.bulk import SimBulkEngine, SimBulkSpec, SimBulkUse, check_bulk
 from planner.sim.exact.cores import SimCores
 from planner.sim.exact.engine import PipelineStages, SimEngine
-from planner.sim.exact.event_queue import EventQueue
+from planner.sim.exact.event_queue import EventQueue, rare_garbage_collection
 from planner.sim.exact.gateway import SimGateway, SimGatewaySpec
 from planner.sim.exact.links import SimLinks
 from planner.sim.exact.prompts import SimPrefixIndex
@@ -66,8 +65,6 @@ from router.routing.fleet import Fleet
 NO_ADMISSION_BOUNDS = Bounds(max_requests=1 << 40, max_queued_tokens=1 << 50, max_wait_s=inf)
 # Shortest prompt, in tokens, on the curve from which the saturation length L_m is derived.
 MIN_PROMPT_TOKENS = 16
-# Number of new objects between two garbage collections while a simulation runs.
-GC_THRESHOLD = 50_000
 
 
 class ResultSink(Protocol):
@@ -113,7 +110,8 @@ class SimDeployment:
     reach the relay, each message to or from a worker `hop_s`. `max_tokens` is what clients ask for (None: exactly
     the length of their answer). `local_prefill` is the gateway's setting; with "auto", steps of decode instances are
     kept within `tpot_s`. With `handling`, each gateway has a CPU that does one thing at a time and shares `cores` with
-    its workers' steps (of instances with a rhythm and one stage); every step is then simulated by itself.
+    its workers' steps (of instances with a rhythm and one stage); every step is then simulated by itself. With `bulk`,
+    decode and colocated instances do bulk work beside the requests, as long as any is open or to come.
     """
 
     placement: Placement
@@ -135,6 +133,7 @@ class SimDeployment:
     beat_s: float = 0.25
     handling: GatewayCpuCost | None = None
     cores: int = 1
+    bulk: SimBulkSpec | None = None
 
 
 def build_deployment(
@@ -182,11 +181,11 @@ def _profile_of_pool(pool: InstancePool, profiles: Mapping[str, CostProfile] | C
     if isinstance(profiles, CostProfile):
         return profiles
     if pool.device not in profiles:
-        raise ConfigError(
+        what, why = (
             f"there is no profile for the device {pool.device!r}",
             f"known: {', '.join(sorted(profiles))}",
-            "name one of these in the placement",
         )
+        raise ConfigError(what, why, "name one of these in the placement")
     return profiles[pool.device]
 
 
@@ -227,7 +226,7 @@ def simulate_exact(
 
 
 class ExactSimulation:
-    """One run. `ended` gets each result; `gateways` and KV `links` can be read afterwards."""
+    """One run. `ended` gets each result; `gateways` and KV `links` can be read afterwards, and when it `begun_s`."""
 
     def __init__(
         self, deployment: SimDeployment, ended: Callable[[JobResult], None], skips: bool = True
@@ -238,6 +237,7 @@ class ExactSimulation:
         self.gateways: list[SimGateway] = []
         self.links: list[SimLinks] = []
         self._class_names = {one.name for one in deployment.kv_classes}
+        self.begun_s, self._all_came = 0.0, False
 
     @property
     def preempted(self) -> Counter[str]:
@@ -256,9 +256,21 @@ class ExactSimulation:
                 found[name] = max(count, found.get(name, 0))
         return found
 
+    @property
+    def bulk_uses(self) -> list[SimBulkUse]:
+        """What each worker has done of the backlog of bulk work."""
+        return [worker.bulk.use for worker in self._workers if worker.bulk is not None]
+
+    @property
+    def _workers(self) -> list[SimWorker]:
+        return [worker for gateway in self.gateways for worker in gateway.workers.values()]
+
     def _engines(self) -> Iterator[SimEngine]:
-        workers = (worker for gateway in self.gateways for worker in gateway.workers.values())
-        return (engine for worker in workers for engine in worker.engines)
+        return (engine for worker in self._workers for engine in worker.engines)
+
+    def _serves_online(self) -> bool:
+        """Whether any request is open or yet to come."""
+        return not self._all_came or any(gateway.open or gateway.coming for gateway in self.gateways)
 
     def run(self, jobs: Iterable[Job]) -> None:
         """Serves all jobs to the end.
@@ -270,11 +282,13 @@ class ExactSimulation:
         first = next(coming, None)
         if first is None:
             return
-        self.agenda.now_s = min(0.0, first.at_s)
+        self.agenda.now_s = self.begun_s = min(0.0, first.at_s)
         for _ in range(self.deployment.cells):
             self._make_cell()
         self._schedule_arrival(first, coming, 0)
-        with _rare_garbage_collection():
+        for worker in self._workers:
+            worker.start_bulk()
+        with rare_garbage_collection():
             self.agenda.run()
         if left := sum(gateway.open for gateway in self.gateways):
             raise RuntimeError(f"{left} requests are still open, and no event is left")
@@ -292,6 +306,8 @@ class ExactSimulation:
         self.agenda.at(self.agenda.now_s + self.deployment.gateway_s, gateway.arrive, job, number)
         if (following := next(coming, None)) is not None:
             self._schedule_arrival(following, coming, number + 1)
+        else:
+            self._all_came = True
 
     # ---- building the deployment
 
@@ -357,7 +373,10 @@ class ExactSimulation:
         chunk_bytes = {one.name: round(one.token_bytes * CHUNK_TOKENS) for one in deployment.kv_classes} or {
             "": round(deployment.token_bytes * CHUNK_TOKENS)
         }
-        worker = SimWorker(name, role, engines, self.agenda, links, chunk_bytes, gateway.on_message)
+        bulk = None
+        if deployment.bulk is not None and role == DECODE:
+            bulk = SimBulkEngine(engines[0], deployment.bulk, self._serves_online)
+        worker = SimWorker(name, role, engines, self.agenda, links, chunk_bytes, gateway.on_message, bulk)
         gateway.add_worker(worker, limits.num_slabs * pool.split.pp, deployment.max_model_len)
 
     def _link_workers(self, gateway: SimGateway) -> None:
@@ -369,20 +388,6 @@ class ExactSimulation:
             for j, target in enumerate(targets):
                 if i % units == j % units:
                     gateway.add_link(source, target, self.deployment.link)
-
-
-@contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    """Runs garbage collection less often: simulations make no reference cycles, and looking for them is slow.
-
-    The setting holds for the whole process, so simulations must not run at the same time in one process.
-    """
-    usual = gc.get_threshold()
-    gc.set_threshold(max(GC_THRESHOLD, usual[0]) if usual[0] else 0, *usual[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
 
 
 def class_slabs(machine: InstanceSpec, kv_classes: Sequence[KvClass], stages: int = 1) -> dict[str, int]:
@@ -418,11 +423,8 @@ def _check_deployment(deployment: SimDeployment) -> None:
     """Raises ConfigError if the deployment is inconsistent, or has no way to serve a request."""
     pools, machines = deployment.placement.pools, deployment.machines
     if len(pools) != len(machines):
-        raise ConfigError(
-            f"{len(pools)} pools and {len(machines)} instance specifications",
-            "each pool needs one specification",
-            "give one per pool",
-        )
+        what = f"{len(pools)} pools and {len(machines)} instance specifications"
+        raise ConfigError(what, "each pool needs one specification", "give one per pool")
     roles = {pool.role for pool in pools if pool.count > 0}
     if not roles or len(roles & {PREFILL, DECODE}) == 1:
         raise ConfigError(
@@ -436,11 +438,13 @@ def _check_deployment(deployment: SimDeployment) -> None:
         )
     if deployment.kv_classes and deployment.keep is not None:
         raise ValueError("requests that evict are simulated with one KV class only")
+    if deployment.bulk is not None:
+        check_bulk(pools, deployment.keep)
     if deployment.cores < 1:
-        raise ConfigError(
-            f"{deployment.cores} cores", "at least one core is needed", "give a positive number"
-        )
+        raise _not_positive(f"{deployment.cores} cores", "core")
     if deployment.cells < 1 or not isfinite(deployment.token_bytes):
-        raise ConfigError(
-            f"{deployment.cells} cells", "at least one cell is needed", "give a positive number"
-        )
+        raise _not_positive(f"{deployment.cells} cells", "cell")
+
+
+def _not_positive(what: str, one: str) -> ConfigError:
+    return ConfigError(what, f"at least one {one} is needed", "give a positive number")

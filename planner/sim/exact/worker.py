@@ -30,6 +30,7 @@ from diptych.messages import (
 )
 from engine.sequence import SequenceRefused
 from engine.sequence_table import DEADLINE_FAILURE
+from planner.sim.exact.bulk import SimBulkEngine
 from planner.sim.exact.engine import SimEngine, SimOutput, SimSequence, StepRun, make_output
 from planner.sim.exact.event_queue import ORDER_STEP, EventQueue
 from planner.sim.exact.handoff import SimArrival, SimFetcher, SimHint, offer_ticket
@@ -47,7 +48,10 @@ class SimOrder:
 
 
 class SimWorker:
-    """One instance. `send` sends a message to its gateway, `chunk_bytes` are by the name of the KV class's arena."""
+    """One instance. `send` sends a message to its gateway, `chunk_bytes` are by the name of the KV class's arena.
+
+    `bulk` does bulk work in the time that its only engine leaves.
+    """
 
     def __init__(
         self,
@@ -58,8 +62,10 @@ class SimWorker:
         links: SimLinks,
         chunk_bytes: Mapping[str, int],
         send: Callable[[str, Any, float], None],
+        bulk: SimBulkEngine | None = None,
     ) -> None:
         self.name, self.role, self.engines, self.agenda = name, role, engines, agenda
+        self.bulk, self._in_unit = bulk, False
         self.chunk_bytes = chunk_bytes
         self._send = send
         send = partial(self._send_message, at_s=None)
@@ -89,7 +95,8 @@ class SimWorker:
 
     def _schedule_round(self) -> None:
         """Schedules a look at new messages: at once if an engine is idle, else when the current step has ended."""
-        if self._due:
+        if self._due or self._in_unit:
+            # Messages are looked at when the unit of bulk work has ended.
             return
         if any(engine.run is None for engine in self.engines):
             self._due = True
@@ -107,6 +114,8 @@ class SimWorker:
 
     def _run_round(self) -> None:
         self._due = False
+        if self._in_unit:
+            return
         inbox, self._inbox = self._inbox, []
         for message in inbox:
             self._handle_message(message)
@@ -117,6 +126,8 @@ class SimWorker:
         if recalled and all(engine.run is None for engine in self.engines):
             # No step is running whose end would let waiting requests see the slabs that were given back.
             self._schedule_round()
+        if all(engine.run is None for engine in self.engines):
+            self._begin_unit()
 
     def _begin_step(self, place: int, engine: SimEngine) -> None:
         now_s = self.agenda.now_s
@@ -126,6 +137,8 @@ class SimWorker:
         if not engine.ready:
             return
         waited_for = len(self.engines) > 1 or any(fetcher.admission.waiting for fetcher in self.fetchers)
+        if self.bulk is not None and self.bulk.runs_beside_answers:
+            waited_for = True
         ahead = any(fetcher.admission.has_ticketless for fetcher in self.fetchers)
         run = engine.begin_step(now_s, waited_for, ahead)
         if run is not None:
@@ -157,6 +170,30 @@ class SimWorker:
             self._drop_request(engine, request, epoch)
         # Sequences that have ended made room for waiting requests.
         self._start_transfers()
+        if self.bulk is not None:
+            self.bulk.budget.record_online(run.begun_s, self.agenda.now_s)
+        if not self._begin_unit():
+            self._run_round()
+
+    # ---- bulk work
+
+    def start_bulk(self) -> None:
+        """Begins bulk work, if there is any for this worker."""
+        if self.bulk is not None:
+            self._schedule_round()
+
+    def _begin_unit(self) -> bool:
+        """Begins a unit of bulk work if there is time for it. Returns whether it did."""
+        if self.bulk is None or (end_s := self.bulk.begin_unit(self.agenda.now_s)) is None:
+            return False
+        self._in_unit = True
+        self.agenda.at(end_s, self._end_unit, order=ORDER_STEP)
+        return True
+
+    def _end_unit(self) -> None:
+        assert self.bulk is not None, "a unit has begun"
+        self._in_unit = False
+        self.bulk.end_unit(self.agenda.now_s)
         self._run_round()
 
     def _emit_early(self, run: StepRun, first: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from diptych.config.values import byte_size
@@ -36,7 +37,7 @@ def run_bulk_plan(options: PlanOptions) -> int:
         ConfigError: a flag cannot be used, or the model does not fit into memory and disk.
     """
     _refuse_others(options)
-    work, rates = _read_work(options.bulk), _read_rates(options)
+    work, rates = read_lengths(options.bulk), _read_rates(options)
     machine = _data_sheet_machine(options) if rates is None else _read_machine(options, rates)
     kinds = model_kinds(dims_on_cpu(find_model(options.model)), options.bulk_int4, rates)
     blocks = search_blocks()
@@ -85,8 +86,8 @@ def _refuse_others(options: PlanOptions) -> None:
         )
 
 
-def _read_work(text: str | None) -> OffloadWorkload:
-    """The lengths in PROMPT:OUTPUT. Raises ConfigError."""
+def read_lengths(text: str | None) -> OffloadWorkload:
+    """The lengths of --bulk PROMPT:OUTPUT. Raises ConfigError."""
     parts = (text or "").split(":")
     if len(parts) == 2 and all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         return OffloadWorkload(int(parts[0]), int(parts[1]))
@@ -99,12 +100,17 @@ def _read_rates(options: PlanOptions) -> BulkRates | None:
     """The measured rates; None without a profile. Raises ConfigError: it is of another model, or has none."""
     if options.profile is None:
         return None
-    rates = load_profile_of(options.profile, options.model).bulk
+    return load_bulk_rates(options.profile, options.model)
+
+
+def load_bulk_rates(profile: Path, model: str) -> BulkRates:
+    """The rates in a profile. Raises ConfigError: it is of another model, or has none."""
+    rates = load_profile_of(profile, model).bulk
     if rates is None:
         raise ConfigError(
-            f"the profile {options.profile} does not say what bulk work costs",
+            f"the profile {profile} does not say what bulk work costs",
             "that was not measured",
-            f"add it: diptych profile {options.model} --bulk --out {options.profile}",
+            f"add it: diptych profile {model} --bulk --out {profile}",
         )
     return rates
 
@@ -147,11 +153,12 @@ def _read_rate(options: PlanOptions) -> float:
 
 def _read_memories(options: PlanOptions) -> tuple[float, float]:
     """Bytes of memory and of disk. Raises ConfigError."""
-    memory = _read_size("--bulk-memory", options.bulk_memory)
-    return memory, _read_size("--bulk-disk", options.bulk_disk)
+    memory = read_size("--bulk-memory", options.bulk_memory)
+    return memory, read_size("--bulk-disk", options.bulk_disk)
 
 
-def _read_size(flag: str, text: str) -> float:
+def read_size(flag: str, text: str) -> float:
+    """The bytes that a flag names. Raises ConfigError."""
     try:
         return float(byte_size().parse(text))
     except ValueError as error:

@@ -119,7 +119,7 @@ def _plan_with_rates(
     """
     # Imported only here: the search needs scipy.
     from planner.costs.model import dims_on_cpu, find_model
-    from services.cli.serve.bulk_search import RatedBlocks
+    from services.cli.plan.bulk_search import RatedBlocks
 
     rates, dims = _read_rates(config, model.path), dims_on_cpu(find_model(model.path))
     blocks = RatedBlocks(dims, rates, model.max_model_len, memory_bytes, disk_bytes, config.bulk)

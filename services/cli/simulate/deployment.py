@@ -29,6 +29,7 @@ from planner.types import (
     Placement,
     keeps_steps_within_tpot,
 )
+from services.cli.simulate.bulk_use import bulk_beside
 from services.cli.simulate.options import LOCAL_PREFILL, SimulateOptions
 
 ROLES = {"P": PREFILL, "D": DECODE, "C": BOTH}
@@ -37,8 +38,8 @@ POOL_PATTERN = re.compile(r"(\d+)\s*([PDC])((?:\s*(?:TP|PP)\d+)*)\s*(?:@\s*(\S+)
 MAX_DEVICES = 100_000
 
 
-def simulated_deployment(options: SimulateOptions, tpot_s: float) -> SimDeployment:
-    """The deployment that `options` describe; `tpot_s` is the TPOT SLO, in seconds.
+def simulated_deployment(options: SimulateOptions, slo: Slo) -> SimDeployment:
+    """The deployment that `options` describe; `slo` is the strictest SLO of all kinds.
 
     Raises:
         ConfigError: a flag cannot be used, the model does not fit, a class of KV has too small a share, or there is
@@ -66,11 +67,12 @@ def simulated_deployment(options: SimulateOptions, tpot_s: float) -> SimDeployme
         local_prefill=_local_prefill(options, placement),
         kv_classes=shared_kv_classes(profiles.values(), options.kv_cache_codec),
         keep=find_keep(profile, options.kv_keep, options.kv_cache_codec),
+        bulk=bulk_beside(options, slo),
     )
     for machine in made.machines:
         check_class_rooms(made.kv_classes, machine.kv_tokens, made.max_model_len)
     bound = _tpot_bound_pools(options, placement)
-    budget_s = _step_budget_s(options.tpot_budget_ms, tpot_s, placement, bool(bound))
+    budget_s = _step_budget_s(options.tpot_budget_ms, slo.tpot_s, placement, bool(bound))
     machines = tuple(
         replace(machine, tpot_s=budget_s if pool in bound else None)
         for pool, machine in zip(placement.pools, made.machines, strict=True)

@@ -17,9 +17,9 @@ HELP = """Requests through a deployment that is only numbers, in virtual time.
       --backend distserve --model facebook/opt-13b --tp-prefill 2 --pp-prefill 1 \\
       --tp-decode 1 --pp-decode 1 --trace in.csv --out out.csv
 
-Roles in a placement: P prefills, D decodes, C does both; TP and PP are 1 unless said, and @DEVICE names another
-device for a pool. The real scheduler, router and hand-off decide, with the settings of `diptych serve`; --compat is the
-paper's own simulator instead.
+Roles in a placement: P prefills, D decodes, C does both, B is a bulk worker; TP and PP are 1 unless said, and @DEVICE
+names another device for a pool. --bulk is bulk work beside the requests, or that of bulk workers. The real scheduler,
+router and hand-off decide, with the settings of `diptych serve`; --compat is the paper's own simulator instead.
 """
 
 

@@ -22,7 +22,7 @@ class SimulateOptions:
     model: str = field(
         metadata={"flag": "--model", "help": "A built-in name, or a folder with a config.json"}
     )
-    placement: str | None = option_field(None, "--placement", 'Such as "2P TP2 + 1D TP1", or "4C"')
+    placement: str | None = option_field(None, "--placement", 'Such as "2P TP2 + 1D TP1", or "4C", or "2B"')
     device: str = option_field("A100-80G", "--device", "Such as H100; with --profile that one's own")
     profile: Path | None = option_field(
         None, "--profile", "What steps cost; else built in, or from data sheets"
@@ -91,6 +91,21 @@ class SimulateOptions:
         None,
         "--tpot-budget-ms",
         "Of steps that prefill beside decoding; default: the lowest TPOT SLO, as in serve",
+    )
+    bulk: str | None = option_field(
+        None,
+        "--bulk",
+        "A backlog of bulk work beside the requests: its lines' lengths",
+        metavar="PROMPT:OUTPUT",
+    )
+    bulk_slice_ms: float = option_field(
+        DEFAULTS.bulk_slice_ms, "--bulk-slice-ms", "Longest unit of bulk work, for which a request may wait"
+    )
+    bulk_memory: str | None = option_field(
+        None, "--bulk-memory", "Memory of each bulk worker (a placement such as 2B)", metavar="SIZE"
+    )
+    bulk_disk: str | None = option_field(
+        None, "--bulk-disk", "Disk of each bulk worker; default: as much as it wants", metavar="SIZE"
     )
     as_json: bool = option_field(False, "--json", "The figures as JSON")
     out: Path | None = option_field(None, "--out", "CSV of every request (of the first seed)")

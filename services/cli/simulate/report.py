@@ -17,6 +17,7 @@ from diptych.slo import Slo, slo_for, strictest_slo
 from planner.attainment import AttainmentCounter
 from planner.sim.exact.simulate import ExactSimulation, SimDeployment
 from planner.types import JobResult, LinkSpec
+from services.cli.simulate.bulk_use import BulkUse, format_bulk_use
 from services.cli.simulate.deployment import codec_notes, simulated_deployment
 from services.cli.simulate.kv_use import KvClassUse
 from services.cli.simulate.options import SimulateOptions
@@ -40,18 +41,19 @@ def simulate_samples(options: SimulateOptions) -> list[JobResult]:
         ConfigError: a flag cannot be used, the model does not fit, or there is no such device or trace.
     """
     slos = slo_by_kind(options)
-    what = simulated_deployment(options, strictest_slo(slos.values()).tpot_s)
+    what = simulated_deployment(options, strictest_slo(slos.values()))
     whole, shares, paces, first = AttainmentCounter(slos), [], list[float](), list[JobResult]()
     requests = read_requests(options, slos, what.max_model_len)
     requests, mix = with_kv_classes(requests, options, what)
     requests = requests._replace(notes=(*requests.notes, *codec_notes(options, what, mix)))
-    classes = KvClassUse(what)
+    classes, bulk = KvClassUse(what), BulkUse(what)
     what = replace(what, prefix_caching=what.prefix_caching and requests.prefixes)
     for jobs in requests.samples:
         results = list[JobResult]()
         run = ExactSimulation(what, results.append)
         run.run(jobs)
         classes.add(run, results)
+        bulk.add(run)
         served = sorted(results, key=lambda one: one.job.at_s)
         tally = AttainmentCounter(slos, warmup_n=options.warmup)
         for one in served:
@@ -63,7 +65,8 @@ def simulate_samples(options: SimulateOptions) -> list[JobResult]:
         paces.append(tally.goodput_rps)
         whole.merge(tally)
         first = first or served
-    figures = _report_figures(what, whole, shares, paces, requests) | {"kv_classes": classes.figures()}
+    figures = _report_figures(what, whole, shares, paces, requests)
+    figures |= {"kv_classes": classes.figures(), "bulk": bulk.figures()}
     if options.as_json:
         print(json.dumps(figures, indent=2))
     else:
@@ -159,6 +162,8 @@ def _print_report(
             f"{name}: slabs of an instance: {rooms}; {use['requests']:,} requests, {use['moved_bytes']:,} bytes moved,"
             f" {use['preemptions']:,} preemptions"
         )
+    if figures["bulk"] is not None:
+        console.print(format_bulk_use(figures["bulk"]), soft_wrap=True)
     for why, count in figures["failed"].items():
         console.print(f"failed: {count:,} × {why}")
     console.print(_times_table(tally, None))

@@ -250,7 +250,7 @@ def test_steps_are_kept_within_tpot_alike_when_served_simulated_and_verified(
         enable_prefix_caching=config.enable_prefix_caching,
         local_prefill=config.local_prefill,
     )
-    simulated = simulated_of(options, 0.03)
+    simulated = simulated_of(options, Slo(1.0, 0.03))
     product = planner.placement.validate._ExactRunner(question(slos={"": Slo(0.2, 0.03, 0.9)}), local)
     for pool, machine in zip(simulated.placement.pools, simulated.machines, strict=True):
         role = "decode" if pool.role == "both" else pool.role
@@ -261,10 +261,10 @@ def test_steps_are_kept_within_tpot_alike_when_served_simulated_and_verified(
         assert machine.tpot_s == (None if spec.tpot_ms is None else spec.tpot_ms / 1e3)
     options = dataclasses.replace(options, tpot_budget_ms=9.0)
     if any(machine.tpot_s for machine in simulated.machines):
-        assert {machine.tpot_s for machine in simulated_of(options, 0.03).machines} <= {None, 9e-3}
+        assert {machine.tpot_s for machine in simulated_of(options, Slo(1.0, 0.03)).machines} <= {None, 9e-3}
     else:
         with pytest.raises(ConfigError, match="has no effect here"):
-            simulated_of(options, 0.03)
+            simulated_of(options, Slo(1.0, 0.03))
 
 
 def test_kv_is_kept_as_it_was_planned_for(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from diptych.slo import Slo
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile_file import built_in_profile, save_profile
 from planner.hardware import NodeSpec, find_device
@@ -75,8 +76,8 @@ def test_kv_is_planned_for_in_the_codec_that_was_asked_for(ask: Ask, tmp_path: P
 
 def test_a_simulated_deployment_moves_coded_kv() -> None:
     options = SimulateOptions(model="tiny", placement="1P + 1D", device="cpu", kv_cache_codec="int8")
-    coded = simulated_deployment(options, 1.0)
-    raw = simulated_deployment(replace(options, kv_cache_codec="raw"), 1.0)
+    coded = simulated_deployment(options, Slo(1.0, 1.0))
+    raw = simulated_deployment(replace(options, kv_cache_codec="raw"), Slo(1.0, 1.0))
     assert (raw.token_bytes, coded.token_bytes) == (2 * 6 * 4 * 32 * 4, 2 * 6 * 4 * 32 * 9 / 8)
     rooms = [one.machines[0].kv_tokens for one in (raw, coded)]
     assert rooms[1] / rooms[0] == pytest.approx(32 / 9, rel=1e-3)

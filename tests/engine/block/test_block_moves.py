@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from diptych.byte_text import size_setting
 from diptych.chunks import CHUNK_TOKENS
-from diptych.errors import ConfigError
+from diptych.errors import ConfigError, size_setting
 from engine.block.policy import BlockPolicy
 from engine.block.sizes import DISK_BLOCK, round_up
 from engine.cpu.block.disk_file import PIECE_BYTES, DirectFile, DiskRate, allocate_memory

@@ -54,9 +54,7 @@ class PoolAttention:
         if work.kept is None:
             return
         if self.evictor is None:
-            raise ValueError(
-                "nothing is evicted from this pool: that takes the tokens' kinds, and one rank for codes"
-            )
+            raise ValueError("nothing is evicted from this pool: that takes the tokens' kinds")
         self.evictor.check_work(work, work.kept)
 
     def pack_works(

@@ -5,9 +5,8 @@
     apply      the scratch memory is written into the slabs of the sequence's bag, its map first
 
 What is recorded depends only on positions: computing a row again, or cutting a prompt elsewhere, changes nothing. Pools
-are of raw float32, or have a codec and are those of a whole model. Each rank of a worker has an evictor of its own
-layers and heads, whose bag is in its part of the sequence's slabs: they are as many as the rank with the most rows
-needs, so others leave some unused.
+are of raw float32, or have a codec. Each rank of a worker has an evictor of its own layers and heads, whose bag is in
+its part of the sequence's slabs: they are as many as the rank with the most rows needs, so others leave some unused.
 
 Memory beside the pool is counted by `engine.reclaim.eviction_memory`: queries and map of every sequence that the engine
 holds, parked ones included, until `forget_sequence`; and the kept rows of the last plan, of which there is one at a

@@ -57,7 +57,7 @@ class CpuModelRunner:
     that of the pool's codec, if it has one; `shard` is the part of the model that a rank has. `sink_slots` is how many
     different first tokens a step may have, at least, if a pool has a codec. `others` are the pools of further KV
     classes with their calibrations: a step may have works in all of them. `eviction` is given to evict KV of them
-    (`EvictingRunner`): every rank evicts from its own heads. Of pools with a codec only a single rank does.
+    (`EvictingRunner`): every rank evicts from its own heads.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CpuModelRunner:
             pages = raw = CpuAttention(layout, pool.data, decoder.heads)
             store = RawStore(pool, raw, windows)
         alone = decoder.place.world == 1
-        if self._eviction is not None and (alone or not layout.codec):
+        if self._eviction is not None:
             evictor = CpuEvictor(pool, store, decoder.heads, windows, self._eviction, alone)
         bounds = RunnerBounds(layout, pool.num_slabs, self.max_model_len, self.vocab_size)
         return PoolAttention(pool.first, bounds, pages, evictor)
@@ -205,11 +205,13 @@ class CpuModelRunner:
 
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         """As `EvictingRunner.plan_eviction`, which says when ValueError is raised."""
-        (first, *others) = self._evict_on_ranks(PlanEviction(order))
+        pool, _ = self._find_evictor(order.slabs)
+        sinks = self._sink_slots.plan(order.tokens[:1]) if pool.has_sinks else SinkPlan()
+        (first, *others) = self._evict_on_ranks(PlanEviction(order, sinks))
+        self._sink_slots.keep(sinks)
         if not others:
             return first
         shape, place = self._decoder.shape, self._decoder.place
-        pool, _ = self._find_evictor(order.slabs)
         whole = replace(pool.bounds.layout, layers=shape.layers, kv_heads=shape.kv_heads)
         return merge_reports([first, *others], whole, place.tp, place.pp)
 
@@ -255,9 +257,11 @@ class CpuModelRunner:
         pool, evictor = self._find_evictor(slabs)
         mine = [slab - pool.first for slab in slabs]
         match order:
-            case PlanEviction(asked):
-                sink = self._find_sink(asked.tokens[0]) if pool.has_sinks and asked.tokens else 0
-                return [evictor.plan_eviction(asked, mine, sink)]
+            case PlanEviction(asked, sinks):
+                failure = self._compute_sinks(sinks)
+                if failure is not None:
+                    raise failure
+                return [evictor.plan_eviction(asked, mine, sinks.slots[0] if sinks.slots else 0)]
             case ApplyEviction(key):
                 evictor.apply_eviction(key, mine)
             case LoadKept(key, boundary, length):
@@ -268,19 +272,8 @@ class CpuModelRunner:
         """The pool that slabs are in, and its evictor. Raises ValueError if it has none."""
         pool = self._attentions[self._pool_index(slabs)]
         if pool.evictor is None:
-            raise ValueError(
-                "nothing is evicted from this pool: that takes the tokens' kinds, and one rank for codes"
-            )
+            raise ValueError("nothing is evicted from this pool: that takes the tokens' kinds")
         return pool, pool.evictor
-
-    def _find_sink(self, token: int) -> int:
-        """The place among the sinks of a first token, which is computed if it is not there any more."""
-        plan = self._sink_slots.plan([token])
-        failure = self._compute_sinks(plan)
-        if failure is not None:
-            raise failure
-        self._sink_slots.keep(plan)
-        return plan.slots[0]
 
     def part(self, batch: Sequence[StepWork], sinks: SinkPlan) -> None:
         """Compute this rank's shard of a step of rank 0. An error is raised after all ranks have finished the step."""

@@ -26,9 +26,14 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class PlanEviction(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`EvictingRunner.plan_eviction`; it is answered with a report of the rank's own heads."""
+    """`EvictingRunner.plan_eviction`; it is answered with a report of the rank's own heads.
+
+    `sinks` has the place of the sequence's first token among the sinks, if its pool has a codec; if it is missing, all
+    ranks compute it first.
+    """
 
     order: EvictionOrder
+    sinks: SinkPlan = SinkPlan()
 
 
 class ApplyEviction(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -132,9 +132,9 @@ class EvictedRun:
 
 def read_map(pool: KvPool, slabs: list[int]) -> KeptRows:
     """The map at the beginning of a bag."""
-    data = b"".join(pool.slab_bytes(slab).tobytes() for slab in slabs)
     frame = frame_bytes(pool.layout)
-    assert len(data) == len(slabs) * frames_per_slab(pool.layout) * frame
+    used = frames_per_slab(pool.layout) * frame
+    data = b"".join(pool.slab_bytes(slab)[:used].tobytes() for slab in slabs)
     return KeptRows.decode(data[: map_frames(data[:frame], pool.layout, len(slabs)) * frame], pool.layout)
 
 

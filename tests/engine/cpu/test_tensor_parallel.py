@@ -45,11 +45,14 @@ class SpreadModel:
 
 @contextmanager
 def spread(
-    folder: Path, tp: int, pp: int, module: str = "worker.ranks", slabs: int = SLABS, **changes: Any
-) -> Iterator[SpreadModel]:
-    """Started, and gone at the end; `changes` go to the orders of all ranks."""
-    files = Checkpoint.resolve(str(folder))
-    layout, parts = files.layout(), files.split(tp, pp)
+    folder: Path, tp: int, pp: int, module: str = "worker.ranks", slabs: int = SLABS,
+    kv: RankClass | None = None, **changes: Any,
+) -> Iterator[SpreadModel]:  # fmt: skip
+    """Started, and gone at the end; `changes` go to the orders of all ranks. `kv` is the class of the KV, with
+    its slabs; raw without it.
+    """
+    files, kv = Checkpoint.resolve(str(folder)), kv or RankClass(slabs)
+    layout, parts, slabs = files.layout(codec=kv.codec), files.split(tp, pp, kv.codec), kv.num_slabs
     memories = [SharedMemory(slabs * layout.shard_layout(shard).chunk_bytes) for shard in parts]
     pools = [
         (shard, KvPool(layout.shard_layout(shard), slabs, memory.view))
@@ -58,7 +61,7 @@ def spread(
     lost: queue.SimpleQueue[DiptychError] = queue.SimpleQueue()
     ranks = RankProcesses("test", lost.put, module)
     try:
-        first = replace(orders(files, tp, pp), classes=(RankClass(slabs),), **changes)
+        first = replace(orders(files, tp, pp), classes=(kv,), **changes)
         runner = load_leader(first, parts, memories, ranks)
         yield SpreadModel(runner, ranks, pools, lost)
     finally:

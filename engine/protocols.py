@@ -10,6 +10,7 @@ from diptych.keep_spec import KeepSpec
 from diptych.messages import Failed, Logprob, Output
 from engine import sequence
 from engine.step_work import StepWork
+from kvcache.bag_sizes import BagSizes
 
 # The runner returns logits and the sampler takes them; in production torch tensors [rows, vocab].
 Logits = Any
@@ -54,14 +55,14 @@ class EvictionReport:
 
     `bag_slabs` is how many slabs the kept rows need. A row is the KV of one token in one layer and KV head: of
     `all_rows` behind the boundary, `kept_rows` stay. `policies` counts heads by the name of their policy.
-    `head_frames` says how many frames each head needs (`kvcache.kept_rows`), those of layer 0 first; empty: not known.
+    `sizes` says what the rows of each head and page need, however ranks split them.
     """
 
     bag_slabs: int
     kept_rows: int
     all_rows: int
     policies: Mapping[str, int]
-    head_frames: tuple[int, ...] = ()
+    sizes: BagSizes = BagSizes()
 
 
 class EvictingRunner(StepRunner, Protocol):

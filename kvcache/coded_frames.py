@@ -154,7 +154,9 @@ class RowMover:
             heads: what each head keeps, those of layer 0 first.
         """
         form = self.form
-        kept = replace(planned, outliers=sum(len(one.outliers) for one in heads))
+        counts, per_page = [len(one.outliers) for one in heads], self._layout.page_heads
+        by_page = [sum(counts[first : first + per_page]) for first in range(0, len(counts), per_page)]
+        kept = replace(planned, page_outliers=tuple(by_page) if form.slots else ())
         frames = np.zeros((kept.num_frames, form.frame_bytes), np.uint8)
         frames[: kept.lead].reshape(-1)[:] = np.frombuffer(kept.encode(), np.uint8)
         begin = 0
@@ -170,7 +172,7 @@ class RowMover:
             self._pack_tokens(frames[kept.table_frame : kept.outlier_frame], kept, heads)
             if kept.outliers:
                 entries = np.concatenate([one.outliers for one in heads if len(one.outliers)])
-                _fill_entries(frames[kept.outlier_frame :], np.arange(len(entries)), entries)
+                fill_entries(frames[kept.outlier_frame :], np.arange(len(entries)), entries)
         return kept, frames
 
     def _cut_codes(self, rows: Bytes, place: int) -> Bytes:
@@ -227,7 +229,7 @@ class RowMover:
 
     def _pack_tokens(self, frames: Bytes, kept: KeptRows, heads: Sequence[HeadRows]) -> None:
         """Fill in the table of tokens. Heads of a page have the same entry of a token."""
-        _fill_entries(frames, kept.number_tokens(), np.concatenate([one.tokens for one in heads]))
+        fill_entries(frames, kept.number_tokens(), np.concatenate([one.tokens for one in heads]))
 
 
 def _plain_rows(parts: tuple[Bytes, ...]) -> HeadRows:
@@ -243,7 +245,13 @@ def _in_frames(rows: Bytes, frames: int) -> Bytes:
     return full.reshape(frames, FRAME_TOKENS * rows.shape[1])
 
 
-def _fill_entries(frames: Bytes, numbers: NDArray[Any], entries: Bytes) -> None:
+def read_entries(frames: Bytes, size: int, count: int) -> Bytes:
+    """The first `count` entries, of `size` bytes each, of a table, or list, from its frames."""
+    per_frame = frames.shape[1] // size
+    return frames[:, : per_frame * size].reshape(-1, size)[:count]
+
+
+def fill_entries(frames: Bytes, numbers: NDArray[Any], entries: Bytes) -> None:
     """Put entries of a table, or list, into its frames."""
     if not len(entries):
         return

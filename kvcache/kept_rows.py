@@ -11,12 +11,14 @@ like any others.
 
 Where a page is one head's, a frame is a quarter of it, with the same sections of 16 rows. Codecs that code several
 heads together have frames of their own (`FrameFormat`, `kvcache.coded_frames`). What the heads of a page share of a
-token is then in a table, once for each token that any of them keeps; and outliers are in a list behind it.
+token is then in a table, once for each token that any of them keeps; and outliers are in a list behind it. Both go page
+by page.
 
 The encoded map, little-endian, filled up with zeros to whole frames:
 
     magic "KEPT", version u16, layers u16, heads u16, 0 u16, boundary u32, length u32, kept rows u32, outliers u32
     policy u8 per head, kept rows u32 per head, kept positions per head: bits of positions boundary to length - 1
+    outliers u32 per page, where frames have a list of outliers
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ FRAME_TOKENS = 16
 FRAMES_PER_PAGE = CHUNK_TOKENS // FRAME_TOKENS
 
 _HEADER = struct.Struct("<4s4H4I")
-_MAGIC, _VERSION = b"KEPT", 2
+_MAGIC, _VERSION = b"KEPT", 3
 # Scale and zero point of a token's values, two float16.
 _TOKEN_BYTES = 4
 
@@ -159,7 +161,8 @@ class KeptRows:
         policies: [layers, heads].
         counts: kept rows, [layers, heads] int32.
         positions: of the kept rows, ascending within each head, one head after the other, int32.
-        outliers: how many outliers the rows have, if frames have none of their own (`FrameFormat`).
+        page_outliers: how many outliers the rows of each page have, those of layer 0 first; empty: frames have no list
+            of outliers (`FrameFormat`), or they are not counted yet.
     """
 
     layout: KvLayout
@@ -168,7 +171,7 @@ class KeptRows:
     policies: NDArray[np.uint8]
     counts: NDArray[np.int32]
     positions: NDArray[np.int32]
-    outliers: int = 0
+    page_outliers: tuple[int, ...] = ()
 
     @classmethod
     def from_heads(
@@ -178,17 +181,18 @@ class KeptRows:
         length: int,
         policies: NDArray[np.uint8],
         positions: Sequence[NDArray[np.int32]],
+        page_outliers: tuple[int, ...] = (),
     ) -> KeptRows:
         """The map of heads whose kept positions are given one by one, those of layer 0 first.
 
         Raises:
-            ValueError: they do not fit the layout, the range of positions or the policies.
+            ValueError: they do not fit the layout, the range of positions, the policies or the outliers.
         """
         counts = np.array([len(one) for one in positions], np.int32)
         if len(counts) != policies.size:
             raise ValueError(f"there are {policies.size} policies and positions of {len(counts)} heads")
         flat = np.concatenate([np.asarray(one, np.int32) for one in positions])
-        kept = cls(layout, boundary, length, policies, counts.reshape(policies.shape), flat)
+        kept = cls(layout, boundary, length, policies, counts.reshape(policies.shape), flat, page_outliers)
         kept._require_order()
         return kept
 
@@ -213,7 +217,18 @@ class KeptRows:
     def outlier_frame(self) -> int:
         """The number of the frame in which the list of outliers begins."""
         form = FrameFormat.of_layout(self.layout)
-        return self.table_frame + (form.table_frames(int(self._token_mask().sum())) if form.is_split else 0)
+        return self.table_frame + (form.table_frames(sum(self.page_tokens)) if form.is_split else 0)
+
+    @property
+    def page_tokens(self) -> tuple[int, ...]:
+        """How many tokens any head of a page keeps, for each page of a chunk, those of layer 0 first."""
+        counts: list[int] = self._token_mask().sum(axis=1).tolist()
+        return tuple(counts)
+
+    @property
+    def outliers(self) -> int:
+        """How many outliers the rows have."""
+        return sum(self.page_outliers)
 
     @property
     def num_frames(self) -> int:
@@ -278,6 +293,8 @@ class KeptRows:
         )
         data = header + self.policies.tobytes() + self.counts.astype("<u4").tobytes()
         data += np.packbits(bits, axis=1, bitorder="little").tobytes()
+        pages = _outlier_pages(self.layout)
+        data += np.array(self.page_outliers or [0] * pages, "<u4").tobytes()
         return data.ljust(self.lead * frame_bytes(self.layout), b"\0")
 
     @classmethod
@@ -295,19 +312,20 @@ class KeptRows:
             raise ValueError(f"a map of kept rows of {span} tokens has {size} bytes, not {len(data)}")
         parts = np.split(
             np.frombuffer(data, np.uint8)[_HEADER.size :],
-            np.cumsum([heads, 4 * heads, heads * -(-span // 8)]),
+            np.cumsum([heads, 4 * heads, heads * -(-span // 8), 4 * _outlier_pages(layout)]),
         )
         bits = np.unpackbits(parts[2].reshape(heads, -1), axis=1, bitorder="little")
-        if bits[:, span:].any() or parts[3].any():
+        if bits[:, span:].any() or parts[4].any():
             raise ValueError("a map of kept rows is filled up with something else than zeros")
         counts = parts[1].view("<u4").astype(np.int64)
-        if total != counts.sum() or not np.array_equal(counts, bits.sum(axis=1)):
+        by_page = tuple(parts[3].view("<u4").tolist())
+        if total != counts.sum() or not np.array_equal(counts, bits.sum(axis=1)) or outliers != sum(by_page):
             raise ValueError(
-                "a map of kept rows contradicts itself: its counts are not those of its positions"
+                "a map of kept rows contradicts itself: its counts are not those of its positions or pages"
             )
         positions = (np.nonzero(bits)[1] + boundary).astype(np.int32)
         policies, rows = parts[0].copy().reshape(shape), counts.astype(np.int32).reshape(shape)
-        kept = cls(layout, boundary, length, policies, rows, positions, outliers)
+        kept = cls(layout, boundary, length, policies, rows, positions, by_page)
         kept._require_order()
         return kept
 
@@ -373,17 +391,26 @@ class KeptRows:
             raise ValueError("a head that keeps everything has not the rows that its layer sees")
 
     def _require_outliers(self) -> None:
-        """Raises ValueError if there are more outliers than the kept tokens have slots for."""
+        """Raises ValueError if a page has more outliers than its kept tokens have slots for."""
+        if not self.page_outliers:
+            return
+        if len(self.page_outliers) != _outlier_pages(self.layout):
+            raise ValueError(f"outliers of {len(self.page_outliers)} pages are not those of {self.layout}")
         slots = FrameFormat.of_layout(self.layout).slots
-        room = 2 * slots * int(self._token_mask().sum()) if slots else 0
-        if not 0 <= self.outliers <= room:
-            raise ValueError(f"the kept tokens have room for {room} outliers, not for {self.outliers}")
+        for count, tokens in zip(self.page_outliers, self.page_tokens, strict=True):
+            if not 0 <= count <= 2 * slots * tokens:
+                raise ValueError(f"{tokens} kept tokens of a page cannot have {count} outliers")
 
 
 def _lead_frames(layout: KvLayout, boundary: int, length: int) -> int:
     heads = layout.layers * layout.kv_heads
-    size = _HEADER.size + heads * (1 + 4 + -(-(length - boundary) // 8))
+    size = _HEADER.size + heads * (1 + 4 + -(-(length - boundary) // 8)) + 4 * _outlier_pages(layout)
     return -(-size // frame_bytes(layout))
+
+
+def _outlier_pages(layout: KvLayout) -> int:
+    """The pages of a chunk whose outliers are counted: 0 if frames have no list of them."""
+    return layout.layers * layout.pages_per_layer if FrameFormat.of_layout(layout).slots else 0
 
 
 def _read_header(data: bytes | memoryview, layout: KvLayout) -> tuple[int, int, int, int]:

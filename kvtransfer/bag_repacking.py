@@ -5,8 +5,9 @@
     here, 1 rank      rank 0   map │ head 0 │ head 1 │ head 2 │ head 3
 
 A bag of each rank is contiguous in its rank's part of the slabs (`kvcache.kept_rows`), so another split needs other
-places, and may need more slabs or fewer. The ticket says how many frames each head has, so slabs are reserved before
+places, and may need more slabs or fewer. The ticket says what each head and page needs, so slabs are reserved before
 anything is pulled. What was pulled and verified is then copied aside and written anew, with maps for the ranks here.
+What heads of a page share of their tokens, and their outliers, moves with the page (`kvcache.rank_bags.PagePart`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.errors import CorruptChunk, StaleTicket
-from kvcache.kept_rows import FrameFormat, KeptRows, count_frames, frame_bytes, frames_per_slab, map_frames
+from kvcache.bag_sizes import shard_pages
+from kvcache.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
 from kvcache.layout import KvLayout, Shard, split_layout
-from kvcache.rank_bags import count_rank_slabs, cut_map, merge_maps, shard_heads
+from kvcache.rank_bags import (
+    PagePart,
+    count_rank_slabs,
+    cut_map,
+    cut_pages,
+    join_pages,
+    measure_bag,
+    merge_maps,
+)
 from kvtransfer.resharding import PoolArena, ShardedPool, stage_moves
 from kvtransfer.ticket import Ticket
 
@@ -33,12 +43,6 @@ class RankBag:
 
     kept: KeptRows
     frames: Bytes
-
-    def head_frames(self) -> list[Bytes]:
-        """The frames of each head, without a copy."""
-        firsts = self.kept.first_frames.reshape(-1).tolist()
-        counts = [count_frames(rows) for rows in self.kept.counts.reshape(-1).tolist()]
-        return [self.frames[first : first + count] for first, count in zip(firsts, counts, strict=True)]
 
 
 class BagRepacker:
@@ -54,7 +58,7 @@ class BagRepacker:
         """The slabs of the bag of `ticket` on the ranks here; None if it needs no repacking, as they split alike.
 
         Raises:
-            StaleTicket: it does not say what each head needs, or contradicts itself.
+            StaleTicket: it does not say what each head and page needs, or contradicts itself.
         """
         terms, layout = ticket.terms, self._own.layout_of(ticket.terms.kv_class)
         bag = terms.bag
@@ -62,12 +66,10 @@ class BagRepacker:
             source = split_layout(layout, bag.tp, bag.pp)
             if source == self._own.shards:
                 return None
-            if FrameFormat.of_layout(layout).is_split:
-                raise ValueError(f"frames of {terms.kv_class} stay on the ranks that wrote them")
             decided = terms.keep.boundary, terms.num_tokens
-            if count_rank_slabs(layout, source, *decided, bag.head_frames) != terms.num_bag_slabs:
-                raise ValueError(f"{bag.head_frames} frames are not {terms.num_bag_slabs} slabs")
-            return count_rank_slabs(layout, self._own.shards, *decided, bag.head_frames)
+            if (found := count_rank_slabs(layout, source, *decided, bag.sizes)) != terms.num_bag_slabs:
+                raise ValueError(f"what its heads need are {found} slabs, not {terms.num_bag_slabs}")
+            return count_rank_slabs(layout, self._own.shards, *decided, bag.sizes)
         except ValueError as error:
             what = f"a bag of {bag.tp} x {bag.pp} ranks cannot be read here"
             raise StaleTicket(what, str(error)) from error
@@ -87,14 +89,17 @@ class BagRepacker:
             whole = merge_maps(arena.layout, source, [bag.kept for bag in bags])
             if (whole.boundary, whole.length) != (terms.keep.boundary, terms.num_tokens):
                 raise ValueError(f"it is the map of {whole.length} tokens from {whole.boundary} on")
-            found: dict[tuple[int, int], Bytes] = {}
+            if measure_bag(whole) != terms.bag.sizes:
+                raise ValueError("its heads keep other rows than the ticket counts")
+            found: dict[tuple[int, int], PagePart] = {}
             for shard, bag in zip(source, bags, strict=True):
-                found |= dict(zip(shard_heads(shard), bag.head_frames(), strict=True))
+                pages = shard_pages(arena.layout, shard)
+                found |= dict(zip(pages, cut_pages(bag.kept, bag.frames), strict=True))
             for rank, shard in enumerate(arena.shards):
                 kept = cut_map(whole, shard)
                 if kept.num_slabs > len(slabs):
                     raise ValueError(f"rank {rank} needs {kept.num_slabs} slabs of {len(slabs)}")
-                frames = _join_frames(kept, [found[place] for place in shard_heads(shard)])
+                frames = join_pages(kept, [found[place] for place in shard_pages(arena.layout, shard)])
                 self._write_frames(arena, rank, slabs[: kept.num_slabs], frames)
         except ValueError as error:
             what = f"KV of request {terms.request} does not say what its heads kept"
@@ -131,10 +136,3 @@ def _read_bag(part: Bytes, layout: KvLayout) -> RankBag:
     if kept.num_slabs > len(part):
         raise ValueError(f"it takes {kept.num_slabs} slabs, and {len(part)} came")
     return RankBag(kept, frames)
-
-
-def _join_frames(kept: KeptRows, heads: Sequence[Bytes]) -> Bytes:
-    """All frames of a bag: those of its map, then those of each head."""
-    size = frame_bytes(kept.layout)
-    lead = np.frombuffer(kept.encode(), np.uint8).reshape(-1, size)
-    return np.concatenate([lead, *heads])

@@ -24,6 +24,7 @@ from msgspec import Meta
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.hashing import HashField, hash_fields
 from diptych.keep_spec import KEEP_ALL, KeepSpec
+from kvcache.bag_sizes import BagSizes
 from kvcache.codecs.codec_id import MAX_ID_CHARS
 
 DIGEST_BYTES = 16
@@ -37,6 +38,7 @@ BoundedCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 MAX_CHUNK_BYTES = 1 << 40
 # Most tensor-parallel lanes, and most stages, of a worker; and most KV heads of all layers of a model.
 MAX_RANKS, MAX_HEADS = 1 << 10, 1 << 17
+BoundedCounts = Annotated[tuple[BoundedCount, ...], Meta(max_length=MAX_HEADS)]
 
 
 class PayloadHasher(Protocol):
@@ -75,13 +77,19 @@ HASH_FUNCTIONS: dict[str, Callable[[ByteBuffer], bytes]] = {
 class BagSplit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How a bag is split over the ranks of its source (`kvcache.rank_bags`): `tp` lanes of `pp` stages.
 
-    `head_frames` are the frames that each head needs, those of layer 0 first; empty: only ranks with the same split can
-    read the bag.
+    The counts are those of `sizes`; without them only ranks with the same split can read the bag.
     """
 
     tp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     pp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
-    head_frames: Annotated[tuple[BoundedCount, ...], Meta(max_length=MAX_HEADS)] = ()
+    head_frames: BoundedCounts = ()
+    page_tokens: BoundedCounts = ()
+    page_outliers: BoundedCounts = ()
+
+    @property
+    def sizes(self) -> BagSizes:
+        """What the bag needs of frames, and of entries behind them."""
+        return BagSizes(self.head_frames, self.page_tokens, self.page_outliers)
 
 
 ONE_RANK = BagSplit()
@@ -174,7 +182,9 @@ class ChunkDigester:
         fields += [terms.dtype, *terms.shape, terms.fingerprint]
         fields += [terms.chunk_bytes, terms.codec, terms.algorithm]
         fields += [repr(terms.keep.threshold), terms.keep.boundary, terms.num_bag_slabs]
-        fields += [terms.bag.tp, terms.bag.pp, *terms.bag.head_frames]
+        fields += [terms.bag.tp, terms.bag.pp]
+        for counts in terms.bag.sizes:
+            fields += [len(counts), *counts]
         self.context = terms
         self._sealed = hashlib.blake2b(hash_fields(fields), key=_fit_key(key), digest_size=DIGEST_BYTES)
 

@@ -100,7 +100,7 @@ class TicketIssuer:
 
     def _split_of(self, seq: Sequence) -> BagSplit:
         """How the bag of an evicted sequence is split over the ranks of this worker."""
-        return BagSplit(self.tp, self.pp, seq.eviction.head_frames if seq.eviction is not None else ())
+        return BagSplit(self.tp, self.pp, *(seq.eviction.sizes if seq.eviction is not None else ()))
 
 
 def offered_tokens(seq: Sequence) -> int:

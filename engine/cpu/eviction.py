@@ -30,8 +30,9 @@ from engine.cpu.ragged_attention import EvictedWork, KeptBag, KeptStore, QueryRe
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
 from kvcache.keep import KeepRule
-from kvcache.kept_rows import KeptRows, count_frames, frame_bytes, frames_per_slab, map_frames
+from kvcache.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
 from kvcache.pool import KvPool
+from kvcache.rank_bags import measure_bag
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -187,7 +188,7 @@ class CpuEvictor:
             planned.num_rows,
             planned.all_rows,
             dict(names),
-            tuple(count_frames(rows) for rows in planned.counts.reshape(-1).tolist()),
+            measure_bag(planned),
         )
 
     def apply_eviction(self, key: str, slabs: list[int]) -> None:

@@ -27,6 +27,7 @@ from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree, root_key
 from kvcache.tiers.host import HostTier
 from tests.engine.cpu.evicted_runs import SETUP, source_tokens
+from tests.engine.cpu.test_tensor_parallel import SpreadModel
 from tests.unit.engine.fakes import FixedRate
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -46,18 +47,28 @@ Answers = dict[str, list[int]]
 
 
 class EvictingEngine:
-    """One engine of the embedded model with its own pool, raw or in one codec."""
+    """One engine of the embedded model with its own pool, raw or in one codec; or on `ranks`, with their pools."""
 
-    def __init__(self, num_slabs: int = 60, swap: int = 0, codec: str = "raw", **limits: Any) -> None:
-        model = Checkpoint.resolve(str(TINY))
-        codec_id, calibration = resolve_kv_codec(model, codec)
-        self.layout = model.layout(codec=codec_id)
-        self.pool = KvPool(self.layout, num_slabs)
+    def __init__(
+        self,
+        num_slabs: int = 60,
+        swap: int = 0,
+        codec: str = "raw",
+        ranks: SpreadModel | None = None,
+        **limits: Any,
+    ) -> None:
+        if ranks is None:
+            model = Checkpoint.resolve(str(TINY))
+            codec_id, calibration = resolve_kv_codec(model, codec)
+            pools = [KvPool(model.layout(codec=codec_id), num_slabs)]
+            runner = CpuModelRunner.load(model, pools[0], MODEL_LEN, calibration, eviction=SETUP)
+        else:
+            runner, pools = ranks.runner, [pool for _, pool in ranks.pools]
+        self.pool, self.layout = pools[0], pools[0].layout
         self.holdings = KvAllocator(self.pool, PrefixTree())
-        runner = CpuModelRunner.load(model, self.pool, MODEL_LEN, calibration, eviction=SETUP)
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 96} | limits
         scheduler = Scheduler(EngineLimits(num_slabs, MODEL_LEN, **settings))
-        host = HostTier([self.pool], swap * self.layout.chunk_bytes)
+        host = HostTier(pools, swap * sum(pool.layout.chunk_bytes for pool in pools))
         self.engine = Engine(runner, scheduler, self.holdings, Sampler(runner.vocab_size), host)
         self.seen: list[Sequence] = []
         self.held: list[Sequence] = []

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from engine.cpu.coded.sink_table import SinkPlan
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import StepWork
+from kvcache.bag_sizes import merge_sizes
 from kvcache.layout import KvLayout, split_layout
 
 
@@ -76,16 +76,13 @@ def decode_order(data: bytes) -> RankOrder:
 
 def merge_reports(reports: Sequence[EvictionReport], layout: KvLayout, tp: int, pp: int) -> EvictionReport:
     """The report of a worker of `tp` · `pp` ranks from those of its ranks; `layout` is that of all of them."""
-    frames = np.zeros((layout.layers, layout.kv_heads), np.int64)
     policies: Counter[str] = Counter()
-    for shard, report in zip(split_layout(layout, tp, pp), reports, strict=True):
-        part = frames[slice(*shard.layers), slice(*shard.heads)]
-        part[:] = np.reshape(report.head_frames, part.shape)
+    for report in reports:
         policies.update(report.policies)
     return EvictionReport(
         max(report.bag_slabs for report in reports),
         sum(report.kept_rows for report in reports),
         sum(report.all_rows for report in reports),
         dict(policies),
-        tuple(frames.reshape(-1).tolist()),
+        merge_sizes(layout, split_layout(layout, tp, pp), [report.sizes for report in reports]),
     )

@@ -80,7 +80,7 @@ def test_ranks_decide_for_their_heads_as_one_rank_does(
         assert report.policies == reference.policies and report.all_rows == reference.all_rows
         assert report.kept_rows == reference.kept_rows
         frames = [count_frames(rows) for rows in whole.counts.reshape(-1).tolist()]
-        assert report.head_frames == reference.head_frames == tuple(frames)
+        assert report.sizes.head_frames == reference.sizes.head_frames == tuple(frames)
         # The rank with the most rows says how many slabs both take.
         assert report.bag_slabs == max(kept.num_slabs for kept in maps)
         for (shard, _), kept in zip(made.pools, maps, strict=True):

@@ -61,7 +61,9 @@ def test_what_has_left_the_window_is_dropped_without_loss(folder: Path, boundary
         assert behind(kept, 0) == [list(range(boundary, kept.length))] * kept.layout.kv_heads
         assert behind(kept, 1) == [list(range(first, kept.length))] * kept.layout.kv_heads
     of_layers = [PROMPT - boundary, min(PROMPT - boundary, WINDOW - 1)]
-    assert evicted.reports[0].head_frames == tuple(count_frames(rows) for rows in of_layers for _ in range(2))
+    assert evicted.reports[0].sizes.head_frames == tuple(
+        count_frames(rows) for rows in of_layers for _ in range(2)
+    )
     assert (logits - plain).abs().max() < 1e-4
 
 

@@ -167,6 +167,27 @@ def test_a_hostile_map_is_refused(kept: KeptRows) -> None:
             pytest.fail(reason)
 
 
+def test_a_map_that_miscounts_outliers_of_a_page_is_refused() -> None:
+    policies, positions = random_rows(np.random.default_rng(1), GROUPED, 0, 300)
+    plain = KeptRows.from_heads(GROUPED, 0, 300, policies, positions)
+    most = tuple(2 * 2 * tokens for tokens in plain.page_tokens)
+    kept = replace(plain, page_outliers=most)
+    kept.check()
+    data, place = kept.encode(), 28 + 24 * (1 + 4 + 38)
+    again = KeptRows.decode(data, GROUPED)
+    assert (
+        again.page_outliers == most and again.outliers == sum(most) == struct.unpack_from("<I", data, 24)[0]
+    )
+    for counts in ((most[0] + 1, most[1] - 1), (most[0], most[1] - 1), (2**32 - 1, most[1])):
+        copy = bytearray(data)
+        struct.pack_into("<2I", copy, place, *counts)
+        with pytest.raises(ValueError, match="contradicts itself|cannot have"):
+            KeptRows.decode(bytes(copy), GROUPED)
+    for wrong in (most[1:], (-1, *most[1:])):
+        with pytest.raises(AssertionError, match="outliers"):
+            replace(plain, page_outliers=wrong).check()
+
+
 def test_bits_behind_the_last_position_are_refused() -> None:
     layout = KvLayout(1, 1, 4, "float16")
     kept = KeptRows.from_heads(layout, 0, 13, np.zeros((1, 1), np.uint8), [np.arange(3, dtype=np.int32)])

@@ -218,7 +218,15 @@ def test_fields_of_an_evicted_sequence_that_contradict_each_other_are_refused(
 
 @pytest.mark.parametrize(
     "split",
-    [BagSplit(0, 1), BagSplit(1, 0), BagSplit(2000, 1), BagSplit(1, 1, (-1,)), BagSplit(1, 1, (2**31,))],
+    [
+        BagSplit(0, 1),
+        BagSplit(1, 0),
+        BagSplit(2000, 1),
+        BagSplit(1, 1, (-1,)),
+        BagSplit(1, 1, (2**31,)),
+        BagSplit(1, 1, (1,), (-1,)),
+        BagSplit(1, 1, (1,), (1,), (2**31,)),
+    ],  # fmt: skip
 )
 def test_a_bag_with_an_impossible_split_is_refused(split: BagSplit) -> None:
     bad = msgspec.structs.replace(evicted(), terms=msgspec.structs.replace(evicted().terms, bag=split))
@@ -333,10 +341,14 @@ def test_digests_are_bound_to_every_term(algorithm: str) -> None:
     for name, value in others.items():
         other = ChunkDigester(KEY, terms(**{"algorithm": algorithm, name: value}))
         assert not other.matches_chunk(1, payload, promised), name
-    for split in (BagSplit(1, 2), BagSplit(1, 1, (1,)), BagSplit(1, 1, (1, 1))):
-        assert not ChunkDigester(KEY, terms(algorithm=algorithm, bag=split)).matches_chunk(
-            1, payload, promised
-        )
+    # The same numbers in other places are another split.
+    ones = [(1, 1, 1), (1, 1), (1,), ()]
+    splits = [
+        BagSplit(1, 2), BagSplit(1, 1, ones[0]), BagSplit(1, 1, ones[1], ones[2]), BagSplit(1, 1, ones[2], ones[1]),
+        BagSplit(1, 1, ones[1], ones[3], ones[2]), BagSplit(1, 1, ones[2], ones[2], ones[2]),
+    ]  # fmt: skip
+    sealed = [ChunkDigester(KEY, terms(algorithm=algorithm, bag=split)) for split in splits]
+    assert len({one.digest_chunk(1, payload) for one in [seal, *sealed]}) == 1 + len(splits)
     assert not seal.matches_chunk(0, payload, promised) and not seal.matches_chunk(2, payload, promised)
     assert not ChunkDigester(b"another key, long enough", base).matches_chunk(1, payload, promised)
     assert not seal.matches_chunk(1, os.urandom(DIGEST_BYTES), promised)

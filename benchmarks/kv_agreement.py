@@ -12,8 +12,7 @@ prompts, cut from held-out text, are then asked of deployments of the embedded m
     colocated    one worker with a pool of 20 slabs, swap space, and steps of at most 64 tokens: prompts are cut, and
                  sequences wait for memory
     ranks        one prefill worker of one rank, one decode worker of two. Left out for codecs whose groups it would
-                 cut: `nuq4-1%` needs a calibration for groups of half the heads (`diptych calibrate --group 64`); and
-                 with `--keep` for all codecs, which workers of several ranks keep whole
+                 cut: `nuq4-1%` needs a calibration for groups of half the heads (`diptych calibrate --group 64`)
 
 With `--keep` below 1 all requests evict with this threshold, and so does the worker alone. Of every other prompt that
 is longer than a chunk, the first chunk always stays. With 80 tokens, answers are decided upon once more.
@@ -170,8 +169,8 @@ def make_questions(count: int, threshold: float) -> list[Question]:
     ]
 
 
-def path_flags(path: str, layout: KvLayout, evicts: bool) -> tuple[str, ...] | None:
-    """Flags of a deployment; None: this layout cannot have it, or workers like these cannot evict it."""
+def path_flags(path: str, layout: KvLayout) -> tuple[str, ...] | None:
+    """Flags of a deployment; None: this layout cannot have it."""
     if path in ("1P1D", "2P2D"):
         return ("--prefill", path[0], "--decode", path[2])
     if path == "colocated":
@@ -181,8 +180,6 @@ def path_flags(path: str, layout: KvLayout, evicts: bool) -> tuple[str, ...] | N
     try:
         split_layout(layout, tp=2, pp=1)
     except ValueError:
-        return None
-    if evicts and layout.codec:
         return None
     return ("--prefill", "1", "--decode", "1", "--decode-tp", "2")
 
@@ -249,7 +246,7 @@ def measure_codec(
     expected = [alone.answer_greedily(one.prompt, tokens, tokenizer.decode, one.keep) for one in questions]
     found: dict[str, PathFigures] = {}
     for path in paths:
-        if (flags := path_flags(path, layout, evicts)) is not None:
+        if (flags := path_flags(path, layout)) is not None:
             show_progress(f"{codec}: {path}")
             found[path] = run_path(path, flags + coded, questions, expected)
             show_progress(f"{codec}, {path}: {json.dumps(found[path].summary())}")

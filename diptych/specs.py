@@ -63,6 +63,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bulk_disk_bytes: int | None = None
     tp: int = 1
     pp: int = 1
+    # Lanes and stages of the workers of both pools: KV that was evicted moves between them.
+    pool_splits: tuple[tuple[int, int], ...] = ()
     # Number of the core that the worker is pinned to; None means not pinned.
     core: int | None = None
     threads: int = 1

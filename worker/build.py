@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError, GrammarError, ModelError
 from diptych.kernel_cache import kernel_source_stamp, machine_kernel_folder
 from diptych.process import SupervisorPipe, exit_fatally
@@ -41,10 +40,10 @@ from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.codecs.calibration import Calibration
-from kvcache.kept_rows import most_extra_slabs
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree
+from kvcache.rank_bags import most_rank_extra
 from kvcache.tiers.host import HostArenas, HostTier
 from kvtransfer.resharding import PoolArena, ShardedPool, plan_spans
 from kvtransfer.shared_memory import SharedMemory
@@ -89,6 +88,11 @@ class ResolvedModel:
     def layouts(self) -> list[KvLayout]:
         """The layout of the whole KV of each class, over all ranks."""
         return [self.files.layout(self.dtype, one.codec) for one in self.classes]
+
+    @property
+    def kv_classes(self) -> tuple[str, ...]:
+        """The names of the KV classes."""
+        return tuple(layout.kv_class for layout in self.layouts)
 
     @property
     def num_slabs(self) -> int:
@@ -213,7 +217,7 @@ def build_engine(
     host = _build_host(pools, found, spec.swap_bytes) if spec.swap_bytes else None
     engine = Engine(runner, scheduler, holdings, sampler, host, observer)
     bulk = BulkEngine(runner, scheduler.limits, holdings, sampler, _bulk_time(spec), choose_step_clock(spec))
-    return EngineParts(engine, bulk, holdings, parts, ranks, _keep_classes(found, eviction))
+    return EngineParts(engine, bulk, holdings, parts, ranks, found.kv_classes if eviction else ())
 
 
 def _load_single(
@@ -231,13 +235,6 @@ def _load_single(
         prepared=machine_kernel_folder(),
         packed=partial(supervisor.report_progress, "load"),
     )
-
-
-def _keep_classes(found: ResolvedModel, eviction: EvictionSetup | None) -> tuple[str, ...]:
-    """The KV classes in which the engine can evict. Codes are evicted by workers of one rank only."""
-    if eviction is None:
-        return ()
-    return tuple(one.codec or RAW_CLASS for one in found.classes if not one.codec or len(found.shards) == 1)
 
 
 def _class_pools(parts: ShardedPool, arena: PoolArena) -> list[KvPool]:
@@ -311,6 +308,7 @@ def _rank_classes(spec: WorkerSpec, found: ResolvedModel) -> tuple[RankClass, ..
 
 def _engine_limits(spec: WorkerSpec, found: ResolvedModel) -> EngineLimits:
     """The limits of the engine, which are the same in every role."""
+    splits = {(spec.tp, spec.pp), *spec.pool_splits}
     return EngineLimits(
         num_slabs=found.num_slabs,
         max_model_len=found.plan.max_model_len,
@@ -323,8 +321,8 @@ def _engine_limits(spec: WorkerSpec, found: ResolvedModel) -> EngineLimits:
         if len(found.classes) > 1
         else {},
         extra_slabs={
-            layout.kv_class if len(found.classes) > 1 else "": most_extra_slabs(
-                layout, found.plan.max_model_len
+            layout.kv_class if len(found.classes) > 1 else "": most_rank_extra(
+                layout, splits, found.plan.max_model_len
             )
             for layout, _ in found.sized_layouts
         },

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -122,7 +121,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
     classes = resolve_kv_classes(files, codecs, question.kv_cache_calibration)
     check_auto(classes, asked, budget)
     _check_splits(question, files, classes)
-    _check_eviction(question, classes, files)
+    _check_eviction(question, files)
     available = _memory_share(question)
     memory = files.memory(
         max_model_len=question.max_model_len,
@@ -176,7 +175,7 @@ def _probe_without_weights(question: ProbeRequest) -> ProbedModel:
     return ProbedModel(str(path), description, has_chat_template(path), length, 0, shape.layers)
 
 
-def _check_eviction(question: ProbeRequest, classes: Sequence[KvClassChoice], files: Checkpoint) -> None:
+def _check_eviction(question: ProbeRequest, files: Checkpoint) -> None:
     """Raise ConfigError if KV is to be evicted by default, and workers like these cannot."""
     if question.kv_keep >= 1:
         return
@@ -186,14 +185,6 @@ def _check_eviction(question: ProbeRequest, classes: Sequence[KvClassChoice], fi
             f"{said}, and --kv-cache-codec {question.kv_cache_codec} lets the router choose their KV class",
             "what a request keeps is decided in one class, so it has to be named (docs/eviction.md)",
             "name the classes without auto; or leave out --kv-keep, and let requests that name a class ask for 'keep'",
-        )
-    coded = [one.codec for one in classes if one.codec]
-    split = {role: tp * pp for role, (tp, pp) in question.splits.items() if tp * pp > 1}
-    for role, ranks in split.items() if coded else ():
-        raise ConfigError(
-            f"{said}, the workers have KV of the class {' and '.join(coded)}, and {role} workers have {ranks} ranks",
-            "workers of several ranks keep coded KV whole for now (docs/eviction.md)",
-            f"leave out --{role}-tp and --{role}-pp, or --kv-keep; or use --kv-cache-codec raw",
         )
     # Imported only here, since it imports numpy, which the process that starts all others does without.
     from engine.model.tokenizer import ModelTokenizer
@@ -229,10 +220,10 @@ def _check_evicting_pool(
     if question.kv_keep >= 1:
         return
     # Imported only here, since it imports numpy.
-    from kvcache.kept_rows import most_extra_slabs
+    from kvcache.rank_bags import most_rank_extra
 
     length = memory.max_model_len
-    extra = most_extra_slabs(layout, length)
+    extra = most_rank_extra(layout, question.splits.values() or [(1, 1)], length)
     need = num_chunks(length) + extra
     if slabs >= need:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ import pytest
 from msgspec import structs
 
 from diptych.errors import DiptychError
+from diptych.specs import WorkerSpec
+from engine.model.checkpoint import Checkpoint
+from engine.model.kv_codec import resolve_kv_classes
+from kvcache.codecs.calibration import FILE_NAME, write_calibration
 from services.host.model_probe import ProbedModel, ProbeRequest, probe_model
+from worker.build import _engine_limits, resolve_model
 
 TINY = str(Path(__file__).parents[2] / "models" / "tiny")
 
@@ -25,35 +31,18 @@ def test_workers_may_evict_by_default() -> None:
         evicting, keeping = probe(kv_cache_codec=codec), probe(kv_cache_codec=codec, kv_keep=1.0)
         assert evicting.kv_bytes == keeping.kv_bytes
         assert evicting.summary != keeping.summary, "it has memory set aside for evictions"
-    assert probe(splits={"prefill": (2, 1), "decode": (1, 2)}).kv_bytes > 0
+        ranks = {"prefill": (2, 1) if codec in ("raw", "tq4") else (1, 3), "decode": (1, 2)}
+        assert probe(kv_cache_codec=codec, splits=ranks).kv_bytes == evicting.kv_bytes
     assert probe(num_workers=0).kv_bytes == 0, "a gateway alone cannot know its workers"
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        (
-            {"kv_cache_codec": "auto"},
-            ["--kv-keep 0.95", "--kv-cache-codec auto", "named", "leave out --kv-keep"],
-        ),
-        (
-            {"kv_cache_codec": "tq4", "splits": {"prefill": (2, 1), "decode": (1, 1)}},
-            ["class tq4.s0", "prefill workers have 2 ranks", "--prefill-tp", "raw"],
-        ),
-        (
-            {"kv_cache_codec": "raw:0.25,int8", "splits": {"prefill": (1, 1), "decode": (1, 2)}},
-            ["class int8.g32", "decode workers have 2 ranks", "--decode-pp"],
-        ),
-    ],
-)
-def test_workers_that_keep_everything_are_refused_in_six_lines(
-    more: dict[str, Any], named: list[str]
-) -> None:
+def test_a_class_that_the_router_chooses_is_refused_in_six_lines() -> None:
     with pytest.raises(DiptychError) as caught:
-        probe(**more)
+        probe(kv_cache_codec="auto")
     lines = caught.value.lines()
+    named = ["--kv-keep 0.95", "--kv-cache-codec auto", "named", "leave out --kv-keep"]
     assert 1 <= len(lines) <= 6 and all(part in "\n".join(lines) for part in named)
-    assert probe(**more | {"kv_keep": 1.0}).kv_bytes > 0, "without eviction they serve"
+    assert probe(kv_cache_codec="auto", kv_keep=1.0).kv_bytes > 0, "without eviction they serve"
 
 
 SLAB = 393216  # bytes of the embedded model's KV of 64 tokens
@@ -90,6 +79,32 @@ def test_a_pool_that_just_holds_the_longest_request_is_refused_in_six_lines() ->
     with pytest.raises(DiptychError) as caught:
         probe(**tight)
     assert "--max-model-len" not in caught.value.lines()[-1]
+
+
+def test_the_pool_that_needs_most_slabs_to_evict_counts_for_both(tmp_path: Path) -> None:
+    """Two stages have smaller parts of a slab, of which they lose more: a bag that moves needs as many slabs there."""
+    files, file = Checkpoint.resolve(TINY), tmp_path / FILE_NAME
+    own = resolve_kv_classes(files, "nuq4-1%")[0].calibration
+    assert own is not None
+    write_calibration(dataclasses.replace(own, group=64), file)
+    (chosen,) = resolve_kv_classes(files, "nuq4-1%", str(file))
+    sized: dict[str, Any] = {
+        "max_model_len": 2048,
+        "kv_bytes": 34 * files.layout(codec=chosen.codec).chunk_bytes,
+        "kv_cache_codec": "nuq4-1%",
+        "kv_cache_calibration": str(file),
+    }
+    assert probe(**sized).kv_bytes > 0
+    for role in ("prefill", "decode"):
+        with pytest.raises(DiptychError) as caught:
+            probe(**sized, splits={"prefill": (1, 1), "decode": (1, 1)} | {role: (1, 2)})
+        lines = caught.value.lines()
+        assert len(lines) <= 6 and "2048 tokens need up to 35 slabs, 3 of them" in "\n".join(lines)
+    spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir="", model=TINY, **sized)
+    found = resolve_model(spec)
+    assert _engine_limits(spec, found).extra_slabs == {"": 2}
+    other = structs.replace(spec, pool_splits=((1, 2), (1, 1)))
+    assert _engine_limits(other, found).extra_slabs == {"": 3}
 
 
 def test_a_model_whose_tokenizer_cannot_be_read_is_refused_in_six_lines(tmp_path: Path) -> None:

@@ -58,15 +58,13 @@ def test_kept_rows_are_counted_and_tokens_behind_a_difference_are_not() -> None:
     assert "kept_pct" not in plain.summary()
 
 
-def test_workers_of_several_ranks_evict_raw_kv_alone() -> None:
+def test_ranks_are_left_out_for_codecs_whose_groups_they_would_cut() -> None:
     checkpoint = Checkpoint.resolve(str(FOLDER))
-    raw, tq4 = (checkpoint.layout(codec=resolve_kv_codec(checkpoint, name)[0]) for name in ("raw", "tq4"))
-    evicts = {
-        (layout.codec, keeps): [path for path in PATHS if path_flags(path, layout, keeps)]
-        for layout in (raw, tq4)
-        for keeps in (False, True)
-    }
-    *others, ranks = PATHS
-    assert evicts[raw.codec, True] == evicts[raw.codec, False] == evicts[tq4.codec, False] == [*others, ranks]
-    assert evicts[tq4.codec, True] == others
-    assert path_flags("1P1D", raw, True) == ("--prefill", "1", "--decode", "1")
+    raw, tq4, nuq = (
+        checkpoint.layout(codec=resolve_kv_codec(checkpoint, name)[0]) for name in ("raw", "tq4", "nuq4-1%")
+    )
+    *others, _ = PATHS
+    assert [path for path in PATHS if path_flags(path, raw)] == list(PATHS)
+    assert [path for path in PATHS if path_flags(path, tq4)] == list(PATHS)
+    assert [path for path in PATHS if path_flags(path, nuq)] == others
+    assert path_flags("1P1D", raw) == ("--prefill", "1", "--decode", "1")

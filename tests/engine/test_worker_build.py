@@ -21,7 +21,6 @@ from tests.factories import make_folder
 from worker.build import (
     RoleTuning,
     _eviction_setup,
-    _keep_classes,
     choose_step_clock,
     load_tokenizer,
     resolve_model,
@@ -151,8 +150,4 @@ def test_kv_can_be_evicted_where_there_is_a_tokenizer(folder: Path, tmp_path: Pa
     setup = _eviction_setup(found, tokenizer)
     assert tokenizer is not None and setup is not None
     assert setup.kinds.shape == (found.files.shape.vocab,) and setup.kinds[: len(tokenizer.special_ids)].all()
-    both = resolve_model(msgspec.structs.replace(tiny, kv_cache_codec="raw:0.5,tq4"))
-    assert _keep_classes(both, setup) == ("raw", "tq4.s0") and _keep_classes(both, None) == ()
-    ranks = resolve_model(msgspec.structs.replace(tiny, kv_cache_codec="raw:0.5,tq4", tp=2))
-    assert _keep_classes(ranks, setup) == ("raw",)
     assert load_tokenizer(tmp_path) is None and _eviction_setup(found, None) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from diptych.keep_spec import KeepSpec
 from diptych.messages import Offer, Output, Pulled, Release
 from diptych.request import SamplingParams
+from engine.model.checkpoint import Checkpoint
+from engine.model.kv_codec import resolve_kv_classes
+from kvcache.codecs.calibration import FILE_NAME, write_calibration
 from tests.system.deployment import Served, serve, wait_for
 from tests.system.worker_driver import Driver
 
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.timeout(600)
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 NEW_TOKENS = 8
 LENGTHS = (1, 2, 63, 64, 65, 128, 129, 200, 400, 513, 1025, 1900)
+CODECS = ("int8:0.2", "nuq4-1%")
 SPLITS = {"whole": {}, "tp": {"tp": 2}, "pp": {"pp": 2}}
 PAIRS = [
     ("whole", "tp"), ("tp", "whole"), ("tp", "tp"), ("whole", "pp"), ("pp", "whole"), ("pp", "tp"),
@@ -58,13 +63,24 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """A prefill and a decode worker of every split, all linked. Nothing is shared, so that all KV moves every time."""
-    driver = Driver(tmp_path_factory.mktemp("parallel"), TINY)
+    """A prefill and a decode worker of every split, all linked. Nothing is shared, so that all KV moves every time.
+
+    Requests that name no class get raw KV. Values of half of the heads are scaled together, which two ranks do not cut.
+    """
+    folder = tmp_path_factory.mktemp("parallel")
+    driver, file = Driver(folder, TINY), folder / FILE_NAME
+    own = resolve_kv_classes(Checkpoint.resolve(str(TINY)), "nuq4-1%")[0].calibration
+    assert own is not None
+    write_calibration(dataclasses.replace(own, group=64), file)
+    settings = {
+        "prefix_caching": False, "kv_bytes": 96 << 20, "kv_cache_codec": f"raw:0.7,{','.join(CODECS)}",
+        "kv_cache_calibration": str(file),
+    }  # fmt: skip
     try:
         for split, changes in SPLITS.items():  # not all at once: ten processes would start on two cores
             names = [f"{role}-{split}" for role in ("prefill", "decode")]
             for name in names:
-                driver.start(name, prefix_caching=False, **changes)
+                driver.start(name, **settings, **changes)
             driver.up(*names)
         for source, target in PAIRS:
             assert driver.peer(f"decode-{target}", f"prefill-{source}").transport
@@ -96,8 +112,12 @@ def test_tokens_are_those_of_transformers(
     workers.rest(prefill, decode)
 
 
-KEPT_PAIRS = [("whole", "tp"), ("tp", "whole"), ("tp", "tp"), ("pp", "tp")]
-KEEP = KeepSpec(0.4, 64)
+# KV class, source and target.
+KEPT_PAIRS = [
+    ("raw", "whole", "tp"), ("raw", "tp", "whole"), ("raw", "tp", "tp"), ("raw", "pp", "tp"), ("int8", "whole", "tp"),
+    ("nuq4-1%", "whole", "tp"), ("nuq4-1%", "tp", "whole"), ("nuq4-1%", "tp", "tp"), ("nuq4-1%", "pp", "tp"),
+]  # fmt: skip
+KEEPS = {"raw": KeepSpec(0.4, 64), "int8": KeepSpec(0.95), "nuq4-1%": KeepSpec(0.95)}
 # Past the first decision point of the answer; of prompts with 400, 1,025 and 1,900 tokens.
 KEPT_SAMPLING, KEPT_PROMPTS = (
     SamplingParams(80, 0, temperature=0.0),
@@ -105,49 +125,78 @@ KEPT_SAMPLING, KEPT_PROMPTS = (
 )
 
 
+class KeptAlone:
+    """What a worker of one rank answers that does everything itself, with eviction, in any class."""
+
+    def __init__(self, workers: Driver, prompts: list[list[int]]) -> None:
+        self._workers, self._prompts = workers, prompts
+        self._found: dict[str, list[list[int]]] = {}
+
+    def answers(self, name: str) -> list[list[int]]:
+        """To each of `KEPT_PROMPTS`, by the name of a class."""
+        if name not in self._found:
+            kv_class, workers = find_class(self._workers, "decode-whole", name), self._workers
+            self._found[name] = [
+                workers.alone(
+                    "decode-whole", f"alone-{name}-{index}", self._prompts[index], KEPT_SAMPLING, KEEPS[name], kv_class
+                )
+                for index in KEPT_PROMPTS
+            ]  # fmt: skip
+        return self._found[name]
+
+
 @pytest.fixture(scope="module")
-def kept_alone(workers: Driver, prompts: list[list[int]]) -> list[list[int]]:
-    """What a worker of one rank answers that does everything itself, with eviction."""
-    return [
-        workers.alone("decode-whole", f"alone-{index}", prompts[index], KEPT_SAMPLING, KEEP)
-        for index in KEPT_PROMPTS
-    ]
+def kept_alone(workers: Driver, prompts: list[list[int]]) -> KeptAlone:
+    return KeptAlone(workers, prompts)
 
 
-@pytest.mark.parametrize(("source", "target"), KEPT_PAIRS, ids=["_to_".join(pair) for pair in KEPT_PAIRS])
+def find_class(workers: Driver, worker: str, name: str) -> str:
+    """The canonical id of the class `name`, in which a worker can evict."""
+    hello = workers.members[worker].hello
+    assert hello is not None
+    (found,) = (one for one in hello.keep_classes if one.startswith(name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "target"), KEPT_PAIRS, ids=["{}-{}_to_{}".format(*one) for one in KEPT_PAIRS]
+)
 def test_evicted_answers_are_those_of_one_rank(
-    source: str, target: str, workers: Driver, prompts: list[list[int]], kept_alone: list[list[int]]
+    name: str, source: str, target: str, workers: Driver, prompts: list[list[int]], kept_alone: KeptAlone
 ) -> None:
     """Bags move whole where ranks split alike, and are repacked where they do not; less is moved than with all rows."""
-    prefill, decode = f"prefill-{source}", f"decode-{target}"
-    for worker in (prefill, decode):
-        hello = workers.members[worker].hello
-        assert hello is not None and hello.keep_classes == ["raw"]
-    requests = [f"kept-{source}-{target}-{index}" for index in KEPT_PROMPTS]
+    prefill, decode, keep = f"prefill-{source}", f"decode-{target}", KEEPS[name]
+    kv_class = find_class(workers, prefill, name)
+    assert find_class(workers, decode, name) == kv_class
+    hello = workers.members[prefill].hello
+    assert hello is not None
+    chunk_bytes = hello.kv_classes[kv_class][1]
+    requests = [f"kept-{name}-{source}-{target}-{index}" for index in KEPT_PROMPTS]
     for request, index in zip(requests, KEPT_PROMPTS, strict=True):
-        workers.prefill(prefill, request, prompts[index], KEPT_SAMPLING, keep=KEEP)
+        workers.prefill(prefill, request, prompts[index], KEPT_SAMPLING, keep=keep, kv_class=kv_class)
     for request, index in zip(requests, KEPT_PROMPTS, strict=True):
-        offer = workers.until(request, Offer)
-        workers.admit(decode, request, prompts[index], KEPT_SAMPLING, offer.ticket, keep=KEEP)
-    for request, index, want in zip(requests, KEPT_PROMPTS, kept_alone, strict=True):
+        ticket = workers.until(request, Offer).ticket
+        workers.admit(decode, request, prompts[index], KEPT_SAMPLING, ticket, keep=keep, kv_class=kv_class)
+    for request, index, want in zip(requests, KEPT_PROMPTS, kept_alone.answers(name), strict=True):
         ending = workers.over(request)
         assert isinstance(ending, Output), ending
         assert workers.tokens(request) == want, request
         moved = workers.until(request, Pulled).num_bytes
-        # A chunk of all layers and heads is 384 KiB.
-        assert moved < -(-len(prompts[index]) // 64) * (384 << 10)
+        assert moved < -(-len(prompts[index]) // 64) * chunk_bytes
         workers.send(prefill, Release(request, 0))
     workers.rest(prefill, decode)
 
 
+@pytest.mark.parametrize("name", ["raw", "nuq4-1%"])
 @pytest.mark.parametrize("split", ["tp", "pp"])
 def test_evicted_answers_of_a_worker_that_prefills_itself_are_those_of_one_rank(
-    split: str, workers: Driver, prompts: list[list[int]], kept_alone: list[list[int]]
+    split: str, name: str, workers: Driver, prompts: list[list[int]], kept_alone: KeptAlone
 ) -> None:
-    prompt = prompts[KEPT_PROMPTS[0]]
-    found = workers.alone(f"decode-{split}", f"local-{split}", prompt, KEPT_SAMPLING, KEEP)
-    assert found == kept_alone[0]
-    workers.rest(f"decode-{split}")
+    prompt, worker = prompts[KEPT_PROMPTS[0]], f"decode-{split}"
+    kv_class = find_class(workers, worker, name)
+    found = workers.alone(worker, f"local-{name}-{split}", prompt, KEPT_SAMPLING, KEEPS[name], kv_class)
+    assert found == kept_alone.answers(name)[0]
+    workers.rest(worker)
 
 
 @pytest.fixture(scope="module")

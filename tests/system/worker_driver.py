@@ -318,8 +318,10 @@ class Driver:
         **more: Any,
     ) -> None:
         remaining_s = more.get("remaining_s", PATIENCE_S)
-        output, keep = more.get("output", []), more.get("keep", KEEP_ALL)
-        self.send(worker, Prefill(request, epoch, prompt, output, sampling, remaining_s, keep=keep))
+        output, keep, kv = more.get("output", []), more.get("keep", KEEP_ALL), more.get("kv_class", "")
+        self.send(
+            worker, Prefill(request, epoch, prompt, output, sampling, remaining_s, kv_class=kv, keep=keep)
+        )
 
     def admit(
         self,
@@ -330,9 +332,13 @@ class Driver:
         ticket: bytes,
         epoch: int = 0,
         keep: KeepSpec = KEEP_ALL,
+        kv_class: str = "",
     ) -> None:
         tokens = self.tokens(request)
-        self.send(worker, Admit(request, epoch, prompt, tokens, sampling, ticket, PATIENCE_S, keep=keep))
+        self.send(
+            worker,
+            Admit(request, epoch, prompt, tokens, sampling, ticket, PATIENCE_S, kv_class=kv_class, keep=keep),
+        )
 
     def abort(self, request: str, *workers: str, epoch: int = 0) -> None:
         for worker in workers:
@@ -345,9 +351,12 @@ class Driver:
         prompt: list[int],
         sampling: SamplingParams,
         keep: KeepSpec = KEEP_ALL,
+        kv_class: str = "",
     ) -> list[int]:
         """The answer of one decode worker that reads the prompt itself: an undisturbed single-engine run."""
-        self.send(worker, Generate(request, 0, prompt, [], sampling, PATIENCE_S, keep=keep))
+        self.send(
+            worker, Generate(request, 0, prompt, [], sampling, PATIENCE_S, kv_class=kv_class, keep=keep)
+        )
         ending = self.over(request)
         assert isinstance(ending, Output), ending
         return self.tokens(request)

@@ -48,6 +48,7 @@ def worker_spec(
         bulk_only=config.bulk > 0,
         tp=config.prefill_tp if role == "prefill" else config.decode_tp,
         pp=config.prefill_pp if role == "prefill" else config.decode_pp,
+        pool_splits=((config.prefill_tp, config.prefill_pp), (config.decode_tp, config.decode_pp)),
         core=core,
         threads=config.threads,
         transports=config.transports,

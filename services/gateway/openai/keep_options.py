@@ -89,7 +89,7 @@ def _explain_limits(classes: ServedClasses) -> str:
     """What cannot be evicted yet, as the end of a sentence; empty if it is the choice of class alone."""
     if classes.served == [RAW_CLASS] and classes.keep:
         return ""
-    return "; GPUs, and workers of several ranks with coded KV, keep everything (docs/eviction.md)"
+    return "; workers on GPUs keep everything (docs/eviction.md)"
 
 
 def find_system_end(messages: Sequence[Mapping[str, Any]], text: str) -> int:

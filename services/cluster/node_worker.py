@@ -57,7 +57,8 @@ FAILED_STARTS_VERSION = -10
 
 def retry_delay_s(failures: int) -> float:
     """Seconds before the next try to start a worker on a node: 5 s after the first failure, doubling up to a minute."""
-    return float(min(5.0 * 2 ** (failures - 1), 60.0))
+    # With a bound, since a power of thousands is no float.
+    return float(min(5.0 * 2 ** min(failures - 1, 10), 60.0))
 
 
 class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -86,7 +86,8 @@ def do_nothing() -> None:
 
 def restart_delay_s(crashes: int) -> float:
     """Seconds before the next start after `crashes` in a row: 0 after the first, then 0.2 s, doubling up to 5 s."""
-    return 0.0 if crashes <= 1 else min(0.2 * 2 ** (crashes - 2), 5.0)
+    # With a bound, since a power of thousands is no float.
+    return 0.0 if crashes <= 1 else min(0.2 * 2 ** min(crashes - 2, 10), 5.0)
 
 
 def describe_exit(code: int) -> str:

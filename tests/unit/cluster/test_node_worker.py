@@ -116,11 +116,12 @@ def test_a_worker_that_tries_again_can_be_stopped(tmp_path: Path, monkeypatch: p
 
 
 def test_tries_become_rarer() -> None:
-    assert [retry_delay_s(failures) for failures in (1, 2, 3, 4, 5, 50)] == [
+    assert [retry_delay_s(failures) for failures in (1, 2, 3, 4, 5, 50, 100_000)] == [
         5.0,
         10.0,
         20.0,
         40.0,
+        60.0,
         60.0,
         60.0,
     ]

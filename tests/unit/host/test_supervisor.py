@@ -94,6 +94,7 @@ def test_a_killed_child_is_started_again_at_once(start: Start) -> None:
 
 def test_delays_grow_to_five_seconds_and_start_at_none() -> None:
     assert [restart_delay_s(crashes) for crashes in range(9)] == [0, 0, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert restart_delay_s(100_000) == 5.0, "after days of crashes too"
 
 
 def test_an_error_reported_while_starting_ends_the_attempts(start: Start) -> None:

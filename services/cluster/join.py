@@ -6,12 +6,15 @@ first, by the call that `ray health-check` makes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import ray
+import ray._private.utils
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -19,6 +22,8 @@ from ray.job_config import JobConfig
 
 from diptych.errors import ConfigError, StartError
 
+# What Ray's table of jobs says of this program.
+ENTRYPOINT = "diptych serve"
 # Seconds for an answer of Ray's head.
 HEAD_TIMEOUT_S = 6.0
 TOKEN_FIX = "give the cluster's token: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or the file ~/.ray/auth_token"
@@ -34,15 +39,16 @@ def join_cluster(address: str, namespace: str) -> str:
     head = find_head(address)
     check_head(head)
     try:
-        ray.init(
-            address=head,
-            namespace=namespace,
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level=logging.ERROR,
-            # Marks the job as a remote client's: otherwise actors import from the working directory first.
-            job_config=JobConfig(_client_job=True),
-        )
+        with _entrypoint_without_secrets():
+            ray.init(
+                address=head,
+                namespace=namespace,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+                # Marks the job as a remote client's: otherwise actors import from the working directory first.
+                job_config=JobConfig(_client_job=True),
+            )
     except Exception as error:
         # Ray has no common base class for the errors of its parts.
         raise StartError(
@@ -51,6 +57,20 @@ def join_cluster(address: str, namespace: str) -> str:
             "run diptych serve on a node of the cluster, with the Python and Ray that `ray start` was run with",
         ) from None
     return head
+
+
+@contextlib.contextmanager
+def _entrypoint_without_secrets() -> Iterator[None]:
+    """While this lasts, Ray notes a job without its command line, which may have keys (--api-key, --admin-key).
+
+    Ray's head keeps the command lines of all jobs, and shows them to whoever asks.
+    """
+    known = ray._private.utils.get_entrypoint_name
+    ray._private.utils.get_entrypoint_name = lambda: ENTRYPOINT
+    try:
+        yield
+    finally:
+        ray._private.utils.get_entrypoint_name = known
 
 
 def find_head(address: str) -> str:

@@ -1,4 +1,4 @@
-"""What Ray's head says to a program that has no token. The head is made up."""
+"""What Ray's head says to a program that has no token, and what it learns of one. The head is made up."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 import grpc
 import pytest
+import ray
+import ray._private.utils
 from ray.core.generated import gcs_service_pb2
 
-from services.cluster.join import head_is_open
+from services.cluster import join as under_test
+from services.cluster.join import head_is_open, join_cluster
 
 
 class Head(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -48,3 +51,14 @@ def test_a_head_without_token_is_found_open(token: bool) -> None:
     with running_head(token) as address:
         assert head_is_open(address) is not token
     assert not head_is_open(address, 0.2), "nobody is there any more"
+
+
+def test_ray_does_not_learn_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have --api-key, and Ray shows it to whoever asks for the cluster's jobs."""
+    told = list[str]()
+    parts: Any = ray._private.utils
+    monkeypatch.setattr(ray, "init", lambda **_: told.append(parts.get_entrypoint_name()))
+    monkeypatch.setattr(under_test, "check_head", lambda address: None)
+    before = parts.get_entrypoint_name
+    assert join_cluster("10.0.0.1:6379", "n") == "10.0.0.1:6379"
+    assert told == ["diptych serve"] and parts.get_entrypoint_name is before

@@ -38,7 +38,7 @@ def group_demand(group: Sequence[Bundle]) -> dict[str, float]:
     total: dict[str, float] = {}
     for bundle in group:
         for name, amount in bundle.demand.items():
-            total[name] = total.get(name, 0.0) + amount
+            total[name] = _exact(total.get(name, 0.0) + amount)
     return total
 
 
@@ -69,7 +69,7 @@ def place_groups(groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacit
             ),
         )
         for name, amount in demand.items():
-            node.free[name] -= amount
+            node.free[name] = _exact(node.free[name] - amount)
         node.placed += [bundle.worker for bundle in groups[index]]
         chosen[index] = node.node_id
     return [chosen[index] for index in range(len(groups))]
@@ -78,7 +78,11 @@ def place_groups(groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacit
 def count_devices(nodes: Sequence[NodeCapacity], demand: Mapping[str, float], devices: int) -> int:
     """How many devices workers may hold in the cluster, if each worker takes `demand` and has so many `devices`."""
     fits = [
-        min(int(node.total.get(name, 0.0) // amount) for name, amount in demand.items() if amount > 0)
+        min(
+            _ray_steps(node.total.get(name, 0.0)) // _ray_steps(amount)
+            for name, amount in demand.items()
+            if amount > 0
+        )
         for node in nodes
     ]
     return sum(fits) * devices
@@ -123,6 +127,16 @@ def _node_lines(nodes: Sequence[NodeCapacity], demand: Mapping[str, float]) -> l
         shown = [*shown[:MAX_SHOWN_NODES], f"and {len(shown) - MAX_SHOWN_NODES} more nodes"]
     per_line = -(-len(shown) // NODE_LINES)
     return ["; ".join(shown[first : first + per_line]) for first in range(0, len(shown), per_line)]
+
+
+def _ray_steps(amount: float) -> int:
+    """An amount in the steps of 0.0001 in which Ray counts."""
+    return round(amount * 1e4)
+
+
+def _exact(amount: float) -> float:
+    """The amount that Ray counts for a sum or difference of amounts, which as floats need not be exact."""
+    return round(amount, 4)
 
 
 def _role_of(worker: str) -> str:

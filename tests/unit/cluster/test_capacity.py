@@ -69,3 +69,14 @@ def test_the_devices_of_a_cluster_are_whole_workers() -> None:
     nodes = [node("1", 3), node("2", 0, 5), node("3", 0)]
     assert count_devices(nodes, {"CPU": 2.0}, 2) == 2 + 4
     assert count_devices(nodes, dict(CPU_1), 1) == 8
+
+
+def test_shares_of_a_resource_are_counted_as_ray_does() -> None:
+    """Three times 0.1 is 0.3, which as floats it is not."""
+    nodes = [node("1", 9, fast=0.3)]
+    groups = [(Bundle(f"decode-{number}", resources=(("fast", 0.1),)),) for number in range(3)]
+    assert count_devices(nodes, {"fast": 0.1}, 1) == 3
+    assert count_devices([node("1", 1, memory=8e9)], {"memory": 8e9 + 1}, 1) == 0
+    assert place_groups(groups, nodes) == ["1", "1", "1"] and nodes[0].free["fast"] == 0.0
+    pair = [(Bundle("prefill-0", resources=(("fast", 0.1),)), Bundle("decode-0", resources=(("fast", 0.2),)))]
+    assert place_groups(pair, [node("1", 9, fast=0.3)]) == ["1"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diptych.errors import StartError
 from services.cluster.spec import Bundle
@@ -73,6 +73,20 @@ def place_groups(groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacit
         node.placed += [bundle.worker for bundle in groups[index]]
         chosen[index] = node.node_id
     return [chosen[index] for index in range(len(groups))]
+
+
+def has_room(groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> bool:
+    """Whether `place_groups` finds a node for each group now; the nodes are left as they are."""
+    try:
+        place_groups(groups, copy_nodes(nodes))
+    except StartError:
+        return False
+    return True
+
+
+def copy_nodes(nodes: Sequence[NodeCapacity]) -> list[NodeCapacity]:
+    """Copies of the nodes on which groups may be placed on trial."""
+    return [replace(node, free=dict(node.free), placed=list(node.placed)) for node in nodes]
 
 
 def count_devices(nodes: Sequence[NodeCapacity], demand: Mapping[str, float], devices: int) -> int:

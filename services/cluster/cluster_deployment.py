@@ -97,14 +97,14 @@ class ClusterDeployment(LocalDeployment):
     # --- in the thread of `_record_placed` ---
 
     def _place_workers(self) -> None:
-        adopted = self._adopt_workers()
+        adopted, freed = self._adopt_workers()
         missing = [
             group
             for one in self._plan.node_groups
             if (group := tuple(bundle for bundle in one if bundle.worker not in adopted))
         ]
         if missing:
-            nodes = self._joined.list_nodes()
+            nodes = self._joined.await_room(missing) if freed else self._joined.list_nodes()
             for node in nodes:
                 node.placed += [name for name, address in adopted.items() if address == node.address]
             self._check_going_on()
@@ -118,10 +118,11 @@ class ClusterDeployment(LocalDeployment):
         if self._stops:
             raise StartError("the deployment stops")
 
-    def _adopt_workers(self) -> dict[str, str]:
+    def _adopt_workers(self) -> tuple[dict[str, str], bool]:
         """Take over the workers of an earlier driver that are as this one wants them, and end the others.
 
-        Returns the addresses of their nodes, by worker. Workers that a replanner had added are kept if there is one.
+        Returns the addresses of their nodes, by worker, and whether others were ended. Workers that a replanner had
+        added are kept if there is one.
         """
         found = self._joined.list_workers()
         fitting = {name for name, worker in found.items() if self._is_wanted(name, worker)}
@@ -131,19 +132,20 @@ class ClusterDeployment(LocalDeployment):
                 # What must be on one node is placed together.
                 fitting -= names
         kept = {found[name].order.group for name in fitting}
-        for name, worker in found.items():
-            if name not in fitting:
-                self._check_going_on()
-                group_name = worker.order.group
-                self._joined.remove_actor(name, worker.actor, group_name if group_name not in kept else "")
         for name in sorted(fitting):
             adopted = self._joined.adopt_worker(found[name], self._worker_keys())
             self._placed[name] = (adopted, found[name].order.spec)
             role, _, number = name.rpartition("-")
             self._started_count[role] = max(self._started_count[role], int(number) + 1)
+        for name, worker in found.items():
+            if name not in fitting:
+                self._check_going_on()
+                group_name = worker.order.group
+                self._joined.remove_actor(name, worker.actor, group_name if group_name not in kept else "")
+        freed = self._joined.groups.remove_leftovers() or fitting != found.keys()
         if fitting:
             self._say(f"adopted {', '.join(sorted(fitting))}, which an earlier start has left running")
-        return {name: found[name].address for name in fitting}
+        return {name: found[name].address for name in fitting}, freed
 
     def _is_wanted(self, name: str, found: FoundWorker) -> bool:
         """Whether a worker of an earlier driver is as this one would start it."""

@@ -12,6 +12,7 @@ from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
     placement_group,
+    placement_group_table,
     remove_placement_group,
 )
 
@@ -99,6 +100,18 @@ class DetachedGroups:
         with contextlib.suppress(ValueError):
             self._groups.setdefault(order.group, get_placement_group(order.group))
 
+    def remove_leftovers(self) -> bool:
+        """Remove the groups that an earlier driver has left, and no worker here has; whether there were any.
+
+        Raises:
+            StartError: Ray cannot be asked.
+        """
+        with ray_errors("places of an earlier start cannot be given back"):
+            names = {one["name"] for one in placement_group_table().values() if one["state"] != "REMOVED"}
+            left = sorted(name for name in names - self._groups.keys() if name.startswith(GROUP_PREFIX))
+            # Other namespaces may have groups of the same names. Those are not found.
+            return True in [remove_leftover(name) for name in left]
+
     def find_place(self, worker: str) -> tuple[GroupPlace, PlacementGroup]:
         """The worker's bundle, and its group."""
         place = self._taken[worker]
@@ -154,7 +167,10 @@ def ray_errors(what: str) -> Iterator[None]:
         ) from None
 
 
-def remove_leftover(name: str) -> None:
-    """Remove the placement group of this name that an earlier driver has left without workers."""
-    with contextlib.suppress(ValueError):
+def remove_leftover(name: str) -> bool:
+    """Remove the placement group of this name that an earlier driver has left; whether there was one."""
+    try:
         remove_placement_group(get_placement_group(name))
+    except ValueError:
+        return False
+    return True

@@ -27,14 +27,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from diptych.errors import StartError
 from services.cluster import node_probe
-from services.cluster.capacity import NodeCapacity
+from services.cluster.capacity import NodeCapacity, has_room
 from services.cluster.daemon_calls import call_in_time, start_daemon
 from services.cluster.detached_groups import DetachedGroups, ray_errors, remove_leftover
 from services.cluster.join import join_cluster
 from services.cluster.node_probe import NodeReport
 from services.cluster.node_worker import ActorReport, NodeOrder, NodeWorker
 from services.cluster.sealed_keys import seal_keys
-from services.cluster.spec import SUPERVISOR_DIED
+from services.cluster.spec import SUPERVISOR_DIED, Bundle
 from services.host.supervisor import ChildStatus, ErrorReport
 
 ACTOR_TIMEOUT_S, KILL_TIMEOUT_S = 15.0, 5.0
@@ -42,6 +42,8 @@ ACTOR_TIMEOUT_S, KILL_TIMEOUT_S = 15.0, 5.0
 LONG_PROBE_S, ANSWER_TIMEOUT_S = 5.0, 30.0
 # Seconds for Ray to notice the end of an earlier driver.
 DRIVER_END_S = 5.0
+# Longest time in seconds for nodes to tell Ray what has become free, and between two looks.
+FREE_TIMEOUT_S, FREE_POLL_S = 5.0, 0.1
 # Processes of the same id that began so many seconds apart, or less, are the same.
 SAME_START_S = 2.0
 # Versions of statuses that do not come from an actor: it has died, or it has failed.
@@ -191,6 +193,17 @@ class JoinedCluster:
             if node["Alive"]
         ]
 
+    def await_room(self, groups: Sequence[Sequence[Bundle]]) -> list[NodeCapacity]:
+        """The nodes as soon as they have room for `groups`, or else after `FREE_TIMEOUT_S`; blocks.
+
+        What workers had is free a moment after their end, when their nodes have told Ray. Raises StartError if Ray
+        cannot be asked.
+        """
+        deadline_s = time.monotonic() + FREE_TIMEOUT_S
+        while not has_room(groups, nodes := self.list_nodes()) and time.monotonic() < deadline_s:
+            time.sleep(FREE_POLL_S)
+        return nodes
+
     def probe_nodes(
         self,
         nodes: Sequence[NodeCapacity],
@@ -289,9 +302,10 @@ class JoinedCluster:
         return found
 
     def adopt_worker(self, found: FoundWorker, keys: Mapping[str, bytes]) -> NodeWorkerHandle:
-        """Take over a worker that an earlier driver has started."""
+        """Take over a worker that an earlier driver has started. Raises StartError if Ray cannot be asked."""
         order = found.order
-        self.groups.adopt_bundle(order.spec.worker, order)
+        with ray_errors(f"the worker {order.spec.worker} of an earlier start cannot be taken over"):
+            self.groups.adopt_bundle(order.spec.worker, order)
         return NodeWorkerHandle(order.spec.worker, found.actor, keys, order.key_context)
 
     def remove_actor(self, name: str, actor: Any, group: str) -> None:

@@ -25,7 +25,7 @@ from services.cli.serve.cluster_settings import (
 )
 from services.cli.serve.launch import ServeRun
 from services.cli.serve.specs import device_budget, devices_by_worker, num_probed
-from services.cluster.capacity import NodeCapacity, count_devices, place_groups
+from services.cluster.capacity import NodeCapacity, copy_nodes, count_devices, place_groups
 from services.cluster.cluster_deployment import ClusterDeployment
 from services.cluster.daemon_calls import await_daemon
 from services.cluster.deployment import LocalDeployment
@@ -120,7 +120,8 @@ class ClusterRun(ServeRun):
             self._view.print_line(f"replan: the budget is the cluster's {budget} devices")
         if not self._cluster.has_workers():
             # Workers of an earlier start are adopted, and hold their places already.
-            place_groups(self._groups, [replace(node, free=dict(node.free), placed=[]) for node in nodes])
+            freed = self._cluster.groups.remove_leftovers()
+            place_groups(self._groups, self._cluster.await_room(self._groups) if freed else copy_nodes(nodes))
 
     def _check_nodes(self, nodes: Sequence[NodeCapacity], model: ProbedModel) -> ProbedModel:
         """See that all nodes on which a worker may be placed have the same versions, and the model; blocks.

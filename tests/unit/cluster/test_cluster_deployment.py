@@ -54,7 +54,7 @@ class Joined:
     def __init__(self, found: Mapping[str, FoundWorker]) -> None:
         self.found, self.address = dict(found), "10.0.0.1:6379"
         self.removed: dict[str, str] = {}
-        self.groups = SimpleNamespace(release_all=self.release_all)
+        self.groups = SimpleNamespace(release_all=self.release_all, remove_leftovers=lambda: False)
         self.released = threading.Event()
         self.silent = threading.Event()
 
@@ -113,7 +113,8 @@ def adopt(
     """The workers that it adopts, and those that it ends, with the groups that are removed with them."""
     joined = Joined(found)
     deployment._joined = cast(JoinedCluster, joined)
-    adopted = deployment._adopt_workers()
+    adopted, freed = deployment._adopt_workers()
+    assert freed is bool(joined.removed)
     assert sorted(deployment._placed) == sorted(adopted)
     deployment._placed.clear()
     return sorted(adopted), joined.removed
@@ -156,6 +157,19 @@ def test_a_pair_of_which_one_is_gone_is_placed_anew_together(tmp_path: Path) -> 
     assert adopt(one, left_by(one, "g", "prefill-0")) == ([], {"prefill-0": "g"})
     whole = left_by(one, "g", "prefill-0", "decode-0")
     assert adopt(one, whole) == (["decode-0", "prefill-0"], {})
+
+
+def test_a_start_waits_until_what_it_has_freed_is_free(tmp_path: Path) -> None:
+    one = deployment(tmp_path, (Bundle("decode-0"),))
+    stale = msgspec.structs.replace(left_by(one, "g", "decode-0")["decode-0"].order, demand={"CPU": 2.0})
+    joined, reserved = SlowJoined({"decode-0": FoundWorker(None, stale, "", False)}), list[Any]()
+    joined.answering.set()
+    joined.list_nodes = lambda: pytest.fail("they are listed too early")  # type: ignore[method-assign]
+    joined.groups.reserve_groups = lambda groups, nodes: reserved.extend(nodes)
+    one._joined = cast(JoinedCluster, joined)
+    joined.await_room = lambda groups: [SimpleNamespace(address="10.0.0.2", placed=[])]  # type: ignore[attr-defined]
+    one._place_workers()
+    assert [node.address for node in reserved] == ["10.0.0.2"] and list(joined.launched) == ["decode-0"]
 
 
 def test_what_a_replanner_had_started_is_kept_where_there_is_one(tmp_path: Path) -> None:

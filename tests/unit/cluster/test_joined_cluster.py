@@ -17,7 +17,7 @@ from services.cluster import detached_groups
 from services.cluster import joined_cluster as under_test
 from services.cluster.capacity import NodeCapacity
 from services.cluster.detached_groups import DetachedGroups, GroupPlace
-from services.cluster.joined_cluster import JoinedCluster
+from services.cluster.joined_cluster import FoundWorker, JoinedCluster
 from services.cluster.node_worker import NodeOrder
 from services.cluster.spec import Bundle
 
@@ -196,7 +196,12 @@ def test_a_head_that_is_lost_meanwhile_is_an_error_in_few_lines(monkeypatch: pyt
     )
     monkeypatch.setattr(detached_groups, "remove_placement_group", lambda group: None)
     monkeypatch.setattr(detached_groups, "remove_leftover", lambda name: None)
+    monkeypatch.setattr(detached_groups, "get_placement_group", fail)
+    monkeypatch.setattr(detached_groups, "placement_group_table", fail)
+    left = FoundWorker(object(), order(CPU=1.0), "10.0.0.1", False)
     for ask in (
+        lambda: cluster.adopt_worker(left, {}),
+        cluster.groups.remove_leftovers,
         cluster.list_nodes,
         cluster.has_workers,
         cluster.list_workers,
@@ -296,6 +301,42 @@ def test_a_fleet_grows_on_another_node_and_shrinks_again(monkeypatch: pytest.Mon
     assert maker.made == {"diptych: prefill-0 decode-0": "n1", "diptych: decode-1": "n2"}
     groups.release_bundle("decode-1")
     assert maker.removed == ["diptych: decode-1"]
+
+
+def test_places_that_a_killed_driver_has_left_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of workers that this start does not have; those of others, and of other programs, stay."""
+    groups, removed = DetachedGroups(), list[str]()
+    own = {"diptych: decode-0", "diptych: decode-7", "diptych: prefill-0 decode-0"}
+    table = [*own, "diptych: elsewhere-0", "shop"]
+
+    def find(name: str) -> Any:
+        if name not in own:
+            raise ValueError("there is none in this namespace")
+        return SimpleNamespace(name=name)
+
+    monkeypatch.setattr(detached_groups, "get_placement_group", find)
+    monkeypatch.setattr(detached_groups, "remove_placement_group", lambda group: removed.append(group.name))
+    rows = {str(number): {"name": name, "state": "CREATED"} for number, name in enumerate(table)}
+    rows["gone"] = {"name": "diptych: decode-9", "state": "REMOVED"}
+    monkeypatch.setattr(detached_groups, "placement_group_table", lambda: rows)
+    groups.adopt_bundle("decode-0", msgspec.structs.replace(order(CPU=1.0), group="diptych: decode-0"))
+    assert groups.remove_leftovers()
+    assert removed == ["diptych: decode-7", "diptych: prefill-0 decode-0"]
+    own.intersection_update({"diptych: decode-0"})
+    assert not groups.remove_leftovers()
+
+
+def test_room_that_was_freed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, free = JoinedCluster("10.0.0.1:6379", "n"), iter([0.0, 1.0, 2.0])
+    monkeypatch.setattr(
+        cluster, "list_nodes", lambda: [NodeCapacity("n1", "a", {"CPU": 2.0}, {"CPU": next(free)})]
+    )
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    (node,) = cluster.await_room([(Bundle("prefill-0"),), (Bundle("decode-0"),)])
+    assert node.free == {"CPU": 2.0} and node.placed == []
+    monkeypatch.setattr(under_test, "FREE_TIMEOUT_S", 0.0)
+    free = iter([0.0])
+    assert cluster.await_room([(Bundle("decode-0"),)])[0].free == {"CPU": 0.0}
 
 
 class Namespace:

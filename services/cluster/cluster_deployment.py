@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -125,12 +125,7 @@ class ClusterDeployment(LocalDeployment):
         added are kept if there is one.
         """
         found = self._joined.list_workers()
-        fitting = {name for name, worker in found.items() if self._is_wanted(name, worker)}
-        for group in self._plan.node_groups:
-            names = {bundle.worker for bundle in group}
-            if not names <= fitting:
-                # What must be on one node is placed together.
-                fitting -= names
+        fitting = self._find_fitting(found)
         kept = {found[name].order.group for name in fitting}
         for name in sorted(fitting):
             adopted = self._joined.adopt_worker(found[name], self._worker_keys())
@@ -146,6 +141,27 @@ class ClusterDeployment(LocalDeployment):
         if fitting:
             self._say(f"adopted {', '.join(sorted(fitting))}, which an earlier start has left running")
         return {name: found[name].address for name in fitting}, freed
+
+    def _find_fitting(self, found: Mapping[str, FoundWorker]) -> set[str]:
+        """The workers of an earlier driver that are as this one wants them, and in the right places.
+
+        What must be on one node is in one placement group, or is placed anew together; and that takes the place of an
+        earlier placement group of the same name, so that whatever else is in it must end too.
+        """
+        from services.cluster.detached_groups import name_group
+
+        fitting = {name for name, worker in found.items() if self._is_wanted(name, worker)}
+        while True:
+            misplaced = set[str]()
+            for group in self._plan.node_groups:
+                names = {bundle.worker for bundle in group}
+                if not names <= fitting or len({found[name].order.group for name in names}) > 1:
+                    anew = name_group(group)
+                    misplaced |= names & fitting
+                    misplaced |= {name for name in fitting if found[name].order.group == anew}
+            if not misplaced:
+                return fitting
+            fitting -= misplaced
 
     def _is_wanted(self, name: str, found: FoundWorker) -> bool:
         """Whether a worker of an earlier driver is as this one would start it."""

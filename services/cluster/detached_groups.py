@@ -78,7 +78,7 @@ class DetachedGroups:
 
     def _make_group(self, group: Sequence[Bundle], node_id: str) -> PlacementGroup:
         """Ask Ray for a placement group on a node. Raises StartError if Ray refuses it."""
-        name = GROUP_PREFIX + " ".join(bundle.worker for bundle in group)
+        name = name_group(group)
         with ray_errors(f"Ray reserves nothing for {_workers_of(group)}"):
             remove_leftover(name)
             made: PlacementGroup = placement_group(
@@ -134,6 +134,11 @@ class DetachedGroups:
         """Free all bundles."""
         for worker in list(self._taken):
             self.release_bundle(worker)
+
+
+def name_group(group: Sequence[Bundle]) -> str:
+    """The name of the placement group that is made for these bundles."""
+    return GROUP_PREFIX + " ".join(bundle.worker for bundle in group)
 
 
 def _workers_of(group: Sequence[Bundle]) -> str:

@@ -159,6 +159,24 @@ def test_a_pair_of_which_one_is_gone_is_placed_anew_together(tmp_path: Path) -> 
     assert adopt(one, whole) == (["decode-0", "prefill-0"], {})
 
 
+def test_a_pair_that_is_apart_is_placed_anew_together(tmp_path: Path) -> None:
+    """An earlier start without a plan had spread them."""
+    one = deployment(tmp_path, PAIR)
+    apart = left_by(one, "diptych: prefill-0", "prefill-0") | left_by(one, "diptych: decode-0", "decode-0")
+    assert adopt(one, apart) == ([], {"prefill-0": "diptych: prefill-0", "decode-0": "diptych: decode-0"})
+    # The other way round nothing is amiss.
+    two = deployment(tmp_path, *[(bundle,) for bundle in PAIR])
+    assert adopt(two, left_by(two, "g", "prefill-0", "decode-0")) == (["decode-0", "prefill-0"], {})
+
+
+def test_no_worker_is_adopted_in_a_group_that_is_made_anew(tmp_path: Path) -> None:
+    """A replanner had put decode-3 into the place that decode-0 had left."""
+    one = deployment(tmp_path, PAIR, (Bundle("decode-1"),), replan=True)
+    name = "diptych: prefill-0 decode-0"
+    found = left_by(one, name, "prefill-0", "decode-3") | left_by(one, "diptych: decode-1", "decode-1")
+    assert adopt(one, found) == (["decode-1"], {"prefill-0": name, "decode-3": name})
+
+
 def test_a_start_waits_until_what_it_has_freed_is_free(tmp_path: Path) -> None:
     one = deployment(tmp_path, (Bundle("decode-0"),))
     stale = msgspec.structs.replace(left_by(one, "g", "decode-0")["decode-0"].order, demand={"CPU": 2.0})

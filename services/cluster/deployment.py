@@ -160,15 +160,18 @@ class LocalDeployment:
 
     async def remove_worker(self, name: str) -> None:
         """Kill what is left of a worker and release its devices. Idempotent."""
-        worker = self.workers.pop(name, None)
+        worker = self.workers.get(name)
         if worker is None:
             return
-        watching = self._worker_watchers.pop(name)
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        if watching := self._worker_watchers.pop(name, None):
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         await worker.stop(WORKER_GRACE_S)
+        # Until here `stop` ends it too: this may be cancelled.
+        self.workers.pop(name, None)
         await self._release_bundle(name)
-        del self.specs[name], self.statuses[name]
+        self.specs.pop(name, None)
+        self.statuses.pop(name, None)
 
     async def _release_bundle(self, name: str) -> None:
         """Give the place of a worker that is gone back to Ray."""

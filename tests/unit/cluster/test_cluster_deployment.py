@@ -291,6 +291,32 @@ def test_workers_that_were_placed_when_a_start_is_cancelled_are_stopped(
     assert sorted(stopped) == ["decode-0", "prefill-0"] and joined.released.is_set()
 
 
+def test_a_worker_whose_removal_is_cancelled_ends_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replanner is stopped before the workers, at any moment; its last one would live on, detached."""
+    one, stopped = deployment(tmp_path, PAIR), list[str]()
+    monkeypatch.setattr(one._gateway, "stop", lambda grace_s: None)
+
+    async def stop(self: Worker, grace_s: float) -> None:
+        stopped.append(self.name)
+        await asyncio.sleep(3600 if len(stopped) == 1 else 0)
+
+    monkeypatch.setattr(Worker, "stop", stop)
+
+    async def story() -> None:
+        one._record_worker(Worker("decode-0"), spec("decode-0"))
+        removing = asyncio.create_task(one.remove_worker("decode-0"))
+        while not stopped:
+            await asyncio.sleep(0.001)
+        removing.cancel()
+        await asyncio.gather(removing, return_exceptions=True)
+        await one.stop(0.0)
+
+    asyncio.run(story())
+    assert stopped == ["decode-0", "decode-0"] and one.workers == {}
+
+
 def test_one_more_worker_is_placed_beside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,8 @@ class ClusterDeployment(LocalDeployment):
         # Workers that were placed and are not recorded yet; set and read while one thread places workers, or none does.
         self._placed: dict[str, tuple[WorkerHandle, WorkerSpec]] = {}
         self._idle, self._stops = threading.Event(), False
+        # Whether each worker that an earlier driver has left is adopted or ended.
+        self.has_taken_over = False
         self._idle.set()
 
     def start_gateway(self) -> None:
@@ -137,6 +139,7 @@ class ClusterDeployment(LocalDeployment):
                 self._check_going_on()
                 group_name = worker.order.group
                 self._joined.remove_actor(name, worker.actor, group_name if group_name not in kept else "")
+        self.has_taken_over = True
         freed = self._joined.groups.remove_leftovers() or fitting != found.keys()
         if fitting:
             self._say(f"adopted {', '.join(sorted(fitting))}, which an earlier start has left running")

@@ -249,9 +249,10 @@ class ClusterRun(ServeRun):
     def _stop_ray(self) -> None:
         """End workers that are left after a second Ctrl-C, and leave the cluster."""
         if isinstance(self._deployment, ClusterDeployment):
+            # Otherwise workers of an earlier start may be left, which the next one adopts if it has their keys.
+            all_known = self._deployment.has_taken_over
             self._deployment.end_at_once()
-            # All workers have ended, so nothing is left that a next start could adopt.
-            if self._state is not None:
+            if all_known and self._state is not None:
                 shutil.rmtree(self._state, ignore_errors=True)
         if self._joined is not None:
             self._joined.stop()

@@ -15,6 +15,7 @@ from diptych.config.options import Config
 from diptych.errors import StartError
 from services.cli.serve.cluster_launch import CHANNEL_FILE, ClusterRun
 from services.cluster.capacity import NodeCapacity
+from services.cluster.cluster_deployment import ClusterDeployment
 from services.cluster.node_probe import NodeReport
 from services.cluster.spec import Bundle
 from services.host.model_probe import ProbedModel
@@ -68,6 +69,20 @@ def test_a_channel_keeps_its_brackets(tmp_path: Path, monkeypatch: pytest.Monkey
     run = made_run(tmp_path, [])
     run._joined = cast(Any, SimpleNamespace(own_address="fd00::1"))
     assert run._claim_channel() == run._claim_channel() == "tcp://[fd00::1]:7"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_keys_are_kept_while_workers_of_an_earlier_start_may_be_left(tmp_path: Path, known: bool) -> None:
+    """They were not found yet when this one was stopped, or failed; the next start needs keys and channel for them."""
+    run = made_run(tmp_path, [])
+    run._claim_channel()
+    ended = list[bool]()
+    deployment = ClusterDeployment.__new__(ClusterDeployment)
+    deployment.has_taken_over = known
+    deployment.end_at_once = lambda: ended.append(True)  # type: ignore[method-assign]
+    run._deployment, run._joined = deployment, cast(Any, SimpleNamespace(stop=lambda: None))
+    run._stop_ray()
+    assert ended == [True] and (tmp_path / "state" / CHANNEL_FILE).exists() is not known
 
 
 def test_the_replanner_reckons_with_the_memory_of_the_nodes(tmp_path: Path) -> None:

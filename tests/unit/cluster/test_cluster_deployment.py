@@ -114,7 +114,7 @@ def adopt(
     joined = Joined(found)
     deployment._joined = cast(JoinedCluster, joined)
     adopted, freed = deployment._adopt_workers()
-    assert freed is bool(joined.removed)
+    assert freed is bool(joined.removed) and deployment.has_taken_over
     assert sorted(deployment._placed) == sorted(adopted)
     deployment._placed.clear()
     return sorted(adopted), joined.removed
@@ -261,7 +261,7 @@ def test_a_start_goes_on_and_can_be_stopped_while_ray_is_silent(
         assert await asyncio.to_thread(one._idle.wait, 10.0)
 
     asyncio.run(story())
-    assert joined.launched == {} and joined.released.is_set()
+    assert joined.launched == {} and joined.released.is_set() and one.has_taken_over
 
 
 def test_workers_that_were_placed_when_a_start_is_cancelled_are_stopped(

@@ -1,7 +1,11 @@
-"""Joins a Ray cluster that others started, and says clearly why it cannot.
+"""Joins a Ray cluster that others started as the driver of a namespace, and says clearly why it cannot.
 
 Ray itself tries for two minutes when nobody answers, and tells a wrong token only in its own log. So its head is asked
 first, by the call that `ray health-check` makes.
+
+A namespace has one driver at a time. Each driver has an entry of its own in Ray's key-value store, and looks for others
+after it has made it: so of two that start at the same moment one goes on at most. The driver of an entry is a job of
+Ray, which knows whether it lives.
 """
 
 from __future__ import annotations
@@ -9,15 +13,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import grpc
+import msgspec
+import psutil
 import ray
 import ray._private.utils
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
+from ray._private.state import state as cluster_state
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 
 from diptych.errors import ConfigError, StartError
@@ -26,6 +38,11 @@ from diptych.errors import ConfigError, StartError
 ENTRYPOINT = "diptych serve"
 # Seconds for an answer of Ray's head.
 HEAD_TIMEOUT_S = 6.0
+# Seconds for Ray to notice the end of an earlier driver, and between two looks: two drivers look at different times.
+DRIVER_END_S, PAUSE_S = 5.0, (0.2, 0.8)
+# Processes of the same id that began so many seconds apart, or less, are the same.
+SAME_START_S = 2.0
+LEAVES = "the deployment stops"
 TOKEN_FIX = "give the cluster's token: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or the file ~/.ray/auth_token"
 
 
@@ -183,3 +200,79 @@ def _last_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())[:300]
+
+
+class NamespaceClaim:
+    """The claim of this process, which has joined Ray, to be the driver of a namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self.is_held = False
+
+    def take_namespace(self, leaves: threading.Event) -> None:
+        """Become the driver; blocks for some seconds if another one has it, which may have ended a moment ago.
+
+        Raises:
+            StartError: another living driver has this namespace, or `leaves` was set meanwhile.
+        """
+        deadline_s = time.monotonic() + DRIVER_END_S
+        while True:
+            holder = self._find_holder()
+            if holder is None:
+                self._put_entry()
+                if self._find_holder() is None:
+                    return
+                self.release()
+            elif _lives_here(holder) or time.monotonic() > deadline_s:
+                raise StartError(
+                    f"a deployment named {self._namespace} runs in this Ray cluster",
+                    f"diptych serve, process {holder['pid']} on {holder['host']}, drives it",
+                    "stop it, or name this one: --ray-namespace NAME",
+                )
+            if leaves.wait(random.uniform(*PAUSE_S)):
+                raise StartError(LEAVES)
+
+    def release(self) -> None:
+        """Let another driver have the namespace."""
+        self.is_held = False
+        cast(Any, internal_kv)._internal_kv_del(self._key_of(_own_job()))
+
+    def _put_entry(self) -> None:
+        began_s = psutil.Process().create_time()
+        entry = {"pid": os.getpid(), "host": socket.gethostname(), "began_s": began_s}
+        internal_kv._internal_kv_put(self._key_of(_own_job()), msgspec.json.encode(entry), overwrite=True)
+        self.is_held = True
+
+    def _find_holder(self) -> dict[str, Any] | None:
+        """The entry of another driver that lives; those of dead ones are removed."""
+        store: Any = internal_kv
+        jobs = [key.decode().rpartition(":")[2] for key in store._internal_kv_list(self._key_of(""))]
+        dead = {job["JobID"]: job["IsDead"] for job in cast(Any, cluster_state).job_table()}
+        for job in sorted(set(jobs) - {_own_job()}):
+            if dead.get(job, True):
+                store._internal_kv_del(self._key_of(job))
+            elif raw := store._internal_kv_get(self._key_of(job)):
+                found: dict[str, Any] = msgspec.json.decode(raw)
+                return found
+        return None
+
+    def _key_of(self, job: str) -> str:
+        """The key of a driver's entry; without a job, what the keys of all of this namespace begin with."""
+        return f"diptych:driver:{self._namespace}:{job}"
+
+
+def _own_job() -> str:
+    """Ray's number for this driver."""
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def _lives_here(driver: Mapping[str, Any]) -> bool:
+    """Whether the process of a driver's entry is there, on this machine."""
+    if driver["host"] != socket.gethostname():
+        return False
+    try:
+        apart_s = abs(psutil.Process(driver["pid"]).create_time() - driver["began_s"])
+    except psutil.Error:
+        return False
+    # The times of two looks may differ, as the system's boot time is rounded.
+    return bool(apart_s < SAME_START_S)

@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
-import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgspec
-import psutil
 import ray
 from ray import cloudpickle
 from ray._private.state import state as cluster_state
-from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from diptych.errors import StartError
@@ -30,7 +27,7 @@ from services.cluster import node_probe
 from services.cluster.capacity import NodeCapacity, has_room
 from services.cluster.daemon_calls import call_in_time, start_daemon
 from services.cluster.detached_groups import DetachedGroups, ray_errors, remove_leftover
-from services.cluster.join import join_cluster
+from services.cluster.join import NamespaceClaim, join_cluster
 from services.cluster.node_probe import NodeReport
 from services.cluster.node_worker import ActorReport, NodeOrder, NodeWorker
 from services.cluster.sealed_keys import seal_keys
@@ -40,12 +37,8 @@ from services.host.supervisor import ChildStatus, ErrorReport
 ACTOR_TIMEOUT_S, KILL_TIMEOUT_S = 15.0, 5.0
 # Seconds after which nodes that are still waited for are named, and those that Ray needs to deliver an answer.
 LONG_PROBE_S, ANSWER_TIMEOUT_S = 5.0, 30.0
-# Seconds for Ray to notice the end of an earlier driver.
-DRIVER_END_S = 5.0
 # Longest time in seconds for nodes to tell Ray what has become free, and between two looks.
 FREE_TIMEOUT_S, FREE_POLL_S = 5.0, 0.1
-# Processes of the same id that began so many seconds apart, or less, are the same.
-SAME_START_S = 2.0
 # Versions of statuses that do not come from an actor: it has died, or it has failed.
 LOST_VERSION, FAILED_VERSION = -2, -3
 
@@ -130,8 +123,7 @@ class JoinedCluster:
     def __init__(self, address: str, namespace: str) -> None:
         self.address, self.namespace = address, namespace
         self.groups = DetachedGroups()
-        self._entry = f"diptych:driver:{namespace}"
-        self._drives = False
+        self._claim = NamespaceClaim(namespace)
 
     def start(self) -> None:
         """Join the cluster, and become the namespace's driver; blocks for a second or more.
@@ -142,35 +134,7 @@ class JoinedCluster:
         """
         self.address = join_cluster(self.address, self.namespace)
         with ray_errors("the Ray cluster cannot be asked who drives it"):
-            self._claim_namespace()
-
-    def _claim_namespace(self) -> None:
-        """Raises StartError if another living driver has this namespace."""
-        deadline_s = time.monotonic() + DRIVER_END_S
-        while (holder := self._living_driver()) and not _lives_here(holder) and time.monotonic() < deadline_s:
-            # An earlier driver may have ended a moment ago.
-            time.sleep(0.5)
-        if holder:
-            raise StartError(
-                f"a deployment named {self.namespace} runs in this Ray cluster",
-                f"diptych serve, process {holder['pid']} on {holder['host']}, drives it",
-                "stop it, or name this one: --ray-namespace NAME",
-            )
-        job = ray.get_runtime_context().get_job_id()
-        began_s = psutil.Process().create_time()
-        entry = {"job": job, "pid": os.getpid(), "host": socket.gethostname(), "began_s": began_s}
-        internal_kv._internal_kv_put(self._entry, msgspec.json.encode(entry), overwrite=True)
-        self._drives = True
-
-    def _living_driver(self) -> dict[str, Any] | None:
-        """The driver that has this namespace, if it is another one and lives."""
-        raw: bytes | None = cast(Any, internal_kv)._internal_kv_get(self._entry)
-        if raw is None:
-            return None
-        entry: dict[str, Any] = msgspec.json.decode(raw)
-        dead = {job["JobID"]: job["IsDead"] for job in cast(Any, cluster_state).job_table()}
-        alive = entry["job"] != ray.get_runtime_context().get_job_id() and not dead.get(entry["job"], True)
-        return entry if alive else None
+            self._claim.take_namespace(threading.Event())
 
     @property
     def own_address(self) -> str:
@@ -352,11 +316,9 @@ class JoinedCluster:
 
     def stop(self) -> None:
         """Leave the cluster. Idempotent."""
-        if self._drives:
-            self._drives = False
+        if self._claim.is_held:
             # Without Ray's head this would wait for it. The entry may stay: its driver counts as dead then.
-            removing = start_daemon(lambda: cast(Any, internal_kv)._internal_kv_del(self._entry))
-            removing.join(KILL_TIMEOUT_S)
+            start_daemon(self._claim.release).join(KILL_TIMEOUT_S)
         ray.shutdown()
 
 
@@ -365,18 +327,6 @@ def _ask_order(actor: Any) -> Any:
     with contextlib.suppress(AttributeError):
         return actor.describe_order.remote()
     return None
-
-
-def _lives_here(driver: Mapping[str, Any]) -> bool:
-    """Whether the process of a driver's entry is there, on this machine."""
-    if driver["host"] != socket.gethostname():
-        return False
-    try:
-        apart_s = abs(psutil.Process(driver["pid"]).create_time() - driver.get("began_s", 0.0))
-    except psutil.Error:
-        return False
-    # The times of two looks may differ, as the system's boot time is rounded.
-    return bool(apart_s < SAME_START_S)
 
 
 def _read_report(address: str, answer: Any) -> NodeReport:

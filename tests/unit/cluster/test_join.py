@@ -55,10 +55,9 @@ def test_a_head_without_token_is_found_open(token: bool) -> None:
 
 def test_ray_does_not_learn_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have --api-key, and Ray shows it to whoever asks for the cluster's jobs."""
-    told = list[str]()
+    seen = list[str]()
     parts: Any = ray._private.utils
-    monkeypatch.setattr(ray, "init", lambda **_: told.append(parts.get_entrypoint_name()))
-    monkeypatch.setattr(under_test, "check_head", lambda address: None)
+    monkeypatch.setattr(ray, "init", lambda **_: seen.append(parts.get_entrypoint_name()))
     before = parts.get_entrypoint_name
-    assert join_cluster("10.0.0.1:6379", "n") == "10.0.0.1:6379"
-    assert told == ["diptych serve"] and parts.get_entrypoint_name is before
+    join_cluster("10.0.0.1:6379", "n")
+    assert seen == ["diptych serve"] and parts.get_entrypoint_name is before

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import ray
 
@@ -337,51 +335,3 @@ def test_room_that_was_freed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(under_test, "FREE_TIMEOUT_S", 0.0)
     free = iter([0.0])
     assert cluster.await_room([(Bundle("decode-0"),)])[0].free == {"CPU": 0.0}
-
-
-class Namespace:
-    """The entry of a namespace's driver in Ray's store, and its job, which Ray counts as living."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entry, self.waited = b"", 0
-        context = SimpleNamespace(get_job_id=lambda: "02")
-        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-        jobs = [{"JobID": "01", "IsDead": False}]
-        monkeypatch.setattr(under_test, "cluster_state", SimpleNamespace(job_table=lambda: jobs))
-        store = SimpleNamespace(_internal_kv_get=lambda key: self.entry, _internal_kv_put=self.put)
-        monkeypatch.setattr(under_test, "internal_kv", store)
-        monkeypatch.setattr(under_test, "DRIVER_END_S", 0.05)
-        monkeypatch.setattr("time.sleep", self.sleep)
-
-    def put(self, key: str, entry: bytes, overwrite: bool) -> None:
-        self.entry = entry
-
-    def sleep(self, seconds: float) -> None:
-        self.waited += 1
-
-    def set_driver(self, **changed: Any) -> None:
-        """It is driven by this process, but for what is `changed`."""
-        own = psutil.Process()
-        entry = {"job": "01", "pid": own.pid, "host": socket.gethostname(), "began_s": own.create_time()}
-        self.entry = msgspec.json.encode(entry | changed)
-
-
-@pytest.mark.parametrize(
-    ("changed", "waits"),
-    [({}, False), ({"began_s": 1.0}, True), ({"pid": 1 << 30}, True), ({"host": "elsewhere"}, True)],
-)
-def test_a_living_driver_of_this_machine_is_not_waited_for(
-    changed: dict[str, Any], waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    namespace = Namespace(monkeypatch)
-    namespace.set_driver(**changed)
-    with pytest.raises(StartError, match="a deployment named n runs in this Ray cluster") as caught:
-        JoinedCluster("10.0.0.1:6379", "n")._claim_namespace()
-    assert (namespace.waited > 0) is waits and "--ray-namespace" in caught.value.fix
-
-
-def test_the_namespace_of_a_dead_driver_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace = Namespace(monkeypatch)
-    namespace.set_driver(job="00")
-    JoinedCluster("10.0.0.1:6379", "n")._claim_namespace()
-    assert msgspec.json.decode(namespace.entry)["job"] == "02" and namespace.waited == 0

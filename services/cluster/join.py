@@ -43,18 +43,17 @@ DRIVER_END_S, PAUSE_S = 5.0, (0.2, 0.8)
 # Processes of the same id that began so many seconds apart, or less, are the same.
 SAME_START_S = 2.0
 LEAVES = "the deployment stops"
+# Ray warns that it does not handle SIGTERM where it is joined in a thread. This program handles it.
+logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
 TOKEN_FIX = "give the cluster's token: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or the file ~/.ray/auth_token"
 
 
-def join_cluster(address: str, namespace: str) -> str:
-    """Connect this process, the driver, to the cluster; returns the address of Ray's head.
+def join_cluster(head: str, namespace: str) -> None:
+    """Connect this process, the driver, to the cluster whose head is at this address, and has been checked.
 
     Raises:
-        ConfigError: the address has not the form HOST:PORT.
-        StartError: no Ray is there, it refuses the token, has another version, or this machine is no node of it.
+        StartError: it does not answer any more, or this machine is no node of it.
     """
-    head = find_head(address)
-    check_head(head)
     try:
         with _entrypoint_without_secrets():
             ray.init(
@@ -73,7 +72,6 @@ def join_cluster(address: str, namespace: str) -> str:
             _last_cause(error),
             "run diptych serve on a node of the cluster, with the Python and Ray that `ray start` was run with",
         ) from None
-    return head
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from services.cluster import node_probe
 from services.cluster.capacity import NodeCapacity, has_room
 from services.cluster.daemon_calls import call_in_time, start_daemon
 from services.cluster.detached_groups import DetachedGroups, ray_errors, remove_leftover
-from services.cluster.join import NamespaceClaim, join_cluster
+from services.cluster.join import LEAVES, NamespaceClaim, check_head, find_head, join_cluster
 from services.cluster.node_probe import NodeReport
 from services.cluster.node_worker import ActorReport, NodeOrder, NodeWorker
 from services.cluster.sealed_keys import seal_keys
@@ -124,17 +124,24 @@ class JoinedCluster:
         self.address, self.namespace = address, namespace
         self.groups = DetachedGroups()
         self._claim = NamespaceClaim(namespace)
+        # Held while Ray is joined, which must not be left meanwhile.
+        self._joining, self._leaves = threading.Lock(), threading.Event()
 
     def start(self) -> None:
-        """Join the cluster, and become the namespace's driver; blocks for a second or more.
+        """Join the cluster, and become the namespace's driver; blocks for a second or more, until `stop` at most.
 
         Raises:
             ConfigError: the address has not the form HOST:PORT.
-            StartError: the cluster cannot be joined, or the namespace has a living driver.
+            StartError: the cluster cannot be joined, the namespace has a living driver, or `stop` was called.
         """
-        self.address = join_cluster(self.address, self.namespace)
+        self.address = find_head(self.address)
+        check_head(self.address)
+        with self._joining:
+            if self._leaves.is_set():
+                raise StartError(LEAVES)
+            join_cluster(self.address, self.namespace)
         with ray_errors("the Ray cluster cannot be asked who drives it"):
-            self._claim.take_namespace(threading.Event())
+            self._claim.take_namespace(self._leaves)
 
     @property
     def own_address(self) -> str:
@@ -315,11 +322,16 @@ class JoinedCluster:
         return NodeWorkerHandle(name, made, keys, order.key_context)
 
     def stop(self) -> None:
-        """Leave the cluster. Idempotent."""
+        """Leave the cluster, also if `start` has not ended in another thread. Idempotent."""
+        self._leaves.set()
+        if not self._joining.acquire(timeout=KILL_TIMEOUT_S):
+            # Ray is joined, which it does not end, nor may be left meanwhile. The end of this process does both.
+            return
         if self._claim.is_held:
             # Without Ray's head this would wait for it. The entry may stay: its driver counts as dead then.
             start_daemon(self._claim.release).join(KILL_TIMEOUT_S)
         ray.shutdown()
+        self._joining.release()
 
 
 def _ask_order(actor: Any) -> Any:

@@ -61,6 +61,8 @@ def prepare_joined_environment(environ: MutableMapping[str, str]) -> None:
         environ["RAY_AUTH_MODE"] = "token"
     for name in ("RAY_USAGE_STATS_ENABLED", RECONNECT_VARIABLE):
         environ.setdefault(name, QUIET_RAY[name])
+    # Otherwise a call that comes after the cluster was left would start a Ray of its own.
+    environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     environ.update(import_path_environment(environ))
 
 

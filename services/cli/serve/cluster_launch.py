@@ -75,34 +75,35 @@ class ClusterRun(ServeRun):
         """Join the cluster, see that it has room and that its nodes have versions and model, and start the gateway."""
         self._began_s = time.monotonic()
         check_given_keys(self._config)
-        self._start_ray()
-        nodes = self._cluster.list_nodes()
+        nodes = await self._join_cluster()
         if self._config.channel is not None:
             check_channel_host(
                 self._config.channel, self._cluster.own_address, [node.address for node in nodes]
             )
-        self._fit_to_cluster(nodes)
+        await await_daemon(lambda: self._fit_to_cluster(nodes))
         self._view.begin_phase("model")
         model = await resolve_model(self._config, 0)
         fitted = await await_daemon(lambda: self._check_nodes(nodes, model))
         return self._start_gateway(fitted, port, accepted)
 
-    def _start_ray(self) -> None:
-        """Join the cluster; blocks for a second or more."""
+    async def _join_cluster(self) -> Sequence[NodeCapacity]:
+        """Join the cluster, beside the event loop; returns its nodes."""
         self._view.begin_phase("ray")
         assert self._config.ray_address is not None
         self._joined = JoinedCluster(self._config.ray_address, self._config.ray_namespace)
-        self._cluster.start()
-        # Repeated, because Ray has installed its own handler of SIGTERM.
+        await await_daemon(self._cluster.start)
+        # Repeated, in case Ray has installed handlers of its own.
         self._stop.listen_signals()
         self._state = state_folder(self._config, self._cluster.address)
         joined = f"joined {self._cluster.address}, namespace {self._config.ray_namespace}"
         self._view.end_phase("ray", joined)
-        if head_is_open(self._cluster.address):
+        if await await_daemon(lambda: head_is_open(self._cluster.address)):
             self._view.print_line(OPEN_CLUSTER)
+        return await await_daemon(self._cluster.list_nodes)
 
     def _fit_to_cluster(self, nodes: Sequence[NodeCapacity]) -> None:
-        """Decide what each worker takes, see that there is room for all, and let the cluster be the replanner's budget.
+        """Decide what each worker takes, see that there is room for all, and let the cluster be the replanner's budget;
+        blocks while Ray does not answer.
 
         Raises:
             StartError: there is no room for a worker.

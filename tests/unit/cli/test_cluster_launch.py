@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +15,7 @@ import pytest
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import StartError
+from services.cli.serve import cluster_launch
 from services.cli.serve.cluster_launch import CHANNEL_FILE, ClusterRun
 from services.cluster.capacity import NodeCapacity
 from services.cluster.cluster_deployment import ClusterDeployment
@@ -69,6 +72,43 @@ def test_a_channel_keeps_its_brackets(tmp_path: Path, monkeypatch: pytest.Monkey
     run = made_run(tmp_path, [])
     run._joined = cast(Any, SimpleNamespace(own_address="fd00::1"))
     assert run._claim_channel() == run._claim_channel() == "tcp://[fd00::1]:7"
+
+
+class SilentCluster:
+    """A cluster whose head does not answer before `stop`."""
+
+    def __init__(self, address: str, namespace: str) -> None:
+        self.address, self.asked, self.left = address, threading.Event(), threading.Event()
+
+    def start(self) -> None:
+        self.asked.set()
+        self.left.wait()
+
+    def stop(self) -> None:
+        self.left.set()
+
+
+def test_ctrl_c_ends_a_start_whose_cluster_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_launch, "JoinedCluster", SilentCluster)
+    run = made_run(tmp_path, [], ray_address="10.0.0.1:6379")
+    run._view = cast(Any, SimpleNamespace(print_line=lambda line: None, begin_phase=lambda name: None))
+
+    async def story() -> None:
+        finding = run._unless_stopped(run._find_and_start(0, cast(Any, None)))
+        starting = asyncio.create_task(finding)
+        while run._joined is None:
+            await asyncio.sleep(0.001)
+        while not cast(Any, run._joined).asked.is_set():
+            await asyncio.sleep(0.001)
+        run._stop.stop_asked.set()
+        assert await starting is None
+        run._stop_ray()
+
+    run._joined = None
+    thread = threading.Thread(target=lambda: asyncio.run(story()), daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert not thread.is_alive(), "the event loop is blocked"
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -13,7 +13,6 @@ import ray
 import ray._private.utils
 from ray.core.generated import gcs_service_pb2
 
-from services.cluster import join as under_test
 from services.cluster.join import head_is_open, join_cluster
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -335,3 +337,29 @@ def test_room_that_was_freed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(under_test, "FREE_TIMEOUT_S", 0.0)
     free = iter([0.0])
     assert cluster.await_room([(Bundle("decode-0"),)])[0].free == {"CPU": 0.0}
+
+
+def test_a_cluster_is_left_while_it_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either it is not joined any more, or it is left afterwards."""
+    cluster, looking, done = JoinedCluster("10.0.0.1:6379", "n"), threading.Event(), list[str]()
+
+    def look(address: str) -> None:
+        looking.set()
+        assert cluster._leaves.wait(60.0)
+
+    monkeypatch.setattr(under_test, "check_head", look)
+    monkeypatch.setattr(under_test, "join_cluster", lambda *_: done.append("joined"))
+    monkeypatch.setattr(ray, "shutdown", lambda: done.append("left"))
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(cluster.start)
+        assert looking.wait(60.0)
+        cluster.stop()
+        with pytest.raises(StartError, match="the deployment stops"):
+            joining.result(60.0)
+    assert done == ["left"]
+    monkeypatch.setattr(under_test, "KILL_TIMEOUT_S", 0.01)
+    with cluster._joining:
+        cluster.stop()
+    assert done == ["left"], "not while Ray is being joined"
+    cluster.stop()
+    assert done == ["left", "left"]

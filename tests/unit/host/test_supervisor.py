@@ -22,6 +22,7 @@ from diptych.specs import WorkerSpec
 from services.host.child_environment import (
     child_environment,
     import_path_environment,
+    prepare_joined_environment,
     prepare_ray_environment,
 )
 from services.host.oom_kills import count_oom_kills
@@ -299,6 +300,14 @@ def test_ray_gets_a_new_token_and_nothing_of_another_cluster(monkeypatch: pytest
             int(environ["RAY_ROTATION_MAX_BYTES"]) < 1 << 25 and environ["RAY_ROTATION_BACKUP_COUNT"] == "1"
         )
     assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"] and len(first["RAY_AUTH_TOKEN"]) == 64
+
+
+def test_ray_is_not_started_by_a_call_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread may ask a cluster that was left meanwhile: by default Ray would start one of its own then."""
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    environ = {"RAY_ADDRESS": "10.0.0.1:6379"}
+    prepare_joined_environment(environ)
+    assert environ["RAY_ENABLE_AUTO_CONNECT"] == "0" and environ["RAY_ADDRESS"] == "10.0.0.1:6379"
 
 
 # ---- what a child learns about the ones before it

@@ -15,10 +15,12 @@ from diptych.channel.keys import KEY_FILES, load_server_keys, load_transfer_key,
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
+from engine.model.checkpoint import is_folder_name
 from planner.placement.plan_file import PlanFile
 from services.cli.serve.from_plan import node_groups, one_group_per_worker
 from services.cli.serve.specs import devices_by_worker
 from services.cluster.spec import Bundle
+from services.host.model_probe import EMBEDDED_MODEL
 from services.host.ports import format_channel
 
 CLUSTER_SETTINGS = ("ray_namespace", "prefill_resources", "decode_resources", "channel", "keys_dir")
@@ -195,9 +197,10 @@ def state_folder(config: Config, address: str) -> Path:
 
 def pinned_question_model(config: Config, path: str) -> tuple[str, str | None]:
     """The model as the nodes look for it: a hub model by its id and the commit that was found here, at `path`; a folder
-    by its absolute path.
+    by its absolute path, in which links are kept: they may lead elsewhere on the nodes.
     """
-    folder = Path(path)
-    if folder.parent.name == "snapshots":
-        return config.model, folder.name
-    return (config.model, config.revision) if config.model == "tiny" else (str(folder), None)
+    if config.model == EMBEDDED_MODEL:
+        return config.model, config.revision
+    if is_folder_name(config.model):
+        return str(Path(config.model).expanduser().absolute()), None
+    return config.model, Path(path).name

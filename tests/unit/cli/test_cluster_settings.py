@@ -87,11 +87,17 @@ def test_workers_take_what_they_compute_on_and_what_the_user_names() -> None:
     assert prefill.demand == {"CPU": 1.0, "GPU": 1.0} and decode.demand == {"CPU": 1.0, "GPU": 2.0}
 
 
-def test_nodes_look_for_the_same_commit() -> None:
+def test_nodes_look_for_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = "/cache/models--org--m/snapshots/0123abcd"
     assert pinned_question_model(Config(model="org/m", revision="main"), found) == ("org/m", "0123abcd")
-    assert pinned_question_model(Config(model="./here"), "/srv/here") == ("/srv/here", None)
     assert pinned_question_model(Config(), "/site-packages/models/tiny") == ("tiny", None)
+    # A folder is the one that was named, also in the cache of the hub; where a link leads, the nodes find themselves.
+    (tmp_path / "snapshots" / "0123").mkdir(parents=True)
+    (tmp_path / "linked").symlink_to(tmp_path / "snapshots" / "0123")
+    monkeypatch.chdir(tmp_path)
+    for name in ("snapshots/0123", "./linked", str(tmp_path / "linked")):
+        asked = pinned_question_model(Config(model=name), str(tmp_path / "snapshots" / "0123"))
+        assert asked == (str(tmp_path / name), None)
 
 
 def test_keys_that_are_given_must_be_there(tmp_path: Path) -> None:

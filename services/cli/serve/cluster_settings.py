@@ -6,6 +6,7 @@ import ipaddress
 import math
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,12 +98,20 @@ def check_channel_host(channel: str, own: str, nodes: Sequence[str]) -> None:
     """
     host, _ = split_channel(channel)
     others = sorted({address for address in nodes if address != own})
-    if others and (host == "localhost" or _has(host, "is_loopback")):
+    if others and _has(_first_address(host), "is_loopback"):
         raise ConfigError(
             f"--channel {channel} is only reached from this machine",
             f"workers on the node {others[0]} connect to it too",
             f"--channel {format_channel(own, split_channel(channel)[1])}, or leave it out",
         )
+
+
+def _first_address(host: str) -> str:
+    """The address on which a channel with this host listens; the host itself if it is not known."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return host
 
 
 def _has(host: str, trait: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,19 @@ def test_nodes_look_for_the_same_commit(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("snapshots/0123", "./linked", str(tmp_path / "linked")):
         asked = pinned_question_model(Config(model=name), str(tmp_path / "snapshots" / "0123"))
         assert asked == (str(tmp_path / name), None)
+
+
+def test_a_name_that_means_this_machine_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian's own name of a machine, 127.0.1.1."""
+    addresses = {"me": "127.0.1.1", "me.lan": "10.0.0.1"}
+
+    def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
+        return [(0, 0, 0, "", (addresses[host], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    check_channel_host("tcp://me.lan:9000", "10.0.0.1", ["10.0.0.1", "10.0.0.2"])
+    with pytest.raises(ConfigError, match="only reached from this machine"):
+        check_channel_host("tcp://me:9000", "10.0.0.1", ["10.0.0.1", "10.0.0.2"])
 
 
 def test_keys_that_are_given_must_be_there(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Message
 
 from diptych.channel.hub import ChannelHub
-from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.messages import Output, Prefill, Step
+from diptych.failure_statuses import RequestFailure
+from diptych.messages import Failed, Output, Prefill, Step
 from diptych.request import Request
 from diptych.slo import Slo
 from router.requests.admission import Admission, AdmissionLimits
@@ -100,10 +100,11 @@ def test_when_one_sequence_fails_all_do_and_nobody_is_said_to_have_left(gateway:
         gateway.channel.say("prefill-0", Step([Output("g.0", 0, [5])]))
         gateway.channel.say("prefill-0", Step([Output("g.1", 0, [5], finish="stop")]))
         await until(lambda: gateway.backend.relay.admission.in_flight == 2)
-        generation.streams[0].fail_sequence(RequestFailure(FailureReason.NO_WORKERS, "no workers"))
+        gateway.channel.say("prefill-0", Failed("g.0", 0, "internal_error", "it broke"))
         await until(lambda: not gateway.backend.relay.live)
+        assert generation.failure is not None and generation.failure.code == "internal_error"
         found = values(gateway.metrics)
-        assert found["diptych:request_failures_total{code=no_workers}"] == 2
+        assert found["diptych:request_failures_total{code=internal_error}"] == 2
         assert found["diptych:requests_cancelled_total{}"] == 0
         running.cancel()
 

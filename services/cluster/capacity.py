@@ -75,6 +75,11 @@ def place_groups(groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacit
     return [chosen[index] for index in range(len(groups))]
 
 
+def min_cpus(groups: Sequence[Sequence[Bundle]]) -> float:
+    """The CPUs that the smallest worker takes of its node."""
+    return min(bundle.demand["CPU"] for group in groups for bundle in group)
+
+
 def has_room(groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> bool:
     """Whether `place_groups` finds a node for each group now; the nodes are left as they are."""
     try:

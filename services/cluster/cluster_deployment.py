@@ -20,7 +20,7 @@ import msgspec
 from diptych.channel.keys import make_keys, read_worker_keys
 from diptych.errors import StartError
 from diptych.specs import WorkerSpec
-from services.cluster.capacity import NodeCapacity
+from services.cluster.capacity import NodeCapacity, min_cpus
 from services.cluster.daemon_calls import await_daemon, call_in_time, start_daemon
 from services.cluster.deployment import RAY, LocalDeployment, OnStatus, WorkerHandle
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
@@ -194,7 +194,7 @@ class ClusterDeployment(LocalDeployment):
             namespace=cluster.namespace,
             question=cluster.question,
             max_workers=cluster.max_workers,
-            devices=min(bundle.devices for bundle in self._bundles.values()),
+            cpus=min_cpus(self._plan.node_groups),
             keys_dir=cluster.node_keys_dir,
             gateway_key=read_worker_keys(self._plan.gateway.keys_dir)["server.public"].decode("ascii"),
             pin_cores=cluster.pin_cores,

@@ -180,7 +180,7 @@ class JoinedCluster:
         nodes: Sequence[NodeCapacity],
         question: str,
         max_workers: int,
-        devices: int,
+        cpus: float,
         timeout_s: float,
         say: Callable[[str], None],
     ) -> list[NodeReport]:
@@ -205,7 +205,7 @@ class JoinedCluster:
                 ).remote(
                     question,
                     max_workers,
-                    devices,
+                    cpus,
                     node.total.get("CPU", 0.0),
                     node_probe.name_deployment(self.namespace, node.address),
                     timeout_s,

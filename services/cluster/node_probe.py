@@ -33,14 +33,14 @@ class NodeReport:
 
 
 def describe_node(
-    question: str, max_workers: int, devices: int, node_cpus: float, deployment: str, timeout_s: float
+    question: str, max_workers: int, cpus: float, node_cpus: float, deployment: str, timeout_s: float
 ) -> dict[str, Any]:
     """Run on a node: its versions, and the answer to `question`, a `ProbeRequest` in JSON without the node's part.
 
-    The node's memory is shared by as many workers of so many `devices` as its CPUs allow, and by `max_workers` at most;
-    with 0 it is not divided, since bulk workers find out themselves what fits.
-    What workers of the `deployment` (`name_deployment`) hold on the node is shared too. A model that is not there after
-    `timeout_s` seconds, since it is being downloaded, is an error. Without a `question` only versions are told.
+    Its memory is shared by as many workers that take so many `cpus` as it has, and by `max_workers` at most; with 0 it
+    is not divided, since bulk workers find out themselves what fits. What workers of the `deployment` (its
+    `name_deployment`) hold here is shared too. A model that is not there after `timeout_s` seconds, since it is being
+    downloaded, is an error. Without a `question` only versions are told.
     """
     import importlib.metadata
     import json
@@ -68,9 +68,8 @@ def describe_node(
     }
     if not question or found["versions"]["diptych"] == "not installed":
         return found
-    here = max_workers
-    if max_workers > 0 and node_cpus >= devices:
-        here = max(1, min(max_workers, int(node_cpus // devices)))
+    # In Ray's steps of 0.0001, in which shares such as 0.1 are whole.
+    here = min(max_workers, round(node_cpus * 1e4) // max(1, round(cpus * 1e4))) or max_workers
     # `-P`: nothing may be imported from the directory in which Ray was started.
     try:
         probing = subprocess.run(
@@ -90,8 +89,8 @@ def describe_node(
     try:
         found["reply"] = json.loads(probing.stdout.strip().rsplit(b"\n", 1)[-1])
     except ValueError:
-        last = probing.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        found["reply"] = {"error": {"what": "the model cannot be looked for", "why": " ".join(last)[:300]}}
+        last = probing.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        found["reply"] = {"error": {"what": "the model cannot be looked for", "why": last[:300]}}
     return found
 
 

@@ -65,7 +65,7 @@ class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What an actor is told: the worker's specification as far as the driver knows it, and where it is placed.
 
     `group` is the name of its placement group, in which it has the bundle `index` with the resources `demand`.
-    `devices` are those of the smallest worker: by them each node counts how many workers share its memory. For
+    `cpus` are those of the smallest worker: by them each node counts how many workers share its memory. For
     `question`, `max_workers`, `keys_dir` and `pin_cores` see `services.cluster.spec.ClusterSpec`. `gateway_key` is the
     gateway's public key: a worker that has another one cannot be adopted.
     """
@@ -75,7 +75,7 @@ class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     question: str
     max_workers: int
-    devices: int
+    cpus: float
     keys_dir: str
     gateway_key: str
     pin_cores: bool
@@ -280,7 +280,7 @@ class NodeWorker:
         reply = describe_node(
             order.question,
             order.max_workers,
-            order.devices,
+            order.cpus,
             _count_cpus(),
             self._deployment,
             MODEL_TIMEOUT_S,

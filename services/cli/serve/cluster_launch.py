@@ -25,7 +25,7 @@ from services.cli.serve.cluster_settings import (
 )
 from services.cli.serve.launch import ServeRun
 from services.cli.serve.specs import device_budget, devices_by_worker, num_probed
-from services.cluster.capacity import NodeCapacity, copy_nodes, count_devices, place_groups
+from services.cluster.capacity import NodeCapacity, copy_nodes, count_devices, min_cpus, place_groups
 from services.cluster.cluster_deployment import ClusterDeployment
 from services.cluster.daemon_calls import await_daemon
 from services.cluster.deployment import LocalDeployment
@@ -163,9 +163,8 @@ class ClusterRun(ServeRun):
     def _probe_nodes(
         self, nodes: Sequence[NodeCapacity], question: str, timeout_s: float
     ) -> list[NodeReport]:
-        devices = min(bundle.devices for group in self._groups for bundle in group)
         workers, say = num_probed(self._config), self._view.print_line
-        return self._cluster.probe_nodes(nodes, question, workers, devices, timeout_s, say)
+        return self._cluster.probe_nodes(nodes, question, workers, min_cpus(self._groups), timeout_s, say)
 
     async def _start_placed(self, deployment: LocalDeployment) -> None:
         assert isinstance(deployment, ClusterDeployment)

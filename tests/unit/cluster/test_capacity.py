@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.errors import StartError
-from services.cluster.capacity import NodeCapacity, count_devices, place_groups
+from services.cluster.capacity import NodeCapacity, count_devices, min_cpus, place_groups
 from services.cluster.spec import Bundle
 
 CPU_1 = (("CPU", 1.0),)
@@ -80,3 +80,10 @@ def test_shares_of_a_resource_are_counted_as_ray_does() -> None:
     assert place_groups(groups, nodes) == ["1", "1", "1"] and nodes[0].free["fast"] == 0.0
     pair = [(Bundle("prefill-0", resources=(("fast", 0.1),)), Bundle("decode-0", resources=(("fast", 0.2),)))]
     assert place_groups(pair, [node("1", 9, fast=0.3)]) == ["1"]
+
+
+def test_the_smallest_worker_decides_how_many_share_a_node() -> None:
+    """What it takes by --decode-resources counts, not how many ranks it has."""
+    half = Bundle("decode-0", resources=(("CPU", 0.5), ("fast", 1.0)))
+    assert min_cpus([(Bundle("prefill-0", 2),), (half,)]) == 0.5
+    assert min_cpus(singles("prefill-0", "decode-0")) == 1.0

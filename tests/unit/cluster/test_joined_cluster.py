@@ -46,7 +46,7 @@ class ActorMaker:
 def order(**demand: float) -> NodeOrder:
     worker = WorkerSpec(worker="decode-0", role="decode", gateway="tcp://a:1", keys_dir="", model="m")
     return NodeOrder(
-        spec=worker, module="m", namespace="n", question="{}", max_workers=1, devices=1, keys_dir="",
+        spec=worker, module="m", namespace="n", question="{}", max_workers=1, cpus=1.0, keys_dir="",
         gateway_key="", pin_cores=True, group="decode-0", index=0, demand=demand,
     )  # fmt: skip
 
@@ -227,7 +227,7 @@ class Probes:
         return SimpleNamespace(remote=self.ask)
 
     def ask(
-        self, question: str, workers: int, devices: int, cpus: float, deployment: str, limit: float
+        self, question: str, workers: int, cpus: float, node_cpus: float, deployment: str, limit: float
     ) -> str:
         self.asked.append(deployment)
         return deployment

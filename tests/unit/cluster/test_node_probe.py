@@ -52,11 +52,19 @@ def test_settings_of_nodes_that_harm_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_workers", "devices", "cpus", "share"),
-    [(4, 1, 2.0, 2), (4, 1, 64.0, 4), (4, 2, 4.0, 2), (3, 4, 2.0, 3), (0, 1, 4.0, 0)],
+    ("max_workers", "cpus", "node_cpus", "share"),
+    [
+        (4, 1.0, 2.0, 2),
+        (4, 1.0, 64.0, 4),
+        (4, 2.0, 4.0, 2),
+        (3, 4.0, 2.0, 3),
+        (0, 1.0, 4.0, 0),
+        (9, 0.5, 4.0, 8),
+        (9, 0.1, 0.3, 3),
+    ],
 )
 def test_a_node_divides_its_memory_among_the_workers_that_it_may_get(
-    monkeypatch: pytest.MonkeyPatch, max_workers: int, devices: int, cpus: float, share: int
+    monkeypatch: pytest.MonkeyPatch, max_workers: int, cpus: float, node_cpus: float, share: int
 ) -> None:
     asked: list[dict[str, Any]] = []
 
@@ -70,7 +78,7 @@ def test_a_node_divides_its_memory_among_the_workers_that_it_may_get(
 
     monkeypatch.setattr("subprocess.run", run)
     found = describe_node(
-        '{"model": "tiny", "num_workers": 0}', max_workers, devices, cpus, "n@10.0.0.1", 60.0
+        '{"model": "tiny", "num_workers": 0}', max_workers, cpus, node_cpus, "n@10.0.0.1", 60.0
     )
     assert asked == [{"model": "tiny", "num_workers": share, "deployment": "n@10.0.0.1"}]
     report = parse_report("10.0.0.1", found)

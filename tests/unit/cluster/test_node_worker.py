@@ -69,7 +69,7 @@ class Node:
         self.replies = iter(replies)
         spec = WorkerSpec(worker="decode-0", role="decode", gateway="tcp://a:1", keys_dir="", model="", tp=2)
         order = NodeOrder(
-            spec=spec, module="m", namespace="n", question="{}", max_workers=5, devices=1, gateway_key="",
+            spec=spec, module="m", namespace="n", question="{}", max_workers=5, cpus=1.0, gateway_key="",
             keys_dir=str(self.folder / "keys"), pin_cores=False, group="g", index=0, demand={"CPU": 1.0},
         )  # fmt: skip
         return NodeWorker(msgspec.json.encode(order))
@@ -98,8 +98,8 @@ def test_a_restarted_worker_tries_until_its_node_has_what_it_needs(
     assert seen[0].version != seen[1].version and max(one.version for one in seen) < 0
     supervisor: Any = worker._supervisor
     assert supervisor.spec.kv_bytes == 4096 and supervisor.environ[WORKER_OF] == "n@10.0.0.1"
-    # All workers of a node count by the same devices, those of the smallest.
-    assert node.asked == [("{}", 5, 1, 8.0, "n@10.0.0.1", under_test.MODEL_TIMEOUT_S)] * 3
+    # All workers of a node count by the same CPUs, those of the smallest.
+    assert node.asked == [("{}", 5, 1.0, 8.0, "n@10.0.0.1", under_test.MODEL_TIMEOUT_S)] * 3
     assert worker.describe_order()[2] is False
     worker.stop(0.0)
     assert worker.describe_order()[2] is True

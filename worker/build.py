@@ -24,6 +24,7 @@ from engine.cpu import attention, matmul
 from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.tensor_parallel import RankPlacement
+from engine.cpu.weights.decoder_weights import OnPacked
 from engine.loop import Engine
 from engine.model.calibration_file import calibration_path
 from engine.model.checkpoint import Checkpoint
@@ -196,13 +197,13 @@ def build_engine(
     pools = [_class_pools(parts, arena) for arena in parts.arenas]
     holdings = _build_arenas(pools, spec.prefix_caching)
     ranks = RankProcesses(spec.worker, partial(exit_fatally, supervisor)) if len(memories) > 1 else None
-    tokenizer = load_tokenizer(found.files.path)
+    tokenizer, packed = load_tokenizer(found.files.path), partial(supervisor.report_progress, "load")
     eviction = _eviction_setup(found, tokenizer) if _has_eviction_memory(spec, found) else None
     try:
         if ranks is None:
-            runner = _load_single(found, [by_rank[0] for by_rank in pools], eviction, supervisor)
+            runner = _load_single(found, [by_rank[0] for by_rank in pools], eviction, packed)
         else:
-            runner = load_leader(_leader_spec(spec, found, eviction), found.shards, memories, ranks)
+            runner = load_leader(_leader_spec(spec, found, eviction), found.shards, memories, ranks, packed)
         sampler = Sampler(runner.vocab_size, load_grammar_tokens(found.files.path, tokenizer))
         supervisor.report_progress("load")
         supervisor.report_progress("warm", 0)
@@ -221,7 +222,7 @@ def build_engine(
 
 
 def _load_single(
-    found: ResolvedModel, pools: Sequence[KvPool], eviction: EvictionSetup | None, supervisor: SupervisorPipe
+    found: ResolvedModel, pools: Sequence[KvPool], eviction: EvictionSetup | None, packed: OnPacked
 ) -> CpuModelRunner:
     """The runner of a worker with one rank, over its pools by KV class. Raises ModelError."""
     return CpuModelRunner.load(
@@ -233,7 +234,7 @@ def _load_single(
         [(pool, one.calibration) for pool, one in zip(pools[1:], found.classes[1:], strict=True)],
         eviction=eviction,
         prepared=machine_kernel_folder(),
-        packed=partial(supervisor.report_progress, "load"),
+        packed=packed,
     )
 
 

@@ -49,7 +49,7 @@ from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.orders import RunStep, decode_order
 from engine.cpu.ranks.tensor_parallel import EXCHANGE_TIMEOUT_S, RankGroup, RankPlacement, RankReplies
-from engine.cpu.weights.decoder_weights import SectionReader, read_weights
+from engine.cpu.weights.decoder_weights import OnPacked, SectionReader, ignore_progress, read_weights
 from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.architecture import ModelConfig
 from engine.model.weights import WeightReader
@@ -303,9 +303,15 @@ def _describe_exit(code: int) -> str:
 
 
 def load_leader(
-    orders: RankSpec, shards: Sequence[Shard], memories: Sequence[SharedMemory], ranks: RankProcesses
+    orders: RankSpec,
+    shards: Sequence[Shard],
+    memories: Sequence[SharedMemory],
+    ranks: RankProcesses,
+    packed: OnPacked = ignore_progress,
 ) -> CpuModelRunner:
     """Start the other ranks and load rank 0's shard. `orders` is for rank 0; `shards` and `memories` are by rank.
+
+    `packed` is called while rank 0 packs its weights, as the others do at the same time.
 
     Raises:
         ModelError: the checkpoint cannot be read.
@@ -317,7 +323,7 @@ def load_leader(
     ]
     ranks.start_ranks(others[1:], memories[1:])
     group = _make_group(orders, lambda error: ranks.fail_worker("an exchange failed", error))
-    runner = _load_runner(orders, group, memories[0].view, ranks)
+    runner = _load_runner(orders, group, memories[0].view, ranks, packed)
     ranks.join_ranks(group)
     return runner
 
@@ -359,20 +365,24 @@ def _perform_order(runner: CpuModelRunner, data: bytes) -> RankReply:
 
 
 def _load_runner(
-    orders: RankSpec, wire: RankGroup, memory: memoryview, followers: RankProcesses | None = None
+    orders: RankSpec,
+    wire: RankGroup,
+    memory: memoryview,
+    followers: RankProcesses | None = None,
+    packed: OnPacked = ignore_progress,
 ) -> CpuModelRunner:
     """Load the shard of one rank, and bind it to its pools in `memory`."""
     shape, shard = orders.shape, orders.shard
     (pool, calibration), *others = _open_pools(orders, memory)
     files = {name: Path(file) for name, file in orders.weights.items()}
     with torch.no_grad(), WeightReader(files) as weights:
-        reader = SectionReader(shape, weights, orders.place, shard)
+        reader = SectionReader(shape, weights, orders.place, shard, packed=packed)
         if orders.prepared is None:
-            packed = read_weights(reader)
+            found = read_weights(reader)
         else:
             folder, identity = orders.prepared
-            packed = PreparedFolder(Path(folder), identity).load_weights(reader)
-    decoder = CpuDecoder(shape, packed, orders.max_model_len, place=orders.place, shard=shard, wire=wire)
+            found = PreparedFolder(Path(folder), identity).load_weights(reader)
+    decoder = CpuDecoder(shape, found, orders.max_model_len, place=orders.place, shard=shard, wire=wire)
     return CpuModelRunner(
         decoder,
         pool,

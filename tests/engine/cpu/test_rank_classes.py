@@ -108,7 +108,10 @@ def pair(classes: tuple[tuple[KvClassChoice, ...], Path]) -> Iterator[ClassWorke
         ),
     )
     try:
-        runner = load_leader(spec, shards, memories, ranks)
+        steps = list[tuple[int, int]]()
+        runner = load_leader(spec, shards, memories, ranks, lambda *step: steps.append(step))
+        sections = model.shape.layers + 2
+        assert steps == [(done, sections + 1) for done in range(1, sections + 1)]
         parts = [(shard, memory.view) for shard, memory in zip(shards, memories, strict=True)]
         yield ClassWorker(runner, ShardedPool(sized[0][0], parts, sized))
         assert lost.empty()

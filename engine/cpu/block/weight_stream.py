@@ -14,6 +14,8 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from engine.cpu.block.disk_file import DirectFile, DiskRate, allocate_memory
 from engine.cpu.weights.decoder_weights import (
     FIRST_SECTION,
@@ -155,8 +157,10 @@ def _map_resident(
 
 
 def _map_section(file: int, section: StoredSection) -> WeightSection:
-    """A section of an open prepared file, mapped: its pages are read when they are first used. Raises OSError."""
+    """A section of an open prepared file, mapped and read, so that no step waits for it. Raises OSError."""
     flags, protection = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
     mapped = mmap.mmap(file, section.num_bytes, flags=flags, prot=protection, offset=section.at)
     mapped.madvise(mmap.MADV_WILLNEED)
+    # Touches every page.
+    np.frombuffer(mapped, np.uint8)[:: mmap.PAGESIZE].max(initial=0)
     return view_section(memoryview(mapped), section)

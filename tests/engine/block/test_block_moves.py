@@ -17,6 +17,8 @@ from diptych.errors import ConfigError, size_setting
 from engine.block.policy import BlockPolicy
 from engine.block.sizes import DISK_BLOCK, round_up
 from engine.cpu.block.disk_file import PIECE_BYTES, DirectFile, DiskRate, allocate_memory
+from engine.cpu.block.loading import prepare_weights
+from engine.cpu.block.weight_stream import WeightStream
 from engine.cpu.weights.prepared_file import read_index
 from engine.model.checkpoint import Checkpoint
 from engine.sequence import Sequence
@@ -291,3 +293,18 @@ def test_the_process_takes_no_more_memory_than_predicted(
     assert found["failed"] == 0
     assert found["peak_bytes"] <= 1.05 * found["memory_bytes"]
     assert found["disk_used_bytes"] <= found["disk_bytes"] + DISK_BLOCK
+
+
+def test_weights_that_stay_are_read_at_the_start(model: Checkpoint, prepared: Path) -> None:
+    """And not in the first step, whose lines would wait for the disk."""
+    path = prepare_weights(model, "exact", prepared)
+    stream = WeightStream(path, model.shape, frozenset(range(model.shape.layers)))
+    found, here = dict[str, int](), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if "-" in name.split(" ")[0]:
+            here = line.endswith(str(path))
+        elif here and name in ("Size", "Rss"):
+            found[name] = found.get(name, 0) + int(rest.split()[0])
+    assert found["Size"] > 0 and found["Rss"] == found["Size"]
+    stream.close()

@@ -277,7 +277,7 @@ class BulkRates:
     # Bytes of KV per second that decoding rows attend to, and operations per second of prompts' attention.
     attention: Positive
     prompt_attention: Positive
-    # Seconds of a row's logits.
+    # Seconds of a row outside the layers: its logits, sampling, and the engine's work for its sequence.
     end_row_s: Seconds
     # Bytes per second: copies in memory, reads and writes of the disk past the page cache.
     copy: Positive
@@ -289,6 +289,8 @@ class BulkRates:
     coded_attention: Positive | None = None
     # What coding, and attending to coded KV, adds to a row of a prompt.
     coded_row_s: SignedSeconds = 0.0
+    # Seconds of a batch in each step, outside the layers.
+    end_pass_s: Seconds = 0.0
 
     @property
     def widen_s(self) -> float | None:

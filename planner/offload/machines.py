@@ -138,9 +138,10 @@ class DeviceMachine:
 class HostMachine:
     """A CPU with a bounded part of its memory, and a disk. Rates are bytes per second, times are seconds.
 
-    A layer's products take `pass_s` and `row_s` for each row, both for a layer of `measured_weights` numbers;
-    `widen_s` is added to each pass if weights have 4 bits. `attention` is the rate at which KV is attended to. Without
-    `overlap` the disk is read before the computation begins.
+    A layer takes `pass_s` for each batch and `row_s` for each row, both for a layer of `measured_weights` numbers;
+    `widen_s` is added to each pass if weights have 4 bits. Outside the layers a step takes `end_pass_s` for each batch
+    and `end_row_s` for each sequence. `attention` is the rate at which KV is attended to. Without `overlap` the disk is
+    read before the computation begins.
 
     A machine that was measured (`planner.offload.measured`) has the times of a layer with `exact` weights, and of one
     with `int4` weights; they are used instead of `pass_s`, `row_s` and `widen_s`. `coded_attention` is the rate for KV
@@ -159,6 +160,7 @@ class HostMachine:
     prompt_attention: float
     widen_s: float = 0.0
     end_row_s: float = 0.0
+    end_pass_s: float = 0.0
     step_tokens: int = 512
     overlap: bool = True
     exact: LayerTime | None = None
@@ -197,13 +199,14 @@ class HostMachine:
         prompt_s = passes * time.prompt_pass_s + tokens * prompt_row_s + pairs / self.prompt_attention
         prefill_copies = _on_disk(weights, kv * whole_chunks(work.prompt_tokens), 2 * hidden, self.copy)
         decode_copies = _on_disk(weights, read_kv + written_kv, 2 * token, self.copy)
+        end_s = self.end_pass_s * block.batches + self.end_row_s * block.sequences
         return BlockCosts(
             self._resources(prefill_disk, prefill_copies + ShareCosts(constant=prompt_s)),
             self._resources(decode_disk, decode_copies + ShareCosts(constant=decode_s)),
             self._memories(model, work, block),
             MIDDLE_SHARES,
-            self.end_row_s * block.sequences,
-            self.end_row_s * block.sequences,
+            end_s,
+            end_s,
         )
 
     def _resources(self, disk: ShareCosts, compute: ShareCosts) -> tuple[TimedResource, ...]:

@@ -44,6 +44,7 @@ def measured_machine(
         prompt_attention=rates.prompt_attention,
         widen_s=rates.widen_s or 0.0,
         end_row_s=rates.end_row_s,
+        end_pass_s=rates.end_pass_s,
         exact=rates.exact,
         int4=rates.int4,
         coded_attention=rates.coded_attention,

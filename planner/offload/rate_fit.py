@@ -1,29 +1,32 @@
 """Fits the rates of bulk work (`planner.types.BulkRates`) to what `engine.cpu.block.rate_probe` has measured.
 
-Times are those of one layer of the model, in seconds. A layer takes a time for each pass over its weights and a time
-for each row, and rows of prompts take another one, since a unit of a prompt has hundreds of rows.
+Times are those of one layer of the model, in seconds. A unit takes a time for each pass over its weights and a time
+for each row, and rows of prompts take another one, since a unit of a prompt has hundreds of rows. What attention takes
+at a short context is in these; the rates of attention are what grows with the context.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from diptych.errors import ConfigError
 from planner.types import MAX_NUMBER, BulkRates, LayerTime
 
-# Up to this many rows a measurement counts as one of decoding rows, from it on as one of a prompt's.
-MAX_DECODE_ROWS = 64
 Points = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class RatePoints:
-    """What was measured. Products are (rows, seconds) of one layer, by kind of weights: "exact" and perhaps "int4".
+    """What was measured, by kind of weights: "exact" and perhaps "int4".
 
+    `products` are (rows, seconds) of a unit of decoding rows in one layer, `prompts` those of one of prompts. `steps`
+    are (batches, sequences, seconds) of decode steps without their layers, and without `logit_row_s` of each sequence.
     `attention` and `prompt_attention` are (bytes, seconds) and (operations, seconds), `copies`, `reads` and `writes`
     (bytes, seconds).
     """
@@ -31,9 +34,11 @@ class RatePoints:
     threads: int
     layer_weights: float
     products: Mapping[str, Points]
+    prompts: Mapping[str, Points]
+    steps: Sequence[tuple[int, int, float]]
     attention: Points
     prompt_attention: Points
-    end_row_s: float
+    logit_row_s: float
     copies: Points
     reads: Points
     writes: Points
@@ -49,36 +54,39 @@ def fit_bulk_rates(points: RatePoints) -> tuple[BulkRates, dict[str, float]]:
     Raises:
         ConfigError: there are too few measurements of products.
     """
-    layers = {kind: _fit_layer(some) for kind, some in points.products.items()}
+    layers = {
+        kind: LayerTime(*_fit_line(some), *_fit_line(points.prompts.get(kind, ())))
+        for kind, some in points.products.items()
+    }
     if "exact" not in layers:
         raise ConfigError("rates of bulk work cannot be fitted", "no product was measured", "measure again")
+    end_pass_s, end_row_s = _fit_steps(points.steps)
     rates = BulkRates(
         threads=points.threads,
         layer_weights=points.layer_weights,
         exact=layers["exact"],
-        attention=_fit_rate(points.attention),
-        prompt_attention=_fit_rate(points.prompt_attention),
-        end_row_s=points.end_row_s,
+        attention=_fit_growth(points.attention, lambda _: 1.0),
+        # A prompt's operations grow with the square of its length, and the rest of its attention with the length.
+        prompt_attention=_fit_growth(points.prompt_attention, math.sqrt),
+        end_row_s=end_row_s + points.logit_row_s,
+        end_pass_s=end_pass_s,
         copy=_fit_rate(points.copies),
         disk_read=_fit_rate(points.reads),
         disk_write=_fit_rate(points.writes),
         disk_direct=points.disk_direct,
         int4=layers.get("int4"),
-        coded_attention=_fit_rate(points.coded_attention) if points.coded_attention else None,
+        coded_attention=_fit_growth(points.coded_attention, lambda _: 1.0)
+        if points.coded_attention
+        else None,
         coded_row_s=sum(s for _, s in points.coded_rows) / max(1, sum(n for n, _ in points.coded_rows)),
     )
-    errors = {f"bulk_{kind}": _mean_error(some, layers[kind]) for kind, some in points.products.items()}
-    errors["bulk_attention"] = _rate_error(points.attention, rates.attention)
+    errors = {
+        f"bulk_{kind}": _mean_error(some, points.prompts[kind], layers[kind])
+        for kind, some in points.products.items()
+    }
     errors["bulk_disk_read"] = _rate_error(points.reads, rates.disk_read)
     errors["bulk_disk_write"] = _rate_error(points.writes, rates.disk_write)
     return rates, {f"{name}_mean": error for name, error in errors.items()}
-
-
-def _fit_layer(points: Points) -> LayerTime:
-    """The two lines of a layer. Raises ConfigError."""
-    few = [one for one in points if one[0] <= MAX_DECODE_ROWS]
-    many = [one for one in points if one[0] >= MAX_DECODE_ROWS]
-    return LayerTime(*_fit_line(few), *_fit_line(many))
 
 
 def _fit_line(points: Points) -> tuple[float, float]:
@@ -87,10 +95,36 @@ def _fit_line(points: Points) -> tuple[float, float]:
         why = "a line needs two numbers of rows"
         raise ConfigError("rates of bulk work cannot be fitted", why, "measure again")
     rows, seconds = (np.array(column, float) for column in zip(*points, strict=True))
-    columns = np.column_stack([1 / seconds, rows / seconds])
-    scale = columns.max(axis=0)
-    base_s, row_s = nnls(columns / scale, np.ones(len(seconds)))[0] / scale
-    return float(base_s), float(row_s)
+    base_s, row_s = _fit_relative([np.ones(len(rows)), rows], seconds)
+    return base_s, row_s
+
+
+def _fit_steps(steps: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
+    """Seconds of a step beside its layers, for each batch and for each sequence. Raises ConfigError."""
+    if len({step[:2] for step in steps}) < 2:
+        raise ConfigError(
+            "rates of bulk work cannot be fitted", "too few steps were measured", "measure again"
+        )
+    batches, sequences, seconds = (np.array(column, float) for column in zip(*steps, strict=True))
+    pass_s, row_s = _fit_relative([batches, sequences], seconds)
+    return pass_s, row_s
+
+
+def _fit_growth(points: Points, of_other: Callable[[float], float]) -> float:
+    """Amount per second, where seconds also grow with `of_other(amount)`; that of the middle if there is one amount."""
+    if len({amount for amount, _ in points}) < 2:
+        return _fit_rate(points)
+    amounts, seconds = (np.array(column, float) for column in zip(*points, strict=True))
+    other = np.array([of_other(amount) for amount in amounts])
+    growth_s = _fit_relative([other, amounts], seconds)[1]
+    return min(MAX_NUMBER, 1 / growth_s) if growth_s > 0 else MAX_NUMBER
+
+
+def _fit_relative(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
+    """The factors of columns, none of them negative, whose sum has the least relative error."""
+    relative = np.column_stack([column / seconds for column in columns])
+    scale = relative.max(axis=0)
+    return [float(one) for one in nnls(relative / scale, np.ones(len(seconds)))[0] / scale]
 
 
 def _fit_rate(points: Points) -> float:
@@ -99,13 +133,11 @@ def _fit_rate(points: Points) -> float:
     return min(MAX_NUMBER, rates[len(rates) // 2])
 
 
-def _mean_error(points: Points, layer: LayerTime) -> float:
-    def predict(rows: float) -> float:
-        if rows <= MAX_DECODE_ROWS:
-            return layer.decode_s(rows)
-        return layer.prompt_pass_s + rows * layer.prompt_row_s
-
-    return _mean_off(points, predict)
+def _mean_error(few: Points, many: Points, layer: LayerTime) -> float:
+    """The mean relative error of the lines of a layer."""
+    lines = ((few, layer.pass_s, layer.row_s), (many, layer.prompt_pass_s, layer.prompt_row_s))
+    off = [abs((pass_s + rows * row_s) / s - 1) for some, pass_s, row_s in lines for rows, s in some]
+    return sum(off) / max(1, len(off))
 
 
 def _rate_error(points: Points, rate: float) -> float:

@@ -1,4 +1,4 @@
-"""Measures what a block of bulk work costs on this machine: one layer's products by rows, attention, copies, the disk.
+"""Measures what a block of bulk work costs on this machine: units of a layer, steps, attention, copies, the disk.
 
 Nothing but the first layer of the model is read, so that it can be measured for models that do not fit into memory.
 The weights of the layer are held several times, so that they are read from memory as in a block and not from the cache.
@@ -6,7 +6,6 @@ The weights of the layer are held several times, so that they are read from memo
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import shutil
@@ -20,11 +19,12 @@ import torch
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError, ModelError
-from engine.attention.batch import ForwardBatch, PrefillSpan, pack_batch
+from engine.attention.batch import ForwardBatch, pack_batch
 from engine.block.sizes import DISK_BLOCK
-from engine.cpu.attention import CpuAttention, Floats, PagedAttention
+from engine.cpu.attention import CpuAttention, PagedAttention
 from engine.cpu.block.block_kv import build_coding
 from engine.cpu.block.disk_file import PIECE_BYTES, DirectFile, allocate_memory
+from engine.cpu.block.step_probe import StepProbe
 from engine.cpu.coded.attention import CodedPool
 from engine.cpu.coded.compiled_attention import CompiledAttention, build_angles
 from engine.cpu.coded.sink_table import SinkTable
@@ -48,8 +48,8 @@ from kvcache.layout import KvLayout
 # The bytes of weights over which a measurement goes, at least, unless the layer alone has more.
 COLD_BYTES = 96 << 20
 MAX_COPIES = 64
-# Outputs of the product to logits that are measured; the time of all is scaled.
-MAX_LOGIT_OUTPUTS = 8192
+# Up to this many rows a unit is one of decoding rows, from it on one of prompts.
+MAX_DECODE_ROWS = 64
 ATTENDING_ROWS = 8
 KV_CODEC = "int4"
 Point = tuple[int, float]
@@ -60,8 +60,8 @@ class ProbeSizes:
     """How much is measured. Sizes are in tokens, rows and bytes; each measurement is the best of `rounds`."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    contexts: tuple[int, ...] = (256, 1024)
-    prompts: tuple[int, ...] = (128, 512)
+    contexts: tuple[int, ...] = (64, 256, 1024)
+    prompts: tuple[int, ...] = (64, 128, 512)
     disk_bytes: int = 256 << 20
     copy_bytes: int = 64 << 20
     rounds: int = 5
@@ -72,9 +72,11 @@ class MeasuredRates:
     """What was measured: (amount, seconds), as `planner.offload.rate_fit.RatePoints` explains."""
 
     layer_weights: int
-    end_row_s: float
+    logit_row_s: float
     disk_direct: bool
     products: dict[str, list[Point]] = field(default_factory=dict)
+    prompts: dict[str, list[Point]] = field(default_factory=dict)
+    steps: list[tuple[int, int, float]] = field(default_factory=list)
     attention: list[Point] = field(default_factory=list)
     prompt_attention: list[Point] = field(default_factory=list)
     coded_attention: list[Point] = field(default_factory=list)
@@ -114,20 +116,24 @@ class _LayerProbe:
         longest = max(*sizes.contexts, *sizes.prompts, max(sizes.rows)) + 1
         self._context = min(longest, model.shape.context)
         self.decoder = CpuDecoder(model.shape, DecoderWeights((), None, None, None), self._context)
+        self._steps = StepProbe(model, self._context, self._clock, sizes.rounds)
 
     def measure(self, folder: Path, say: Callable[[str], None]) -> MeasuredRates:
         shape = self.model.shape
         say("products of a layer")
         section = _read_layer(self.model, None)
         weights = sum(one.outputs * one.inputs for one in section.matrices.values())
-        found = MeasuredRates(weights, self._measure_logits(), True)
-        found.products["exact"] = self._measure_layer(build_layer(section, shape.windows[0]), section)
+        # Of a large vocabulary only a part is in the steps.
+        more = shape.vocab / self._steps.outputs - 1
+        found = MeasuredRates(weights, more * self._measure_logits(), True)
+        self._measure_layers(found, "exact", section)
         try:
-            section = _read_layer(self.model, "int4")
-            found.products["int4"] = self._measure_layer(build_layer(section, shape.windows[0]), section)
+            self._measure_layers(found, "int4", _read_layer(self.model, "int4"))
         except ModelError as error:
             say(f"no weights of 4 bits: {error.why}")
         del section
+        say("steps")
+        found.steps = self._steps.measure_steps()
         say("attention")
         self._measure_attention(found, say)
         say("copies and the disk")
@@ -137,28 +143,26 @@ class _LayerProbe:
 
     # ---- products
 
-    def _measure_layer(self, layer: CpuLayer, section: WeightSection) -> list[Point]:
-        """(rows, seconds) of a layer without attention, whose weights come from memory."""
-        layers = itertools.cycle([layer, *_copy_layers(section, layer.window)])
-        nothing, points = _NoAttention(), []
-        for rows in self.sizes.rows:
-            batch = pack_batch([StepWork([1], 0, [0], "none") for _ in range(rows)])
-            x = torch.randn(rows, self.model.shape.hidden)
-
-            def compute(x: torch.Tensor = x, batch: ForwardBatch = batch) -> None:
-                self.decoder.compute_layer(0, next(layers), x.clone(), torch.zeros_like(x), batch, nothing)
-
-            points.append((rows, self._best_s(compute)))
-        return points
+    def _measure_layers(self, found: MeasuredRates, kind: str, section: WeightSection) -> None:
+        """(rows, seconds) of units in a layer of a kind of weights, which come from memory."""
+        window = self.model.shape.windows[0]
+        layers = [build_layer(section, window), *_copy_layers(section, window, self.model.shape.layers)]
+        rows = self.sizes.rows
+        found.products[kind] = [
+            (count, self._steps.measure_decode(layers, count)) for count in rows if count <= MAX_DECODE_ROWS
+        ]
+        found.prompts[kind] = [
+            (count, self._steps.measure_prompts(layers, count)) for count in rows if count >= MAX_DECODE_ROWS
+        ]
 
     def _measure_logits(self) -> float:
-        """Seconds of a row's logits."""
-        shape = self.model.shape
-        outputs = min(shape.vocab, MAX_LOGIT_OUTPUTS)
-        weight = torch.randn(outputs, shape.hidden).to(torch.bfloat16).to(torch.float32)
+        """Seconds of a row's logits, of as many outputs as steps have."""
+        weight = (
+            torch.randn(self._steps.outputs, self.model.shape.hidden).to(torch.bfloat16).to(torch.float32)
+        )
         product, rows = PackedLinear.pack(weight), 16
-        x = torch.randn(rows, shape.hidden)
-        return self._best_s(lambda: product(x)) / rows * shape.vocab / outputs
+        x = torch.randn(rows, self.model.shape.hidden)
+        return self._best_s(lambda: product(x)) / rows
 
     # ---- attention
 
@@ -298,26 +302,6 @@ class _LayerProbe:
         return max(best, 1e-9)
 
 
-class _NoAttention:
-    """Attention that does nothing."""
-
-    def write(
-        self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, rotary: tuple[Floats, Floats],
-        norms: tuple[Floats, Floats], eps: float,
-    ) -> None:  # fmt: skip
-        """Nothing."""
-
-    def decode(
-        self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, window: int, out: torch.Tensor
-    ) -> None:
-        """Nothing."""
-
-    def prefill(
-        self, layer: int, qkv: torch.Tensor, span: PrefillSpan, window: int, out: torch.Tensor
-    ) -> None:
-        """Nothing."""
-
-
 def _read_layer(model: Checkpoint, kind: str | None) -> WeightSection:
     """The first layer's weights. Raises ModelError: the checkpoint does not match, or the kind cannot be had."""
     with WeightReader(model.weights) as weights:
@@ -325,9 +309,9 @@ def _read_layer(model: Checkpoint, kind: str | None) -> WeightSection:
         return next(section for name, section in sections if name == layer_section(0))
 
 
-def _copy_layers(section: WeightSection, window: int) -> Iterator[CpuLayer]:
-    """Further copies of a layer, until there are `COLD_BYTES` in all."""
-    count = min(MAX_COPIES, math.ceil(COLD_BYTES / max(1, section.num_bytes)) - 1)
+def _copy_layers(section: WeightSection, window: int, layers: int) -> Iterator[CpuLayer]:
+    """Further copies of a layer, until there are `COLD_BYTES` in all, or as many as the model has layers."""
+    count = min(MAX_COPIES, layers - 1, math.ceil(COLD_BYTES / max(1, section.num_bytes)) - 1)
     for _ in range(count):
         matrices = {name: _copy_matrix(one) for name, one in section.matrices.items()}
         yield build_layer(WeightSection(section.arrays, matrices), window)

@@ -97,6 +97,9 @@ def rate_lines(rates: BulkRates, errors: dict[str, float]) -> list[str]:
     direct = "" if rates.disk_direct else ", through copies of the page cache"
     lines.append(
         f"copies {rates.copy / GB:.3g} GB/s; the disk reads {rates.disk_read / GB:.3g} GB/s, "
-        f"writes {rates.disk_write / GB:.3g} GB/s{direct}; logits {rates.end_row_s * 1e6:.3g} µs a row"
+        f"writes {rates.disk_write / GB:.3g} GB/s{direct}"
+    )
+    lines.append(
+        f"a step beside its layers: {rates.end_pass_s * 1e6:.3g} µs a batch, {rates.end_row_s * 1e6:.3g} µs a sequence"
     )
     return lines

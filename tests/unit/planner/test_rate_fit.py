@@ -13,26 +13,32 @@ from planner.costs.profile_file import load_profile, save_profile
 from planner.offload.rate_fit import RatePoints, fit_bulk_rates
 from planner.types import LayerTime
 
-ROWS = (1, 4, 16, 64, 128, 512)
+FEW, MANY = (1, 4, 16, 64), (64, 128, 512)
 EXACT, INT4 = LayerTime(2e-3, 1e-4, 3e-3, 5e-5), LayerTime(1e-3, 2e-4, 2e-3, 1e-4)
 
 
 def measured(layer: LayerTime, noise: float = 0.0) -> list[tuple[int, float]]:
-    """Points of a layer, of which every second is too long by `noise`."""
-    found = []
-    for number, rows in enumerate(ROWS):
-        exact_s = layer.decode_s(rows) if rows <= 64 else layer.prompt_pass_s + rows * layer.prompt_row_s
-        found.append((rows, exact_s * (1 + noise * (number % 2))))
-    return found
+    """Points of units of decoding rows, of which every second is too long by `noise`."""
+    return [(rows, layer.decode_s(rows) * (1 + noise * (number % 2))) for number, rows in enumerate(FEW)]
+
+
+def prompts(layer: LayerTime) -> list[tuple[int, float]]:
+    """Points of units of prompts."""
+    return [(rows, layer.prompt_pass_s + rows * layer.prompt_row_s) for rows in MANY]
 
 
 POINTS = RatePoints(
     threads=2,
     layer_weights=1e6,
     products={"exact": measured(EXACT), "int4": measured(INT4)},
-    attention=[(8_000_000, 1e-3), (16_000_000, 1.6e-3), (1_000_000, 1e-3)],
-    prompt_attention=[(10**9, 0.05)],
-    end_row_s=3e-4,
+    prompts={"exact": prompts(EXACT), "int4": prompts(INT4)},
+    # A batch takes 2e-4 s, and a sequence 3e-5 s.
+    steps=[(1, 1, 2.3e-4), (1, 8, 4.4e-4), (8, 8, 1.84e-3), (2, 32, 1.36e-3)],
+    # 4e-4 s and 10 GB/s.
+    attention=[(1_000_000, 5e-4), (4_000_000, 8e-4), (16_000_000, 2e-3)],
+    # 2e-6 s for each root of an operation, and 100 GFLOP/s.
+    prompt_attention=[(10**6, 2.01e-3), (10**8, 2.1e-2)],
+    logit_row_s=3e-4,
     copies=[(10**9, 0.1)],
     reads=[(10**9, 2.0), (10**9, 4.0), (10**9, 5.0)],
     writes=[(10**9, 8.0)],
@@ -47,13 +53,18 @@ def test_the_lines_of_a_layer_are_found_again() -> None:
     rates, errors = fit_bulk_rates(points)
     layer = rates.exact
     assert (layer.pass_s, layer.row_s) == pytest.approx((EXACT.pass_s, EXACT.row_s))
+    assert (layer.prompt_pass_s, layer.prompt_row_s) == pytest.approx(
+        (EXACT.prompt_pass_s, EXACT.prompt_row_s)
+    )
     assert rates.widen_s == pytest.approx(-1e-3), "widening, less the bytes that are not read"
-    # The measurement in the middle counts.
-    assert (rates.attention, rates.disk_read, rates.disk_write) == (8e9, 2.5e8, 1.25e8)
+    # Rates of attention are those with which it grows: what it takes at a short context is in the layer.
+    assert (rates.attention, rates.prompt_attention) == pytest.approx((1e10, 1e11))
+    assert (rates.end_pass_s, rates.end_row_s) == pytest.approx((2e-4, 3e-5 + 3e-4))
+    # Of the disk the measurement in the middle counts.
+    assert (rates.disk_read, rates.disk_write) == (2.5e8, 1.25e8)
     assert rates.coded_row_s == pytest.approx(1e-5) and rates.coded_attention == 1e9
     assert not rates.disk_direct and rates.threads == 2
-    # The line of prompts also goes through the point that both lines have.
-    assert errors["bulk_exact_mean"] < 0.2 and errors["bulk_disk_read_mean"] > 0
+    assert errors["bulk_exact_mean"] < 1e-6 and errors["bulk_disk_read_mean"] > 0
 
 
 def test_errors_tell_how_far_a_fit_is_off() -> None:
@@ -71,10 +82,13 @@ def test_without_four_bits_there_are_no_rates_of_them() -> None:
     assert rates.coded_row_s == 0
 
 
-@pytest.mark.parametrize("products", [{}, {"exact": [(1, 1e-3), (512, 1e-2)]}])
+@pytest.mark.parametrize("products", [{}, {"exact": [(1, 1e-3)]}])
 def test_too_few_measurements_are_refused(products: dict[str, list[tuple[int, float]]]) -> None:
     with pytest.raises(ConfigError, match="cannot be fitted"):
         fit_bulk_rates(replace(POINTS, products=products))
+    for bare in (replace(POINTS, prompts={}), replace(POINTS, steps=[(1, 1, 1e-3)])):
+        with pytest.raises(ConfigError, match="cannot be fitted"):
+            fit_bulk_rates(bare)
 
 
 def test_a_profile_keeps_them(tmp_path: Path) -> None:

@@ -324,8 +324,7 @@ class Config(BaseSettings):
     )
 
     start_timeout_s: Annotated[DurationS, Listing(PROCESS, rare=True)] = Field(
-        default=600.0,
-        description="Give up if not ready after this time, or after it without progress in packing weights",
+        default=600.0, description="Longest start, or standstill while weights are packed"
     )
     log_level: Annotated[str, one_of("debug", "info", "warning", "error"), Listing(PROCESS, ALL_COMMANDS)] = (
         Field(default="warning", description="Detail of logs")

@@ -293,7 +293,7 @@ class BatchFeeder:
                 output_tokens=answer.new_tokens,
             )
             record = await self._persist(lambda: self.store.end_lines(batch.record.id, [end]))
-            self._count_line(batch, record, answer)
+            self._count_line(batch, record, line.number, answer)
         finally:
             self._bytes_in_flight -= line.num_bytes
             batch.in_flight.pop(line.number, None)
@@ -334,13 +334,13 @@ class BatchFeeder:
             self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
         return True
 
-    def _count_line(self, batch: OpenBatch, record: BatchRecord, answer: LineAnswer) -> None:
+    def _count_line(self, batch: OpenBatch, record: BatchRecord, number: int, answer: LineAnswer) -> None:
         """Count a line whose result is written."""
         # A cancellation may have been committed after the result, and be known here before it.
         if batch.record.status != "cancelling":
             batch.record = record
         batch.num_waiting -= 1
-        batch.attempts.clear()
+        batch.attempts.pop(number, None)
         self.ended["completed" if answer.succeeded else "failed"] += 1
         self.tokens["prompt"] += answer.prompt_tokens
         self.tokens["completion"] += answer.new_tokens

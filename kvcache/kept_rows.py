@@ -121,8 +121,12 @@ def most_bag_slabs(layout: KvLayout, tokens: int) -> int:
 def most_extra_slabs(layout: KvLayout, tokens: int) -> int:
     """Slabs that a sequence which evicts may need beyond those of its tokens, up to `tokens`, if every head keeps
     everything: the ring, the map, and what frames take more than pages.
+
+    More tokens of the same chunk only enlarge the bag. But a new chunk counts whole with its first token, of which the
+    bag has few frames: so a sequence that ends with a full chunk may need more than the longest one.
     """
-    return max(2, 1 + most_bag_slabs(layout, tokens) - layout.num_chunks(tokens))
+    lengths = [tokens, *range(CHUNK_TOKENS, tokens, CHUNK_TOKENS)]
+    return max(2, *(1 + most_bag_slabs(layout, one) - layout.num_chunks(one) for one in lengths))
 
 
 def count_frames(rows: int) -> int:

@@ -21,6 +21,7 @@ from kvcache.kept_rows import (
     frames_per_slab,
     map_frames,
     most_bag_slabs,
+    most_extra_slabs,
 )
 from kvcache.layout import KvLayout
 
@@ -96,6 +97,18 @@ def test_sizes_of_the_embedded_model() -> None:
         EMBEDDED, 64, 1024, np.full((6, 4), FULL, np.uint8), [np.arange(64, 1024, dtype=np.int32)] * 24
     )
     assert (everything.lead, everything.num_frames, everything.num_slabs) == (1, 1441, 16)
+
+
+@pytest.mark.parametrize(
+    "layout", [EMBEDDED, GROUPED, KvLayout(1, 1, 32, "float32", "nuq4-1%.g32@0123456789abcdef")]
+)
+def test_no_shorter_sequence_needs_more_slabs_than_are_counted(layout: KvLayout) -> None:
+    """One that ends with a full chunk needs most: the first token of the next one is a whole slab without eviction."""
+    most = 0
+    for tokens in range(1, 3000):
+        most = max(most, 1 + most_bag_slabs(layout, tokens) - layout.num_chunks(tokens))
+        if tokens % 64 in (0, 1, 2, 63):
+            assert most_extra_slabs(layout, tokens) == max(2, most), tokens
 
 
 def test_a_head_per_policy_takes_what_it_keeps() -> None:

@@ -208,9 +208,9 @@ class Sequence:
             decided, bag = decision_tokens(prompt, known), self.kept_slabs - 1
             chunks = max(1, num_chunks(decided - self.keep.boundary))
             grown = max(0, decision_tokens(prompt, tokens) - decided) // CHUNK_TOKENS
-            return min(
-                self.keep.boundary_chunks + self.kept_slabs + ceil(bag * grown / chunks), whole + RING_AND_MAP
-            )
+            held = self.keep.boundary_chunks + self.kept_slabs
+            # Those of a bag on its way, or on smaller ranks, may be more than all its tokens are expected to need.
+            return min(held + ceil(bag * grown / chunks), max(held, whole + RING_AND_MAP))
         return whole + RING_AND_MAP
 
     @property

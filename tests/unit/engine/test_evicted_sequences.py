@@ -345,6 +345,9 @@ def test_what_an_evicted_sequence_is_expected_to_need(tokens: int, slabs: int) -
     assert (seq.slabs_for(230), seq.needed_slabs(1), seq.capacity) == (4, 0, 292)
     assert seq.expected_slabs(tokens) == slabs
     assert seq.expected_slabs(356, intact=False) == 8, "before a decision, everything may be kept"
+    # A bag on its way from ranks that are smaller has more slabs than its tokens: they are needed all the same.
+    seq.kept_slabs = 9
+    assert seq.expected_slabs(230) == seq.expected_slabs(292) == seq.slabs_for(230) == 9
 
 
 def test_parked_kv_that_is_of_no_use_is_computed_again_from_the_start() -> None:

@@ -123,7 +123,11 @@ class RowMover:
     def read_frames(
         self, kept: KeptRows, slabs: Ints, layer: int, head: int, numbers: NDArray[np.int32]
     ) -> HeadRows:
-        """All rows that a head keeps in the bag in `slabs`; `numbers` are those of all rows' tokens in its table."""
+        """All rows that a head keeps in the bag in `slabs`; `numbers` are those of all rows' tokens in its table.
+
+        Raises:
+            ValueError: a frame says that it has outliers beyond those of the bag, where other bytes are.
+        """
         rows = int(kept.counts[layer, head])
         frames = kept.first_frame(layer, head) + np.arange(-(-rows // FRAME_TOKENS))
         data, form = self._find_frames(slabs, frames), self.form
@@ -141,7 +145,10 @@ class RowMover:
         _, _, first, last = form.offsets
         counts = unpack_codes(data[:, first:last], form.count_bits, 2 * FRAME_TOKENS).reshape(-1, 2)[:rows]
         begin = int(np.ascontiguousarray(data[0, last:]).view("<u4")[0]) if rows else 0
-        entries = np.arange(begin, begin + int(counts.sum(dtype=np.int64)))
+        end = begin + int(counts.sum(dtype=np.int64))
+        if end > kept.outliers:
+            raise ValueError(f"a frame has outliers up to number {end}, and its bag {kept.outliers}")
+        entries = np.arange(begin, end)
         return HeadRows(
             parts, tokens, counts, self._find_entries(slabs, kept.outlier_frame, entries, form.outlier_bytes)
         )

@@ -130,6 +130,26 @@ def test_rows_are_the_same_to_the_bit(name: str, heads: int, width: int, groups:
     bench.check_rows(bench.evict(source, boundary, PROMPT + 64), whole)
 
 
+def test_outliers_beyond_those_of_the_bag_are_not_read() -> None:
+    """Behind the list are bytes that other sequences left in the slab: attention ignores them, a decision refuses."""
+    bench = KeptBench("nuq3-1%", 4, 32, 1)
+    slabs = bench.write_prompt()
+    bag = bench.evict(bench.store.prompt_columns(slabs, PROMPT, 1), 0, PROMPT)
+    source = bench.store.answer_columns(bag, [], bench.take(1)[0], 1)
+    layer, head = next(
+        (layer, head)
+        for layer, head in np.ndindex(bag.counts.shape)
+        if len(source.read_rows(layer, head, np.arange(int(bag.counts[layer, head]))).outliers)
+    )
+    slab, place = divmod(int(bag.frames[layer, head]), frames_per_slab(bench.layout))
+    end = (place + 1) * frame_bytes(bench.layout)
+    for begin in (bag.kept.outliers, 2**32 - 1):
+        bench.memory[bag.slabs[slab], end - 4 : end] = np.frombuffer(np.uint32(begin).tobytes(), np.uint8)
+        assert np.isfinite(bench.pages.expand_kept(layer, head, bag, 1)).all()
+        with pytest.raises(ValueError, match="outliers up to number"):
+            source.read_rows(layer, head, np.arange(1))
+
+
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("name", "heads", "width", "groups"), [
     ("nuq3-1%", 4, 32, 1), ("nuq4-1%", 2, 32, 2), ("int4.g8", 2, 32, 1), ("tq4", 2, 32, 1), ("bf16", 2, 32, 1),

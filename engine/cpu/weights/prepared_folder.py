@@ -6,8 +6,9 @@
 `folder` is the kernels' folder, one per CPU, which only its owner may write to (`diptych.kernel_cache`). `key` stands
 for the weights and their kind, the model's dimensions, the rank's share of them, and the sizes of panels. The first
 process packs the weights into a file of another name and renames it when it is whole; the others wait, and then map it.
-The lock says how many sections are packed, so that they wait as long as it goes on. All of them share the file's pages,
-which the system may also drop and read again, as it does with programs.
+The lock says how many sections are packed, so that they wait as long as it goes on. What a process that was killed has
+left of its file is removed before the next one packs the same weights. All of them share the file's pages, which the
+system may also drop and read again, as it does with programs.
 
 Nothing here prevents a start. Without a folder, without room on the disk, or after an error, weights are packed into
 memory of the process. A file that is truncated or of other weights is made anew. Files that no worker opened for
@@ -29,7 +30,7 @@ from pathlib import Path
 
 from engine.cpu.weights.decoder_weights import DecoderWeights, SectionReader, build_weights, read_weights
 from engine.cpu.weights.prepared_file import PreparedWriter, map_sections
-from engine.cpu.weights.prepared_name import prepared_key, prepared_path
+from engine.cpu.weights.prepared_name import FRESH_SUFFIX, prepared_key, prepared_path
 
 MAX_FILES = 24
 MAX_UNUSED_S = 30 * 86400.0
@@ -106,8 +107,11 @@ class PreparedFolder:
 
         Those who wait for the open `lock` see how many sections are written.
         """
+        # Only who has the lock writes them: those that are here were left by processes that were killed.
+        for left in self._folder.glob(f"{path.stem}.*{FRESH_SUFFIX}"):
+            left.unlink(missing_ok=True)
         self._make_room(path, 0)
-        fresh = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.fresh")
+        fresh = path.with_name(f"{path.stem}.{uuid.uuid4().hex}{FRESH_SUFFIX}")
         try:
             file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -136,7 +140,7 @@ class PreparedFolder:
         others = sorted(
             (one.stat().st_mtime, one)
             for one in self._folder.iterdir()
-            if one.suffix in (".packed", ".fresh") and not one.stem.startswith(path.stem)
+            if one.suffix in (".packed", FRESH_SUFFIX) and not one.stem.startswith(path.stem)
         )
         while others and (
             len(others) >= MAX_FILES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from kvcache.layout import Shard
 MAGIC = b"diptych weights 1\n"
 # Characters of a digest in a file's name.
 KEY_CHARS = 32
+# How the name of a file ends that is being made, after its key.
+FRESH_SUFFIX = ".fresh"
 # Bytes of a block of `st_blocks`.
 STAT_BLOCK = 512
 
@@ -54,14 +57,16 @@ def layer_kind(weight_kind: str) -> str | None:
 def free_disk_bytes(folder: Path, model: Checkpoint, weight_kind: str) -> int:
     """The disk that a block of the whole `model` may take: what is free, and what its prepared file has already.
 
+    A file that is being made counts as well, and so does what a killed process has left of one.
+
     Raises:
         OSError: the folder, or the model's files, cannot be looked at.
     """
     shape = model.shape
     whole = Shard((0, shape.layers), (0, shape.kv_heads))
     key = prepared_key(model.packing_identity(), shape, whole, (0, 1), (True, True), layer_kind(weight_kind))
-    free = shutil.disk_usage(folder).free
-    try:
-        return free + prepared_path(folder, key).stat().st_blocks * STAT_BLOCK
-    except FileNotFoundError:
-        return free
+    free, whole_file = shutil.disk_usage(folder).free, prepared_path(folder, key)
+    for file in (whole_file, *whole_file.parent.glob(f"{key}.*{FRESH_SUFFIX}")):
+        with contextlib.suppress(FileNotFoundError):
+            free += file.stat().st_blocks * STAT_BLOCK
+    return free

@@ -246,6 +246,20 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     assert packed_files(tmp_path) == list(tmp_path.glob("weights/*.fresh")) == []
 
 
+def test_what_a_killed_writer_left_is_removed_before_the_next_one_writes(tmp_path: Path) -> None:
+    """Else each kill while a model is packed takes its whole size of the disk."""
+    model, other = (make_folder(tmp_path / str(seed), seed=seed) for seed in range(2))
+    compute_logits(model, tmp_path)
+    (file,) = packed_files(tmp_path)
+    file.unlink()
+    left = file.with_name(f"{file.stem}.0123.fresh")
+    left.write_bytes(b"x" * 10_000)
+    compute_logits(other, tmp_path)
+    assert left.exists(), "another process may be writing it"
+    compute_logits(model, tmp_path)
+    assert file.exists() and list(tmp_path.glob("weights/*.fresh")) == []
+
+
 def test_files_that_nobody_opened_for_long_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,11 +78,17 @@ class CpuBlockRunner:
 
     @property
     def progress(self) -> int:
-        """A number that grows while a unit reads or writes, be it slowly: read by another thread (`EngineWatchdog`)."""
+        """A number that grows while a unit reads or writes, be it slowly: read by another thread (`EngineWatchdog`).
+
+        That thread's own page faults do not count: without memory it has some whenever it looks.
+        """
         tiers = self.tiers
         moves = tiers.weights.file.num_moves + tiers.kv.num_moves + tiers.hidden.num_moves
         # Weights that stay in memory are mapped: they are read by page faults.
-        return moves + resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        faults, own = (
+            resource.getrusage(who).ru_majflt for who in (resource.RUSAGE_SELF, resource.RUSAGE_THREAD)
+        )
+        return moves + faults - own
 
     def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[UnitResult]]:
         """As `engine.block.units.BlockRunner.run_step`."""

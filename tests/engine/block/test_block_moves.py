@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import random
+import resource
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -179,6 +181,22 @@ def test_a_unit_on_a_slow_disk_progresses_while_it_reads_and_writes(
     run.runner.close()
     moves = [one.num_moves for one in (tiers.weights.file, tiers.kv, tiers.hidden)]
     assert min(moves) > 0 and run.runner.progress - before >= sum(moves)
+
+
+def test_page_faults_of_the_thread_that_looks_are_no_progress(
+    model: Checkpoint, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short it has some each time, and a thread that hangs would never be found."""
+    run = BlockRun(model, POLICY, prepared)
+    faults = {resource.RUSAGE_SELF: 10, resource.RUSAGE_THREAD: 3}
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_majflt=faults[who]))
+    before = run.runner.progress
+    faults[resource.RUSAGE_SELF] += 1
+    faults[resource.RUSAGE_THREAD] += 1
+    assert run.runner.progress == before
+    faults[resource.RUSAGE_SELF] += 1
+    assert run.runner.progress > before, "another thread reads a mapped page"
+    run.runner.close()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -130,7 +130,7 @@ def parse_placement(text: str, device: str) -> Placement:
         if found is None or not count:
             raise ConfigError(
                 f"the placement's part {part.strip()!r} is not understood",
-                "a part is a count, P (prefill), D (decode) or C (both), then TPn and PPn, then @DEVICE; or 2B alone, bulk",
+                "a part is a count, P (prefill), D (decode) or C (both), TPn and PPn, then @DEVICE; or nB alone (bulk)",
                 'such as --placement "2P TP2 + 1D TP1"',
             )
         sizes = {

@@ -95,10 +95,10 @@ def serving(folder: Path, log: Path | None = None, **changes: Any) -> Iterator[G
     gateway = Gateway(spec, process)
     try:
         assert process.stdout is not None
-        told: list[str] = []
-        while not told or json.loads(told[-1]).get("phase") != "ready":
-            told.append(process.stdout.readline().decode())
-            assert told[-1], f"the gateway ended before it was ready: {told}"
+        lines: list[str] = []
+        while not lines or json.loads(lines[-1]).get("phase") != "ready":
+            lines.append(process.stdout.readline().decode())
+            assert lines[-1], f"the gateway ended before it was ready: {lines}"
         yield gateway
     finally:
         gateway.http.close()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 
 import pytest
 
-from services.cli.main import main
+from tests.unit.cli.typed_command import run_typed
 
 Run = Callable[..., tuple[int, str, str]]
 WORDS = ("--model", "Llama-3.1-8B", "--bulk", "512:64", "--bulk-memory", "8GiB", "--bulk-disk-rate", "2GB/s")
@@ -16,16 +15,7 @@ WORDS = ("--model", "Llama-3.1-8B", "--bulk", "512:64", "--bulk-memory", "8GiB",
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def typed(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["diptych", "plan", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        code = ended.value.code
-        assert code is None or isinstance(code, int)
-        out, err = capsys.readouterr()
-        return code or 0, out, err
-
-    return typed
+    return lambda *words: run_typed(monkeypatch, capsys, "plan", *words)
 
 
 def test_it_prints_the_choice_and_what_more_would_bring(run: Run) -> None:

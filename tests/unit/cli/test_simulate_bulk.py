@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,8 @@ from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile import analytic_profile
 from planner.costs.profile_file import save_profile
 from planner.types import BulkRates, LayerTime
-from services.cli.main import main
 from services.host.model_probe import resolve_embedded
+from tests.unit.cli.typed_command import run_typed
 
 Run = Callable[..., tuple[int, str, str]]
 TINY = resolve_embedded("tiny")
@@ -27,15 +26,7 @@ RATES = BulkRates(1, 7.9e5, LayerTime(1.5e-4, 1.5e-5, 1.5e-4, 2e-5), 2e10, 2e10,
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def typed(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["diptych", "simulate", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        code = ended.value.code
-        assert code is None or isinstance(code, int)
-        return (code or 0, *capsys.readouterr())
-
-    return typed
+    return lambda *words: run_typed(monkeypatch, capsys, "simulate", *words)
 
 
 @pytest.fixture

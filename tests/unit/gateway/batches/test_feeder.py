@@ -15,8 +15,9 @@ from services.gateway.batches import feeder as feeder_module
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.feeder import MAX_LINE_ATTEMPTS, BatchFeeder
 from services.gateway.batches.line_runner import LineAnswer, LineRunner
-from services.gateway.batches.records import BatchRecord, FileRecord, new_batch_id, new_file_id
+from services.gateway.batches.records import BatchRecord, new_batch_id, new_file_id
 from services.gateway.batches.store import BatchStore
+from tests.unit.gateway.batches.test_store import add_file
 
 ENDPOINT = "/v1/completions"
 LINES = 12
@@ -56,16 +57,7 @@ async def test_a_line_is_given_up_after_its_own_failures_whatever_other_lines_do
     names = ["lost", *(f"good-{number}" for number in range(LINES))]
     rows = [{"custom_id": name, "method": "POST", "url": ENDPOINT, "body": {"prompt": "x"}} for name in names]
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    source = FileRecord(
-        id=new_file_id(),
-        tenant="",
-        purpose="batch",
-        name="in.jsonl",
-        bytes=len(content),
-        created_at=store.now,
-    )
-    store.content_path(source.id).write_bytes(content)
-    await store.add_file(source)
+    source = await add_file(store, content=content)
     record = BatchRecord(
         id=new_batch_id(), tenant="", urgent=0, endpoint=ENDPOINT, window="24h", status="validating",
         input_file=source.id, output_file=new_file_id(), error_file=new_file_id(), created_at=store.now,

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from tests.system.deployment import Served
 from tests.system.scripted_gateway import Running, scripted
 from tests.unit.gateway.model_folder import make_folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the logs of the deployments that a failed test used; they are gone when its module is done."""
+    report = yield
+    if report.failed and isinstance(item, pytest.Function):
+        for name, value in item.funcargs.items():
+            if isinstance(value, Served) and (tails := value.log_tails()):
+                report.sections.append((f"logs of {name}", tails))
+    return report
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import httpx
@@ -39,6 +39,7 @@ from services.host.supervisor import Supervisor
 from tests import waiting
 from tests.system.terminal import PATIENCE_S, Terminal, clean_environ
 
+T = TypeVar("T")
 GRACE_S = 2.0  # of workers that are to end
 BOOKS = ("slabs_used", "leases", "staging_bytes", "running", "waiting")  # 0 in every worker at rest
 
@@ -82,6 +83,15 @@ class Served:
             return self.get("/ready").status_code == 200
         except httpx.HTTPError:
             return False
+
+    def log_tails(self, num_lines: int = 40) -> str:
+        """The last lines of each part's log; empty if the deployment keeps none for tests."""
+        if self.logs is None:
+            return ""
+        tails = {one.name: one.read_text(errors="replace") for one in sorted(self.logs.glob("*.log"))}
+        return "\n".join(
+            f"--- {name}\n" + "\n".join(shown.splitlines()[-num_lines:]) for name, shown in tails.items()
+        )
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of all samples of a metric whose labels contain `labels`; 0 when there is none."""
@@ -210,6 +220,20 @@ def _until_linked(what: DeploymentSpec) -> None:
             return state["ready"] and not state["reasons"] and len(state["links"]) == ways
 
         wait_for(linked)
+
+
+def call_at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Make all the calls at the same time, each in a thread; returns their results in order.
+
+    Raises:
+        ExceptionGroup: some raised; with what each of them raised.
+    """
+    with ThreadPoolExecutor(len(calls)) as threads:
+        futures = [threads.submit(call) for call in calls]
+    raised = [error for one in futures if isinstance(error := one.exception(), Exception)]
+    if raised:
+        raise ExceptionGroup(f"{len(raised)} of {len(calls)} calls at once failed", raised)
+    return [one.result() for one in futures]
 
 
 def wait_for(

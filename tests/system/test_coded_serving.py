@@ -6,10 +6,9 @@ One worker alone is the engine's model runner in this process: it prefills a pro
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import openai
@@ -27,7 +26,7 @@ from planner.costs.kv_classes import plan_kv_classes
 from planner.costs.profile_file import built_in_profile
 from planner.sim.exact.simulate import SimDeployment, build_deployment, class_slabs, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Job, Parallelism, Placement
-from tests.system.deployment import Served, serve_parts, wait_for
+from tests.system.deployment import Served, call_at_once, serve_parts, wait_for
 from tests.system.transformers_oracle import TINY, read_text
 
 pytestmark = pytest.mark.timeout(600)
@@ -132,17 +131,7 @@ def assert_same(found: list[Answer], codec: str) -> None:
 
 def ask_all(served: Served) -> tuple[list[Answer], list[int]]:
     """All prompts at once: the answers, and the numbers of cached tokens."""
-    received: dict[int, tuple[Answer, int]] = {}
-
-    def ask(number: int) -> None:
-        received[number] = complete(served, prompts()[number])
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts()))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    answers = [received[number] for number in range(len(prompts()))]
+    answers = call_at_once([partial(complete, served, prompt) for prompt in prompts()])
     return [answer for answer, _ in answers], [cached for _, cached in answers]
 
 
@@ -289,25 +278,12 @@ def both_classes() -> Iterator[Served]:
 def test_requests_of_two_classes_side_by_side_are_those_of_one_worker_each(both_classes: Served) -> None:
     """Cold, then from the cache. Nothing that one class published is a hit for the other."""
     layouts = {kv: lone_worker(kv).layout for kv in CLASSES}
+    prompts()  # made once, before there are threads
     for chunks_cached in (False, True):
-        answered: dict[tuple[int, str], tuple[Answer, int, str]] = {}
-
-        def ask(
-            number: int, kv: str, answered: dict[tuple[int, str], tuple[Answer, int, str]] = answered
-        ) -> None:
-            answered[number, kv] = ask_for(both_classes, number, kv)
-
-        threads = [
-            threading.Thread(target=ask, args=(number, kv))
-            for number in range(len(LENGTHS))
-            for kv in CLASSES
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        asked = [(number, kv) for number in range(len(LENGTHS)) for kv in CLASSES]
+        answered = call_at_once([partial(ask_for, both_classes, number, kv) for number, kv in asked])
         for kv in CLASSES:
-            mine = [answered[number, kv] for number in range(len(LENGTHS))]
+            mine = [one for one, (_, asked_kv) in zip(answered, asked, strict=True) if asked_kv == kv]
             assert_same([answer for answer, _, _ in mine], kv)
             assert {applied for _, _, applied in mine} == {layouts[kv].kv_class}
             hits = [(n - 1) // 64 * 64 if chunks_cached else 0 for n in LENGTHS]

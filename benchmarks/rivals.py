@@ -28,7 +28,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -49,6 +48,7 @@ from tokenizers import Tokenizer
 import benchmarks.script_path  # noqa: F401
 from benchmarks.engine import BATCHES, EMBEDDED, NEW, PROMPT, Ours, make_prompts
 from benchmarks.load.deployment import START_S, STOP_S, StampedStream, serving_deployment
+from services.host.ports import claim_port
 
 STREAMS = (1, 16)
 TIMES = {1: 4, 16: 1}  # requests per stream in a round
@@ -207,9 +207,7 @@ async def load(server: Server, streams: int, texts: list[str]) -> dict[str, floa
 @contextlib.contextmanager
 def running(name: str, home: Path, model: Path, log: Path) -> Iterator[Server]:
     """A rival's server, not ready yet. Stopped at the end, with all its processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = claim_port("127.0.0.1", 0)
     command = [part.format(home=home, model=model, port=port) for part in SERVERS[name]]
     with log.open("w") as log_file:
         process = subprocess.Popen(

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any, cast
 
 import httpx
 
+from services.host.ports import claim_port
 from services.host.process_guard import tied_command
 
 # No newline can be within an event, so none of its text looks like these.
@@ -96,9 +96,7 @@ def pool_flags(colocated: int) -> tuple[str, ...]:
 @contextlib.contextmanager
 def serving_deployment(*arguments: str) -> Iterator[ServedDeployment]:
     """`diptych serve ARGUMENTS` on a free port of this machine; it may not be ready yet. Stopped at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = claim_port("127.0.0.1", 0)
     command = [sys.executable, "-m", "services.cli.main", "serve", "--port", str(port), *arguments]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DIPTYCH_", "UCX_"))}
     process = subprocess.Popen(

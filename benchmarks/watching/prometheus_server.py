@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,7 @@ import httpx
 import yaml
 
 from services.dashboard.rules import OBJECTIVES, rule_file
+from services.host.ports import claim_port
 from services.host.process_guard import tied_command
 
 JOB = "diptych"
@@ -96,9 +96,7 @@ def scraping(
             ],
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{claim_port('127.0.0.1', 0)}"
         command = [
             shutil.which("prometheus") or "prometheus",
             f"--config.file={folder / 'prometheus.yml'}",

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import socket
+from pathlib import Path
 
 import psutil
 
 from diptych.errors import StartError
+
+# The lowest port that is chosen, and how many are tried before the kernel chooses.
+LOWEST_PORT, MAX_TRIES = 20_000, 32
+# "LOW HIGH": the kernel gives outgoing connections, and servers that bind port 0, ports between these.
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def format_channel(host: str, port: int) -> str:
@@ -18,6 +25,9 @@ def format_channel(host: str, port: int) -> str:
 
 def claim_port(host: str, port: int, origin: str = "--port", *, channel: bool = False) -> int:
     """Check that `host`:`port` can be bound, and return the port; port 0 gives a free one.
+
+    Nothing holds the port after this. So a free one is chosen where the kernel takes none from, if there are such: else
+    any outgoing connection might get it before its process binds it, or while that process starts again.
 
     `channel`: it is the address of --channel, which a fix then names in place of --host and --port.
 
@@ -32,6 +42,10 @@ def claim_port(host: str, port: int, origin: str = "--port", *, channel: bool = 
         raise StartError(
             f"the host {host!r} is not known", error.strerror or str(error), _host_fix(channel)
         ) from None
+    if port == 0:
+        for chosen in choose_ports(read_given_ports()):
+            if _port_is_free(str(address[0]), chosen):
+                return chosen
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -40,6 +54,21 @@ def claim_port(host: str, port: int, origin: str = "--port", *, channel: bool = 
         except OSError as error:
             raise _port_error(host, port, error, origin, channel) from None
         return int(probe.getsockname()[1])
+
+
+def read_given_ports() -> range:
+    """The ports that the kernel gives to those who name none; all where the system does not say."""
+    try:
+        low, high = map(int, _GIVEN_PORTS.read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        return range(65536)
+    return range(low, high + 1)
+
+
+def choose_ports(given: range) -> list[int]:
+    """At most `MAX_TRIES` ports at random, from `LOWEST_PORT` on, that are not in `given`."""
+    others = [port for port in range(LOWEST_PORT, 65536) if port not in given]
+    return random.SystemRandom().sample(others, min(MAX_TRIES, len(others)))
 
 
 def _host_fix(channel: bool) -> str:
@@ -77,6 +106,7 @@ def _port_is_free(host: str, port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+            probe.listen(1)
         except OSError:
             return False
         return True

@@ -26,7 +26,7 @@ from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches.batch_service import BatchService
-from services.gateway.batches.file_routes import refuse_batches
+from services.gateway.batches.files.file_routes import refuse_batches
 from services.gateway.generation.formats import KV_CLASS_HEADER
 from services.gateway.generation.timings import SERVER_TIMING_HEADER
 from services.gateway.http.auth import AuthMiddleware, BearerKeys

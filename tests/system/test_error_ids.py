@@ -25,7 +25,8 @@ from diptych.config.options import Config
 from diptych.errors import RequestError
 from diptych.failure_statuses import RULES, FailureReason, RequestFailure
 from diptych.logs.log_format import JsonFormatter
-from services.gateway.batches import file_routes, store
+from services.gateway.batches import store
+from services.gateway.batches.files import file_routes
 from services.gateway.http import connection, connection_table, error_response
 from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.openai.request_limits import RequestLimits

@@ -179,7 +179,13 @@ def format_batches(batches: dict[str, Any]) -> list[str]:
     rows = [
         f"batches: {shown or 'none open'}; lines: {lines['waiting']} waiting, {lines['running']} running, {done}"
     ]
-    return [*rows, f"  no line is started: {batches['stopped']}"] if batches["stopped"] else rows
+    if batches["stopped"]:
+        rows.append(f"  no line is started: {batches['stopped']}")
+    elif batches["line_share"] < 1 and counts:
+        rows.append(
+            f"  requests miss their SLOs: {100 * batches['line_share']:.0f} % of the lines may run at once"
+        )
+    return rows
 
 
 def _class_row(name: str, use: dict[str, Any]) -> list[str]:

@@ -49,7 +49,17 @@ class BatchCollector(Collector):
             batches.add_metric([status], feeder.store.by_status.get(status, 0))
         held = GaugeMetricFamily("diptych:batch_data_bytes", "Bytes of files and results under --data-dir")
         held.add_metric([], feeder.store.held_bytes)
-        yield from (lines, ended, tokens, batches, held)
+        share = GaugeMetricFamily(
+            "diptych:batch_line_share",
+            "Share of all lines that may be in flight, as requests meet their SLOs",
+        )
+        share.add_metric([], feeder.window.share)
+        recalled = CounterMetricFamily(
+            "diptych:batch_lines_recalled",
+            "Lines that were taken back from workers, since requests missed their SLOs",
+        )
+        recalled.add_metric([], feeder.recalled)
+        yield from (lines, ended, tokens, batches, held, share, recalled)
 
 
 def report_batches(feeder: BatchFeeder | None) -> dict[str, Any]:
@@ -63,6 +73,8 @@ def report_batches(feeder: BatchFeeder | None) -> dict[str, Any]:
         "held_bytes": store.held_bytes,
         # Why no lines are started; empty if they are.
         "stopped": store.trouble,
+        # What requests that miss their SLOs leave of the lines that may be in flight; 1: nothing is held back.
+        "line_share": round(feeder.window.share, 3),
         "lines": {"waiting": feeder.num_waiting, "running": feeder.num_running, **feeder.ended},
         "by_status": {status: store.by_status.get(status, 0) for status in ALL_STATUSES},
         "open": [_describe_batch(batch) for batch in list(feeder.open.values())[:MAX_LISTED]],

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from diptych.errors import RequestError
 from services.gateway.batches.feeder import BatchFeeder
-from services.gateway.batches.file_routes import json_answer, parse_limit, storage_errors
+from services.gateway.batches.files.file_routes import json_answer, parse_limit, storage_errors
 from services.gateway.batches.records import BatchRecord, new_batch_id, new_file_id
 from services.gateway.batches.store import BatchStore
 from services.gateway.http.error_response import SHUTTING_DOWN

@@ -9,7 +9,7 @@ from services.gateway.batches.batch_report import BatchCollector
 from services.gateway.batches.batch_routes import BatchRoutes
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.feeder import BatchFeeder
-from services.gateway.batches.file_routes import FileRoutes
+from services.gateway.batches.files.file_routes import FileRoutes
 from services.gateway.batches.line_runner import LineRunner
 from services.gateway.batches.store import BatchStore
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -72,7 +72,9 @@ def open_batch_service(
         limits.max_body_bytes,
         num_workers,
         is_draining,
+        service.metrics.slo.attainment,
     )
+    service.metrics.on_judged = feeder.record_request
     service.metrics.registry.register(BatchCollector(feeder))
     files = FileRoutes(store, max_file_bytes, limits.body_s, is_draining)
     return BatchService(store, feeder, files, BatchRoutes(store, feeder, is_draining))

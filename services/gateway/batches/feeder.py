@@ -21,10 +21,12 @@ from typing import TypeVar
 import msgspec
 
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.slo import DEFAULT_ATTAINMENT
 from services.gateway.batches.database_thread import StorageError
 from services.gateway.batches.fair_share import choose_batch
 from services.gateway.batches.line_check import FileCheck, check_file, parse_line
 from services.gateway.batches.line_runner import LineAnswer, LineRunner
+from services.gateway.batches.line_window import LineWindow
 from services.gateway.batches.open_batch import FETCHED_LINES, OpenBatch
 from services.gateway.batches.records import BatchRecord, InputLine, LineEnd, new_line_id, result_text
 from services.gateway.batches.store import BatchStore
@@ -55,8 +57,8 @@ UNCOUNTED = frozenset(
 )
 # Seconds before another line is tried after one found no room, and before the disk is tried again.
 MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
-# Longest sleep of the feeder: clocks may be set.
-MAX_SLEEP_S = 60.0
+# Longest sleep of the feeder: clocks may be set. And while SLOs hold lines back, which changes with time.
+MAX_SLEEP_S, HELD_SLEEP_S = 60.0, 0.5
 # What the thread that checks a file waits now and then, so that the event loop is not held up.
 CHECK_PAUSE_S = 0.0005
 
@@ -71,7 +73,10 @@ log = logging.getLogger(__name__)
 
 
 class BatchFeeder:
-    """Runs all open batches. `ended` counts lines by how they ended, and `tokens` tokens by kind, since the start."""
+    """Runs all open batches. `ended` counts lines by how they ended, and `tokens` tokens by kind, since the start.
+
+    `recalled` counts how often lines in flight were taken back, since requests over HTTP missed their SLOs.
+    """
 
     def __init__(
         self,
@@ -81,17 +86,26 @@ class BatchFeeder:
         max_body_bytes: int,
         num_workers: Callable[[], int] = lambda: 1,
         is_draining: Callable[[], bool] = lambda: False,
+        attainment: float = DEFAULT_ATTAINMENT,
     ) -> None:
-        """`num_workers` gives the number of decode workers, `is_draining` whether the gateway is shutting down."""
+        """`num_workers` gives the number of decode workers, `is_draining` whether the gateway is shutting down.
+
+        `attainment` is the share of requests over HTTP that are to meet their SLOs.
+        """
         self.store, self._runner = store, runner
         self._default_model, self._max_body_bytes = default_model, max_body_bytes
         self._num_workers, self._is_draining = num_workers, is_draining
+        self.window = LineWindow(attainment)
         self.open: dict[str, OpenBatch] = {}
         self.ended: Counter[str] = Counter({"completed": 0, "failed": 0})
         self.tokens: Counter[str] = Counter({"prompt": 0, "completion": 0})
         self._served_tokens: Counter[str] = Counter()
         self._num_adopted = 0
         self._bytes_in_flight = 0
+        # Tasks of the lines that have no answer yet, in the order of their starts, and of those that are taken back.
+        self._unanswered: dict[asyncio.Task[None], None] = {}
+        self._taken_back: set[asyncio.Task[None]] = set()
+        self.recalled = 0
         self._news = asyncio.Event()
         # No line is started before this time (monotonic seconds), since the last one found no room.
         self._paused_s, self._pause_s = 0.0, MIN_PAUSE_S
@@ -139,6 +153,11 @@ class BatchFeeder:
             batch.close("cancelled", time.monotonic() + CANCEL_GRACE_S)
             self._news.set()
 
+    def record_request(self, met: bool) -> None:
+        """A request over HTTP ended, and `met` its SLOs or did not. It counts if a line ran beside it."""
+        if self.num_running and self.window.record_outcome(met):
+            self._news.set()
+
     def wake(self) -> None:
         """Look at once whether files expire."""
         self._next_purge = 0.0
@@ -169,6 +188,8 @@ class BatchFeeder:
         due_s += [batch.give_up_s - now_s for batch in self.open.values() if batch.in_flight]
         if self._paused_s > now_s:
             due_s.append(self._paused_s - now_s)
+        if self.window.share < 1.0 and self.num_waiting:
+            due_s.append(HELD_SLEEP_S)
         try:
             async with asyncio.timeout(max(0.01, min(due_s))):
                 await self._news.wait()
@@ -196,12 +217,28 @@ class BatchFeeder:
         if self.store.trouble and (self._probe is None or self._probe.done()):
             self._probe = self._spawn(self._persist(self.store.probe))
         self._start_lines(now_s)
+        self._recall_lines()
+
+    def _num_allowed(self) -> int:
+        """How many lines may be in flight."""
+        return self.window.num_lines(LINES_PER_WORKER * max(1, self._num_workers()))
+
+    def _recall_lines(self) -> None:
+        """Take back the lines in flight that are too many: those that were started last, which lose least."""
+        if self.window.share >= 1.0:
+            return
+        too_many = self.num_running - len(self._taken_back) - self._num_allowed()
+        for task in list(reversed(self._unanswered))[: max(0, too_many)]:
+            del self._unanswered[task]
+            self._taken_back.add(task)
+            self.recalled += 1
+            task.cancel()
 
     def _start_lines(self, now_s: float) -> None:
         """Start lines while the window has room."""
         if self._is_draining() or now_s < self._paused_s or self.store.trouble:
             return
-        window = LINES_PER_WORKER * max(1, self._num_workers())
+        window = self._num_allowed()
         while self.num_running < window and self._bytes_in_flight < MAX_BYTES_IN_FLIGHT:
             claims = [batch.claim() for batch in self.open.values()]
             chosen = choose_batch(claims, self._served_tokens)
@@ -275,9 +312,13 @@ class BatchFeeder:
             batch.add_fetched(lines)
 
     async def _run_line(self, batch: OpenBatch, line: InputLine) -> None:
-        """Run a line and write its result; or have it wait again, if there was no room for it."""
+        """Run a line and write its result; or have it wait again, if it is taken back or there was no room for it."""
         try:
-            answer = await self._answer_line(batch, line)
+            answer = await self._run_until_recalled(batch, line)
+            if answer is None:
+                if batch.feeding:
+                    batch.ready.appendleft(line)
+                return
             if self._shall_retry(batch, line, answer):
                 if batch.feeding:
                     batch.ready.append(line)
@@ -297,6 +338,21 @@ class BatchFeeder:
         finally:
             self._bytes_in_flight -= line.num_bytes
             batch.in_flight.pop(line.number, None)
+
+    async def _run_until_recalled(self, batch: OpenBatch, line: InputLine) -> LineAnswer | None:
+        """The answer to a line; None if it was taken back."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._unanswered[task] = None
+        try:
+            return await self._answer_line(batch, line)
+        except asyncio.CancelledError:
+            if task not in self._taken_back:
+                raise
+            return None
+        finally:
+            self._unanswered.pop(task, None)
+            self._taken_back.discard(task)
 
     async def _answer_line(self, batch: OpenBatch, line: InputLine) -> LineAnswer:
         """The answer to a line, by what answers the same request over HTTP."""

@@ -114,6 +114,8 @@ class GatewayMetrics:
         self.history = RecentHistory()
         self._limits_s = self.slo.limits_s()
         self.listener: TrafficListener | None = None
+        # Is told of each sequence whether it met all SLOs.
+        self.on_judged: Callable[[bool], object] | None = None
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -426,6 +428,8 @@ class GatewayMetrics:
             return
         verdicts = {**asked, "all": all(asked.values())}
         self.history.count_slo(self._clock(), verdicts)
+        if self.on_judged is not None:
+            self.on_judged(verdicts["all"])
         for name, is_met in verdicts.items():
             window = self._attained[name]
             window.append(is_met)

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from diptych.slo import Slo
 from services.gateway.batches import data_dir, database_thread
 from tests.system.batches.batch_lines import (
     CHAT,
@@ -253,6 +254,24 @@ def test_lines_are_counted_apart_from_requests(client: openai.OpenAI, http: http
     ended = 'diptych:batch_lines_ended_total{outcome="%s"}'
     assert after[ended % "completed"] - before[ended % "completed"] == 2
     assert after[ended % "failed"] - before[ended % "failed"] == 1
+
+
+def test_requests_that_miss_their_slos_hold_lines_back_and_lines_do_not(tmp_path: Path) -> None:
+    with scripted(make_folder(tmp_path), data_dir=tmp_path / "own", objectives=Slo(ttft_s=1e-9)) as served:
+        assert served.batches is not None
+        window = served.batches.feeder.window
+        with client_of(served, "none") as client:
+            finished(client, start(client, THREE).id)
+            assert window.cuts == 0, "lines have no SLOs"
+            hanging = start(client, HANGS)
+            wait_for(lambda: served.batches is not None and served.batches.feeder.num_running)
+            for _ in range(2):
+                assert window.cuts == 0
+                client.completions.create(model="toy", prompt="x", max_tokens=2)
+            # A request is judged after its answer was written.
+            wait_for(lambda: window.cuts)
+            client.batches.cancel(hanging.id)
+            assert window.cuts == 1
 
 
 def test_without_a_folder_the_routes_name_the_setting(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.batches.file_routes import MAX_FILES_LISTED
+from services.gateway.batches.files.file_routes import MAX_FILES_LISTED
 from tests.system.batches.batch_lines import (
     CHAT,
     MAX_FILE_BYTES,

@@ -51,6 +51,21 @@ def test_status_says_what_runs_and_hides_what_tenants_wrote() -> None:
     assert report_batches(None) == {"enabled": False}
 
 
+def test_the_command_shows_what_requests_that_miss_their_slos_leave() -> None:
+    feeder = busy_feeder()
+    assert report_batches(feeder)["line_share"] == 1.0
+    for _ in range(2):
+        feeder.record_request(False)
+    assert feeder.window.share == 1.0, "no line ran beside them"
+    for _ in range(2):
+        feeder.window.record_outcome(False)
+    report = report_batches(feeder)
+    assert report["line_share"] == 0.5
+    assert format_batches(report)[1] == "  requests miss their SLOs: 50 % of the lines may run at once"
+    found = {one.name: one.samples[0].value for one in BatchCollector(feeder).collect() if one.samples}
+    assert (found["diptych:batch_line_share"], found["diptych:batch_lines_recalled"]) == (0.5, 0)
+
+
 def test_the_command_shows_a_line_and_why_nothing_runs() -> None:
     feeder = busy_feeder()
     assert format_batches(report_batches(feeder)) == [

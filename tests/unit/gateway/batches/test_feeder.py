@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +18,7 @@ from services.gateway.batches import feeder as feeder_module
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.feeder import MAX_LINE_ATTEMPTS, BatchFeeder
 from services.gateway.batches.line_runner import LineAnswer, LineRunner
+from services.gateway.batches.line_window import LineWindow
 from services.gateway.batches.records import BatchRecord, new_batch_id, new_file_id
 from services.gateway.batches.store import BatchStore
 from tests.unit.gateway.batches.test_store import add_file
@@ -46,15 +50,37 @@ class ScriptedRunner:
         return LineAnswer(failure.status, "r", json.dumps(failure.error_body()).encode(), failure)
 
 
-async def test_a_line_is_given_up_after_its_own_failures_whatever_other_lines_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # One line at a time, so that others end between two tries of the lost one.
-    monkeypatch.setattr(feeder_module, "LINES_PER_WORKER", 1)
-    monkeypatch.setattr(feeder_module, "MIN_PAUSE_S", 0.001)
-    monkeypatch.setattr(feeder_module, "MAX_PAUSE_S", 0.001)
-    store = BatchStore(DataDir(str(tmp_path / "data")))
-    names = ["lost", *(f"good-{number}" for number in range(LINES))]
+class HeldRunner(ScriptedRunner):
+    """Answers lines once `released` is set. `running` are those that have no answer yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: set[str] = set()
+        self.released = asyncio.Event()
+
+    def runs(self, names: list[str]) -> bool:
+        return self.running == set(names)
+
+    async def run_line(
+        self,
+        endpoint: str,
+        body: bytes,
+        tenant: str,
+        urgent: bool,
+        batch: str,
+        custom_id: str,
+        timeout_s: float,
+    ) -> LineAnswer:
+        self.running.add(custom_id)
+        try:
+            await self.released.wait()
+        finally:
+            self.running.discard(custom_id)
+        return await super().run_line(endpoint, body, tenant, urgent, batch, custom_id, timeout_s)
+
+
+async def add_batch(store: BatchStore, names: list[str]) -> None:
+    """A batch with a line of each name."""
     rows = [{"custom_id": name, "method": "POST", "url": ENDPOINT, "body": {"prompt": "x"}} for name in names]
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     source = await add_file(store, content=content)
@@ -64,16 +90,67 @@ async def test_a_line_is_given_up_after_its_own_failures_whatever_other_lines_do
         expires_at=store.now + 3600, output_expiry_s=3600,
     )  # fmt: skip
     await store.add_batch(record)
-    runner = ScriptedRunner()
-    feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
-    feeding = asyncio.create_task(feeder.run_forever())
+
+
+@contextlib.asynccontextmanager
+async def feeding(store: BatchStore, feeder: BatchFeeder) -> AsyncIterator[None]:
+    """The feeder runs until the block ends, which has a minute."""
+    task = asyncio.create_task(feeder.run_forever())
     try:
         async with asyncio.timeout(60):
-            while store.by_status != {"completed": 1}:
-                await asyncio.sleep(0.01)
+            yield
     finally:
-        feeding.cancel()
-        await asyncio.gather(feeding, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         store.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def test_lines_are_taken_back_while_requests_miss_their_slos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last that were started, half of them for each cut; they run again, and each line has one result."""
+    monkeypatch.setattr(feeder_module, "LINES_PER_WORKER", 8)
+    store = BatchStore(DataDir(str(tmp_path / "data")))
+    names = [f"good-{number}" for number in range(LINES)]
+    await add_batch(store, names)
+    runner = HeldRunner()
+    feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
+    async with feeding(store, feeder):
+        await until(partial(runner.runs, names[:8]))
+        for left in (4, 2, 1, 0):
+            while feeder.window.num_lines(8) > left:
+                feeder.record_request(False)
+            await until(partial(runner.runs, names[:left]))
+        assert (feeder.num_running, feeder.num_waiting, feeder.recalled) == (0, LINES, 8)
+        assert not runner.calls, "none was answered"
+        # Its time has come.
+        feeder.window = LineWindow(0.9)
+        feeder.wake()
+        await until(partial(runner.runs, names[:8]))
+        runner.released.set()
+        await until(lambda: store.by_status == {"completed": 1})
+    assert runner.calls == dict.fromkeys(names, 1)
+    assert feeder.ended == {"completed": LINES, "failed": 0} and feeder.recalled == 8
+
+
+async def test_a_line_is_given_up_after_its_own_failures_whatever_other_lines_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One line at a time, so that others end between two tries of the lost one.
+    monkeypatch.setattr(feeder_module, "LINES_PER_WORKER", 1)
+    monkeypatch.setattr(feeder_module, "MIN_PAUSE_S", 0.001)
+    monkeypatch.setattr(feeder_module, "MAX_PAUSE_S", 0.001)
+    store = BatchStore(DataDir(str(tmp_path / "data")))
+    names = ["lost", *(f"good-{number}" for number in range(LINES))]
+    await add_batch(store, names)
+    runner = ScriptedRunner()
+    feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
+    async with feeding(store, feeder):
+        await until(lambda: store.by_status == {"completed": 1})
     assert runner.calls == dict.fromkeys(names, 1) | {"lost": MAX_LINE_ATTEMPTS}
     assert feeder.ended == {"completed": LINES, "failed": 1}

@@ -18,9 +18,9 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches.data_dir import storage_failure
 from services.gateway.batches.database_thread import StorageError
+from services.gateway.batches.files.upload import receive_upload
 from services.gateway.batches.records import BATCH_PURPOSE, FileRecord, new_file_id
 from services.gateway.batches.store import BatchStore
-from services.gateway.batches.upload import receive_upload
 from services.gateway.http.connection import ClientStalled, ResponseWriter
 from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN, error_response
 from services.gateway.openai.batch_schema import MAX_EXPIRY_S, FileDeleted, FileList

@@ -1,0 +1,76 @@
+"""How many lines may be in flight, by whether requests over HTTP meet their SLOs.
+
+    misses too often ─▶ half as many lines, at once ─▶ ... ─▶ none
+        └─ no such misses for a while ─▶ more, step by step ─▶ all
+
+Workers keep lines within the time that the SLOs leave, as far as a worker can see: it knows neither what other programs
+do on its machine, nor what lines cost the gateway. So the window also goes by the outcome (additive increase,
+multiplicative decrease, as TCP has it). Without SLOs nothing is judged, and it never shrinks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+# Requests that ended in so many seconds are judged together.
+RECENT_S = 10.0
+# Lines may use this share of the misses that the SLOs allow, at least `MIN_MISSES` of them.
+MISS_SHARE, MIN_MISSES = 0.5, 2
+# Below this share of all lines there is none.
+LEAST_SHARE = 1 / 64
+# How much of the share is added per second, and how long after a cut at the earliest. Each further cut doubles that
+# time, until the share was whole again.
+GROW_PER_S = 1 / 16
+HOLD_S, MAX_HOLD_S = 2.0, 60.0
+
+
+class LineWindow:
+    """The share of all lines that may be in flight, from 0 to 1. `cuts` counts how often it was halved."""
+
+    def __init__(self, attainment: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`attainment` is the share of requests that are to meet their SLOs; `clock` gives seconds."""
+        self._most_missed = MISS_SHARE * (1 - attainment)
+        self._clock = clock
+        self.cuts = 0
+        # The share at the time `_known_s`, from which it grows.
+        self._share, self._known_s = 1.0, clock()
+        self._hold_s = HOLD_S
+        # When requests ended, and whether they met their SLOs.
+        self._judged: deque[tuple[float, bool]] = deque()
+
+    @property
+    def share(self) -> float:
+        """The share of all lines that may be in flight now."""
+        grown = self._share + GROW_PER_S * max(0.0, self._clock() - self._known_s)
+        return min(1.0, grown)
+
+    def num_lines(self, all_lines: int) -> int:
+        """How many of `all_lines` may be in flight now."""
+        share = self.share
+        return 0 if share < LEAST_SHARE else max(1, int(share * all_lines))
+
+    def record_outcome(self, met: bool) -> bool:
+        """A request over HTTP ended, and `met` its SLOs or did not; returns whether the share was cut for it."""
+        now_s, judged = self._clock(), self._judged
+        if self.share == 0.0:
+            # Lines have no part in it. They are tried again when their time has come, however requests fare.
+            return False
+        judged.append((now_s, met))
+        while judged[0][0] < now_s - RECENT_S:
+            judged.popleft()
+        missed = sum(not one for _, one in judged)
+        if met or missed < MIN_MISSES or missed <= self._most_missed * len(judged) + 1e-9:
+            return False
+        self._cut(now_s)
+        return True
+
+    def _cut(self, now_s: float) -> None:
+        """Halve the share. What was judged so far is not held against the smaller one."""
+        share = self.share
+        self._hold_s = HOLD_S if share >= 1.0 else min(MAX_HOLD_S, 2 * self._hold_s)
+        self._share = share / 2 if share / 2 >= LEAST_SHARE else 0.0
+        self._known_s = now_s + self._hold_s
+        self._judged.clear()
+        self.cuts += 1

@@ -68,6 +68,8 @@ class NodeWorkerHandle:
         self._seen_version, self._actor_deaths = -1, 0
         # Address and process of the actor that has reported last.
         self._life: tuple[str, int] | None = None
+        # The public key for which keys were sealed that the actor could not open.
+        self._refused_key = b""
 
     async def next_status(self, timeout_s: float = 20.0) -> ChildStatus | None:
         """The next new status; None if there is none in time. If the actor died, a status "waiting" (for Ray)."""
@@ -75,16 +77,10 @@ class NodeWorkerHandle:
             report = await cast(
                 Awaitable[ActorReport], self._actor.wait_status.remote(self._seen_version, timeout_s)
             )
-            if report.wanted_key and self._keys:
-                await self._actor.deliver_keys.remote(seal_keys(self._keys, report.wanted_key, self._context))
+            if report.wanted_key and self._keys and not await self._deliver_keys(report.wanted_key):
+                return self._lost_status()
         except ray.exceptions.RayActorError as error:
-            if error.actor_init_failed:
-                return self._failed_status(error)
-            fresh, self._seen_version = self._seen_version != LOST_VERSION, LOST_VERSION
-            self._actor_deaths += fresh
-            if not fresh:
-                return None
-            return ChildStatus(self.name, "waiting", restarts=self._actor_deaths, ended=SUPERVISOR_DIED)
+            return self._failed_status(error) if error.actor_init_failed else self._lost_status()
         except ray.exceptions.RayError as error:
             return self._failed_status(error)
         self.address, self.log_file = report.address, report.log_file
@@ -94,6 +90,30 @@ class NodeWorkerHandle:
         if not fresh:
             return None
         return replace(report.status, restarts=report.status.restarts + self._actor_deaths)
+
+    async def _deliver_keys(self, wanted_key: bytes) -> bool:
+        """Send the keys, sealed for the actor that wants them. False if that one has died meanwhile: the actor that Ray
+        has started in its place cannot open them, and says later what it wants.
+
+        Raises:
+            RayError: the actor cannot be asked, or cannot open what was sealed for itself.
+        """
+        try:
+            await self._actor.deliver_keys.remote(seal_keys(self._keys, wanted_key, self._context))
+        except ray.exceptions.RayTaskError:
+            if wanted_key == self._refused_key:
+                raise
+            self._refused_key = wanted_key
+            return False
+        return True
+
+    def _lost_status(self) -> ChildStatus | None:
+        """The status of a worker whose actor has died, and is restarted by Ray; None if that was said before."""
+        fresh, self._seen_version = self._seen_version != LOST_VERSION, LOST_VERSION
+        self._actor_deaths += fresh
+        if not fresh:
+            return None
+        return ChildStatus(self.name, "waiting", restarts=self._actor_deaths, ended=SUPERVISOR_DIED)
 
     def _failed_status(self, error: Exception) -> ChildStatus | None:
         """The status of a worker whose actor cannot do what it has to; None if that was said before."""

@@ -1,4 +1,4 @@
-"""What a driver does with the workers of an earlier one, with failed actors, and where Ray's head is silent.
+"""What a driver does with the workers of an earlier one, and where Ray's head is silent.
 
 Ray is made up.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-import ray
 
 from diptych.channel.keys import make_keys
 from diptych.errors import ConfigError, StartError
@@ -24,8 +23,7 @@ from services.cluster import cluster_deployment, join
 from services.cluster.cluster_deployment import ClusterDeployment
 from services.cluster.daemon_calls import await_daemon, call_in_time
 from services.cluster.join import find_head
-from services.cluster.joined_cluster import FoundWorker, JoinedCluster, NodeWorkerHandle
-from services.cluster.node_worker import ActorReport
+from services.cluster.joined_cluster import FoundWorker, JoinedCluster
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
 from services.host.supervisor import ChildStatus
 
@@ -367,39 +365,6 @@ def test_a_call_that_never_returns_is_given_up() -> None:
         asyncio.run(hurry())
     finally:
         silent.set()
-
-
-class Actor:
-    """An actor whose calls end with these results, one after the other."""
-
-    def __init__(self, *results: ActorReport | Exception) -> None:
-        self._results: Iterator[ActorReport | Exception] = iter(results)
-        self.wait_status = SimpleNamespace(remote=self._answer)
-
-    async def _answer(self, version: int, timeout_s: float) -> ActorReport:
-        result = next(self._results)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-
-def test_a_failed_actor_is_reported_once_and_a_dead_one_waits_for_ray() -> None:
-    gone = ray.exceptions.RayActorError(error_msg="it is gone")
-    unmade = ray.exceptions.RayActorError(error_msg="first line\nno module named x", actor_init_failed=True)
-    broken = ray.exceptions.RayError("it cannot be asked")
-    back = ActorReport(7, ChildStatus("decode-0", "ready", version=1), "10.0.0.3", "/log", b"")
-    handle = NodeWorkerHandle("decode-0", Actor(unmade, unmade, broken, gone, gone, back), {}, "n/decode-0")
-
-    async def story() -> list[ChildStatus | None]:
-        return [await handle.next_status() for _ in range(6)]
-
-    failed, second, third, lost, fifth, ready = asyncio.run(story())
-    assert failed is not None and failed.state == "failed" and failed.error is not None
-    assert failed.error.why == "no module named x"
-    assert second is None and third is None and fifth is None
-    assert lost is not None and lost.state == "waiting"
-    assert ready is not None and (ready.state, ready.restarts) == ("ready", 1)
-    assert handle.address == "10.0.0.3"
 
 
 @pytest.mark.parametrize("address", ["ray://somewhere:10001", "head", "head:gcs", ":6379"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -149,9 +150,11 @@ class ClusterDeployment(LocalDeployment):
         """The workers of an earlier driver that are as this one wants them, and in the right places.
 
         What must be on one node is in one placement group, or is placed anew together; and that takes the place of an
-        earlier placement group of the same name, so that whatever else is in it must end too.
+        earlier placement group of the same name, so that whatever else is in it must end too. All workers of a
+        placement group are adopted or none: Ray takes no part of one back, so that the place of a worker that has
+        ended would stay reserved for as long as the others run.
         """
-        from services.cluster.detached_groups import name_group
+        from services.cluster.detached_groups import count_bundles, name_group
 
         fitting = {name for name, worker in found.items() if self._is_wanted(name, worker)}
         while True:
@@ -162,6 +165,9 @@ class ClusterDeployment(LocalDeployment):
                     anew = name_group(group)
                     misplaced |= names & fitting
                     misplaced |= {name for name in fitting if found[name].order.group == anew}
+            filled = Counter(found[name].order.group for name in fitting)
+            partial = {group for group, workers in filled.items() if workers < count_bundles(group)}
+            misplaced |= {name for name in fitting if found[name].order.group in partial}
             if not misplaced:
                 return fitting
             fitting -= misplaced

@@ -141,6 +141,11 @@ def name_group(group: Sequence[Bundle]) -> str:
     return GROUP_PREFIX + " ".join(bundle.worker for bundle in group)
 
 
+def count_bundles(name: str) -> int:
+    """How many bundles the placement group of this name has."""
+    return len(name.removeprefix(GROUP_PREFIX).split())
+
+
 def _workers_of(group: Sequence[Bundle]) -> str:
     return " and ".join(bundle.worker for bundle in group)
 

@@ -167,6 +167,21 @@ def test_a_pair_that_is_apart_is_placed_anew_together(tmp_path: Path) -> None:
     assert adopt(two, left_by(two, "g", "prefill-0", "decode-0")) == (["decode-0", "prefill-0"], {})
 
 
+def test_no_worker_is_adopted_in_a_group_with_a_place_that_is_not_taken(tmp_path: Path) -> None:
+    """Ray takes no part of a group back: the place would stay reserved for as long as the other worker runs."""
+    one = deployment(tmp_path, *[(bundle,) for bundle in PAIR], (Bundle("decode-1"),), replan=True)
+    name = "diptych: prefill-0 decode-0"
+    pair = left_by(one, name, "prefill-0", "decode-0")
+    wider = msgspec.structs.replace(pair["decode-0"].order, demand={"CPU": 2.0})
+    other = left_by(one, "diptych: decode-1", "decode-1")
+    changed = pair | other | {"decode-0": FoundWorker(None, wider, "10.0.0.2", False)}
+    assert adopt(one, changed) == (["decode-1"], {"prefill-0": name, "decode-0": name})
+    assert adopt(one, left_by(one, name, "prefill-0") | other) == (["decode-1"], {"prefill-0": name})
+    assert adopt(one, pair | other) == (["decode-0", "decode-1", "prefill-0"], {})
+    # A replanner had put decode-3 into the place that decode-0 had left.
+    assert adopt(one, left_by(one, name, "prefill-0", "decode-3")) == (["decode-3", "prefill-0"], {})
+
+
 def test_no_worker_is_adopted_in_a_group_that_is_made_anew(tmp_path: Path) -> None:
     """A replanner had put decode-3 into the place that decode-0 had left."""
     one = deployment(tmp_path, PAIR, (Bundle("decode-1"),), replan=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from diptych.channel.keys import make_keys, read_worker_keys
-from diptych.errors import StartError
+from diptych.errors import DiptychError, StartError
 from diptych.specs import WorkerSpec
 from services.cluster.capacity import NodeCapacity, min_cpus
 from services.cluster.daemon_calls import await_daemon, call_in_time, start_daemon
@@ -246,9 +246,10 @@ class ClusterDeployment(LocalDeployment):
         self._joined.groups.reserve_groups([(self._bundle_like(spec),)], nodes)
         try:
             self._launch_worker(spec)
-        except StartError:
+        except DiptychError as error:
+            # For example, the keys that it would get are gone.
             self._joined.groups.release_bundle(spec.worker)
-            raise
+            raise StartError(error.what, error.why, error.fix) from None
 
     async def _release_bundle(self, name: str) -> None:
         """Give the place of a worker that is gone back to Ray, which takes it when its head answers."""

@@ -353,6 +353,19 @@ def test_one_more_worker_is_placed_beside_the_event_loop(
     asyncio.run(story())
 
 
+def test_a_worker_that_cannot_be_started_gives_its_place_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "head_answers", lambda address, timeout_s: True)
+    one, joined, released = deployment(tmp_path, PAIR), SlowJoined({}), list[str]()
+    joined.groups.release_bundle = released.append
+    one._joined = cast(JoinedCluster, joined)
+    (tmp_path / "worker.secret").unlink()
+    with pytest.raises(StartError, match=r"worker\.secret"):
+        asyncio.run(one.start_worker("decode"))
+    assert released == ["decode-1"] and joined.launched == {}
+
+
 def test_a_call_that_never_returns_is_given_up() -> None:
     asked, silent = threading.Event(), threading.Event()
 

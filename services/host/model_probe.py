@@ -311,8 +311,9 @@ def probe_request(config: Config, num_workers: int) -> ProbeRequest:
     )
 
 
-async def resolve_model(config: Config, num_workers: int) -> ProbedModel:
-    """Find the model of these settings for `num_workers` workers on this machine; with 0 no weights are needed.
+async def resolve_model(config: Config, num_workers: int, bulk_weights: bool = True) -> ProbedModel:
+    """Find the model of these settings for `num_workers` workers on this machine; with 0 no weights are needed, but for
+    bulk workers, whose memory is not planned, with `bulk_weights`.
 
     A model from the hub may have to be downloaded, which cannot be cancelled within a process. It is therefore probed
     by another process, `services.host.model_probe_main`.
@@ -323,6 +324,7 @@ async def resolve_model(config: Config, num_workers: int) -> ProbedModel:
             error shows the memory arithmetic. Or its calibration cannot be read.
     """
     question = probe_request(config, num_workers)
+    question = msgspec.structs.replace(question, weights=question.weights and bulk_weights)
     if config.model == EMBEDDED_MODEL or is_folder_name(config.model):
         return probe_model(question)
     return await _probe_in_process(question)

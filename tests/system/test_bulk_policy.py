@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from diptych.config.load import load_config
 from diptych.config.options import Config
-from diptych.errors import ConfigError
+from diptych.errors import ConfigError, ModelError
 from diptych.specs import BulkPlan
 from engine.block.policy import BlockPolicy, default_policy, parse_policy
 from engine.block.sizes import fit_policy, predict_needs, trim_policy
@@ -59,14 +59,28 @@ def save_rates(file: Path, rates: BulkRates | None = RATES) -> Path:
 
 
 def plan(
-    file: Path | None, policy: str | None = None, memory: int = 64 * MIB, bulk: int = 1
+    file: Path | None,
+    policy: str | None = None,
+    memory: int = 64 * MIB,
+    bulk: int = 1,
+    folder: str = resolve_embedded("tiny"),
 ) -> tuple[BulkPlan, BlockPolicy]:
-    """The plan for the embedded model with a context of 1024 tokens, and its policy."""
+    """The plan for the model in a folder with a context of 1024 tokens, and its policy."""
     given = {"bulk": bulk, "prefill": 0, "decode": 0, "bulk_policy": policy, "data_dir": Path("d")}
     config: Config = load_config("serve", given | {"bulk_profile": file}, {}).config
-    model = ProbedModel(resolve_embedded("tiny"), "", True, 1024, 0)
+    model = ProbedModel(folder, "", True, 1024, 0)
     found = plan_bulk(config, model, memory, 1 << 34)
     return found, parse_policy(found.policy, default_policy(1024))
+
+
+def test_only_a_calibration_needs_the_weights(tmp_path: Path) -> None:
+    """On the machine that drives bulk workers in a Ray cluster there are none."""
+    bare = str(tmp_path / "bare")
+    shutil.copytree(resolve_embedded("tiny"), bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    found, policy = plan(save_rates(tmp_path / "p.json"), "kv_codec=int4,weight_kind=int4", folder=bare)
+    assert found.source == "profile" and policy.kv_codec == "int4"
+    with pytest.raises(ModelError, match="has no weights"):
+        plan(None, "kv_codec=nuq4", folder=bare)
 
 
 def test_the_policy_is_that_of_the_programme_for_the_caps(tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from diptych.chunks import RAW_CLASS
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from diptych.specs import BulkPlan, WorkerSpec
 from engine.block.policy import BlockPolicy, default_policy, format_policy, names_shape, parse_policy
-from engine.model.checkpoint import Checkpoint
+from engine.model.checkpoint import Checkpoint, find_model
 from engine.model.kv_codec import resolve_kv_codec
 from engine.model.memory_plan import available_memory
+from kvcache.codecs.codec_id import CALIBRATED, parse_codec_id
 from planner.types import BulkRates
 from services.cluster.spec import DeploymentSpec
 from services.host.model_probe import ProbedModel, calibration_path
@@ -88,6 +88,23 @@ def _share_disk(config: Config, model: ProbedModel) -> int:
     return int(DISK_SHARE * free / config.bulk)
 
 
+def needs_weights(config: Config) -> bool:
+    """Whether bulk work of these settings is planned with the model's weights: a calibration is compared with them.
+
+    Raises:
+        ConfigError: --bulk-policy cannot be read, or names no codec.
+    """
+    asked = parse_policy(config.bulk_policy or "", default_policy(1))
+    return bool(asked.kv_codec) and parse_codec_id(asked.kv_codec).family == CALIBRATED
+
+
+def _find_checkpoint(config: Config, path: str) -> Checkpoint:
+    """The model in a folder; unless they are needed without its weights, which lie on the nodes of a cluster alone."""
+    if needs_weights(config):
+        return Checkpoint.resolve(path, config.revision)
+    return Checkpoint(path, *find_model(path, config.revision), weights={})
+
+
 def plan_bulk(config: Config, model: ProbedModel, memory_bytes: int, disk_bytes: int | None) -> BulkPlan:
     """The policy of each bulk worker within its caps, and its prediction if there is a profile.
 
@@ -98,8 +115,7 @@ def plan_bulk(config: Config, model: ProbedModel, memory_bytes: int, disk_bytes:
     text = config.bulk_policy or ""
     asked = parse_policy(text, default_policy(model.max_model_len))
     if asked.kv_codec:
-        files = Checkpoint.resolve(model.path, config.revision)
-        resolve_kv_codec(files, asked.kv_codec or RAW_CLASS, calibration_path(config))
+        resolve_kv_codec(_find_checkpoint(config, model.path), asked.kv_codec, calibration_path(config))
     if config.bulk_profile is not None:
         assert disk_bytes is not None
         return _plan_with_rates(config, model, asked, memory_bytes, disk_bytes)
@@ -118,10 +134,11 @@ def _plan_with_rates(
         ConfigError: the profile cannot be used, or does not say what the policy's kinds cost.
     """
     # Imported only here: the search needs scipy.
-    from planner.costs.model import dims_on_cpu, find_model
+    from planner.costs.model import dims_on_cpu
+    from planner.costs.model import find_model as find_dims
     from services.cli.plan.bulk_search import RatedBlocks
 
-    rates, dims = _read_rates(config, model.path), dims_on_cpu(find_model(model.path))
+    rates, dims = _read_rates(config, model.path), dims_on_cpu(find_dims(model.path))
     blocks = RatedBlocks(dims, rates, model.max_model_len, memory_bytes, disk_bytes, config.bulk)
     predicted = blocks.predict(asked)
     source, policy = "setting", asked

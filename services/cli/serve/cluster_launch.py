@@ -15,6 +15,7 @@ from msgspec import structs
 from diptych.config.load import ApiKeys, LoadedConfig
 from diptych.errors import ConfigError, DiptychError, StartError
 from diptych.specs import WorkerSpec
+from services.cli.serve.bulk_plan import needs_weights
 from services.cli.serve.cluster_settings import (
     check_channel_host,
     check_given_keys,
@@ -82,9 +83,13 @@ class ClusterRun(ServeRun):
             )
         await await_daemon(lambda: self._fit_to_cluster(nodes))
         self._view.begin_phase("model")
-        model = await resolve_model(self._config, 0)
+        model = await self._find_model()
         fitted = await await_daemon(lambda: self._check_nodes(nodes, model))
         return self._start_gateway(fitted, port, accepted)
+
+    async def _find_model(self) -> ProbedModel:
+        """The model on this machine, which needs weights only to compare a calibration with them."""
+        return await resolve_model(self._config, 0, bulk_weights=needs_weights(self._config))
 
     async def _join_cluster(self) -> Sequence[NodeCapacity]:
         """Join the cluster, beside the event loop; returns its nodes."""

@@ -21,7 +21,8 @@ from services.cluster.capacity import NodeCapacity
 from services.cluster.cluster_deployment import ClusterDeployment
 from services.cluster.node_probe import NodeReport
 from services.cluster.spec import Bundle
-from services.host.model_probe import ProbedModel
+from services.host import model_probe
+from services.host.model_probe import ProbedModel, ProbeRequest, probe_request
 from services.host.versions import installed_version
 
 OWN = "127.0.0.1"
@@ -149,3 +150,21 @@ def test_the_replanner_reckons_with_the_memory_of_the_nodes(tmp_path: Path) -> N
     found = run._check_nodes(nodes, ProbedModel("/m", "a model", True, 2048, 0))
     assert found.kv_bytes == 4096 and found.max_model_len == 2048
     assert asked[0] == "" and asked[1] == run._question
+
+
+def test_only_the_nodes_fetch_the_weights_of_bulk_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver plans without them, but for a calibration, which it compares with them."""
+    asked = list[ProbeRequest]()
+
+    async def note_question(question: ProbeRequest) -> ProbedModel:
+        asked.append(question)
+        return ProbedModel("/m", "a model", True, 2048, 0)
+
+    monkeypatch.setattr(model_probe, "_probe_in_process", note_question)
+    for policy in (None, "kv_codec=int4", "kv_codec=nuq4"):
+        run = made_run(tmp_path, [], model="owner/name", bulk=2, bulk_policy=policy)
+        asyncio.run(run._find_model())
+        assert probe_request(run._config, 0).weights
+    assert [question.weights for question in asked] == [False, False, True]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from diptych.errors import TransferError
 from kvcache.layout import KvLayout, Shard
-from kvtransfer.cooperative import run_to_end
+from kvtransfer.cooperative import CoopTask, run_to_end
 from kvtransfer.resharding import unsharded_pool
 from kvtransfer.transports import nixl
 
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=2, dtype="float32")
 WHOLE = Shard((0, 1), (0, 1))
+PATIENCE_S = 60.0
 
 
 class FakeNixlAgent:
@@ -39,6 +43,14 @@ class FakeNixlAgent:
         self.closed = True
 
 
+def run_until(task: CoopTask[None], condition: Callable[[], bool]) -> None:
+    """Run a read until `condition` holds. It waits for its agent first, which connects in a thread of its own."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < ends_s
+        time.sleep(next(task))
+
+
 def test_a_read_that_fails_late_does_not_end_those_that_began_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     agents: list[FakeNixlAgent] = []
 
@@ -51,12 +63,13 @@ def test_a_read_that_fails_late_does_not_end_those_that_began_anew(monkeypatch: 
     endpoint = nixl.NixlEndpoint(b"", [(WHOLE, 4096, 4 * LAYOUT.chunk_bytes)], 0)
     lane = nixl.NixlConnection(own, memoryview(bytearray(4096)), endpoint, lambda: 60.0)
     first, beside = lane.pull_chunks([(0, 0)], None), lane.pull_chunks([(1, 1)], None)
-    next(first), next(beside)
+    run_until(first, lambda: len(agents) == 1 and agents[0].posted == 1)
+    run_until(beside, lambda: agents[0].posted == 2)
     agents[0].broken.add(1)
     with pytest.raises(TransferError):
         next(first)
     again = lane.pull_chunks([(0, 0)], None)
-    next(again)
+    run_until(again, lambda: len(agents) == 2 and agents[1].posted == 1)
     assert [agent.closed for agent in agents] == [True, False]
     with pytest.raises(TransferError):
         next(beside)

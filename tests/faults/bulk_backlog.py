@@ -27,7 +27,7 @@ COMPLETION: Final = "/v1/completions"
 # Kinds of sampling of chats; the others are asked for differently than in completions.
 CHAT_KINDS = ("greedy", "seeded", "penalised", "biased", "ending", "structured")
 MAX_OPEN = 2
-LOOK_S, CALL_TIMEOUT_S = 0.4, 5.0
+LOOK_S, CALL_TIMEOUT_S = 0.4, 30.0
 # For all batches to end once no fault is left, and for the books to be empty after the last.
 END_S, REST_S = 120.0, 30.0
 # One line in so many is malformed.

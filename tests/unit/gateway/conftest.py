@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,18 @@ from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.openai.validate import RequestRules
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 from tests.unit.gateway.model_folder import make_folder
+
+
+@pytest.fixture
+def own_garbage() -> Iterator[None]:
+    """What exists by now is left alone by the garbage collector, as in the gateway's process.
+
+    A test process holds much more, and would be measured looking through it.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -140,7 +140,7 @@ def test_arrays_give_back_what_was_put_in(rows: list[list[tuple[int, float]]], d
     assert [row.logprob for row in found] == [-float(i) if i else None for i in range(start, len(rows))]
 
 
-def test_a_large_answer_is_written_in_slices(tokens: GatewayTokenizer) -> None:
+def test_a_large_answer_is_written_in_slices(tokens: GatewayTokenizer, own_garbage: None) -> None:
     ask = asked(TOP, n=8, best_of=8)
     answers = [answered(tokens, ask, 4000, TOP) for _ in range(8)]
     longest_s = 0.0

@@ -15,6 +15,7 @@ import pytest
 
 from diptych.errors import ConfigError
 from diptych.logs.request_ids import RequestIds
+from services.gateway.tracing import otlp_exporter
 from services.gateway.tracing.otlp_exporter import OtlpExporter
 from services.gateway.tracing.spans import RequestTrace
 from services.gateway.tracing.trace_context import TraceContext, new_span_id, new_trace_id
@@ -36,7 +37,7 @@ def exporting(url: str, counts: Counter[str], **options: object) -> Iterator[Otl
     def count(outcome: str, number: int) -> None:
         counts[outcome] += number
 
-    quick = {"timeout_s": 0.2, "pauses_s": (0.01,), **options}
+    quick = {"timeout_s": WAIT_S, "pauses_s": (0.01,), **options}
     exporter = OtlpExporter(url, "0.1.0", ENVIRON, count, **quick)  # type: ignore[arg-type]
     try:
         yield exporter
@@ -50,7 +51,10 @@ def trace(number: int = 0) -> RequestTrace:
     return RequestTrace(context, None, "/v1/completions", 1.0, RequestIds(f"req_{number}"), 200, ended_s=2.5)
 
 
-def test_what_is_sent_arrives_with_service_headers_and_state(collector: Collector) -> None:
+def test_what_is_sent_arrives_with_service_headers_and_state(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(otlp_exporter, "CLOSE_TIMEOUT_S", WAIT_S)
     counts = Counter[str]()
     with exporting(collector.url, counts) as exporter:
         for number in range(300):
@@ -83,7 +87,7 @@ def test_after_a_refusal_the_same_traces_are_sent_again(collector: Collector) ->
 def test_without_a_working_collector_traces_are_counted_as_lost(collector: Collector, mode: str) -> None:
     counts, collector.mode = Counter[str](), mode
     url = "http://127.0.0.1:9/v1/traces" if mode == "gone" else collector.url
-    with exporting(url, counts, max_waiting=10) as exporter:
+    with exporting(url, counts, max_waiting=10, timeout_s=0.2) as exporter:
         for number in range(1000):
             exporter.export_trace(trace(number))
         wait_for(lambda: counts["failed"] > 0, WAIT_S)
@@ -148,7 +152,7 @@ def test_an_answer_without_an_end_is_not_read_to_its_end() -> None:
         thread = threading.Thread(target=answer, args=(listener,))
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces"
-        with exporting(url, counts, timeout_s=WAIT_S) as exporter:
+        with exporting(url, counts) as exporter:
             exporter.export_trace(trace())
             wait_for(lambda: counts == {"sent": 1}, WAIT_S)
         thread.join()

@@ -155,7 +155,7 @@ def test_refusals_come_back_as_they_were(rules: RequestRules) -> None:
     within(pool, work)
 
 
-def test_a_schema_full_of_brackets_does_not_stop_the_loop(rules: RequestRules) -> None:
+def test_a_schema_full_of_brackets_does_not_stop_the_loop(rules: RequestRules, own_garbage: None) -> None:
     """Counting them once took a minute, with the interpreter held."""
     pool = PreparerPool(rules)
 
@@ -170,7 +170,7 @@ def test_a_schema_full_of_brackets_does_not_stop_the_loop(rules: RequestRules) -
     within(pool, work)
 
 
-def test_long_texts_are_tokenised_beside_the_loop(wide: RequestRules) -> None:
+def test_long_texts_are_tokenised_beside_the_loop(wide: RequestRules, own_garbage: None) -> None:
     pool = PreparerPool(wide)
 
     async def work(gaps: Gaps) -> None:
@@ -201,7 +201,7 @@ def test_tokenize_and_detokenize_have_bounds(rules: RequestRules) -> None:
 @pytest.mark.parametrize(
     "body", [b'"",' * 2_700_000, b"[" * 4_000_000, b'{"a":' * 1_500_000, b"[[]," * 2_000_000]
 )
-def test_hostile_json_does_not_stop_the_loop(rules: RequestRules, body: bytes) -> None:
+def test_hostile_json_does_not_stop_the_loop(rules: RequestRules, own_garbage: None, body: bytes) -> None:
     pool = PreparerPool(rules)
 
     async def work(gaps: Gaps) -> None:
@@ -224,6 +224,7 @@ def test_a_preparer_that_hangs_is_killed_and_its_client_gets_an_error(
         assert {(one.status, one.code, one.client_may_retry) for one in failures} == {
             (503, "overloaded", False)
         }
+        pool.job_s = PATIENCE_S
         assert isinstance(await pool.prepare_body(completion("and the next one")), PreparedRequest)
 
     within(pool, work)
@@ -339,8 +340,14 @@ def test_one_tenants_slow_bodies_do_not_keep_others_out(
     within(pool, work)
 
 
-def test_the_queue_is_bounded_per_tenant(rules: RequestRules, monkeypatch: pytest.MonkeyPatch) -> None:
-    hang_on(monkeypatch, "HANG", lambda: time.sleep(600))
+def test_the_queue_is_bounded_per_tenant(
+    rules: RequestRules, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def hang() -> None:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(600)
+
+    hang_on(monkeypatch, "HANG", hang)
     monkeypatch.setattr(preparer_pool, "MAX_WAITING_JOBS", 3)
     pool = PreparerPool(rules)
 
@@ -348,7 +355,8 @@ def test_the_queue_is_bounded_per_tenant(rules: RequestRules, monkeypatch: pytes
         for _ in range(pool.num):  # all have begun
             assert isinstance(await pool.prepare_body(completion("quick", "a")), PreparedRequest)
         flood = [asyncio.create_task(pool.prepare_body(completion("HANG", "a"))) for _ in range(pool.num - 1)]
-        await asyncio.sleep(0.2)
+        while len(list(tmp_path.iterdir())) < len(flood):
+            await asyncio.sleep(TICK_S)
         pool.wait_s = 2.0
         flood += [asyncio.create_task(pool.prepare_body(completion("HANG", "a"))) for _ in range(3)]
         await asyncio.sleep(0)

@@ -294,8 +294,11 @@ class ClusterDeployment(LocalDeployment):
         self._placed.clear()
 
     def end_at_once(self) -> None:
-        """End all workers that `stop` has not ended, without grace: no guard would end what runs on other nodes."""
+        """End the gateway and all workers that `stop` has not ended, without grace: no guard would end what runs on
+        other nodes.
+        """
         self._stops = True
+        super().end_at_once()
         self._take_placed()
         left = [cast(Any, worker).kill for worker in self.workers.values()]
         threads = [start_daemon(end) for end in (*left, self._joined.groups.release_all)]

@@ -244,3 +244,7 @@ class LocalDeployment:
         self._worker_watchers.clear()
         await asyncio.gather(*(worker.stop(WORKER_GRACE_S) for worker in self.workers.values()))
         self.workers.clear()
+
+    def end_at_once(self) -> None:
+        """End the gateway if `stop` has not, without grace. The workers end with Ray."""
+        self._gateway.stop(0.0)

@@ -125,7 +125,9 @@ class NodeWorkerHandle:
         return ChildStatus(self.name, "failed", error=report)
 
     def kill(self) -> None:
-        """End the actor, and its worker with it. Without Ray's head this may wait for it."""
+        """End the worker without grace, and its actor. Without Ray's head the actor stays, and this may wait for it."""
+        # The actor itself is asked too: that does not go through Ray's head.
+        self._actor.stop.remote(0.0)
         ray.kill(self._actor)
 
     async def stop(self, grace_s: float) -> None:

@@ -101,6 +101,8 @@ class RayCluster:
     folder: Path
     environ: dict[str, str]
     nodes: list[RayNode] = field(default_factory=list)
+    # Head processes that were started again.
+    heads: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -133,13 +135,14 @@ class RayCluster:
     def restart_head(self, command: Sequence[str]) -> None:
         """Start Ray's head process again, with its tables."""
         with (self.folder / "head.log").open("ab") as log:
-            subprocess.Popen(
+            head = subprocess.Popen(
                 self.nodes[0].command(command),
                 stdout=log,
                 stderr=log,
                 env=self.environ,
                 start_new_session=True,
             )
+        self.heads.append(head)
 
     def wait_started(self) -> None:
         """Wait until every node says that it runs."""
@@ -150,6 +153,9 @@ class RayCluster:
         """End all nodes."""
         for node in reversed(self.nodes):
             node.kill()
+        for head in self.heads:
+            head.kill()
+            head.wait()
 
 
 def cluster_environ(folder: Path, health_timeout_s: float) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from services.cli.serve.signals import SAME_PRESS_S
 from services.host.process_guard import tied_command
 from tests import waiting
 from tests.faults.ray_nodes import RayCluster
@@ -108,6 +109,15 @@ class Driver:
         """Kill `diptych serve`; its gateway ends with it, and its workers go on."""
         self.serve_process().kill()
         self.process.wait(PATIENCE_S)
+
+    def interrupt_twice(self) -> int:
+        """Press Ctrl-C, and again while it stops; returns the exit status."""
+        serving = self.serve_process()
+        serving.send_signal(signal.SIGINT)
+        waiting.wait_for(lambda: "stopping" in self.output(), PATIENCE_S, explain=self.output)
+        time.sleep(1.5 * SAME_PRESS_S)
+        serving.send_signal(signal.SIGINT)
+        return self.process.wait(PATIENCE_S)
 
     def stop(self) -> None:
         """End it in order, with its workers."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from planner.costs.model import find_model
@@ -114,6 +115,12 @@ def pools_by_node(status: dict[str, Any]) -> dict[str, list[str]]:
     for worker in status["workers"]:
         found.setdefault(worker["host"], []).append(worker["worker"])
     return {address: sorted(names) for address, names in found.items()}
+
+
+def worker_processes(cluster: RayCluster) -> list[psutil.Process]:
+    """The processes of workers on all nodes."""
+    found = [psutil.Process(node.init_pid).children(recursive=True) for node in cluster.nodes]
+    return [one for processes in found for one in processes if one.cmdline()[-1:] == ["services.worker"]]
 
 
 def key_folders() -> list[Path]:
@@ -280,3 +287,25 @@ def test_a_plan_for_more_nodes_than_there_are_is_refused(cluster: RayCluster, tm
     save_plan(path, plan)
     said = refused(cluster, "--plan", str(path))
     assert "no room for decode-2 and prefill-2" in said and "on one node; CPU 12 in all" in said
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_workers_though_rays_head_is_dead(cluster: RayCluster) -> None:
+    """Requests that drain are cut off. The next start, when the head is back, ends what was left with Ray."""
+    with Driver(cluster, "--prefill", "1", "--decode", "1", "--drain-s", "600") as driver:
+        workers = worker_processes(cluster)
+        assert len(workers) == 2
+        with ThreadPoolExecutor(8) as threads:
+            asked = [threads.submit(ask, driver, PROMPT, 1900) for _ in range(8)]
+            wait_for(lambda: driver.status()["pools"]["decode"]["running"], explain=driver.output)
+            head = cluster.kill_head()
+            before = driver.output()
+            assert driver.interrupt_twice() == 130
+            assert all(isinstance(one.exception(), OSError | http.client.HTTPException) for one in asked)
+        said = driver.output().removeprefix(before)
+        assert len(said.splitlines()) <= 6 and "Traceback" not in said, said
+        assert not psutil.wait_procs(workers, timeout=60)[1]
+    cluster.restart_head(head)
+    with Driver(cluster, "--prefill", "1", "--decode", "1") as driver:
+        assert "adopted" not in driver.output() and ask(driver, PROMPT, TOKENS)
+        driver.stop()

@@ -116,6 +116,8 @@ class ServeRun:
     async def run_until_stopped(self) -> int:
         """Start everything, and serve until a signal asks to stop. Everything that was started is always stopped again.
 
+        Returns the exit status: `INTERRUPTED` if it was not up yet, or a second Ctrl-C has cut the stop short.
+
         Raises:
             DiptychError: the deployment did not start, or the gateway has failed for good.
         """
@@ -134,7 +136,6 @@ class ServeRun:
                 await self._start_all(port, accepted)
             await self._unless_stopped(self._await_failure())
             view.print_line("stopping")
-            return OK if view.up else INTERRUPTED
         except TimeoutError:
             why = self._deadline.describe()
             raise StartError("the deployment is not ready", why, self._logs_hint()) from None
@@ -142,6 +143,7 @@ class ServeRun:
             if self._replan is not None:
                 await self._replan.end_steering()
             await self._stop_all()
+        return OK if view.up and not self._stop.hurry_asked.is_set() else INTERRUPTED
 
     async def _start_all(self, port: int, accepted: ApiKeys) -> None:
         """Bring everything up, or return early when asked to stop before."""
@@ -303,7 +305,7 @@ class ServeRun:
         view.end_phase("canary", "; ".join(state.links) or answered)
 
     async def _stop_all(self) -> None:
-        """Stop in order; a second press of Ctrl-C leaves the rest to the guard."""
+        """Stop in order; a second press of Ctrl-C ends at once what is left."""
         deployment = self._deployment
         drain_s = self._config.drain_s if self._view.up else 0.0
         stopping = asyncio.create_task(deployment.stop(drain_s)) if deployment else None
@@ -316,7 +318,9 @@ class ServeRun:
         self._stop_ray()
 
     def _stop_ray(self) -> None:
-        """Stop Ray and all processes that it has started."""
+        """End what is left after a second Ctrl-C, and stop Ray and all processes that it has started."""
+        if self._deployment is not None:
+            self._deployment.end_at_once()
         if self._head is not None:
             self._head.stop()
 

@@ -49,7 +49,7 @@ name the schema in the file's first line:
 - Switches: `--name` and `--no-name`; `true` or `false` in YAML and in the environment.
 
 Exit status: 0 ended as asked; 1 could not start, or failed; 2 a wrong flag, key or value; 130 interrupted before it was
-ready.
+ready, or a second time while it stopped.
 """
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from pathlib import Path
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -13,7 +15,8 @@ from diptych.config.load import ApiKeys, load_config
 from diptych.errors import StartError
 from services.cli.serve.launch import ServeRun
 from services.cli.serve.progress import StartProgress
-from services.host.exit_codes import OK
+from services.cluster.deployment import LocalDeployment
+from services.host.exit_codes import INTERRUPTED, OK
 from services.host.supervisor import ChildStatus, ErrorReport
 
 FAILED = ErrorReport("nobody looks after it any more", "ValueError: a mistake of ours")
@@ -68,6 +71,37 @@ def test_a_worker_that_has_failed_for_good_is_reported_once_and_the_others_serve
 
     assert asyncio.run(run()) == OK
     assert out.getvalue().count("decode-0 has failed, and is not started again: nobody looks") == 1
+
+
+class Draining:
+    """A deployment whose gateway drains, in a thread, until it is ended at once."""
+
+    def __init__(self) -> None:
+        self.drains, self.ended = asyncio.Event(), threading.Event()
+
+    async def stop(self, drain_s: float) -> None:
+        self.drains.set()
+        await asyncio.to_thread(self.ended.wait, 10.0)
+
+    def end_at_once(self) -> None:
+        self.ended.set()
+
+
+def test_a_second_ctrl_c_ends_the_gateway_without_grace(tmp_path: Path) -> None:
+    """The run would wait for its thread otherwise, for as long as requests may take."""
+    begun, out = start(tmp_path, ChildStatus("decode-0", "ready"))
+
+    async def run() -> tuple[int, bool]:
+        draining = Draining()
+        begun._deployment = cast(LocalDeployment, draining)
+        running = asyncio.create_task(begun.run_until_stopped())
+        begun._stop.stop_asked.set()
+        await draining.drains.wait()
+        begun._stop.hurry_asked.set()
+        return await running, draining.ended.is_set()
+
+    assert asyncio.run(run()) == (INTERRUPTED, True)
+    assert out.getvalue().count("\n") <= 6
 
 
 class Packing(ServeRun):

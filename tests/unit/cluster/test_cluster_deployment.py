@@ -218,8 +218,11 @@ def test_workers_are_ended_at_once_though_ray_is_silent(
     one.workers = {worker.name: worker for worker in workers}
     joined = cast(Joined, one._joined)
     joined.groups.release_all = joined.silent.wait
+    graces = list[float]()
+    monkeypatch.setattr(one._gateway, "stop", graces.append)
     try:
         one.end_at_once()
+        assert graces == [0.0]
         assert all(worker.killed.wait(10.0) for worker in workers)
     finally:
         joined.silent.set()

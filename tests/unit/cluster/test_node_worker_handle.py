@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import pytest
 import ray
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
@@ -28,6 +29,7 @@ class Actor:
         self._private, self.keys = private, dict[str, bytes]()
         self.wait_status = SimpleNamespace(remote=self._answer)
         self.deliver_keys = SimpleNamespace(remote=self._open)
+        self.stop = SimpleNamespace()
 
     async def _answer(self, version: int, timeout_s: float) -> ActorReport:
         result = next(self._results)
@@ -98,3 +100,17 @@ def test_a_failed_actor_is_reported_once_and_a_dead_one_waits_for_ray() -> None:
     assert lost is not None and lost.state == "waiting"
     assert ready is not None and (ready.state, ready.restarts) == ("ready", 1)
     assert handle.address == "10.0.0.3"
+
+
+def test_a_worker_is_killed_by_its_actor_where_rays_head_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    graces = list[float]()
+
+    def wait_in_vain(actor: Actor) -> None:
+        assert graces == [0.0], "it is asked before"
+        raise ray.exceptions.RayError("the head is gone")
+
+    monkeypatch.setattr(ray, "kill", wait_in_vain)
+    actor = Actor()
+    actor.stop = SimpleNamespace(remote=graces.append)
+    with pytest.raises(ray.exceptions.RayError, match="the head is gone"):
+        NodeWorkerHandle("decode-0", actor, {}, "n/decode-0").kill()

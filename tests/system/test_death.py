@@ -165,11 +165,19 @@ def test_workers_of_one_host_listen_on_no_port(served: Launched) -> None:
         assert [at for at in process.net_connections() if at.status == psutil.CONN_LISTEN] == []
 
 
+def known_traces(served: Launched, collector: Collector) -> set[str]:
+    """The traces of all requests so far. They come a moment late, in the order in which requests ended."""
+    with served.client(timeout=600) as client:
+        last = client.completions.with_raw_response.create(model="tiny", prompt="x", max_tokens=1)
+    wait_for(lambda: last.headers["x-request-id"] in collector.traces())
+    return set(collector.traces())
+
+
 def test_with_spares_killed_workers_cost_no_request(
     served: Launched, undisturbed: dict[str, str], collector: Collector
 ) -> None:
     """Each request is one trace, also if it lost a worker, or both."""
-    names, known = ("prefill-0", "decode-0"), set(collector.traces())
+    names, known = ("prefill-0", "decode-0"), known_traces(served, collector)
     victims = [served.worker(name) for name in names]
 
     def strike() -> None:

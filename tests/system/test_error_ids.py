@@ -25,6 +25,7 @@ from diptych.config.options import Config
 from diptych.errors import RequestError
 from diptych.failure_statuses import RULES, FailureReason, RequestFailure
 from diptych.logs.log_format import JsonFormatter
+from diptych.messages import Admit
 from services.gateway.batches import store
 from services.gateway.batches.files import file_routes
 from services.gateway.http import connection, connection_table, error_response
@@ -291,10 +292,15 @@ def lose_worker(
     """Kill the only decode worker while it has a request."""
     answers: list[httpx.Response] = []
     client = threading.Thread(target=lambda: answers.append(post(MUTE)))
+
+    def muted() -> set[str]:
+        """The requests of clients that it was sent and never answers."""
+        admitted = [one for one in list(decode.seen) if isinstance(one, Admit)]
+        return {one.request for one in admitted if one.prompt[0] == MUTE}
+
+    known = muted()
     client.start()
-    until(
-        lambda: any(getattr(one, "prompt", [0])[0] == MUTE and decode.held for one in list(decode.seen)[-3:])
-    )
+    until(lambda: muted() - known)
     decode.kill()
     client.join(WAIT_S)
     seen.add("worker_lost", answers[0], "decode-0")

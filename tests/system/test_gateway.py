@@ -19,7 +19,7 @@ import pytest
 
 from diptych.messages import Admit
 from diptych.specs import GatewaySpec
-from tests.system.fake_workers import HALF, MUTE, TOKENS, Puppet
+from tests.system.fake_workers import HALF, HALF_TOKENS, MUTE, TOKENS, Puppet
 from tests.system.gateway_process import ROOT, WAIT_S, Gateway, serving, specification, start, until
 
 LOG = "requests.jsonl"
@@ -175,7 +175,8 @@ def test_a_stream_goes_on_at_another_worker(gateway: Gateway, puppets: tuple[Pup
         stream = client.completions.create(model="toy", prompt=[HALF], max_tokens=12, stream=True)
         chunks = iter(stream)
         name = next(chunks).id
-        until(lambda: any(line["event"] == "tokens" and line["total"] == 5 for line in lines(gateway)))
+        half = {"event": "tokens", "request": name, "total": HALF_TOKENS}
+        until(lambda: any(line == line | half for line in lines(gateway)))
         new = gateway.puppet("decode", 1)
         until(lambda: len(gateway.status()["links"]) == 2)
         old.kill()
@@ -185,7 +186,7 @@ def test_a_stream_goes_on_at_another_worker(gateway: Gateway, puppets: tuple[Pup
     assert [line["event"] for line in events].count("end") == 1
     assert events[-1] == events[-1] | {"outcome": "done", "status": 200, "output_tokens": 12}
     (retried,) = [line for line in events if line["event"] == "retried"]
-    assert (retried["code"], retried["delivered"]) == ("worker_lost", 5)
+    assert (retried["code"], retried["delivered"]) == ("worker_lost", HALF_TOKENS)
     begun = [line for line in events if line["event"] == "begin"]
     assert [line["decode"] for line in begun] == ["decode-0", "decode-1"]
     totals = [line["total"] for line in events if line["event"] == "tokens"]

@@ -108,10 +108,28 @@ class Served:
         num_bytes += sum_samples(shown, "diptych:kv_saved_bytes_total", where="transfer")
         return num_bytes / raw_chunk_bytes, sum_samples(shown, "diptych:transfer_seconds_count")
 
+    def moved_bytes(self) -> tuple[float, float]:
+        """Bytes of KV that were handed over, and hand-overs, those of canaries included, both at one moment."""
+        shown = self.get("/metrics").text
+        return (
+            sum_samples(shown, "diptych:transfer_bytes_total"),
+            sum_samples(shown, "diptych:transfer_seconds_count"),
+        )
+
     def worker(self, name: str) -> psutil.Process:
         """The process of a worker, as its own introduction names it."""
         found = [one for one in self.status()["workers"] if one["worker"] == name]
         return psutil.Process(found[0]["pid"])
+
+    def writers(self) -> list[str]:
+        """The decode workers that write answers, by their last heartbeats.
+
+        A canary takes one slab and is none; an answer takes more.
+        """
+        workers = self.status()["workers"]
+        return [
+            one["worker"] for one in workers if one["role"] == "decode" and one["stats"]["slabs_used"] > 1
+        ]
 
     def held(self) -> dict[str, float]:
         """Whatever is not 0 in the books, by worker and book; empty at rest."""

@@ -93,15 +93,10 @@ def test_predicted_room_is_the_room_there_is(coded: Coded) -> None:
 
 def test_predicted_bytes_are_those_that_move(coded: Coded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Canaries move one chunk each, and are counted too."""
-
-    def moved() -> tuple[float, float]:
-        metric = coded.served.metric
-        return metric("diptych:transfer_bytes_total"), metric("diptych:transfer_seconds_count")
-
-    rng, (bytes_before, before) = random.Random(1), moved()
+    rng, (bytes_before, before) = random.Random(1), coded.served.moved_bytes()
     for length in LENGTHS:
         coded.ask([rng.randrange(100, 1000) for _ in range(length)], extra_body={"ignore_eos": True})
-    bytes_after, after = moved()
+    bytes_after, after = coded.served.moved_bytes()
     canaries = after - before - len(LENGTHS)
     measured = bytes_after - bytes_before - canaries * 64 * RAW_TOKEN_BYTES * BITS[coded.codec] / 32
     predicted = predicted_bytes(predicted_profile(coded.codec), LENGTHS, monkeypatch)

@@ -210,6 +210,8 @@ def test_an_evicted_answer_goes_on_when_a_rank_is_killed(served: Served, prompts
     """The worker ends with its rank, and the answer is read again, decides as before, and ends with the same tokens."""
     prompt, body = prompts[LENGTHS.index(400)], {"ignore_eos": True, "diptych": {"keep": 0.95}}
     answers: list[list[str]] = [[], []]
+    # Looked up before: the answer must not be over when it is killed.
+    (rank,) = ranks(served, "decode-0")
     with served.client(timeout=600) as client:
         for disturbed, tokens in enumerate(answers):
             stream = client.completions.create(
@@ -220,7 +222,7 @@ def test_an_evicted_answer_goes_on_when_a_rank_is_killed(served: Served, prompts
                 if chunk.choices and chunk.choices[0].logprobs is not None:
                     tokens += chunk.choices[0].logprobs.tokens or []
                 if disturbed and len(tokens) > 70 and disturbed == 1:
-                    ranks(served, "decode-0")[0].kill()
+                    rank.kill()
                     disturbed = 2
     assert len(answers[0]) == 400 and answers[1] == answers[0]
     assert served.metric("diptych:migrated_streams_total") > 0

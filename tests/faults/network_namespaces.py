@@ -245,7 +245,9 @@ def remove_leftovers() -> None:
     for kind, (listing, end) in found.items():
         for name, pid in set(re.findall(rf"\b({PREFIX}(\d+)x\d+{end})\b", listing)):
             if not Path(f"/proc/{pid}").exists():
-                run_command("ip", kind, "del", name)
+                # Another test process may remove it at the same time.
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    run_command("ip", kind, "del", name)
 
 
 @contextmanager

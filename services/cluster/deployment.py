@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -92,8 +93,8 @@ class LocalDeployment:
     async def start_workers(self, head: RayCluster) -> None:
         """Start the workers' actors under a running Ray head, and watch them and Ray's processes."""
         self._head = head
-        for group in self._plan.node_groups:
-            self._head.groups.reserve_group(group)
+        for bundle in chain.from_iterable(self._plan.node_groups):
+            self._head.groups.reserve_bundle(bundle)
         for spec in self._plan.workers:
             self._launch_worker(spec)
         for part, pid in self._head.process_ids().items():
@@ -144,7 +145,7 @@ class LocalDeployment:
         self._check_budget(role, devices)
         name = f"{role}-{self._started_count[role]}"
         self._started_count[role] += 1
-        self._head.groups.reserve_group((Bundle(name, devices),))
+        self._head.groups.reserve_bundle(Bundle(name, devices))
         self._launch_worker(msgspec.structs.replace(like, worker=name, core=self._pick_core(like)))
         return name
 

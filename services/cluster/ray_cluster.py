@@ -16,8 +16,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,57 +110,30 @@ class RayWorker:
         ray.kill(self._actor)
 
 
-@dataclass(frozen=True, slots=True)
-class _PlacedBundle:
-    """The bundle (share of a placement group) that a worker occupies."""
-
-    group: PlacementGroup
-    index: int
-    devices: int
-
-
 class PlacementGroups:
-    """Ray placement groups, and which worker has which bundle. Groups are STRICT_PACK: all on one node."""
+    """Ray placement groups, one for each worker: all of this machine is one node, so that no two must be together.
+
+    Ray takes no part of a group back. With the workers of a plan's pair in one group, the devices of one that has ended
+    would stay reserved for as long as the other one runs, though the budget counts them as free.
+    """
 
     def __init__(self) -> None:
-        self._taken: dict[str, _PlacedBundle] = {}
-        # Bundles of ended workers, in groups that other workers still use.
-        self._free: list[_PlacedBundle] = []
+        self._taken: dict[str, tuple[PlacementGroup, int]] = {}
 
-    def reserve_group(self, group: Sequence[Bundle]) -> None:
-        """Ask Ray for a group of bundles, without waiting. A single bundle reuses a free one of its size, if any."""
-        if len(group) == 1 and (place := self._take_free_bundle(group[0].devices)) is not None:
-            self._taken[group[0].worker] = place
-            return
-        made = placement_group(
-            [{"CPU": bundle.devices} for bundle in group],
-            strategy="STRICT_PACK",
-            name=" ".join(bundle.worker for bundle in group),
-        )
-        for index, bundle in enumerate(group):
-            self._taken[bundle.worker] = _PlacedBundle(made, index, bundle.devices)
+    def reserve_bundle(self, bundle: Bundle) -> None:
+        """Ask Ray for the devices of a worker, without waiting."""
+        made = placement_group([{"CPU": bundle.devices}], strategy="STRICT_PACK", name=bundle.worker)
+        self._taken[bundle.worker] = made, bundle.devices
 
-    def bundle_of(self, worker: str) -> tuple[PlacementGroup, int, int]:
-        """The worker's placement group, the index of its bundle in the group, and the bundle's devices."""
-        place = self._taken[worker]
-        return place.group, place.index, place.devices
+    def find_place(self, worker: str) -> tuple[PlacementGroup, int]:
+        """The worker's placement group, and its devices."""
+        return self._taken[worker]
 
     def release_bundle(self, worker: str) -> None:
-        """Free the bundle of a worker that is gone; a group without workers is returned to Ray."""
+        """Return the devices of a worker that is gone to Ray. Idempotent."""
         place = self._taken.pop(worker, None)
-        if place is None:
-            return
-        self._free.append(place)
-        if not any(other.group.id == place.group.id for other in self._taken.values()):
-            self._free = [other for other in self._free if other.group.id != place.group.id]
-            remove_placement_group(place.group)
-
-    def _take_free_bundle(self, devices: int) -> _PlacedBundle | None:
-        """A free bundle with this number of devices, which is then not free any more; None if there is none."""
-        found = next((place for place in self._free if place.devices == devices), None)
-        if found is not None:
-            self._free.remove(found)
-        return found
+        if place is not None:
+            remove_placement_group(place[0])
 
 
 class RayCluster:
@@ -208,13 +181,13 @@ class RayCluster:
 
     def launch_worker(self, spec: WorkerSpec, log: Path, module: str) -> RayWorker:
         """Start the actor of a worker on its reserved bundle; the actor starts the worker's process."""
-        group, index, devices = self.groups.bundle_of(spec.worker)
+        group, devices = self.groups.find_place(spec.worker)
         actor = ray.remote(WorkerActor).options(
             name=spec.worker,
             num_cpus=devices,
             max_restarts=-1,
             max_concurrency=4,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         )
         return RayWorker(spec.worker, actor.remote(msgspec.json.encode(spec), module, str(log)))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from diptych.errors import StartError
@@ -23,11 +24,17 @@ class Ray:
     """Groups that were asked for, and those given back."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[list[dict[str, int]], str]] = []
+        self.made: list[list[dict[str, int]]] = []
         self.removed: list[int] = []
 
+    @property
+    def reserved(self) -> int:
+        """The CPUs of all groups that there are."""
+        living = [group for number, group in enumerate(self.made, 1) if number not in self.removed]
+        return sum(bundle["CPU"] for group in living for bundle in group)
+
     def make(self, bundles: list[dict[str, int]], strategy: str, name: str) -> Any:
-        self.made.append((bundles, strategy))
+        self.made.append(bundles)
         return SimpleNamespace(id=len(self.made))
 
     def remove(self, group: Any) -> None:
@@ -40,30 +47,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
     monkeypatch.setattr(under_test, "placement_group", fake.make)
     monkeypatch.setattr(under_test, "remove_placement_group", fake.remove)
     yield fake
-
-
-def test_a_pair_shares_a_group_on_one_node(ray: Ray) -> None:
-    places = PlacementGroups()
-    places.reserve_group((Bundle("prefill-0", 2), Bundle("decode-0", 1)))
-    assert ray.made == [([{"CPU": 2}, {"CPU": 1}], "STRICT_PACK")]
-    assert places.bundle_of("prefill-0")[1:] == (0, 2) and places.bundle_of("decode-0")[1:] == (1, 1)
-
-
-def test_a_place_in_a_pair_is_taken_by_the_next_worker_of_its_size(ray: Ray) -> None:
-    places = PlacementGroups()
-    places.reserve_group((Bundle("prefill-0", 2), Bundle("decode-0", 1)))
-    places.release_bundle("decode-0")
-    assert ray.removed == []
-    places.reserve_group((Bundle("prefill-1", 2),))
-    assert len(ray.made) == 2, "the free one is too small"
-    places.reserve_group((Bundle("decode-1", 1),))
-    assert len(ray.made) == 2 and places.bundle_of("decode-1")[1:] == (1, 1)
-    places.release_bundle("decode-1")
-    places.release_bundle("prefill-0")
-    places.release_bundle("prefill-0")
-    assert ray.removed == [1]
-    places.reserve_group((Bundle("decode-2", 1),))
-    assert len(ray.made) == 3, "nothing of a group that is gone is given out"
 
 
 class Worker:
@@ -86,8 +69,11 @@ class Machine:
         self.groups = PlacementGroups()
         self.launched: list[WorkerSpec] = []
 
+    def process_ids(self) -> dict[str, int]:
+        return {}
+
     def launch_worker(self, spec: WorkerSpec, log: Path, module: str) -> Worker:
-        self.groups.bundle_of(spec.worker)
+        self.groups.find_place(spec.worker)
         self.launched.append(spec)
         return Worker(spec.worker)
 
@@ -96,25 +82,49 @@ def spec(role: str, core: int | None) -> WorkerSpec:
     return WorkerSpec(worker=f"{role}-0", role=role, gateway="tcp://a:1", keys_dir="/k", model="m", core=core)
 
 
-def test_replicas_are_started_like_the_first_within_the_budget_and_given_back(
-    ray: Ray, tmp_path: Path
-) -> None:
+def made_deployment(folder: Path, *groups: tuple[Bundle, ...], budget: int) -> LocalDeployment:
+    """A deployment of one prefill and one decode worker, whose ranks are the devices of its bundle."""
     gateway = GatewaySpec(
         host="", port=1, channel="", keys_dir="", model="m", served_names=("m",), num_prefill=1, num_decode=1
     )
-    workers = spec("prefill", 0), spec("decode", None)
-    groups = ((Bundle("prefill-0"),), (Bundle("decode-0"),))
-    machine = Machine()
-    deployment = LocalDeployment(
-        DeploymentSpec(workers, gateway, tmp_path, groups, device_budget=3), lambda status: None
+    ranks = {bundle.worker: bundle.devices for group in groups for bundle in group}
+    workers = (
+        msgspec.structs.replace(spec("prefill", 0), tp=ranks["prefill-0"]),
+        msgspec.structs.replace(spec("decode", None), tp=ranks["decode-0"]),
     )
-    deployment._head = cast(RayCluster, machine)
+    what = DeploymentSpec(workers, gateway, folder, groups, device_budget=budget)
+    return LocalDeployment(what, lambda status: None)
+
+
+async def end_watchers(deployment: LocalDeployment) -> None:
+    for task in deployment._worker_watchers.values():
+        task.cancel()
+    await asyncio.gather(*deployment._worker_watchers.values(), return_exceptions=True)
+
+
+def test_a_worker_of_a_pair_gives_its_devices_back(ray: Ray, tmp_path: Path) -> None:
+    """A worker that needs more than it had takes its room; Ray would never place one beyond the budget."""
+    deployment = made_deployment(tmp_path, (Bundle("decode-0", 1), Bundle("prefill-0", 2)), budget=4)
 
     async def story() -> None:
-        for group in groups:
-            machine.groups.reserve_group(group)
-        for one in workers:
-            deployment._launch_worker(one)
+        await deployment.start_workers(cast(RayCluster, Machine()))
+        assert ray.reserved == deployment.held_devices == 3
+        await deployment.remove_worker("decode-0")
+        assert await deployment.start_worker("prefill") == "prefill-1"
+        assert ray.reserved == deployment.held_devices == 4
+        await end_watchers(deployment)
+
+    asyncio.run(story())
+
+
+def test_replicas_are_started_like_the_first_within_the_budget_and_given_back(
+    ray: Ray, tmp_path: Path
+) -> None:
+    machine = Machine()
+    deployment = made_deployment(tmp_path, (Bundle("prefill-0"),), (Bundle("decode-0"),), budget=3)
+
+    async def story() -> None:
+        await deployment.start_workers(cast(RayCluster, machine))
         assert deployment.held_devices == 2 and deployment.pools == (1, 1)
         assert await deployment.start_worker("prefill") == "prefill-1"
         assert [(one.role, one.core is None) for one in machine.launched[2:]] == [("prefill", False)]
@@ -130,8 +140,6 @@ def test_replicas_are_started_like_the_first_within_the_budget_and_given_back(
         await deployment.remove_worker("decode-1")
         with pytest.raises(StartError, match="no decode worker"):
             await deployment.start_worker("decode")
-        for task in deployment._worker_watchers.values():
-            task.cancel()
-        await asyncio.gather(*deployment._worker_watchers.values(), return_exceptions=True)
+        await end_watchers(deployment)
 
     asyncio.run(story())

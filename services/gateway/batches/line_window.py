@@ -37,8 +37,9 @@ class LineWindow:
         # The share at the time `_known_s`, from which it grows.
         self._share, self._known_s = 1.0, clock()
         self._hold_s = HOLD_S
-        # When requests ended, and whether they met their SLOs.
+        # When requests ended, and whether they met their SLOs; and how many of these did not.
         self._judged: deque[tuple[float, bool]] = deque()
+        self._num_missed = 0
 
     @property
     def share(self) -> float:
@@ -58,9 +59,10 @@ class LineWindow:
             # Lines have no part in it. They are tried again when their time has come, however requests fare.
             return False
         judged.append((now_s, met))
+        self._num_missed += not met
         while judged[0][0] < now_s - RECENT_S:
-            judged.popleft()
-        missed = sum(not one for _, one in judged)
+            self._num_missed -= not judged.popleft()[1]
+        missed = self._num_missed
         if met or missed < MIN_MISSES or missed <= self._most_missed * len(judged) + 1e-9:
             return False
         self._cut(now_s)
@@ -73,4 +75,5 @@ class LineWindow:
         self._share = share / 2 if share / 2 >= LEAST_SHARE else 0.0
         self._known_s = now_s + self._hold_s
         self._judged.clear()
+        self._num_missed = 0
         self.cuts += 1

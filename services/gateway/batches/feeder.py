@@ -106,6 +106,8 @@ class BatchFeeder:
         self._unanswered: dict[asyncio.Task[None], None] = {}
         self._taken_back: set[asyncio.Task[None]] = set()
         self.recalled = 0
+        # The window was cut, and no lines were taken back for it yet.
+        self._is_cut = False
         self._news = asyncio.Event()
         # No line is started before this time (monotonic seconds), since the last one found no room.
         self._paused_s, self._pause_s = 0.0, MIN_PAUSE_S
@@ -154,8 +156,10 @@ class BatchFeeder:
             self._news.set()
 
     def record_request(self, met: bool) -> None:
-        """A request over HTTP ended, and `met` its SLOs or did not. It counts if a line ran beside it."""
-        if self.num_running and self.window.record_outcome(met):
+        """A request over HTTP ended, and `met` its SLOs or did not. It counts if a line was being answered."""
+        # A gateway that shuts down refuses requests, whatever lines do.
+        if self._unanswered and not self._is_draining() and self.window.record_outcome(met):
+            self._is_cut = True
             self._news.set()
 
     def wake(self) -> None:
@@ -224,10 +228,9 @@ class BatchFeeder:
         return self.window.num_lines(LINES_PER_WORKER * max(1, self._num_workers()))
 
     def _recall_lines(self) -> None:
-        """Take back the lines in flight that are too many: those that were started last, which lose least."""
-        if self.window.share >= 1.0:
-            return
-        too_many = self.num_running - len(self._taken_back) - self._num_allowed()
+        """After a cut, take back the lines that are too many: those that were started last, which lose least."""
+        too_many = len(self._unanswered) - self._num_allowed() if self._is_cut else 0
+        self._is_cut = False
         for task in list(reversed(self._unanswered))[: max(0, too_many)]:
             del self._unanswered[task]
             self._taken_back.add(task)

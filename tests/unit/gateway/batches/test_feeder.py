@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -19,7 +19,7 @@ from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.feeder import MAX_LINE_ATTEMPTS, BatchFeeder
 from services.gateway.batches.line_runner import LineAnswer, LineRunner
 from services.gateway.batches.line_window import LineWindow
-from services.gateway.batches.records import BatchRecord, new_batch_id, new_file_id
+from services.gateway.batches.records import BatchRecord, LineEnd, new_batch_id, new_file_id
 from services.gateway.batches.store import BatchStore
 from tests.unit.gateway.batches.test_store import add_file
 
@@ -51,7 +51,7 @@ class ScriptedRunner:
 
 
 class HeldRunner(ScriptedRunner):
-    """Answers lines once `released` is set. `running` are those that have no answer yet."""
+    """Answers lines once `released` is set, `quick` ones at once. `running` are those that have no answer yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,8 @@ class HeldRunner(ScriptedRunner):
     ) -> LineAnswer:
         self.running.add(custom_id)
         try:
-            await self.released.wait()
+            if not custom_id.startswith("quick"):
+                await self.released.wait()
         finally:
             self.running.discard(custom_id)
         return await super().run_line(endpoint, body, tenant, urgent, batch, custom_id, timeout_s)
@@ -136,6 +137,63 @@ async def test_lines_are_taken_back_while_requests_miss_their_slos(
         await until(lambda: store.by_status == {"completed": 1})
     assert runner.calls == dict.fromkeys(names, 1)
     assert feeder.ended == {"completed": LINES, "failed": 0} and feeder.recalled == 8
+
+
+async def test_lines_that_wait_for_the_disk_take_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are answered. So no misses are laid to them, and none of the others is taken back in their place."""
+    monkeypatch.setattr(feeder_module, "LINES_PER_WORKER", 8)
+    store = BatchStore(DataDir(str(tmp_path / "data")))
+    names = [f"{kind}-{number}" for kind in ("quick", "slow") for number in range(4)]
+    await add_batch(store, names)
+    runner, written, disk = HeldRunner(), store.end_lines, asyncio.Event()
+
+    async def end_later(batch_id: str, ends: Sequence[LineEnd]) -> BatchRecord:
+        await disk.wait()
+        return await written(batch_id, ends)
+
+    monkeypatch.setattr(store, "end_lines", end_later)
+    feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
+    async with feeding(store, feeder):
+        await until(lambda: runner.runs(names[4:]) and len(runner.calls) == 4)
+        while feeder.window.num_lines(8) > 4:
+            feeder.record_request(False)
+        await asyncio.sleep(0.05)
+        assert runner.runs(names[4:]) and not feeder.recalled
+        runner.released.set()
+        await until(lambda: len(runner.calls) == 8)
+        cuts = feeder.window.cuts
+        for _ in range(4):
+            feeder.record_request(False)
+        assert (feeder.num_running, feeder.window.cuts) == (8, cuts)
+        disk.set()
+        await until(lambda: store.by_status == {"completed": 1})
+
+
+async def test_lines_are_taken_back_for_misses_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a worker that is lost, whose own lines fail; nor for requests that a gateway's shutdown refuses."""
+    monkeypatch.setattr(feeder_module, "LINES_PER_WORKER", 8)
+    store = BatchStore(DataDir(str(tmp_path / "data")))
+    names = [f"good-{number}" for number in range(16)]
+    await add_batch(store, names)
+    runner, workers, draining = HeldRunner(), ["a", "b"], asyncio.Event()
+    feeder = BatchFeeder(
+        store, cast(LineRunner, runner), "tiny", 1 << 20, lambda: len(workers), draining.is_set
+    )
+    async with feeding(store, feeder):
+        await until(partial(runner.runs, names))
+        while feeder.window.num_lines(16) > 8:
+            feeder.record_request(False)
+        await until(partial(runner.runs, names[:8]))
+        workers.pop()
+        draining.set()
+        cuts = feeder.window.cuts
+        for _ in range(4):
+            feeder.record_request(False)
+        feeder.wake()
+        await asyncio.sleep(0.05)
+        assert runner.runs(names[:8]) and (feeder.recalled, feeder.window.cuts) == (8, cuts)
 
 
 async def test_a_line_is_given_up_after_its_own_failures_whatever_other_lines_do(

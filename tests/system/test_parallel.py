@@ -318,7 +318,7 @@ async def ask(client: openai.AsyncOpenAI, begun: asyncio.Event) -> str:
     """One long stream to whatever end it comes: "done", "silence", or the name of the error that the client raises."""
     try:
         stream = await client.completions.create(
-            model="tiny", prompt="def read(self):\n", max_tokens=600, stream=True,
+            model="tiny", prompt="def read(self):\n", max_tokens=300, stream=True,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         finish = None

@@ -158,7 +158,8 @@ class BatchFeeder:
     def record_request(self, met: bool) -> None:
         """A request over HTTP ended, and `met` its SLOs or did not. It counts if a line was being answered."""
         # A gateway that shuts down refuses requests, whatever lines do.
-        if self._unanswered and not self._is_draining() and self.window.record_outcome(met):
+        running = 0 if self._is_draining() else len(self._unanswered)
+        if running and self.window.record_outcome(met, running / self._num_lines()):
             self._is_cut = True
             self._news.set()
 
@@ -223,15 +224,15 @@ class BatchFeeder:
         self._start_lines(now_s)
         self._recall_lines()
 
-    def _num_allowed(self) -> int:
-        """How many lines may be in flight."""
-        return self.window.num_lines(LINES_PER_WORKER * max(1, self._num_workers()))
+    def _num_lines(self) -> int:
+        """How many lines may be in flight while requests meet their SLOs."""
+        return LINES_PER_WORKER * max(1, self._num_workers())
 
     def _recall_lines(self) -> None:
         """After a cut, take back the lines that are too many: those that were started last, which lose least."""
-        too_many = len(self._unanswered) - self._num_allowed() if self._is_cut else 0
+        left = self.window.num_lines(self._num_lines()) if self._is_cut else len(self._unanswered)
         self._is_cut = False
-        for task in list(reversed(self._unanswered))[: max(0, too_many)]:
+        for task in reversed(list(self._unanswered)[left:]):
             del self._unanswered[task]
             self._taken_back.add(task)
             self.recalled += 1
@@ -241,7 +242,7 @@ class BatchFeeder:
         """Start lines while the window has room."""
         if self._is_draining() or now_s < self._paused_s or self.store.trouble:
             return
-        window = self._num_allowed()
+        window = self.window.num_lines(self._num_lines())
         while self.num_running < window and self._bytes_in_flight < MAX_BYTES_IN_FLIGHT:
             claims = [batch.claim() for batch in self.open.values()]
             chosen = choose_batch(claims, self._served_tokens)

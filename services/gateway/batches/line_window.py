@@ -52,8 +52,11 @@ class LineWindow:
         share = self.share
         return 0 if share < LEAST_SHARE else max(1, int(share * all_lines))
 
-    def record_outcome(self, met: bool) -> bool:
-        """A request over HTTP ended, and `met` its SLOs or did not; returns whether the share was cut for it."""
+    def record_outcome(self, met: bool, used: float = 1.0) -> bool:
+        """A request over HTTP ended, and `met` its SLOs or did not; returns whether the share was cut for it.
+
+        `used` is the share of all lines that are in flight: where these are few, half of them is left.
+        """
         now_s, judged = self._clock(), self._judged
         if self.share == 0.0:
             # Lines have no part in it. They are tried again when their time has come, however requests fare.
@@ -65,14 +68,15 @@ class LineWindow:
         missed = self._num_missed
         if met or missed < MIN_MISSES or missed <= self._most_missed * len(judged) + 1e-9:
             return False
-        self._cut(now_s)
+        self._cut(now_s, used)
         return True
 
-    def _cut(self, now_s: float) -> None:
-        """Halve the share. What was judged so far is not held against the smaller one."""
+    def _cut(self, now_s: float, used: float) -> None:
+        """Halve what is used of the share. What was judged so far is not held against the smaller one."""
         share = self.share
         self._hold_s = HOLD_S if share >= 1.0 else min(MAX_HOLD_S, 2 * self._hold_s)
-        self._share = share / 2 if share / 2 >= LEAST_SHARE else 0.0
+        half = min(share, used) / 2
+        self._share = half if half >= LEAST_SHARE else 0.0
         self._known_s = now_s + self._hold_s
         self._judged.clear()
         self._num_missed = 0

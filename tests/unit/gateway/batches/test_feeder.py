@@ -142,7 +142,7 @@ async def test_lines_are_taken_back_while_requests_miss_their_slos(
 async def test_lines_that_wait_for_the_disk_take_no_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are answered. So no misses are laid to them, and none of the others is taken back in their place."""
+    """They are answered. So no misses are laid to them, and only half of the others are taken back."""
     monkeypatch.setattr(feeder_module, "LINES_PER_WORKER", 8)
     store = BatchStore(DataDir(str(tmp_path / "data")))
     names = [f"{kind}-{number}" for kind in ("quick", "slow") for number in range(4)]
@@ -157,18 +157,31 @@ async def test_lines_that_wait_for_the_disk_take_no_part(
     feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
     async with feeding(store, feeder):
         await until(lambda: runner.runs(names[4:]) and len(runner.calls) == 4)
-        while feeder.window.num_lines(8) > 4:
+        for _ in range(2):
             feeder.record_request(False)
-        await asyncio.sleep(0.05)
-        assert runner.runs(names[4:]) and not feeder.recalled
+        await until(partial(runner.runs, names[4:6]))
         runner.released.set()
-        await until(lambda: len(runner.calls) == 8)
+        await until(lambda: len(runner.calls) == 6)
         cuts = feeder.window.cuts
         for _ in range(4):
             feeder.record_request(False)
-        assert (feeder.num_running, feeder.window.cuts) == (8, cuts)
+        assert (feeder.num_running, feeder.window.cuts) == (6, cuts)
         disk.set()
         await until(lambda: store.by_status == {"completed": 1})
+
+
+async def test_half_of_few_lines_are_taken_back_too(tmp_path: Path) -> None:
+    store = BatchStore(DataDir(str(tmp_path / "data")))
+    names = [f"good-{number}" for number in range(4)]
+    await add_batch(store, names)
+    runner = HeldRunner()
+    feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
+    async with feeding(store, feeder):
+        await until(partial(runner.runs, names))
+        for left in (2, 1, 0):
+            for _ in range(2):
+                feeder.record_request(False)
+            await until(partial(runner.runs, names[:left]))
 
 
 async def test_lines_are_taken_back_for_misses_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

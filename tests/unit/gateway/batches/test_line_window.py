@@ -74,6 +74,14 @@ def test_each_cut_halves_until_none_is_left(window: LineWindow) -> None:
     assert found == [64, 32, 16, 8, 4, 2, 1, 0]
 
 
+def test_a_cut_halves_what_is_used(window: LineWindow, clock: SetClock) -> None:
+    """Four lines of a small batch must not go on until the share of all lines is below four."""
+    window.record_outcome(False, 4 / ALL)
+    assert window.record_outcome(False, 4 / ALL) and window.num_lines(ALL) == 2
+    clock.now_s += HOLD_S + 1.0
+    assert window.num_lines(ALL) > 4
+
+
 def test_lines_come_back_after_a_while_and_step_by_step(window: LineWindow, clock: SetClock) -> None:
     miss_until_none_is_left(window)
     # The last of the cuts holds for the longest time.

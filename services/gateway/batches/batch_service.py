@@ -74,7 +74,8 @@ def open_batch_service(
         is_draining,
         service.metrics.slo.attainment,
     )
-    service.metrics.on_judged = feeder.record_request
+    if not service.only_batches:
+        service.metrics.on_judged = feeder.record_request
     service.metrics.registry.register(BatchCollector(feeder))
     files = FileRoutes(store, max_file_bytes, limits.body_s, is_draining)
     return BatchService(store, feeder, files, BatchRoutes(store, feeder, is_draining))

@@ -20,6 +20,8 @@ RECENT_S = 10.0
 MISS_SHARE, MIN_MISSES = 0.5, 2
 # Below this share of all lines there is none.
 LEAST_SHARE = 1 / 64
+# For so many seconds after a cut no other one is made: requests that end together were late together.
+CUT_PAUSE_S = 1.0
 # How much of the share is added per second, and how long after a cut at the earliest. Each further cut doubles that
 # time, until the share was whole again.
 GROW_PER_S = 1 / 16
@@ -36,7 +38,7 @@ class LineWindow:
         self.cuts = 0
         # The share at the time `_known_s`, from which it grows.
         self._share, self._known_s = 1.0, clock()
-        self._hold_s = HOLD_S
+        self._hold_s, self._cut_s = HOLD_S, float("-inf")
         # When requests ended, and whether they met their SLOs; and how many of these did not.
         self._judged: deque[tuple[float, bool]] = deque()
         self._num_missed = 0
@@ -58,8 +60,8 @@ class LineWindow:
         `used` is the share of all lines that are in flight: where these are few, half of them is left.
         """
         now_s, judged = self._clock(), self._judged
-        if self.share == 0.0:
-            # Lines have no part in it. They are tried again when their time has come, however requests fare.
+        if self.share == 0.0 or now_s < self._cut_s + CUT_PAUSE_S:
+            # No line has a part in it, or as many as no longer run. Lines are tried again when their time has come.
             return False
         judged.append((now_s, met))
         self._num_missed += not met
@@ -77,7 +79,7 @@ class LineWindow:
         self._hold_s = HOLD_S if share >= 1.0 else min(MAX_HOLD_S, 2 * self._hold_s)
         half = min(share, used) / 2
         self._share = half if half >= LEAST_SHARE else 0.0
-        self._known_s = now_s + self._hold_s
+        self._cut_s, self._known_s = now_s, now_s + self._hold_s
         self._judged.clear()
         self._num_missed = 0
         self.cuts += 1

@@ -114,7 +114,7 @@ class GatewayMetrics:
         self.history = RecentHistory()
         self._limits_s = self.slo.limits_s()
         self.listener: TrafficListener | None = None
-        # Is told of each sequence whether it met all SLOs.
+        # Gets whether a sequence met all SLOs, of each that was not refused.
         self.on_judged: Callable[[bool], object] | None = None
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -365,7 +365,7 @@ class GatewayMetrics:
         self.offered.inc()
         self.refused.labels(code).inc()
         self.history.count_ended(self._clock(), "refused")
-        self._count_slo({"ttft": False, "tpot": False})
+        self._count_slo({"ttft": False, "tpot": False}, refused=True)
         if self.listener is not None:
             self.listener.on_refused()
 
@@ -407,7 +407,7 @@ class GatewayMetrics:
     def on_failed(self, record: SequenceRecord | None = None, refused: bool = False) -> None:
         """A sequence failed, or was `refused` because of load. It counts as a sequence that met no SLO."""
         self.history.count_ended(self._clock(), "refused" if refused else "failed")
-        self._count_slo({"ttft": False, "tpot": False})
+        self._count_slo({"ttft": False, "tpot": False}, refused)
         if self.listener is not None and record is not None:
             self.listener.on_failed(record)
 
@@ -421,14 +421,14 @@ class GatewayMetrics:
         if self.listener is not None:
             self.listener.on_ended(record, all(met.values()))
 
-    def _count_slo(self, met: dict[str, bool]) -> None:
+    def _count_slo(self, met: dict[str, bool], refused: bool = False) -> None:
         """Count one sequence for attainment: by SLO name, whether it was met. SLOs that are not set are left out."""
         asked = {name: verdict for name, verdict in met.items() if self._limits_s[name] is not None}
         if not asked:
             return
         verdicts = {**asked, "all": all(asked.values())}
         self.history.count_slo(self._clock(), verdicts)
-        if self.on_judged is not None:
+        if self.on_judged is not None and not refused:
             self.on_judged(verdicts["all"])
         for name, is_met in verdicts.items():
             window = self._attained[name]

@@ -181,6 +181,17 @@ def test_what_is_refused_was_offered_and_met_nothing() -> None:
     }
 
 
+def test_batches_get_the_outcome_of_requests_that_were_not_refused() -> None:
+    """Lines of batches have no part in a refusal."""
+    metrics, outcomes = GatewayMetrics(Slo(ttft_s=0.3)), list[bool]()
+    metrics.on_judged = outcomes.append
+    metrics.on_ended(record())
+    metrics.on_refused("queue_full")
+    metrics.on_failed(refused=True)
+    metrics.on_failed()
+    assert outcomes == [True, False]
+
+
 def test_what_may_never_happen_is_counted_from_0_on() -> None:
     """Else Prometheus would not see the first of them: what a series begins with is no increase."""
     metrics = GatewayMetrics()

@@ -15,6 +15,7 @@ import pytest
 
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches import feeder as feeder_module
+from services.gateway.batches import line_window
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.feeder import MAX_LINE_ATTEMPTS, BatchFeeder
 from services.gateway.batches.line_runner import LineAnswer, LineRunner
@@ -25,6 +26,12 @@ from tests.unit.gateway.batches.test_store import add_file
 
 ENDPOINT = "/v1/completions"
 LINES = 12
+
+
+@pytest.fixture(autouse=True)
+def cuts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not wait between two cuts."""
+    monkeypatch.setattr(line_window, "CUT_PAUSE_S", 0.0)
 
 
 class ScriptedRunner:

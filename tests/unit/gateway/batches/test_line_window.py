@@ -7,6 +7,7 @@ import random
 import pytest
 
 from services.gateway.batches.line_window import (
+    CUT_PAUSE_S,
     GROW_PER_S,
     HOLD_S,
     MAX_HOLD_S,
@@ -37,8 +38,10 @@ def window(clock: SetClock) -> LineWindow:
     return LineWindow(0.9, clock)
 
 
-def miss_until_none_is_left(window: LineWindow) -> None:
+def miss_until_none_is_left(window: LineWindow, clock: SetClock) -> None:
     while window.share:
+        clock.now_s += CUT_PAUSE_S
+        window.record_outcome(False)
         window.record_outcome(False)
 
 
@@ -65,13 +68,22 @@ def test_one_miss_of_few_requests_is_no_reason(window: LineWindow, clock: SetClo
     assert window.cuts == 0
 
 
-def test_each_cut_halves_until_none_is_left(window: LineWindow) -> None:
+def test_each_cut_halves_until_none_is_left(window: LineWindow, clock: SetClock) -> None:
     found = [window.num_lines(ALL)]
     while window.share:
+        clock.now_s += CUT_PAUSE_S
         assert not window.record_outcome(False), "the first miss after a cut is one miss"
         assert window.record_outcome(False)
         found.append(window.num_lines(ALL))
     assert found == [64, 32, 16, 8, 4, 2, 1, 0]
+
+
+def test_requests_that_end_together_are_one_reason(window: LineWindow, clock: SetClock) -> None:
+    """Say the fourteen answers of one request, or all those of a worker that was killed."""
+    for _ in range(14):
+        window.record_outcome(False)
+        clock.now_s += CUT_PAUSE_S / 20
+    assert window.cuts == 1 and window.num_lines(ALL) == ALL // 2
 
 
 def test_a_cut_halves_what_is_used(window: LineWindow, clock: SetClock) -> None:
@@ -83,7 +95,7 @@ def test_a_cut_halves_what_is_used(window: LineWindow, clock: SetClock) -> None:
 
 
 def test_lines_come_back_after_a_while_and_step_by_step(window: LineWindow, clock: SetClock) -> None:
-    miss_until_none_is_left(window)
+    miss_until_none_is_left(window, clock)
     # The last of the cuts holds for the longest time.
     clock.now_s += MAX_HOLD_S
     assert window.num_lines(ALL) == 0
@@ -101,7 +113,7 @@ def test_lines_come_back_after_a_while_and_step_by_step(window: LineWindow, cloc
 
 def test_misses_while_no_line_runs_do_not_keep_lines_away(window: LineWindow, clock: SetClock) -> None:
     """Requests that never meet their SLOs must not starve batches for good."""
-    miss_until_none_is_left(window)
+    miss_until_none_is_left(window, clock)
     tried = 0
     for _ in range(int(20 * MAX_HOLD_S)):
         clock.now_s += 0.5

@@ -61,7 +61,7 @@ class LineWindow:
         """
         now_s, judged = self._clock(), self._judged
         if self.share == 0.0 or now_s < self._cut_s + CUT_PAUSE_S:
-            # No line has a part in it, or as many as no longer run. Lines are tried again when their time has come.
+            # No line ran beside it, or those that were taken back since. Lines come back when their time has come.
             return False
         judged.append((now_s, met))
         self._num_missed += not met

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from planner.costs.profile_file import load_profile, save_profile
 from planner.costs.step import StepCost
 from planner.hardware import find_device
 from planner.types import Parallelism
-from services.cli.main import main
+from tests.unit.cli.typed_command import run_typed
 
 Run = Callable[..., tuple[int, str, str]]
 FEW = partial(
@@ -43,16 +42,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     monkeypatch.setattr(rate_probe, "ProbeSizes", FEW)
     monkeypatch.setattr(rate_probe, "COLD_BYTES", 1 << 20)
 
-    def typed(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["diptych", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        code = ended.value.code
-        assert code is None or isinstance(code, int)
-        out, err = capsys.readouterr()
-        return code or 0, out, err
-
-    return typed
+    return partial(run_typed, monkeypatch, capsys)
 
 
 def test_it_measures_everything_and_a_plan_uses_it(run: Run, tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ class ScriptedRunner:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 
+    async def hold(self, custom_id: str) -> None:
+        """Wait before the line is answered."""
+
     async def run_line(
         self,
         endpoint: str,
@@ -50,6 +53,7 @@ class ScriptedRunner:
         custom_id: str,
         timeout_s: float,
     ) -> LineAnswer:
+        await self.hold(custom_id)
         self.calls[custom_id] += 1
         if not custom_id.startswith("lost"):
             return LineAnswer(200, "r", b"{}")
@@ -68,23 +72,13 @@ class HeldRunner(ScriptedRunner):
     def runs(self, names: list[str]) -> bool:
         return self.running == set(names)
 
-    async def run_line(
-        self,
-        endpoint: str,
-        body: bytes,
-        tenant: str,
-        urgent: bool,
-        batch: str,
-        custom_id: str,
-        timeout_s: float,
-    ) -> LineAnswer:
+    async def hold(self, custom_id: str) -> None:
         self.running.add(custom_id)
         try:
             if not custom_id.startswith("quick"):
                 await self.released.wait()
         finally:
             self.running.discard(custom_id)
-        return await super().run_line(endpoint, body, tenant, urgent, batch, custom_id, timeout_s)
 
 
 async def add_batch(store: BatchStore, names: list[str]) -> None:

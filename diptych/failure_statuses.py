@@ -1,6 +1,7 @@
 """Why a request is refused or fails: one type from the place that decides it to the client, the metrics and the logs.
 
-`FailureReason` is the closed list of reasons; `RULES` gives the HTTP status, code and retry time of each.
+`FailureReason` is the closed list of reasons; `RULES` gives the HTTP status, code and retry time of each. The texts of
+a `RequestFailure` may quote a client, so they are cut and cleaned here, once, wherever they come from.
 """
 
 from __future__ import annotations
@@ -8,8 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from diptych.logs.shown_text import shorten_text
+
 TOO_MANY_REQUESTS = 429
 OVERLOAD_STATUSES = (TOO_MANY_REQUESTS, 503)
+# Most characters of a failure's message and of its cause, and of its field's name.
+MAX_MESSAGE_CHARS = 500
+MAX_PARAM_CHARS = 200
 ERROR_TYPES = {403: "permission_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
@@ -163,7 +169,7 @@ class RequestFailure:
 
     `message` is for the client, `param` the invalid field. `wait_s` is how long the client should wait before it tries
     again, if a better value than the rule's is known. `cause` is for the log only: a worker's text, which the client
-    must not see.
+    must not see. All texts are shortened to their bounds and are printable, also those that came over the wire.
     """
 
     reason: FailureReason
@@ -171,6 +177,14 @@ class RequestFailure:
     param: str | None = None
     wait_s: float | None = None
     cause: str = ""
+
+    def __post_init__(self) -> None:
+        # The class is frozen, so that nobody can exchange a text for one that is not cut.
+        put = object.__setattr__
+        put(self, "message", shorten_text(self.message, MAX_MESSAGE_CHARS))
+        put(self, "cause", shorten_text(self.cause, MAX_MESSAGE_CHARS))
+        if self.param is not None:
+            put(self, "param", shorten_text(self.param, MAX_PARAM_CHARS))
 
     @property
     def status(self) -> int:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from diptych.failure_statuses import RULES, FailureReason, RequestFailure
+from diptych.failure_statuses import (
+    MAX_MESSAGE_CHARS,
+    MAX_PARAM_CHARS,
+    RULES,
+    FailureReason,
+    RequestFailure,
+)
 
 API_DOC = Path(__file__).parents[2] / "docs" / "api.md"
 
@@ -22,6 +29,32 @@ def test_every_reason_has_a_rule() -> None:
 def test_a_failure_can_be_sent_by_a_preparer(reason: FailureReason) -> None:
     failure = RequestFailure(reason, "why", "field", 3.0, "a worker's words")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=RequestFailure) == failure
+
+
+def test_texts_are_cut_and_cleaned_wherever_a_failure_is_made() -> None:
+    for char in ("k", "\n", "\u202e", "\ud800"):
+        made = RequestFailure(
+            FailureReason.INVALID_VALUE, char * (8 << 20), char * (8 << 20), None, char * (8 << 20)
+        )
+        for failure in (made, replace(made, message=char * 10_000)):
+            assert len(failure.message) == len(failure.cause) == MAX_MESSAGE_CHARS
+            assert failure.param is not None
+            assert len(failure.param) == MAX_PARAM_CHARS
+            assert (failure.message + failure.param + failure.cause).isprintable()
+        assert len(msgspec.json.encode(made.error_body())) < 4 << 10
+
+
+def test_texts_that_come_over_the_wire_are_cut_and_cleaned() -> None:
+    sent = msgspec.msgpack.encode(
+        {"reason": "invalid_value", "message": "k\n" * 10_000, "param": "\n" * 10_000}
+    )
+    for failure in (
+        msgspec.msgpack.decode(sent, type=RequestFailure),
+        msgspec.convert(msgspec.msgpack.decode(sent), RequestFailure),
+    ):
+        assert len(failure.message) == MAX_MESSAGE_CHARS
+        assert failure.message.startswith(r"k\nk\n")
+        assert len(failure.param or "") == MAX_PARAM_CHARS
 
 
 def test_the_documents_table_lists_every_status_and_code() -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.logs.shown_text import quote_text
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.database_thread import DatabaseThread, Job, ResultFiles
@@ -369,7 +370,7 @@ def _whole_results(db: sqlite3.Connection, files: ResultFiles, record: BatchReco
 def _found_file(record: FileRecord | None, file_id: str) -> FileRecord:
     """The record. Raises RequestError (404) if it is None."""
     if record is None:
-        problem = f"there is no file '{file_id[:100]}'"
+        problem = f"there is no file {quote_text(file_id)}"
         raise RequestError(RequestFailure(FailureReason.FILE_NOT_FOUND, problem, "id"))
     return record
 
@@ -377,6 +378,6 @@ def _found_file(record: FileRecord | None, file_id: str) -> FileRecord:
 def _found_batch(record: BatchRecord | None, batch_id: str) -> BatchRecord:
     """The record. Raises RequestError (404) if it is None."""
     if record is None:
-        problem = f"there is no batch '{batch_id[:100]}'"
+        problem = f"there is no batch {quote_text(batch_id)}"
         raise RequestError(RequestFailure(FailureReason.BATCH_NOT_FOUND, problem, "id"))
     return record

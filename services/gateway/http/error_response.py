@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.log_format import about_request
+from diptych.logs.shown_text import quote_text
 from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.http.request_scope import keep_failure, request_ids_of
 from services.gateway.metrics.recent_events import RecentErrors
@@ -39,11 +40,7 @@ def log_failure(scope: Scope, failure: RequestFailure, generation: str = "") -> 
     if errors is not None:
         errors.add_error(time.monotonic(), failure, state["request_id"], state["route"], generation)
     logger = log if failure.status >= 500 else client_log
-    what = (
-        f"{failure.message} (cause: {' '.join(failure.cause.split())})" if failure.cause else failure.message
-    )
-    # A client's own words in it, such as a model's name, must not look like other lines.
-    what = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in what)
+    what = f"{failure.message} (cause: {failure.cause})" if failure.cause else failure.message
     about = about_request(request_ids_of(scope, generation), failure.code)
     logger.warning("fails with %d %s: %s", failure.status, failure.code, what, extra=about)
 
@@ -86,12 +83,12 @@ def internal_failure(request_id: str) -> RequestFailure:
 
 def unknown_route_failure(path: str, method: str) -> RequestFailure:
     """The failure of a request for a path that does not exist (404)."""
-    return RequestFailure(FailureReason.UNKNOWN_URL, f"unknown route: {method[:16]} {path[:100]}")
+    return RequestFailure(FailureReason.UNKNOWN_URL, f"unknown route: {method} {path}")
 
 
 def method_not_allowed_failure(path: str, method: str) -> RequestFailure:
     """The failure of a request with a method that its path does not have (405)."""
-    return RequestFailure(FailureReason.METHOD_NOT_ALLOWED, f"{method[:16]} is not allowed for {path[:100]}")
+    return RequestFailure(FailureReason.METHOD_NOT_ALLOWED, f"{quote_text(method)} is not allowed for {path}")
 
 
 SHUTTING_DOWN = RequestFailure(FailureReason.SERVER_SHUTTING_DOWN, "the server is shutting down")

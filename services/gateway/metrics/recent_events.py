@@ -10,12 +10,13 @@ from collections import deque
 from typing import Any
 
 from diptych.failure_statuses import RequestFailure
+from diptych.logs.shown_text import shorten_text
 
 # Errors that are kept of each code, so that frequent errors do not displace rare ones.
 MAX_ERRORS_PER_CODE = 8
 MAX_ERRORS_SHOWN = 40
 MAX_FLEET_EVENTS = 40
-MAX_TEXT = 300
+MAX_REASON_CHARS = 300
 
 
 class RecentErrors:
@@ -36,7 +37,7 @@ class RecentErrors:
             "route": route,
             "status": failure.status,
             "code": failure.code,
-            "message": failure.message[:MAX_TEXT] if is_ours else "",
+            "message": failure.message if is_ours else "",
         }
         kept = self._by_code.setdefault(failure.code, deque(maxlen=MAX_ERRORS_PER_CODE))
         kept.append((now_s, entry))
@@ -77,7 +78,12 @@ class FleetEvents:
         return [{"age_s": _age(now_s, at_s), **entry} for at_s, entry in reversed(self._events)]
 
     def _append_event(self, now_s: float, what: str, worker: str, role: str, reason: str) -> None:
-        entry = {"what": what, "worker": worker, "role": role, "reason": reason[:MAX_TEXT]}
+        entry = {
+            "what": what,
+            "worker": worker,
+            "role": role,
+            "reason": shorten_text(reason, MAX_REASON_CHARS),
+        }
         self._events.append((now_s, entry))
 
 

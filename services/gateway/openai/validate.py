@@ -13,6 +13,7 @@ import msgspec
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.logs.shown_text import quote_text
 from diptych.request import Grammar
 from services.gateway.openai.parse_body import json_depth, missing_parameter_error
 from services.gateway.openai.request_limits import RequestLimits
@@ -59,7 +60,7 @@ def check_model_name(name: str | None, rules: RequestRules) -> str:
         RequestError: 404, no such model is served.
     """
     if name is not None and name not in rules.served_names:
-        problem = f"the model '{name[:100]}' does not exist; served here: {', '.join(rules.served_names)}"
+        problem = f"the model {quote_text(name)} does not exist; served here: {', '.join(rules.served_names)}"
         raise RequestError(RequestFailure(FailureReason.MODEL_NOT_FOUND, problem, "model"))
     return name or rules.served_names[0]
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.logs.shown_text import quote_text
 from diptych.messages import Drain, SwitchRole
 from router.routing.fleet import WorkerState
 from services.gateway.generation.relay_backend import RelayBackend
@@ -96,7 +97,7 @@ class AdminRoutes:
         name = request.path_params["name"]
         member = self._backend.relay.fleet.workers.get(name)
         if member is None:
-            problem = f"no worker '{name[:100]}' is up"
+            problem = f"no worker {quote_text(name)} is up"
             raise RequestError(RequestFailure(FailureReason.WORKER_NOT_FOUND, problem, "name"))
         return member
 

@@ -9,9 +9,13 @@ from llguidance import LLTokenizer
 
 from diptych.errors import GrammarError, RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.logs.shown_text import shorten_text
 from diptych.request import Grammar
 from engine.sampling.grammar import build_tokenizer, check_grammar
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
+
+# Most characters of a reason, which is kept for as long as the grammar's verdict.
+MAX_REASON_CHARS = 300
 
 
 class GrammarChecker:
@@ -37,5 +41,7 @@ class GrammarChecker:
         try:
             check_grammar(grammar, self._tokenizer)
         except GrammarError as error:
-            return f"{error.what}: {error.why}"[:300] if error.why else error.what
+            # llguidance's reasons have several lines.
+            why = " ".join(error.why.split())
+            return shorten_text(f"{error.what}: {why}" if why else error.what, MAX_REASON_CHARS)
         return None

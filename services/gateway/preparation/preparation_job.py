@@ -11,9 +11,10 @@ import signal
 import msgspec
 
 from diptych.errors import RequestError
-from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.failure_statuses import MAX_MESSAGE_CHARS, FailureReason, RequestFailure
 from diptych.hashing import hash_fields
 from diptych.logs.log_format import about_request
+from diptych.logs.shown_text import shorten_text
 from diptych.request import Grammar
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.tenancy import Caller
@@ -150,4 +151,4 @@ def _run_job(job: PreparationJob, rules: RequestRules, check: GrammarCheck) -> P
     except Exception as error:
         about = about_request(job.caller.request_ids)
         log.exception("a body for %s could not be prepared", job.route, extra=about)
-        return PreparationFailed(f"{type(error).__name__}: {error}"[:300])
+        return PreparationFailed(shorten_text(f"{type(error).__name__}: {error}", MAX_MESSAGE_CHARS))

@@ -23,6 +23,7 @@ from jinja2.utils import Namespace
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.logs.shown_text import quote_text
 
 TemplateMessage = Mapping[str, Any]
 
@@ -74,7 +75,7 @@ class ChatTemplate:
         unknown = sorted(options.keys() - self._options)
         if unknown:
             known = f"; it has {', '.join(sorted(self._options))}" if self._options else ""
-            problem = f"this model's chat template has no option '{unknown[0][:100]}'{known}"
+            problem = f"this model's chat template has no option {quote_text(unknown[0])}{known}"
             raise _template_error(problem, "chat_template_kwargs")
         given = [_template_message(message) for message in messages]
         choices = [given]
@@ -109,7 +110,7 @@ class ChatTemplate:
         except RequestError:
             raise
         except TemplateError as error:
-            problem = f": {error.message[:200]}" if type(error) is TemplateError and error.message else ""
+            problem = f": {error.message}" if type(error) is TemplateError and error.message else ""
             raise _template_error(f"the chat template refuses these messages{problem}") from error
         except Exception as error:
             # A template can raise any exception.

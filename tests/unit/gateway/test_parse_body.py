@@ -55,6 +55,22 @@ def test_errors_name_the_field(change: dict[str, object], code: str, param: str)
     assert "$" not in error.message
 
 
+@pytest.mark.parametrize(
+    "huge",
+    [
+        b'{"model":"toy","messages":[{"role":"user","content":"hi"}],"%s":1}',
+        b'{"model":"toy","messages":[{"role":"%s","content":"hi"}]}',
+        b'{"model":"toy","messages":[{"role":"user","content":"hi","%s":1}]}',
+        b'{"model":"toy","messages":[{"role":"user","content":"hi"}],"response_format":{"type":"%s"}}',
+    ],
+)
+@pytest.mark.parametrize("text", [b"k", b"\\n", b"\\u2028", "語".encode()])
+def test_what_a_client_wrote_is_cut(huge: bytes, text: bytes) -> None:
+    error = refused(huge % (text * (1 << 20)))
+    assert len(error.message) + len(error.param or "") <= 700
+    assert (error.message + (error.param or "")).isprintable()
+
+
 def test_a_missing_field_is_named() -> None:
     assert refused(b'{"model": "toy"}').param == "messages"
 

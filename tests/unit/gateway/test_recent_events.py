@@ -14,7 +14,7 @@ from services.gateway.metrics.recent_events import (
     MAX_ERRORS_PER_CODE,
     MAX_ERRORS_SHOWN,
     MAX_FLEET_EVENTS,
-    MAX_TEXT,
+    MAX_REASON_CHARS,
     FleetEvents,
     RecentErrors,
 )
@@ -33,7 +33,7 @@ def test_the_newest_error_is_first_and_texts_of_clients_are_left_out() -> None:
     first, second = errors.report(4.0)
     assert first == {
         "age_s": 1.0, "request_id": "req_2", "generation": "cmpl-2", "route": "/v1/completions", "status": 503,
-        "code": "no_workers", "message": "x" * MAX_TEXT,
+        "code": "no_workers", "message": "x" * 499 + "…",
     }  # fmt: skip
     assert (second["age_s"], second["code"], second["message"]) == (3.0, "model_not_found", "")
 
@@ -85,4 +85,4 @@ def test_the_fleet_remembers_who_was_lost_in_which_role() -> None:
     for number in range(200):
         fleet.add_unfit(5.0 + number, f"decode-{number}", "y" * 999)
     kept = fleet.report(300.0)
-    assert len(kept) == MAX_FLEET_EVENTS and len(kept[0]["reason"]) == MAX_TEXT
+    assert len(kept) == MAX_FLEET_EVENTS and len(kept[0]["reason"]) == MAX_REASON_CHARS

@@ -156,8 +156,8 @@ class UploadForm:
         _, options = parse_options_header(disposition)
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if name not in FIELD_NAMES:
-            problem = f"unrecognized request argument supplied: {name[:64]}"
-            failure = RequestFailure(FailureReason.UNRECOGNIZED_REQUEST_ARGUMENT, problem, name[:64] or None)
+            problem = f"unrecognized request argument supplied: {name}"
+            failure = RequestFailure(FailureReason.UNRECOGNIZED_REQUEST_ARGUMENT, problem, name or None)
             raise RequestError(failure)
         if name in self.state.fields:
             raise invalid_value_error(name, "is given twice")

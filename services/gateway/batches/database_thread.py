@@ -28,7 +28,7 @@ from services.gateway.batches.data_dir import (
     sync_folder,
     write_whole,
 )
-from services.gateway.batches.tables import SCHEMA, VERSION
+from services.gateway.batches.tables import MIGRATIONS, SCHEMA, VERSION
 
 # Most jobs of one transaction.
 MAX_GROUP = 256
@@ -253,7 +253,7 @@ def _open_database(folder: DataDir) -> sqlite3.Connection:
         version: int = db.execute("PRAGMA user_version").fetchone()[0]
         tables: int = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         is_new = not version and not tables
-        if is_new or version == VERSION:
+        if is_new or version == VERSION or version in MIGRATIONS:
             db.execute("PRAGMA journal_mode = WAL")
             # A commit is on disk when it returns.
             db.execute("PRAGMA synchronous = FULL")
@@ -261,6 +261,9 @@ def _open_database(folder: DataDir) -> sqlite3.Connection:
             db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
             sync_folder(folder.path)
             return db
+        while version in MIGRATIONS:
+            db.executescript(f"BEGIN; {MIGRATIONS[version]} COMMIT;")
+            version = db.execute("PRAGMA user_version").fetchone()[0]
     except (OSError, sqlite3.Error) as error:
         if db is not None:
             db.close()

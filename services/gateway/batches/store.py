@@ -193,6 +193,13 @@ class BatchStore:
 
         return await self._change(work)
 
+    async def count_check(self, batch_id: str) -> int:
+        """Count that the check of an input file begins; returns how often it has begun, this time included.
+
+        The number survives a crash of this process.
+        """
+        return await self._thread.run_job(lambda db, _: tables.count_check(db, batch_id))
+
     async def fail_batch(self, batch_id: str, problems: Sequence[BatchProblem]) -> BatchRecord:
         """A batch is refused before any line runs, unless it is cancelled meanwhile."""
         errors = msgspec.json.encode(list(problems)).decode()

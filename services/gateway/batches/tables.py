@@ -19,7 +19,7 @@ import msgspec
 from services.gateway.batches.records import BATCH_PURPOSE, BatchRecord, FileRecord, InputLine, LineEnd
 from services.gateway.openai.batch_schema import ENDED_STATUSES
 
-VERSION = 1
+VERSION = 2
 # Seconds after its expiry for which the row of a removed file is kept.
 KEPT_PLACE_S = 86400
 # What grows with the results of a batch.
@@ -44,7 +44,8 @@ CREATE TABLE files (
 CREATE INDEX files_of_tenants ON files (tenant, n);
 CREATE TABLE batches (
     n INTEGER PRIMARY KEY AUTOINCREMENT,
-    {", ".join(f'"{name}" {"TEXT" if name in BATCH_TEXTS else "INTEGER"}' for name in BATCH_FIELDS)}
+    {", ".join(f'"{name}" {"TEXT" if name in BATCH_TEXTS else "INTEGER"}' for name in BATCH_FIELDS)},
+    checks INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX batch_ids ON batches (id);
 CREATE INDEX batches_of_tenants ON batches (tenant, n);
@@ -55,6 +56,13 @@ CREATE TABLE lines (
 CREATE TABLE probes (id INTEGER PRIMARY KEY, time INTEGER NOT NULL);
 PRAGMA user_version = {VERSION};
 """
+# What brings a database of an older version to the next one, by its version.
+MIGRATIONS = {
+    1: """
+    ALTER TABLE batches ADD COLUMN checks INTEGER NOT NULL DEFAULT 0;
+    PRAGMA user_version = 2;
+    """,
+}
 
 # ---- files
 
@@ -183,6 +191,14 @@ def count_open(db: sqlite3.Connection, tenant: str) -> int:
         f"SELECT count(*) FROM batches WHERE tenant = ? AND status NOT IN ({ENDED})", (tenant,)
     ).fetchone()[0]
     return found
+
+
+def count_check(db: sqlite3.Connection, batch_id: str) -> int:
+    """Count that the input file of a batch is about to be checked; returns how often that has begun."""
+    checks: int = db.execute(
+        "UPDATE batches SET checks = checks + 1 WHERE id = ? RETURNING checks", (batch_id,)
+    ).fetchone()[0]
+    return checks
 
 
 def update_batch(db: sqlite3.Connection, batch_id: str, **values: Any) -> BatchRecord:

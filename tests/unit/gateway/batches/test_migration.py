@@ -1,0 +1,69 @@
+"""A database of an older version is brought to this one, with everything in it."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from services.gateway.batches.data_dir import DATABASE_NAME, DataDir
+from services.gateway.batches.store import BatchStore
+
+# The tables of version 1, with an open batch of two lines, of which one is done.
+VERSION_1 = """
+CREATE TABLE files (
+    n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, purpose TEXT NOT NULL,
+    name TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER,
+    deleted INTEGER NOT NULL DEFAULT 0, removed INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX files_of_tenants ON files (tenant, n);
+CREATE TABLE batches (
+    n INTEGER PRIMARY KEY AUTOINCREMENT, "id" TEXT, "tenant" TEXT, "urgent" INTEGER, "endpoint" TEXT,
+    "window" TEXT, "status" TEXT, "input_file" TEXT, "output_file" TEXT, "error_file" TEXT,
+    "created_at" INTEGER, "expires_at" INTEGER, "output_expiry_s" INTEGER, "outcome" TEXT,
+    "output_bytes" INTEGER, "error_bytes" INTEGER, "in_progress_at" INTEGER, "finalizing_at" INTEGER,
+    "completed_at" INTEGER, "failed_at" INTEGER, "expired_at" INTEGER, "cancelling_at" INTEGER,
+    "cancelled_at" INTEGER, "total" INTEGER, "completed" INTEGER, "failed" INTEGER, "input_tokens" INTEGER,
+    "cached_tokens" INTEGER, "output_tokens" INTEGER, "model" TEXT, "metadata" TEXT, "errors" TEXT
+);
+CREATE UNIQUE INDEX batch_ids ON batches (id);
+CREATE INDEX batches_of_tenants ON batches (tenant, n);
+CREATE TABLE lines (
+    batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, start INTEGER NOT NULL,
+    length INTEGER NOT NULL, done INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (batch, number)
+) WITHOUT ROWID;
+CREATE TABLE probes (id INTEGER PRIMARY KEY, time INTEGER NOT NULL);
+PRAGMA user_version = 1;
+INSERT INTO files (id, tenant, purpose, name, bytes, created_at) VALUES ('file-1', 'a', 'batch', 'in', 20, 900);
+INSERT INTO batches (id, tenant, urgent, endpoint, window, status, input_file, output_file, error_file,
+    created_at, expires_at, output_expiry_s, outcome, output_bytes, error_bytes, total, completed, failed,
+    input_tokens, cached_tokens, output_tokens) VALUES
+    ('batch_1', 'a', 0, '/v1/completions', '24h', 'in_progress', 'file-1', 'file-2', 'file-3',
+    900, 90000, 3600, '', 4, 0, 2, 1, 0, 5, 0, 5),
+    ('batch_0', 'a', 0, '/v1/completions', '24h', 'failed', 'file-0', 'file-4', 'file-5',
+    800, 90000, 3600, '', 0, 0, 0, 0, 0, 0, 0, 0);
+UPDATE batches SET failed_at = 850 WHERE id = 'batch_0';
+INSERT INTO lines VALUES ('batch_1', 1, 'one', 0, 10, 1), ('batch_1', 2, 'two', 10, 10, 0);
+"""
+
+
+def make_version_1(tmp_path: Path) -> DataDir:
+    folder = DataDir(str(tmp_path / "data"))
+    db = sqlite3.connect(folder.path / DATABASE_NAME)
+    db.executescript(VERSION_1)
+    db.close()
+    folder.content_path("file-1").write_bytes(b"0123456789" * 2)
+    folder.content_path("file-2").write_bytes(b"one\n")
+    return folder
+
+
+async def test_a_batch_of_version_1_goes_on(tmp_path: Path) -> None:
+    store = BatchStore(make_version_1(tmp_path), lambda: 1000.0)
+    found = await store.recover()
+    assert [(record.id, record.completed, record.total) for record in found] == [("batch_1", 1, 2)]
+    assert [line.number for line in await store.waiting_lines("batch_1", -1, 9)] == [2]
+    assert await store.count_check("batch_1") == 1
+    path = str(store.folder.path)
+    store.close()
+    store = BatchStore(DataDir(path), lambda: 1000.0)
+    assert await store.count_check("batch_1") == 2
+    store.close()

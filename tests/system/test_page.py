@@ -43,7 +43,15 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def browser(served: Served) -> Iterator[Any]:
+def fresh_status(served: Served) -> dict[str, Any]:
+    """The status before any request was served."""
+    wait_for(lambda: served.status()["ready"])
+    status: dict[str, Any] = served.status()
+    return status
+
+
+@pytest.fixture(scope="module")
+def browser(served: Served, fresh_status: dict[str, Any]) -> Iterator[Any]:
     # After the deployment, whose start needs an event loop of its own in this thread.
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
@@ -128,6 +136,60 @@ def test_the_frame_is_empty_without_a_key_and_a_wrong_key_is_refused(visit: Any,
         one.type_key()
         one.state("ready")
         assert one.page.locator("#workers tr[data-state=up]").count() == 3
+
+
+# The boxes of the page that are shown, with their texts but the titles, and the number of pictures in them.
+BOXES = """() => [...document.querySelectorAll('main section')].filter((one) => !one.hidden).map((one) => {
+  const title = one.querySelector('h2').innerText;
+  return [one.id, one.innerText.replace(title, '').trim(), one.querySelectorAll('tbody tr, svg rect').length];
+})"""
+
+
+def test_with_nothing_served_no_box_is_empty(visit: Any, fresh_status: dict[str, Any]) -> None:
+    with visit({"status": answer_json(fresh_status)}) as one:
+        page = one.page
+        page.set_viewport_size({"width": 1280, "height": 800})
+        assert [name for name, _, _ in page.evaluate(BOXES)] == ["playground"]
+        one.type_key()
+        one.state("ready")
+        page.locator("#workers tbody tr").first.wait_for()
+        boxes = page.evaluate(BOXES)
+        assert [name for name, _, _ in boxes][:3] == ["playground", "service", "workers"]
+        assert {"plan", "kv", "handoff"} <= {name for name, _, _ in boxes}
+        assert {"errors", "slo", "latency", "traffic"}.isdisjoint(name for name, _, _ in boxes)
+        for name, text, marks in boxes:
+            assert text and "No data" not in text, name
+            assert marks or name in ("playground", "service", "plan"), name
+        # Nothing has to be scrolled to ask a question and to read the answer.
+        playground = page.locator("#playground").bounding_box()
+        assert playground["y"] + playground["height"] <= 800
+        assert page.locator("#service").bounding_box()["y"] < 800
+        # Every chart that is shown has something in it.
+        assert page.evaluate(
+            "[...document.querySelectorAll('svg.chart')].every((one) => one.childElementCount)"
+        )
+
+
+def test_without_slos_latencies_are_shown_as_measured(visit: Any, served: Served) -> None:
+    with served.client() as client:
+        for _ in range(3):
+            client.completions.create(
+                model="tiny", max_tokens=8, prompt="def", extra_body={"ignore_eos": True}
+            )
+    state = served.status()
+    measured = state["history"]["latencies"]
+    assert measured["ttft"]["whole"]["answers"] >= 3 and measured["tpot"]["whole"]["answers"] >= 3
+    assert 0 < measured["ttft"]["whole"]["p50_s"] <= measured["ttft"]["whole"]["p90_s"]
+    state["objectives"], state["history"]["objectives"] = {"ttft_s": None, "tpot_s": None}, {}
+    with visit({"status": answer_json(state)}) as one:
+        one.type_key()
+        one.state("ready")
+        rows = one.page.locator("#latency tbody tr")
+        rows.first.wait_for()
+        assert [row.locator("td").first.inner_text() for row in rows.all()] == ["TTFT", "TPOT"]
+        assert " ms" in rows.first.inner_text() or " s" in rows.first.inner_text()
+        assert "median" in one.page.locator("#service").inner_text()
+        assert one.page.locator("#slo").is_hidden()
 
 
 def test_it_is_small_and_shows_everything(visit: Any, served: Served) -> None:

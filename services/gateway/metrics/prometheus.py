@@ -402,6 +402,7 @@ class GatewayMetrics:
         if record.tpot_s is not None:
             self.tpot.labels(model).observe(record.tpot_s)
         self.history.count_ended(self._clock(), "answered", record.tokens)
+        self.history.record_latencies(self._clock(), record.ttft_s, record.tpot_s)
         self._check_slo(record)
 
     def on_failed(self, record: SequenceRecord | None = None, refused: bool = False) -> None:

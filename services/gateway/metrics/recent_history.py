@@ -1,4 +1,4 @@
-"""The last 15 minutes of the service in buckets of equal length: SLOs met, requests, and the queue.
+"""The last 15 minutes of the service in buckets of equal length: SLOs met, latencies, requests, and the queue.
 
 `/status` has it for the operators' page, which shows recent attainment without a Prometheus server. Memory is bounded:
 a bucket holds numbers only, and buckets that are too old are dropped. Pure: time is an argument.
@@ -6,6 +6,7 @@ a bucket holds numbers only, and buckets that are too old are dropped. Pure: tim
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,13 +18,24 @@ NUM_BUCKETS = 60
 SHORT_BUCKETS = 20
 OBJECTIVES = ("ttft", "tpot", "all")
 OUTCOMES = ("answered", "failed", "refused")
+LATENCIES = ("ttft", "tpot")
+# Latencies are counted by powers of this number, so a quantile is at most 5 % too high.
+LATENCY_STEP = 1.05
+# Below this many seconds, and above an hour, latencies are not told apart.
+MIN_LATENCY_S, MAX_LATENCY_S = 1e-5, 3600.0
 
 
 @dataclass(slots=True)
 class HistoryBucket:
-    """What happened in one bucket. `requests` and `met` are by objective; `num_ended` is by outcome."""
+    """What happened in one bucket. `requests` and `met` are by objective; `num_ended` is by outcome.
+
+    `latencies` counts answers by the power of `LATENCY_STEP` that their latency in seconds does not exceed.
+    """
 
     index: int
+    latencies: dict[str, Counter[int]] = field(
+        default_factory=lambda: {name: Counter() for name in LATENCIES}
+    )
     requests: Counter[str] = field(default_factory=Counter)
     met: Counter[str] = field(default_factory=Counter)
     num_ended: Counter[str] = field(default_factory=Counter)
@@ -60,6 +72,14 @@ class RecentHistory:
         bucket.num_ended[outcome] += 1
         bucket.tokens += tokens
 
+    def record_latencies(self, now_s: float, ttft_s: float | None, tpot_s: float | None) -> None:
+        """Record the latencies of one complete answer, in seconds; None for one that it does not have."""
+        bucket = self._bucket_at(now_s)
+        for name, seconds in zip(LATENCIES, (ttft_s, tpot_s), strict=True):
+            if seconds is not None:
+                bounded = min(MAX_LATENCY_S, max(MIN_LATENCY_S, seconds))
+                bucket.latencies[name][math.ceil(math.log(bounded, LATENCY_STEP))] += 1
+
     def sample_queue(self, now_s: float, queued: int, wait_s: float) -> None:
         """Record how many sequences wait, and the predicted wait of a new request; a bucket keeps the maxima."""
         bucket = self._bucket_at(now_s)
@@ -90,6 +110,15 @@ class RecentHistory:
                 for name in OBJECTIVES
                 if any(bucket.requests[name] for bucket in shown)
             },
+            "latencies": {
+                name: {
+                    "recent": _latency([bucket.latencies[name] for bucket in shown[-SHORT_BUCKETS:]]),
+                    "whole": _latency([bucket.latencies[name] for bucket in shown]),
+                    "p50_s": [_quantile(bucket.latencies[name], 0.5) for bucket in shown],
+                }
+                for name in LATENCIES
+                if any(bucket.latencies[name] for bucket in shown)
+            },
             **{outcome: [bucket.num_ended[outcome] for bucket in shown] for outcome in OUTCOMES},
             "tokens": [bucket.tokens for bucket in shown],
             "queued": [bucket.queued for bucket in shown],
@@ -119,3 +148,19 @@ def _attainment(buckets: Iterable[HistoryBucket], name: str, target: float) -> d
         "attainment": None if attainment is None else round(attainment, 6),
         "burn": None if burn is None else round(burn, 4),
     }
+
+
+def _latency(counts: Iterable[Counter[int]]) -> dict[str, Any]:
+    """The number of answers with a latency, its median and its 90th percentile in seconds, over some buckets."""
+    every = sum(counts, Counter[int]())
+    return {"answers": every.total(), "p50_s": _quantile(every, 0.5), "p90_s": _quantile(every, 0.9)}
+
+
+def _quantile(counts: Counter[int], share: float) -> float | None:
+    """The latency in seconds that this share of the answers does not exceed; None without answers."""
+    rank = math.ceil(share * counts.total())
+    for power in sorted(counts):
+        rank -= counts[power]
+        if rank <= 0:
+            return float(f"{LATENCY_STEP**power:.4g}")
+    return None

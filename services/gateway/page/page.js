@@ -17,7 +17,7 @@ const el = (tag, attributes = {}, ...children) => fill(document.createElement(ta
 const draw = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 const round = (value, digits = 1) => (value == null ? "–" : Number(value).toFixed(digits));
 const percent = (value) => (value == null ? "–" : `${(100 * value).toFixed(1)} %`);
-const seconds = (value) => (value == null ? "none" : value < 1 ? `${Math.round(1000 * value)} ms` : `${round(value)} s`);
+const seconds = (value) => (value == null ? "none" : value < 1 ? `${round(1000 * value, value > 0 && value < 0.01 ? 1 : 0)} ms` : `${round(value)} s`);
 const bytes = (value) => {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
@@ -25,14 +25,17 @@ const bytes = (value) => {
   return `${round(value, unit ? 1 : 0)} ${units[unit]}`;
 };
 
-// ---- sections: one is drawn again only when what it shows has changed, so that text stays selected
+// ---- sections: one is drawn again only when what it shows has changed, so that text stays selected, and is hidden while
+// there is nothing to show
 
 const drawn = new Map();
 function show(id, shown, build) {
   const key = JSON.stringify(shown);
   if (drawn.get(id) === key) return;
   drawn.set(id, key);
-  body(id).replaceChildren(...build());
+  const children = build();
+  byId(id).hidden = !children.length;
+  body(id).replaceChildren(...children);
 }
 const none = (text) => el("p", { class: "muted" }, text);
 function table(heads, rows, label) {
@@ -78,20 +81,43 @@ function showService(status) {
   const history = status.history, whole = history.objectives.all?.whole, queue = status.queue;
   const shown = [["Open requests", status.open_requests], ["Sequences", status.sequences],
     ["Waiting for prefill", queue.sequences], ["Predicted wait", seconds(queue.predicted_wait_s),
-      queue.predicted_wait_s > queue.max_wait_s ? "bad" : ""], ["Longest wait allowed", seconds(queue.max_wait_s)],
-    ["Attainment, 15 min", percent(whole?.attainment)],
-    ["Burn, 15 min", whole?.burn == null ? "–" : `${round(whole.burn, 2)} ×`, whole?.burn > 1 ? "bad" : ""]];
+      queue.predicted_wait_s > queue.max_wait_s ? "bad" : ""], ["Longest wait allowed", seconds(queue.max_wait_s)]];
+  for (const [name, title] of LATENCIES) {
+    const limit = status.objectives[`${name}_s`], measured = history.latencies[name]?.whole;
+    if (limit != null) shown.push([`SLO of ${title}`, seconds(limit)]);
+    if (measured) shown.push([`${title}, median of 15 min`, seconds(measured.p50_s)]);
+  }
+  if (whole) shown.push(["Attainment, 15 min", percent(whole.attainment)]);
+  if (whole?.burn != null) shown.push(["Burn, 15 min", `${round(whole.burn, 2)} ×`, whole.burn > 1 ? "bad" : ""]);
   show("service", [shown, status.reasons], () => [tiles(shown),
     ...(status.reasons.length ? [el("ul", {}, ...status.reasons.map((one) => el("li", {}, one)))] : [])]);
+}
+
+const LATENCIES = [["ttft", "TTFT"], ["tpot", "TPOT"]];
+function showLatency({ latencies, bucket_s }) {
+  show("latency", [latencies], () => {
+    const measured = LATENCIES.filter(([name]) => latencies[name]);
+    if (!measured.length) return [];
+    const cell = (value) => el("td", { class: "number" }, String(value));
+    const rows = measured.map(([name, title]) => {
+      const { recent, whole } = latencies[name];
+      return el("tr", {}, el("td", {}, title), cell(whole.answers), cell(seconds(recent.p50_s)), cell(seconds(recent.p90_s)),
+        cell(seconds(whole.p50_s)), cell(seconds(whole.p90_s)));
+    });
+    const charts = measured.flatMap(([name, title]) => {
+      const most = Math.max(...latencies[name].p50_s);
+      return [el("h3", {}, `${title}, median by ${bucket_s} s: at most ${seconds(most)}`),
+        chart(`Median ${title} over the last 15 minutes`, [["f-good", latencies[name].p50_s]], most)];
+    });
+    return [table(["", "#answers", "#5 min, p50", "#p90", "#15 min, p50", "#p90"], rows, "TTFT and TPOT"), ...charts];
+  });
 }
 
 const NAMES = { ttft: "TTFT", tpot: "TPOT", all: "All SLOs" };
 function showSlo(history, limits) {
   show("slo", [history.objectives, limits, history.target], () => {
-    if (Object.values(limits).every((limit) => limit == null))
-      return [none("No SLO is set: start with --slo-ttft-ms and --slo-tpot-ms.")];
     const names = Object.keys(history.objectives);
-    if (!names.length) return [none("No request with an SLO in the last 15 minutes.")];
+    if (!names.length) return [];
     const rows = names.map((name) => {
       const { recent, whole } = history.objectives[name], limit = limits[`${name}_s`];
       const cell = (value, burn) => el("td", { class: burn > 1 ? "number bad" : "number" }, value);
@@ -117,8 +143,10 @@ function showTraffic(history) {
     const lost = history.failed.map((count, index) => count + history.refused[index]);
     const sum = (values) => values.reduce((total, value) => total + value, 0);
     const most = (values) => Math.max(0, ...values);
-    const plot = (title, parts) => [el("h3", {}, title),
-      chart(title, parts, most(parts[0][1].map((_, index) => sum(parts.map(([, values]) => values[index])))))];
+    const plot = (title, parts) => {
+      const top = most(parts[0][1].map((_, index) => sum(parts.map(([, values]) => values[index]))));
+      return top > 0 ? [el("h3", {}, title), chart(title, parts, top)] : [];
+    };
     return [
       ...plot(`Requests: ${sum(history.answered)} answered, ${sum(lost)} failed or refused`, [["f-good", history.answered], ["f-bad", lost]]),
       ...plot(`Tokens generated: ${sum(history.tokens)}`, [["f-good", history.tokens]]),
@@ -201,7 +229,8 @@ function nameLinks(links) {
 function showHandoff(status) {
   const rank = (names) => [...new Set(names)].sort((left, right) => left.localeCompare(right, "en", { numeric: true }));
   show("handoff", [status.links.map(({ moved_bytes, ...one }) => one), status.links_out.map((one) => [one.source, one.target, one.why]), status.split], () => {
-    if (!status.split) return [none("Every worker prefills and decodes: no KV is handed off.")];
+    // Workers that prefill and decode hand no KV off.
+    if (!status.split) return [];
     const every = [...status.links, ...status.links_out];
     if (!every.length) return [none("No prefill worker is linked to a decode worker.")];
     const sources = rank(every.map((one) => one.source)), targets = rank(every.map((one) => one.target));
@@ -261,6 +290,7 @@ function showKv(status) {
     const held = pools.map(([role, pool]) => el("tr", {}, el("td", {}, role), el("td", {}, kvBar(pool)), number(pool.slabs_used),
       number(pool.slabs_cached), number(pool.slabs_total), number(pool.leases), number(bytes(pool.staging_bytes)),
       number(pool.prefix_queries ? percent(pool.prefix_hits / pool.prefix_queries) : "–")));
+    if (!rows.length && !held.length) return [];
     return [el("div", { class: "pools" }, table(["KV class", "#workers", "#slabs", "#chunk", "#room"], rows, "KV by class"),
       table(["pool", "KV", "#used", "#cached", "#slabs", "#leases", "#on the way", "#prefix hits"], held, "KV by pool"))];
   });
@@ -292,7 +322,7 @@ function timeOf(key, age) {
 
 function showErrors(errors) {
   show("errors", errors.map((one) => [one.request_id, one.code, one.message]), () => {
-    if (!errors.length) return [none("No error yet.")];
+    if (!errors.length) return [];
     return [table(["time", "status", "code", "request id", "route", "message"], errors.map((one) => el("tr", {},
       el("td", {}, timeOf(one.request_id, one.age_s)), el("td", { class: one.status >= 500 ? "bad" : "" }, String(one.status)), el("td", {}, one.code),
       el("td", {}, el("code", {}, one.request_id)), el("td", { class: "name", title: one.route }, one.route), el("td", { class: "text" }, one.message))), "Last errors"),
@@ -303,7 +333,7 @@ function showErrors(errors) {
 function showEvents(events) {
   const keyed = events.map((one, index) => [`${one.worker} ${one.what} ${one.reason} ${events.length - index}`, one]);
   show("events", events.map((one) => [one.worker, one.what, one.reason]), () => {
-    if (!events.length) return [none("No worker came or went yet.")];
+    if (!events.length) return [];
     return [table(["time", "worker", "role", "what", "why"], keyed.map(([key, one]) => el("tr", { "data-event": one.what, "data-worker": one.worker },
       el("td", {}, timeOf(key, one.age_s)), el("td", { class: "name", title: one.worker }, one.worker), el("td", {}, one.role),
       el("td", { class: one.what === "up" ? "good" : "bad" }, one.what), el("td", { class: "text" }, one.reason))), "Last changes of the fleet")];
@@ -326,6 +356,7 @@ function showAll(status) {
   byId("model").textContent = status.model;
   say(status.ready ? (status.reasons.length ? "Ready, with less than there should be" : "Ready") : "Not ready", status.ready ? "ready" : "not-ready");
   showService(status);
+  showLatency(status.history);
   showSlo(status.history, status.objectives);
   showTraffic(status.history);
   showWorkers(status, status.time_s);

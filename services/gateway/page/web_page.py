@@ -19,22 +19,26 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A section of the page that the script fills. `empty` is shown before; `scrolls` makes it reachable by key."""
+    """A section of the page that the script fills, hidden while there is nothing to show in it.
+
+    `scrolls` makes it reachable by key.
+    """
 
     id: str
     title: str
-    empty: str = "No data yet."
     wide: bool = False
     scrolls: bool = True
 
 
+# They follow the playground, in this order.
 SECTIONS = (
     PageSection("service", "Service", wide=True, scrolls=False),
-    PageSection("plan", "Plan, and why", wide=True, scrolls=False),
     PageSection("workers", "Pools and workers", wide=True),
+    PageSection("latency", "TTFT and TPOT as measured, last 15 minutes"),
     PageSection("slo", "Attainment and burn, last 15 minutes"),
     PageSection("traffic", "Traffic and queue, last 15 minutes", scrolls=False),
     PageSection("handoff", "Hand-off"),
+    PageSection("plan", "Plan, and why", wide=True, scrolls=False),
     PageSection("kv", "KV", wide=True),
     PageSection("errors", "Last errors", wide=True),
     PageSection("events", "Workers that came and went", wide=True),

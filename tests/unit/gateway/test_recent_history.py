@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.slo import Slo
 from services.gateway.metrics.prometheus import GatewayMetrics, SequenceRecord
-from services.gateway.metrics.recent_history import NUM_BUCKETS, RecentHistory, burn_rate
+from services.gateway.metrics.recent_history import LATENCY_STEP, NUM_BUCKETS, RecentHistory, burn_rate
 
 
 def test_attainment_and_burn_are_over_what_was_asked() -> None:
@@ -82,3 +84,25 @@ def test_the_metrics_feed_it() -> None:
     assert report["objectives"].keys() == {"ttft", "all"}
     assert report["objectives"]["all"]["met"][-3:] == [1, 0, 0]
     assert report["objectives"]["all"]["requests"][-3:] == [2, 0, 1]
+
+
+@given(st.lists(st.floats(1e-4, 100), min_size=1, max_size=100))
+def test_quantiles_of_latencies_are_at_most_one_step_too_high(latencies: list[float]) -> None:
+    history = RecentHistory(bucket_s=10, num_buckets=2)
+    for seconds in latencies:
+        history.record_latencies(1.0, seconds, None)
+    report = history.report(1.0, 0.9)["latencies"]
+    assert report.keys() == {"ttft"}
+    whole = report["ttft"]["whole"]
+    assert whole["answers"] == len(latencies)
+    for name, share in (("p50_s", 0.5), ("p90_s", 0.9)):
+        exact = sorted(latencies)[math.ceil(share * len(latencies)) - 1]
+        assert exact * 0.999 <= whole[name] <= exact * LATENCY_STEP * 1.001
+    assert report["ttft"]["p50_s"] == [None, whole["p50_s"]]
+
+
+def test_latencies_that_are_not_there_are_not_reported() -> None:
+    history = RecentHistory(bucket_s=1, num_buckets=2)
+    history.record_latencies(0.5, 0.0, None)
+    assert history.report(0.5, 0.9)["latencies"]["ttft"]["whole"]["p50_s"] <= 2e-5
+    assert history.report(9.5, 0.9)["latencies"] == {}

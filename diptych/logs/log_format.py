@@ -4,6 +4,10 @@
     {"time": "2026-01-31T12:00:00.000Z", "level": "warning", "part": "gateway", "request_id": "req_1f…", …}
 
 A record about a request carries its ids: `log.warning("…", extra=about_request(ids))`.
+
+A message may quote a client or a library, so it is cut and cleaned here, once: it is one line of bounded length. Only
+tracebacks have several lines. In text each of those begins with `TRACEBACK_INDENT`, which no record does. So nobody can
+write a text that looks like a record of its own.
 """
 
 from __future__ import annotations
@@ -20,12 +24,18 @@ from typing import Any, TextIO
 import msgspec
 
 from diptych.logs.request_ids import RequestIds
+from diptych.logs.shown_text import CUT_MARK, shorten_text
 
 LOG_FORMATS = ("text", "json")
 # The attribute of a log record with the ids of its request.
 IDS_FIELD = "request_ids"
 # The attribute with a short word for what happened, such as an error code. Rate limits count by it.
 KIND_FIELD = "kind"
+# Most characters of a record's message, and of one line of a traceback.
+MAX_LINE_CHARS = 4 << 10
+# Most characters that are kept of a traceback's begin, and as many of its end.
+MAX_TRACEBACK_CHARS = 8 << 10
+TRACEBACK_INDENT = "    "
 LINE_END = re.compile(r"[\r\n]")
 # Most characters that are kept of a line which has not ended.
 MAX_REST_CHARS = 8 << 10
@@ -46,18 +56,18 @@ class TextFormatter(logging.Formatter):
         super().__init__()
         self._part = part
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line without a traceback."""
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line, and the indented lines of its traceback, if it has one."""
         ids = getattr(record, IDS_FIELD, RequestIds())
         client = f"client={ids.client}" if ids.client else ""
         named = " ".join(word for word in (ids.request, client, ids.sequence) if word)
         words = [self.formatTime(record), record.levelname, self._part, f"{record.name}:"]
-        words += [f"[{named}]" if named else "", record.message]
-        return " ".join(word for word in words if word)
-
-    def usesTime(self) -> bool:
-        """Every line has a time."""
-        return True
+        words += [f"[{named}]" if named else "", clean_message(record)]
+        lines = [" ".join(word for word in words if word)]
+        if record.exc_info:
+            trace = clean_traceback(self.formatException(record.exc_info))
+            lines += [f"{TRACEBACK_INDENT}{line}" for line in trace]
+        return "\n".join(lines)
 
 
 class JsonFormatter(logging.Formatter):
@@ -77,15 +87,25 @@ class JsonFormatter(logging.Formatter):
             "part": self._part,
             "logger": record.name,
             **getattr(record, IDS_FIELD, RequestIds()).as_fields(),
-            "message": record.getMessage(),
+            "message": clean_message(record),
         }
         if kind := getattr(record, KIND_FIELD, ""):
             fields["code"] = kind
         if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        # Bytes that were decoded with surrogates cannot be encoded otherwise.
-        clean = {name: str(value).encode("utf-8", "replace").decode() for name, value in fields.items()}
-        return msgspec.json.encode(clean).decode()
+            fields["exception"] = "\n".join(clean_traceback(self.formatException(record.exc_info)))
+        return msgspec.json.encode(fields).decode()
+
+
+def clean_message(record: logging.LogRecord) -> str:
+    """The message of a record as one line of at most `MAX_LINE_CHARS`."""
+    return shorten_text(record.getMessage().rstrip(), MAX_LINE_CHARS)
+
+
+def clean_traceback(text: str) -> list[str]:
+    """The lines of a traceback. Of a long one the middle is left out: its end says what happened."""
+    if len(text) > 2 * MAX_TRACEBACK_CHARS:
+        text = f"{text[:MAX_TRACEBACK_CHARS]}\n{CUT_MARK}\n{text[-MAX_TRACEBACK_CHARS:]}"
+    return [shorten_text(line, MAX_LINE_CHARS) for line in LINE_END.split(text)]
 
 
 class LogWriter(io.TextIOBase):

@@ -135,7 +135,8 @@ class RelayTelemetry:
             case WorkerDown(worker, _, reason):
                 log.warning("worker %s is lost: %s", worker, reason)
             case WorkerUnfit(worker, text):
-                log.error("worker %s cannot serve with the others:\n%s", worker, text)
+                for line in text.splitlines():
+                    log.error("worker %s cannot serve with the others: %s", worker, line)
 
     def _keep_fleet_event(self, effect: RelayEffect, now_s: float) -> None:
         """Keep a change of the fleet for `/status`."""

@@ -10,7 +10,10 @@ import sys
 import pytest
 
 from diptych.logs.log_format import (
+    MAX_LINE_CHARS,
     MAX_REST_CHARS,
+    MAX_TRACEBACK_CHARS,
+    TRACEBACK_INDENT,
     JsonFormatter,
     LogWriter,
     TextFormatter,
@@ -49,7 +52,7 @@ def test_as_json_every_line_is_one_record() -> None:
     first, printed, to_stderr, joined, warned, thread, end = lines
     assert first == first | {
         "level": "info", "part": "decode-0", "logger": "x", "request_id": "req_1", "client_request_id": "mine",
-        "sequence": "cmpl-1", "code": "worker_lost", "message": "two\nlines ? {'a': 1}",
+        "sequence": "cmpl-1", "code": "worker_lost", "message": r"two\nlines \ud800 {'a': 1}",
     }  # fmt: skip
     assert first["time"].endswith("Z") and all(line["part"] == "decode-0" for line in lines)
     assert [printed["message"], to_stderr["message"], joined["message"]] == [
@@ -84,7 +87,53 @@ def test_a_progress_bar_is_lines_too_and_none_grows_without_end() -> None:
 
 def test_as_text_a_line_has_the_ids_in_brackets() -> None:
     text = written("text")
-    assert "INFO decode-0 x: [req_1 client=mine cmpl-1] two" in text and "RuntimeError: the end" in text
+    assert "INFO decode-0 x: [req_1 client=mine cmpl-1] two\\nlines \\ud800" in text
+    assert "RuntimeError: the end" in text
+
+
+FORGED = "2026-01-31 12:00:00,000 ERROR gateway x: worker prefill-0 is lost"
+
+
+def formatted(formatter: logging.Formatter, text: str, error: BaseException | None = None) -> str:
+    exc_info = (type(error), error, error.__traceback__) if error is not None else None
+    record = logging.LogRecord("x", logging.WARNING, "file.py", 1, "fails: %s", (text,), exc_info)
+    return formatter.format(record)
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter("gateway"), JsonFormatter("gateway")])
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\x0b", "\x85", "\u2028", "\x1b[2K\x1b[1G"])
+def test_a_message_cannot_look_like_a_record(formatter: logging.Formatter, end: str) -> None:
+    line = formatted(formatter, f"name{end}{FORGED}")
+    assert line.isprintable()
+    assert ascii(end)[1:-1] in (json.loads(line)["message"] if line.startswith("{") else line)
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter("gateway"), JsonFormatter("gateway")])
+def test_a_record_has_a_bounded_length(formatter: logging.Formatter) -> None:
+    for text in ("k", "\n", "\ud800", "語"):
+        assert len(formatted(formatter, text * (8 << 20))) < 2 * MAX_LINE_CHARS + 300
+        error = ValueError(text * (8 << 20))
+        assert len(formatted(formatter, "", error)) < (len(TRACEBACK_INDENT) + 8) * 2 * MAX_TRACEBACK_CHARS
+
+
+def raise_forged() -> ValueError:
+    try:
+        raise ValueError(f"name\n{FORGED}\r\x1b[2K{FORGED}")
+    except ValueError as error:
+        return error
+
+
+def test_a_traceback_is_readable_and_cannot_look_like_a_record() -> None:
+    line, *trace = formatted(TextFormatter("gateway"), "it", raise_forged()).splitlines()
+    assert line.endswith("fails: it")
+    assert trace[0].strip() == "Traceback (most recent call last):"
+    assert any("in raise_forged" in line for line in trace)
+    assert any("ValueError: name" in line for line in trace)
+    assert all(line.startswith(TRACEBACK_INDENT) and line.isprintable() for line in trace)
+    assert sum(FORGED in line for line in trace) >= 2
+    found = json.loads(formatted(JsonFormatter("gateway"), "it", raise_forged()))
+    assert found["exception"].startswith("Traceback (most recent call last):\n")
+    assert all(line.isprintable() for line in found["exception"].split("\n"))
 
 
 def test_what_is_not_known_is_left_out() -> None:

@@ -9,7 +9,6 @@ import msgspec
 from services.cli.client.status import format_batches
 from services.gateway.batches.batch_report import BatchCollector, report_batches
 from services.gateway.batches.feeder import BatchFeeder
-from services.gateway.batches.open_batch import OpenBatch
 from services.gateway.batches.records import BatchRecord
 from tests.unit.gateway.batches.idle_feeder import idle_feeder
 
@@ -35,8 +34,7 @@ def busy_feeder() -> BatchFeeder:
         completed=4,
         metadata='{"secret": "metadata"}',
     )
-    batch = feeder.open["batch_1"] = OpenBatch(record, 1)
-    batch.num_waiting = 5
+    feeder.batches.set_waiting(feeder.batches.add(record), 5)
     feeder.ended.update({"completed": 4})
     return feeder
 

@@ -6,7 +6,9 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from services.gateway.batches.fair_share import BatchClaim, choose_batch
+import pytest
+
+from services.gateway.batches.fair_share import BatchClaim, ShareQueue, choose_batch
 
 
 def claim(
@@ -55,3 +57,51 @@ def test_a_window_is_shared_evenly_whatever_the_number_of_batches() -> None:
     for one in claims.values():
         running[one.tenant] += one.running
     assert running == {"many": 30, "one": 30, "two": 30}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_queue_chooses_what_the_rule_says(seed: int) -> None:
+    """Over random histories: batches come and end, get and lose lines, and lines start and end."""
+    draw = random.Random(seed)
+    queue, claims, served = ShareQueue(), dict[str, BatchClaim](), Counter[str]()
+    tenants = "abcd"[: draw.randrange(1, 5)]
+
+    def change(one: BatchClaim, **values: int) -> None:
+        claims[one.batch] = replace(one, **values)  # type: ignore[arg-type]
+        queue.set_ready(one.tenant, one.batch, one.expires_at, one.order, claims[one.batch].has_lines)
+
+    def run(one: BatchClaim, step: int) -> None:
+        claims[one.batch] = replace(one, running=one.running + step)
+        queue.count_running(one.tenant, step)
+
+    for number in range(3000):
+        event, one = draw.randrange(12), draw.choice([*claims.values()] or [None])
+        if one is None or event == 0:
+            claims[str(number)] = claim(str(number), draw.choice(tenants), draw.randrange(20), lines=False)
+            queue.open_batch(claims[str(number)].tenant)
+        elif event < 4:
+            change(one, has_lines=draw.random() < 0.7)
+        elif event < 8 and (chosen := queue.choose()) is not None:
+            run(claims[chosen], 1)
+        elif event < 10 and one.running:
+            run(one, -1)
+            served[one.tenant] += (tokens := draw.randrange(3))
+            queue.count_tokens(one.tenant, tokens)
+        elif event == 10 and not one.running and draw.random() < 0.5:
+            del claims[one.batch]
+            queue.close_batch(one.tenant, one.batch)
+            if not any(other.tenant == one.tenant for other in claims.values()):
+                served.pop(one.tenant, None)
+        assert queue.choose() == choose_batch([*claims.values()], served), number
+
+
+def test_the_queue_keeps_no_more_than_what_is_open() -> None:
+    queue = ShareQueue()
+    queue.open_batch("a")
+    for number in range(2000):
+        queue.set_ready("a", "1", 5, 1, has_lines=number % 2 == 0)
+        queue.count_running("a", 1)
+        queue.count_running("a", -1)
+    assert len(queue._heap) + len(queue._tenants["a"].heap) < 300
+    queue.close_batch("a", "1")
+    assert not queue._tenants and queue.choose() is None

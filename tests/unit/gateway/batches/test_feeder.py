@@ -15,9 +15,10 @@ import pytest
 
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches import feeder as feeder_module
-from services.gateway.batches import line_window
+from services.gateway.batches import line_attempts, line_window
 from services.gateway.batches.data_dir import DataDir
-from services.gateway.batches.feeder import MAX_LINE_ATTEMPTS, BatchFeeder
+from services.gateway.batches.feeder import BatchFeeder
+from services.gateway.batches.line_attempts import MAX_LINE_ATTEMPTS
 from services.gateway.batches.line_runner import LineAnswer, LineRunner
 from services.gateway.batches.line_window import LineWindow
 from services.gateway.batches.records import BatchRecord, LineEnd, new_batch_id, new_file_id
@@ -215,8 +216,8 @@ async def test_a_line_is_given_up_after_its_own_failures_whatever_other_lines_do
 ) -> None:
     # One line at a time, so that others end between two tries of the lost one.
     monkeypatch.setattr(feeder_module, "LINES_PER_WORKER", 1)
-    monkeypatch.setattr(feeder_module, "MIN_PAUSE_S", 0.001)
-    monkeypatch.setattr(feeder_module, "MAX_PAUSE_S", 0.001)
+    monkeypatch.setattr(line_attempts, "MIN_PAUSE_S", 0.001)
+    monkeypatch.setattr(line_attempts, "MAX_PAUSE_S", 0.001)
     store = BatchStore(DataDir(str(tmp_path / "data")))
     names = ["lost", *(f"good-{number}" for number in range(LINES))]
     await add_batch(store, names)

@@ -1,0 +1,194 @@
+"""A line's life: it is read and run, and its result is written; or it waits again, since there was no room for it.
+
+read ─ run ─▶ answer ─ end_lines ─▶ its one result
+         ├─ taken back, or no room, or a failure that may pass ─▶ waits again
+         └─ aborted: its batch is cancelled or has expired ─▶ `fail_waiting` gives it its result
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from diptych.failure_statuses import FailureReason, RequestFailure
+from services.gateway.batches.database_thread import StorageError
+from services.gateway.batches.line_check import parse_line
+from services.gateway.batches.line_runner import LineAnswer, LineRunner
+from services.gateway.batches.open_batch import OpenBatch, OpenBatches
+from services.gateway.batches.records import BatchRecord, InputLine, LineEnd, new_line_id, result_text
+from services.gateway.batches.store import BatchStore
+from services.gateway.openai.batch_schema import LineResult
+
+# Lines in flight are aborted when their batch expires, and so much before their own deadline.
+DEADLINE_SLACK_S = 60.0
+# A line is given up after so many failures that a client would have been told to try again after.
+MAX_LINE_ATTEMPTS = 8
+# Failures that say that there is no room or no worker at the moment; they are not counted.
+UNCOUNTED = frozenset(
+    {
+        FailureReason.NO_WORKERS,
+        FailureReason.SERVER_SHUTTING_DOWN,
+        FailureReason.TOO_MANY_REQUESTS,
+        FailureReason.QUEUE_FULL,
+        FailureReason.QUEUE_TOO_LONG,
+        FailureReason.DISPLACED,
+        FailureReason.TENANT_PREPARATION_FULL,
+        FailureReason.PREPARATION_FULL,
+        FailureReason.OVERLOADED,
+    }
+)
+# Seconds before another line is tried after one found no room, and before the disk is tried again.
+MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class LineAttempts:
+    """Runs the lines that the feeder starts.
+
+    `ended` counts lines by how they ended, and `tokens` tokens by kind, since the start. `recalled` counts how often
+    lines in flight were taken back. No line is to be started before `paused_s` (monotonic seconds), since the last one
+    found no room.
+    """
+
+    def __init__(
+        self, store: BatchStore, runner: LineRunner, batches: OpenBatches, wall_time: Callable[[], float]
+    ) -> None:
+        """`wall_time` gives Unix seconds, by which batches expire."""
+        self._store, self._runner, self._batches, self._wall_time = store, runner, batches, wall_time
+        self.ended: Counter[str] = Counter({"completed": 0, "failed": 0})
+        self.tokens: Counter[str] = Counter({"prompt": 0, "completion": 0})
+        self.recalled = 0
+        self.bytes_in_flight = 0
+        self.paused_s, self._pause_s = 0.0, MIN_PAUSE_S
+        # Tasks of the lines that have no answer yet, in the order of their starts, and of those that are taken back.
+        self._unanswered: dict[asyncio.Task[None], None] = {}
+        self._taken_back: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_unanswered(self) -> int:
+        """How many lines in flight have no answer; the others wait for the disk."""
+        return len(self._unanswered)
+
+    def recall_lines(self, left: int) -> None:
+        """Take back all lines without an answer but `left`: those that were started last, which lose least."""
+        for task in reversed(list(self._unanswered)[left:]):
+            del self._unanswered[task]
+            self._taken_back.add(task)
+            self.recalled += 1
+            task.cancel()
+
+    def abort_lines(self, batch: OpenBatch) -> None:
+        """Stop the lines of a batch that have no answer; those that have one keep it, and write it."""
+        for task in batch.in_flight.values():
+            if task in self._unanswered:
+                del self._unanswered[task]
+                task.cancel()
+
+    async def run_line(self, batch: OpenBatch, line: InputLine) -> None:
+        """Run a line and write its result; or have it wait again, if it is taken back or there was no room for it."""
+        self.bytes_in_flight += line.num_bytes
+        try:
+            answer = await self._run_until_recalled(batch, line)
+            if answer is None:
+                return self._batches.return_line(batch, line, first=True)
+            if self._shall_retry(batch, line, answer):
+                return self._batches.return_line(batch, line, first=False)
+            self._pause_s = MIN_PAUSE_S
+            result = LineResult(new_line_id(), line.custom_id, answer.to_response())
+            end = LineEnd(
+                number=line.number,
+                succeeded=answer.succeeded,
+                text=result_text(result),
+                input_tokens=answer.prompt_tokens,
+                cached_tokens=answer.cached_tokens,
+                output_tokens=answer.new_tokens,
+            )
+            record = await persist_change(lambda: self._store.end_lines(batch.record.id, [end]))
+            self._count_line(batch, record, line.number, answer)
+        finally:
+            self.bytes_in_flight -= line.num_bytes
+            self._batches.end_line(batch, line.number)
+
+    async def _run_until_recalled(self, batch: OpenBatch, line: InputLine) -> LineAnswer | None:
+        """The answer to a line; None if it was taken back."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._unanswered[task] = None
+        try:
+            return await self._answer_line(batch, line)
+        except asyncio.CancelledError:
+            if task not in self._taken_back:
+                raise
+            return None
+        finally:
+            self._unanswered.pop(task, None)
+            self._taken_back.discard(task)
+
+    async def _answer_line(self, batch: OpenBatch, line: InputLine) -> LineAnswer:
+        """The answer to a line, by what answers the same request over HTTP."""
+        record = batch.record
+        try:
+            text = await asyncio.to_thread(self._read_line, record.input_file, line)
+            body = bytes(parse_line(text).body)
+        except (OSError, msgspec.DecodeError) as error:
+            log.error("line %d of batch %s cannot be read: %s", line.number, record.id, error)
+            failure = RequestFailure(
+                FailureReason.STORAGE_FAILED, "the server cannot read this line any more"
+            )
+            return LineAnswer(failure.status, "", msgspec.json.encode(failure.error_body()), failure)
+        timeout_s = max(0.0, record.expires_at - self._wall_time()) + DEADLINE_SLACK_S
+        return await self._runner.run_line(
+            record.endpoint, body, record.tenant, bool(record.urgent), record.id, line.custom_id, timeout_s
+        )
+
+    def _read_line(self, file_id: str, line: InputLine) -> bytes:
+        """The bytes of a line of an input file; called in a thread."""
+        with self._store.content_path(file_id).open("rb") as content:
+            return os.pread(content.fileno(), line.num_bytes, line.offset)
+
+    def _shall_retry(self, batch: OpenBatch, line: InputLine, answer: LineAnswer) -> bool:
+        """Whether a line waits again, since there was no room or no worker for it. If so, all lines pause a moment."""
+        failure = answer.failure
+        if failure is None or not failure.client_may_retry:
+            return False
+        if failure.reason not in UNCOUNTED:
+            batch.attempts[line.number] = batch.attempts.get(line.number, 0) + 1
+            if batch.attempts[line.number] >= MAX_LINE_ATTEMPTS:
+                return False
+        if time.monotonic() >= self.paused_s:
+            self.paused_s = time.monotonic() + self._pause_s
+            self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
+        return True
+
+    def _count_line(self, batch: OpenBatch, record: BatchRecord, number: int, answer: LineAnswer) -> None:
+        """Count a line whose result is written."""
+        # A cancellation may have been committed after the result, and be known here before it.
+        if batch.record.status != "cancelling":
+            batch.record = record
+        self._batches.set_waiting(batch, batch.num_waiting - 1)
+        batch.attempts.pop(number, None)
+        self.ended["completed" if answer.succeeded else "failed"] += 1
+        self.tokens["prompt"] += answer.prompt_tokens
+        self.tokens["completion"] += answer.new_tokens
+        self._batches.count_tokens(batch, answer.prompt_tokens + answer.new_tokens)
+
+
+async def persist_change(change: Callable[[], Awaitable[T]]) -> T:
+    """The result of `change`, which is tried until the disk takes it."""
+    pause_s = MIN_PAUSE_S
+    while True:
+        try:
+            return await change()
+        except StorageError:
+            await asyncio.sleep(pause_s)
+            pause_s = min(MAX_PAUSE_S, 2 * pause_s)

@@ -218,24 +218,30 @@ def collect_api_keys(loaded: LoadedConfig) -> ApiKeys:
     return ApiKeys(tuple(dict.fromkeys([*loaded.config.api_key, *named, *urgent])), urgent)
 
 
-def with_metrics_key(loaded: LoadedConfig) -> LoadedConfig:
-    """The same settings, with the key of `metrics_key_file`, if one is named, as `metrics_key`.
+# What the key opens, by the setting that holds it. The setting NAME_file names a file with the key instead.
+OPERATOR_KEYS = {"metrics_key": "/metrics", "admin_key": "the admin routes"}
+
+
+def with_operator_keys(loaded: LoadedConfig) -> LoadedConfig:
+    """The same settings, with the keys of `metrics_key_file` and `admin_key_file` as `metrics_key` and `admin_key`.
 
     Raises:
-        ConfigError: there are two keys, or the file cannot be used.
+        ConfigError: two keys are given where there is one, or a file cannot be used.
     """
-    named = _read_key_file(loaded, "metrics_key_file")
-    if not named:
-        return loaded
-    if len(named) > 1 or loaded.config.metrics_key is not None:
-        raise ConfigError(
-            "two keys are given for /metrics",
-            f"metrics_key_file from {loaded.origin_of('metrics_key_file')}, metrics_key from "
-            f"{loaded.origin_of('metrics_key')}; the file has {len(named)} of them",
-            "leave one key",
-        )
-    config = loaded.config.model_copy(update={"metrics_key": named[0]})
-    return LoadedConfig(config, loaded.origins)
+    found: dict[str, str] = {}
+    for name, opened in OPERATOR_KEYS.items():
+        keys = _read_key_file(loaded, f"{name}_file")
+        if not keys:
+            continue
+        if len(keys) > 1 or getattr(loaded.config, name) is not None:
+            raise ConfigError(
+                f"two keys are given for {opened}",
+                f"{name}_file from {loaded.origin_of(f'{name}_file')}, {name} from {loaded.origin_of(name)}; "
+                f"the file has {len(keys)} of them",
+                "leave one key",
+            )
+        found[name] = keys[0]
+    return LoadedConfig(loaded.config.model_copy(update=found), loaded.origins) if found else loaded
 
 
 def _read_key_file(loaded: LoadedConfig, name: str) -> tuple[str, ...]:
@@ -249,19 +255,19 @@ def _read_key_file(loaded: LoadedConfig, name: str) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not text"
         raise ConfigError(
-            f"the API key file {file} cannot be read", f"{reason} (from {loaded.origin_of(name)})",
+            f"the key file {file} cannot be read", f"{reason} (from {loaded.origin_of(name)})",
             f"make it:  (umask 077; openssl rand -hex 24 > {file})",
         ) from None  # fmt: skip
     if state.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
-            f"the API key file {file} belongs to another user",
+            f"the key file {file} belongs to another user",
             f"to user {state.st_uid}, and this process is user {os.geteuid()}",
             f"chown {os.geteuid()} {file}, if its content is yours; else make a new one",
         )
     if state.st_mode & OPEN_TO_OTHERS:
         mode = stat.S_IMODE(state.st_mode)
         raise ConfigError(
-            f"the API key file {file} is open to other users", f"its mode is {mode:04o}", f"chmod 600 {file}"
+            f"the key file {file} is open to other users", f"its mode is {mode:04o}", f"chmod 600 {file}"
         )
     found = []
     for number, line in enumerate(lines, 1):
@@ -271,8 +277,8 @@ def _read_key_file(loaded: LoadedConfig, name: str) -> tuple[str, ...]:
             found.append(check_key(line))
         except ValueError as error:
             raise ConfigError(
-                f"line {number} of the API key file {file} {error}", "one key per line; '#' begins a comment"
+                f"line {number} of the key file {file} {error}", "one key per line; '#' begins a comment"
             ) from None
     if not found:
-        raise ConfigError(f"the API key file {file} holds no key", "one key per line; '#' begins a comment")
+        raise ConfigError(f"the key file {file} holds no key", "one key per line; '#' begins a comment")
     return tuple(found)

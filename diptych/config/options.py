@@ -249,6 +249,9 @@ class Config(BaseSettings):
     admin_key: Annotated[Secret | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = Field(
         default=None, description="Key for the workers, /status and /metrics"
     )
+    admin_key_file: Annotated[FilePath | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = (
+        Field(default=None, description="A file with the admin key")
+    )
     insecure: Annotated[Switch, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
         default=False, description="Serve other hosts without a key"
     )

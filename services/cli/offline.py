@@ -23,10 +23,14 @@ def keys(
         Path | None,
         typer.Option(metavar="FILE", help="Make a key for /metrics, unless it is there", show_default=False),
     ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Make the admin key, unless it is there", show_default=False),
+    ] = None,
 ) -> None:
     """Make the channel keys that a gateway and its workers share when they are started apart."""
     module = importlib.import_module("services.cli.serve.standalone")
-    module.write_keys(folder, workers, api_key_file, metrics_key_file)
+    module.write_keys(folder, workers, api_key_file, metrics_key_file, admin_key_file)
 
 
 def replay(

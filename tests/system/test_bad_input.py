@@ -38,7 +38,7 @@ def refused(*arguments: str, status: int = 1) -> str:
 
 def test_a_missing_key_file() -> None:
     message = refused("--api-key-file", "/absent/keys", status=2)
-    assert "the API key file /absent/keys cannot be read" in message
+    assert "the key file /absent/keys cannot be read" in message
     assert "No such file" in message and "openssl rand" in message
 
 

@@ -74,6 +74,40 @@ def moved(runner: ComposeRunner) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
+BATCH = """
+import json, sys, time, urllib.request
+key = open("/keys/clients/api-key").read().strip()
+def ask(path, body=None, kind="application/json"):
+    headers = {"Authorization": "Bearer " + key, "Content-Type": kind}
+    request = urllib.request.Request("http://127.0.0.1:8000" + path, body, headers)
+    return urllib.request.urlopen(request, timeout=60).read()
+mark = "--part"
+def field(name, value):
+    return "%s\\r\\nContent-Disposition: form-data; name=%s\\r\\n\\r\\n%s\\r\\n" % (mark, name, value)
+form = field('"purpose"', "batch") + field('"file"; filename="lines.jsonl"', sys.argv[1]) + mark + "--\\r\\n"
+file = json.loads(ask("/v1/files", form.encode(), "multipart/form-data; boundary=" + mark[2:]))
+order = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+batch = json.loads(ask("/v1/batches", json.dumps(order).encode()))
+while batch["status"] in ("validating", "in_progress", "finalizing"):
+    time.sleep(0.2)
+    batch = json.loads(ask("/v1/batches/" + batch["id"]))
+print(json.dumps([batch["status"], batch["request_counts"]]))
+"""
+
+
+def run_batch(runner: ComposeRunner, model: str) -> None:
+    """A batch of three lines, whose files lie in the gateway's volume."""
+    body = {"model": model, "prompt": "a list of words", "max_tokens": 4, "temperature": 0}
+    lines = [
+        json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
+        for number in range(3)
+    ]
+    said = inside_gateway(runner, "/opt/diptych/bin/python", "-c", BATCH, "\n".join(lines))
+    assert json.loads(said) == ["completed", {"total": 3, "completed": 3, "failed": 0}]
+    folder = runner.volume("data", "/home/diptych/data")
+    assert folder.stat().st_uid == USER and any(file.is_file() for file in folder.rglob("*"))
+
+
 def until(condition: Callable[[], bool], runner: ComposeRunner) -> None:
     wait_for(condition, 300.0, 0.5, lambda: "\n".join(part.text() for part in runner.parts.values()))
 
@@ -96,6 +130,7 @@ def test_up_a_killed_worker_and_down(tmp_path: Path) -> None:
         said = complete(runner, inside)
         assert moved(runner).keys() == {"shm"}, "one machine: KV goes through shared memory"
         check_processes(runner, tmp_path)
+        run_batch(runner, inside)
 
         runner.stop("decode", signal.SIGKILL)
         assert runner.parts["prefill"].process.poll() is None, "the name space outlives a worker"
@@ -192,7 +227,7 @@ def fill_kernels(volume: Path) -> None:
 def check_processes(runner: ComposeRunner, folder: Path) -> None:
     """Every process is the image's user's, without capabilities; no list of processes shows a key."""
     keys = [file.read_text().strip() for file in folder.glob("volumes/*-keys/*-key")]
-    assert len(keys) == 2
+    assert len(keys) == 3
     seen = 0
     for part in runner.parts.values():
         for one in part.family():

@@ -18,7 +18,7 @@ import yaml
 
 from diptych.channel.keys import load_server_keys, load_transfer_key, load_worker_keys
 from diptych.config.fields import list_settings
-from diptych.config.load import collect_api_keys, load_config, with_metrics_key
+from diptych.config.load import collect_api_keys, load_config, with_operator_keys
 from diptych.config.options import Config
 from diptych.errors import ModelError
 from engine.model.checkpoint import Checkpoint
@@ -29,6 +29,8 @@ from services.host.exit_codes import FAILED
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("gateway", "prefill", "decode")
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+IMAGE = f"diptych:{VERSION}"
 MONITORS = ("prometheus", "alertmanager", "grafana")
 PACKAGES = sorted(
     path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("tests", "benchmarks")
@@ -69,7 +71,9 @@ def test_compose_has_both_pools_a_gateway_and_keys_made_first(compose: dict[str,
     assert set(services) == {"keys", "processes", *PARTS, *MONITORS}
     made = {"condition": "service_completed_successfully"}
     assert all(services[name]["depends_on"]["keys"] == made for name in ("gateway", "prefill", "decode"))
-    assert all((ROOT / services[name]["build"]["dockerfile"]).is_file() for name in ("keys", *PARTS))
+    assert [name for name, one in services.items() if "build" in one] == ["keys"], "one build, one image"
+    assert (ROOT / services["keys"]["build"]["dockerfile"]).is_file()
+    assert {services[name]["image"] for name in ("keys", "processes", *PARTS)} == {IMAGE}
     named = {volume for one in services.values() if "volumes" in one for volume in mounts(one).values()}
     assert {volume for volume in named if "/" not in volume} == set(compose["volumes"])
     assert not any("shm_size" in one for one in services.values()), "it bounds nothing that is used"
@@ -190,32 +194,56 @@ def test_keys_are_files_that_no_command_of_compose_asks_for(
     assert ":?" not in text and "secrets" not in compose, "what `up`, `down` or `logs` would need"
     names = {name for one in services.values() for name in one.get("environment", {})}
     assert not names & {"DIPTYCH_API_KEY", "DIPTYCH_METRICS_KEY", "DIPTYCH_ADMIN_KEY", "HF_TOKEN"}
-    (key,), (metrics,) = [
-        [word.split("=")[1] for word in services["keys"]["command"] if word.startswith(flag)]
-        for flag in ("--api-key-file=", "--metrics-key-file=")
-    ]
+    files = {
+        flag: word.partition("=")[2]
+        for flag in ("--api-key-file", "--metrics-key-file", "--admin-key-file")
+        for word in services["keys"]["command"]
+        if word.startswith(f"{flag}=")
+    }
     environ = environ_of(services["gateway"])
-    assert (environ["DIPTYCH_API_KEY_FILE"], environ["DIPTYCH_METRICS_KEY_FILE"]) == (key, metrics)
-    outside = {inside: tmp_path / Path(inside).name for inside in (key, metrics)}
-    command = ["diptych", "keys", str(tmp_path / "channel"), "--api-key-file", str(outside[key])]
-    monkeypatch.setattr(sys, "argv", [*command, "--metrics-key-file", str(outside[metrics])])
+    named = {flag: f"DIPTYCH_{flag[2:].upper().replace('-', '_')}" for flag in files}
+    assert {flag: environ[name] for flag, name in named.items()} == files
+    outside = {flag: tmp_path / Path(inside).name for flag, inside in files.items()}
+    words = [word for flag, file in outside.items() for word in (flag, str(file))]
+    monkeypatch.setattr(sys, "argv", ["diptych", "keys", str(tmp_path / "channel"), *words])
     for _ in range(2):  # the second time they are there, and stay
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 0
-        made = [outside[name].read_text().strip() for name in (key, metrics)]
-        assert [stat.S_IMODE(outside[name].stat().st_mode) for name in (key, metrics)] == [0o600, 0o640]
-    environ |= {
-        "DIPTYCH_API_KEY_FILE": str(outside[key]),
-        "DIPTYCH_METRICS_KEY_FILE": str(outside[metrics]),
-    }
-    loaded = with_metrics_key(load_config("gateway", {}, environ))
-    assert [*collect_api_keys(loaded).every, loaded.config.metrics_key] == made and len(set(made)) == 2
-    held = {name for name, one in services.items() if str(Path(key).parent) in mounts_or_none(one)}
-    assert held == {"keys", "gateway"}
+        made = [file.read_text().strip() for file in outside.values()]
+        assert [stat.S_IMODE(file.stat().st_mode) for file in outside.values()] == [0o600, 0o640, 0o600]
+    environ |= {named[flag]: str(file) for flag, file in outside.items()}
+    loaded = with_operator_keys(load_config("gateway", {}, environ))
+    read = [*collect_api_keys(loaded).every, loaded.config.metrics_key, loaded.config.admin_key]
+    assert read == made and len(set(made)) == 3
+    for flag in ("--api-key-file", "--admin-key-file"):
+        folder = str(Path(files[flag]).parent)
+        held = {name for name, one in services.items() if folder in mounts_or_none(one)}
+        assert held == {"keys", "gateway"}
+    metrics = files["--metrics-key-file"]
     volume = mounts(services["gateway"])[str(Path(metrics).parent)]
     assert mounts(services["prometheus"])["/run/keys"] == volume
     assert services["prometheus"]["group_add"] == ["10001"]
+
+
+def test_batches_lie_in_a_volume_of_the_gateway(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    folder = load_config("gateway", {}, environ_of(services["gateway"])).config.data_dir
+    volume = mounts(services["gateway"])[str(folder)]
+    assert f"{volume}:{folder}" in services["gateway"]["volumes"], "it is written"
+    assert [name for name, one in services.items() if volume in mounts_or_none(one).values()] == ["gateway"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_drains_before_compose_kills_it(compose: dict[str, Any], name: str) -> None:
+    """For as long as under systemd and Kubernetes."""
+    service = compose["services"][name]
+    command, *rest = service["command"]
+    flags = {"role": rest[0]} if rest else {}
+    grace = re.fullmatch(r"(\d+)s", filled(service["stop_grace_period"]))
+    config = load_config(command, flags, environ_of(service)).config
+    assert grace is not None and (config.drain_s, int(grace[1])) == (30.0, 40)
+    assert service["environment"]["DIPTYCH_DRAIN_S"] == "${DIPTYCH_DRAIN_S:-30}", "it can be set from outside"
 
 
 def test_roots_are_read_only_and_workers_share_a_process_name_space(compose: dict[str, Any]) -> None:
@@ -289,11 +317,40 @@ def test_the_image_takes_all_packages_and_pins(recipe: str) -> None:
 def test_the_image_builds_from_a_folder_of_wheels_and_knows_no_second_index(recipe: str) -> None:
     assert "EXTRA_INDEX" not in recipe and "--index-url" not in recipe
     assert "\nARG PIP_NO_INDEX=" in recipe and "PIP_FIND_LINKS=/wheels" in recipe
+    assert '\nARG PIP_INDEX_URL=""\n' in recipe, "pip takes no notice of an empty one"
     steps = re.findall(r"^RUN ((?:.*\\\n)*.*)$", recipe, re.MULTILINE)
     installing = [step for step in steps if "pip install" in step]
     assert len(installing) == 2
     assert all(step.startswith("--mount=type=bind,from=wheels,target=/wheels ") for step in installing)
     assert "FROM scratch AS wheels\n" in recipe, "without --build-context wheels=FOLDER there are none"
+    for step in installing:
+        assert "--mount=type=secret,id=ca " in step, "a certificate authority is in no layer"
+        assert step.index("export PIP_CERT=/run/secrets/ca") < step.index("pip install")
+
+
+def test_documents_build_the_image_that_is_deployed() -> None:
+    texts = [(ROOT / name).read_text() for name in ("deploy/Dockerfile", "docs/deploying.md", "README.md")]
+    named = [name for text in texts for name in re.findall(r"docker build (?:[^\n`]|\\\n)*?-t (\S+)", text)]
+    assert len(named) >= 4 and set(named) == {IMAGE}
+
+
+def test_the_monitoring_example_sets_what_its_rules_record(compose: dict[str, Any]) -> None:
+    """Without SLOs the recording rules of attainment have no data."""
+    for name in ("docker-compose.yml", "docs/dashboards.md"):
+        text = (ROOT / name).read_text()
+        found = re.findall(r"^(.*)docker compose --profile monitoring up --build", text, re.MULTILINE)
+        assert found and {one.strip("# ") for one in found} == {
+            "DIPTYCH_SLO_TTFT_MS=500 DIPTYCH_SLO_TPOT_MS=50"
+        }
+
+
+def test_what_the_documents_make_in_a_checkout_is_not_committed() -> None:
+    """Keys, settings and wheels neither get into a commit nor into the image."""
+    kept = {"wheelhouse/", "diptych.env", "keys/", "monitoring/"}
+    # With a slash in front: a folder of that name elsewhere is committed (deploy/monitoring).
+    assert {f"/{name}" for name in kept} <= set((ROOT / ".gitignore").read_text().splitlines())
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    assert sent[0] == "*" and not {f"!{name.rstrip('/')}" for name in kept} & set(sent)
 
 
 def test_every_package_is_built_and_has_import_contracts() -> None:

@@ -173,12 +173,13 @@ def test_every_container_s_settings_are_taken_by_our_command_line(built: list[Ma
             assert config.model == "tiny"
             assert template["spec"]["terminationGracePeriodSeconds"] > config.drain_s + 2
             mounts = [Path(one["mountPath"]) for one in container["volumeMounts"]]
-            for path in (config.keys_dir, config.api_key_file, config.metrics_key_file):
+            files = (config.api_key_file, config.metrics_key_file, config.admin_key_file)
+            for path in (config.keys_dir, *files):
                 assert path is None or path in mounts or path.parent in mounts
             if config.role is None:
                 ports = {one["name"]: one["containerPort"] for one in container["ports"]}
                 assert config.port == ports["http"] and config.host == "0.0.0.0"
-                assert config.api_key_file and config.metrics_key_file
+                assert all(files)
                 assert container["lifecycle"]["preStop"]["exec"]["command"][0] == "sleep"
     wanted = [("gateway", None), ("worker", "prefill"), ("worker", "decode")]
     assert sorted(seen, key=str) in (sorted(wanted, key=str), [("serve", None)])
@@ -285,6 +286,19 @@ def test_a_driver_that_is_started_again_finds_its_keys_and_its_channel() -> None
     assert not [one for node in nodes for one in node["volumeMounts"] if one["name"] == mount["name"]], (
         "the gateway's secret is the driver's alone"
     )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_first_lines_make_every_key_that_a_pod_reads(variant: str) -> None:
+    head = (FOLDER / variant / "kustomization.yaml").read_text()
+    (command,) = re.findall(r"^#     diptych keys ((?:.*\\\n)*.*)$", head, re.MULTILINE)
+    made = {Path(file).name for file in re.findall(r"--[a-z-]+-file (\S+)", command)}
+    named: set[str] = set()
+    for template in pod_templates(build(FOLDER / variant)):
+        for container in template["spec"]["containers"]:
+            values = {one["name"]: one.get("value", "") for one in container.get("env", ())}
+            named |= {Path(value).name for name, value in values.items() if name.endswith("_KEY_FILE")}
+    assert named == made == {"api-key", "metrics-key", "admin-key"}
 
 
 def test_the_pod_monitor_reads_the_gateway_with_the_key_for_metrics(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import msgspec
 from rich.console import Console
 
-from diptych.config.load import ApiKeys, LoadedConfig, collect_api_keys, with_metrics_key
+from diptych.config.load import ApiKeys, LoadedConfig, collect_api_keys, with_operator_keys
 from diptych.config.options import Config
 from diptych.errors import ConfigError, DiptychError, StartError
 from diptych.logs.log_files import open_log
@@ -123,7 +123,7 @@ class ServeRun:
         """
         self._stop.listen_signals()
         self._failed: asyncio.Future[ChildStatus] = asyncio.get_running_loop().create_future()
-        self._loaded = with_metrics_key(self._loaded)
+        self._loaded = with_operator_keys(self._loaded)
         self._config = self._loaded.config
         config, view = self._config, self._view
         accepted = collect_api_keys(self._loaded)

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from diptych.channel.keys import copy_worker_keys, make_client_key, make_keys
-from diptych.config.load import LoadedConfig, collect_api_keys, with_metrics_key
+from diptych.config.load import LoadedConfig, collect_api_keys, with_operator_keys
 from diptych.errors import ConfigError, DiptychError
 from services.cli.serve.signals import StopSignals
 from services.cli.serve.specs import gateway_spec, worker_spec
@@ -31,11 +31,12 @@ def write_keys(
     workers: Path | None = None,
     api_key_file: Path | None = None,
     metrics_key_file: Path | None = None,
+    admin_key_file: Path | None = None,
 ) -> None:
     """Make the channel keys of a deployment, unless they are there; write what workers need of them to `workers`.
 
-    `api_key_file` and `metrics_key_file` get a new key each, unless they are there: the first is for this user alone
-    (mode 0600), the second for the group, too (0640), since a Prometheus may run as another user.
+    `api_key_file`, `metrics_key_file` and `admin_key_file` get a new key each, unless they are there. They are for this
+    user alone (mode 0600); that for metrics is for the group, too (0640), since a Prometheus may run as another user.
 
     Raises:
         ConfigError: a folder cannot be written, or holds a key that is not this user's alone.
@@ -50,7 +51,7 @@ def write_keys(
     else:
         copy_worker_keys(folder, workers)
         print(f"what workers need of them written to {workers}")
-    for file, mode in ((api_key_file, 0o600), (metrics_key_file, 0o640)):
+    for file, mode in ((api_key_file, 0o600), (metrics_key_file, 0o640), (admin_key_file, 0o600)):
         if file is not None:
             made = make_client_key(file, mode)
             print(f"a new key written to {file}" if made else f"{file} is there; it is left as it is")
@@ -78,7 +79,7 @@ def run_worker(loaded: LoadedConfig) -> int:
 def run_gateway(loaded: LoadedConfig) -> int:
     """The gateway, kept alive until SIGTERM."""
     try:
-        loaded = with_metrics_key(loaded)
+        loaded = with_operator_keys(loaded)
         config = loaded.config
         assert config.channel and config.keys_dir
         port = claim_port(config.host, config.port, loaded.origin_of("port"))

@@ -22,7 +22,7 @@ from diptych.channel.keys import (
     make_client_key,
     make_keys,
 )
-from diptych.config.load import collect_api_keys, load_config, with_metrics_key
+from diptych.config.load import collect_api_keys, load_config, with_operator_keys
 from diptych.errors import ConfigError
 
 FILES = ["server.public", "server.secret", "transfer.key", "worker.public", "worker.secret"]
@@ -83,7 +83,7 @@ def test_a_client_s_key_is_the_whole_file_and_is_read_with_a_newline_too(tmp_pat
     for content in (key, key + b"\n"):
         file.write_bytes(content)
         assert collect_api_keys(given).every == (key.decode(),)
-        assert with_metrics_key(given).config.metrics_key == key.decode()
+        assert with_operator_keys(given).config.metrics_key == key.decode()
 
 
 def test_new_keys_replace_old_ones(folder: Path) -> None:

@@ -19,7 +19,7 @@ from diptych.config.load import (
     LoadedConfig,
     collect_api_keys,
     load_config,
-    with_metrics_key,
+    with_operator_keys,
 )
 from diptych.config.options import Config
 from diptych.config.sources import SERVICE_NAME
@@ -559,16 +559,17 @@ def test_a_share_of_traces_that_nobody_gets_is_refused() -> None:
     assert loaded(both).config.trace_sample == 0.1
 
 
-def test_the_key_for_metrics_may_be_in_a_file_and_is_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["metrics_key", "admin_key"])
+def test_an_operator_s_key_may_be_in_a_file_and_is_one(name: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
     file.chmod(0o640)
-    named = loaded({"metrics_key_file": str(file)})
-    assert with_metrics_key(named).config.metrics_key == KEY
-    assert with_metrics_key(loaded()).config.metrics_key is None
+    named = loaded({f"{name}_file": str(file)})
+    assert getattr(with_operator_keys(named).config, name) == KEY
+    assert getattr(with_operator_keys(loaded()).config, name) is None
     with pytest.raises(ConfigError, match="two keys"):
-        with_metrics_key(loaded({"metrics_key_file": str(file), "metrics_key": "m" * 16}))
+        with_operator_keys(loaded({f"{name}_file": str(file), name: "m" * 16}))
     file.write_text(f"{KEY}\n{'n' * 16}\n")
     with pytest.raises(ConfigError, match="two keys") as caught:
-        with_metrics_key(named)
+        with_operator_keys(named)
     assert KEY not in "\n".join(caught.value.lines())

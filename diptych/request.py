@@ -5,12 +5,17 @@ Durations are differences of times in `entered_s`; no other time stamps of a req
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
 
 from diptych.keep_spec import KEEP_ALL, KeepSpec
+
+# The size of a token id where many are kept or moved: that of a C unsigned int.
+TOKEN_BYTES = array("I").itemsize
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -72,6 +77,11 @@ class Tenancy(msgspec.Struct, frozen=True, array_like=True):
         return self.priority >= BULK_PRIORITY
 
 
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Token ids as C unsigned ints; those of a long prompt are copied, not counted one by one."""
+    return tokens.tobytes() if isinstance(tokens, memoryview) else array("I", tokens).tobytes()
+
+
 class RequestStage(Enum):
     """Where a request is. The gateway's relay owns the request, and only the relay changes its stage."""
 
@@ -117,7 +127,7 @@ class Request:
     """
 
     id: str
-    prompt: list[int]
+    prompt: Sequence[int]
     sampling: SamplingParams
     # Latest time at which the request may end, in seconds on the clock of `now_s`.
     deadline_s: float
@@ -133,6 +143,8 @@ class Request:
     default_class: bool = False
     # What may be dropped of its KV.
     keep: KeepSpec = KEEP_ALL
+    # The names of the prompt's chunks (`router.routing.prefix_index.name_chunks`); None: they are not known yet.
+    chunks: tuple[bytes, ...] | None = None
 
     def enter_stage(self, stage: RequestStage, now_s: float) -> None:
         """Enter `stage` at `now_s`.

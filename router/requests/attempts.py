@@ -39,6 +39,7 @@ from router.requests.request_state import RequestKind, RequestState, sum_beside
 from router.routing.class_choice import LINK, ClassDecision
 from router.routing.handoff_cost import HandoffCost
 from router.routing.policy import NO_LINK, NO_PREFILL, SOONER, Pair, workers_of_pair
+from router.routing.prefix_index import ChunkNames
 
 # A request fails after more than this many attempts that ended because a worker was lost or had to end.
 MAX_LOSSES = 8
@@ -78,11 +79,19 @@ class Attempts:
         return effects
 
     def prepare_routing(self, states: list[RequestState]) -> None:
-        """Set what routing needs to know of new sequences: their chunks, and the expected lengths of their answers."""
+        """Set what routing needs to know of new sequences: their chunks, and the expected lengths of their answers.
+
+        The chunks of a prompt that comes without their names are named once, for all of its sequences.
+        """
+        places, named = self.places, dict[int, ChunkNames]()
         for live in states:
-            request, places = live.request, self.places
-            answers = places.bulk_answers if live.bulk else places.answers
-            live.chunks = places.index.name_chunks(request.prompt, request.origin.scope)
+            request, answers = live.request, places.bulk_answers if live.bulk else places.answers
+            chunks = named.get(id(request.prompt), request.chunks)
+            if chunks is None:
+                chunks = named[id(request.prompt)] = places.index.name_chunks(
+                    request.prompt, request.origin.scope
+                )
+            live.chunks = chunks
             live.expected_tokens = answers.expected_tokens(request.sampling.max_tokens)
         states[0].wish.beside = sum_beside(states)
 

@@ -420,8 +420,8 @@ class PairSelector:
         self.answers.record_length(len(request.output))
         if request.stage is RequestStage.DECODING and choice is not None and not request.keep.evicts:
             # The last token has no KV.
-            text = request.prompt + request.output[:-1]
-            names = self.index.name_chunks(text, request.origin.scope, live.chunks)
+            text = request.prompt, request.output[:-1]
+            names = self.index.extend_names(live.chunks, *text, request.origin.scope)
             self.expect_chunks(choice.decode, names, live.attempt_need.kv_class)
 
     def book_load(self, live: RequestState) -> None:

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from diptych.request import Request
+from diptych.request import Request, SamplingParams, token_bytes
 
 # A request that delivers this many tokens after a crash does not crash its worker at once.
 CLEAR_TOKENS = 3
@@ -251,11 +250,24 @@ class CrashQuarantine:
     # ---- quarantine
 
     def fingerprint_question(self, request: Request) -> bytes:
-        """16 bytes that identify the question: its prompt and sampling parameters without the seed (often random)."""
-        sampling = msgspec.structs.replace(request.sampling, seed=0)
-        text = msgspec.json.encode(msgspec.to_builtins(sampling, str_keys=True), order="deterministic")
-        prompt = array("q", request.prompt).tobytes()
-        return hashlib.blake2b(prompt + text, digest_size=16, key=self._salt).digest()
+        """The fingerprint of one request's question (`fingerprint_questions`)."""
+        return self.fingerprint_questions([request])[0]
+
+    def fingerprint_questions(self, requests: Sequence[Request]) -> list[bytes]:
+        """Per request 16 bytes that identify the question: its prompt and sampling parameters without the seed, which
+        is often random. A prompt that several requests share is hashed once.
+        """
+        prompts = {id(request.prompt): request.prompt for request in requests}
+        digests = {name: self._digest(token_bytes(prompt)) for name, prompt in prompts.items()}
+        texts = (_encode_sampling(request.sampling) for request in requests)
+        return [
+            self._digest(digests[id(request.prompt)] + text)
+            for request, text in zip(requests, texts, strict=True)
+        ]
+
+    def _digest(self, text: bytes) -> bytes:
+        """A digest of `text` that nobody else can compute."""
+        return hashlib.blake2b(text, digest_size=16, key=self._salt).digest()
 
     def ban_question(self, fingerprint: bytes, now_s: float) -> None:
         """Refuse this question from now on, for `quarantine_s` seconds."""
@@ -313,3 +325,9 @@ class CrashQuarantine:
         for name in cleared:
             self._clear_suspicion(name)
         return cleared
+
+
+def _encode_sampling(sampling: SamplingParams) -> bytes:
+    """Sampling parameters without the seed; equal parameters give equal bytes."""
+    plain = msgspec.to_builtins(msgspec.structs.replace(sampling, seed=0), str_keys=True)
+    return msgspec.json.encode(plain, order="deterministic")

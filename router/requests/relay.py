@@ -183,10 +183,11 @@ class Relay:
         """If one of the sequences is banned, fail all of them and return True."""
         if not self.quarantine.has_bans:
             return False
+        questions = self.quarantine.fingerprint_questions([live.request for live in states])
         banned = [
             live
-            for live in states
-            if self.quarantine.is_banned(self.quarantine.fingerprint_question(live.request), now_s)
+            for live, question in zip(states, questions, strict=True)
+            if self.quarantine.is_banned(question, now_s)
         ]
         for live in states if banned else []:
             if live in banned:

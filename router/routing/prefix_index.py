@@ -8,19 +8,36 @@ and nothing else.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import takewhile
 
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
+from diptych.request import TOKEN_BYTES, token_bytes
 
 # Most chunks that are remembered per worker, however large its pool is.
 MAX_CHUNKS = 65_536
 NAME_BYTES = 8
 
 ChunkNames = tuple[bytes, ...]
+
+
+def name_chunks(tokens: Sequence[int], scope: str) -> ChunkNames:
+    """The names of all full chunks of a prompt.
+
+    Takes some microseconds per chunk: the gateway names the chunks of a long prompt outside of its event loop, once.
+    """
+    return tuple(_iter_names(tokens, blake2b(scope.encode(), digest_size=NAME_BYTES).digest()))
+
+
+def _iter_names(tokens: Sequence[int], name: bytes) -> Iterator[bytes]:
+    """The name of each full chunk of `tokens`; `name` is that of the chunk before them, or of their scope."""
+    body = memoryview(token_bytes(tokens))
+    step = CHUNK_TOKENS * TOKEN_BYTES
+    for start in range(0, len(body) - step + 1, step):
+        name = blake2b(name + body[start : start + step], digest_size=NAME_BYTES).digest()
+        yield name
 
 
 class PrefixIndex:
@@ -34,17 +51,21 @@ class PrefixIndex:
         # Worker -> KV class -> names.
         self._held: dict[str, dict[str, OrderedDict[bytes, None]]] = {}
 
-    def name_chunks(self, tokens: Sequence[int], scope: str, known: ChunkNames = ()) -> ChunkNames:
-        """The names of all full chunks of `tokens`. `known` are the first of these names, from an earlier call."""
-        if not self.max_chunks:
-            return ()
-        names = list(known)
-        name = names[-1] if names else blake2b(scope.encode(), digest_size=NAME_BYTES).digest()
-        for start in range(len(names) * CHUNK_TOKENS, len(tokens) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-            body = array("q", tokens[start : start + CHUNK_TOKENS]).tobytes()
-            name = blake2b(name + body, digest_size=NAME_BYTES).digest()
-            names.append(name)
-        return tuple(names)
+    def name_chunks(self, tokens: Sequence[int], scope: str) -> ChunkNames:
+        """The names of all full chunks of a prompt; none if the index is off."""
+        return name_chunks(tokens, scope) if self.max_chunks else ()
+
+    def extend_names(
+        self, known: ChunkNames, prompt: Sequence[int], output: Sequence[int], scope: str
+    ) -> ChunkNames:
+        """The names of all full chunks of a prompt with its answer. `known` are those of the prompt.
+
+        Only what follows the known chunks is hashed.
+        """
+        tail = [*prompt[len(known) * CHUNK_TOKENS :], *output]
+        if not known:
+            return self.name_chunks(tail, scope)
+        return (*known, *_iter_names(tail, known[-1]))
 
     def record_sent(self, worker: str, chunks: ChunkNames, num_slabs: int, kv_class: str = RAW_CLASS) -> None:
         """Record that a worker with a pool of `num_slabs` slabs of `kv_class` has these chunks there now, or soon."""

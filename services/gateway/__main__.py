@@ -113,7 +113,9 @@ def make_request_rules(spec: GatewaySpec, tokens: GatewayTokenizer) -> RequestRu
     )
     context_tokens = min(spec.max_model_len or tokens.context_tokens, tokens.context_tokens)
     defaults = load_sampling_defaults(spec)
-    return RequestRules(tokens, spec.served_names, context_tokens, limits, defaults, spec.kv_keep)
+    return RequestRules(
+        tokens, spec.served_names, context_tokens, limits, defaults, spec.kv_keep, spec.prefix_caching
+    )
 
 
 def load_sampling_defaults(spec: GatewaySpec) -> SamplingDefaults:

@@ -94,8 +94,9 @@ class Script:
         pause_s = 0.03 if "SLOW" in prompt else 0.0
         ids, sampling = self.tokens.encode(self.text, False), request.sampling
         seen = self.prompts.setdefault(request.origin.scope, [])
-        known_tokens = 64 * ((len(request.prompt) - 1) // 64) if request.prompt in seen else 0
-        seen.append(request.prompt)
+        ids_of_prompt = list(request.prompt)
+        known_tokens = 64 * ((len(ids_of_prompt) - 1) // 64) if ids_of_prompt in seen else 0
+        seen.append(ids_of_prompt)
         scores = None
         if sampling.prompt_logprobs is not None:
             scores = [None, *(self._logprob(token, sampling.prompt_logprobs) for token in request.prompt[1:])]

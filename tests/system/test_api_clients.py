@@ -54,7 +54,7 @@ def test_reasoning_of_an_earlier_answer_reaches_the_template(name: str, tmp_path
         body = {"model": "toy", "max_tokens": 3, "messages": messages, "add_generation_prompt": False}
         response = http.post("/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
-        prompt = GatewayTokenizer.load(str(tmp_path)).decode(running.script.seen[-1].prompt)
+        prompt = GatewayTokenizer.load(str(tmp_path)).decode(list(running.script.seen[-1].prompt))
     assert "<think>\nbecause\n</think>" in prompt
 
 

@@ -246,10 +246,10 @@ class SimGateway:
             self._ended(JobResult(job, inf, inf, now_s, "context_length_exceeded"))
             return
         entry = self._open[name] = _SimOpenRequest(job, chunk_names(job, number) if terms.caching else ())
-        prompt = cast(list[int], SimPrompt(job.prompt, entry.names))
+        prompt = cast(list[int], SimPrompt(job.prompt))
         output = cast(list[int], SimPrompt(0))
         request = Request(name, prompt, _sampling_params(most), job.at_s + terms.timeout_s, output)
-        request.keep = terms.keep
+        request.keep, request.chunks = terms.keep, entry.names
         if terms.several_classes:
             request.kv_class = job.kv_class or None
         request.entered_s[RequestStage.ADMITTED] = job.at_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import repeat
-from typing import Any
 
 from diptych.chunks import CHUNK_TOKENS
 from planner.types import Job
@@ -15,15 +14,12 @@ NAME_BYTES = 8
 
 
 class SimPrompt:
-    """A list of `count` zeros in constant memory, with the methods of a list that the relay uses.
+    """A list of `count` zeros in constant memory, with the methods of a list that the relay uses."""
 
-    `names` identify its full chunks: equal names mean equal text.
-    """
+    __slots__ = ("count",)
 
-    __slots__ = ("count", "names")
-
-    def __init__(self, count: int, names: ChunkNames = ()) -> None:
-        self.count, self.names = count, names
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     def __len__(self) -> int:
         return self.count
@@ -34,20 +30,19 @@ class SimPrompt:
     def __getitem__(self, part: slice) -> SimPrompt:
         return SimPrompt(len(range(*part.indices(self.count))))
 
-    def __add__(self, other: SimPrompt) -> SimPrompt:
-        return SimPrompt(self.count + other.count, self.names)
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends as many zeros as there are `tokens`."""
         self.count += len(tokens)
 
 
 class SimPrefixIndex(PrefixIndex):
-    """The relay's prefix index for simulations: it takes chunk names from `SimPrompt`, where the real one hashes."""
+    """The relay's prefix index for simulations: requests bring their chunks' names, and nothing is hashed."""
 
-    def name_chunks(self, tokens: Any, scope: str, known: ChunkNames = ()) -> ChunkNames:
-        """The names of a prompt's chunks; `known` if they were computed before."""
-        return known or (tokens.names if self.max_chunks else ())
+    def extend_names(
+        self, known: ChunkNames, prompt: Sequence[int], output: Sequence[int], scope: str
+    ) -> ChunkNames:
+        """The names of the prompt's chunks: nothing is known of the answer's text."""
+        return known
 
 
 def chunk_names(job: Job, number: int) -> ChunkNames:

@@ -274,6 +274,7 @@ class SequenceStream:
             kv_class=self._generation.ask.kv,
             default_class=self._generation.ask.default_kv,
             keep=self._generation.ask.keep,
+            chunks=self.answer.prompt.chunks,
         )
         request.entered_s[request.stage] = arrived_s
         self._metrics.on_arrived(self.record)

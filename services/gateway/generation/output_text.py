@@ -109,10 +109,9 @@ class OutputText:
         Must be called until it returns False, before `take_piece`.
         """
         start, end = len(self._packed_prompt_logprobs), len(self._prompt_logprobs)
+        tokens = self.prompt.tokens
         for i in range(start, min(start + limit, end)):
-            self._packed_prompt_logprobs.add_token(
-                self.prompt.tokens[i], self._offsets[i], self._prompt_logprobs[i]
-            )
+            self._packed_prompt_logprobs.add_token(tokens[i], self._offsets[i], self._prompt_logprobs[i])
         return start + limit < end
 
     def take_piece(self) -> OutputPiece:
@@ -212,4 +211,4 @@ def with_echo(prompt: Prompt, tokens: GatewayTokenizer, skip_special: bool) -> P
         texts.append(detokeniser.feed(token))
         length += len(texts[-1])
     text = "".join(texts) + detokeniser.flush() if prompt.text is None else prompt.text
-    return Prompt(prompt.tokens, text, offsets.tobytes())
+    return Prompt(prompt.ids, text, offsets.tobytes())

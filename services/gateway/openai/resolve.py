@@ -6,7 +6,8 @@ Only what depends on the number of prompt tokens is refused here; `validate` che
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
+from array import array
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from diptych.chunks import AUTO_CLASS
 from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.request import Grammar, SamplingParams, Tenancy
 from router.routing.kv_classes import ServedClasses, names_class
+from router.routing.prefix_index import ChunkNames, name_chunks
 from services.gateway.openai.keep_options import choose_keep_class, resolve_keep
 from services.gateway.openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.tenancy import tenancy_of_body
@@ -36,11 +38,26 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's token ids. If the answer echoes it: also its text, and where each token begins (C unsigned ints)."""
+    """A prompt's token ids (C unsigned ints, so that a long prompt is moved between processes at the cost of a copy).
 
-    tokens: list[int]
+    If the answer echoes it: also its text, and where each token begins (C unsigned ints). `chunks` are the names of
+    its chunks, if routing needs them.
+    """
+
+    ids: bytes
     text: str | None = None
     offsets: bytes | None = None
+    chunks: ChunkNames | None = None
+
+    @property
+    def tokens(self) -> memoryview[int]:
+        """The token ids."""
+        return memoryview(self.ids).cast("I")
+
+
+def make_prompt(tokens: Iterable[int], text: str | None = None) -> Prompt:
+    """A prompt of these token ids."""
+    return Prompt(array("I", tokens).tobytes(), text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +90,12 @@ class ResolvedRequest:
     default_kv: bool = False
     # What may be dropped of its KV.
     keep: KeepSpec = KEEP_ALL
+
+    def with_chunk_names(self) -> ResolvedRequest:
+        """The request with names for the chunks of its prompts. Takes some microseconds per chunk."""
+        scope = self.origin.scope
+        named = [replace(prompt, chunks=name_chunks(prompt.tokens, scope)) for prompt in self.prompts]
+        return replace(self, prompts=named)
 
     @property
     def prompt_tokens(self) -> int:

@@ -41,6 +41,8 @@ class RequestRules:
     defaults: SamplingDefaults = SamplingDefaults()
     # Threshold of eviction of requests that give none (`diptych.keep_spec.KeepSpec`).
     keep_threshold: float = 1.0
+    # Whether workers share prefixes, so that routing needs the names of a prompt's chunks.
+    prefix_caching: bool = False
 
 
 def unsupported_error(field: str, problem: str = "is not supported") -> RequestError:

@@ -27,7 +27,13 @@ from services.gateway.openai.request_schema import (
     Message,
     TokenizeRequest,
 )
-from services.gateway.openai.resolve import Prompt, ResolvedRequest, resolve_chat, resolve_completion
+from services.gateway.openai.resolve import (
+    Prompt,
+    ResolvedRequest,
+    make_prompt,
+    resolve_chat,
+    resolve_completion,
+)
 from services.gateway.openai.response_schema import Detokenized, Tokenized
 from services.gateway.openai.tenancy import Caller, check_priority
 from services.gateway.openai.validate import (
@@ -98,7 +104,10 @@ def resolve_body(
     if valid.grammar is not None and (why := check(valid.grammar)) is not None:
         raise grammar_error(why)
     prompts = [_tokenize_source(source, valid.special, rules) for source in valid.sources]
-    return steps.resolve(fields, valid, prompts, caller, rules)
+    resolved = steps.resolve(fields, valid, prompts, caller, rules)
+    if rules.prefix_caching and isinstance(resolved, ResolvedRequest):
+        return resolved.with_chunk_names()
+    return resolved
 
 
 def grammar_error(why: str) -> RequestError:
@@ -109,13 +118,13 @@ def grammar_error(why: str) -> RequestError:
 
 def _tokenize_source(source: str | list[int] | Conversation, special: bool, rules: RequestRules) -> Prompt:
     if isinstance(source, list):
-        return Prompt(source)
+        return make_prompt(source)
     if isinstance(source, Conversation):
         text, param = _render_conversation(source, rules), "messages"
     else:
         text, param = source, "prompt"
     check_text_length(text, rules, param)
-    return Prompt(rules.tokenizer.encode(text, special), text)
+    return make_prompt(rules.tokenizer.encode(text, special), text)
 
 
 def _render_conversation(chat: Conversation, rules: RequestRules) -> str:
@@ -143,7 +152,7 @@ def _resolve_chat(
     system_tokens = (
         _count_system_tokens(source, prompt, valid.special, rules) if _may_evict(body, rules) else 0
     )
-    plain = Prompt(prompt.tokens)
+    plain = Prompt(prompt.ids)
     return resolve_chat(body, plain, valid.grammar, rules, caller.tenant, system_tokens)
 
 
@@ -172,14 +181,14 @@ def _validate_completion(body: CompletionRequest, caller: Caller, rules: Request
 def _resolve_completion(
     body: CompletionRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
 ) -> ResolvedRequest:
-    start, skip_special = [rules.tokenizer.start_id], body.skip_special_tokens is not False
+    start, skip_special = make_prompt([rules.tokenizer.start_id]), body.skip_special_tokens is not False
     if body.echo:
         prompts = [
-            with_echo(Prompt(prompt.tokens or start, prompt.text), rules.tokenizer, skip_special)
+            with_echo(Prompt(prompt.ids or start.ids, prompt.text), rules.tokenizer, skip_special)
             for prompt in prompts
         ]
     else:
-        prompts = [Prompt(prompt.tokens or start) for prompt in prompts]
+        prompts = [Prompt(prompt.ids or start.ids) for prompt in prompts]
     return resolve_completion(body, prompts, valid.grammar, rules, caller.tenant)
 
 
@@ -195,7 +204,7 @@ def _validate_tokenize(body: TokenizeRequest, caller: Caller, rules: RequestRule
 def _resolve_tokenize(
     body: TokenizeRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
 ) -> bytes:
-    ids = prompts[0].tokens
+    ids = prompts[0].tokens.tolist()
     if len(ids) > rules.context_tokens:
         param = "prompt" if body.messages is None else "messages"
         raise context_length_error(f"has {len(ids)} tokens", rules.context_tokens, param)

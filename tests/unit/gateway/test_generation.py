@@ -30,7 +30,7 @@ from services.gateway.generation.streaming import GenerationResponse
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.parse_body import parse_body
 from services.gateway.openai.request_schema import CompletionRequest
-from services.gateway.openai.resolve import Prompt, resolve_completion
+from services.gateway.openai.resolve import make_prompt, resolve_completion
 from services.gateway.openai.response_schema import Completion, Usage
 from services.gateway.openai.validate import RequestRules
 from tests.unit.gateway.test_prometheus import values
@@ -49,7 +49,7 @@ class Gateway:
     def ask(self, name: str, n: int, tenant: str) -> Generation:
         body = msgspec.json.encode({"model": "toy", "prompt": "x", "n": n, "max_tokens": 4})
         asked = parse_body(body, CompletionRequest, 16)
-        ask = resolve_completion(asked, [Prompt([1, 2, 3], "x")], None, self.rules, tenant)
+        ask = resolve_completion(asked, [make_prompt([1, 2, 3], "x")], None, self.rules, tenant)
         generation = Generation(
             name, ask, self.rules.tokenizer, self.backend, self.metrics, 1 << 20, AnswerMemory(1 << 20)
         )
@@ -131,7 +131,7 @@ class Scripted:
 
 def test_an_end_that_comes_while_a_piece_is_written_loses_nothing(rules: RequestRules) -> None:
     body = msgspec.json.encode({"model": "toy", "prompt": "x", "max_tokens": 9, "stream": True})
-    ask = resolve_completion(parse_body(body, CompletionRequest, 16), [Prompt([1, 2], "x")], None, rules)
+    ask = resolve_completion(parse_body(body, CompletionRequest, 16), [make_prompt([1, 2], "x")], None, rules)
     backend, metrics, sent = Scripted(), GatewayMetrics(), list[bytes]()
     generation = Generation("r", ask, rules.tokenizer, backend, metrics, 1 << 20, AnswerMemory(1 << 20))
 

@@ -24,7 +24,7 @@ from services.gateway.generation.streaming import GenerationResponse
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.parse_body import parse_body
 from services.gateway.openai.request_schema import CompletionRequest
-from services.gateway.openai.resolve import Prompt, ResolvedRequest, check_kv_class, resolve_completion
+from services.gateway.openai.resolve import ResolvedRequest, check_kv_class, make_prompt, resolve_completion
 from services.gateway.openai.validate import RequestRules
 from tests.unit.gateway.test_prometheus import values
 from tests.unit.gateway.test_relay_backend import Channel, until
@@ -36,7 +36,9 @@ CODED = {"kv_classes": {TQ4: (64, 144 * 64)}, "raw_chunk_bytes": 1024 * 64}
 
 def resolve(rules: RequestRules, **fields: Any) -> ResolvedRequest:
     body = msgspec.json.encode({"model": "toy", "prompt": "x", "max_tokens": 1} | fields)
-    return resolve_completion(parse_body(body, CompletionRequest, 16), [Prompt([1, 2], "x")], None, rules)
+    return resolve_completion(
+        parse_body(body, CompletionRequest, 16), [make_prompt([1, 2], "x")], None, rules
+    )
 
 
 def answer(rules: RequestRules, stream: bool, **hello: Any) -> tuple[dict[str, str], str, dict[str, float]]:

@@ -29,7 +29,7 @@ from services.gateway.generation.scored_tokens import (
 )
 from services.gateway.generation.streaming import MAX_FULL_BODY_BYTES, _gather_pieces
 from services.gateway.metrics.prometheus import GatewayMetrics
-from services.gateway.openai.resolve import Prompt, ResolvedRequest
+from services.gateway.openai.resolve import ResolvedRequest, make_prompt
 from services.gateway.openai.response_schema import Usage
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 from tests.unit.gateway.model_folder import END
@@ -53,7 +53,7 @@ def scored(tokens: GatewayTokenizer, count: int, top: int) -> list[Logprob]:
 
 def asked(top: int | None, tenant: str = "", **fields: object) -> ResolvedRequest:
     sampling = SamplingParams(max_tokens=9999, seed=0)
-    return ResolvedRequest("toy", [Prompt([5])], sampling, 9999, Tenancy(tenant), logprobs=top, **fields)  # type: ignore[arg-type]
+    return ResolvedRequest("toy", [make_prompt([5])], sampling, 9999, Tenancy(tenant), logprobs=top, **fields)  # type: ignore[arg-type]
 
 
 def answered(tokens: GatewayTokenizer, ask: ResolvedRequest, count: int, top: int) -> OutputText:
@@ -170,7 +170,7 @@ def test_a_large_answer_is_written_in_slices(tokens: GatewayTokenizer, own_garba
 
 def test_an_echoed_prompt_is_packed_in_slices_and_comes_first(tokens: GatewayTokenizer) -> None:
     ids = tokens.encode("The quick brown fox " * 500, False)
-    prompt = with_echo(Prompt(ids), tokens, True)
+    prompt = with_echo(make_prompt(ids), tokens, True)
     ask = ResolvedRequest("toy", [prompt], SamplingParams(max_tokens=2, seed=0), 99999, logprobs=5, echo=True)
     answer = OutputText(ask, 0, prompt, tokens)
     scores = [None, *(Logprob(token, -2.0, [(token, -2.0)] * 5) for token in ids[1:])]

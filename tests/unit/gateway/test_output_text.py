@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from diptych.messages import Logprob, Output
 from diptych.request import SamplingParams
 from services.gateway.generation.output_text import OutputText, with_echo
-from services.gateway.openai.resolve import Prompt, ResolvedRequest
+from services.gateway.openai.resolve import ResolvedRequest, make_prompt
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 from tests.unit.gateway.model_folder import END, TEXT
 
 
 def asked(**fields: object) -> ResolvedRequest:
     base = {"logprobs": 2, "sampling": SamplingParams(max_tokens=99, seed=0, stop_token_ids=(END,))}
-    return ResolvedRequest("toy", [Prompt([5], "p")], context_tokens=256, **(base | fields))  # type: ignore[arg-type]
+    return ResolvedRequest("toy", [make_prompt([5], "p")], context_tokens=256, **(base | fields))  # type: ignore[arg-type]
 
 
 def written(
@@ -87,7 +87,7 @@ def test_nothing_is_lost_when_an_answer_ends_within_a_held_text(tokens: GatewayT
 
 
 def test_what_waits_is_bounded_by_what_it_says(tokens: GatewayTokenizer) -> None:
-    answer = OutputText(asked(), 0, Prompt([5]), tokens)
+    answer = OutputText(asked(), 0, make_prompt([5]), tokens)
     assert answer.waiting_bytes == 0
     for token in tokens.encode(TEXT, False):
         answer.feed_output(Output("r", 0, [token], [Logprob(token, -1.0, [])]))
@@ -98,7 +98,7 @@ def test_what_waits_is_bounded_by_what_it_says(tokens: GatewayTokenizer) -> None
 
 
 def test_cached_tokens_are_those_of_the_reading_that_gave_the_first_token(tokens: GatewayTokenizer) -> None:
-    answer = OutputText(asked(), 0, Prompt([5] * 200), tokens)
+    answer = OutputText(asked(), 0, make_prompt([5] * 200), tokens)
     for cached_tokens, reported in (
         (64, 64),
         (192, 64),
@@ -111,7 +111,7 @@ def test_cached_tokens_are_those_of_the_reading_that_gave_the_first_token(tokens
 def test_an_echoed_prompt_comes_first(tokens: GatewayTokenizer, logprobs: int | None) -> None:
     ids = tokens.encode("größer", False)
     ask = asked(echo=True, logprobs=logprobs)
-    answer = OutputText(ask, 0, with_echo(Prompt(ids), tokens, True), tokens)
+    answer = OutputText(ask, 0, with_echo(make_prompt(ids), tokens, True), tokens)
     scores = [None, *(Logprob(token, -2.0, []) for token in ids[1:])]
     answer.feed_output(
         Output("r", 0, [ids[0]], [Logprob(ids[0], -1.0, [])], prompt_logprobs=scores, finish="length")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from diptych.errors import RequestError
-from diptych.request import Grammar
-from services.gateway.openai.resolve import ResolvedRequest
+from diptych.request import Grammar, SamplingParams
+from router.routing.prefix_index import name_chunks
+from services.gateway.openai.resolve import Prompt, ResolvedRequest, make_prompt
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
 from services.gateway.preparation import resolve_body as steps
+from services.gateway.preparation.preparation_job import PreparedRequest
 from services.gateway.preparation.resolve_body import ROUTES, resolve_body
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
@@ -93,4 +97,31 @@ def test_a_grammar_that_is_refused_ends_the_body_before_its_prompt_is_rendered(
 def test_an_empty_prompt_is_the_start_token(rules: RequestRules, calls: list[str]) -> None:
     ask = resolve("completion", rules, calls, prompt="", response_format=None)
     assert isinstance(ask, ResolvedRequest)
-    assert [prompt.tokens for prompt in ask.prompts] == [[rules.tokenizer.start_id]]
+    assert [prompt.tokens.tolist() for prompt in ask.prompts] == [[rules.tokenizer.start_id]]
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_chunks_are_named_with_the_prompt_if_workers_share_prefixes(
+    rules: RequestRules, calls: list[str], caching: bool
+) -> None:
+    rules = replace(rules, prefix_caching=caching)
+    prompts = [[5] * 200, [6] * 64, [7]]
+    ask = resolve(
+        "completion", rules, calls, prompt=prompts, max_tokens=1, response_format=None, cache_salt="s"
+    )
+    assert isinstance(ask, ResolvedRequest)
+    named = [name_chunks(prompt, ask.origin.scope) for prompt in prompts]
+    assert [len(names) for names in named] == [3, 1, 0]
+    assert [prompt.chunks for prompt in ask.prompts] == (named if caching else [None] * 3)
+
+
+def test_a_long_prompt_comes_out_of_a_preparer_at_the_cost_of_a_copy() -> None:
+    prompt = make_prompt(range(1000, 33_000)).tokens.obj
+    assert isinstance(prompt, bytes)
+    ask = ResolvedRequest("toy", [Prompt(prompt) for _ in range(16)], SamplingParams(1, 0), 40_000)
+    frame = msgspec.msgpack.encode(PreparedRequest(ask))
+    assert len(frame) < 4.1 * 16 * 32_000
+    before = sys.getallocatedblocks()
+    report = msgspec.msgpack.decode(frame, type=PreparedRequest)
+    assert sys.getallocatedblocks() - before < 1000, "no object for each token"
+    assert report.ask.prompt_tokens == 16 * 32_000 and report.ask.prompts[3].tokens[7] == 1007

@@ -18,7 +18,7 @@ from services.gateway.openai.request_schema import (
     Message,
     ResponseFormat,
 )
-from services.gateway.openai.resolve import Prompt, ResolvedRequest, resolve_chat, resolve_completion
+from services.gateway.openai.resolve import ResolvedRequest, make_prompt, resolve_chat, resolve_completion
 from services.gateway.openai.validate import (
     RequestRules,
     build_grammar,
@@ -37,7 +37,7 @@ def chat(rules: RequestRules, prompt_tokens: int = 10, **fields: Any) -> Resolve
     body = msgspec.convert({"model": "toy", "messages": [USER_MESSAGE], **fields}, ChatRequest)
     check_chat_fields(body, rules)
     grammar = build_grammar(body.response_format, rules.limits)
-    return resolve_chat(body, Prompt([5] * prompt_tokens, "x"), grammar, rules)
+    return resolve_chat(body, make_prompt([5] * prompt_tokens, "x"), grammar, rules)
 
 
 def completion(
@@ -46,7 +46,7 @@ def completion(
     body = msgspec.convert({"model": "toy", **fields}, CompletionRequest)
     check_completion_fields(body, prompts, rules)
     grammar = build_grammar(body.response_format, rules.limits)
-    return resolve_completion(body, [Prompt([5] * prompt_tokens, "x")] * prompts, grammar, rules)
+    return resolve_completion(body, [make_prompt([5] * prompt_tokens, "x")] * prompts, grammar, rules)
 
 
 def refused(call: Any, *arguments: Any, **fields: Any) -> RequestFailure:
@@ -202,7 +202,7 @@ def test_the_context_is_a_bound_with_its_arithmetic(rules: RequestRules) -> None
 
 def test_a_default_length_is_cut_to_the_room_of_each_prompt(rules: RequestRules) -> None:
     body = CompletionRequest(model="toy")
-    long, short = Prompt([5] * (CONTEXT - 3)), Prompt([5])
+    long, short = make_prompt([5] * (CONTEXT - 3)), make_prompt([5])
     ask = resolve_completion(body, [long, short], None, rules)
     assert [ask.sampling_for(prompt, 0).max_tokens for prompt in ask.prompts] == [3, 16]
 

@@ -6,12 +6,12 @@ import pytest
 
 from diptych.errors import RequestError
 from diptych.request import SamplingParams
-from services.gateway.openai.resolve import Prompt, ResolvedRequest, fit_worker_context
+from services.gateway.openai.resolve import ResolvedRequest, fit_worker_context, make_prompt
 
 
 def ask(length: int, max_tokens: int, context_tokens: int = 32_768) -> ResolvedRequest:
     return ResolvedRequest(
-        "m", [Prompt([1] * length)], SamplingParams(max_tokens=max_tokens, seed=0), context_tokens
+        "m", [make_prompt([1] * length)], SamplingParams(max_tokens=max_tokens, seed=0), context_tokens
     )
 
 

@@ -42,7 +42,8 @@ def test_scopes_have_nothing_in_common() -> None:
 @given(st.integers(0, 9), st.integers(0, 200), st.integers(0, 300))
 def test_a_text_that_goes_on_keeps_the_names_of_its_beginning(seed: int, first: int, more: int) -> None:
     index, text = PrefixIndex(), tokens(8, seed)[: first + more]
-    assert index.name_chunks(text, "s", index.name_chunks(text[:first], "s")) == index.name_chunks(text, "s")
+    known = index.name_chunks(text[:first], "s")
+    assert index.extend_names(known, text[:first], text[first:], "s") == index.name_chunks(text, "s")
 
 
 def test_what_was_sent_is_shared_until_the_worker_is_gone() -> None:

@@ -419,7 +419,7 @@ def test_an_answer_that_was_written_is_expected_where_it_was_written() -> None:
     world.decode("decode-0", ("a", 0), count=130, finish="stop")
     world.flush("decode-0")
     index = world.relay.index
-    text = request.prompt + request.output
+    text = [*request.prompt, *request.output]
     assert len(text) == 128 + 131
     assert index.count_shared("decode-0", index.name_chunks(text, "scope")) == 4
     assert index.count_shared("prefill-0", index.name_chunks(text, "scope")) == 2

@@ -432,8 +432,9 @@ def test_shared_prefixes_are_read_once() -> None:
 
 
 def test_a_text_is_as_long_as_it_says() -> None:
-    text = SimPrompt(5, (b"a",)) + SimPrompt(3)
-    assert len(text) == 8 and list(text) == [0] * 8 and text.names == (b"a",)
+    text = SimPrompt(5)
+    text.extend([1, 2, 3])
+    assert len(text) == 8 and list(text) == [0] * 8
     assert len(text[:-1]) == 7 and not SimPrompt(0)
 
 

@@ -35,6 +35,9 @@ class DrainOrders:
         member = self._fleet.workers.get(worker)
         if member is None:
             return
+        for name in [name for name in self._given if not self._fleet.remembers_worker(name)]:
+            del self._given[name]
+            self._unsent.discard(name)
         life, before = self._given.get(worker, ("", order))
         kept = life == member.hello.incarnation and isinstance(before, Drain)
         self._given[worker] = member.hello.incarnation, before if kept else order

@@ -362,7 +362,8 @@ class Relay:
         self.attempts.book_load(live)
         seconds = pulled.seconds
         live.transfer_s = seconds.get("transfer", 0.0) + seconds.get("verify", 0.0)
-        self.pairs.auto.record_move(source, worker, pulled.num_bytes, seconds.get("transfer", 0.0))
+        if source in self.fleet.workers:
+            self.pairs.auto.record_move(source, worker, pulled.num_bytes, seconds.get("transfer", 0.0))
         if not live.staged:
             self.attempts.handoff_cost.record_handoff(now_s - live.offered_s, seconds)
         moved = KvMoved(

@@ -40,6 +40,7 @@ from router.routing.kv_classes import (
     shared_classes,
 )
 from router.routing.liveness import LivenessMonitor
+from router.routing.previous_lives import PreviousLives
 from router.routing.worker_fit import find_misfit
 
 ROLES = ("prefill", "decode")
@@ -49,8 +50,8 @@ LINK_RETRY_S = 30.0
 REJECTION_SHOWN_S = 60.0
 # If a member sends a message this many seconds after another worker of its name appeared, the member is alive.
 RIVAL_GRACE_S = 2.0
-# Number of earlier lives that are remembered per name.
-MAX_REMEMBERED_LIVES = 8
+# Number of unfit workers that are listed.
+MAX_UNFIT = 64
 # A link is not used for `LINK_RETRY_S` after this many corrupt transfers within this many seconds.
 CORRUPT_TIMES, CORRUPT_WITHIN_S = 3, 60.0
 
@@ -137,15 +138,12 @@ class Fleet:
         self.workers: dict[str, WorkerState] = {}
         # Number of links that were dropped because of corrupt KV.
         self.links_given_up = 0
-        # The last lost life of each name.
-        self._previous_lives: dict[str, Hello] = {}
+        self._previous_lives = PreviousLives(self.workers)
         # Workers that were lost with a stuck engine, and the latest Hello of each since then.
         self._stuck: dict[str, Hello | None] = {}
         self._unfit: dict[str, str] = {}
         # Workers that wait for a name which a member has.
         self._rivals: dict[str, _NameRival] = {}
-        # Lives after which another life of the same name has begun, by name.
-        self._superseded: dict[str, deque[str]] = {}
         # Why and when each process was rejected, by name and process.
         self._rejected: dict[str, tuple[str, float]] = {}
         self._corrupt_s: dict[tuple[str, str], deque[float]] = {}
@@ -173,6 +171,7 @@ class Fleet:
         still_s, member = beat.stats.stuck_s, self.workers.get(worker)
         if member is None:
             hello = self._stuck.get(worker)
+            self._previous_lives.mark_seen(worker)
             if hello is None or hello.incarnation != beat.incarnation or still_s > 0:
                 return []
             return self._add_worker(hello, now_s)
@@ -202,18 +201,19 @@ class Fleet:
         if hello.role not in ROLES:
             problem = f"role {hello.role!r} is not one of {', '.join(ROLES)}"
         if problem is not None:
+            self._unfit.pop(hello.worker, None)
             self._unfit[hello.worker] = problem
+            if len(self._unfit) > MAX_UNFIT:
+                del self._unfit[next(iter(self._unfit))]
             return [WorkerUnfit(hello.worker, problem)]
-        if (
-            hello.worker in self._stuck
-            and self._previous_lives[hello.worker].incarnation == hello.incarnation
-        ):
+        before = self._previous_lives.find_hello(hello.worker)
+        if hello.worker in self._stuck and before is not None and before.incarnation == hello.incarnation:
             # The worker is connected again, but its engine is still stuck.
             self._stuck[hello.worker] = hello
             return []
         known = self.workers.get(hello.worker)
         if known is not None and known.hello.incarnation != hello.incarnation:
-            if hello.incarnation in self._superseded.get(hello.worker, ()):
+            if self._previous_lives.is_replaced(hello):
                 return self._reject_worker(hello, known.hello, now_s)
             if not _is_successor(hello, known.hello):
                 self._rivals[hello.worker] = _NameRival(hello, now_s, now_s)
@@ -247,10 +247,7 @@ class Fleet:
                 return self._reject_rival(known, now_s)
             again = known.hello.incarnation == hello.incarnation
             changes += self._remove_worker(hello.worker, "its link broke" if again else "it has restarted")
-        before = self._previous_lives.get(hello.worker)
-        if before is not None and before.incarnation != hello.incarnation:
-            incarnations = self._superseded.setdefault(hello.worker, deque(maxlen=MAX_REMEMBERED_LIVES))
-            incarnations.append(before.incarnation)
+        self._previous_lives.begin_life(hello)
         member = self.workers[hello.worker] = WorkerState(hello, now_s, ended=self._previous_end(hello))
         self._stuck.pop(hello.worker, None)
         self._unfit.pop(hello.worker, None)
@@ -259,7 +256,7 @@ class Fleet:
 
     def _previous_end(self, hello: Hello) -> str:
         """How the life before this one ended. A worker that returns as the same process has not ended: "alive"."""
-        before = self._previous_lives.get(hello.worker)
+        before = self._previous_lives.find_hello(hello.worker)
         if before is None:
             return hello.ended
         changed_role = (before.host, before.pid) == (hello.host, hello.pid) and before.role != hello.role
@@ -293,9 +290,13 @@ class Fleet:
         return self._unfit | rejected | {name: text for name, text in mismatches.items() if text is not None}
 
     def known_hellos(self) -> list[Hello]:
-        """The Hello of every member, and the last one of every worker that was lost and has not come back."""
-        lost = [hello for name, hello in sorted(self._previous_lives.items()) if name not in self.workers]
-        return [*lost, *(self.workers[name].hello for name in sorted(self.workers))]
+        """The Hello of every member, and the last one of every worker that was lost and may come back."""
+        away = self._previous_lives.hellos_away()
+        return [*away, *(self.workers[name].hello for name in sorted(self.workers))]
+
+    def remembers_worker(self, worker: str) -> bool:
+        """Whether the worker is a member, or was lost and may come back."""
+        return worker in self.workers or worker in self._previous_lives
 
     def _on_transport_opened(self, source: WorkerState, opened: Opened, now_s: float) -> list[FleetChange]:
         """A prefill worker has opened another transport: decode workers that could not reach it try again."""
@@ -345,7 +346,8 @@ class Fleet:
         """Remove a member with its links, and tell decode workers that it is gone."""
         member = self.workers[worker]
         del self.workers[worker]
-        self._previous_lives[worker] = member.hello
+        for name in self._previous_lives.end_life(member.hello, member.draining):
+            self._stuck.pop(name, None)
         for pair in [pair for pair in self._corrupt_s if worker in pair]:
             del self._corrupt_s[pair]
         changes: list[FleetChange] = [WorkerDown(worker, member.hello.incarnation, reason)]

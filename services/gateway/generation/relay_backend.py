@@ -142,7 +142,8 @@ class RelayBackend:
 
     def mark_proven(self, pair: tuple[str | None, str], kv_class: str) -> None:
         """Record that KV of a class has just moved between this pair of workers, so both of them work for it."""
-        self.proven_s.update({(worker, kv_class): self.clock() for worker in pair if worker is not None})
+        members = self.relay.fleet.workers
+        self.proven_s.update({(worker, kv_class): self.clock() for worker in pair if worker in members})
 
     def worker_pairs(self) -> list[tuple[str | None, str]]:
         """The (prefill, decode) pairs that can serve now; (None, decode) where one worker does both."""

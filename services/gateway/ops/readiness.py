@@ -137,7 +137,7 @@ class CanaryProber:
     ) -> None:
         self._only_batches = only_batches
         self.backend, self._metrics, self._prompt, self._expected = backend, metrics, prompt, expected
-        # The role in which each worker first connected.
+        # The role in which each worker first connected, as long as it is there or may come back.
         self._homes: dict[str, str] = {}
         self._numbers = itertools.count()
         self._name = secrets.token_hex(4)
@@ -269,7 +269,9 @@ class CanaryProber:
     def wanted_workers(self) -> dict[str, int]:
         """Number of workers of each role that should be up: the expected ones, corrected by changes of role."""
         wanted = dict(zip(("prefill", "decode"), self._expected, strict=True))
-        for name, member in self.backend.relay.fleet.workers.items():
+        fleet = self.backend.relay.fleet
+        self._homes = {name: home for name, home in self._homes.items() if fleet.remembers_worker(name)}
+        for name, member in fleet.workers.items():
             home = self._homes.setdefault(name, member.role)
             wanted[member.role] += 1
             wanted[home] -= 1

@@ -171,6 +171,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_log: str | None = None
     # Folder for files and batches; None turns their routes off.
     data_dir: str | None = None
+    # Whether to serve without files and batches if that folder cannot be used.
+    data_dir_optional: bool = False
     # Largest file that may be uploaded.
     max_file_bytes: int = 200 << 20
     # URL to which traces are sent as OTLP over HTTP; None means that nothing is traced.

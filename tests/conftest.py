@@ -7,6 +7,7 @@ that take long begin first.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ from tests.memory_groups import MemoryGroup, MemoryGroupError
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+# Deployments of tests keep their files and batches in no folder of the user's.
+DATA_HOME = tempfile.TemporaryDirectory(prefix="diptych-data-", ignore_cleanup_errors=True)
+os.environ["XDG_DATA_HOME"] = DATA_HOME.name
 
 TESTS = Path(__file__).parent
 # Half a minute and more, the longest first: two files run at a time, and no long one should be left alone at the end.

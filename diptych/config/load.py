@@ -184,9 +184,9 @@ def _check_bulk(loaded: LoadedConfig) -> None:
             "they compute blocks, whose size and kinds --bulk-policy says",
             "leave it out",
         )
-    if config.data_dir is None:
+    if config.data_dir == "none":
         raise ConfigError(
-            "bulk workers need --data-dir",
+            "bulk workers need a data directory",
             "they serve batches, and files and batches lie there",
             "for example --data-dir /var/lib/diptych",
         )

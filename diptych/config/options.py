@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -20,6 +20,7 @@ from diptych.config.values import (
     byte_size,
     duration_ms,
     duration_s,
+    folder_or_none,
     http_url,
     key,
     keys,
@@ -56,6 +57,7 @@ Switch = Annotated[bool, switch()]
 Host = Annotated[str, text("HOST")]
 FilePath = Annotated[Path, path()]
 FolderPath = Annotated[Path, path("DIR")]
+FolderOrNone = Annotated[Path | Literal["none"], folder_or_none()]
 Secret = Annotated[str, key()]
 Secrets = Annotated[tuple[str, ...], keys()]
 
@@ -268,8 +270,8 @@ class Config(BaseSettings):
         default=1 << 20, description="Prompt tokens waiting before 429"
     )
 
-    data_dir: Annotated[FolderPath | None, Listing(HTTP, GATEWAY_COMMANDS)] = Field(
-        default=None, description="Folder for /v1/files and /v1/batches; turns them on"
+    data_dir: Annotated[FolderOrNone | None, Listing(HTTP, GATEWAY_COMMANDS, shown="a folder of yours")] = (
+        Field(default=None, description="Folder for files and batches; none: off")
     )
     max_file_bytes: Annotated[ByteSize, Listing(HTTP, GATEWAY_COMMANDS, shown="200MiB", rare=True)] = Field(
         default=200 << 20, description="Largest file that may be uploaded"

@@ -303,6 +303,13 @@ def path(metavar: str = "FILE") -> ValueKind:
     return ValueKind(metavar, _parse_path, SOME_TEXT)
 
 
+def folder_or_none() -> ValueKind:
+    """A path of a folder, or the word `none`; a folder of that name is `./none`."""
+    return ValueKind(
+        "DIR|none", lambda value: "none" if _parse_text(value) == "none" else _parse_path(value), SOME_TEXT
+    )
+
+
 def _parse_path(value: Any) -> Path:
     named = _parse_text(value)
     if "\0" in named:

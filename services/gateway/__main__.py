@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 
 from diptych.channel.hub import ChannelHub
 from diptych.channel.keys import load_server_keys
-from diptych.errors import DiptychError
+from diptych.errors import DiptychError, StartError
 from diptych.logs.log_format import configure_logging
 from diptych.messages import Hello
 from diptych.process import EXIT_EXPECTED, EXIT_FATAL, SupervisorPipe, die_with_parent, exit_fatally
@@ -40,7 +40,7 @@ from router.requests.relay import Relay
 from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
 from services.gateway.app import ApiRoutes, build_app
-from services.gateway.batches.batch_service import BatchService, open_batch_service
+from services.gateway.batches.batch_service import BatchesOff, BatchService, open_batch_service
 from services.gateway.batches.feeder import LINES_PER_WORKER
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.http.auth import BearerKeys
@@ -164,8 +164,9 @@ async def serve_gateway(
     )
     wanted = prober.wanted_workers
     metrics.registry.register(DeploymentCollector(diptych_version(), model, service.fingerprint, wanted))
-    batches = open_batches(spec, service, relay)
-    app = build_http_app(spec, service, backend, prober, metrics, exporter, batches)
+    opened = open_batches(spec, service, relay)
+    batches = opened if isinstance(opened, BatchService) else None
+    app = build_http_app(spec, service, backend, prober, metrics, exporter, opened)
     server = GatewayServer(
         app, service, spec.drain_s, lambda: supervisor.report_progress("ready"), spec.max_connections
     )
@@ -194,16 +195,23 @@ async def serve_gateway(
         close_writers(log_file, exporter)
 
 
-def open_batches(spec: GatewaySpec, service: GatewayService, relay: Relay) -> BatchService | None:
-    """Files and batches, if there is a data directory. Raises StartError if it cannot be used."""
+def open_batches(spec: GatewaySpec, service: GatewayService, relay: Relay) -> BatchService | BatchesOff:
+    """Files and batches, or why they are off. Raises StartError if the data directory that is needed cannot be used."""
     if spec.data_dir is None:
-        return None
-    return open_batch_service(
-        spec.data_dir,
-        spec.max_file_bytes,
-        service,
-        lambda: sum(count_line_shares(member.hello) for member in relay.fleet.workers_of("decode")),
-    )
+        return BatchesOff()
+    try:
+        return open_batch_service(
+            spec.data_dir,
+            spec.max_file_bytes,
+            service,
+            lambda: sum(count_line_shares(member.hello) for member in relay.fleet.workers_of("decode")),
+        )
+    except StartError as error:
+        if not spec.data_dir_optional:
+            raise
+        off = BatchesOff(error.what, error.why)
+        log.warning("files and batches are off: %s", off)
+        return off
 
 
 def count_line_shares(hello: Hello) -> int:
@@ -271,7 +279,7 @@ def build_http_app(
     prober: CanaryProber,
     metrics: GatewayMetrics,
     exporter: OtlpExporter | None,
-    batches: BatchService | None,
+    batches: BatchService | BatchesOff,
 ) -> ASGIApp:
     """The HTTP application: the API, and the admin and replanning routes if `spec` asks for them."""
     replanning = None
@@ -281,8 +289,10 @@ def build_http_app(
     admin, admin_keys = (
         (AdminRoutes(backend, replanning), BearerKeys([spec.admin_key])) if spec.admin_key else (None, None)
     )
-    feeder = batches.feeder if batches is not None else None
-    probes = LiveHealthProbes(service, backend, prober, replanning, spec.plan_note, feeder, spec.bulk_plan)
+    feeder, off = (None, str(batches)) if isinstance(batches, BatchesOff) else (batches.feeder, "")
+    probes = LiveHealthProbes(
+        service, backend, prober, replanning, spec.plan_note, feeder, spec.bulk_plan, off
+    )
     api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin, batches)
     tracer = RequestTracer(exporter, spec.trace_sample) if exporter is not None else None
     operator = {"/metrics": BearerKeys(spec.metrics_keys), "/status": BearerKeys(spec.status_keys)}

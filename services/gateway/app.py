@@ -25,8 +25,7 @@ from starlette.types import ASGIApp
 from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
-from services.gateway.batches.batch_service import BatchService
-from services.gateway.batches.files.file_routes import refuse_batches
+from services.gateway.batches.batch_service import BatchesOff, BatchService
 from services.gateway.generation.formats import KV_CLASS_HEADER
 from services.gateway.generation.timings import SERVER_TIMING_HEADER
 from services.gateway.http.auth import AuthMiddleware, BearerKeys
@@ -59,6 +58,8 @@ from services.gateway.tracing.tracer import RequestTracer
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 TRACED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+BATCHES_OFF = BatchesOff()
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
@@ -96,10 +97,10 @@ class ApiRoutes:
         version: str,
         created: int,
         admin: AdminRoutes | None = None,
-        batches: BatchService | None = None,
+        batches: BatchService | BatchesOff = BATCHES_OFF,
     ) -> None:
         """`created` is the models' creation time in Unix seconds. Without `admin` there are no `/admin` routes.
-        Without `batches` the routes of files and batches say how to turn them on.
+        If `batches` are off, the routes of files and batches say why, and how to turn them on.
 
         With `lenient`, a body without a content type is taken for JSON. `page` is the document at `/`.
         """
@@ -139,9 +140,15 @@ class ApiRoutes:
 
     async def create_batch(self, request: Request) -> Response:
         """`POST /v1/batches`. Raises RequestError if the batch is refused."""
-        assert self.batches is not None
+        assert isinstance(self.batches, BatchService)
         async with self._body(request) as body:
             return await self.batches.batches.create_batch(request, body)
+
+    async def refuse_batches(self, request: Request) -> Response:
+        """The answer of all routes of files and batches where they are off."""
+        assert isinstance(self.batches, BatchesOff)
+        problem = f"files and batches are off: {self.batches.what}; --data-dir DIR turns them on"
+        return error_response(RequestFailure(FailureReason.BATCHES_NOT_ENABLED, problem))
 
     async def list_models(self, request: Request) -> Response:
         """`GET /v1/models`: one entry per served name."""
@@ -244,8 +251,8 @@ class ApiRoutes:
 
     def _batch_routes(self) -> list[Route]:
         """The routes of files and batches."""
-        found = self.batches
-        files, batches = (found.files, found.batches) if found is not None else (None, None)
+        found, refuse_batches = self.batches, self.refuse_batches
+        files, batches = (None, None) if isinstance(found, BatchesOff) else (found.files, found.batches)
         handlers: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/files", files.upload_file if files else refuse_batches),
             ("GET", "/v1/files", files.list_files if files else refuse_batches),

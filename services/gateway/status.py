@@ -57,12 +57,14 @@ class LiveHealthProbes(HealthProbes):
         plan_note: str = "",
         feeder: BatchFeeder | None = None,
         bulk_plan: BulkPlan | None = None,
+        batches_off: str = "",
     ) -> None:
         """`plan_note` says where the number of workers comes from; empty if it was not planned. `feeder` runs
-        batches; None if they are not turned on. `bulk_plan` is that of workers that only do bulk work, if there are.
+        batches; None if they are off, and `batches_off` says why. `bulk_plan` is that of workers that only do bulk
+        work, if there are.
         """
         self._bulk_plan = bulk_plan
-        self._feeder = feeder
+        self._feeder, self._batches_off = feeder, batches_off
         self._service, self._backend, self._prober = service, backend, prober
         self._replanning, self._plan_note = replanning, plan_note
 
@@ -113,7 +115,7 @@ class LiveHealthProbes(HealthProbes):
             "kv_keep": self._kv_keep_status(),
             "bulk": self._backend.bulk_report,
             "bulk_plan": self._bulk_status(),
-            "batches": report_batches(self._feeder),
+            "batches": report_batches(self._feeder, self._batches_off),
             "objectives": self._slo_limits(),
             "history": metrics.history.report(now_s, metrics.slo.attainment),
             "plan": self._plan_status(),

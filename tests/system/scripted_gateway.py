@@ -22,7 +22,7 @@ from diptych.request import Request
 from diptych.slo import Slo
 from router.effects import StageDurations
 from services.gateway.app import ApiRoutes, HealthProbes, build_app
-from services.gateway.batches.batch_service import BatchService, open_batch_service
+from services.gateway.batches.batch_service import BatchesOff, BatchService, open_batch_service
 from services.gateway.generation.generation import SequenceSink
 from services.gateway.http.auth import BearerKeys
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -166,7 +166,7 @@ def scripted(
     )
     batches = None if data_dir is None else open_batch_service(str(data_dir), max_file_bytes, service)
     app = build_app(
-        ApiRoutes(service, HealthProbes(), "0.0.0-test", 1_700_000_000, batches=batches),
+        ApiRoutes(service, HealthProbes(), "0.0.0-test", 1_700_000_000, batches=batches or BatchesOff()),
         BearerKeys(keys),
         "127.0.0.1",
         urgent=BearerKeys(urgent),

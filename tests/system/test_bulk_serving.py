@@ -117,7 +117,7 @@ def test_chats_are_lines_too(served: Served) -> None:
     ("flags", "what"),
     [
         (("--bulk", "1"), "bulk workers serve batches alone"),
-        (BULK, "bulk workers need --data-dir"),
+        ((*BULK, "--data-dir", "none"), "bulk workers need a data directory"),
         ((*BULK, "--data-dir", "d", "--kv-cache-codec", "int4"), "has no effect on bulk workers"),
         ((*BULK, "--data-dir", "d", "--dtype", "bfloat16"), "has no effect on bulk workers"),
         ((*BULK, "--data-dir", "d", "--no-enable-prefix-caching"), "has no effect on bulk workers"),

@@ -171,7 +171,7 @@ def _format_eviction(keep: dict[str, Any]) -> str:
 def format_batches(batches: dict[str, Any]) -> list[str]:
     """Lines about batches: how many have not ended, their lines, and why none runs, if that is so."""
     if not batches.get("enabled"):
-        return []
+        return [f"files and batches are off: {batches['off']}"] if batches.get("off") else []
     lines, ended = batches["lines"], ("failed", "completed", "expired", "cancelled")
     counts = {name: count for name, count in batches["by_status"].items() if count and name not in ended}
     shown = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())

@@ -110,8 +110,8 @@ class ServeRun:
         self._deployment: LocalDeployment | None = None
         self._replan: ReplanSession | None = None
         self._head: RayCluster | None = None
-        # What the gateway said of the policy of bulk workers when it was ready.
-        self._bulk_lines: list[str] = []
+        # What the gateway said when it was ready of files and batches, and of the policy of bulk workers.
+        self._gateway_lines: list[str] = []
 
     async def run_until_stopped(self) -> int:
         """Start everything, and serve until a signal asks to stop. Everything that was started is always stopped again.
@@ -155,7 +155,7 @@ class ServeRun:
         if await self._unless_stopped(self._start_workers(deployment, what)):
             view.up = True
             view.print_box("ready", ready_box(what.gateway, model))
-            for line in [*self._describe_places(deployment), *self._bulk_lines]:
+            for line in [*self._describe_places(deployment), *self._gateway_lines]:
                 view.print_line(line)
             if self._replan is not None:
                 took_s = time.monotonic() - began_s
@@ -297,7 +297,10 @@ class ServeRun:
                 await asyncio.to_thread(get_route, url, key, "/ready", MAX_CANARY_WAIT_S)
                 state = read_state(json.loads(await asyncio.to_thread(get_route, url, key, "/status")))
                 if state.ready and not state.reasons:
-                    self._bulk_lines = format_bulk_plan(state.body.get("bulk_plan"))
+                    self._gateway_lines = [
+                        *describe_data_dir(gateway, state.body.get("batches", {})),
+                        *format_bulk_plan(state.body.get("bulk_plan")),
+                    ]
                     break
         view.end_phase("load")
         view.end_phase("warm-up")
@@ -327,6 +330,20 @@ class ServeRun:
     def _logs_hint(self) -> str:
         kept = self._config.log_dir is not None
         return f"see {self._logs}" if kept else "see why with --log-dir DIR --log-level info"
+
+
+def describe_data_dir(gateway: GatewaySpec, batches: dict[str, Any]) -> list[str]:
+    """Where files and batches are kept, or why they are off; `batches` is that part of `/status`.
+
+    Nothing is said where the settings have turned them off.
+    """
+    if gateway.data_dir is None:
+        return []
+    if batches.get("enabled"):
+        return [f"files and batches are kept in {gateway.data_dir}"]
+    return [
+        f"files and batches are off: {batches.get('off')}; --data-dir DIR gives this server a folder of its own"
+    ]
 
 
 def describe_pools(config: Config) -> str:

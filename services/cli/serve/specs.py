@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
@@ -118,7 +120,7 @@ def gateway_spec(
         metrics_keys=metrics_keys(config, bool(api_keys)),
         status_keys=status_keys(config, bool(api_keys)),
         request_log=str(config.request_log.absolute()) if config.request_log else None,
-        data_dir=str(config.data_dir.absolute()) if config.data_dir else None,
+        data_dir=str(config.data_dir.absolute()) if isinstance(config.data_dir, Path) else None,
         max_file_bytes=config.max_file_bytes,
         otlp_traces_endpoint=config.otlp_traces_endpoint,
         trace_sample=config.trace_sample,
@@ -191,6 +193,22 @@ def assign_cores(config: Config, available: list[int], ranks: Sequence[int]) -> 
     return [available[sum(ranks[:index]) % len(available)] for index in range(len(ranks))]
 
 
+def with_default_data_dir(gateway: GatewaySpec, config: Config, environ: Mapping[str, str]) -> GatewaySpec:
+    """`gateway` with the user's folder for files and batches, if the settings name none and do not turn them off.
+
+    Bulk workers serve batches alone, so without that folder nothing is served at all.
+    """
+    if config.data_dir is not None:
+        return gateway
+    try:
+        data_home = environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    except RuntimeError:
+        # This user has no home folder.
+        return gateway
+    folder = Path(data_home, "diptych", "batches").absolute()
+    return msgspec.structs.replace(gateway, data_dir=str(folder), data_dir_optional=not config.bulk)
+
+
 def deployment_spec(
     loaded: LoadedConfig,
     model: ProbedModel,
@@ -218,7 +236,9 @@ def deployment_spec(
             worker_spec(config, model, name.split("-")[0], name, channel, keys_dir, core)
             for name, core in zip(sizes, pinned, strict=True)
         ),
-        gateway=gateway_spec(config, model, channel, keys_dir, port, api_keys, priority_keys),
+        gateway=with_default_data_dir(
+            gateway_spec(config, model, channel, keys_dir, port, api_keys, priority_keys), config, os.environ
+        ),
         logs=logs,
         node_groups=one_group_per_worker(sizes) if answer is None else node_groups(answer),
         device_budget=device_budget(config),

@@ -62,10 +62,10 @@ class BatchCollector(Collector):
         yield from (lines, ended, tokens, batches, held, share, recalled)
 
 
-def report_batches(feeder: BatchFeeder | None) -> dict[str, Any]:
-    """The part of `/status` about batches; `enabled` is false without a data directory."""
+def report_batches(feeder: BatchFeeder | None, off: str = "") -> dict[str, Any]:
+    """The part of `/status` about batches. Without a data directory `enabled` is false, and `off` says why."""
     if feeder is None:
-        return {"enabled": False}
+        return {"enabled": False, "off": off}
     store = feeder.store
     return {
         "enabled": True,

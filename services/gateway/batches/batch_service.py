@@ -32,6 +32,18 @@ class BatchService:
         self.store.close()
 
 
+@dataclass(frozen=True, slots=True)
+class BatchesOff:
+    """Why a gateway has no files and batches: `what` for clients, and `why` with the facts for its operator."""
+
+    what: str = "the server was started without a data directory"
+    why: str = ""
+
+    def __str__(self) -> str:
+        """Both in one line."""
+        return f"{self.what}: {self.why}" if self.why else self.what
+
+
 def open_batch_service(
     data_dir: str,
     max_file_bytes: int,

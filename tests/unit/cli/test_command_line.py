@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import psutil
@@ -31,10 +32,10 @@ from services.cli.client import admin, flags
 from services.cli.client.status import parse_state as read_state
 from services.cli.client.status import show_state
 from services.cli.main import COMMANDS, load_command
-from services.cli.serve.launch import ready_box
+from services.cli.serve.launch import describe_data_dir, ready_box
 from services.cli.serve.progress import StartProgress
 from services.cli.serve.settings_reference import settings_table
-from services.cli.serve.specs import assign_cores, deployment_spec
+from services.cli.serve.specs import assign_cores, deployment_spec, gateway_spec, with_default_data_dir
 from services.host.model_probe import ProbedModel
 from services.host.ports import claim_port
 from services.host.process_guard import MAX_TEMP_CHARS
@@ -404,6 +405,45 @@ def test_who_may_read_the_figures(
     else:
         assert made.gateway.status_keys == status
     assert made.gateway.status_key == next(iter((*made.gateway.status_keys, *keys)), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "optional"),
+    [
+        ({}, "HOME/diptych/batches", True),
+        ({"bulk": 1, "prefill": 0, "decode": 0}, "HOME/diptych/batches", False),
+        ({"data_dir": "/srv/d"}, "/srv/d", False),
+        ({"data_dir": "./none"}, "CWD/none", False),
+        ({"data_dir": "none"}, None, False),
+    ],
+)
+def test_files_and_batches_have_a_folder_unless_they_are_off(
+    given: dict[str, Any], kept: str | None, optional: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("serve", given, {}).config
+    alone = gateway_spec(config, MODEL, "tcp://x", "keys", 0, ())
+    made = with_default_data_dir(alone, config, {"XDG_DATA_HOME": str(tmp_path)})
+    expected = kept and kept.replace("HOME", str(tmp_path)).replace("CWD", os.getcwd())
+    assert (made.data_dir, made.data_dir_optional) == (expected, optional)
+    # A gateway that is started alone has one only if it is named.
+    assert alone.data_dir == (None if "data_dir" not in given else expected)
+    monkeypatch.setenv("HOME", "/home/her")
+    at_home = with_default_data_dir(alone, config, {}).data_dir
+    if not alone.data_dir and given.get("data_dir") != "none":
+        assert at_home == "/home/her/.local/share/diptych/batches"
+
+
+def test_the_start_names_the_folder_or_says_why_there_is_none() -> None:
+    config = load_config("serve", {}, {}).config
+    gateway = with_default_data_dir(gateway_spec(config, MODEL, "tcp://x", "keys", 0, ()), config, {})
+    assert describe_data_dir(gateway, {"enabled": True}) == [
+        f"files and batches are kept in {gateway.data_dir}"
+    ]
+    (off,) = describe_data_dir(gateway, {"enabled": False, "off": "it is in use"})
+    assert off.startswith("files and batches are off: it is in use; --data-dir DIR")
+    config = load_config("serve", {"data_dir": "none"}, {}).config
+    gateway = with_default_data_dir(gateway_spec(config, MODEL, "tcp://x", "keys", 0, ()), config, {})
+    assert describe_data_dir(gateway, {"enabled": False, "off": "x"}) == []
 
 
 def test_a_colocated_plan_has_a_decode_pool_only(tmp_path: Path) -> None:

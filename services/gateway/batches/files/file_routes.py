@@ -22,7 +22,7 @@ from services.gateway.batches.files.upload import receive_upload
 from services.gateway.batches.records import BATCH_PURPOSE, FileRecord, new_file_id
 from services.gateway.batches.store import BatchStore
 from services.gateway.http.connection import ClientStalled, ResponseWriter
-from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN, error_response
+from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
 from services.gateway.openai.batch_schema import MAX_EXPIRY_S, FileDeleted, FileList
 from services.gateway.openai.validate import invalid_value_error
 
@@ -196,9 +196,3 @@ def parse_limit(query: Mapping[str, str], default: int, most: int) -> int:
 def json_answer(body: Any) -> Response:
     """A response (200) with `body` as JSON."""
     return Response(msgspec.json.encode(body), media_type=JSON_TYPE)
-
-
-async def refuse_batches(request: Request) -> Response:
-    """The answer of all routes of files and batches where they are not turned on."""
-    problem = "files and batches are not turned on; start the server with --data-dir DIR to keep them there"
-    return error_response(RequestFailure(FailureReason.BATCHES_NOT_ENABLED, problem))

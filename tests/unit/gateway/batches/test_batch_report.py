@@ -46,7 +46,7 @@ def test_status_says_what_runs_and_hides_what_tenants_wrote() -> None:
     assert report["open"][0]["lines"] == {"total": 9, "running": 0, "completed": 4, "failed": 0}
     text = msgspec.json.encode(report)
     assert b"secret" not in text and json.loads(text) == report
-    assert report_batches(None) == {"enabled": False}
+    assert report_batches(None, "why") == {"enabled": False, "off": "why"}
 
 
 def test_the_command_shows_what_requests_that_miss_their_slos_leave() -> None:
@@ -72,6 +72,7 @@ def test_the_command_shows_a_line_and_why_nothing_runs() -> None:
     feeder.store.trouble = "the disk is full"  # type: ignore[misc]
     assert format_batches(report_batches(feeder))[1] == "  no line is started: the disk is full"
     assert format_batches({"enabled": False}) == format_batches({}) == []
+    assert format_batches({"enabled": False, "off": "why"}) == ["files and batches are off: why"]
 
 
 def test_every_status_has_a_series_from_the_beginning() -> None:

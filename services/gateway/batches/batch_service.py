@@ -15,6 +15,7 @@ from services.gateway.batches.store import BatchStore
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
 from services.gateway.openai.batch_schema import MAX_WINDOW_S
+from services.gateway.preparation.file_checker import FileChecker
 from services.gateway.service import GatewayService, RequestTimeouts
 
 
@@ -80,6 +81,7 @@ def open_batch_service(
     feeder = BatchFeeder(
         store,
         LineRunner(lines),
+        FileChecker(service.preparers),
         service.rules.served_names[0],
         limits.max_body_bytes,
         num_workers,

@@ -1,6 +1,6 @@
 """Takes batches from their creation to their end: checks their files, runs their lines, and completes their results.
 
-    validating ─ check_file ─▶ failed
+    validating ─ check ─▶ failed
         └─▶ in_progress ─ lines, a window of them at a time ─▶ finalizing ─▶ completed or expired
     validating, in_progress ─ cancel ─▶ cancelling ─ lines in flight are stopped ─▶ cancelled
 
@@ -11,20 +11,22 @@ results, the lines in flight hold theirs, and no others are started.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from diptych.slo import DEFAULT_ATTAINMENT
+from services.gateway.batches.file_checks import FileChecks
 from services.gateway.batches.line_attempts import MAX_PAUSE_S, LineAttempts, persist_change
-from services.gateway.batches.line_check import FileCheck, check_file
 from services.gateway.batches.line_runner import LineRunner
 from services.gateway.batches.line_window import LineWindow
 from services.gateway.batches.open_batch import FETCHED_LINES, OpenBatch, OpenBatches
 from services.gateway.batches.records import BatchRecord, new_line_id
 from services.gateway.batches.store import BatchStore
-from services.gateway.openai.batch_schema import BatchProblem, LineFailure
+from services.gateway.openai.batch_schema import LineFailure
+from services.gateway.preparation.file_checker import FileChecker
 
 # Lines in flight that each decode worker accounts for, and the most bytes of all their bodies.
 LINES_PER_WORKER = 64
@@ -35,8 +37,6 @@ MAX_STEPS, MAX_STARTS = 32, 16
 MAX_FETCHES, MIN_READY = 16, FETCHED_LINES // 4
 # Longest sleep of the feeder: clocks may be set. And while SLOs hold lines back, which changes with time.
 MAX_SLEEP_S, HELD_SLEEP_S = 60.0, 0.5
-# What the thread that checks a file waits now and then, so that the event loop is not held up.
-CHECK_PAUSE_S = 0.0005
 
 EXPIRED = LineFailure(
     "batch_expired", "This request could not be executed before the completion window expired."
@@ -53,28 +53,30 @@ class BatchFeeder:
         self,
         store: BatchStore,
         runner: LineRunner,
+        checker: FileChecker,
         default_model: str,
         max_body_bytes: int,
         num_workers: Callable[[], int] = lambda: 1,
         is_draining: Callable[[], bool] = lambda: False,
         attainment: float = DEFAULT_ATTAINMENT,
     ) -> None:
-        """`num_workers` gives the number of decode workers, `is_draining` whether the gateway is shutting down.
+        """`default_model` is what lines ask for that name no model, `max_body_bytes` the most bytes of a line's body.
+
+        `num_workers` gives the number of decode workers, `is_draining` whether the gateway is shutting down.
 
         `attainment` is the share of requests over HTTP that are to meet their SLOs.
         """
-        self.store = store
-        self._default_model, self._max_body_bytes = default_model, max_body_bytes
+        self.store, self._checker = store, checker
         self._num_workers, self._is_draining = num_workers, is_draining
         self.window = LineWindow(attainment)
         self.batches = OpenBatches()
-        self.lines = LineAttempts(store, runner, self.batches, self._wall_time)
+        self.lines = LineAttempts(store, runner, checker, self.batches, self._wall_time)
+        self._checks = FileChecks(store, checker, self.batches, default_model, max_body_bytes)
         # The window was cut, and no lines were taken back for it yet.
         self._is_cut = False
         self._news = asyncio.Event()
         # When files expire next (Unix seconds).
         self._next_purge: float = 0.0
-        self._checking = asyncio.Semaphore(1)
         self._num_fetches = 0
         # Tries whether the disk takes anything again.
         self._probe: asyncio.Task[None] | None = None
@@ -113,17 +115,18 @@ class BatchFeeder:
     async def run_forever(self) -> None:
         """Go on with the batches that have not ended, and run new ones, until cancelled: then lines are aborted."""
         found = await persist_change(self.store.recover)
-        async with asyncio.TaskGroup() as self._tasks:
-            # Those that were made meanwhile are known. All are known before a client can change another one.
-            adopted = [self.batches.add(record) for record in found if record.id not in self.open]
-            for batch in adopted:
-                await self._adopt(batch)
-            while True:
-                self._news.clear()
-                if self._advance():
-                    await asyncio.sleep(0)
-                else:
-                    await self._sleep()
+        with contextlib.closing(self._checker):
+            async with asyncio.TaskGroup() as self._tasks:
+                # Those that were made meanwhile are known. All are known before a client can change another one.
+                adopted = [self.batches.add(record) for record in found if record.id not in self.open]
+                for batch in adopted:
+                    await self._adopt(batch)
+                while True:
+                    self._news.clear()
+                    if self._advance():
+                        await asyncio.sleep(0)
+                    else:
+                        await self._sleep()
 
     def add_batch(self, record: BatchRecord) -> None:
         """Take a new batch."""
@@ -194,8 +197,10 @@ class BatchFeeder:
             if (expired := self.batches.take_expired(now)) is None:
                 break
             self.batches.close(expired, "expired")
-        for batch in self.batches.take_touched(MAX_STEPS):
-            self._advance_batch(batch)
+        for touched in self.batches.take_touched(MAX_STEPS):
+            self._advance_batch(touched)
+        if (batch := self._checks.begin_slice()) is not None:
+            self._begin_work(batch, self._checks.check_slice(batch))
         if self.store.trouble and (self._probe is None or self._probe.done()):
             self._probe = self._spawn(persist_change(self.store.probe))
         is_full = self._start_lines()
@@ -208,8 +213,8 @@ class BatchFeeder:
             self.lines.abort_lines(batch)
         if batch.is_over:
             self._begin_work(batch, self._end_batch(batch))
-        elif batch.record.status == "validating" and not batch.is_busy:
-            self._begin_work(batch, self._check_batch(batch))
+        elif batch.needs_check:
+            self._checks.add_file(batch)
         self.batches.update_claim(batch)
 
     def _num_lines(self) -> int:
@@ -265,41 +270,6 @@ class BatchFeeder:
         return self._tasks.create_task(run())
 
     # ---- the steps of a batch
-
-    async def _check_batch(self, batch: OpenBatch) -> None:
-        """Check the input file: the batch fails, or its lines may run."""
-        record = batch.record
-        async with self._checking:
-            check = await asyncio.to_thread(self._read_input, record)
-        if batch.outcome:
-            check.lines = []
-        if check.num_problems and not batch.outcome:
-            record = await persist_change(lambda: self.store.fail_batch(record.id, check.problems))
-        else:
-            model = check.model or self._default_model
-            record = await persist_change(lambda: self.store.begin_batch(record.id, check.lines, model))
-        # A batch that was cancelled meanwhile keeps that status, and is ended.
-        batch.record = record
-        if record.status == "failed":
-            self.batches.remove(batch)
-        elif record.status == "in_progress" and not batch.outcome:
-            self.batches.feed(batch, len(check.lines))
-
-    def _read_input(self, record: BatchRecord) -> FileCheck:
-        """Check the file of a batch; called in a thread."""
-        try:
-            with self.store.content_path(record.input_file).open("rb") as content:
-                return check_file(
-                    content,
-                    record.endpoint,
-                    self._max_body_bytes,
-                    self._default_model,
-                    lambda: time.sleep(CHECK_PAUSE_S),
-                )
-        except OSError as error:
-            log.error("the input of batch %s cannot be read: %s", record.id, error)
-            problem = BatchProblem("file_unreadable", "the server cannot read the input file")
-            return FileCheck(problems=[problem], num_problems=1)
 
     async def _fetch_lines(self, batch: OpenBatch) -> None:
         """Fetch the next waiting lines from the database."""

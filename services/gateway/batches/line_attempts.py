@@ -11,21 +11,27 @@ import asyncio
 import logging
 import os
 import time
+from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches.database_thread import StorageError
-from services.gateway.batches.line_check import parse_line
 from services.gateway.batches.line_runner import LineAnswer, LineRunner
 from services.gateway.batches.open_batch import OpenBatch, OpenBatches
 from services.gateway.batches.records import BatchRecord, InputLine, LineEnd, new_line_id, result_text
 from services.gateway.batches.store import BatchStore
 from services.gateway.openai.batch_schema import LineResult
+from services.gateway.preparation.file_checker import FileChecker, FileJobFailed
+from services.gateway.preparation.file_job import FileUnreadable, ReadLinesJob
+from services.gateway.preparation.line_check import parse_line
 
+# Lines of at most this many bytes are parsed on the event loop. They take a fraction of a millisecond.
+MAX_INLINE_BYTES = 64 << 10
 # Lines in flight are aborted when their batch expires, and so much before their own deadline.
 DEADLINE_SLACK_S = 60.0
 # A line is given up after so many failures that a client would have been told to try again after.
@@ -61,10 +67,16 @@ class LineAttempts:
     """
 
     def __init__(
-        self, store: BatchStore, runner: LineRunner, batches: OpenBatches, wall_time: Callable[[], float]
+        self,
+        store: BatchStore,
+        runner: LineRunner,
+        checker: FileChecker,
+        batches: OpenBatches,
+        wall_time: Callable[[], float],
     ) -> None:
         """`wall_time` gives Unix seconds, by which batches expire."""
-        self._store, self._runner, self._batches, self._wall_time = store, runner, batches, wall_time
+        self._store, self._runner, self._checker = store, runner, checker
+        self._batches, self._wall_time = batches, wall_time
         self.ended: Counter[str] = Counter({"completed": 0, "failed": 0})
         self.tokens: Counter[str] = Counter({"prompt": 0, "completion": 0})
         self.recalled = 0
@@ -138,9 +150,8 @@ class LineAttempts:
         """The answer to a line, by what answers the same request over HTTP."""
         record = batch.record
         try:
-            text = await asyncio.to_thread(self._read_line, record.input_file, line)
-            body = bytes(parse_line(text).body)
-        except (OSError, msgspec.DecodeError) as error:
+            body = await self._read_body(record.input_file, line)
+        except (OSError, msgspec.DecodeError, RecursionError, FileJobFailed) as error:
             log.error("line %d of batch %s cannot be read: %s", line.number, record.id, error)
             failure = RequestFailure(
                 FailureReason.STORAGE_FAILED, "the server cannot read this line any more"
@@ -151,10 +162,23 @@ class LineAttempts:
             record.endpoint, body, record.tenant, bool(record.urgent), record.id, line.custom_id, timeout_s
         )
 
-    def _read_line(self, file_id: str, line: InputLine) -> bytes:
-        """The bytes of a line of an input file; called in a thread."""
-        with self._store.content_path(file_id).open("rb") as content:
-            return os.pread(content.fileno(), line.num_bytes, line.offset)
+    async def _read_body(self, file_id: str, line: InputLine) -> bytes:
+        """The body of a line of an input file. Long lines are parsed in a helper process.
+
+        Raises:
+            OSError, msgspec.DecodeError, RecursionError, FileJobFailed: it cannot be read any more.
+        """
+        path = self._store.content_path(file_id)
+        if line.num_bytes <= MAX_INLINE_BYTES:
+            text = await asyncio.to_thread(_read_span, path, line.offset, line.num_bytes)
+            return bytes(parse_line(text).body)
+        span = array("q", (line.offset, line.num_bytes)).tobytes()
+        found = await self._checker.read_lines(ReadLinesJob(str(path), span, with_bodies=True))
+        if isinstance(found, FileUnreadable):
+            raise OSError(found.error)
+        if found.custom_ids != [line.custom_id]:
+            raise msgspec.DecodeError("the file has changed")
+        return found.bodies[0]
 
     def _shall_retry(self, batch: OpenBatch, line: InputLine, answer: LineAnswer) -> bool:
         """Whether a line waits again, since there was no room or no worker for it. If so, all lines pause a moment."""
@@ -181,6 +205,12 @@ class LineAttempts:
         self.tokens["prompt"] += answer.prompt_tokens
         self.tokens["completion"] += answer.new_tokens
         self._batches.count_tokens(batch, answer.prompt_tokens + answer.new_tokens)
+
+
+def _read_span(path: Path, offset: int, num_bytes: int) -> bytes:
+    """A part of a file; called in a thread."""
+    with path.open("rb") as content:
+        return os.pread(content.fileno(), num_bytes, offset)
 
 
 async def persist_change(change: Callable[[], Awaitable[T]]) -> T:

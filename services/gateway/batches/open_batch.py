@@ -53,10 +53,16 @@ class OpenBatch:
         return self.feeding and (bool(self.ready) or not (self.fetched_all or self.is_busy))
 
     @property
+    def needs_check(self) -> bool:
+        """Whether its file is to be checked. If it expires before, its lines are still to have their results."""
+        return self.record.status == "validating" and not self.is_busy and self.outcome in ("", "expired")
+
+    @property
     def is_over(self) -> bool:
         """Whether no line of it runs or may run any more, so that it can be ended."""
         drained = self.feeding and not self.ready and (self.fetched_all or self.num_waiting <= 0)
-        return not self.in_flight and not self.is_busy and (drained or bool(self.outcome))
+        is_quiet = not self.in_flight and not self.is_busy and not self.needs_check
+        return is_quiet and (drained or bool(self.outcome))
 
 
 class OpenBatches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from typing import cast
 
 import msgspec
 
@@ -84,9 +85,11 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     errors: str | None = None
 
     def to_object(self) -> BatchObject:
-        """What its owner sees. Files of results are named once the batch has ended."""
+        """What its owner sees. Files of results are named once the batch has ended.
+
+        Problems and metadata are JSON already, and are not decoded to be encoded again: lists have many of them.
+        """
         ended = self.status in ("completed", "expired", "cancelled")
-        problems = None if self.errors is None else msgspec.json.decode(self.errors, type=list[BatchProblem])
         return BatchObject(
             id=self.id,
             endpoint=self.endpoint,
@@ -95,7 +98,9 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
             status=self.status,
             created_at=self.created_at,
             expires_at=self.expires_at,
-            errors=None if problems is None else BatchProblems(problems),
+            errors=None
+            if self.errors is None
+            else BatchProblems(cast(list[BatchProblem], _as_json(self.errors))),
             model=self.model,
             output_file_id=self.output_file if ended and self.output_bytes else None,
             error_file_id=self.error_file if ended and self.error_bytes else None,
@@ -113,9 +118,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
                 output_tokens=self.output_tokens,
                 total_tokens=self.input_tokens + self.output_tokens,
             ),
-            metadata=None
-            if self.metadata is None
-            else msgspec.json.decode(self.metadata, type=dict[str, str]),
+            metadata=None if self.metadata is None else cast(dict[str, str], _as_json(self.metadata)),
         )
 
 
@@ -137,6 +140,11 @@ class LineEnd(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+
+
+def _as_json(text: str) -> msgspec.Raw:
+    """What is written into an answer as it is."""
+    return msgspec.Raw(text.encode())
 
 
 def new_file_id() -> str:

@@ -28,7 +28,8 @@ import msgspec
 
 # Most bytes of memory that a preparer may allocate. A process that needs more ends.
 MAX_PREPARER_BYTES = 1 << 30
-SLOW_NICE = 5
+# Priorities of preparers: of those whose job takes long, and of the one for work that nobody waits for.
+SLOW_NICE, LOWEST_NICE = 5, 19
 MAX_FRAME_BYTES = 256 << 20
 # With this score the kernel ends preparers before it ends the gateway or a worker.
 PREPARER_OOM_SCORE = 500
@@ -50,6 +51,7 @@ class SlowPreparer(msgspec.Struct, frozen=True, tag=True):
     """Lower the priority of that preparer, so that workers and streams come first."""
 
     name: int
+    nice: int = SLOW_NICE
 
 
 class KillPreparer(msgspec.Struct, frozen=True, tag=True):
@@ -246,7 +248,7 @@ class _ForkServerLoop:
             self._start_preparer(order.name, connections)
         elif (pid := self._pids.get(order.name)) is not None:
             if isinstance(order, SlowPreparer):
-                _lower_priority(pid)
+                _lower_priority(pid, order.nice)
             else:
                 os.kill(pid, signal.SIGKILL)
 
@@ -281,10 +283,10 @@ class _ForkServerLoop:
         self._control.send(msgspec.json.encode(report))
 
 
-def _lower_priority(pid: int) -> None:
+def _lower_priority(pid: int, nice: int) -> None:
     """Lower the priority of a process as far as allowed. It cannot be raised again without privileges."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, max(os.getpriority(os.PRIO_PROCESS, pid), SLOW_NICE))
+        os.setpriority(os.PRIO_PROCESS, pid, max(os.getpriority(os.PRIO_PROCESS, pid), nice))
     with contextlib.suppress(OSError):
         os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
 

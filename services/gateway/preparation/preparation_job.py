@@ -19,6 +19,7 @@ from diptych.request import Grammar
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
+from services.gateway.preparation.file_job import FileJob, run_file_job
 from services.gateway.preparation.fork_server import FrameSocket, JobFunction
 from services.gateway.preparation.grammar_check import GrammarChecker
 from services.gateway.preparation.resolve_body import GrammarCheck, resolve_body
@@ -31,7 +32,7 @@ GRAMMAR_CPU_S = 2.0
 log = logging.getLogger(__name__)
 
 
-class PreparationJob(msgspec.Struct, frozen=True, eq=False):
+class PreparationJob(msgspec.Struct, frozen=True, eq=False, tag=True):
     """A body with its caller. `route` is chat, completion, tokenize or detokenize."""
 
     route: str
@@ -87,7 +88,7 @@ class GrammarChecked(msgspec.Struct, frozen=True, tag=True, array_like=True):
 PreparationResult = PreparedRequest | PreparedReply | PreparationRefused | PreparationFailed
 
 _encoder = msgspec.msgpack.Encoder()
-_jobs = msgspec.msgpack.Decoder(PreparationJob)
+_jobs = msgspec.msgpack.Decoder(PreparationJob | FileJob)
 _verdicts = msgspec.msgpack.Decoder(GrammarVerdict | None)
 
 
@@ -111,7 +112,7 @@ def grammar_digest(grammar: Grammar) -> bytes:
 def load_job_function(rules: RequestRules) -> JobFunction:
     """The function that a preparer runs on each job. Loads what grammar checks need.
 
-    It takes the bytes of a `PreparationJob`, and returns those of a `PreparationResult`.
+    It takes the bytes of a `PreparationJob` or a `FileJob`, and returns those of its result.
     """
     grammars = GrammarChecker(rules.tokenizer)
 
@@ -128,7 +129,9 @@ def load_job_function(rules: RequestRules) -> JobFunction:
             return verdict.why
 
         _limit_cpu_time(JOB_CPU_S)
-        result = _encoder.encode(_run_job(_jobs.decode(job), rules, check))
+        asked: PreparationJob | FileJob = _jobs.decode(job)
+        done = _run_job(asked, rules, check) if isinstance(asked, PreparationJob) else run_file_job(asked)
+        result = _encoder.encode(done)
         _limit_cpu_time(0)
         return result
 

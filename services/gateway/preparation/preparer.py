@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 import msgspec
 
+from services.gateway.preparation.file_job import FileJobResult
 from services.gateway.preparation.fork_server import FRAME_HEAD_BYTES, frame_head, frame_size
 from services.gateway.preparation.preparation_job import (
     GrammarChecked,
@@ -20,6 +21,7 @@ EXIT_REPORT_TIMEOUT_S = 5.0
 MAX_VERDICTS = 1024
 
 _reports = msgspec.msgpack.Decoder(PreparationResult | GrammarQuery | GrammarChecked)
+_file_reports = msgspec.msgpack.Decoder(FileJobResult)
 
 
 class PreparerDied(Exception):
@@ -89,6 +91,19 @@ class Preparer:
                     return report
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             raise PreparerDied(await self._exit_status(), checking) from error
+
+    async def run_file_job(self, job: bytes) -> FileJobResult:
+        """The result of `job`, which is the bytes of a `FileJob`.
+
+        Raises:
+            PreparerDied: the process ended first.
+        """
+        try:
+            await self._write_frame(job)
+            result: FileJobResult = _file_reports.decode(await self._read_frame())
+            return result
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            raise PreparerDied(await self._exit_status(), None) from error
 
     def close(self) -> None:
         """Close the connection, which ends the process."""

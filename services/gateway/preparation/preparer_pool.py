@@ -186,7 +186,7 @@ class PreparerPool:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                preparer = await self._fork_preparer()
+                preparer = await self.fork_preparer()
             except OSError as error:
                 # There is too little memory, or there are too few processes or descriptors, at the moment.
                 log.warning("no preparer can be started: %s; trying again in %g s", error, FORK_RETRY_S)
@@ -266,8 +266,13 @@ class PreparerPool:
         self._verdicts.store_verdict(died.checking, GrammarVerdict(why))
         return grammar_error(why)
 
-    async def _fork_preparer(self) -> Preparer:
-        """Start a preparer. Raises OSError if that is not possible just now."""
+    def end_preparer(self, preparer: Preparer) -> None:
+        """Kill a preparer, whatever it does."""
+        self._server.send_order(KillPreparer(preparer.name))
+        preparer.close()
+
+    async def fork_preparer(self, nice: int = 0) -> Preparer:
+        """Start a preparer, whose priority is lowered to `nice`. Raises OSError if that is not possible just now."""
         self._names += 1
         name = self._names
         loop = asyncio.get_running_loop()
@@ -278,6 +283,8 @@ class PreparerPool:
             connection = self._server.start_preparer(name)
             try:
                 await started
+                if nice:
+                    self._server.send_order(SlowPreparer(name, nice))
                 reader, writer = await asyncio.open_unix_connection(sock=connection)
             except BaseException:
                 connection.close()

@@ -23,6 +23,7 @@ from services.gateway.batches.line_runner import LineAnswer, LineRunner
 from services.gateway.batches.line_window import LineWindow
 from services.gateway.batches.records import BatchRecord, LineEnd, new_batch_id, new_file_id
 from services.gateway.batches.store import BatchStore
+from tests.unit.gateway.batches.idle_feeder import InlineChecker
 from tests.unit.gateway.batches.test_store import add_file
 
 ENDPOINT = "/v1/completions"
@@ -122,7 +123,7 @@ async def test_lines_are_taken_back_while_requests_miss_their_slos(
     names = [f"good-{number}" for number in range(LINES)]
     await add_batch(store, names)
     runner = HeldRunner()
-    feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
+    feeder = BatchFeeder(store, cast(LineRunner, runner), InlineChecker(), "tiny", 1 << 20)
     async with feeding(store, feeder):
         await until(partial(runner.runs, names[:8]))
         for left in (4, 2, 1, 0):
@@ -156,7 +157,7 @@ async def test_lines_that_wait_for_the_disk_take_no_part(
         return await written(batch_id, ends)
 
     monkeypatch.setattr(store, "end_lines", end_later)
-    feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
+    feeder = BatchFeeder(store, cast(LineRunner, runner), InlineChecker(), "tiny", 1 << 20)
     async with feeding(store, feeder):
         await until(lambda: runner.runs(names[4:]) and len(runner.calls) == 4)
         for _ in range(2):
@@ -177,7 +178,7 @@ async def test_half_of_few_lines_are_taken_back_too(tmp_path: Path) -> None:
     names = [f"good-{number}" for number in range(4)]
     await add_batch(store, names)
     runner = HeldRunner()
-    feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
+    feeder = BatchFeeder(store, cast(LineRunner, runner), InlineChecker(), "tiny", 1 << 20)
     async with feeding(store, feeder):
         await until(partial(runner.runs, names))
         for left in (2, 1, 0):
@@ -194,7 +195,13 @@ async def test_lines_are_taken_back_for_misses_alone(tmp_path: Path, monkeypatch
     await add_batch(store, names)
     runner, workers, draining = HeldRunner(), ["a", "b"], asyncio.Event()
     feeder = BatchFeeder(
-        store, cast(LineRunner, runner), "tiny", 1 << 20, lambda: len(workers), draining.is_set
+        store,
+        cast(LineRunner, runner),
+        InlineChecker(),
+        "tiny",
+        1 << 20,
+        lambda: len(workers),
+        draining.is_set,
     )
     async with feeding(store, feeder):
         await until(partial(runner.runs, names))
@@ -222,7 +229,7 @@ async def test_a_line_is_given_up_after_its_own_failures_whatever_other_lines_do
     names = ["lost", *(f"good-{number}" for number in range(LINES))]
     await add_batch(store, names)
     runner = ScriptedRunner()
-    feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
+    feeder = BatchFeeder(store, cast(LineRunner, runner), InlineChecker(), "tiny", 1 << 20)
     async with feeding(store, feeder):
         await until(lambda: store.by_status == {"completed": 1})
     assert runner.calls == dict.fromkeys(names, 1) | {"lost": MAX_LINE_ATTEMPTS}

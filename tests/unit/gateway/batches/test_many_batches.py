@@ -19,6 +19,7 @@ from services.gateway.batches.line_runner import LineRunner
 from services.gateway.batches.open_batch import FETCHED_LINES, OpenBatches
 from services.gateway.batches.records import BatchRecord, InputLine, LineEnd
 from services.gateway.batches.store import BatchStore
+from tests.unit.gateway.batches.idle_feeder import InlineChecker
 from tests.unit.gateway.batches.test_feeder import HeldRunner, add_batch, feeding, until
 
 
@@ -65,7 +66,7 @@ async def start_many(num_batches: int, num_lines: int, monkeypatch: pytest.Monke
     """How many calls it takes to start `num_lines` lines, and of how many batches lines were fetched."""
     monkeypatch.setattr(feeder_module, "LINES_PER_WORKER", num_lines)
     store = CountingStore()
-    feeder = BatchFeeder(cast(BatchStore, store), cast(LineRunner, None), "tiny", 1 << 20)
+    feeder = BatchFeeder(cast(BatchStore, store), cast(LineRunner, None), InlineChecker(), "tiny", 1 << 20)
 
     async def never_end(*_: Any) -> None:
         await asyncio.Event().wait()
@@ -113,7 +114,7 @@ async def test_cancelling_stops_lines_in_flight_and_keeps_answers(
         return await written(batch_id, ends)
 
     monkeypatch.setattr(store, "end_lines", end_later)
-    feeder = BatchFeeder(store, cast(LineRunner, runner), "tiny", 1 << 20)
+    feeder = BatchFeeder(store, cast(LineRunner, runner), InlineChecker(), "tiny", 1 << 20)
     async with feeding(store, feeder):
         await until(lambda: runner.runs(names[2:]) and len(runner.calls) == 2)
         (batch,) = feeder.open.values()

@@ -1,0 +1,143 @@
+"""Checks of input files: how often one is begun, whose comes first, and batches that end before it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import pytest
+
+from services.gateway.batches.data_dir import DataDir
+from services.gateway.batches.feeder import BatchFeeder
+from services.gateway.batches.file_checks import MAX_CHECKS
+from services.gateway.batches.line_runner import LineRunner
+from services.gateway.batches.records import BatchRecord, new_batch_id, new_file_id
+from services.gateway.batches.store import BatchStore
+from services.gateway.preparation import line_check
+from services.gateway.preparation.file_checker import FileChecker, FileJobFailed
+from services.gateway.preparation.file_job import CheckFileJob, FileUnreadable
+from services.gateway.preparation.line_check import CheckedSlice
+from tests.unit.gateway.batches.idle_feeder import InlineChecker
+from tests.unit.gateway.batches.test_feeder import ENDPOINT, ScriptedRunner, feeding, until
+from tests.unit.gateway.batches.test_store import add_file
+
+
+class ScriptedChecker(InlineChecker):
+    """Checks files once `released` is set. `begun` are the files of all slices, in the order of their beginnings."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails, self.begun, self.released = fails, list[str](), asyncio.Event()
+
+    async def check_slice(self, job: CheckFileJob) -> CheckedSlice | FileUnreadable:
+        self.begun.append(job.path.rpartition("/")[2])
+        if self.fails:
+            raise FileJobFailed
+        await self.released.wait()
+        return await super().check_slice(job)
+
+
+def open_store(tmp_path: Path) -> BatchStore:
+    return BatchStore(DataDir(str(tmp_path / "data")))
+
+
+async def add_lines(store: BatchStore, num_lines: int, tenant: str = "", window_s: int = 3600) -> BatchRecord:
+    """A batch of so many lines."""
+    rows = [
+        {"custom_id": f"{number}", "method": "POST", "url": ENDPOINT, "body": {}}
+        for number in range(num_lines)
+    ]
+    content = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+    source = await add_file(store, tenant=tenant, content=content)
+    record = BatchRecord(
+        id=new_batch_id(), tenant=tenant, urgent=0, endpoint=ENDPOINT, window="24h", status="validating",
+        input_file=source.id, output_file=new_file_id(), error_file=new_file_id(), created_at=store.now,
+        expires_at=store.now + window_s, output_expiry_s=3600,
+    )  # fmt: skip
+    await store.add_batch(record)
+    return record
+
+
+def feeder_of(store: BatchStore, checker: FileChecker) -> BatchFeeder:
+    return BatchFeeder(store, cast(LineRunner, ScriptedRunner()), checker, "tiny", 1 << 20)
+
+
+async def test_a_check_that_ends_its_process_is_begun_three_times(tmp_path: Path) -> None:
+    store, checker = open_store(tmp_path), ScriptedChecker(fails=True)
+    record = await add_lines(store, 2)
+    async with feeding(store, feeder_of(store, checker)):
+        await until(lambda: store.by_status == {"failed": 1})
+        found = await store.find_batch("", record.id)
+        assert len(checker.begun) == MAX_CHECKS
+        assert found.errors is not None and "check_failed" in found.errors
+
+
+async def test_a_check_that_ends_the_gateway_is_begun_three_times(tmp_path: Path) -> None:
+    """What is under way when the process ends has been counted; another batch is checked all the same."""
+    store = open_store(tmp_path)
+    record = await add_lines(store, 2)
+    for _ in range(MAX_CHECKS):
+        checker = ScriptedChecker()
+        async with feeding(store, feeder_of(store, checker)):
+            await until(partial(bool, checker.begun))
+        store = open_store(tmp_path)
+    checker = ScriptedChecker()
+    checker.released.set()
+    await add_lines(store, 2, "other")
+    async with feeding(store, feeder_of(store, checker)):
+        await until(lambda: store.by_status == {"failed": 1, "completed": 1})
+        assert (await store.find_batch("", record.id)).status == "failed"
+        assert len(checker.begun) == 1
+
+
+async def test_tenants_files_are_checked_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of each; so a tenant with many files, or a long one, is not in front of another's only one."""
+    monkeypatch.setattr(line_check, "SLICE_LINES", 2)
+    store, checker = open_store(tmp_path), ScriptedChecker()
+    many = [await add_lines(store, 5, "many") for _ in range(20)]
+    one = await add_lines(store, 1, "one")
+    checker.released.set()
+    async with feeding(store, feeder_of(store, checker)):
+        await until(lambda: store.by_status == {"completed": 21})
+    assert one.input_file in checker.begun[:3]
+    slices = Counter(checker.begun)
+    assert slices == {record.input_file: 3 for record in many} | {one.input_file: 1}
+    # One after the other of a tenant: no more than one is half read.
+    order = [file for file in checker.begun if file != one.input_file]
+    assert order == [record.input_file for record in many for _ in range(3)]
+
+
+async def test_a_batch_that_expires_while_it_is_checked_has_its_lines_in_the_error_file(
+    tmp_path: Path,
+) -> None:
+    store, checker = open_store(tmp_path), ScriptedChecker()
+    feeder = feeder_of(store, checker)
+    record = await add_lines(store, 3, window_s=0)
+    async with feeding(store, feeder):
+        await until(lambda: len(checker.begun) == 1)
+        checker.released.set()
+        await until(lambda: store.by_status == {"expired": 1})
+        found = await store.find_batch("", record.id)
+        assert (found.total, found.completed, found.failed) == (3, 0, 3)
+        rows = store.content_path(record.error_file).read_bytes().splitlines()
+        assert [msgspec.json.decode(row)["error"]["code"] for row in rows] == ["batch_expired"] * 3
+
+
+async def test_a_batch_that_is_cancelled_before_its_check_has_ended_does_not_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    store, checker = open_store(tmp_path), ScriptedChecker()
+    feeder = feeder_of(store, checker)
+    first, second = await add_lines(store, 3), await add_lines(store, 3)
+    async with feeding(store, feeder):
+        await until(lambda: checker.begun == [first.input_file])
+        feeder.cancel_batch(await store.cancel_batch("", second.id))
+        await until(lambda: second.id not in feeder.open)
+        feeder.cancel_batch(await store.cancel_batch("", first.id))
+        checker.released.set()
+        await until(lambda: not feeder.open)
+        assert store.by_status == {"cancelled": 2} and checker.begun == [first.input_file]

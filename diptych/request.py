@@ -63,13 +63,14 @@ class Tenancy(msgspec.Struct, frozen=True, array_like=True):
 
     `tenant` identifies who shares resources fairly (a digest of the API key, never the key). `scope` is part of every
     chunk's address: prefixes are shared within a scope only. A lower `priority` is served sooner. `client_id` is the id
-    that the client gave its HTTP request, for logs alone.
+    that the client gave its HTTP request, for logs alone. A `canary` is a test of the gateway: no client waits for it.
     """
 
     tenant: str = ""
     scope: str = ""
     priority: int = 0
     client_id: str = ""
+    canary: bool = False
 
     @property
     def bulk(self) -> bool:

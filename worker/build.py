@@ -50,6 +50,7 @@ from kvtransfer.resharding import PoolArena, ShardedPool, plan_spans
 from kvtransfer.shared_memory import SharedMemory
 from worker.ranks import RankClass, RankEviction, RankProcesses, RankSpec, load_leader
 from worker.saturation_store import SaturationStore
+from worker.unit_thread import UnitThread
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +218,10 @@ def build_engine(
         raise
     host = _build_host(pools, found, spec.swap_bytes) if spec.swap_bytes else None
     engine = Engine(runner, scheduler, holdings, sampler, host, observer)
-    bulk = BulkEngine(runner, scheduler.limits, holdings, sampler, _bulk_time(spec), choose_step_clock(spec))
+    alone = UnitThread() if computes_in_one_thread(spec) else None
+    bulk = BulkEngine(
+        runner, scheduler.limits, holdings, sampler, _bulk_time(spec), choose_step_clock(spec), alone
+    )
     return EngineParts(engine, bulk, holdings, parts, ranks, found.kv_classes if eviction else ())
 
 
@@ -365,8 +369,12 @@ def choose_step_clock(spec: WorkerSpec) -> Callable[[], float]:
 
     With CPU time, other programs on the machine do not distort the measurement.
     """
-    one_thread = spec.threads == spec.tp == spec.pp == 1
-    return time.thread_time if one_thread else time.monotonic
+    return time.thread_time if computes_in_one_thread(spec) else time.monotonic
+
+
+def computes_in_one_thread(spec: WorkerSpec) -> bool:
+    """Whether the thread that runs a step computes all of it."""
+    return spec.threads == spec.tp == spec.pp == 1
 
 
 def _machine_identity() -> tuple[object, ...]:

@@ -177,13 +177,8 @@ class WorkerLoop:
         bulk: BulkEngine | None = None,
     ) -> None:
         self.bulk = bulk
-        self.link, self.engine, self.role, self.holdings, self.latest_stats = (
-            link,
-            engine,
-            role,
-            holdings,
-            latest_stats,
-        )
+        self.link, self.engine, self.role = link, engine, role
+        self.holdings, self.latest_stats = holdings, latest_stats
         engine.notify(link.wake_poll)
         self.epoch_fence = EpochFence()
         self.next_role = ""
@@ -383,6 +378,8 @@ class WorkerLoop:
             if self.bulk is not None and order.origin.bulk and isinstance(order, Generate):
                 self.bulk.add(seq, now_s)
             else:
+                if self.bulk is not None and not order.origin.canary:
+                    self.bulk.note_request(now_s)
                 self.role.begin_attempt(order, seq, now_s)
         except SequenceRefused as refusal:
             self._fail_order(

@@ -21,8 +21,11 @@ FIRST_MARGIN, MIN_MARGIN, MAX_MARGIN = 0.1, 0.05, 0.9
 SHRINK, GROW, FIRST_GROW = 0.7, 1.02, 1.1
 # Weight of the past in the estimate of the time between two online tokens. A longer time counts at once.
 STEP_MEMORY = 0.9
-# If a unit waited for a core for more than this share of its time, the machine is busy, and bulk work rests: at first
-# for as long as the unit took, then for twice as long each time, up to so many seconds.
+# Online requests are near while any is here, and for so many seconds after: the next one may follow soon. Canaries do
+# not count.
+NEAR_S = 5.0
+# If a unit waited for a core for more than this share of its time while online requests are near, the machine is busy,
+# and bulk work rests: at first for as long as the unit took, then for twice as long each time, up to so many seconds.
 BUSY_SHARE, MAX_REST_S = 0.05, 0.2
 
 
@@ -109,6 +112,16 @@ class BulkBudget:
         self._since_s = 0.0
         # How long bulk work rests after a unit that had to wait for a core, and until when.
         self._rest_s, self.rests_until_s = 0.0, float("-inf")
+        # Clock time until which online requests are near.
+        self._near_until_s = float("-inf")
+
+    def note_request(self, now_s: float) -> None:
+        """An online request arrives, or is here."""
+        self._near_until_s = now_s + NEAR_S
+
+    def is_alone(self, now_s: float) -> bool:
+        """Whether no online request is near, so that bulk work holds up nobody."""
+        return now_s >= self._near_until_s
 
     def record_online(self, begun_s: float, ended_s: float) -> None:
         """An online step ran between these clock times."""
@@ -134,6 +147,8 @@ class BulkBudget:
 
     def begin_unit(self, online: Scheduler, has_work: bool, wanted: bool, now_s: float) -> float:
         """Seconds for a unit that would begin now; 0 if none may, or none is `wanted`. Others as in `time_left`."""
+        if any(not seq.origin.canary for seq in online.sequences()):
+            self.note_request(now_s)
         if not has_work:
             self._ended_s = None
         if not wanted:
@@ -144,9 +159,11 @@ class BulkBudget:
         return left_s
 
     def record_unit(self, seconds: float, waited_s: float, ended_s: float) -> None:
-        """A unit took so many seconds, for `waited_s` of which it waited for a core."""
+        """A unit took so many seconds, for `waited_s` of which it waited for a core. A rest is for online requests."""
         self._since_s += seconds
-        if waited_s > BUSY_SHARE * seconds:
+        if self.is_alone(ended_s):
+            self._rest_s = 0.0
+        elif waited_s > BUSY_SHARE * seconds:
             self._rest_s = min(MAX_REST_S, max(seconds, 2 * self._rest_s))
         else:
             self._rest_s /= 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -24,12 +25,30 @@ from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.lending import lend_pool
 
+T = TypeVar("T")
+
+
+class UnitRunner(Protocol):
+    """Computes units below other programs (`worker.unit_thread.UnitThread`)."""
+
+    def run(self, unit: Callable[[], T]) -> T:
+        """The result of `unit`; raises what it raises."""
+
+
+class DirectUnits:
+    """Computes units in the thread that asks for them."""
+
+    def run(self, unit: Callable[[], T]) -> T:
+        """The result of `unit`; raises what it raises."""
+        return unit()
+
 
 class BulkEngine(Engine):
     """The engine of bulk work beside the engine of online requests, which has the same `runner` and `sampler`.
 
-    `holdings` is the pool of the online engine. `cpu_clock` tells the seconds for which the thread that runs units has
-    had a core (`time.thread_time`); None: bulk work does not notice that others want the cores.
+    `holdings` is the pool of the online engine. `cpu_clock` tells the seconds for which the calling thread has had a
+    core (`time.thread_time`); None: bulk work does not notice that others want the cores. `alone` computes units while
+    no online request is near; by default the calling thread does, as it does beside online requests.
     """
 
     def __init__(
@@ -40,17 +59,25 @@ class BulkEngine(Engine):
         sampler: StepSampler,
         time: BulkTime,
         cpu_clock: Callable[[], float] | None = None,
+        alone: UnitRunner | None = None,
     ) -> None:
         self.planner = BulkScheduler(limits)
         super().__init__(runner, self.planner, lend_pool(holdings, self._give_back), sampler)
         self.budget, self._max_evicting = BulkBudget(time, self.planner.pace), limits.max_evicting
-        self._cpu_clock = cpu_clock
+        self._cpu_clock, self._alone = cpu_clock, alone or DirectUnits()
+        # Whether no online request was near when the unit began, and seconds of a core for which its step ran.
+        self._is_alone = False
+        self._step_core_s: float | None = None
         self.units, self.unit_seconds = 0, 0.0
 
     @property
     def rests_until_s(self) -> float:
         """Clock time until which bulk work rests, since others want the cores."""
         return self.budget.rests_until_s
+
+    def note_request(self, now_s: float) -> None:
+        """An online request has arrived at this worker."""
+        self.budget.note_request(now_s)
 
     def record_online(self, begun_s: float, ended_s: float) -> None:
         """An online step ran between these clock times."""
@@ -79,17 +106,33 @@ class BulkEngine(Engine):
         if unit_s <= 0:
             late = self.scheduler.expired_keys(begun_s)
             return [self._fail_sequence(key, *DEADLINE_FAILURE) for key in late]
-        self.planner.unit_s = unit_s
-        had_core_s = 0.0 if self._cpu_clock is None else self._cpu_clock()
-        outputs = self.step(clock)
+        self.planner.unit_s, self._is_alone = unit_s, self.budget.is_alone(begun_s)
+        run = self._alone.run if self._is_alone else DirectUnits().run
+        outputs, core_s = run(lambda: self._measure_core(lambda: self.step(clock)))
         ended_s = clock()
         seconds = ended_s - begun_s
-        waited_s = 0.0 if self._cpu_clock is None else seconds - (self._cpu_clock() - had_core_s)
-        self.budget.record_unit(seconds, waited_s, ended_s)
-        self.planner.record_unit(seconds)
+        self.budget.record_unit(seconds, 0.0 if core_s is None else seconds - core_s, ended_s)
+        # Units that nobody waits for are as long as they are for want of a core: that says nothing about their plans.
+        self.planner.record_unit(core_s if self._is_alone and core_s is not None else seconds)
         self.units += 1
         self.unit_seconds += seconds
         return outputs
+
+    def _measure_core(self, work: Callable[[], T]) -> tuple[T, float | None]:
+        """What `work` returns, and for how many seconds the calling thread had a core meanwhile, if that is known."""
+        if self._cpu_clock is None:
+            return work(), None
+        begun_s = self._cpu_clock()
+        return work(), self._cpu_clock() - begun_s
+
+    def _run_jobs(self, jobs: list[Any]) -> list[Any]:
+        run = super()._run_jobs
+        results, self._step_core_s = self._measure_core(lambda: run(jobs))
+        return results
+
+    def _learn_from_step(self, jobs: list[Any], seconds: float) -> None:
+        core_s = self._step_core_s if self._is_alone else None
+        super()._learn_from_step(jobs, seconds if core_s is None else core_s)
 
     def complete_stats(self, stats: WorkerStats) -> WorkerStats:
         """`stats` of the online engine, with those of bulk work added."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from diptych.failure_statuses import RequestFailure
 from diptych.messages import Output
-from diptych.request import Request, SamplingParams
+from diptych.request import Request, SamplingParams, Tenancy
 from router.effects import TelemetryEffect
 from router.routing.fleet import WorkerState
 from router.routing.kv_classes import can_exchange_kv, classes_of
@@ -356,7 +356,14 @@ class CanaryProber:
         now_s = self.backend.clock()
         sampling = SamplingParams(max_tokens=CANARY_TOKENS, seed=0, temperature=0.0)
         deadline_s = now_s + 2 * CANARY_TIMEOUT_S
-        request = Request(name, list(self._prompt), sampling, deadline_s, kv_class=route.kv_class)
+        request = Request(
+            name,
+            list(self._prompt),
+            sampling,
+            deadline_s,
+            origin=Tenancy(canary=True),
+            kv_class=route.kv_class,
+        )
         self.backend.submit_canary(request, canary, pair)
         try:
             async with asyncio.timeout(CANARY_TIMEOUT_S):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
 from diptych.keep_spec import KeepSpec
 from diptych.messages import Output, WorkerStats
 from diptych.request import BULK_PRIORITY, Tenancy
-from engine.bulk.budget import TPOT_SHARE, BulkScheduler, BulkTime
+from engine.bulk.budget import MAX_REST_S, NEAR_S, TPOT_SHARE, BulkScheduler, BulkTime
 from engine.bulk.engine import BulkEngine
 from engine.sequence import Sequence
 from engine.step_work import StepWork
@@ -21,6 +22,7 @@ from tests.unit.engine.fakes import EngineBench, alone, sampling, sequence
 BASE_S, ROW_S, TOKEN_S = 0.001, 0.0005, 0.0002
 SLICE_S = 0.02
 BULK = Tenancy("batch", "", BULK_PRIORITY)
+T = TypeVar("T")
 
 
 class BulkBench(EngineBench):
@@ -35,13 +37,15 @@ class BulkBench(EngineBench):
             self.runner, self.scheduler.limits, self.holdings, self.sampler, BulkTime(SLICE_S, tpot_s)
         )
         self.unit_s: list[float] = []
+        # How many times longer steps take than on a core of their own.
+        self.stretch = 1.0
         self.out: dict[str, list[int]] = {}
 
     def _timed(self, run: Callable[..., object]) -> Callable[..., object]:
         def timed(batch: list[StepWork], done: object = None) -> object:
             rows = sum(len(work.tokens) == 1 and work.start > 0 for work in batch)
             tokens = sum(len(work.tokens) for work in batch) - rows
-            self.now_s += BASE_S + ROW_S * rows + TOKEN_S * tokens
+            self.now_s += self.stretch * (BASE_S + ROW_S * rows + TOKEN_S * tokens)
             return run(batch, done)
 
         return timed
@@ -240,32 +244,109 @@ def test_sequences_of_bulk_work_that_evict_leave_the_memory_for_it_to_online_one
     assert all(bench.out[seq.id] == alone(seq) for seq in [*work, *asked])
 
 
-def test_bulk_work_rests_while_others_want_the_cores() -> None:
-    bench, core = BulkBench(num_slabs=100), {"had": 0.0, "share": 1.0, "seen": 0.0}
+class ContendedCore:
+    """The core of the thread that runs units, of which it gets a `share`. Replaces the engine's clock of CPU time."""
 
-    def cpu_clock() -> float:
-        core["had"] += core["share"] * (bench.now_s - core["seen"])
-        core["seen"] = bench.now_s
-        return core["had"]
+    def __init__(self, bench: BulkBench) -> None:
+        self._bench, self.share, self._had_s, self._seen_s = bench, 1.0, 0.0, 0.0
+        bench.bulk._cpu_clock = self.cpu_clock
 
-    bench.bulk._cpu_clock = cpu_clock
-    for i in range(8):
-        bench.add_bulk(f"b{i}", 100, 400)
+    def cpu_clock(self) -> float:
+        now_s = self._bench.now_s
+        self._had_s += self.share * (now_s - self._seen_s)
+        self._seen_s = now_s
+        return self._had_s
 
-    def share_of_time(seconds: float) -> float:
+    def bulk_share(self, seconds: float, near: bool) -> float:
+        """The share of so many seconds that units take; `near`: online requests come and go meanwhile."""
+        bench = self._bench
         begun_s, before_s = bench.now_s, bench.bulk.unit_seconds
         while bench.now_s < begun_s + seconds:
+            if near:
+                bench.bulk.note_request(bench.now_s)
             if not bench.unit():
                 assert bench.bulk.rests_until_s > bench.now_s
                 bench.now_s += 1e-3
         return (bench.bulk.unit_seconds - before_s) / (bench.now_s - begun_s)
 
-    assert share_of_time(1.0) == pytest.approx(1.0)
-    core["share"] = 0.7
-    assert 0 < share_of_time(3.0) < 0.4, "it goes on slowly"
-    core["share"] = 1.0
-    share_of_time(0.3)
-    assert share_of_time(0.5) > 0.9
+
+def test_bulk_work_rests_while_others_want_the_cores_and_online_requests_are_near() -> None:
+    bench = BulkBench(num_slabs=100)
+    core = ContendedCore(bench)
+    for i in range(8):
+        bench.add_bulk(f"b{i}", 100, 400)
+    assert core.bulk_share(1.0, near=True) == pytest.approx(1.0)
+    core.share = 0.7
+    assert 0 < core.bulk_share(3.0, near=True) < 0.4, "it goes on slowly"
+    core.share = 1.0
+    core.bulk_share(0.3, near=True)
+    assert core.bulk_share(0.5, near=True) > 0.9
+
+
+def test_bulk_work_does_not_rest_while_no_online_request_is_near() -> None:
+    bench = BulkBench(num_slabs=100)
+    core = ContendedCore(bench)
+    core.share = 0.3
+    for i in range(8):
+        bench.add_bulk(f"b{i}", 100, 400)
+    assert core.bulk_share(1.0, near=False) == pytest.approx(1.0)
+    assert core.bulk_share(1.0, near=True) < 0.5
+    bench.now_s += MAX_REST_S
+    assert core.bulk_share(NEAR_S, near=False) < 0.7, "the next one may follow soon"
+    bench.now_s += MAX_REST_S
+    assert core.bulk_share(1.0, near=False) == pytest.approx(1.0)
+
+
+def test_canaries_are_no_requests_that_somebody_waits_for() -> None:
+    bench = BulkBench(num_slabs=100)
+    bench.add_bulk("b", 100, 400)
+    for origin, is_alone in ((Tenancy(canary=True), True), (Tenancy(), False)):
+        bench.engine.add(sequence("online", 4, sampling(3), origin=origin), bench.now_s)
+        while len(bench.scheduler):
+            bench.unit()
+            bench.online_step()
+        assert bench.bulk.budget.is_alone(bench.now_s) is is_alone
+        assert bench.unit()
+        del bench.out["online"]
+
+
+def test_units_that_wait_for_a_core_are_not_planned_smaller_while_no_online_request_is_near() -> None:
+    def rows_per_unit(share: float) -> int:
+        bench = BulkBench(num_slabs=200, max_num_seqs=64)
+        core = ContendedCore(bench)
+        for i in range(30):
+            bench.add_bulk(f"b{i}", 40, 300)
+        core.share = share
+        # Steps take longer by as much as they lack a core, and the same time of a core.
+        bench.stretch = 1 / share
+        core.bulk_share(40 * SLICE_S / share, near=False)
+        done = bench.bulk.units, sum(map(len, bench.out.values()))
+        core.bulk_share(60 * SLICE_S / share, near=False)
+        return (sum(map(len, bench.out.values())) - done[1]) // (bench.bulk.units - done[0])
+
+    assert rows_per_unit(0.25) == pytest.approx(rows_per_unit(1.0), rel=0.2)
+
+
+def test_units_are_given_to_the_other_thread_only_while_no_online_request_is_near() -> None:
+    class NotedUnits:
+        ran = 0
+
+        def run(self, unit: Callable[[], T]) -> T:
+            self.ran += 1
+            return unit()
+
+    bench, below = BulkBench(num_slabs=100), NotedUnits()
+    bench.bulk._alone = below
+    bench.add_bulk("b", 100, 400)
+    for _ in range(5):
+        assert bench.unit()
+    assert below.ran == 5
+    bench.bulk.note_request(bench.now_s)
+    for _ in range(5):
+        assert bench.unit()
+    assert below.ran == 5 and bench.bulk.units == 10
+    bench.now_s += NEAR_S
+    assert bench.unit() and below.ran == 6
 
 
 def test_statistics_of_the_online_engine_leave_bulk_work_out() -> None:

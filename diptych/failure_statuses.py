@@ -1,7 +1,8 @@
 """Why a request is refused or fails: one type from the place that decides it to the client, the metrics and the logs.
 
-`FailureReason` is the closed list of reasons; `RULES` gives the HTTP status, code and retry time of each. The texts of
-a `RequestFailure` may quote a client, so they are cut and cleaned here, once, wherever they come from.
+`FailureReason` is the closed list of reasons; `RULES` gives the HTTP status, code and retry time of each, and whose
+fault it is. The texts of a `RequestFailure` may quote a client, so they are cut and cleaned here, once, wherever they
+come from.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class FailureReason(StrEnum):
     LAST_WORKER = "last_worker"
     # the load
     TOO_MANY_REQUESTS = "too_many_requests"
+    TENANT_REQUESTS_FULL = "tenant_requests_full"
     QUEUE_FULL = "queue_full"
+    TENANT_QUEUE_FULL = "tenant_queue_full"
     QUEUE_TOO_LONG = "queue_too_long"
     DISPLACED = "displaced"
     TENANT_PREPARATION_FULL = "tenant_preparation_full"
@@ -85,17 +88,33 @@ class FailureReason(StrEnum):
     INTERNAL_ERROR = "internal_error"
 
 
+class Party(StrEnum):
+    """Who brings a failure about. Only the service's failures are missed SLOs."""
+
+    CLIENT = "client"
+    SERVICE = "service"
+
+
 @dataclass(frozen=True, slots=True)
 class FailureRule:
-    """The HTTP status of a reason, and whether its client may retry.
+    """The HTTP status of a reason, whether its client may retry, and whose fault it is.
 
     `retry_after_s` is after how many seconds the client may send the same request again; None: it should not. `code` is
-    the code for clients and metrics, if it differs from the reason's own name.
+    the code for clients and metrics, if it differs from the reason's own name. `whose` must be given for a 429; for
+    any other status None means what the status says: a 4xx is the client's fault, a 5xx the service's.
     """
 
     status: int
     retry_after_s: float | None = None
     code: str = ""
+    whose: Party | None = None
+
+    @property
+    def is_clients_fault(self) -> bool:
+        """Whether the client brought the failure about, and not the service."""
+        if self.whose is None:
+            return self.status < 500 and self.status != TOO_MANY_REQUESTS
+        return self.whose is Party.CLIENT
 
 
 # Retry-After in seconds while a worker restarts: about the time that a restart takes.
@@ -137,18 +156,24 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.WORKER_DRAINING: FailureRule(409),
     FailureReason.SAME_ROLE: FailureRule(409),
     FailureReason.LAST_WORKER: FailureRule(409),
-    FailureReason.TOO_MANY_REQUESTS: FailureRule(429, UNKNOWN_WAIT_S),
-    FailureReason.QUEUE_FULL: FailureRule(429, UNKNOWN_WAIT_S),
-    FailureReason.QUEUE_TOO_LONG: FailureRule(429, UNKNOWN_WAIT_S),
-    FailureReason.DISPLACED: FailureRule(429, UNKNOWN_WAIT_S),
-    FailureReason.TENANT_PREPARATION_FULL: FailureRule(429, 1.0, code="overloaded"),
+    FailureReason.TOO_MANY_REQUESTS: FailureRule(429, UNKNOWN_WAIT_S, whose=Party.SERVICE),
+    FailureReason.TENANT_REQUESTS_FULL: FailureRule(
+        429, UNKNOWN_WAIT_S, code="too_many_requests", whose=Party.CLIENT
+    ),
+    FailureReason.QUEUE_FULL: FailureRule(429, UNKNOWN_WAIT_S, whose=Party.SERVICE),
+    FailureReason.TENANT_QUEUE_FULL: FailureRule(429, UNKNOWN_WAIT_S, code="queue_full", whose=Party.CLIENT),
+    FailureReason.QUEUE_TOO_LONG: FailureRule(429, UNKNOWN_WAIT_S, whose=Party.SERVICE),
+    # Its tenant has more than its share.
+    FailureReason.DISPLACED: FailureRule(429, UNKNOWN_WAIT_S, whose=Party.CLIENT),
+    FailureReason.TENANT_PREPARATION_FULL: FailureRule(429, 1.0, code="overloaded", whose=Party.CLIENT),
     FailureReason.PREPARATION_FULL: FailureRule(503, 1.0, code="overloaded"),
     FailureReason.PREPARATION_TIMEOUT: FailureRule(503, code="overloaded"),
     FailureReason.TOO_MANY_CONNECTIONS: FailureRule(503),
     FailureReason.BODY_MEMORY_FULL: FailureRule(503, 1.0),
-    FailureReason.ANSWER_MEMORY_FULL: FailureRule(503),
-    FailureReason.TOO_MANY_UPLOADS: FailureRule(429, 1.0),
-    FailureReason.TOO_MANY_BATCHES: FailureRule(429, 60.0),
+    # Its client asks for more at once than there is memory for.
+    FailureReason.ANSWER_MEMORY_FULL: FailureRule(503, whose=Party.CLIENT),
+    FailureReason.TOO_MANY_UPLOADS: FailureRule(429, 1.0, whose=Party.CLIENT),
+    FailureReason.TOO_MANY_BATCHES: FailureRule(429, 60.0, whose=Party.CLIENT),
     FailureReason.STORAGE_FULL: FailureRule(507),
     FailureReason.STORAGE_FAILED: FailureRule(500),
     FailureReason.OVERLOADED: FailureRule(503, 1.0),
@@ -157,7 +182,8 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.WORKER_LOST: FailureRule(503, RESTART_HINT_S),
     FailureReason.KV_TRANSFER_FAILED: FailureRule(503, 1.0),
     FailureReason.SERVER_SHUTTING_DOWN: FailureRule(503, 2.0),
-    FailureReason.REQUEST_QUARANTINED: FailureRule(500),
+    # The request itself is what workers crash on.
+    FailureReason.REQUEST_QUARANTINED: FailureRule(500, whose=Party.CLIENT),
     FailureReason.DEADLINE_EXCEEDED: FailureRule(504),
     FailureReason.INTERNAL_ERROR: FailureRule(500),
 }
@@ -210,6 +236,11 @@ class RequestFailure:
     def client_may_retry(self) -> bool:
         """Whether the client may send the same request again."""
         return self.retry_after_s is not None
+
+    @property
+    def is_clients_fault(self) -> bool:
+        """Whether the client brought the failure about, so that it is no missed SLO."""
+        return RULES[self.reason].is_clients_fault
 
     @property
     def is_overload(self) -> bool:

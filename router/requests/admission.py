@@ -131,12 +131,16 @@ class Admission:
             )
             text = f"{self.in_flight} requests are in flight, the limit is {limits.max_requests}"
             whose = f"; {held.requests} of them are of this API key" if tenant else ""
-            return _refuse(FailureReason.TOO_MANY_REQUESTS, text + whose, after_s)
+            own = self.tenants.exceeds_share(0, demand)
+            reason = FailureReason.TENANT_REQUESTS_FULL if own else FailureReason.TOO_MANY_REQUESTS
+            return _refuse(reason, text + whose, after_s)
         if tokens and self.tenants.find_victims(demand, (excess, tokens)) is None:
             after_s = self._prefill_rate.predict_wait_s(tokens, now_s)
             text = f"{self.queued_tokens} prompt tokens wait already, the limit is {limits.max_queued_tokens}"
             whose = f"; {held.tokens} of them are of this API key" if tenant else ""
-            return _refuse(FailureReason.QUEUE_FULL, text + whose, after_s)
+            own = self.tenants.exceeds_share(1, demand)
+            reason = FailureReason.TENANT_QUEUE_FULL if own else FailureReason.QUEUE_FULL
+            return _refuse(reason, text + whose, after_s)
         wait_s = self._predict_wait_s(*self.tenants.work_ahead(tenant), now_s) if held.tokens else 0.0
         if wait_s > limits.max_wait_s:
             text = f"a first token would take about {wait_s:.0f} s, the limit is {limits.max_wait_s:g} s"

@@ -139,6 +139,16 @@ class TenantShares:
             return bound
         return bound // (len(self._held) + (tenant not in self._held) + 1)
 
+    def exceeds_share(self, axis: int, demand: AdmissionDemand) -> bool:
+        """Whether a demand takes its tenant above its share of a bound (axis 0: requests, 1: prompt tokens).
+
+        A tenant that does not share the bounds has no share to exceed: then the service is full.
+        """
+        if not demand.tenant or not self.shared:
+            return False
+        used = self.usage_of(demand.tenant).amounts[axis] + demand.amounts[axis]
+        return used > self.share_of(axis, demand.tenant)
+
     def excess_of(self, demand: AdmissionDemand) -> RequestsAndTokens:
         """By how many requests and prompt tokens a demand exceeds what its tenant may have now; 0 if it does not."""
         requests, tokens = (self._axis_excess(axis, demand) for axis in (0, 1))
@@ -148,9 +158,7 @@ class TenantShares:
     def _axis_excess(self, axis: int, demand: AdmissionDemand) -> int:
         """The excess on one axis (0: requests, 1: prompt tokens); see `excess_of`."""
         more, bound = demand.amounts[axis], self.bounds[axis]
-        within = self.usage_of(demand.tenant).amounts[axis] + more <= self.share_of(axis, demand.tenant)
-        alone = not demand.tenant or not self.shared
-        kept = 0 if within or alone else bound // RESERVED_PART
+        kept = bound // RESERVED_PART if self.exceeds_share(axis, demand) else 0
         return max(0, self.total.amounts[axis] + more - (bound - kept))
 
     def find_victims(self, demand: AdmissionDemand, excess: RequestsAndTokens) -> list[RequestGroup] | None:

@@ -56,6 +56,7 @@ from services.gateway.ops.admin import AdminRoutes
 from services.gateway.ops.loop_watchdog import watch_event_loop
 from services.gateway.ops.readiness import CanaryProber
 from services.gateway.ops.replan_endpoint import ReplanRoute
+from services.gateway.outcomes import RequestOutcomes
 from services.gateway.preparation.preparer_pool import PreparerPool
 from services.gateway.server import GatewayServer, open_listener
 from services.gateway.service import GatewayService, RequestTimeouts
@@ -223,17 +224,18 @@ def make_service(
     spec: GatewaySpec, rules: RequestRules, backend: RelayBackend, preparers: PreparerPool
 ) -> GatewayService:
     """The service behind the routes, with the time limits of `spec`."""
-    relay = backend.relay
+    relay, metrics = backend.relay, backend.metrics
     return GatewayService(
         rules,
         backend,
-        backend.metrics,
+        metrics,
         preparers,
         lambda: system_fingerprint(relay),
         RequestTimeouts(request_s=spec.request_timeout_s, stall_s=spec.reader_stall_s),
         longest=lambda: relay.pairs.max_model_len,
         kv_classes=lambda: relay.pairs.served_classes,
         only_batches=spec.bulk_only,
+        outcomes=RequestOutcomes(metrics.slo, [metrics, metrics.history]),
     )
 
 
@@ -284,7 +286,7 @@ def build_http_app(
     """The HTTP application: the API, and the admin and replanning routes if `spec` asks for them."""
     replanning = None
     if spec.replan:
-        metrics.listener = traffic = TrafficFeed()
+        service.outcomes.add_sink(traffic := TrafficFeed())
         replanning = ReplanRoute(traffic, prober, metrics)
     admin, admin_keys = (
         (AdminRoutes(backend, replanning), BearerKeys([spec.admin_key])) if spec.admin_key else (None, None)

@@ -114,14 +114,14 @@ class ApiRoutes:
 
     async def create_chat_completion(self, request: Request) -> Response:
         """`POST /v1/chat/completions`. Raises RequestError if the request is refused."""
-        with self.service.count_refusals():
+        with self.service.outcomes.count_refusals():
             self.service.check_admission(request.state.tenant)
             async with self._body(request) as body:
                 return await self.service.create_chat_completion(body, _caller_of(request))
 
     async def create_completion(self, request: Request) -> Response:
         """`POST /v1/completions`. Raises RequestError if the request is refused."""
-        with self.service.count_refusals():
+        with self.service.outcomes.count_refusals():
             self.service.check_admission(request.state.tenant)
             async with self._body(request) as body:
                 return await self.service.create_completion(body, _caller_of(request))

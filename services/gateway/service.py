@@ -6,8 +6,7 @@ The service owns the open generations, so that a shutdown can end them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from msgspec import structs
@@ -32,6 +31,7 @@ from services.gateway.metrics.recent_events import RecentErrors
 from services.gateway.openai.resolve import ResolvedRequest, fit_kv_class, fit_worker_context
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
+from services.gateway.outcomes import RequestOutcomes
 from services.gateway.preparation.preparation_job import (
     PreparationJob,
     PreparedReply,
@@ -57,7 +57,8 @@ class GatewayService:
     `longest` returns how many tokens (prompt and answer) the workers can take, or None until that is known.
     `kv_classes` returns the KV classes that the workers have.
     `only_batches`: the workers do bulk work only, so that requests over HTTP are refused.
-    `open` holds the generations whose response is being written. `errors` are the latest error responses.
+    `open` holds the generations whose response is being written. `errors` are the latest error responses. `outcomes`
+    are told how every sequence ends.
     """
 
     rules: RequestRules
@@ -72,6 +73,7 @@ class GatewayService:
     longest: Callable[[], int | None] = lambda: None
     kv_classes: Callable[[], ServedClasses] = lambda: ServedClasses([RAW_CLASS], [RAW_CLASS])
     only_batches: bool = False
+    outcomes: RequestOutcomes = field(default_factory=RequestOutcomes)
 
     def __post_init__(self) -> None:
         self._names = LogprobJson(self.rules.tokenizer)
@@ -87,16 +89,6 @@ class GatewayService:
             raise RequestError(SHUTTING_DOWN)
         if (refusal := self.backend.find_refusal(1, tenant)) is not None:
             raise RequestError(refusal)
-
-    @contextmanager
-    def count_refusals(self) -> Iterator[None]:
-        """Count requests refused because of load (429, 503) before they become a generation. They met no SLO."""
-        try:
-            yield
-        except RequestError as error:
-            if error.failure.is_overload:
-                self.metrics.on_refused(error.failure.code)
-            raise
 
     async def create_chat_completion(self, body: bytes, caller: Caller) -> Response:
         """The response to `POST /v1/chat/completions`; the generation starts when the response is sent.
@@ -174,10 +166,18 @@ class GatewayService:
         if self.draining:
             raise RequestError(SHUTTING_DOWN)
         patience = self.patience
+        own_deadline = caller.timeout_s is not None and caller.timeout_s < patience.request_s
         allowed_s = min(patience.request_s, caller.timeout_s or patience.request_s)
         max_bytes = self.rules.limits.max_stream_bytes
         generation = Generation(
-            head.id, ask, self.rules.tokenizer, self.backend, self.metrics, max_bytes, self._answers
+            head.id,
+            ask,
+            self.rules.tokenizer,
+            self.backend,
+            self.metrics,
+            max_bytes,
+            self._answers,
+            self.outcomes,
         )
         return GenerationResponse(
             generation,
@@ -188,4 +188,5 @@ class GatewayService:
             stall_s=patience.stall_s,
             ping_s=patience.ping_s,
             timings=caller.timings,
+            own_deadline=own_deadline,
         )

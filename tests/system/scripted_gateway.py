@@ -28,6 +28,7 @@ from services.gateway.http.auth import BearerKeys
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.openai.validate import RequestRules
+from services.gateway.outcomes import RequestOutcomes
 from services.gateway.preparation.preparer_pool import PreparerPool
 from services.gateway.server import MAX_CONNECTIONS, GatewayServer, open_listener
 from services.gateway.service import GatewayService, RequestTimeouts
@@ -162,7 +163,13 @@ def scripted(
     script = Script(tokens, text)
     rules = RequestRules(tokens, ("toy", "org/toy"), tokens.context_tokens, limits or RequestLimits())
     service = GatewayService(
-        rules, script, metrics, PreparerPool(rules), lambda: "fp_toy", patience or RequestTimeouts()
+        rules,
+        script,
+        metrics,
+        PreparerPool(rules),
+        lambda: "fp_toy",
+        patience or RequestTimeouts(),
+        outcomes=RequestOutcomes(metrics.slo, [metrics, metrics.history]),
     )
     batches = None if data_dir is None else open_batch_service(str(data_dir), max_file_bytes, service)
     app = build_app(

@@ -11,10 +11,12 @@ from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.feeder import BatchFeeder
 from services.gateway.batches.files.file_routes import FileRoutes
 from services.gateway.batches.line_runner import LineRunner
+from services.gateway.batches.line_window import LineWindowSink
 from services.gateway.batches.store import BatchStore
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
 from services.gateway.openai.batch_schema import MAX_WINDOW_S
+from services.gateway.outcomes import RequestOutcomes
 from services.gateway.preparation.file_checker import FileChecker
 from services.gateway.service import GatewayService, RequestTimeouts
 
@@ -64,10 +66,12 @@ def open_batch_service(
     except BaseException:
         folder.close()
         raise
-    # Lines are not requests of clients who wait: they have metrics of their own, and end with their batch.
+    # Lines are not requests of clients who wait: they have metrics of their own, nobody counts their outcomes, and
+    # they end with their batch.
     lines = replace(
         service,
         metrics=GatewayMetrics(),
+        outcomes=RequestOutcomes(),
         patience=RequestTimeouts(request_s=2.0 * MAX_WINDOW_S),
         open=set(),
         only_batches=False,
@@ -89,7 +93,7 @@ def open_batch_service(
         service.metrics.slo.attainment,
     )
     if not service.only_batches:
-        service.metrics.on_judged = feeder.record_request
+        service.outcomes.add_sink(LineWindowSink(feeder.record_request))
     service.metrics.registry.register(BatchCollector(feeder))
     files = FileRoutes(store, max_file_bytes, limits.body_s, is_draining)
     return BatchService(store, feeder, files, BatchRoutes(store, feeder, is_draining))

@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from services.gateway.outcomes import EndedSequence, Outcome, OutcomeSink
+
 # Requests that ended in so many seconds are judged together.
 RECENT_S = 10.0
 # Lines may use this share of the misses that the SLOs allow, at least `MIN_MISSES` of them.
@@ -26,6 +28,21 @@ CUT_PAUSE_S = 1.0
 # time, until the share was whole again.
 GROW_PER_S = 1 / 16
 HOLD_S, MAX_HOLD_S = 2.0, 60.0
+
+
+class LineWindowSink(OutcomeSink):
+    """Tells `record` whether requests over HTTP met their SLOs.
+
+    Refusals, and failures before a request became sequences, are left out, since lines have no part in them.
+    """
+
+    def __init__(self, record: Callable[[bool], object]) -> None:
+        self._record = record
+
+    def on_ended(self, ended: EndedSequence) -> None:
+        """Pass on whether a sequence met its SLOs, if it counts."""
+        if ended.is_counted and ended.record is not None and not ended.is_refused:
+            self._record(ended.checked.outcome is Outcome.MET)
 
 
 class LineWindow:

@@ -1,7 +1,7 @@
 """Holds all answers of one HTTP request, between the backend that makes tokens and the task that writes the response.
 
     backend ── SequenceSink ─▶ SequenceStream ─▶ OutputText ── pieces ─▶ GenerationResponse (streaming.py)
-                                     └─▶ SequenceRecord, GatewayMetrics
+                                     └─▶ SequenceRecord ─▶ RequestOutcomes, GatewayMetrics
 
 A client that reads a stream too slowly is disconnected once more than `max_bytes` of its answers wait to be written.
 """
@@ -16,18 +16,18 @@ from typing import Protocol
 from msgspec import UNSET, UnsetType
 
 from diptych.errors import RequestError
-from diptych.failure_statuses import TOO_MANY_REQUESTS, RequestFailure
+from diptych.failure_statuses import RequestFailure
 from diptych.messages import Output
 from diptych.request import Request, SamplingParams
 from router.effects import StageDurations, TelemetryEffect
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.output_text import OutputPiece, OutputText
-from services.gateway.metrics.kv_classes import KvClassRecord
-from services.gateway.metrics.prometheus import TTFT_STAGES, GatewayMetrics, SequenceRecord
+from services.gateway.metrics.prometheus import TTFT_STAGES, GatewayMetrics
 from services.gateway.metrics.timeline import SequenceTimeline
 from services.gateway.openai.keep_options import describe_kv
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.response_schema import KvDetails, PromptDetails, Usage
+from services.gateway.outcomes import Ending, KvClassRecord, RequestOutcomes, SequenceRecord
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
 # Most log-probabilities that are packed at once, before other tasks may run.
@@ -70,7 +70,7 @@ class GenerationBackend(Protocol):
 
 
 class Generation:
-    """The sequences of one HTTP request. They are submitted together.
+    """The sequences of one HTTP request. They are submitted together, and each of them ends once for `outcomes`.
 
     If one sequence fails or the client leaves, all of them are cancelled.
     """
@@ -84,8 +84,10 @@ class Generation:
         metrics: GatewayMetrics,
         max_bytes: int,
         memory: AnswerMemory,
+        outcomes: RequestOutcomes | None = None,
     ) -> None:
         self.name, self.ask = name, ask
+        self.outcomes = outcomes or RequestOutcomes()
         self._memory, self._held_bytes = memory, 0
         self.failure: RequestFailure | None = None
         # Whether the sequences were cancelled because the client read too slowly.
@@ -108,17 +110,20 @@ class Generation:
         """The answers of all sequences, in the order of choices."""
         return [stream.answer for stream in self.streams]
 
-    def submit_sequences(self, arrived_s: float, deadline_s: float) -> None:
-        """Hand all sequences to the backend. `arrived_s` is when the HTTP request came; both times are monotonic."""
+    def submit_sequences(self, arrived_s: float, deadline_s: float, own_deadline: bool = False) -> None:
+        """Hand all sequences to the backend. `arrived_s` is when the HTTP request came; both times are monotonic.
+
+        `own_deadline` says that the client set the deadline, and not the service.
+        """
         self.metrics.params_n.labels(self.ask.model).observe(self.ask.n)
         self.backend.submit_requests(
-            [(stream.make_request(arrived_s, deadline_s), stream) for stream in self.streams]
+            [(stream.make_request(arrived_s, deadline_s, own_deadline), stream) for stream in self.streams]
         )
 
-    def cancel_sequences(self) -> None:
-        """Cancel all sequences that still run, because no client reads them. Idempotent."""
+    def cancel_sequences(self, ending: Ending = Ending.LEFT) -> None:
+        """Cancel all sequences that still run, because no client reads them. Idempotent; the first `ending` counts."""
         for stream in self.streams:
-            stream.cancel_sequence()
+            stream.cancel_sequence(ending)
 
     @property
     def done(self) -> bool:
@@ -153,7 +158,7 @@ class Generation:
         if self.ask.stream and self._held_bytes > self._max_bytes and not self.flooded:
             self.flooded = sum(stream.answer.waiting_bytes for stream in self.streams) > self._max_bytes
             if self.flooded:
-                self.cancel_sequences()
+                self.cancel_sequences(Ending.SLOW_READER)
         self._news.set()
 
     def hold_bytes(self, num_bytes: int) -> None:
@@ -182,7 +187,7 @@ class Generation:
         for stream in self.streams:
             stream.mark_written(now_s)
             stream.record.ended_s = now_s
-            self.metrics.on_ended(stream.record)
+            stream.end_once(Ending.ANSWERED)
         longest = max(stream.record.tokens for stream in self.streams)
         self.metrics.max_generation.labels(self.ask.model).observe(longest)
 
@@ -235,7 +240,8 @@ class SequenceStream:
         self.record = SequenceRecord(generation.ask.model, len(answer.prompt.tokens))
         self.timeline = SequenceTimeline()
         self._generation, self._metrics = generation, generation.metrics
-        self._open = False
+        # Whether the backend has the sequence; and whether it arrived and its outcome is not known yet.
+        self._open = self._is_pending = False
         self._held_bytes = 0
         # How the KV of the running attempt is coded; None if the answer does not tell.
         self._kv: KvDetails | None = None
@@ -262,9 +268,10 @@ class SequenceStream:
         self._held_bytes += more
         self._generation.hold_bytes(more)
 
-    def make_request(self, arrived_s: float, deadline_s: float) -> Request:
+    def make_request(self, arrived_s: float, deadline_s: float, own_deadline: bool = False) -> Request:
         """The request for the backend. Both times are in seconds on the monotonic clock."""
         self.record.arrived_s = arrived_s
+        self.record.client_deadline_s = deadline_s if own_deadline else None
         request = Request(
             self.request,
             self.answer.prompt.tokens,
@@ -277,22 +284,30 @@ class SequenceStream:
             chunks=self.answer.prompt.chunks,
         )
         request.entered_s[request.stage] = arrived_s
-        self._metrics.on_arrived(self.record)
+        self._generation.outcomes.add_arrival(self.record)
         self._metrics.params_max.labels(self.record.model).observe(self.sampling.max_tokens)
-        self._open = True
+        self._open = self._is_pending = True
         return request
 
-    def cancel_sequence(self) -> None:
-        """Cancel the sequence if it still runs, because its client has left."""
+    def end_once(self, ending: Ending, failure: RequestFailure | None = None) -> None:
+        """Report how the sequence ended, if it arrived. Only the first call counts."""
+        if self._is_pending:
+            self._is_pending = False
+            self._generation.outcomes.end_sequence(self.record, ending, failure)
+
+    def cancel_sequence(self, ending: Ending) -> None:
+        """Cancel the sequence if it still runs, because its client has left, or reads too slowly."""
+        self.end_once(ending)
         if self._open:
             self._open = False
             self._metrics.cancelled.inc()
             self._generation.backend.cancel_request(self.request)
 
     def fail_with_request(self, failure: RequestFailure) -> None:
-        """Cancel the sequence if it still runs, because another sequence of its HTTP request failed."""
+        """Fail with the whole HTTP request, and cancel the sequence if it still runs."""
+        self.end_once(Ending.FAILED, failure)
         if self._open:
-            self._record_failure(failure)
+            self._open = False
             self._generation.backend.cancel_request(self.request)
 
     def mark_written(self, now_s: float) -> None:
@@ -346,7 +361,7 @@ class SequenceStream:
 
     def finish_sequence(self, reason: str, now_s: float) -> None:
         """Complete the answer. A stop string found before gives its finish reason; otherwise it is `reason`."""
-        self._open = False
+        self._open, self.record.is_complete = False, True
         self.answer.end_sequence(reason)
         self.record.finish = self.answer.finish or reason
         self._generation.notify_writer()
@@ -356,17 +371,5 @@ class SequenceStream:
         if self.answer.finish is not None:
             # The answer's text had ended already, so nothing is missing.
             return self.finish_sequence(self.answer.finish, time.monotonic())
-        if self._open:
-            self._record_failure(failure)
-        self._generation.fail_request(failure)
-
-    def _record_failure(self, failure: RequestFailure) -> None:
-        """Close the sequence and count the failure in the metrics."""
         self._open = False
-        self._metrics.failures.labels(failure.code).inc()
-        refused = failure.status == TOO_MANY_REQUESTS
-        self._metrics.on_failed(self.record, refused)
-        if failure.is_overload:
-            self._metrics.rejections.labels(failure.code).inc()
-        if refused:
-            self._metrics.refused.labels(failure.code).inc()
+        self._generation.fail_request(failure)

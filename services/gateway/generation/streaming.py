@@ -30,6 +30,7 @@ from services.gateway.http.connection import ClientStalled, ResponseWriter
 from services.gateway.http.error_response import JSON_TYPE, error_response, log_failure
 from services.gateway.http.request_scope import request_ids_of, trace_of
 from services.gateway.openai.response_schema import AnswerDetails, DetailsField
+from services.gateway.outcomes import GATEWAY_FAILED, GATEWAY_STOPPED, Ending
 from services.gateway.tracing.spans import TracedSequence
 
 # Seconds between two pings after the first token. They keep proxies and clients from timing out.
@@ -60,6 +61,7 @@ class GenerationResponse(Response):
     The generation is in `running` while it is being written. `arrived_s` and `deadline_s` say when the request came and
     when it must have ended, on the monotonic clock. A client that reads too little for `stall_s` seconds is
     disconnected. `ping_s` is the time between pings. With `timings` the answer says where its time went.
+    `own_deadline` says that the client set the deadline.
     """
 
     def __init__(
@@ -73,11 +75,12 @@ class GenerationResponse(Response):
         stall_s: float,
         ping_s: float = PING_INTERVAL_S,
         timings: bool = False,
+        own_deadline: bool = False,
     ) -> None:
         super().__init__()
         self._timings = timings
         self.generation, self.view, self._running = generation, view, running
-        self._arrived_s, self._deadline_s = arrived_s, deadline_s
+        self._arrived_s, self._deadline_s, self._own_deadline = arrived_s, deadline_s, own_deadline
         self._stall_s, self._ping_s = stall_s, ping_s
         # The time at which this task last let other tasks run.
         self._paused_s = 0.0
@@ -94,10 +97,13 @@ class GenerationResponse(Response):
                 work.result()
         except ClientStalled:
             self.generation.metrics.cut.inc()
+            self.generation.cancel_sequences(Ending.SLOW_READER)
             log.warning("is disconnected: the client reads too slowly", extra=self._log_ids(scope))
             await self._reset_connection(wire, left)
-        except BaseException:
+        except BaseException as error:
             # This includes the cancellation of a server that stops: what was written must not look complete.
+            stopped = isinstance(error, asyncio.CancelledError)
+            self.generation.fail_request(GATEWAY_STOPPED if stopped else GATEWAY_FAILED)
             await self._reset_connection(wire, left)
             raise
         finally:
@@ -133,7 +139,7 @@ class GenerationResponse(Response):
     async def _run_generation(self, wire: ResponseWriter, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit the sequences and write the response, or an error if nothing was written before."""
         log.info("generates %d sequences", len(self.generation.streams), extra=self._log_ids(scope))
-        self.generation.submit_sequences(self._arrived_s, self._deadline_s)
+        self.generation.submit_sequences(self._arrived_s, self._deadline_s, self._own_deadline)
         try:
             if self.generation.ask.stream:
                 await self._write_stream(wire)

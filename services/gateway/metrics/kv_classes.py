@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from prometheus_client import Counter
 
-from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
+from diptych.chunks import CHUNK_TOKENS
 from diptych.kept_report import KeptReport
-from router.routing.class_choice import DEFAULT
-
-
-@dataclass(slots=True)
-class KvClassRecord:
-    """The KV class of a sequence, why it has it (`router.routing.class_choice`), and bytes of a token: as it is stored,
-    and how many fewer these are than without a codec. The former is 0 if the answer does not tell of its KV.
-    """
-
-    kv_class: str = RAW_CLASS
-    reason: str = DEFAULT
-    saved_bytes_per_token: int = 0
-    bytes_per_token: int = 0
-    # What eviction kept of the sequence, if it evicts.
-    kept: KeptReport | None = None
+from services.gateway.outcomes import KvClassRecord
 
 
 class KvCounters:

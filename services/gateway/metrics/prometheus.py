@@ -8,11 +8,8 @@ prompt, a key or a request id.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -37,10 +34,19 @@ from services.gateway.metrics.buckets import (
     bucket_bounds_s,
 )
 from services.gateway.metrics.bulk import BulkCounters
-from services.gateway.metrics.kv_classes import KvClassRecord, KvCounters
+from services.gateway.metrics.kv_classes import KvCounters
 from services.gateway.metrics.recent_history import RecentHistory
 from services.gateway.metrics.vllm_transfers import NixlHistograms
 from services.gateway.metrics.workers import LinkSpeed, WorkerCollector, WorkerSnapshot
+from services.gateway.outcomes import (
+    BOTH,
+    EndedSequence,
+    Ending,
+    Outcome,
+    OutcomeSink,
+    SequenceRecord,
+    known_outcomes,
+)
 
 TTFT_STAGES = ("admission", "retry", "prefill_queue", "prefill", "deliver", "write")
 TRANSFER_PARTS = ("hidden", "exposed")
@@ -49,73 +55,13 @@ HANDOFF_STAGES = ("decode_admission", "transfer", "first_decode")
 SLO_WINDOW = 1000
 
 
-@dataclass(slots=True)
-class SequenceRecord:
-    """One sequence as its client saw it. All times are seconds on the monotonic clock."""
-
-    model: str
-    prompt_tokens: int
-    cached_tokens: int = 0
-    tokens: int = 0
-    arrived_s: float = 0.0
-    # The time at which the first token reached the gateway.
-    first_token_s: float | None = None
-    # The time at which the last token reached the gateway.
-    last_token_s: float | None = None
-    # The time at which the first token of a streamed answer was written to the client. For an answer that is not
-    # streamed: the time at which its first token reached the gateway.
-    first_written_s: float | None = None
-    ended_s: float = 0.0
-    finish: str = "stop"
-    kv: KvClassRecord = field(default_factory=KvClassRecord)
-    stages: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Time to first token in seconds: from arrival until the token was written. None before that."""
-        return None if self.first_written_s is None else self.first_written_s - self.arrived_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean seconds per output token after the first; None with fewer than two tokens."""
-        return self.decode_s / (self.tokens - 1) if self.tokens > 1 else None
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds from the first token to the last, both as they reached the gateway; 0 before the first."""
-        return (
-            self.last_token_s - self.first_token_s
-            if self.last_token_s is not None and self.first_token_s is not None
-            else 0.0
-        )
-
-
-class TrafficListener(Protocol):
-    """Gets each sequence's arrival and end besides the metrics; implemented by `TrafficFeed`."""
-
-    def on_arrived(self, prompt_tokens: int) -> None:
-        """A sequence was handed to the backend."""
-
-    def on_ended(self, record: SequenceRecord, good: bool) -> None:
-        """A sequence was answered completely; `good` says whether it met all SLOs."""
-
-    def on_failed(self, record: SequenceRecord) -> None:
-        """A sequence failed after it was handed to the backend."""
-
-    def on_refused(self) -> None:
-        """A request was refused because of load before it became sequences."""
-
-
-class GatewayMetrics:
+class GatewayMetrics(OutcomeSink):
     """All metrics of the gateway. `render_text` returns the body of `/metrics`."""
 
-    def __init__(self, slo: Slo | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.slo, self._clock = slo or Slo(), clock
+    def __init__(self, slo: Slo | None = None) -> None:
+        self.slo = slo or Slo()
         self.history = RecentHistory()
         self._limits_s = self.slo.limits_s()
-        self.listener: TrafficListener | None = None
-        # Gets whether a sequence met all SLOs, of each that was not refused.
-        self.on_judged: Callable[[bool], object] | None = None
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -125,7 +71,7 @@ class GatewayMetrics:
         self._define_failures()
         self._define_replanning()
         self._attained: dict[str, deque[bool]] = {
-            name: deque(maxlen=SLO_WINDOW) for name in ("ttft", "tpot", "all")
+            name: deque(maxlen=SLO_WINDOW) for name in ("ttft", "tpot", BOTH)
         }
 
     def watch_workers(
@@ -287,19 +233,25 @@ class GatewayMetrics:
         self.target = Gauge(
             "diptych:slo_target_ratio", "Share that shall meet the SLO", ["objective"], registry=self.registry
         )
-        self.judged = self._counter(
+        self.checked = self._counter(
             "diptych:slo_requests", "Sequences with an SLO, by whether they met it", "objective", "met"
+        )
+        self.outcomes = self._counter(
+            "diptych:slo_outcomes", "Sequences offered, by what they count as, and why", "outcome", "reason"
         )
         self.good_requests = self._counter("diptych:goodput_requests", "Sequences within all SLOs")
         self.good_tokens = self._counter("diptych:goodput_tokens", "Tokens of sequences within all SLOs")
         for name, bound in self._limits_s.items():
             if bound is not None:
                 self.objective.labels(name).set(bound)
-                for objective in (name, "all"):
+                for objective in (name, BOTH):
                     self.target.labels(objective).set(self.slo.attainment)
                     # From 0 on: what a series begins with is no increase to Prometheus.
-                    self.judged.labels(objective, "true")
-                    self.judged.labels(objective, "false")
+                    self.checked.labels(objective, "true")
+                    self.checked.labels(objective, "false")
+        if self._has_slo:
+            for outcome, why in sorted(known_outcomes()):
+                self.outcomes.labels(outcome.value, why)
 
     def _define_failures(self) -> None:
         """The gateway's queue, and the outcome of requests whose workers failed."""
@@ -353,21 +305,35 @@ class GatewayMetrics:
             "diptych:replan_unheard_events", "Traffic events dropped before the replanner fetched them"
         )
 
-    def on_arrived(self, record: SequenceRecord) -> None:
+    @property
+    def _has_slo(self) -> bool:
+        """Whether any SLO is set."""
+        return any(limit_s is not None for limit_s in self._limits_s.values())
+
+    def on_arrived(self, record: SequenceRecord, now_s: float) -> None:
         """A sequence was handed to the backend."""
         self.offered.inc()
-        if self.listener is not None:
-            self.listener.on_arrived(record.prompt_tokens)
 
-    def on_refused(self, code: str) -> None:
-        """A request was refused before it became sequences. It counts as a request that met no SLO."""
-        self.rejections.labels(code).inc()
-        self.offered.inc()
-        self.refused.labels(code).inc()
-        self.history.count_ended(self._clock(), "refused")
-        self._count_slo({"ttft": False, "tpot": False}, refused=True)
-        if self.listener is not None:
-            self.listener.on_refused()
+    def on_ended(self, ended: EndedSequence) -> None:
+        """Count how a sequence ended, and what it counts as. A refused request was offered too."""
+        record, failure, checked = ended.record, ended.failure, ended.checked
+        if record is None:
+            self.offered.inc()
+        if failure is not None:
+            if record is not None:
+                self.failures.labels(failure.code).inc()
+            if failure.is_overload:
+                self.rejections.labels(failure.code).inc()
+            if ended.is_refused:
+                self.refused.labels(failure.code).inc()
+        if record is not None and ended.ending is Ending.ANSWERED:
+            self._observe_answer(record)
+        if record is not None and checked.outcome is Outcome.MET:
+            self.good_requests.inc()
+            self.good_tokens.inc(record.tokens)
+        if self._has_slo:
+            self.outcomes.labels(checked.outcome.value, checked.reason).inc()
+            self._count_slos(checked.slos)
 
     def observe_gap(self, model: str, seconds: float, num_tokens: int) -> None:
         """Record `num_tokens` new tokens of a sequence, `seconds` after the step before: one gap per token."""
@@ -383,8 +349,8 @@ class GatewayMetrics:
         for stage, seconds in ttft_breakdown(record).items():
             self.ttft_stage.labels(stage).observe(seconds)
 
-    def on_ended(self, record: SequenceRecord) -> None:
-        """A sequence was answered completely: observe its lengths and times, and check its SLOs."""
+    def _observe_answer(self, record: SequenceRecord) -> None:
+        """Observe the lengths and times of a sequence that was answered completely."""
         model = record.model
         self.success.labels(model, record.finish).inc()
         self.kv.count_answer(record.kv, record.prompt_tokens + record.tokens)
@@ -401,40 +367,13 @@ class GatewayMetrics:
         self.inference.labels(model).observe(prefill_s + record.decode_s)
         if record.tpot_s is not None:
             self.tpot.labels(model).observe(record.tpot_s)
-        self.history.count_ended(self._clock(), "answered", record.tokens)
-        self.history.record_latencies(self._clock(), record.ttft_s, record.tpot_s)
-        self._check_slo(record)
 
-    def on_failed(self, record: SequenceRecord | None = None, refused: bool = False) -> None:
-        """A sequence failed, or was `refused` because of load. It counts as a sequence that met no SLO."""
-        self.history.count_ended(self._clock(), "refused" if refused else "failed")
-        self._count_slo({"ttft": False, "tpot": False}, refused)
-        if self.listener is not None and record is not None:
-            self.listener.on_failed(record)
-
-    def _check_slo(self, record: SequenceRecord) -> None:
-        """Check an answered sequence against the SLOs, and count it for attainment and goodput."""
-        met = {"ttft": self.slo.is_met(record.ttft_s, None), "tpot": self.slo.is_met(None, record.tpot_s)}
-        self._count_slo(met)
-        if all(met.values()):
-            self.good_requests.inc()
-            self.good_tokens.inc(record.tokens)
-        if self.listener is not None:
-            self.listener.on_ended(record, all(met.values()))
-
-    def _count_slo(self, met: dict[str, bool], refused: bool = False) -> None:
-        """Count one sequence for attainment: by SLO name, whether it was met. SLOs that are not set are left out."""
-        asked = {name: verdict for name, verdict in met.items() if self._limits_s[name] is not None}
-        if not asked:
-            return
-        verdicts = {**asked, "all": all(asked.values())}
-        self.history.count_slo(self._clock(), verdicts)
-        if self.on_judged is not None and not refused:
-            self.on_judged(verdicts["all"])
-        for name, is_met in verdicts.items():
+    def _count_slos(self, slos: Mapping[str, bool]) -> None:
+        """Count one sequence for attainment: by SLO, whether it was met."""
+        for name, is_met in slos.items():
             window = self._attained[name]
             window.append(is_met)
-            self.judged.labels(name, str(is_met).lower()).inc()
+            self.checked.labels(name, str(is_met).lower()).inc()
             self.attainment.labels(name).set(sum(window) / len(window))
 
 

@@ -12,12 +12,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.gateway.outcomes import BOTH, EndedSequence, Ending, Outcome, OutcomeSink
+
 BUCKET_S = 15.0
 NUM_BUCKETS = 60
 # The last five minutes are reported beside the whole history.
 SHORT_BUCKETS = 20
-OBJECTIVES = ("ttft", "tpot", "all")
-OUTCOMES = ("answered", "failed", "refused")
+OBJECTIVES = ("ttft", "tpot", BOTH)
+# "left" are sequences whose client left after an SLO had been missed; "not_counted" neither met nor missed their SLOs.
+OUTCOMES = ("answered", "failed", "refused", "left", "not_counted")
 LATENCIES = ("ttft", "tpot")
 # Latencies are counted by powers of this number, so a quantile is at most 5 % too high.
 LATENCY_STEP = 1.05
@@ -53,12 +56,22 @@ def burn_rate(attainment: float | None, target: float) -> float | None:
     return None if attainment is None or target >= 1.0 else (1.0 - attainment) / (1.0 - target)
 
 
-class RecentHistory:
+class RecentHistory(OutcomeSink):
     """Counts requests and samples the queue. All times are seconds on one monotonic clock."""
 
     def __init__(self, bucket_s: float = BUCKET_S, num_buckets: int = NUM_BUCKETS) -> None:
         self._bucket_s, self._num_buckets = bucket_s, num_buckets
         self._buckets: deque[HistoryBucket] = deque(maxlen=num_buckets)
+
+    def on_ended(self, ended: EndedSequence) -> None:
+        """Count a sequence that has ended, or a request that was refused before it became sequences."""
+        if ended.checked.slos:
+            self.count_slo(ended.now_s, ended.checked.slos)
+        record, tokens = ended.record, 0
+        if record is not None and ended.ending is Ending.ANSWERED:
+            tokens = record.tokens
+            self.record_latencies(ended.now_s, record.ttft_s, record.tpot_s)
+        self.count_ended(ended.now_s, _name_end(ended), tokens)
 
     def count_slo(self, now_s: float, met: Mapping[str, bool]) -> None:
         """Count one request: whether it met each objective that is set."""
@@ -135,6 +148,17 @@ class RecentHistory:
         if not self._buckets or self._buckets[-1].index < index:
             self._buckets.append(HistoryBucket(index))
         return self._buckets[-1]
+
+
+def _name_end(ended: EndedSequence) -> str:
+    """The one of `OUTCOMES` that an end counts as."""
+    if ended.checked.outcome is Outcome.NOT_COUNTED:
+        return "not_counted"
+    if ended.ending is Ending.ANSWERED:
+        return "answered"
+    if ended.is_refused:
+        return "refused"
+    return "failed" if ended.ending is Ending.FAILED else "left"
 
 
 def _attainment(buckets: Iterable[HistoryBucket], name: str, target: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from services.gateway.metrics.prometheus import SequenceRecord
+from services.gateway.outcomes import EndedSequence, Ending, Outcome, OutcomeSink, SequenceRecord
 
 MAX_KEPT_EVENTS = 100_000
 # Characters of the replanner's reason.
@@ -56,8 +56,8 @@ class TrafficEvents(msgspec.Struct, frozen=True):
     events: list[TrafficEvent]
 
 
-class TrafficFeed:
-    """The latest events. Implements `services.gateway.metrics.prometheus.TrafficListener`."""
+class TrafficFeed(OutcomeSink):
+    """The latest events. A sequence that is not counted has no end here: only the service's misses call for workers."""
 
     def __init__(self, kept: int = MAX_KEPT_EVENTS, clock: Callable[[], float] = time.monotonic) -> None:
         self._events: deque[TrafficEvent] = deque(maxlen=kept)
@@ -66,21 +66,23 @@ class TrafficFeed:
         # Identifies this process, since every process numbers its events anew.
         self._boot = secrets.token_hex(8)
 
-    def on_arrived(self, prompt_tokens: int) -> None:
-        """Record that a sequence was handed to the backend."""
-        self._append_event(ARRIVED, prompt_tokens)
+    def on_arrived(self, record: SequenceRecord, now_s: float) -> None:
+        """Record that a sequence was handed to the backend, unless its own deadline has passed: it costs nothing."""
+        if record.client_deadline_s is None or now_s < record.client_deadline_s:
+            self._append_event(ARRIVED, record.prompt_tokens)
 
-    def on_ended(self, record: SequenceRecord, good: bool) -> None:
-        """Record a sequence that was answered completely; `good` says whether it met all SLOs."""
-        self._append_event(ENDED, record.prompt_tokens, record.tokens, good, record.cached_tokens)
-
-    def on_failed(self, record: SequenceRecord) -> None:
-        """Record a sequence that failed."""
-        self._append_event(FAILED, record.prompt_tokens)
-
-    def on_refused(self) -> None:
-        """Record a request that was refused before it became sequences."""
-        self._append_event(REFUSED)
+    def on_ended(self, ended: EndedSequence) -> None:
+        """Record an answer, and whether it met all SLOs; or a failure or refusal that is the service's fault."""
+        record, outcome = ended.record, ended.checked.outcome
+        if outcome is Outcome.NOT_COUNTED:
+            return
+        if record is None:
+            self._append_event(REFUSED)
+        elif ended.ending is Ending.ANSWERED:
+            is_met = outcome is Outcome.MET
+            self._append_event(ENDED, record.prompt_tokens, record.tokens, is_met, record.cached_tokens)
+        else:
+            self._append_event(FAILED, record.prompt_tokens)
 
     def events_since(self, boot: str, after: int) -> TrafficEvents:
         """The events after number `after` of the process `boot`. Events up to `after` are forgotten.

@@ -139,8 +139,8 @@ function showSlo(history, limits) {
 }
 
 function showTraffic(history) {
-  show("traffic", [history.answered, history.failed, history.refused, history.queued, history.predicted_wait_s, history.tokens], () => {
-    const lost = history.failed.map((count, index) => count + history.refused[index]);
+  show("traffic", [history.answered, history.failed, history.refused, history.left, history.queued, history.predicted_wait_s, history.tokens], () => {
+    const lost = history.failed.map((count, index) => count + history.refused[index] + history.left[index]);
     const sum = (values) => values.reduce((total, value) => total + value, 0);
     const most = (values) => Math.max(0, ...values);
     const plot = (title, parts) => {
@@ -148,7 +148,7 @@ function showTraffic(history) {
       return top > 0 ? [el("h3", {}, title), chart(title, parts, top)] : [];
     };
     return [
-      ...plot(`Requests: ${sum(history.answered)} answered, ${sum(lost)} failed or refused`, [["f-good", history.answered], ["f-bad", lost]]),
+      ...plot(`Requests: ${sum(history.answered)} answered, ${sum(lost)} failed, refused or given up`, [["f-good", history.answered], ["f-bad", lost]]),
       ...plot(`Tokens generated: ${sum(history.tokens)}`, [["f-good", history.tokens]]),
       ...plot(`Waiting in the gateway: at most ${most(history.queued)}`, [["f-good", history.queued]]),
       ...plot(`Predicted wait: at most ${seconds(most(history.predicted_wait_s))}`, [["f-good", history.predicted_wait_s]])];

@@ -156,8 +156,10 @@ class PreparerPool:
         try:
             self._queue.push(tenant, waiting, len(job.body))
         except TenantQueueFull:
-            problem = "too many bodies of this key wait to be prepared"
-            raise RequestError(RequestFailure(FailureReason.TENANT_PREPARATION_FULL, problem)) from None
+            whose = " of this key" if tenant else ""
+            reason = FailureReason.TENANT_PREPARATION_FULL if tenant else FailureReason.PREPARATION_FULL
+            problem = f"too many bodies{whose} wait to be prepared"
+            raise RequestError(RequestFailure(reason, problem)) from None
         self._match_jobs()
         overdue = loop.call_later(self.wait_s, self._expire_job, waiting)
         try:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 from diptych.failure_statuses import RequestFailure
 from diptych.logs.request_ids import RequestIds
-from services.gateway.metrics.prometheus import SequenceRecord, ttft_breakdown
+from services.gateway.metrics.prometheus import ttft_breakdown
 from services.gateway.metrics.timeline import AttemptTimes, SequenceTimeline
+from services.gateway.outcomes import SequenceRecord
 from services.gateway.tracing.trace_context import TraceContext, new_span_id
 
 # Stages of the time to first token that belong to the attempt with the first token; the others belong to the request.

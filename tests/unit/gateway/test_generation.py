@@ -33,6 +33,7 @@ from services.gateway.openai.request_schema import CompletionRequest
 from services.gateway.openai.resolve import make_prompt, resolve_completion
 from services.gateway.openai.response_schema import Completion, Usage
 from services.gateway.openai.validate import RequestRules
+from services.gateway.outcomes import RequestOutcomes
 from tests.unit.gateway.test_prometheus import values
 from tests.unit.gateway.test_relay_backend import Channel, until
 
@@ -44,6 +45,7 @@ class Gateway:
         self.channel, self.metrics = Channel(), GatewayMetrics(Slo(ttft_s=1.0))
         relay = Relay(admission=Admission(AdmissionLimits(max_requests=max_requests)))
         self.backend = RelayBackend(relay, cast(ChannelHub, self.channel), self.metrics)
+        self.outcomes = RequestOutcomes(self.metrics.slo, [self.metrics, self.metrics.history])
         self.rules = rules
 
     def ask(self, name: str, n: int, tenant: str) -> Generation:
@@ -51,7 +53,14 @@ class Gateway:
         asked = parse_body(body, CompletionRequest, 16)
         ask = resolve_completion(asked, [make_prompt([1, 2, 3], "x")], None, self.rules, tenant)
         generation = Generation(
-            name, ask, self.rules.tokenizer, self.backend, self.metrics, 1 << 20, AnswerMemory(1 << 20)
+            name,
+            ask,
+            self.rules.tokenizer,
+            self.backend,
+            self.metrics,
+            1 << 20,
+            AnswerMemory(1 << 20),
+            self.outcomes,
         )
         now_s = self.backend.clock()
         generation.submit_sequences(now_s, now_s + 60.0)
@@ -81,10 +90,13 @@ def test_what_does_not_fit_whole_is_refused_whole_and_counted_once_each(gateway:
         found = values(gateway.metrics)
         assert found["diptych:request_failures_total{code=too_many_requests}"] == 8
         assert found["vllm:admission_rejections_total{reason=too_many_requests}"] == 8
-        assert found["diptych:slo_requests_total{met=false,objective=ttft}"] == 8
+        assert found["diptych:slo_requests_total{met=false,objective=ttft}"] == 0, (
+            "ann has more than her share"
+        )
+        assert found["diptych:slo_outcomes_total{outcome=not_counted,reason=too_many_requests}"] == 8
         assert found["diptych:requests_cancelled_total{}"] == 0
         history = gateway.metrics.history.report(gateway.backend.clock(), 0.9)
-        assert (sum(history["refused"]), sum(history["failed"])) == (8, 0)
+        assert (sum(history["not_counted"]), sum(history["failed"])) == (8, 0)
         first.cancel_sequences()
         assert gateway.backend.relay.admission.in_flight == 0
         running.cancel()
@@ -104,7 +116,8 @@ def test_when_one_sequence_fails_all_do_and_nobody_is_said_to_have_left(gateway:
         await until(lambda: not gateway.backend.relay.live)
         assert generation.failure is not None and generation.failure.code == "internal_error"
         found = values(gateway.metrics)
-        assert found["diptych:request_failures_total{code=internal_error}"] == 2
+        assert found["diptych:request_failures_total{code=internal_error}"] == 3, "the complete one too"
+        assert found["diptych:slo_outcomes_total{outcome=missed,reason=internal_error}"] == 3
         assert found["diptych:requests_cancelled_total{}"] == 0
         running.cancel()
 

@@ -31,6 +31,7 @@ from services.gateway.openai.resolve import ResolvedRequest, fit_kv_class
 from services.gateway.openai.response_schema import KeepDetails, KvDetails
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
+from services.gateway.outcomes import RequestOutcomes
 from services.gateway.preparation.resolve_body import resolve_body
 from tests.unit.gateway.test_prometheus import values
 from tests.unit.gateway.test_relay_backend import Channel, until
@@ -211,7 +212,8 @@ def answer(
         backend = RelayBackend(Relay(), cast(ChannelHub, channel), metrics)
         running = asyncio.create_task(backend.run_tasks())
         await until(lambda: bool(backend.worker_pairs()))
-        generation = Generation("r", ask, rules.tokenizer, backend, metrics, 1 << 20, AnswerMemory(1 << 20))
+        memory, outcomes = AnswerMemory(1 << 20), RequestOutcomes(None, [metrics])
+        generation = Generation("r", ask, rules.tokenizer, backend, metrics, 1 << 20, memory, outcomes)
         head = ResponseHead("r", 0, "toy", "fp_0", keep=ask.keep.threshold)
         view, now_s = CompletionFormat(head, ask, LogprobJson(rules.tokenizer)), backend.clock()
         respond = GenerationResponse(

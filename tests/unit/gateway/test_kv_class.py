@@ -26,6 +26,7 @@ from services.gateway.openai.parse_body import parse_body
 from services.gateway.openai.request_schema import CompletionRequest
 from services.gateway.openai.resolve import ResolvedRequest, check_kv_class, make_prompt, resolve_completion
 from services.gateway.openai.validate import RequestRules
+from services.gateway.outcomes import RequestOutcomes
 from tests.unit.gateway.test_prometheus import values
 from tests.unit.gateway.test_relay_backend import Channel, until
 
@@ -53,7 +54,8 @@ def answer(rules: RequestRules, stream: bool, **hello: Any) -> tuple[dict[str, s
         metrics.watch_workers(backend.worker_stats, list, "toy")
         running = asyncio.create_task(backend.run_tasks())
         await until(lambda: bool(backend.worker_pairs()))
-        generation = Generation("r", ask, rules.tokenizer, backend, metrics, 1 << 20, AnswerMemory(1 << 20))
+        memory, outcomes = AnswerMemory(1 << 20), RequestOutcomes(None, [metrics])
+        generation = Generation("r", ask, rules.tokenizer, backend, metrics, 1 << 20, memory, outcomes)
         view = CompletionFormat(ResponseHead("r", 0, "toy", "fp_0"), ask, LogprobJson(rules.tokenizer))
         now_s = backend.clock()
         respond = GenerationResponse(

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import WorkerStats
 from diptych.slo import Slo
 from diptych.specs import GatewaySpec
@@ -19,7 +20,6 @@ from services.gateway.metrics.buckets import bucket_bounds_s
 from services.gateway.metrics.prometheus import (
     TTFT_STAGES,
     GatewayMetrics,
-    SequenceRecord,
     ttft_breakdown,
 )
 from services.gateway.metrics.telemetry import RelayTelemetry
@@ -27,6 +27,7 @@ from services.gateway.metrics.traffic_feed import TrafficFeed
 from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
 from services.gateway.ops.readiness import CanaryProber
 from services.gateway.ops.replan_endpoint import ReplanRoute
+from services.gateway.outcomes import Ending, RequestOutcomes, SequenceRecord
 from services.replan.roster import FLIP, START, STOP
 
 seconds = st.floats(0, 100, allow_nan=False)
@@ -57,6 +58,10 @@ def record(**changes: float) -> SequenceRecord:
     for name, value in changes.items():
         setattr(life, name, value)
     return life
+
+
+def failed(reason: str) -> RequestFailure:
+    return RequestFailure(FailureReason(reason), "as the test says")
 
 
 @given(st.dictionaries(st.sampled_from(TTFT_STAGES[:-1]), seconds), seconds)
@@ -98,11 +103,12 @@ def test_objectives_are_exact_buckets() -> None:
 
 
 def test_attainment_and_goodput() -> None:
-    metrics = GatewayMetrics(Slo(ttft_s=0.3, tpot_s=0.2))
-    metrics.on_ended(record())  # within both: 0.25 s, and 1 s for 10 tokens
-    metrics.on_ended(record(first_written_s=1.31))  # first token too late
-    metrics.on_ended(record(last_token_s=3.3))  # tokens too slow
-    metrics.on_failed()  # failed
+    metrics = GatewayMetrics(slo := Slo(ttft_s=0.3, tpot_s=0.2))
+    outcomes = RequestOutcomes(slo, [metrics])
+    outcomes.end_sequence(record(), Ending.ANSWERED)  # within both: 0.25 s, and 1 s for 10 tokens
+    outcomes.end_sequence(record(first_written_s=1.31), Ending.ANSWERED)  # first token too late
+    outcomes.end_sequence(record(last_token_s=3.3), Ending.ANSWERED)  # tokens too slow
+    outcomes.end_sequence(record(), Ending.FAILED, failed("worker_lost"))
     found = values(metrics)
     assert found["diptych:slo_attainment{objective=ttft}"] == 0.5
     assert found["diptych:slo_attainment{objective=tpot}"] == 0.5
@@ -112,10 +118,14 @@ def test_attainment_and_goodput() -> None:
     assert found["vllm:generation_tokens_total{model_name=toy}"] == 33
 
 
-def test_without_objectives_nothing_is_judged() -> None:
+def test_without_objectives_no_sequence_is_checked() -> None:
     metrics = GatewayMetrics()
-    metrics.on_ended(record())
-    assert not [name for name in values(metrics) if name.startswith("diptych:slo_attainment{")]
+    RequestOutcomes(None, [metrics]).end_sequence(record(), Ending.ANSWERED)
+    found = values(metrics)
+    assert not [
+        name for name in found if name.startswith(("diptych:slo_attainment{", "diptych:slo_outcomes"))
+    ]
+    assert found["diptych:goodput_requests_total{}"] == 1
 
 
 def test_cached_prefixes_are_not_in_use_and_hits_are_counted_in_tokens() -> None:
@@ -166,10 +176,11 @@ def test_workers_appear_while_they_are_there() -> None:
 
 
 def test_what_is_refused_was_offered_and_met_nothing() -> None:
-    metrics = GatewayMetrics(Slo(ttft_s=0.3, attainment=0.95))
-    metrics.on_arrived(record())
-    metrics.on_ended(record())
-    metrics.on_refused("queue_full")
+    metrics = GatewayMetrics(slo := Slo(ttft_s=0.3, attainment=0.95))
+    outcomes = RequestOutcomes(slo, [metrics])
+    outcomes.add_arrival(answered := record())
+    outcomes.end_sequence(answered, Ending.ANSWERED)
+    outcomes.end_sequence(None, Ending.FAILED, failed("queue_full"))
     found = values(metrics)
     assert found["diptych:offered_requests_total{}"] == 2
     assert found["diptych:refused_requests_total{code=queue_full}"] == 1
@@ -179,17 +190,6 @@ def test_what_is_refused_was_offered_and_met_nothing() -> None:
         "diptych:slo_target_ratio{objective=all}": 0.95,
         "diptych:slo_target_ratio{objective=ttft}": 0.95,
     }
-
-
-def test_batches_get_the_outcome_of_requests_that_were_not_refused() -> None:
-    """Lines of batches have no part in a refusal."""
-    metrics, outcomes = GatewayMetrics(Slo(ttft_s=0.3)), list[bool]()
-    metrics.on_judged = outcomes.append
-    metrics.on_ended(record())
-    metrics.on_refused("queue_full")
-    metrics.on_failed(refused=True)
-    metrics.on_failed()
-    assert outcomes == [True, False]
 
 
 def test_what_may_never_happen_is_counted_from_0_on() -> None:

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.slo import Slo
-from services.gateway.metrics.prometheus import GatewayMetrics, SequenceRecord
-from services.gateway.metrics.recent_history import LATENCY_STEP, NUM_BUCKETS, RecentHistory, burn_rate
+from services.gateway.metrics.recent_history import (
+    LATENCY_STEP,
+    NUM_BUCKETS,
+    OUTCOMES,
+    RecentHistory,
+    burn_rate,
+)
+from services.gateway.outcomes import Ending, RequestOutcomes, SequenceRecord
 
 
 def test_attainment_and_burn_are_over_what_was_asked() -> None:
@@ -68,22 +75,28 @@ def test_memory_is_bounded_and_nothing_recent_is_lost(events: list[tuple[float, 
     assert (sum(shown["requests"]), sum(shown["met"])) == (len(recent), sum(recent))
 
 
-def test_the_metrics_feed_it() -> None:
-    now_s = [100.0]
-    metrics = GatewayMetrics(Slo(ttft_s=1.0), clock=lambda: now_s[0])
-    metrics.on_ended(
-        SequenceRecord("toy", 8, tokens=5, first_written_s=0.5, first_token_s=0.5, last_token_s=0.75)
+def test_outcomes_feed_it() -> None:
+    now_s, history = [100.0], RecentHistory()
+    outcomes = RequestOutcomes(Slo(ttft_s=1.0), [history], clock=lambda: now_s[0])
+    answered = SequenceRecord("toy", 8, tokens=5, first_written_s=0.5, first_token_s=0.5, last_token_s=0.75)
+    outcomes.end_sequence(answered, Ending.ANSWERED)
+    lost, full = (
+        RequestFailure(reason, "as the test says")
+        for reason in (FailureReason.WORKER_LOST, FailureReason.QUEUE_FULL)
     )
-    metrics.on_failed()
+    outcomes.end_sequence(SequenceRecord("toy", 8), Ending.FAILED, lost)
     now_s[0] = 130.0
-    metrics.on_refused("queue_full")
-    report = metrics.history.report(130.0, metrics.slo.attainment)
-    assert [report[name][-3:] for name in ("answered", "failed", "refused", "tokens")] == [
-        [1, 0, 0], [1, 0, 0], [0, 0, 1], [5, 0, 0]]  # fmt: skip
+    outcomes.end_sequence(None, Ending.FAILED, full)
+    outcomes.end_sequence(SequenceRecord("toy", 8, arrived_s=129.5), Ending.LEFT)
+    outcomes.end_sequence(SequenceRecord("toy", 8, arrived_s=128.5), Ending.LEFT)
+    report = history.report(130.0, 0.9)
+    assert {name: report[name][-3:] for name in (*OUTCOMES, "tokens")} == {
+        "answered": [1, 0, 0], "failed": [1, 0, 0], "refused": [0, 0, 1], "left": [0, 0, 1],
+        "not_counted": [0, 0, 1], "tokens": [5, 0, 0]}  # fmt: skip
     # There is no limit of TPOT, so nothing is counted for it.
     assert report["objectives"].keys() == {"ttft", "all"}
     assert report["objectives"]["all"]["met"][-3:] == [1, 0, 0]
-    assert report["objectives"]["all"]["requests"][-3:] == [2, 0, 1]
+    assert report["objectives"]["all"]["requests"][-3:] == [2, 0, 2]
 
 
 @given(st.lists(st.floats(1e-4, 100), min_size=1, max_size=100))

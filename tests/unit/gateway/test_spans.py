@@ -19,8 +19,9 @@ from router.effects import (
     StageEntered,
     TelemetryEffect,
 )
-from services.gateway.metrics.prometheus import TTFT_STAGES, SequenceRecord
+from services.gateway.metrics.prometheus import TTFT_STAGES
 from services.gateway.metrics.timeline import SequenceTimeline
+from services.gateway.outcomes import SequenceRecord
 from services.gateway.tracing.spans import RequestTrace, TracedSequence, TraceSpan, build_spans
 from services.gateway.tracing.trace_context import TraceContext
 

@@ -1,5 +1,8 @@
 """Hosts of their own for parts of a deployment: network namespaces on one bridge. A cut there is silent.
 
+The bridge is in a namespace of its own, too: a firewall filters what a bridge of its namespace forwards, and that of a
+container engine drops it.
+
     with running() as net:
         house = net.house()                                  # has an address of its own
         process = subprocess.Popen(house.command([...]))     # lives there; /proc and shared memory are as outside
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -57,7 +61,7 @@ class PartitionFault:
 
     def __init__(self, house: NamespaceHost) -> None:
         self.house, self._healed = house, False
-        run_command("bridge", "link", "set", "dev", house.port, "state", "0")
+        run_command("bridge", "-n", house.net.hub, "link", "set", "dev", house.port, "state", "0")
         time.sleep(0.05)  # what was on its way over the bridge has arrived
         self._cut = house.counters()
 
@@ -75,7 +79,9 @@ class PartitionFault:
     def heal(self) -> None:
         if not self._healed:
             self._over = self.house.counters()
-            run_command("bridge", "link", "set", "dev", self.house.port, "state", "3")
+            run_command(
+                "bridge", "-n", self.house.net.hub, "link", "set", "dev", self.house.port, "state", "3"
+            )
             self._healed = True
 
 
@@ -94,7 +100,7 @@ class SlowLinkFault:
             "latency",
             queue,
         ]
-        run_command("tc", "qdisc", "add", "dev", house.port, *shape)
+        run_command("tc", "-n", house.net.hub, "qdisc", "add", "dev", house.port, *shape)
         run_command(*house.command(["tc", "qdisc", "add", "dev", "eth0", *shape]))
         self._healed: dict[str, float] | None = None
 
@@ -114,7 +120,7 @@ class SlowLinkFault:
         return self._read_counts()["waited"] > 0
 
     def _read_counts(self) -> dict[str, float]:
-        here = run_command("tc", "-s", "qdisc", "show", "dev", self.house.port)
+        here = run_command("tc", "-n", self.house.net.hub, "-s", "qdisc", "show", "dev", self.house.port)
         there = run_command(*self.house.command(["tc", "-s", "qdisc", "show", "dev", "eth0"]))
         lasted_s = time.monotonic() - self._began_s
         (out, waited), (back, held) = _parse_tc(here), _parse_tc(there)
@@ -123,8 +129,15 @@ class SlowLinkFault:
     def heal(self) -> None:
         if self._healed is None:
             self._healed = self._read_counts()
-            run_command("tc", "qdisc", "del", "dev", self.house.port, "root")
+            run_command("tc", "-n", self.house.net.hub, "qdisc", "del", "dev", self.house.port, "root")
             run_command(*self.house.command(["tc", "qdisc", "del", "dev", "eth0", "root"]))
+
+
+def _read_device(device: str, *where: str) -> tuple[str, int, int]:
+    """Address, packets received and packets sent of a device; `where` is "-n" and a namespace, or nothing."""
+    (found,) = json.loads(run_command("ip", *where, "-s", "-j", "link", "show", "dev", device))
+    counts = found["stats64"]
+    return found["address"], counts["rx"]["packets"], counts["tx"]["packets"]
 
 
 def _parse_tc(output: str) -> tuple[int, int]:
@@ -142,34 +155,20 @@ class NamespaceHost:
         self.name, self.port = f"{net.name}-{number}", f"{net.name}p{number}"
         far = f"{net.name}e{number}"
         run_command("ip", "netns", "add", self.name)
-        run_command("ip", "link", "add", self.port, "type", "veth", "peer", "name", far)
-        run_command("ip", "link", "set", far, "netns", self.name, "name", "eth0")
-        # Without IPv6: nothing but what the parts say is to be counted.
-        run_command("ip", "link", "set", self.port, "master", net.bridge, "addrgenmode", "none", "up")
+        run_command("ip", "-n", net.hub, "link", "add", self.port, "type", "veth", "peer", "name", far)
+        run_command("ip", "-n", net.hub, "link", "set", far, "netns", self.name, "name", "eth0")
+        net.plug_in(self.port)
         inside = [["addr", "add", f"{self.address}/24", "dev", "eth0"]]
         inside += [["link", "set", "eth0", "up"], ["link", "set", "lo", "up"]]
         run_command(*self.command(["sh", "-c", "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"]))
         for words in inside:
             run_command("ip", "-n", self.name, *words)
-        self._mac = run_command(*self.command(["cat", "/sys/class/net/eth0/address"])).strip()
+        self._mac, _, _ = _read_device("eth0", "-n", self.name)
         # Neighbours are known for good: else a cut would be reported to the sender as an unanswered ARP.
-        run_command(
-            "ip", "neigh", "replace", self.address, "lladdr", self._mac, "dev", net.bridge, "nud", "permanent"
-        )
-        run_command(
-            "ip",
-            "-n",
-            self.name,
-            "neigh",
-            "replace",
-            net.address,
-            "lladdr",
-            net.mac,
-            "dev",
-            "eth0",
-            "nud",
-            "permanent",
-        )
+        known = ["lladdr", self._mac, "dev", net.outer, "nud", "permanent"]
+        run_command("ip", "neigh", "replace", self.address, *known)
+        known = ["lladdr", net.mac, "dev", "eth0", "nud", "permanent"]
+        run_command("ip", "-n", self.name, "neigh", "replace", net.address, *known)
         for other in net.houses:
             for one, two in ((self, other), (other, self)):
                 known = ["lladdr", two._mac, "dev", "eth0", "nud", "permanent"]
@@ -181,11 +180,9 @@ class NamespaceHost:
 
     def counters(self) -> dict[str, int]:
         """Packets that have left the house, that have come to it, and that the outer end has sent to any house."""
-        seen = {"sent": (self.port, "rx"), "got": (self.port, "tx"), "tried": (self.net.bridge, "tx")}
-        files = {
-            name: f"/sys/class/net/{device}/statistics/{way}_packets" for name, (device, way) in seen.items()
-        }
-        return {name: int(Path(file).read_text()) for name, file in files.items()}
+        _, sent, got = _read_device(self.port, "-n", self.net.hub)
+        _, _, tried = _read_device(self.net.outer)
+        return {"sent": sent, "got": got, "tried": tried}
 
     def cut(self) -> PartitionFault:
         """From now on no packet comes in or goes out, and nobody is informed."""
@@ -196,34 +193,47 @@ class NamespaceHost:
         return SlowLinkFault(self, bits_per_s, queue)
 
     def close(self) -> None:
-        run_command("ip", "link", "del", self.port)
+        run_command("ip", "-n", self.net.hub, "link", "del", self.port)
         run_command("ip", "netns", "del", self.name)
 
 
 class NamespaceBridge:
-    """A bridge with an address in the outer namespace, and the houses on it."""
+    """A bridge in the namespace `hub`, the houses on it, and `outer`: the outer namespace's plug, with an address."""
 
     def __init__(self) -> None:
         # With "p12" behind it a name has 15 characters, as many as there may be.
         self.name = f"{PREFIX}{os.getpid()}x{next(_numbers)}"
-        self.bridge = f"{self.name}b"
+        self.hub, self.outer = f"{self.name}-hub", f"{self.name}o"
         self.houses: list[NamespaceHost] = []
         taken = set(re.findall(r"inet (\d+\.\d+\.\d+)\.", run_command("ip", "-4", "addr")))
         self.subnet = next(net for n in range(256) if (net := f"10.{213 + n // 16}.{n % 16}") not in taken)
         self.address = f"{self.subnet}.1"
-        run_command(
-            "ip", "link", "add", self.bridge, "type", "bridge", "stp_state", "0", "mcast_snooping", "0"
-        )
+        run_command("ip", "netns", "add", self.hub)
         try:
-            run_command("ip", "addr", "add", f"{self.address}/24", "dev", self.bridge)
-            run_command("ip", "link", "set", self.bridge, "addrgenmode", "none", "up")
-            self.mac = (Path("/sys/class/net") / self.bridge / "address").read_text().strip()
-            run_command(
-                "ip", "link", "set", self.bridge, "address", self.mac
-            )  # else it changes with its ports
+            self._connect()
         except BaseException:
-            run_command("ip", "link", "del", self.bridge)
+            run_command("ip", "netns", "del", self.hub)
             raise
+
+    def _connect(self) -> None:
+        """Make the bridge, and plug the outer namespace in."""
+        inside = ["ip", "-n", self.hub, "link"]
+        run_command(*inside, "add", "bridge", "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
+        run_command(*inside, "set", "bridge", "addrgenmode", "none", "up")
+        plug = f"{self.name}p"
+        run_command(
+            "ip", "link", "add", self.outer, "type", "veth", "peer", "name", plug, "netns", self.hub
+        )  # fmt: skip
+        run_command("ip", "addr", "add", f"{self.address}/24", "dev", self.outer)
+        run_command("ip", "link", "set", self.outer, "addrgenmode", "none", "up")
+        self.plug_in(plug)
+        self.mac, _, _ = _read_device(self.outer)
+
+    def plug_in(self, port: str) -> None:
+        """Put a device of the hub on the bridge. Without IPv6: nothing but what the parts say is to be counted."""
+        run_command(
+            "ip", "-n", self.hub, "link", "set", port, "master", "bridge", "addrgenmode", "none", "up"
+        )
 
     def house(self) -> NamespaceHost:
         """Another host on the bridge."""
@@ -235,13 +245,17 @@ class NamespaceBridge:
         for house in self.houses:
             with contextlib.suppress(subprocess.CalledProcessError):
                 house.close()
-        run_command("ip", "link", "del", self.bridge)
+        run_command("ip", "link", "del", self.outer)
+        run_command("ip", "netns", "del", self.hub)
 
 
 def remove_leftovers() -> None:
     """Remove what test processes have left behind that were killed."""
-    # A list of links names the namespaces of their other ends, too.
-    found = {"netns": (run_command("ip", "netns", "list"), r"-\d+"), "link": (run_command("ip", "link"), "b")}
+    # A list of links names the namespaces of their other ends, too. Links first: they end later than their namespace.
+    found = {
+        "link": (run_command("ip", "link"), "o"),
+        "netns": (run_command("ip", "netns", "list"), r"-(?:\d+|hub)"),
+    }
     for kind, (listing, end) in found.items():
         for name, pid in set(re.findall(rf"\b({PREFIX}(\d+)x\d+{end})\b", listing)):
             if not Path(f"/proc/{pid}").exists():

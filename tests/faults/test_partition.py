@@ -69,9 +69,44 @@ def test_what_a_killed_process_has_left_behind_is_removed(net: NamespaceBridge) 
         run = network_namespaces.run_command
         return run("ip", "netns", "list") + run("ip", "link")
 
-    assert f"{name}-0" in listed() and f"{name}b" in listed()
+    assert f"{name}-0" in listed() and f"{name}-hub" in listed() and f"{name}o" in listed()
     network_namespaces.remove_leftovers()
     assert name not in listed() and net.name in listed()
+
+
+# Runs in a network namespace of its own, whose firewall forwards nothing, as where a container engine runs.
+FILTERED = """
+import subprocess, sys
+from tests.faults.network_namespaces import run_command, running_bridge
+from tests.faults.test_partition import talks
+run_command("ip", "link", "set", "lo", "up")
+if sys.argv[1:]:
+    run_command(sys.argv[1], "-P", "FORWARD", "DROP")
+with running_bridge() as net:
+    one, other = net.house(), net.house()
+    bridges = run_command("ip", "-j", "link", "show", "type", "bridge")
+    assert bridges.strip() in ("", "[]"), f"the firewall of this namespace filters {bridges}"
+    assert talks(one, other.address) and talks(other, net.address)
+"""
+
+
+def talks(house: NamespaceHost, address: str) -> bool:
+    """Whether an answer comes back from there: a connection to a port without a listener is refused at once."""
+    script = f"import socket; socket.create_connection(('{address}', 9), 10)"
+    done = subprocess.run(house.command([sys.executable, "-c", script]), capture_output=True, text=True)
+    return "ConnectionRefusedError" in done.stderr
+
+
+@pytest.mark.usefixtures("net")
+@pytest.mark.parametrize("tool", ["", "iptables"])
+def test_a_firewall_that_forwards_nothing_is_not_in_the_way(tool: str) -> None:
+    if tool and shutil.which(tool) is None:
+        pytest.skip("the command iptables is not installed")
+    words = [sys.executable, "-c", FILTERED, *filter(None, [tool])]
+    # With a /sys that shows this namespace's devices.
+    apart = ["unshare", "--net", "--mount", "sh", "-c", 'mount -t sysfs none /sys && exec "$@"', "apart"]
+    done = subprocess.run([*apart, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 class NamespacedSource(RemoteSource):
@@ -102,8 +137,7 @@ class NamespacedSource(RemoteSource):
 def away(net: NamespaceBridge, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NamespaceHost, PullTarget]]:
     """A house with a source of KV in it, and a target out here."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    monkeypatch.setenv("UCX_NET_DEVICES", net.bridge)
-    monkeypatch.setenv("UCX_TCP_BRIDGE_ENABLE", "y")
+    monkeypatch.setenv("UCX_NET_DEVICES", net.outer)
     monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")
     house = net.house()
     with closing(NamespacedSource(house)) as source, closing(PullTarget("nixl", source)) as target:

@@ -4,6 +4,7 @@
     batches.sqlite3    the tables of `tables`
     files/ID           the content of a file, or the results of a batch that runs
     uploads/ID         an upload that is not complete; removed at the next start
+    running            the lines in flight, see `running_lines`
 
 Everything is for the owner alone: folders have mode 0700 and files 0600.
 """
@@ -22,7 +23,8 @@ from diptych.errors import RequestError, StartError
 from diptych.failure_statuses import FailureReason, RequestFailure
 
 LOCK_NAME, DATABASE_NAME, FILES_NAME, UPLOADS_NAME = "lock", "batches.sqlite3", "files", "uploads"
-KNOWN_NAMES = frozenset({LOCK_NAME, DATABASE_NAME, FILES_NAME, UPLOADS_NAME})
+RUNNING_NAME = "running"
+KNOWN_NAMES = frozenset({LOCK_NAME, DATABASE_NAME, FILES_NAME, UPLOADS_NAME, RUNNING_NAME})
 # Uploads are refused while the disk has fewer bytes than this, so that results can still be written.
 MIN_FREE_BYTES = 64 << 20
 OTHERS_MODE = stat.S_IRWXG | stat.S_IRWXO

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from diptych.slo import DEFAULT_ATTAINMENT
+from services.gateway.batches.data_dir import RUNNING_NAME
 from services.gateway.batches.file_checks import FileChecks
 from services.gateway.batches.line_attempts import MAX_PAUSE_S, LineAttempts, persist_change
 from services.gateway.batches.line_runner import LineRunner
@@ -115,10 +116,13 @@ class BatchFeeder:
     async def run_forever(self) -> None:
         """Go on with the batches that have not ended, and run new ones, until cancelled: then lines are aborted."""
         found = await persist_change(self.store.recover)
-        with contextlib.closing(self._checker):
+        running = self.lines.running
+        with contextlib.closing(self._checker), contextlib.closing(running):
+            await asyncio.to_thread(running.open, self.store.folder.path / RUNNING_NAME)
             async with asyncio.TaskGroup() as self._tasks:
                 # Those that were made meanwhile are known. All are known before a client can change another one.
                 adopted = [self.batches.add(record) for record in found if record.id not in self.open]
+                running.keep_batches(self.open)
                 for batch in adopted:
                     await self._adopt(batch)
                 while True:
@@ -239,7 +243,9 @@ class BatchFeeder:
             if batch is None or (not batch.ready and self._num_fetches >= MAX_FETCHES):
                 return True
             if batch.ready:
-                line = self.batches.take_line(batch)
+                if not self.lines.may_begin(batch):
+                    return True
+                line = self.lines.begin_line(batch)
                 batch.in_flight[line.number] = self._spawn(self.lines.run_line(batch, line), batch)
             if len(batch.ready) < MIN_READY and not batch.fetched_all and not batch.is_busy:
                 self._num_fetches += 1
@@ -302,6 +308,7 @@ class BatchFeeder:
         self.ended["failed"] += max(0, left)
         batch.record = await persist_change(lambda: self.store.end_batch(batch_id))
         self.batches.remove(batch)
+        self.lines.running.forget_batch(batch_id)
         log.info("batch %s is %s", batch_id, batch.record.status)
         # Its input may have been deleted meanwhile.
         self.wake()

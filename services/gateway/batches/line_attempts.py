@@ -24,6 +24,7 @@ from services.gateway.batches.database_thread import StorageError
 from services.gateway.batches.line_runner import LineAnswer, LineRunner
 from services.gateway.batches.open_batch import OpenBatch, OpenBatches
 from services.gateway.batches.records import BatchRecord, InputLine, LineEnd, new_line_id, result_text
+from services.gateway.batches.storage.running_lines import RunningLines
 from services.gateway.batches.store import BatchStore
 from services.gateway.openai.batch_schema import LineResult
 from services.gateway.preparation.file_checker import FileChecker, FileJobFailed
@@ -36,6 +37,8 @@ MAX_INLINE_BYTES = 64 << 10
 DEADLINE_SLACK_S = 60.0
 # A line is given up after so many failures that a client would have been told to try again after.
 MAX_LINE_ATTEMPTS = 8
+# A line that was in flight at so many crashes of the gateway is given up; before the last time it runs alone.
+MAX_LINE_CRASHES = 3
 # Failures that say that there is no room or no worker at the moment; they are not counted.
 UNCOUNTED = frozenset(
     {
@@ -63,7 +66,7 @@ class LineAttempts:
 
     `ended` counts lines by how they ended, and `tokens` tokens by kind, since the start. `recalled` counts how often
     lines in flight were taken back. No line is to be started before `paused_s` (monotonic seconds), since the last one
-    found no room.
+    found no room. `running` has the lines in flight, for the next process.
     """
 
     def __init__(
@@ -81,6 +84,9 @@ class LineAttempts:
         self.tokens: Counter[str] = Counter({"prompt": 0, "completion": 0})
         self.recalled = 0
         self.bytes_in_flight = 0
+        self.running = RunningLines()
+        # Whether the line in flight has to be the only one.
+        self._runs_alone = False
         self.paused_s, self._pause_s = 0.0, MIN_PAUSE_S
         # Tasks of the lines that have no answer yet, in the order of their starts, and of those that are taken back.
         self._unanswered: dict[asyncio.Task[None], None] = {}
@@ -90,6 +96,26 @@ class LineAttempts:
     def num_unanswered(self) -> int:
         """How many lines in flight have no answer; the others wait for the disk."""
         return len(self._unanswered)
+
+    def may_begin(self, batch: OpenBatch) -> bool:
+        """Whether the next line of a batch may be started beside those in flight.
+
+        One that was in flight at all crashes but the last runs alone, so that no other line is blamed for it.
+        """
+        if self._runs_alone:
+            return False
+        return not self._has_to_be_alone(batch, batch.ready[0]) or not self._batches.num_running
+
+    def begin_line(self, batch: OpenBatch) -> InputLine:
+        """Take the next line of a batch, for `run_line`."""
+        line = self._batches.take_line(batch)
+        self.bytes_in_flight += line.num_bytes
+        self._runs_alone = self._has_to_be_alone(batch, line)
+        self.running.add_line(batch.record.id, line.number)
+        return line
+
+    def _has_to_be_alone(self, batch: OpenBatch, line: InputLine) -> bool:
+        return self.running.count_crashes(batch.record.id, line.number) >= MAX_LINE_CRASHES - 1
 
     def recall_lines(self, left: int) -> None:
         """Take back all lines without an answer but `left`: those that were started last, which lose least."""
@@ -108,7 +134,7 @@ class LineAttempts:
 
     async def run_line(self, batch: OpenBatch, line: InputLine) -> None:
         """Run a line and write its result; or have it wait again, if it is taken back or there was no room for it."""
-        self.bytes_in_flight += line.num_bytes
+        waits = True
         try:
             answer = await self._run_until_recalled(batch, line)
             if answer is None:
@@ -127,8 +153,11 @@ class LineAttempts:
             )
             record = await persist_change(lambda: self._store.end_lines(batch.record.id, [end]))
             self._count_line(batch, record, line.number, answer)
+            waits = False
         finally:
             self.bytes_in_flight -= line.num_bytes
+            self._runs_alone = False
+            self.running.end_line(batch.record.id, line.number, waits)
             self._batches.end_line(batch, line.number)
 
     async def _run_until_recalled(self, batch: OpenBatch, line: InputLine) -> LineAnswer | None:
@@ -149,14 +178,15 @@ class LineAttempts:
     async def _answer_line(self, batch: OpenBatch, line: InputLine) -> LineAnswer:
         """The answer to a line, by what answers the same request over HTTP."""
         record = batch.record
+        if self.running.count_crashes(record.id, line.number) >= MAX_LINE_CRASHES:
+            problem = f"the server was killed {MAX_LINE_CRASHES} times while it ran this line"
+            return _refuse_line(RequestFailure(FailureReason.INTERNAL_ERROR, problem))
         try:
             body = await self._read_body(record.input_file, line)
         except (OSError, msgspec.DecodeError, RecursionError, FileJobFailed) as error:
             log.error("line %d of batch %s cannot be read: %s", line.number, record.id, error)
-            failure = RequestFailure(
-                FailureReason.STORAGE_FAILED, "the server cannot read this line any more"
-            )
-            return LineAnswer(failure.status, "", msgspec.json.encode(failure.error_body()), failure)
+            problem = "the server cannot read this line any more"
+            return _refuse_line(RequestFailure(FailureReason.STORAGE_FAILED, problem))
         timeout_s = max(0.0, record.expires_at - self._wall_time()) + DEADLINE_SLACK_S
         return await self._runner.run_line(
             record.endpoint, body, record.tenant, bool(record.urgent), record.id, line.custom_id, timeout_s
@@ -205,6 +235,11 @@ class LineAttempts:
         self.tokens["prompt"] += answer.prompt_tokens
         self.tokens["completion"] += answer.new_tokens
         self._batches.count_tokens(batch, answer.prompt_tokens + answer.new_tokens)
+
+
+def _refuse_line(failure: RequestFailure) -> LineAnswer:
+    """The answer to a line that is not run."""
+    return LineAnswer(failure.status, "", msgspec.json.encode(failure.error_body()), failure)
 
 
 def _read_span(path: Path, offset: int, num_bytes: int) -> bytes:

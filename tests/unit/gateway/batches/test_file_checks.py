@@ -76,14 +76,26 @@ async def test_a_check_that_ends_its_process_is_begun_three_times(tmp_path: Path
         assert found.errors is not None and "check_failed" in found.errors
 
 
-async def test_a_check_that_ends_the_gateway_is_begun_three_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["check", "begin"])
+async def test_a_check_that_ends_the_gateway_is_begun_three_times(
+    tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is under way when the process ends has been counted; another batch is checked all the same."""
     store = open_store(tmp_path)
     record = await add_lines(store, 2)
     for _ in range(MAX_CHECKS):
-        checker = ScriptedChecker()
+        checker, reached = ScriptedChecker(), list[str]()
+
+        async def hang(batch_id: str, *_: object, reached: list[str] = reached) -> BatchRecord:
+            reached.append(batch_id)
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+        if stage == "begin":
+            checker.released.set()
+            monkeypatch.setattr(store, "begin_batch", hang)
         async with feeding(store, feeder_of(store, checker)):
-            await until(partial(bool, checker.begun))
+            await until(partial(bool, reached if stage == "begin" else checker.begun))
         store = open_store(tmp_path)
     checker = ScriptedChecker()
     checker.released.set()

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -13,8 +14,9 @@ from typing import Any, cast
 import pytest
 
 from services.gateway.batches import feeder as feeder_module
-from services.gateway.batches.data_dir import DataDir
+from services.gateway.batches.data_dir import RUNNING_NAME, DataDir
 from services.gateway.batches.feeder import MAX_FETCHES, MAX_STARTS, BatchFeeder
+from services.gateway.batches.line_attempts import MAX_LINE_CRASHES
 from services.gateway.batches.line_runner import LineRunner
 from services.gateway.batches.open_batch import FETCHED_LINES, OpenBatches
 from services.gateway.batches.records import BatchRecord, InputLine, LineEnd
@@ -140,3 +142,29 @@ async def test_a_batch_that_expires_again_and_again_is_closed_once() -> None:
     assert batches.take_expired(2**50) is None and batches.next_expiry() is None
     batches.feed(batch, 3)
     assert batches.take_expired(2**50) is batch
+
+
+async def test_a_line_that_kills_the_gateway_runs_three_times_and_the_last_time_alone(tmp_path: Path) -> None:
+    """Lines that ran beside it are not blamed: they run on when it has had its end."""
+    names = [f"line-{number}" for number in range(6)]
+    store = BatchStore(DataDir(str(tmp_path / "data")))
+    await add_batch(store, names)
+    seen = list[set[str]]()
+    for _ in range(MAX_LINE_CRASHES):
+        runner = HeldRunner()
+        feeder = BatchFeeder(store, cast(LineRunner, runner), InlineChecker(), "tiny", 1 << 20)
+        async with feeding(store, feeder):
+            await until(partial(bool, runner.running))
+            await asyncio.sleep(0.05)
+            seen.append(set(runner.running))
+            # What the process leaves if it is killed now.
+            left = (tmp_path / "data" / RUNNING_NAME).read_bytes()
+        (tmp_path / "data" / RUNNING_NAME).write_bytes(left)
+        store = BatchStore(DataDir(str(tmp_path / "data")))
+    assert seen == [set(names), set(names), {names[0]}]
+    runner = HeldRunner()
+    runner.released.set()
+    feeder = BatchFeeder(store, cast(LineRunner, runner), InlineChecker(), "tiny", 1 << 20)
+    async with feeding(store, feeder):
+        await until(lambda: feeder.ended.total() == 6)
+        assert feeder.ended == {"completed": 5, "failed": 1} and set(runner.calls) == set(names[1:])

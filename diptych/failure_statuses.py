@@ -70,6 +70,7 @@ class FailureReason(StrEnum):
     PREPARATION_FULL = "preparation_full"
     PREPARATION_TIMEOUT = "preparation_timeout"
     TOO_MANY_CONNECTIONS = "too_many_connections"
+    TENANT_CONNECTIONS_FULL = "tenant_connections_full"
     BODY_MEMORY_FULL = "body_memory_full"
     ANSWER_MEMORY_FULL = "answer_memory_full"
     TOO_MANY_UPLOADS = "too_many_uploads"
@@ -169,6 +170,9 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.PREPARATION_FULL: FailureRule(503, 1.0, code="overloaded"),
     FailureReason.PREPARATION_TIMEOUT: FailureRule(503, code="overloaded"),
     FailureReason.TOO_MANY_CONNECTIONS: FailureRule(503),
+    FailureReason.TENANT_CONNECTIONS_FULL: FailureRule(
+        429, 1.0, code="too_many_connections", whose=Party.CLIENT
+    ),
     FailureReason.BODY_MEMORY_FULL: FailureRule(503, 1.0),
     # Its client asks for more at once than there is memory for.
     FailureReason.ANSWER_MEMORY_FULL: FailureRule(503, whose=Party.CLIENT),

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych.failure_statuses import FailureReason, RequestFailure
+from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.http.error_response import error_response
 from services.gateway.openai.tenancy import tenant_of_key
 
@@ -25,6 +26,11 @@ Headers = Sequence[tuple[bytes, bytes]]
 # holds no data.
 PUBLIC_ROUTES = frozenset({"/", "/health", "/ping", "/ready", "/version"})
 ADMIN_PREFIX = "/admin/"
+# The failure of a tenant that has its share of the connections.
+TENANT_FULL = RequestFailure(
+    FailureReason.TENANT_CONNECTIONS_FULL,
+    "requests of this API key are open on as many connections as the server has left for other keys",
+)
 
 
 class BearerKeys:
@@ -33,8 +39,8 @@ class BearerKeys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def __bool__(self) -> bool:
-        return bool(self._digests)
+    def __len__(self) -> int:
+        return len(self._digests)
 
     def accepts_key(self, presented: bytes) -> bool:
         """Whether `presented` is one of the keys. The time that it takes does not depend on which one."""
@@ -72,6 +78,9 @@ class AuthMiddleware:
         self.app, self.keys, self.admin = app, keys, admin or BearerKeys(())
         self.operator, self.urgent = operator or {}, urgent or BearerKeys(())
         self._loopback_only = not keys and is_loopback(host)
+        named = [self.admin, *self.operator.values()]
+        # Whether there may be more than one tenant, among which connections are shared.
+        self._has_tenants = len(keys) + sum(map(len, named)) > 1 if keys else False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -82,7 +91,9 @@ class AuthMiddleware:
         if refusal is not None:
             return await error_response(refusal)(scope, receive, send)
         state, key = scope.setdefault("state", {}), bearer_token(scope["headers"])
-        state["tenant"] = self.keys.tenant_of_headers(scope["headers"])
+        state["tenant"] = tenant = self.keys.tenant_of_headers(scope["headers"])
+        if not self._begin_request(scope, tenant, key):
+            return await error_response(TENANT_FULL)(scope, receive, send)
         state["urgent"] = not self.keys or self.urgent.accepts_key(key)
         asked = self._keys_for_route("/status")
         # Whether the client may see worker names.
@@ -106,6 +117,20 @@ class AuthMiddleware:
             else "no API key provided; send 'Authorization: Bearer <key>'"
         )
         return RequestFailure(FailureReason.INVALID_API_KEY, message)
+
+    def _begin_request(self, scope: Scope, tenant: str, key: bytes) -> bool:
+        """Tell the connection whose request it answers. False if this tenant has its share of the connections.
+
+        A request without an accepted key, which only public routes answer, belongs to no tenant.
+        """
+        connection = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+        if connection is None:
+            return True
+        keys = self._keys_for_route(scope["path"])
+        if keys and scope["path"] in PUBLIC_ROUTES and not (key and keys.accepts_key(key)):
+            return True
+        begun: bool = connection.begin_request(tenant, self._has_tenants)
+        return begun
 
     def _keys_for_route(self, path: str) -> BearerKeys:
         """The keys that open a route; empty if no key is required."""

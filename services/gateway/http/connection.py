@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import RequestIds, new_request_id
-from services.gateway.http.connection_table import ConnectionPhase, ConnectionTable
+from services.gateway.http.connection_table import PROGRESS_BYTES, ConnectionPhase, ConnectionTable
 from services.gateway.http.log_rate_limit import LogRateLimit
 
 # Limits of a request's head: bytes of its request line and headers together, and number of its headers and trailers.
@@ -85,6 +85,14 @@ class HttpConnection(HttpToolsProtocol):
     _stall_timer: asyncio.TimerHandle | None = None
     # Number of buffered bytes at the last check of the client.
     _unsent_bytes = 0
+    # Number of bytes of bodies since the client last made progress.
+    _new_body_bytes = 0
+    # Whether a part of the body that is being parsed has not arrived.
+    _in_body = False
+    # Whether an accepted key came with the request that is being answered, or no key is needed.
+    _is_known = False
+    # Whether the next pipelined request waits until the answer before it is sent.
+    _next_waits = False
     stalled = False
     stall_s = STALL_TIMEOUT_S
 
@@ -156,23 +164,56 @@ class HttpConnection(HttpToolsProtocol):
         """The head is complete: stop its timer. The body follows."""
         self._disarm_timer()
         self._in_head, self._raw_bytes = False, 0
-        self._table.set_phase(self, ConnectionPhase.SENDING)
+        self._in_body = True
         super().on_headers_complete()
+        self._update_phase()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body has arrived: the client makes progress."""
+        super().on_body(body)
+        self._new_body_bytes += len(body)
+        if self._new_body_bytes >= PROGRESS_BYTES:
+            self._new_body_bytes = 0
+            self._table.note_progress(self)
 
     def on_message_complete(self) -> None:
         """The request has arrived whole; the scope says so under `BODY_ARRIVED_EXTENSION`."""
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope["extensions"][BODY_ARRIVED_EXTENSION] = True
-        self._table.set_phase(self, ConnectionPhase.ANSWERING)
+        self._in_body = False
         super().on_message_complete()
+        self._update_phase()
+
+    def begin_request(self, tenant: str, has_others: bool) -> bool:
+        """The request that is being answered has an accepted key, of `tenant`, or needs none.
+
+        With `has_others`, other tenants share the connections. Returns False if this one has its share already.
+        """
+        self._is_known = self._table.begin_request(self, tenant, has_others)
+        return self._is_known
 
     def on_response_complete(self) -> None:
-        """The response is written: the connection is idle, or closes once it is flushed."""
+        """The response is written: the connection is idle, or closes once it is flushed.
+
+        The next pipelined request begins. After an answer to a client without a key it begins only when that answer is
+        sent, so that a stranger who reads nothing has one answer at a time in this process.
+        """
+        known, self._is_known = self._is_known, False
+        if self.pipeline and not known and not self.transport.is_closing():
+            # This pauses writing at once if anything is buffered.
+            self.transport.set_write_buffer_limits(high=0)
+            if self._is_blocked:
+                self._next_waits = True
+                return
+            self.transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        self._complete_response()
+
+    def _complete_response(self) -> None:
+        """Begin the next pipelined request, if there is one."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._arm_timer(FLUSH_TIMEOUT_S)
-        elif self._idle:
-            self._table.set_phase(self, ConnectionPhase.IDLE)
+        self._update_phase()
 
     def pause_writing(self) -> None:
         """The write buffer is full: check after `stall_s` that the client has read enough of it."""
@@ -180,11 +221,17 @@ class HttpConnection(HttpToolsProtocol):
         self._unsent_bytes = self.transport.get_write_buffer_size()
         if self._stall_timer is None:
             self._stall_timer = self.loop.call_later(self.stall_s, self._check_reader)
+        self._update_phase()
 
     def resume_writing(self) -> None:
         """The write buffer has drained: stop checking the client."""
         self._stop_stall_timer()
         super().resume_writing()
+        if self._next_waits:
+            self._next_waits = False
+            self.transport.set_write_buffer_limits(high=BUFFER_BYTES)
+            self._complete_response()
+        self._update_phase()
 
     def timeout_keep_alive_handler(self) -> None:
         """No request came for `KEEP_ALIVE_S`: close the connection."""
@@ -225,6 +272,21 @@ class HttpConnection(HttpToolsProtocol):
         """Whether no request is open."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def _is_blocked(self) -> bool:
+        """Whether the client has to read before more is written."""
+        return self._stall_timer is not None
+
+    def _update_phase(self) -> None:
+        """Tell the table for whom the connection waits now."""
+        if self._is_blocked or self.transport.is_closing():
+            phase = ConnectionPhase.BLOCKED
+        elif self._idle:
+            phase = ConnectionPhase.IDLE
+        else:
+            phase = ConnectionPhase.SENDING if self._in_body else ConnectionPhase.ANSWERING
+        self._table.set_phase(self, phase)
+
     def _refuse_request(self, reason: FailureReason, message: str) -> None:
         """Answer with an error, without calling the application, and close."""
         if self.transport.is_closing():
@@ -257,6 +319,7 @@ class HttpConnection(HttpToolsProtocol):
         """Close the connection once its buffer is empty, or after `FLUSH_TIMEOUT_S`."""
         self.transport.close()
         self._arm_timer(FLUSH_TIMEOUT_S)
+        self._update_phase()
 
     def _arm_timer(self, seconds: float) -> None:
         """Reset the connection in `seconds`, unless the timer is stopped or set again before."""

@@ -1,13 +1,22 @@
 """Tracks all open client connections, and limits their number by the process's file descriptors.
 
-When the table is full, a new connection replaces an old one that waits for its client: the longest idle one, or else
-the one whose body has been arriving for longest. So a client with a request is served however many other clients hold
-idle connections open.
+When the table is full, a new connection replaces an old one that waits for its client, in this order:
+
+    1. the one that has been idle for longest. No request is lost
+    2. of clients that have shown no key: the one whose client has made no progress for longest
+    3. of the tenant with the most open requests: the same. So nobody loses a connection to a tenant that has more
+
+A client makes progress when it sends or reads `PROGRESS_BYTES`. Reading and sending count alike: so neither a crowd
+that sends slowly nor one that reads slowly can displace a client that does the other.
+
+Only a connection whose client waits for the gateway is never replaced. Tenants share these: `begin_request`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
@@ -16,20 +25,28 @@ from services.gateway.http.log_rate_limit import LogRateLimit
 # Share of the descriptor limit that connections may use. The rest is for workers, files and connections in the
 # backlog.
 DESCRIPTOR_SHARE = 0.75
+# A client that has sent or read this many bytes has made progress.
+PROGRESS_BYTES = 16 << 10
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRateLimit())
 
 
 class ConnectionPhase(Enum):
-    """The party that a connection waits for: its client (IDLE, SENDING) or the gateway (ANSWERING)."""
+    """The party that a connection waits for: its client (IDLE, SENDING, BLOCKED) or the gateway (ANSWERING)."""
 
     # The connection waits for the head of a request.
     IDLE = auto()
     # It waits for the rest of a body.
     SENDING = auto()
+    # It waits until the client reads what is buffered for it.
+    BLOCKED = auto()
     # It waits for the gateway's answer.
     ANSWERING = auto()
+
+
+# Phases of open requests in which the client has to act.
+WAITING_PHASES = frozenset({ConnectionPhase.SENDING, ConnectionPhase.BLOCKED})
 
 
 class EvictableConnection(Protocol):
@@ -39,56 +56,127 @@ class EvictableConnection(Protocol):
         """Close the connection, so that its descriptor becomes free soon."""
 
 
+@dataclass(slots=True)
+class _Entry:
+    """What the table knows of a connection. `tenant` is None while no accepted key came with its request."""
+
+    phase: ConnectionPhase = ConnectionPhase.IDLE
+    tenant: str | None = None
+
+
 class ConnectionTable:
-    """The connections by phase, each phase in the order in which connections entered it."""
+    """The connections, in the order in which each began to wait for its client."""
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
-        self._by_phase: dict[ConnectionPhase, dict[EvictableConnection, None]] = {
-            phase: {} for phase in ConnectionPhase
-        }
-        self._phases: dict[EvictableConnection, ConnectionPhase] = {}
+        self._entries: dict[EvictableConnection, _Entry] = {}
+        self._idle: dict[EvictableConnection, None] = {}
+        # Connections in one of `WAITING_PHASES`, by tenant.
+        self._waiting: defaultdict[str | None, dict[EvictableConnection, None]] = defaultdict(dict)
+        # Number of each tenant's connections with an open request, and their sum.
+        self.open_by_tenant: Counter[str] = Counter()
+        self.num_open = 0
 
     def __len__(self) -> int:
-        return len(self._phases)
+        return len(self._entries)
 
     def add_connection(self, connection: EvictableConnection) -> bool:
         """Add a new, idle connection; if the table is full, evict another. Returns False if none can be evicted."""
-        if len(self) >= self.max_connections and not self._evict_oldest():
+        if len(self) >= self.max_connections and not self._make_room():
             log.warning("a connection is refused: all %d have requests open", self.max_connections)
             return False
-        self._add_to_phase(connection, ConnectionPhase.IDLE)
+        self._entries[connection] = _Entry()
+        self._idle[connection] = None
         return True
 
     def set_phase(self, connection: EvictableConnection, phase: ConnectionPhase) -> None:
-        """Record a connection's phase. Ignored if the connection is no longer in the table."""
-        if self._phases.get(connection, phase) is not phase:
-            self.remove_connection(connection)
-            self._add_to_phase(connection, phase)
+        """Record a connection's phase; an idle one has no tenant. Ignored if it is no longer in the table."""
+        entry = self._entries.get(connection)
+        if entry is not None and entry.phase is not phase:
+            self._replace_entry(
+                connection, entry, phase, None if phase is ConnectionPhase.IDLE else entry.tenant
+            )
+
+    def note_progress(self, connection: EvictableConnection) -> None:
+        """The client has sent or read `PROGRESS_BYTES`. Ignored if the connection is no longer in the table."""
+        entry = self._entries.get(connection)
+        if entry is not None:
+            self._replace_entry(connection, entry, entry.phase, entry.tenant)
+
+    def begin_request(self, connection: EvictableConnection, tenant: str, has_others: bool) -> bool:
+        """Record whose request the gateway is about to answer. False: the tenant has too many open requests.
+
+        With `has_others` there are other tenants, and this one may have as many connections with open requests as are
+        left for all. So one tenant alone can take half of the table, and there is always room for another. Beyond that
+        the tenant loses its own connection whose client has made no progress for longest, if there is one.
+        """
+        entry = self._entries.get(connection)
+        if entry is None or entry.tenant == tenant:
+            return True
+        self._replace_entry(connection, entry, entry.phase, tenant)
+        # This connection is counted, so it is added to those that are left.
+        if not has_others or self.open_by_tenant[tenant] <= self.max_connections - self.num_open + 1:
+            return True
+        waiting = (one for one in self._waiting[tenant] if one is not connection)
+        if (oldest := next(waiting, None)) is not None:
+            self._evict(oldest)
+            return True
+        self._replace_entry(connection, self._entries[connection], entry.phase, None)
+        return False
 
     def remove_connection(self, connection: EvictableConnection) -> None:
         """Remove a connection; idempotent."""
-        phase = self._phases.pop(connection, None)
-        if phase is not None:
-            del self._by_phase[phase][connection]
+        entry = self._entries.pop(connection, None)
+        if entry is not None:
+            self._unlist(connection, entry)
 
-    def _add_to_phase(self, connection: EvictableConnection, phase: ConnectionPhase) -> None:
-        """Put a connection that is not in the table last into a phase."""
-        self._phases[connection] = phase
-        self._by_phase[phase][connection] = None
+    def _replace_entry(
+        self, connection: EvictableConnection, entry: _Entry, phase: ConnectionPhase, tenant: str | None
+    ) -> None:
+        """Change the entry of a connection, which then is the last to have made progress."""
+        self._unlist(connection, entry)
+        entry.phase, entry.tenant = phase, tenant
+        if phase is ConnectionPhase.IDLE:
+            self._idle[connection] = None
+        elif phase in WAITING_PHASES:
+            self._waiting[tenant][connection] = None
+        if tenant is not None:
+            self.open_by_tenant[tenant] += 1
+            self.num_open += 1
 
-    def _evict_oldest(self) -> bool:
-        """Evict the connection that has waited longest for its client; False if none waits."""
-        for phase in (ConnectionPhase.IDLE, ConnectionPhase.SENDING):
-            oldest = next(iter(self._by_phase[phase]), None)
-            if oldest is not None:
-                log.warning(
-                    "the connection that waited longest for its client is closed: %d were open", len(self)
-                )
-                self.remove_connection(oldest)
-                oldest.evict()
-                return True
-        return False
+    def _unlist(self, connection: EvictableConnection, entry: _Entry) -> None:
+        """Remove a connection from all lists and counts."""
+        self._idle.pop(connection, None)
+        if entry.phase in WAITING_PHASES:
+            del self._waiting[entry.tenant][connection]
+            if not self._waiting[entry.tenant]:
+                del self._waiting[entry.tenant]
+        if entry.tenant is not None:
+            self.num_open -= 1
+            self.open_by_tenant[entry.tenant] -= 1
+            if not self.open_by_tenant[entry.tenant]:
+                del self.open_by_tenant[entry.tenant]
+
+    def _make_room(self) -> bool:
+        """Evict a connection that waits for its client, in the order above; False if none does."""
+        among: dict[EvictableConnection, None] = self._idle
+        if not among and self._waiting:
+            # Clients without a key go before every tenant.
+            heaviest = None if None in self._waiting else max(self._waiting, key=self._count_open)
+            among = self._waiting[heaviest]
+        oldest = next(iter(among), None)
+        if oldest is None:
+            return False
+        self._evict(oldest)
+        return True
+
+    def _count_open(self, tenant: str | None) -> int:
+        return 0 if tenant is None else self.open_by_tenant[tenant]
+
+    def _evict(self, connection: EvictableConnection) -> None:
+        log.warning("the connection that waited longest for its client is closed: %d were open", len(self))
+        self.remove_connection(connection)
+        connection.evict()
 
 
 def max_open_connections(wanted: int, descriptors: int) -> int:

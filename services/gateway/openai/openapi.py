@@ -257,7 +257,7 @@ def _get_operation(
 ) -> dict[str, Any]:
     responses = {
         "200": {"description": "Done", "content": content},
-        **_error_responses("400", "401", "403", "404", "500"),
+        **_error_responses("400", "401", "403", "404", "429", "500"),
     }
     responses["503"] = {"description": "Not now", "content": down or {}}
     return {"get": {"summary": summary, "parameters": parameters or [], "responses": responses}}

@@ -5,6 +5,11 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.gateway.http.connection_table import (
     ConnectionPhase,
@@ -55,13 +60,137 @@ def test_the_one_that_is_idle_for_longest_makes_room() -> None:
     assert len(table) == 4
 
 
-def test_bodies_make_room_when_nothing_is_idle() -> None:
-    table, connections = full(ConnectionPhase.ANSWERING, ConnectionPhase.SENDING, ConnectionPhase.SENDING)
+@pytest.mark.parametrize("phase", [ConnectionPhase.SENDING, ConnectionPhase.BLOCKED])
+def test_clients_that_wait_make_room_when_nothing_is_idle(phase: ConnectionPhase) -> None:
+    table, connections = full(ConnectionPhase.ANSWERING, phase, phase)
     new = Connection()
     assert table.add_connection(new)
     table.set_phase(new, ConnectionPhase.ANSWERING)
     assert table.add_connection(Connection())
     assert [connection.evicted for connection in connections] == [False, True, True]
+
+
+def test_the_one_without_progress_for_longest_makes_room_whatever_it_does() -> None:
+    table, connections = full(*[ConnectionPhase.SENDING, ConnectionPhase.BLOCKED] * 3)
+    order = [1, 4, 0, 5, 2, 3]
+    for number in order:
+        table.note_progress(connections[number])
+    for number in order:
+        assert not connections[number].evicted
+        assert table.add_connection(new := Connection())
+        table.set_phase(new, ConnectionPhase.ANSWERING)
+        assert connections[number].evicted
+    assert not table.add_connection(Connection())
+
+
+def begin(table: ConnectionTable, tenant: str, phase: ConnectionPhase, count: int = 1) -> list[Connection]:
+    """Connections of a tenant that are in this phase."""
+    begun = [Connection() for _ in range(count)]
+    for connection in begun:
+        assert table.add_connection(connection)
+        table.set_phase(connection, ConnectionPhase.SENDING)
+        assert table.begin_request(connection, tenant, False)
+        table.set_phase(connection, phase)
+    return begun
+
+
+def test_strangers_make_room_before_tenants_and_the_heaviest_tenant_before_others() -> None:
+    table = ConnectionTable(8)
+    b = begin(table, "b", ConnectionPhase.BLOCKED, 2)
+    a = begin(table, "a", ConnectionPhase.BLOCKED, 3) + begin(table, "a", ConnectionPhase.ANSWERING, 2)
+    assert table.add_connection(stranger := Connection())
+    table.set_phase(stranger, ConnectionPhase.BLOCKED)
+    order = [stranger, *a[:3], *b]
+    for expected in order:
+        assert table.add_connection(new := Connection())
+        table.set_phase(new, ConnectionPhase.ANSWERING)
+        assert expected.evicted
+    assert not any(connection.evicted for connection in a[3:])
+    assert not table.add_connection(Connection())
+
+
+def test_a_tenant_alone_takes_half_of_the_table_and_there_is_room_for_another() -> None:
+    table, answering = ConnectionTable(8), ConnectionPhase.ANSWERING
+
+    def count_begun(tenant: str, has_others: bool = True) -> int:
+        begun = 0
+        for _ in range(8):
+            if not table.add_connection(connection := Connection()):
+                break
+            table.set_phase(connection, answering)
+            if not table.begin_request(connection, tenant, has_others):
+                table.remove_connection(connection)
+                break
+            begun += 1
+        return begun
+
+    assert [count_begun(tenant) for tenant in "abcd"] == [4, 2, 1, 1]
+    table = ConnectionTable(8)
+    assert count_begun("", has_others=False) == 8
+
+
+def test_beyond_its_share_a_tenant_loses_its_own_connection_that_waits() -> None:
+    table = ConnectionTable(8)
+    others = begin(table, "b", ConnectionPhase.BLOCKED)
+    own = begin(table, "a", ConnectionPhase.BLOCKED, 3) + begin(table, "a", ConnectionPhase.SENDING)
+    for expected in own:
+        assert table.add_connection(new := Connection())
+        table.set_phase(new, ConnectionPhase.ANSWERING)
+        assert table.begin_request(new, "a", True)
+        assert expected.evicted
+    assert table.add_connection(new := Connection())
+    table.set_phase(new, ConnectionPhase.ANSWERING)
+    assert not table.begin_request(new, "a", True)
+    assert not others[0].evicted and not new.evicted
+    # It counts for nobody, as long as its refusal is written.
+    table.set_phase(new, ConnectionPhase.BLOCKED)
+    assert table.begin_request(others[0], "b", True)
+
+
+def test_an_idle_connection_has_no_tenant_and_counts_for_none() -> None:
+    table = ConnectionTable(4)
+    for connection in begin(table, "a", ConnectionPhase.ANSWERING, 2):
+        table.set_phase(connection, ConnectionPhase.IDLE)
+    assert table.add_connection(new := Connection())
+    table.set_phase(new, ConnectionPhase.ANSWERING)
+    assert table.begin_request(new, "a", True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), max_size=80))
+def test_the_table_and_its_counts_agree_whatever_happens(steps: list[tuple[int, int]]) -> None:
+    """The same operations on a plain list of connections give the same number of open requests of each tenant."""
+    table, connections = ConnectionTable(5), [Connection() for _ in range(7)]
+    phases: dict[Connection, ConnectionPhase] = {}
+    tenants: dict[Connection, str] = {}
+    for number, step in steps:
+        connection = connections[number]
+        if step < 2:
+            if connection not in phases and table.add_connection(connection):
+                phases[connection], connection.evicted = ConnectionPhase.IDLE, False
+        elif step < 6:
+            phase = list(ConnectionPhase)[step - 2]
+            table.set_phase(connection, phase)
+            phases.update({connection: phase} if connection in phases else {})
+        elif step < 8 and phases.get(connection, ConnectionPhase.IDLE) is not ConnectionPhase.IDLE:
+            if table.begin_request(connection, "ab"[step - 6], True):
+                tenants[connection] = "ab"[step - 6]
+            else:
+                tenants.pop(connection, None)
+        elif step == 8:
+            table.note_progress(connection)
+        elif step == 9:
+            table.remove_connection(connection)
+            phases.pop(connection, None)
+        for one in [one for one in phases if one.evicted]:
+            del phases[one]
+        tenants = {
+            one: tenant
+            for one, tenant in tenants.items()
+            if phases.get(one, ConnectionPhase.IDLE) is not ConnectionPhase.IDLE
+        }
+        assert len(table) == len(phases) <= 5
+        assert table.num_open == len(tenants)
+        assert table.open_by_tenant == Counter(tenants.values())
 
 
 def test_answers_make_no_room() -> None:

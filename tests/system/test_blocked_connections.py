@@ -1,0 +1,170 @@
+"""Clients that do not read what they are sent: others are served, whatever these hold, with a key or without one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvloop
+
+from services.gateway.http.connection import HttpConnection
+from tests.system.gateway_process import serving
+from tests.system.scripted_gateway import scripted
+from tests.system.test_connections import held, port_of
+from tests.unit.gateway.model_folder import make_folder
+from tests.waiting import wait_for
+
+WAIT_S = 90.0
+FIRST, SECOND = "sk-" + "a" * 40, "sk-" + "b" * 40
+NUM_CONNECTIONS = 32
+PIPELINED = 15
+
+
+def ask(path: str, key: str = "") -> bytes:
+    named = f"authorization: Bearer {key}\r\n" if key else ""
+    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\n{named}\r\n".encode()
+
+
+# What each of the clients sends. Their answers are more than the kernel takes.
+WISHES = {
+    "the page, without a key": ask("/") * PIPELINED,
+    "the page, with a key": ask("/", FIRST) * PIPELINED,
+    "a large answer, with a key": ask("/openapi.json", FIRST) * PIPELINED,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("toy"), context=1 << 20)
+
+
+@contextlib.contextmanager
+def slow_reading(connections: list[socket.socket], num_bytes: int) -> Iterator[None]:
+    """Until the end, read so many bytes of each connection ten times a second."""
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.wait(0.1):
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    connection.recv(num_bytes, socket.MSG_DONTWAIT)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 512])
+@pytest.mark.parametrize("wish", WISHES)
+def test_clients_that_read_nothing_or_little_keep_nobody_out(
+    tmp_path: Path, wish: str, num_bytes: int
+) -> None:
+    """The real process, whose connections are all held so."""
+    with (
+        serving(tmp_path, api_keys=(FIRST, SECOND), max_connections=NUM_CONNECTIONS) as gateway,
+        held(
+            gateway.spec.port, NUM_CONNECTIONS, lambda one: one.sendall(WISHES[wish]), receive_bytes=2304
+        ) as connections,
+        slow_reading(connections, num_bytes) if num_bytes else contextlib.nullcontext(),
+    ):
+        time.sleep(0.5)
+        for _ in range(5):
+            headers = {"authorization": f"Bearer {SECOND}"}
+            found = httpx.get(f"{gateway.url}/v1/models", headers=headers, trust_env=False, timeout=WAIT_S)
+            assert found.status_code == 200
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def each_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two event loops tell a protocol that its client does not read, each in its own way."""
+    if request.param == "uvloop":
+        monkeypatch.setattr(asyncio, "run", uvloop.run)
+
+
+@pytest.mark.usefixtures("each_loop")
+def test_requests_without_a_key_begin_when_the_answers_before_them_are_sent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that reads late gets all answers, in their order."""
+    unsent = dict[str, list[int]]()
+    begin: Callable[..., None] = HttpConnection._start_asgi_task
+
+    def start(self: HttpConnection, cycle: object, app: object) -> None:
+        path: str = cycle.scope["path"]  # type: ignore[attr-defined]
+        unsent.setdefault(path, []).append(self.unsent_bytes())
+        begin(self, cycle, app)
+
+    monkeypatch.setattr(HttpConnection, "_start_asgi_task", start)
+    with (
+        scripted(folder, keys=(FIRST,)) as running,
+        held(port_of(running.url), 1, lambda one: one.sendall(WISHES["the page, without a key"]), 2304) as (
+            one,
+        ),
+    ):
+        wait_for(lambda: unsent, WAIT_S)
+        time.sleep(0.2)
+        read = b""
+        while read.count(b"HTTP/1.1 200 ") < PIPELINED or not read.endswith(b"</html>"):
+            read += (part := one.recv(65536))
+            assert part, read[-500:]
+        assert read.count(b"</html>") == PIPELINED
+        assert unsent["/"] == [0] * PIPELINED
+        one.sendall(ask("/version"))
+        assert one.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def stream_body() -> bytes:
+    body = b'{"model":"toy","prompt":"HANG","max_tokens":5}'
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {FIRST}\r\n"
+    return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.usefixtures("each_loop")
+def test_a_tenant_has_a_share_of_the_connections(folder: Path) -> None:
+    """Beyond it a tenant loses a connection that it does not read, or else its request is refused."""
+
+    def models(key: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.get(f"{running.url}/v1/models", headers=headers, trust_env=False, timeout=WAIT_S)
+
+    with scripted(folder, keys=(FIRST, SECOND), max_connections=8) as running:
+        port = port_of(running.url)
+        unread = WISHES["a large answer, with a key"]
+        with held(port, 3, lambda one: one.sendall(stream_body())) as busy:
+            wait_for(lambda: len(running.script.open) == 3, WAIT_S)
+            with held(port, 1, lambda one: one.sendall(unread), 2304) as (blocked,):
+                wait_for(lambda: models(SECOND).status_code == 200, WAIT_S)
+                time.sleep(0.3)
+                # Its fifth connection displaces the one that it does not read.
+                assert models(FIRST).status_code == 200
+                with pytest.raises(ConnectionResetError):
+                    while blocked.recv(65536):
+                        pass
+            with held(port, 1, lambda one: one.sendall(stream_body())):
+                wait_for(lambda: len(running.script.open) == 4, WAIT_S)
+                refused = models(FIRST)
+                assert refused.status_code == 429
+                assert refused.json()["error"]["code"] == "too_many_connections"
+                assert refused.headers["retry-after"] == "1"
+                assert models(SECOND).status_code == 200
+                assert len(running.script.open) == 4
+            assert all(one.fileno() >= 0 for one in busy)
+
+
+@pytest.mark.usefixtures("each_loop")
+def test_with_one_key_its_requests_may_take_all_connections(folder: Path) -> None:
+    with scripted(folder, keys=(FIRST,), max_connections=4) as running:
+        port = port_of(running.url)
+        with held(port, 4, lambda one: one.sendall(stream_body())):
+            wait_for(lambda: len(running.script.open) == 4, WAIT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 import openai
 import pytest
 
+from services.gateway.generation import answer_memory
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.service import RequestTimeouts
 from tests.system.scripted_gateway import SCRIPT, Running, scripted
@@ -50,7 +52,11 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def post(
-    gateway: Running, prompt: str, stream: bool, receive_bytes: int | None = None, **fields: object
+    gateway: Running,
+    prompt: str | list[int],
+    stream: bool,
+    receive_bytes: int | None = None,
+    **fields: object,
 ) -> socket.socket:
     """A raw connection that has sent a completion request and reads nothing."""
     host, port = gateway.url.removeprefix("http://").split(":")
@@ -79,6 +85,19 @@ def read_all(connection: socket.socket) -> tuple[bytes, bool]:
     except ConnectionResetError:
         return read, True
     return read, False
+
+
+def read_to_end(connection: socket.socket) -> bool:
+    """Reads an answer; returns whether it has its end, so that the connection may be kept."""
+    read = b""
+    try:
+        while not read.endswith(b"0\r\n\r\n"):
+            if not (part := connection.recv(65536)):
+                return False
+            read += part
+    except ConnectionResetError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -139,6 +158,31 @@ def test_a_reader_who_takes_nothing_is_cut_and_others_never_feel_it(folder: Path
             assert not read.endswith(b"0\r\n\r\n")
             connection.close()
         until(lambda: "diptych:slow_readers_cut_total 3.0" in http.get("/metrics").text)
+
+
+def test_slow_readers_of_complete_answers_do_not_keep_others_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_memory, "MIN_READ_S", 0.2)
+    asked: dict[str, object] = {"max_tokens": 1, "echo": True, "logprobs": 5}
+    with (
+        scripted(folder, patience=RequestTimeouts(stall_s=60.0)) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=WAIT_S) as http,
+    ):
+        slow = [post(running, [5] * 8_000, False, 4096, **asked) for _ in range(13)]
+        memory = running.service._answers
+        until(lambda: len(memory._readers.get("", ())) == 13)
+        time.sleep(0.5)
+        # As if they filled what one tenant may hold, which is everybody here.
+        memory.max_bytes = max(1, 2 * memory.held_bytes)
+        answer = http.post("/v1/completions", json={"model": "toy", "prompt": "hi", "max_tokens": 5})
+        assert answer.status_code == 200, answer.text
+        until(lambda: len(running.service.open) == 12)
+        assert "diptych:slow_readers_cut_total 1.0" in http.get("/metrics").text
+        ends = Counter(read_to_end(connection) for connection in slow)
+        assert ends == {True: 12, False: 1}, "no more than needed"
+        for connection in slow:
+            connection.close()
 
 
 def test_a_slow_reader_gets_everything(gateway: Running) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from msgspec import UNSET, UnsetType
@@ -168,6 +169,13 @@ class Generation:
             self._memory.hold_bytes(self.ask.origin.tenant, num_bytes)
         except RequestError as error:
             self.fail_request(error.failure)
+
+    def wait_for_reader(self, drop: Callable[[], None]) -> AbstractContextManager[None]:
+        """While the body runs, the answers wait only for their client, and may be dropped for those of others.
+
+        `drop` disconnects the client. It must call `release_bytes`.
+        """
+        return self._memory.wait_for_reader(self.ask.origin.tenant, drop)
 
     def release_bytes(self) -> None:
         """Stop counting the memory of all answers, which are no longer kept."""

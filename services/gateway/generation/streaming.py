@@ -84,21 +84,26 @@ class GenerationResponse(Response):
         self._stall_s, self._ping_s = stall_s, ping_s
         # The time at which this task last let other tasks run.
         self._paused_s = 0.0
+        self._dropped = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wire = ResponseWriter(scope, send, self._stall_s)
         work = asyncio.create_task(self._run_generation(wire, scope, receive, send))
         left = asyncio.create_task(_wait_for_disconnect(receive))
+        dropped = asyncio.create_task(self._dropped.wait())
         self._running.add(self.generation)
         self.generation.metrics.open.set(len(self._running))
         try:
-            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, left, dropped), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
+            elif dropped.done():
+                raise ClientStalled
         except ClientStalled:
             self.generation.metrics.cut.inc()
             self.generation.cancel_sequences(Ending.SLOW_READER)
-            log.warning("is disconnected: the client reads too slowly", extra=self._log_ids(scope))
+            why = ", and the memory of its answer is needed for others" if self._dropped.is_set() else ""
+            log.warning("is disconnected: the client reads too slowly%s", why, extra=self._log_ids(scope))
             await self._reset_connection(wire, left)
         except BaseException as error:
             # This includes the cancellation of a server that stops: what was written must not look complete.
@@ -114,6 +119,7 @@ class GenerationResponse(Response):
             self._complete_trace(scope)
             work.cancel()
             left.cancel()
+            dropped.cancel()
 
     def _complete_trace(self, scope: Scope) -> None:
         """Add the sequences to the trace of the request, if it is traced."""
@@ -124,6 +130,11 @@ class GenerationResponse(Response):
                 TracedSequence(stream.request, stream.record, stream.timeline)
                 for stream in generation.streams
             ]
+
+    def _drop_answer(self) -> None:
+        """Disconnect the client, since the memory is needed for answers of others."""
+        self.generation.release_bytes()
+        self._dropped.set()
 
     def _log_ids(self, scope: Scope) -> dict[str, object]:
         """The `extra` of log records about this request."""
@@ -163,6 +174,15 @@ class GenerationResponse(Response):
             headers.append((SERVER_TIMING_HEADER.encode(), server_timing(details.timings)))
         answers = best_answers(generation.ask, generation.answers)
         pieces = self.view.full_body_parts(answers, generation.usage, details)
+        with generation.wait_for_reader(self._drop_answer):
+            await self._write_pieces(wire, pieces, headers)
+        generation.mark_completed()
+        await wire.end_response()
+
+    async def _write_pieces(
+        self, wire: ResponseWriter, pieces: Iterator[bytes], headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        """Write a body that consists of these pieces."""
         body, complete = await _gather_pieces(pieces, MAX_FULL_BODY_BYTES)
         if complete:
             headers.append((b"content-length", str(len(body)).encode()))
@@ -172,8 +192,6 @@ class GenerationResponse(Response):
         while not complete:
             body, complete = await _gather_pieces(pieces, MAX_FULL_BODY_BYTES)
             await wire.write_body(body)
-        generation.mark_completed()
-        await wire.end_response()
 
     def _name_kv_class(self) -> list[tuple[bytes, bytes]]:
         """Write the KV class, which is known now, into the head of all bodies; returns the headers that name it."""
@@ -203,7 +221,8 @@ class GenerationResponse(Response):
             open_streams = {i: stream for i, stream in open_streams.items() if not news[i][1]}
             over = generation.failure is not None or not open_streams
             frames += self._closing_frames() if over and not self._timings else []
-            await wire.write_body(b"".join(frames) or SSE_PING)
+            with generation.wait_for_reader(self._drop_answer):
+                await wire.write_body(b"".join(frames) or SSE_PING)
             for choice, choice_frames in new_frames.items():
                 if choice_frames:
                     streams[choice].mark_written(time.monotonic())

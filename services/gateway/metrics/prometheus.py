@@ -211,7 +211,7 @@ class GatewayMetrics(OutcomeSink):
         self.retries = self._counter("diptych:request_retries", "Attempts given up for another", "code")
         self.cancelled = self._counter("diptych:requests_cancelled", "Sequences whose client left")
         self.cut = self._counter(
-            "diptych:slow_readers_cut", "Streams ended because the client read too slowly"
+            "diptych:slow_readers_cut", "Answers ended because the client read too slowly"
         )
         self.lost = self._counter("diptych:workers_lost", "Workers that went down, for whatever reason")
         self.open = self._gauge("diptych:open_requests", "HTTP requests being generated")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -60,6 +61,7 @@ async def written_text() -> str:
         usage_so_far=lambda choice: None,
         wait_for_news=wait_for_news,
         mark_completed=lambda: None,
+        wait_for_reader=lambda drop: nullcontext(),
         kv=None,
     )
     view = SimpleNamespace(

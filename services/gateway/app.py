@@ -46,6 +46,7 @@ from services.gateway.http.request_body import (
 from services.gateway.http.request_id import RequestIdMiddleware
 from services.gateway.http.trace_requests import TraceMiddleware
 from services.gateway.openai.openapi import docs_page, openapi_document
+from services.gateway.openai.request_limits import MAX_BATCH_BYTES
 from services.gateway.openai.response_schema import ModelCard, ModelList, Readiness, Version
 from services.gateway.openai.tenancy import Caller, parse_timeout_header, parse_timings_header
 from services.gateway.openai.validate import check_model_name
@@ -141,8 +142,9 @@ class ApiRoutes:
     async def create_batch(self, request: Request) -> Response:
         """`POST /v1/batches`. Raises RequestError if the batch is refused."""
         assert isinstance(self.batches, BatchService)
-        async with self._body(request) as body:
-            return await self.batches.batches.create_batch(request, body)
+        async with self._body(request).limit_bytes(MAX_BATCH_BYTES) as body:
+            asked = await self.service.check_batch(body, _caller_of(request))
+        return await self.batches.batches.create_batch(request, asked)
 
     async def refuse_batches(self, request: Request) -> Response:
         """The answer of all routes of files and batches where they are off."""

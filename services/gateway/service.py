@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import msgspec
 from msgspec import structs
 from starlette.responses import Response
 
@@ -28,11 +29,13 @@ from services.gateway.generation.streaming import PING_INTERVAL_S, GenerationRes
 from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
+from services.gateway.openai.batch_schema import BatchRequest
 from services.gateway.openai.resolve import ResolvedRequest, fit_kv_class, fit_worker_context
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes
 from services.gateway.preparation.preparation_job import (
+    BATCH_ROUTE,
     PreparationJob,
     PreparedReply,
     PreparedRequest,
@@ -115,6 +118,18 @@ class GatewayService:
     async def detokenize(self, body: bytes, caller: Caller) -> Response:
         """The response to `POST /detokenize`. Raises RequestError if the request is refused."""
         return await self._prepared_response("detokenize", body, caller)
+
+    async def check_batch(self, body: bytes, caller: Caller) -> BatchRequest:
+        """What the body of a new batch asks for. It waits for a preparer like other bodies, but asks for no admission
+        to generate: full queues are no reason to refuse work that can wait.
+
+        Raises RequestError if the body is refused, or too many bodies wait to be prepared.
+        """
+        if self.draining:
+            raise RequestError(SHUTTING_DOWN)
+        checked = await self.preparers.prepare_body(PreparationJob(BATCH_ROUTE, body, caller))
+        assert isinstance(checked, PreparedReply)
+        return msgspec.json.decode(checked.body, type=BatchRequest)
 
     def end_generations(self) -> None:
         """End all open generations with an error that their clients see."""

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from diptych.messages import Admit, Drain, SwitchRole
+from services.gateway.openai.request_limits import MAX_ORDER_BYTES, MAX_REPORT_BYTES
 from tests.system.fake_workers import MUTE, Puppet
 from tests.system.gateway_process import WAIT_S, Gateway, serving, until
 from tests.system.scripted_gateway import scripted
@@ -163,6 +164,24 @@ def test_a_replanner_hears_of_requests_and_what_it_does_becomes_metrics(
     meet(pools=(2, 2))
     assert code(gateway.http.post("/admin/replan", json={"after": "now"}, headers=ADMIN))[0] == 400
     meet(pools=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [
+        ("/admin/replan", MAX_REPORT_BYTES),
+        ("/admin/workers/nobody/drain", MAX_ORDER_BYTES),
+        ("/admin/workers/nobody/turn", MAX_ORDER_BYTES),
+    ],
+)
+def test_orders_and_reports_have_bounds_of_their_own(gateway: Gateway, path: str, most: int) -> None:
+    """The bodies are no JSON: one within the bound is parsed and refused, and a larger one is not parsed."""
+    kind = {"content-type": "application/json"}
+    answers = [
+        gateway.http.post(path, content=b"x" * num_bytes, headers=ADMIN | kind)
+        for num_bytes in (most, most + 1)
+    ]
+    assert [code(answer) for answer in answers] == [(400, "invalid_json"), (413, "request_too_large")]
 
 
 def test_decode_workers_read_prompts_while_no_prefill_worker_can(

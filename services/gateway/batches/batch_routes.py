@@ -18,13 +18,10 @@ from services.gateway.openai.batch_schema import (
     MAX_EXPIRY_S,
     BatchList,
     BatchRequest,
-    check_metadata,
     window_seconds,
 )
-from services.gateway.openai.parse_body import parse_body
 
 MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED = 100, 20
-MAX_BODY_DEPTH = 4
 
 
 class BatchRoutes:
@@ -36,12 +33,10 @@ class BatchRoutes:
         """`is_draining` says whether the gateway is shutting down."""
         self._store, self._feeder, self._is_draining = store, feeder, is_draining
 
-    async def create_batch(self, request: Request, body: bytes) -> Response:
+    async def create_batch(self, request: Request, asked: BatchRequest) -> Response:
         """`POST /v1/batches`. Raises RequestError if the batch is refused; its file is checked later."""
         if self._is_draining():
             raise RequestError(SHUTTING_DOWN)
-        asked = parse_body(body, BatchRequest, MAX_BODY_DEPTH)
-        check_metadata(asked.metadata)
         now = self._store.now
         kept = asked.output_expires_after
         record = BatchRecord(

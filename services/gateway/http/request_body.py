@@ -75,6 +75,11 @@ class RequestBody:
         self._max_bytes, self._body_s = max_bytes, body_s
         self._num_bytes = 0
 
+    def limit_bytes(self, max_bytes: int) -> RequestBody:
+        """Bound the body further, for a route that needs no more; to be called before the body is read."""
+        self._max_bytes = min(self._max_bytes, max_bytes)
+        return self
+
     async def __aenter__(self) -> bytes:
         """Read the body.
 

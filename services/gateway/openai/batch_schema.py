@@ -9,8 +9,10 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from diptych.errors import RequestError
+from services.gateway.openai.parse_body import parse_body
 from services.gateway.openai.validate import invalid_value_error
 
+MAX_BODY_DEPTH = 4
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
@@ -189,6 +191,17 @@ def window_seconds(window: str) -> int:
             "must be '24h', or another number with one of the units s, m, h and d, up to '7d'",
         )
     return seconds
+
+
+def check_batch_body(body: bytes) -> bytes:
+    """The body of a new batch, checked and encoded again: within the bounds of metadata, without repeated fields.
+
+    Raises:
+        RequestError: 400, with the field at fault in `param`.
+    """
+    asked = parse_body(body, BatchRequest, MAX_BODY_DEPTH)
+    check_metadata(asked.metadata)
+    return msgspec.json.encode(asked)
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:

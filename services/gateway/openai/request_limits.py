@@ -7,6 +7,11 @@ import msgspec
 MAX_SEQUENCES = 64
 # Number of bodies of the largest size that fit into the memory for bodies.
 MAX_HELD_BODIES = 32
+# Most bytes of the bodies that have no prompt. That of a batch has 37,000 bytes of metadata at most; the replanner's
+# report has counters of a few names; an operator's order has one field.
+MAX_BATCH_BYTES = 64 << 10
+MAX_REPORT_BYTES = 64 << 10
+MAX_ORDER_BYTES = 4 << 10
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):

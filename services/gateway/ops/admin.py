@@ -21,6 +21,7 @@ from router.routing.fleet import WorkerState
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.http.error_response import JSON_TYPE
 from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.request_limits import MAX_ORDER_BYTES
 from services.gateway.ops.replan_endpoint import ReplanRoute
 
 MAX_BODY_DEPTH = 4
@@ -63,7 +64,7 @@ class AdminRoutes:
         Raises:
             RequestError: 404, no such worker; 409, it is the last worker of its role.
         """
-        async with request.state.body as body:
+        async with request.state.body.limit_bytes(MAX_ORDER_BYTES) as body:
             order = parse_body(body or b"{}", DrainRequest, MAX_BODY_DEPTH)
         member = self._find_worker(request)
         self._refuse_last_worker(member, order.force)
@@ -76,7 +77,7 @@ class AdminRoutes:
         Raises:
             RequestError: 404, no such worker; 409, it cannot change to this role now.
         """
-        async with request.state.body as body:
+        async with request.state.body.limit_bytes(MAX_ORDER_BYTES) as body:
             order = parse_body(body, SwitchRoleRequest, MAX_BODY_DEPTH)
         member = self._find_worker(request)
         if not self._backend.relay.split:

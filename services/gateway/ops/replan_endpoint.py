@@ -13,6 +13,7 @@ from services.gateway.http.error_response import JSON_TYPE
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.traffic_feed import CounterTotals, ReplanReport, TrafficFeed
 from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.request_limits import MAX_REPORT_BYTES
 from services.gateway.ops.readiness import CanaryProber
 
 MAX_BODY_DEPTH = 4
@@ -35,7 +36,7 @@ class ReplanRoute:
 
     async def exchange_report(self, request: Request) -> Response:
         """Apply the replanner's report, and answer with new traffic. Raises RequestError if the report is invalid."""
-        async with request.state.body as body:
+        async with request.state.body.limit_bytes(MAX_REPORT_BYTES) as body:
             report = parse_body(body or b"{}", ReplanReport, MAX_BODY_DEPTH)
         self._apply_report(report)
         traffic = self._traffic.events_since(report.boot, report.after)

@@ -16,6 +16,7 @@ from diptych.hashing import hash_fields
 from diptych.logs.log_format import about_request
 from diptych.logs.shown_text import shorten_text
 from diptych.request import Grammar
+from services.gateway.openai.batch_schema import check_batch_body
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
@@ -28,12 +29,14 @@ from services.gateway.preparation.resolve_body import GrammarCheck, resolve_body
 # SIGPROF.
 JOB_CPU_S = 5.0
 GRAMMAR_CPU_S = 2.0
+# The route of jobs that check the body of a new batch. Their reply is that body again, which is then small.
+BATCH_ROUTE = "batch"
 
 log = logging.getLogger(__name__)
 
 
 class PreparationJob(msgspec.Struct, frozen=True, eq=False, tag=True):
-    """A body with its caller. `route` is chat, completion, tokenize or detokenize."""
+    """A body with its caller. `route` is chat, completion, tokenize, detokenize or batch."""
 
     route: str
     body: bytes
@@ -100,6 +103,8 @@ def prepare_body(
     Raises:
         RequestError: the body is refused.
     """
+    if job.route == BATCH_ROUTE:
+        return PreparedReply(check_batch_body(job.body))
     resolved = resolve_body(job.route, job.body, job.caller, rules, check)
     return PreparedReply(resolved) if isinstance(resolved, bytes) else PreparedRequest(resolved)
 

@@ -11,8 +11,11 @@ import httpx
 import openai
 import pytest
 
+from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.slo import Slo
 from services.gateway.batches import data_dir, database_thread
+from services.gateway.openai.request_limits import MAX_BATCH_BYTES
+from services.gateway.preparation import preparation_job
 from tests.system.batches.batch_lines import (
     CHAT,
     COMPLETION,
@@ -134,6 +137,44 @@ def test_a_wrong_batch_is_refused(client: openai.OpenAI, fields: dict[str, Any],
     with pytest.raises(openai.BadRequestError) as refused:
         client.batches.create(input_file_id=file.id, **options)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_batch_has_a_bound_of_its_own_for_its_body(http: httpx.Client, chunked: bool) -> None:
+    """It is no JSON: a body within the bound is parsed and refused, and a larger one is not parsed."""
+
+    def post(num_bytes: int) -> int:
+        body = b"x" * num_bytes
+        content: Any = iter([body[:1000], body[1000:]]) if chunked else body
+        headers = {"content-type": "application/json"}
+        return http.post("/v1/batches", content=content, headers=headers).status_code
+
+    assert post(MAX_BATCH_BYTES) == 400
+    assert post(MAX_BATCH_BYTES + 1) == 413
+
+
+def test_a_large_body_of_a_batch_is_parsed_beside_the_event_loop(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(body: bytes) -> bytes:
+        raise AssertionError(f"{len(body)} bytes are parsed in the gateway's process")
+
+    monkeypatch.setattr(preparation_job, "check_batch_body", parse)
+    metadata = {f"{number:02}".ljust(64, "é"): "語" * 512 for number in range(16)}
+    assert start(client, THREE, metadata=metadata).metadata == metadata
+
+
+def test_a_batch_is_accepted_while_requests_are_refused(
+    client: openai.OpenAI, gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full queues are no reason to refuse work that can wait."""
+    monkeypatch.setattr(gateway.script, "refuses", RequestFailure(FailureReason.QUEUE_FULL, "full"))
+    with pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "hi"}])
+    batch = start(client, THREE)
+    assert batch.status == "validating"
+    monkeypatch.undo()
+    assert finished(client, batch.id).status == "completed"
 
 
 def test_only_files_for_batches_can_be_run(client: openai.OpenAI) -> None:

@@ -163,6 +163,32 @@ async def test_a_body_that_fails_is_not_held(parts: list[bytes], status: int) ->
     assert refused.value.failure.status == status and memory.held_bytes == 0
 
 
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_route_bounds_its_own_bodies(announced: bool) -> None:
+    """By what is announced before anything is read, and else while it arrives."""
+    memory, reads = BodyMemory(1 << 20), 0
+
+    async def receive() -> Message:
+        nonlocal reads
+        reads += 1
+        return {"type": "http.request", "body": b"x" * 40, "more_body": True}
+
+    headers = [(b"content-length", b"101")] if announced else []
+    body = RequestBody({"type": "http", "headers": headers}, receive, memory, 1 << 20, 60.0).limit_bytes(100)
+    with pytest.raises(RequestError) as refused:
+        async with body:
+            raise AssertionError("read")
+    assert refused.value.failure.status == 413
+    assert reads == (0 if announced else 3)
+    assert memory.held_bytes == 0
+
+
+async def test_a_route_does_not_extend_what_a_body_may_have() -> None:
+    with pytest.raises(RequestError):
+        async with request_body([b"x" * 101], BodyMemory(1 << 20), 100).limit_bytes(200):
+            raise AssertionError("read")
+
+
 async def test_a_body_whose_reading_is_cancelled_is_not_held() -> None:
     memory = BodyMemory(200)
     body = request_body([b"x" * 60, b""], memory)

@@ -38,6 +38,7 @@ EXPLICIT_PARTIES = {
     FailureReason.QUEUE_TOO_LONG: Party.SERVICE,
     FailureReason.DISPLACED: Party.CLIENT,
     FailureReason.TENANT_PREPARATION_FULL: Party.CLIENT,
+    FailureReason.TENANT_CONNECTIONS_FULL: Party.CLIENT,
     FailureReason.TOO_MANY_UPLOADS: Party.CLIENT,
     FailureReason.TOO_MANY_BATCHES: Party.CLIENT,
     FailureReason.ANSWER_MEMORY_FULL: Party.CLIENT,

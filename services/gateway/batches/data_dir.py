@@ -16,7 +16,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from diptych.errors import RequestError, StartError
@@ -25,8 +25,9 @@ from diptych.failure_statuses import FailureReason, RequestFailure
 LOCK_NAME, DATABASE_NAME, FILES_NAME, UPLOADS_NAME = "lock", "batches.sqlite3", "files", "uploads"
 RUNNING_NAME = "running"
 KNOWN_NAMES = frozenset({LOCK_NAME, DATABASE_NAME, FILES_NAME, UPLOADS_NAME, RUNNING_NAME})
-# Uploads are refused while the disk has fewer bytes than this, so that results can still be written.
-MIN_FREE_BYTES = 64 << 20
+# Uploads and batches are refused while the disk has fewer bytes or inodes than this, so that results can still be
+# written.
+MIN_FREE_BYTES, MIN_FREE_INODES = 64 << 20, 1024
 OTHERS_MODE = stat.S_IRWXG | stat.S_IRWXO
 NEW_FILE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
@@ -44,6 +45,8 @@ class DataDir:
         self.path = Path(path)
         self.files, self.uploads = self.path / FILES_NAME, self.path / UPLOADS_NAME
         self.database = self.path / DATABASE_NAME
+        # Bytes that are being written at the moment.
+        self._claimed = 0
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_folder(self.path)
@@ -86,14 +89,41 @@ class DataDir:
         found = os.statvfs(self.path)
         return found.f_bavail * found.f_frsize
 
+    def disk_bytes(self) -> int:
+        """How many bytes the whole disk has."""
+        found = os.statvfs(self.path)
+        return found.f_blocks * found.f_frsize
+
+    def spare_bytes(self) -> int:
+        """How many bytes uploads may still take: the disk keeps some for results, and some inodes."""
+        found = os.statvfs(self.path)
+        # A file system that makes inodes as it needs them has a total of 0.
+        if found.f_files and found.f_favail < MIN_FREE_INODES:
+            return 0
+        return max(0, self.free_bytes() - MIN_FREE_BYTES - self._claimed)
+
     def check_space(self, num_bytes: int) -> None:
-        """Check that an upload of `num_bytes` leaves room for results.
+        """Check that `num_bytes` more leave room for results.
 
         Raises:
-            RequestError: 507, it does not.
+            RequestError: 507, they do not.
         """
-        if self.free_bytes() < num_bytes + MIN_FREE_BYTES:
+        if self.spare_bytes() <= num_bytes:
             raise RequestError(storage_failure(OSError(errno.ENOSPC, "too little is left")))
+
+    @contextlib.contextmanager
+    def claim_space(self, num_bytes: int) -> Iterator[None]:
+        """A block in which `num_bytes` are written, which leave room for results, whatever is written beside them.
+
+        Raises:
+            RequestError: 507, they would not.
+        """
+        self.check_space(num_bytes)
+        self._claimed += num_bytes
+        try:
+            yield
+        finally:
+            self._claimed -= num_bytes
 
 
 def storage_failure(error: BaseException) -> RequestFailure:

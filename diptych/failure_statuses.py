@@ -75,6 +75,7 @@ class FailureReason(StrEnum):
     ANSWER_MEMORY_FULL = "answer_memory_full"
     TOO_MANY_UPLOADS = "too_many_uploads"
     TOO_MANY_BATCHES = "too_many_batches"
+    TENANT_STORAGE_FULL = "tenant_storage_full"
     STORAGE_FULL = "storage_full"
     STORAGE_FAILED = "storage_failed"
     OVERLOADED = "overloaded"
@@ -178,6 +179,7 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.ANSWER_MEMORY_FULL: FailureRule(503, whose=Party.CLIENT),
     FailureReason.TOO_MANY_UPLOADS: FailureRule(429, 1.0, whose=Party.CLIENT),
     FailureReason.TOO_MANY_BATCHES: FailureRule(429, 60.0, whose=Party.CLIENT),
+    FailureReason.TENANT_STORAGE_FULL: FailureRule(413, whose=Party.CLIENT),
     FailureReason.STORAGE_FULL: FailureRule(507),
     FailureReason.STORAGE_FAILED: FailureRule(500),
     FailureReason.OVERLOADED: FailureRule(503, 1.0),

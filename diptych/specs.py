@@ -105,6 +105,17 @@ class BulkPlan(msgspec.Struct, frozen=True):
     disk_bytes: int | None = None
 
 
+class TenantShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The most that files and batches of one API key may take."""
+
+    # None: as much as the disk has left.
+    max_bytes: int | None = None
+    max_files: int = 20_000
+    # Open batches, and the lines of all of them.
+    max_batches: int = 1000
+    max_lines: int = 2_000_000
+
+
 class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of the gateway process."""
 
@@ -175,6 +186,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     data_dir_optional: bool = False
     # Largest file that may be uploaded.
     max_file_bytes: int = 200 << 20
+    # What files and batches of one API key may take.
+    shares: TenantShares = TenantShares()
     # URL to which traces are sent as OTLP over HTTP; None means that nothing is traced.
     otlp_traces_endpoint: str | None = None
     # Share of the requests that are traced, of those whose client has not decided it.

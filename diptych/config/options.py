@@ -276,6 +276,18 @@ class Config(BaseSettings):
     max_file_bytes: Annotated[ByteSize, Listing(HTTP, GATEWAY_COMMANDS, shown="200MiB", rare=True)] = Field(
         default=200 << 20, description="Largest file that may be uploaded"
     )
+    max_tenant_bytes: Annotated[
+        ByteSize | None, Listing(HTTP, GATEWAY_COMMANDS, shown="as much as the disk has left", rare=True)
+    ] = Field(default=None, description="Most bytes that files and batches of a key take")
+    max_tenant_files: Annotated[PositiveCount, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=20_000, description="Most files of a key, results included"
+    )
+    max_tenant_batches: Annotated[PositiveCount, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=1000, description="Most open batches of a key"
+    )
+    max_tenant_lines: Annotated[PositiveCount, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
+        default=2_000_000, description="Most lines in all open batches of a key"
+    )
 
     slo_ttft_ms: Annotated[DurationMs | None, Listing(SLO_LIMITS, GATEWAY_COMMANDS)] = Field(
         default=None, description="SLO of the time to first token"

@@ -12,7 +12,7 @@ import msgspec
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.slo import DEFAULT_ATTAINMENT
-from diptych.specs import GatewaySpec, WorkerSpec
+from diptych.specs import GatewaySpec, TenantShares, WorkerSpec
 from planner.placement.plan_file import PlanFile
 from planner.types import BOTH, keeps_steps_within_tpot
 from services.cli.serve.bulk_plan import with_bulk_plan
@@ -122,11 +122,22 @@ def gateway_spec(
         request_log=str(config.request_log.absolute()) if config.request_log else None,
         data_dir=str(config.data_dir.absolute()) if isinstance(config.data_dir, Path) else None,
         max_file_bytes=config.max_file_bytes,
+        shares=_tenant_shares(config),
         otlp_traces_endpoint=config.otlp_traces_endpoint,
         trace_sample=config.trace_sample,
         replan=config.replan,
         log_level=config.log_level,
         log_format=config.log_format,
+    )
+
+
+def _tenant_shares(config: Config) -> TenantShares:
+    """What files and batches of one API key may take."""
+    return TenantShares(
+        max_bytes=config.max_tenant_bytes,
+        max_files=config.max_tenant_files,
+        max_batches=config.max_tenant_batches,
+        max_lines=config.max_tenant_lines,
     )
 
 

@@ -19,16 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from diptych.errors import StartError
-from services.gateway.batches.data_dir import (
-    DATABASE_NAME,
-    NEW_FILE_FLAGS,
-    DataDir,
-    is_disk_full,
-    sync_folder,
-    write_whole,
-)
-from services.gateway.batches.tables import MIGRATIONS, SCHEMA, VERSION
+from services.gateway.batches import tables
+from services.gateway.batches.data_dir import NEW_FILE_FLAGS, DataDir, is_disk_full, sync_folder, write_whole
+from services.gateway.batches.storage.open_database import open_database
 
 # Most jobs of one transaction.
 MAX_GROUP = 256
@@ -63,6 +56,7 @@ class ResultFiles:
         self._folder = folder
         self._open: dict[str, int] = {}
         self._written: set[str] = set()
+        self._unused: list[str] = []
 
     def append(self, file_id: str, offset: int, data: bytes) -> None:
         """Write `data` at `offset`, the committed length of the file. Raises OSError."""
@@ -91,6 +85,27 @@ class ResultFiles:
         """Close and remove a file."""
         self.close_file(file_id)
         self._folder.remove_content(file_id)
+
+    @property
+    def num_unused(self) -> int:
+        """How many contents are to be removed later."""
+        return len(self._unused)
+
+    def remove_later(self, file_id: str) -> None:
+        """Remove a content once the rows say for good that nobody needs it.
+
+        If that does not come about, it is removed at the next start.
+        """
+        self._unused.append(file_id)
+
+    def remove_unused(self) -> None:
+        """Remove what was to be removed later. Raises OSError."""
+        while self._unused:
+            self.remove_content(self._unused.pop())
+
+    def forget_unused(self, behind: int = 0) -> None:
+        """The rows do not say so: keep the contents behind the first ones."""
+        del self._unused[behind:]
 
     def sync_written(self) -> None:
         """Make everything that was appended last. Raises OSError."""
@@ -148,7 +163,9 @@ class DatabaseThread:
         """
         self.trouble = ""
         self.files = ResultFiles(folder)
-        self._db = _open_database(folder)
+        self._db = open_database(folder)
+        # The time that was settled when the last process ended, in Unix seconds.
+        self.settled_s = tables.read_clock(self._db)
         self._jobs: queue.SimpleQueue[_QueuedJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_groups, name="batches", daemon=True)
         self._thread.start()
@@ -164,9 +181,10 @@ class DatabaseThread:
         result: T = await job.done
         return result
 
-    def close(self) -> None:
-        """Run the jobs that wait, and close everything. Idempotent."""
+    def close(self, settled_s: float) -> None:
+        """Run the jobs that wait, keep the settled time, and close everything. Idempotent."""
         if self._thread.is_alive():
+            self.settled_s = settled_s
             self._jobs.put(None)
             self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -183,6 +201,9 @@ class DatabaseThread:
             for job in group:
                 with contextlib.suppress(RuntimeError):  # the event loop is closed
                     job.done.get_loop().call_soon_threadsafe(_report_job, job)
+        # Without it the next process trusts the clock an hour later.
+        with contextlib.suppress(sqlite3.Error):
+            tables.write_clock(self._db, self.settled_s or 0.0)
         self.files.close()
         self._db.close()
 
@@ -208,6 +229,7 @@ class DatabaseThread:
         except (OSError, sqlite3.Error) as error:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
+            self.files.forget_unused()
             if not self.trouble:
                 log.error("writing files and batches failed; what waits is tried again: %s", error)
             self.trouble = "the disk is full" if is_disk_full(error) else f"the disk failed: {error}"
@@ -216,17 +238,23 @@ class DatabaseThread:
             return False
         if self._db.total_changes > before:
             self.trouble = ""
+        try:
+            self.files.remove_unused()
+        except OSError as error:
+            log.warning("a file that is not needed is removed at the next start: %s", error)
         return True
 
     def _run_alone(self, job: _QueuedJob) -> None:
         """Run one job of a group. What it raises, but for failures of the disk, undoes this job alone."""
         self._db.execute("SAVEPOINT job")
+        num_unused = self.files.num_unused
         try:
             job.result, job.error = job.work(self._db, self.files), None
         except (OSError, sqlite3.Error):
             raise
         except Exception as error:
             self._db.execute("ROLLBACK TO job")
+            self.files.forget_unused(num_unused)
             job.error = error
         self._db.execute("RELEASE job")
 
@@ -239,44 +267,3 @@ def _report_job(job: _QueuedJob) -> None:
         job.done.set_exception(job.error)
     else:
         job.done.set_result(job.result)
-
-
-def _open_database(folder: DataDir) -> sqlite3.Connection:
-    """The database with its tables. Raises StartError if it is not ours or of another version."""
-    db: sqlite3.Connection | None = None
-    try:
-        os.close(os.open(folder.database, NEW_FILE_FLAGS, 0o600))
-        # Transactions are begun and ended by hand; the thread is the only user after this function.
-        db = sqlite3.connect(folder.database, isolation_level=None, check_same_thread=False)
-        # One connection alone needs no index in a file, so the database can be opened while the disk is full.
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")
-        version: int = db.execute("PRAGMA user_version").fetchone()[0]
-        tables: int = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        is_new = not version and not tables
-        if is_new or version == VERSION or version in MIGRATIONS:
-            db.execute("PRAGMA journal_mode = WAL")
-            # A commit is on disk when it returns.
-            db.execute("PRAGMA synchronous = FULL")
-        if is_new:
-            db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
-            sync_folder(folder.path)
-            return db
-        while version in MIGRATIONS:
-            db.executescript(f"BEGIN; {MIGRATIONS[version]} COMMIT;")
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-    except (OSError, sqlite3.Error) as error:
-        if db is not None:
-            db.close()
-        raise StartError(
-            "the data directory cannot be read",
-            f"{folder.database}: {error}",
-            f"move {DATABASE_NAME} away to begin anew, or restore it from a copy",
-        ) from error
-    if version != VERSION:
-        db.close()
-        raise StartError(
-            "the data directory is of another version of Diptych",
-            f"{folder.database} has version {version}, and this gateway reads version {VERSION}",
-            "start the version that wrote it, or give --data-dir an empty folder",
-        )
-    return db

@@ -24,7 +24,7 @@ from services.gateway.batches.line_attempts import MAX_PAUSE_S, LineAttempts, pe
 from services.gateway.batches.line_runner import LineRunner
 from services.gateway.batches.line_window import LineWindow
 from services.gateway.batches.open_batch import FETCHED_LINES, OpenBatch, OpenBatches
-from services.gateway.batches.records import BatchRecord, new_line_id
+from services.gateway.batches.records import BatchRecord
 from services.gateway.batches.store import BatchStore
 from services.gateway.openai.batch_schema import LineFailure
 from services.gateway.preparation.file_checker import FileChecker
@@ -161,8 +161,8 @@ class BatchFeeder:
     # ---- the loop
 
     def _wall_time(self) -> float:
-        """Unix seconds, by which batches and files expire."""
-        return time.time()
+        """Unix seconds, by which batches and files expire: a jump of the clock counts after an hour."""
+        return self.store.settled_s
 
     async def _adopt(self, batch: OpenBatch) -> None:
         """Go on with a batch after a start."""
@@ -299,9 +299,7 @@ class BatchFeeder:
         batch.record = await persist_change(lambda: self.store.finalize_batch(batch_id, outcome))
         failure = CANCELLED if outcome == "cancelled" else EXPIRED
         left = batch.num_waiting
-        while remaining := await persist_change(
-            lambda: self.store.fail_waiting(batch_id, failure, new_line_id)
-        ):
+        while remaining := await self.lines.fail_lines(batch, failure):
             self.ended["failed"] += max(0, left - remaining)
             left = remaining
             self.batches.set_waiting(batch, remaining)

@@ -47,10 +47,8 @@ class _Progress:
         self.state = structs.replace(found.state, seen=seen)
         packed = array("q", found.lines)
         self.lines += [
-            InputLine(number, custom_id, offset, num_bytes)
-            for number, custom_id, offset, num_bytes in zip(
-                packed[::3], found.custom_ids, packed[1::3], packed[2::3], strict=True
-            )
+            InputLine(number, offset, num_bytes)
+            for number, offset, num_bytes in zip(packed[::3], packed[1::3], packed[2::3], strict=True)
         ]
         self.problems += found.problems
 

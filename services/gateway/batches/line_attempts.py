@@ -8,12 +8,13 @@ read ─ run ─▶ answer ─ end_lines ─▶ its one result
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +27,7 @@ from services.gateway.batches.open_batch import OpenBatch, OpenBatches
 from services.gateway.batches.records import BatchRecord, InputLine, LineEnd, new_line_id, result_text
 from services.gateway.batches.storage.running_lines import RunningLines
 from services.gateway.batches.store import BatchStore
-from services.gateway.openai.batch_schema import LineResult
+from services.gateway.openai.batch_schema import LineFailure, LineResult
 from services.gateway.preparation.file_checker import FileChecker, FileJobFailed
 from services.gateway.preparation.file_job import FileUnreadable, ReadLinesJob
 from services.gateway.preparation.line_check import parse_line
@@ -57,6 +58,8 @@ UNCOUNTED = frozenset(
 )
 # Seconds before another line is tried after one found no room, and before the disk is tried again.
 MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
+# How many lines are failed at a time when a batch ends early.
+FAILED_LINES = 500
 
 T = TypeVar("T")
 
@@ -138,13 +141,14 @@ class LineAttempts:
         """Run a line and write its result; or have it wait again, if it is taken back or there was no room for it."""
         waits = True
         try:
-            answer = await self._run_until_recalled(batch, line)
-            if answer is None:
+            found = await self._run_until_recalled(batch, line)
+            if found is None:
                 return self._batches.return_line(batch, line, first=True)
+            custom_id, answer = found
             if self._shall_retry(batch, line, answer):
                 return self._batches.return_line(batch, line, first=False)
             self._pause_s = MIN_PAUSE_S
-            result = LineResult(new_line_id(), line.custom_id, answer.to_response())
+            result = LineResult(new_line_id(), custom_id, answer.to_response())
             end = LineEnd(
                 number=line.number,
                 succeeded=answer.succeeded,
@@ -162,8 +166,8 @@ class LineAttempts:
             self.running.end_line(batch.record.id, line.number, waits)
             self._batches.end_line(batch, line.number)
 
-    async def _run_until_recalled(self, batch: OpenBatch, line: InputLine) -> LineAnswer | None:
-        """The answer to a line; None if it was taken back."""
+    async def _run_until_recalled(self, batch: OpenBatch, line: InputLine) -> tuple[str, LineAnswer] | None:
+        """The id of a line and the answer to it; None if it was taken back."""
         task = asyncio.current_task()
         assert task is not None
         self._unanswered[task] = None
@@ -177,40 +181,86 @@ class LineAttempts:
             self._unanswered.pop(task, None)
             self._taken_back.discard(task)
 
-    async def _answer_line(self, batch: OpenBatch, line: InputLine) -> LineAnswer:
-        """The answer to a line, by what answers the same request over HTTP."""
+    async def _answer_line(self, batch: OpenBatch, line: InputLine) -> tuple[str, LineAnswer]:
+        """The id of a line and the answer to it, by what answers the same request over HTTP.
+
+        The id is empty if the line cannot be read any more.
+        """
         record = batch.record
         if self.running.count_crashes(record.id, line.number) >= MAX_LINE_CRASHES:
             problem = f"the server was killed {MAX_LINE_CRASHES} times while it ran this line"
-            return _refuse_line(RequestFailure(FailureReason.INTERNAL_ERROR, problem))
+            (name,) = await self._read_ids(record.input_file, [line])
+            return name or "", _refuse_line(RequestFailure(FailureReason.INTERNAL_ERROR, problem))
         try:
-            body = await self._read_body(record.input_file, line)
+            custom_id, body = await self._read_line(record.input_file, line)
         except (OSError, msgspec.DecodeError, RecursionError, FileJobFailed) as error:
             log.error("line %d of batch %s cannot be read: %s", line.number, record.id, error)
             problem = "the server cannot read this line any more"
-            return _refuse_line(RequestFailure(FailureReason.STORAGE_FAILED, problem))
+            return "", _refuse_line(RequestFailure(FailureReason.STORAGE_FAILED, problem))
+        refusal = self._store.line_refusal(record.tenant)
+        if refusal is not None:
+            return custom_id, _refuse_line(refusal)
         timeout_s = max(0.0, record.expires_at - self._wall_time()) + DEADLINE_SLACK_S
-        return await self._runner.run_line(
-            record.endpoint, body, record.tenant, bool(record.urgent), record.id, line.custom_id, timeout_s
+        answer = await self._runner.run_line(
+            record.endpoint,
+            body,
+            record.tenant,
+            bool(record.urgent),
+            record.id,
+            custom_id,
+            timeout_s,
         )
+        return custom_id, answer
 
-    async def _read_body(self, file_id: str, line: InputLine) -> bytes:
-        """The body of a line of an input file. Long lines are parsed in a helper process.
+    async def _read_line(self, file_id: str, line: InputLine) -> tuple[str, bytes]:
+        """The id and the body of a line of an input file. Long lines are parsed in a helper process.
 
         Raises:
             OSError, msgspec.DecodeError, RecursionError, FileJobFailed: it cannot be read any more.
         """
         path = self._store.content_path(file_id)
         if line.num_bytes <= MAX_INLINE_BYTES:
-            text = await asyncio.to_thread(_read_span, path, line.offset, line.num_bytes)
-            return bytes(parse_line(text).body)
-        span = array("q", (line.offset, line.num_bytes)).tobytes()
-        found = await self._checker.read_lines(ReadLinesJob(str(path), span, with_bodies=True))
+            parsed = parse_line(await asyncio.to_thread(_read_span, path, line.offset, line.num_bytes))
+            return parsed.custom_id, bytes(parsed.body)
+        found = await self._checker.read_lines(ReadLinesJob(str(path), _pack_spans([line]), with_bodies=True))
         if isinstance(found, FileUnreadable):
             raise OSError(found.error)
-        if found.custom_ids != [line.custom_id]:
+        (custom_id,), (body,) = found.custom_ids, found.bodies
+        if custom_id is None:
             raise msgspec.DecodeError("the file has changed")
-        return found.bodies[0]
+        return custom_id, body
+
+    async def fail_lines(self, batch: OpenBatch, failure: LineFailure) -> int:
+        """Give lines of a batch without a result `failure` as theirs, some at a time; returns how many are left.
+
+        The id of a line whose file cannot be read any more is empty.
+        """
+        record = batch.record
+        lines = await persist_change(lambda: self._store.waiting_lines(record.id, -1, FAILED_LINES))
+        ends = [
+            LineEnd(
+                number=line.number,
+                succeeded=False,
+                text=result_text(LineResult(new_line_id(), custom_id or "", error=failure)),
+            )
+            for line, custom_id in zip(
+                lines, await self._read_ids(record.input_file, lines) if lines else [], strict=False
+            )
+        ]
+        await persist_change(lambda: self._store.end_lines(record.id, ends))
+        return await persist_change(lambda: self._store.count_waiting(record.id))
+
+    async def _read_ids(self, file_id: str, lines: Sequence[InputLine]) -> Sequence[str | None]:
+        """The ids of the first of these lines, as many as there was time for."""
+        job = ReadLinesJob(str(self._store.content_path(file_id)), _pack_spans(lines), with_bodies=False)
+        why = "its helper process was killed"
+        with contextlib.suppress(FileJobFailed):
+            found = await self._checker.read_lines(job)
+            if not isinstance(found, FileUnreadable):
+                return found.custom_ids
+            why = found.error
+        log.error("the ids of lines in %s are lost: %s", file_id, why)
+        return [None] * len(lines)
 
     def _shall_retry(self, batch: OpenBatch, line: InputLine, answer: LineAnswer) -> bool:
         """Whether a line waits again, since there was no room or no worker for it. If so, all lines pause a moment."""
@@ -248,6 +298,11 @@ def _read_span(path: Path, offset: int, num_bytes: int) -> bytes:
     """A part of a file; called in a thread."""
     with path.open("rb") as content:
         return os.pread(content.fileno(), num_bytes, offset)
+
+
+def _pack_spans(lines: Sequence[InputLine]) -> bytes:
+    """Where lines lie, as `ReadLinesJob` takes it."""
+    return array("q", [number for line in lines for number in (line.offset, line.num_bytes)]).tobytes()
 
 
 async def persist_change(change: Callable[[], Awaitable[T]]) -> T:

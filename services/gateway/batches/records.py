@@ -123,10 +123,9 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputLine(msgspec.Struct, frozen=True):
-    """A line of an input file: its number from 1 on, its id, and where it lies in the file."""
+    """A line of an input file: its number from 1 on, and where it lies in the file, which has its id too."""
 
     number: int
-    custom_id: str
     offset: int
     num_bytes: int
 

@@ -1,7 +1,7 @@
 """What is kept of files and batches, for the event loop: every change is on disk when its method returns.
 
 The methods raise `StorageError` if the disk or the database fails, and RequestError if a client asked for something
-that is not there.
+that is not there. A `tenant` of None stands for all tenants: operators ask for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,27 +17,29 @@ import msgspec
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.logs.shown_text import quote_text
+from diptych.specs import TenantShares
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.database_thread import DatabaseThread, Job, ResultFiles
-from services.gateway.batches.records import (
-    OUTPUT_PURPOSE,
-    BatchRecord,
-    FileRecord,
-    InputLine,
-    LineEnd,
-    result_text,
+from services.gateway.batches.records import BATCH_PURPOSE, BatchRecord, FileRecord, InputLine, LineEnd
+from services.gateway.batches.storage import results
+from services.gateway.batches.storage.lookups import found_batch, found_file, num_waiting
+from services.gateway.batches.storage.settled_clock import SettledClock
+from services.gateway.batches.storage.tenant_shares import (
+    TenantUse,
+    find_batch_refusal,
+    find_line_refusal,
+    find_refusal,
 )
-from services.gateway.openai.batch_schema import BatchProblem, LineFailure, LineResult
+from services.gateway.openai.batch_schema import BatchProblem
 from services.gateway.openai.validate import invalid_value_error
 
-# Most batches of a tenant that have not ended.
-MAX_OPEN_BATCHES = 1000
-# How many lines are failed in one transaction when a batch ends early.
-FAILED_LINES = 1000
-# The totals are counted at most this often, in seconds, after changes that are not of files or batches themselves.
-TOTALS_INTERVAL_S = 1.0
+# How many rows are added or removed in one transaction, so that jobs of others wait for milliseconds.
+MAX_ROWS = 2000
+# How many files that have expired are removed in one transaction, and pages of the database given back to the disk.
+MAX_EXPIRED, MAX_PAGES = 100, 512
+# The settled time is kept on disk at most this often, in seconds, after so long.
+CLOCK_INTERVAL_S = 300.0
 
 T = TypeVar("T")
 
@@ -47,17 +49,29 @@ log = logging.getLogger(__name__)
 class BatchStore:
     """Files, batches and lines of all tenants. `by_status` and `held_bytes` are as of a moment ago."""
 
-    def __init__(self, folder: DataDir, clock: Callable[[], float] = time.time) -> None:
-        """Open what lies in `folder`. `clock` gives Unix seconds.
+    def __init__(
+        self,
+        folder: DataDir,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        shares: TenantShares | None = None,
+        tenants: Collection[str] | None = None,
+    ) -> None:
+        """Open what lies in `folder`. `clock` gives Unix seconds, `monotonic` seconds that never jump.
+
+        `tenants` are those whose keys are accepted; None: everybody's.
 
         Raises:
             StartError: it cannot be read, or is of another version.
         """
-        self.folder, self._clock = folder, clock
+        self.folder, self.shares, self._tenants = folder, shares or TenantShares(), tenants
+        self._clock, self._monotonic = clock, monotonic
         self._thread = DatabaseThread(folder)
+        self._settled, self._kept_clock_s = SettledClock(self._thread.settled_s), float("-inf")
         self.by_status: dict[str, int] = {}
         self.held_bytes = 0
-        self._counted_s = float("-inf")
+        # What tenants keep, as of their last change.
+        self._uses: dict[str, TenantUse] = {}
 
     @property
     def trouble(self) -> str:
@@ -66,82 +80,138 @@ class BatchStore:
 
     @property
     def now(self) -> int:
-        """The time in Unix seconds."""
-        return int(self._clock())
+        """The time in Unix seconds for what is made now."""
+        return int(self._settled.stamp(self._clock(), self._monotonic()))
+
+    @property
+    def settled_s(self) -> float:
+        """The time in Unix seconds by which files and batches expire: a jump of the clock counts after an hour."""
+        return self._settled.read(self._clock(), self._monotonic())
 
     def close(self) -> None:
         """Finish what is being written, and let others use the folder. Idempotent."""
-        self._thread.close()
+        self._thread.close(self.settled_s)
         self.folder.close()
 
     async def probe(self) -> None:
         """Write something small. Raises StorageError while nothing can be written."""
-        await self._thread.run_job(lambda db, _: tables.write_probe(db, self.now))
+        now = self.now
+        await self._thread.run_job(lambda db, _: tables.write_probe(db, now))
 
     async def recover(self) -> list[BatchRecord]:
-        """Bring files and rows together after a start; returns the batches that have not ended."""
+        """Bring files and rows together after a start; returns the batches that have not ended.
 
-        def work(db: sqlite3.Connection, files: ResultFiles) -> list[BatchRecord]:
-            found = tables.open_batches(db)
-            self.folder.remove_others(tables.known_contents(db))
-            found = [_whole_results(db, files, record) for record in found]
-            self._count_totals(db)
-            return found
+        Batches of tenants whose keys are not accepted any more are about to be cancelled then.
+        """
+        now = int(self.settled_s)
 
-        return await self._thread.run_job(work)
+        def work(db: sqlite3.Connection, files: ResultFiles) -> tuple[list[BatchRecord], list[int]]:
+            found = results.recover_batches(db, files, self.folder, self._tenants, now)
+            return found, results.leftover_lines(db)
+
+        found, leftover = await self._change(work)
+        for batch in leftover:
+            await self._drop_lines(batch)
+        return found
 
     # ---- files
 
     async def add_file(self, record: FileRecord) -> None:
-        """Add a file whose content is in its place."""
-        await self._change(lambda db, files: tables.add_file(db, record))
+        """Add a file whose content is in its place. Raises RequestError (413) if its tenant may not keep it."""
+        free_bytes = self.folder.spare_bytes() + record.bytes
 
-    async def find_file(self, tenant: str, file_id: str) -> FileRecord:
+        def work(db: sqlite3.Connection, files: ResultFiles) -> None:
+            refusal = find_refusal(
+                self.shares, tables.tenant_use(db, record.tenant), record.bytes, 1, free_bytes
+            )
+            if refusal is not None:
+                raise RequestError(refusal)
+            tables.add_file(db, record)
+
+        await self._change(work, record.tenant)
+
+    async def find_file(self, tenant: str | None, file_id: str) -> FileRecord:
         """A file of a tenant. Raises RequestError (404) if there is none."""
-        found = await self._thread.run_job(lambda db, _: tables.find_file(db, tenant, file_id, self.now))
-        return _found_file(found, file_id)
+        now = int(self.settled_s)
+        found = await self._thread.run_job(lambda db, _: tables.find_file(db, tenant, file_id, now))
+        return found_file(found, file_id)
 
     async def list_files(
-        self, tenant: str, purpose: str | None, after: str | None, limit: int, order: str
+        self, tenant: str | None, purpose: str | None, after: str | None, limit: int, order: str
     ) -> list[FileRecord]:
         """The files of a tenant behind the file `after`. Raises RequestError (400) if there is no such file."""
+        now = int(self.settled_s)
         found = await self._thread.run_job(
-            lambda db, _: tables.list_files(db, tenant, purpose, after, limit, order, self.now)
+            lambda db, _: tables.list_files(db, tenant, purpose, after, limit, order, now)
         )
         if found is None:
             raise invalid_value_error("after", "names no file of yours")
         return found
 
-    async def delete_file(self, tenant: str, file_id: str) -> None:
+    async def delete_file(self, tenant: str | None, file_id: str) -> None:
         """Delete a file. Its content stays while a batch reads it. Raises RequestError (404) if there is none."""
+        now = int(self.settled_s)
 
         def work(db: sqlite3.Connection, files: ResultFiles) -> None:
-            _found_file(tables.find_file(db, tenant, file_id, self.now), file_id)
-            tables.mark_deleted(db, file_id)
+            found = found_file(tables.find_file(db, tenant, file_id, now), file_id)
+            if tables.delete_file(db, file_id, now):
+                files.remove_later(file_id)
+            self._note_use(db, found.tenant)
 
         await self._change(work)
-        await self.remove_unused()
 
     async def remove_unused(self) -> int | None:
-        """Remove files that are deleted or expired, and not read any more. Returns when the next one expires."""
+        """Remove what has expired: contents of files, and rows that were kept long enough.
 
-        def work(db: sqlite3.Connection, files: ResultFiles) -> tuple[list[str], int | None]:
-            return tables.take_unused(db, self.now), tables.next_expiry(db)
+        Returns when the next file expires. Everything is done in small pieces, with jobs of others in between.
+        """
+        more = True
+        while more:
+            now, settled_s = int(self.settled_s), self._clock_to_keep()
 
-        unused, next_expiry = await self._change(work)
+            def work(
+                db: sqlite3.Connection,
+                files: ResultFiles,
+                now: int = now,
+                settled_s: float | None = settled_s,
+            ) -> tuple[bool, int | None]:
+                if settled_s is not None:
+                    tables.write_clock(db, settled_s)
+                expired = tables.take_expired(db, now, MAX_EXPIRED)
+                for file_id in expired:
+                    files.remove_later(file_id)
+                num_rows = tables.forget_rows(db, now, MAX_ROWS)
+                num_free = tables.give_back(db, MAX_PAGES)
+                return bool(expired or num_rows or num_free), tables.next_expiry(db)
 
-        # After the rows are gone for good: a content without a row is removed at the next start, at the latest.
-        def remove(db: sqlite3.Connection, files: ResultFiles) -> None:
-            for file_id in unused:
-                files.remove_content(file_id)
-
-        if unused:
-            await self._thread.run_job(remove)
+            more, next_expiry = await self._change(work)
         return next_expiry
 
     def content_path(self, file_id: str) -> Path:
         """Where the content of a file lies."""
         return self.folder.content_path(file_id)
+
+    # ---- tenants
+
+    async def tenant_use(self, tenant: str) -> TenantUse:
+        """What a tenant keeps."""
+        return await self._thread.run_job(lambda db, _: self._note_use(db, tenant))
+
+    async def tenant_uses(self) -> dict[str, TenantUse]:
+        """What all tenants keep."""
+        return await self._thread.run_job(lambda db, _: tables.tenant_uses(db))
+
+    def upload_refusal(self, tenant: str, num_bytes: int) -> RequestFailure | None:
+        """Why a tenant may not upload so many bytes, which are on disk already; None if it may."""
+        free_bytes = self.folder.spare_bytes() + num_bytes
+        return find_refusal(self.shares, self._use_of(tenant), num_bytes, 1, free_bytes)
+
+    def line_refusal(self, tenant: str) -> RequestFailure | None:
+        """Why no other line of a tenant may have a result; None if it may, as of its last change."""
+        return find_line_refusal(self.shares, self._use_of(tenant), self.folder.spare_bytes())
+
+    def _use_of(self, tenant: str) -> TenantUse:
+        return self._uses.get(tenant, TenantUse())
 
     # ---- batches
 
@@ -149,47 +219,54 @@ class BatchStore:
         """Add a new batch.
 
         Raises:
-            RequestError: 404, its input is no file of the tenant; 400, it is not for batches; 429, too many are open.
+            RequestError: 404, its input is no file of the tenant; 400, it is not for batches; 429, too many are open;
+                413, its results may not be kept; 507, the disk is full.
         """
+        now, free_bytes = int(self.settled_s), self.folder.spare_bytes()
 
         def work(db: sqlite3.Connection, files: ResultFiles) -> None:
-            _found_file(tables.find_file(db, record.tenant, record.input_file, self.now), record.input_file)
-            if tables.input_in_use(db, record.tenant, record.input_file, self.now) is None:
+            source = found_file(
+                tables.find_file(db, record.tenant, record.input_file, now), record.input_file
+            )
+            if source.purpose != BATCH_PURPOSE:
                 raise invalid_value_error(
                     "input_file_id", "names a file that was not uploaded with purpose 'batch'"
                 )
-            if tables.count_open(db, record.tenant) >= MAX_OPEN_BATCHES:
-                problem = f"{MAX_OPEN_BATCHES} batches are open; wait until one has ended, or cancel one"
-                raise RequestError(RequestFailure(FailureReason.TOO_MANY_BATCHES, problem))
-            tables.add_batch(db, record)
+            use = tables.tenant_use(db, record.tenant)
+            refusal = find_batch_refusal(self.shares, use) or find_refusal(
+                self.shares, use, source.bytes, 2, free_bytes
+            )
+            if refusal is not None:
+                raise RequestError(refusal)
+            tables.add_batch(db, record, source.bytes)
 
-        await self._change(work)
+        self.folder.check_space(0)
+        await self._change(work, record.tenant)
 
-    async def find_batch(self, tenant: str, batch_id: str) -> BatchRecord:
+    async def find_batch(self, tenant: str | None, batch_id: str) -> BatchRecord:
         """A batch of a tenant. Raises RequestError (404) if there is none."""
         found = await self._thread.run_job(lambda db, _: tables.find_batch(db, batch_id, tenant))
-        return _found_batch(found, batch_id)
+        return found_batch(found, batch_id)
 
-    async def list_batches(self, tenant: str, after: str | None, limit: int) -> list[BatchRecord]:
+    async def list_batches(self, tenant: str | None, after: str | None, limit: int) -> list[BatchRecord]:
         """The batches of a tenant behind the batch `after`. Raises RequestError (400) if there is no such batch."""
         found = await self._thread.run_job(lambda db, _: tables.list_batches(db, tenant, after, limit))
         if found is None:
             raise invalid_value_error("after", "names no batch of yours")
         return found
 
-    async def cancel_batch(self, tenant: str, batch_id: str) -> BatchRecord:
+    async def cancel_batch(self, tenant: str | None, batch_id: str) -> BatchRecord:
         """Have a batch cancelled. Raises RequestError: 404 if there is none, 409 if it has ended or is about to."""
+        now = self.now
 
         def work(db: sqlite3.Connection, files: ResultFiles) -> BatchRecord:
-            record = _found_batch(tables.find_batch(db, batch_id, tenant), batch_id)
+            record = found_batch(tables.find_batch(db, batch_id, tenant), batch_id)
             if record.status == "cancelling":
                 return record
             if record.status not in ("validating", "in_progress"):
                 problem = f"a batch with status '{record.status}' cannot be cancelled"
                 raise RequestError(RequestFailure(FailureReason.BATCH_HAS_ENDED, problem))
-            return tables.update_batch(
-                db, batch_id, status="cancelling", outcome="cancelled", cancelling_at=self.now
-            )
+            return tables.cancel_batch(db, batch_id, now)
 
         return await self._change(work)
 
@@ -202,32 +279,59 @@ class BatchStore:
 
     async def fail_batch(self, batch_id: str, problems: Sequence[BatchProblem]) -> BatchRecord:
         """A batch is refused before any line runs, unless it is cancelled meanwhile."""
-        errors = msgspec.json.encode(list(problems)).decode()
+        now = self.now
 
         def work(db: sqlite3.Connection, files: ResultFiles) -> BatchRecord:
             record = tables.find_batch(db, batch_id)
             assert record is not None
             if record.status != "validating":
                 return record
-            for file_id in (record.output_file, record.error_file):
-                files.remove_content(file_id)
-            return tables.update_batch(db, batch_id, status="failed", failed_at=self.now, errors=errors)
+            return self._fail(db, files, record, problems, now)
 
         return await self._change(work)
 
     async def begin_batch(self, batch_id: str, lines: Sequence[InputLine], model: str) -> BatchRecord:
-        """A batch is valid: its lines may run, unless it is cancelled meanwhile."""
+        """A batch is valid: its lines may run, unless it is cancelled meanwhile.
 
-        def work(db: sqlite3.Connection, files: ResultFiles) -> BatchRecord:
+        It fails if its tenant may not have so many lines. The rows of lines are written in pieces, with jobs of others
+        in between; if this process ends before the last one, the batch has not begun.
+        """
+        now = self.now
+
+        def prepare(db: sqlite3.Connection, files: ResultFiles) -> tuple[int, BatchRecord]:
             record = tables.find_batch(db, batch_id)
             assert record is not None
-            tables.add_lines(db, batch_id, lines)
-            begun = {"total": len(lines), "model": model, "in_progress_at": self.now}
+            use, most = tables.tenant_use(db, record.tenant), self.shares.max_lines
+            if record.status == "validating" and use.lines - record.total + len(lines) > most:
+                problem = (
+                    f"your open batches have {use.lines - record.total} lines, and with the {len(lines)} lines of "
+                    f"this file they would be above the share of a key, {most} (--max-tenant-lines); wait until "
+                    "one has ended, or cancel one"
+                )
+                failed = self._fail(db, files, record, [BatchProblem("line_share_full", problem)], now)
+                return tables.number_of(db, batch_id), failed
+            return tables.number_of(db, batch_id), tables.update_batch(db, batch_id, total=len(lines))
+
+        number, record = await self._change(prepare)
+        # Rows are left if this was tried before, and the disk was full.
+        await self._drop_lines(number)
+        if record.status == "failed":
+            return record
+        for begin in range(0, len(lines), MAX_ROWS):
+            piece = lines[begin : begin + MAX_ROWS]
+            await self._thread.run_job(
+                lambda db, _, piece=piece: tables.add_lines(db, batch_id, piece)  # type: ignore[misc]
+            )
+
+        def begin_all(db: sqlite3.Connection, files: ResultFiles) -> BatchRecord:
+            record = tables.find_batch(db, batch_id)
+            assert record is not None
+            begun: dict[str, Any] = {"model": model, "in_progress_at": now}
             if record.status == "validating":
                 begun["status"] = "in_progress"
             return tables.update_batch(db, batch_id, **begun)
 
-        return await self._change(work)
+        return await self._change(begin_all)
 
     async def waiting_lines(self, batch_id: str, behind: int, limit: int) -> list[InputLine]:
         """At most `limit` lines without a result, with numbers above `behind`."""
@@ -235,156 +339,89 @@ class BatchStore:
 
     async def count_waiting(self, batch_id: str) -> int:
         """How many lines have no result."""
-        return await self._thread.run_job(lambda db, _: tables.count_waiting(db, batch_id))
+        return await self._thread.run_job(lambda db, _: num_waiting(tables.find_batch(db, batch_id)))
 
     async def end_lines(self, batch_id: str, ends: Sequence[LineEnd]) -> BatchRecord:
         """Write the results of lines. A line that has a result already keeps it."""
 
         def work(db: sqlite3.Connection, files: ResultFiles) -> BatchRecord:
-            record = _write_ends(db, files, batch_id, ends)
-            if time.monotonic() - self._counted_s > TOTALS_INTERVAL_S:
-                self._count_totals(db)
+            record = results.write_ends(db, files, batch_id, ends)
+            self._note_use(db, record.tenant)
             return record
 
-        return await self._thread.run_job(work)
+        return await self._change(work)
 
     async def finalize_batch(self, batch_id: str, outcome: str) -> BatchRecord:
         """No line runs any more: results are about to be complete, and the batch will end as `outcome`."""
-
-        def work(db: sqlite3.Connection, files: ResultFiles) -> BatchRecord:
-            values: dict[str, Any] = {"outcome": outcome, "finalizing_at": self.now}
-            if outcome != "cancelled":
-                values["status"] = "finalizing"
-            return tables.update_batch(db, batch_id, **values)
-
-        return await self._change(work)
-
-    async def fail_waiting(self, batch_id: str, failure: LineFailure, make_id: Callable[[], str]) -> int:
-        """Fail up to `FAILED_LINES` lines that have no result; returns how many are left."""
-
-        def work(db: sqlite3.Connection, files: ResultFiles) -> int:
-            lines = tables.waiting_lines(db, batch_id, -1, FAILED_LINES)
-            ends = [
-                LineEnd(
-                    number=line.number,
-                    succeeded=False,
-                    text=result_text(LineResult(make_id(), line.custom_id, error=failure)),
-                )
-                for line in lines
-            ]
-            _write_ends(db, files, batch_id, ends)
-            return tables.count_waiting(db, batch_id)
-
-        return await self._thread.run_job(work)
+        values: dict[str, Any] = {"outcome": outcome, "finalizing_at": self.now}
+        if outcome != "cancelled":
+            values["status"] = "finalizing"
+        return await self._change(lambda db, _: tables.update_batch(db, batch_id, **values))
 
     async def end_batch(self, batch_id: str) -> BatchRecord:
         """The results are complete: publish them, and end the batch with its outcome."""
+        now = self.now
 
-        def work(db: sqlite3.Connection, files: ResultFiles) -> BatchRecord:
+        def work(db: sqlite3.Connection, files: ResultFiles) -> tuple[int, BatchRecord]:
             record = tables.find_batch(db, batch_id)
             assert record is not None
-            self._publish(db, files, record, record.output_file, record.output_bytes, "output")
-            self._publish(db, files, record, record.error_file, record.error_bytes, "error")
-            tables.drop_lines(db, batch_id)
-            ended: dict[str, Any] = {"status": record.outcome, f"{record.outcome}_at": self.now}
-            return tables.update_batch(db, batch_id, **ended)
+            results.publish_results(db, files, record, now)
+            ended = tables.end_batch(db, batch_id, record.outcome, now)
+            self._release_input(db, files, ended, now)
+            return tables.number_of(db, batch_id), ended
 
-        return await self._change(work)
+        number, ended = await self._change(work)
+        await self._drop_lines(number)
+        return ended
 
-    def _publish(
+    def _fail(
         self,
         db: sqlite3.Connection,
         files: ResultFiles,
-        batch: BatchRecord,
-        file_id: str,
-        num_bytes: int,
-        kind: str,
-    ) -> None:
-        """Make a file of results one of the tenant's files; an empty one is removed."""
-        if not num_bytes:
-            return files.remove_content(file_id)
-        files.cut(file_id, num_bytes)
-        files.close_file(file_id)
-        now = self.now
-        record = FileRecord(
-            id=file_id,
-            tenant=batch.tenant,
-            purpose=OUTPUT_PURPOSE,
-            name=f"{batch.id}_{kind}.jsonl",
-            bytes=num_bytes,
-            created_at=now,
-            expires_at=now + batch.output_expiry_s,
-        )
-        tables.add_file(db, record)
+        record: BatchRecord,
+        problems: Sequence[BatchProblem],
+        now: int,
+    ) -> BatchRecord:
+        for file_id in (record.output_file, record.error_file):
+            files.remove_content(file_id)
+        errors = msgspec.json.encode(list(problems)).decode()
+        failed = tables.end_batch(db, record.id, "failed", now, errors=errors)
+        self._release_input(db, files, failed, now)
+        return failed
 
-    async def _change(self, work: Job[T]) -> T:
-        """Run a job that changes files or batches, and count both again."""
+    def _release_input(
+        self, db: sqlite3.Connection, files: ResultFiles, record: BatchRecord, now: int
+    ) -> None:
+        """The batch does not read its input any more, which may have been deleted meanwhile."""
+        if tables.release_file(db, record.input_file, now):
+            files.remove_later(record.input_file)
+        self._note_use(db, record.tenant)
+
+    async def _drop_lines(self, batch: int) -> None:
+        """Forget all lines of a batch that has ended or not begun, in pieces."""
+        while await self._thread.run_job(lambda db, _: tables.drop_lines(db, batch, MAX_ROWS)) == MAX_ROWS:
+            pass
+
+    def _clock_to_keep(self) -> float | None:
+        """The settled time, if it is to be written again."""
+        settled_s = self.settled_s
+        if abs(settled_s - self._kept_clock_s) < CLOCK_INTERVAL_S:
+            return None
+        self._kept_clock_s = settled_s
+        return settled_s
+
+    def _note_use(self, db: sqlite3.Connection, tenant: str) -> TenantUse:
+        use = self._uses[tenant] = tables.tenant_use(db, tenant)
+        return use
+
+    async def _change(self, work: Job[T], tenant: str | None = None) -> T:
+        """Run a job that changes files or batches, and read the totals; those of `tenant` too."""
 
         def counted(db: sqlite3.Connection, files: ResultFiles) -> T:
             result = work(db, files)
-            self._count_totals(db)
+            if tenant is not None:
+                self._note_use(db, tenant)
+            self.by_status, self.held_bytes = tables.count_batches(db), tables.sum_bytes(db)
             return result
 
         return await self._thread.run_job(counted)
-
-    def _count_totals(self, db: sqlite3.Connection) -> None:
-        self.by_status, self.held_bytes = tables.count_batches(db), tables.sum_bytes(db)
-        self._counted_s = time.monotonic()
-
-
-def _write_ends(
-    db: sqlite3.Connection, files: ResultFiles, batch_id: str, ends: Sequence[LineEnd]
-) -> BatchRecord:
-    """Append results to their files, and mark their lines; lines that have a result are left out."""
-    record = tables.find_batch(db, batch_id)
-    assert record is not None
-    new = tables.mark_done(db, batch_id, ends)
-    if not new:
-        return record
-    output = b"".join(end.text for end in new if end.succeeded)
-    errors = b"".join(end.text for end in new if not end.succeeded)
-    if output:
-        files.append(record.output_file, record.output_bytes, output)
-    if errors:
-        files.append(record.error_file, record.error_bytes, errors)
-    num_succeeded = sum(end.succeeded for end in new)
-    return tables.update_batch(
-        db,
-        batch_id,
-        output_bytes=record.output_bytes + len(output),
-        error_bytes=record.error_bytes + len(errors),
-        completed=record.completed + num_succeeded,
-        failed=record.failed + len(new) - num_succeeded,
-        input_tokens=record.input_tokens + sum(end.input_tokens for end in new),
-        cached_tokens=record.cached_tokens + sum(end.cached_tokens for end in new),
-        output_tokens=record.output_tokens + sum(end.output_tokens for end in new),
-    )
-
-
-def _whole_results(db: sqlite3.Connection, files: ResultFiles, record: BatchRecord) -> BatchRecord:
-    """Cut the files of results to their committed lengths. If one is shorter, all lines of the batch run again."""
-    lengths = {record.output_file: record.output_bytes, record.error_file: record.error_bytes}
-    if any(files.size(file_id) < num_bytes for file_id, num_bytes in lengths.items()):
-        log.error("results of batch %s are lost, so all its lines run again", record.id)
-        record = tables.restart_batch(db, record)
-        lengths = dict.fromkeys(lengths, 0)
-    for file_id, num_bytes in lengths.items():
-        if files.size(file_id) > num_bytes:
-            files.cut(file_id, num_bytes)
-    return record
-
-
-def _found_file(record: FileRecord | None, file_id: str) -> FileRecord:
-    """The record. Raises RequestError (404) if it is None."""
-    if record is None:
-        problem = f"there is no file {quote_text(file_id)}"
-        raise RequestError(RequestFailure(FailureReason.FILE_NOT_FOUND, problem, "id"))
-    return record
-
-
-def _found_batch(record: BatchRecord | None, batch_id: str) -> BatchRecord:
-    """The record. Raises RequestError (404) if it is None."""
-    if record is None:
-        problem = f"there is no batch {quote_text(batch_id)}"
-        raise RequestError(RequestFailure(FailureReason.BATCH_NOT_FOUND, problem, "id"))
-    return record

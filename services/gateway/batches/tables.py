@@ -1,9 +1,4 @@
-"""The tables in SQLite, and what is done with their rows. Every function runs within a transaction of its caller.
-
-    files     what was uploaded, and the results of batches; content lies beside the database
-    batches   every batch, from its creation on
-    lines     the lines of batches that have not ended; a line is `done` when its result is committed
-    probes    one row, written to find out whether the disk takes anything again
+"""What is done with the rows of the tables. Every function runs within a transaction of its caller.
 
 A line in flight is not marked: after a crash it waits again, by itself.
 """
@@ -11,58 +6,25 @@ A line in flight is not marked: after a crash it waits again, by itself.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from services.gateway.batches.records import BATCH_PURPOSE, BatchRecord, FileRecord, InputLine, LineEnd
-from services.gateway.openai.batch_schema import ENDED_STATUSES
+from services.gateway.batches.storage.schema import BATCH_FIELDS, FILE_FIELDS, IS_OPEN, TENANT_SUMS
+from services.gateway.batches.storage.tenant_shares import TenantUse
 
-VERSION = 2
-# Seconds after its expiry for which the row of a removed file is kept.
-KEPT_PLACE_S = 86400
+# Seconds for which the row of a removed file is kept.
+KEPT_PLACE_S = 3600
+# Seconds after its end for which a batch is kept.
+KEPT_BATCH_S = 30 * 86400
 # What grows with the results of a batch.
 RESULT_COUNTS = (
     "output_bytes", "error_bytes", "completed", "failed", "input_tokens", "cached_tokens", "output_tokens"
 )  # fmt: skip
-FILE_FIELDS = FileRecord.__struct_fields__
-BATCH_FIELDS = BatchRecord.__struct_fields__
 FILE_COLUMNS, BATCH_COLUMNS = ", ".join(FILE_FIELDS), ", ".join(f'"{name}"' for name in BATCH_FIELDS)
-ENDED = ", ".join(f"'{status}'" for status in sorted(ENDED_STATUSES))
-# Columns of batches that hold texts; the others hold numbers.
-BATCH_TEXTS = frozenset({
-    "id", "tenant", "endpoint", "window", "status", "input_file", "output_file", "error_file", "outcome", "model",
-    "metadata", "errors",
-})  # fmt: skip
-SCHEMA = f"""
-CREATE TABLE files (
-    n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, purpose TEXT NOT NULL,
-    name TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER,
-    deleted INTEGER NOT NULL DEFAULT 0, removed INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX files_of_tenants ON files (tenant, n);
-CREATE TABLE batches (
-    n INTEGER PRIMARY KEY AUTOINCREMENT,
-    {", ".join(f'"{name}" {"TEXT" if name in BATCH_TEXTS else "INTEGER"}' for name in BATCH_FIELDS)},
-    checks INTEGER NOT NULL DEFAULT 0
-);
-CREATE UNIQUE INDEX batch_ids ON batches (id);
-CREATE INDEX batches_of_tenants ON batches (tenant, n);
-CREATE TABLE lines (
-    batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, start INTEGER NOT NULL,
-    length INTEGER NOT NULL, done INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (batch, number)
-) WITHOUT ROWID;
-CREATE TABLE probes (id INTEGER PRIMARY KEY, time INTEGER NOT NULL);
-PRAGMA user_version = {VERSION};
-"""
-# What brings a database of an older version to the next one, by its version.
-MIGRATIONS = {
-    1: """
-    ALTER TABLE batches ADD COLUMN checks INTEGER NOT NULL DEFAULT 0;
-    PRAGMA user_version = 2;
-    """,
-}
+OPEN_READER = f"EXISTS (SELECT 1 FROM batches WHERE input_file = files.id AND {IS_OPEN})"
 
 # ---- files
 
@@ -73,75 +35,109 @@ def add_file(db: sqlite3.Connection, record: FileRecord) -> None:
     db.execute(f"INSERT INTO files ({FILE_COLUMNS}) VALUES ({marks})", msgspec.structs.astuple(record))
 
 
-def find_file(db: sqlite3.Connection, tenant: str, file_id: str, now: int) -> FileRecord | None:
-    """A file of this tenant that is neither deleted nor expired."""
+def find_file(db: sqlite3.Connection, tenant: str | None, file_id: str, now: int) -> FileRecord | None:
+    """A file of this tenant (None: of any) that is neither deleted nor expired."""
     row = db.execute(
-        f"SELECT {FILE_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND NOT deleted "
-        "AND (expires_at IS NULL OR expires_at > ?)",
-        (file_id, tenant, now),
+        f"SELECT {FILE_COLUMNS} FROM files WHERE id = ? AND NOT deleted AND (expires_at IS NULL OR expires_at > ?)",
+        (file_id, now),
     ).fetchone()
-    return None if row is None else _file_of_row(row)
+    record = None if row is None else _file_of_row(row)
+    return record if record is not None and tenant in (None, record.tenant) else None
 
 
 def list_files(
     db: sqlite3.Connection,
-    tenant: str,
+    tenant: str | None,
     purpose: str | None,
     after: str | None,
     limit: int,
     order: str,
     now: int,
 ) -> list[FileRecord] | None:
-    """At most `limit` files of a tenant, newest first if `order` is "desc", behind the file `after`.
+    """At most `limit` files of a tenant (None: of all), newest first if `order` is "desc", behind the file `after`.
 
     None if there is no file `after`.
     """
-    where = "tenant = ? AND NOT deleted AND (expires_at IS NULL OR expires_at > ?)"
-    values: list[str | int] = [tenant, now]
-    if purpose is not None:
-        where, values = f"{where} AND purpose = ?", [*values, purpose]
+    terms, values = ["NOT deleted", "(expires_at IS NULL OR expires_at > ?)"], list[str | int]([now])
+    for name, wanted in (("tenant", tenant), ("purpose", purpose)):
+        if wanted is not None:
+            terms, values = [*terms, f"{name} = ?"], [*values, wanted]
     if after is not None:
         place = _place_of(db, "files", tenant, after)
         if place is None:
             return None
-        where, values = f"{where} AND n {'<' if order == 'desc' else '>'} ?", [*values, place]
+        terms, values = [*terms, f"n {'<' if order == 'desc' else '>'} ?"], [*values, place]
     rows = db.execute(
-        f"SELECT {FILE_COLUMNS} FROM files WHERE {where} ORDER BY n {'DESC' if order == 'desc' else 'ASC'} LIMIT ?",
+        f"SELECT {FILE_COLUMNS} FROM files WHERE {' AND '.join(terms)} "
+        f"ORDER BY n {'DESC' if order == 'desc' else 'ASC'} LIMIT ?",
         [*values, limit],
     )
     return [_file_of_row(row) for row in rows]
 
 
-def mark_deleted(db: sqlite3.Connection, file_id: str) -> None:
-    """Hide a file from its owner. Its content goes when no batch needs it any more (`take_unused`)."""
+def delete_file(db: sqlite3.Connection, file_id: str, now: int) -> bool:
+    """Hide a file from its owner. Returns whether its content is to be removed now: no open batch reads it."""
     db.execute("UPDATE files SET deleted = 1 WHERE id = ?", (file_id,))
+    return release_file(db, file_id, now)
 
 
-def take_unused(db: sqlite3.Connection, now: int) -> list[str]:
-    """Mark files as removed that are deleted or expired, and that no open batch reads; returns their ids.
+def release_file(db: sqlite3.Connection, file_id: str, now: int) -> bool:
+    """Mark a deleted file as removed, if no open batch reads it; returns whether its content is to be removed.
 
-    Their rows stay a while, as places in lists: a client may delete what it lists, page by page.
+    Its row stays a while, as a place in lists: a client may delete what it lists, page by page.
     """
-    db.execute("DELETE FROM files WHERE removed AND expires_at <= ?", (now - KEPT_PLACE_S,))
+    removed = db.execute(
+        "UPDATE files SET removed = 1, removed_at = ?, name = '' "
+        f"WHERE id = ? AND deleted AND NOT removed AND NOT {OPEN_READER}",
+        (now, file_id),
+    )
+    return bool(removed.rowcount)
+
+
+def take_expired(db: sqlite3.Connection, now: int, limit: int) -> list[str]:
+    """Delete at most `limit` files that have expired; returns the ids of those whose content is to be removed."""
     rows = db.execute(
-        "UPDATE files SET removed = 1, deleted = 1 WHERE NOT removed AND (deleted OR expires_at <= ?) "
-        f"AND id NOT IN (SELECT input_file FROM batches WHERE status NOT IN ({ENDED})) RETURNING id",
+        "UPDATE files SET deleted = 1 WHERE n IN (SELECT n FROM files WHERE NOT deleted AND expires_at <= ? "
+        "ORDER BY expires_at LIMIT ?) RETURNING id",
+        (now, limit),
+    ).fetchall()
+    return [file_id for (file_id,) in rows if release_file(db, file_id, now)]
+
+
+def release_deleted(db: sqlite3.Connection, now: int) -> None:
+    """Mark all deleted files as removed that no open batch reads."""
+    db.execute(
+        "UPDATE files SET removed = 1, removed_at = ?, name = '' "
+        f"WHERE deleted AND NOT removed AND NOT {OPEN_READER}",
         (now,),
     )
-    return [file_id for (file_id,) in rows.fetchall()]
+
+
+def forget_rows(db: sqlite3.Connection, now: int, limit: int) -> int:
+    """Remove at most `limit` rows of files that were removed, and of batches that ended, long ago; returns how many."""
+    files = db.execute(
+        "DELETE FROM files WHERE n IN (SELECT n FROM files WHERE removed AND removed_at <= ? "
+        "ORDER BY removed_at LIMIT ?)",
+        (now - KEPT_PLACE_S, limit),
+    ).rowcount
+    batches = db.execute(
+        "DELETE FROM batches WHERE n IN (SELECT n FROM batches WHERE ended_at <= ? ORDER BY ended_at LIMIT ?)",
+        (now - KEPT_BATCH_S, limit),
+    ).rowcount
+    return files + batches
 
 
 def next_expiry(db: sqlite3.Connection) -> int | None:
     """When the next file expires."""
-    found: int | None = db.execute("SELECT min(expires_at) FROM files WHERE NOT removed").fetchone()[0]
+    found: int | None = db.execute("SELECT min(expires_at) FROM files WHERE NOT deleted").fetchone()[0]
     return found
 
 
 def known_contents(db: sqlite3.Connection) -> set[str]:
     """The ids of all files whose content is needed: files, and results of batches that have not ended."""
     found = db.execute(
-        f"SELECT id FROM files WHERE NOT removed UNION SELECT output_file FROM batches WHERE status NOT IN ({ENDED}) "
-        f"UNION SELECT error_file FROM batches WHERE status NOT IN ({ENDED})"
+        f"SELECT id FROM files WHERE NOT removed UNION SELECT output_file FROM batches WHERE {IS_OPEN} "
+        f"UNION SELECT error_file FROM batches WHERE {IS_OPEN}"
     )
     return {file_id for (file_id,) in found}
 
@@ -149,10 +145,13 @@ def known_contents(db: sqlite3.Connection) -> set[str]:
 # ---- batches
 
 
-def add_batch(db: sqlite3.Connection, record: BatchRecord) -> None:
-    """Add a new batch."""
-    marks = ", ".join("?" * len(BATCH_FIELDS))
-    db.execute(f"INSERT INTO batches ({BATCH_COLUMNS}) VALUES ({marks})", msgspec.structs.astuple(record))
+def add_batch(db: sqlite3.Connection, record: BatchRecord, reserved: int) -> None:
+    """Add a new batch. `reserved` bytes count for its results until it has more of them."""
+    marks = ", ".join("?" * (len(BATCH_FIELDS) + 1))
+    db.execute(
+        f"INSERT INTO batches ({BATCH_COLUMNS}, reserved) VALUES ({marks})",
+        (*msgspec.structs.astuple(record), reserved),
+    )
 
 
 def find_batch(db: sqlite3.Connection, batch_id: str, tenant: str | None = None) -> BatchRecord | None:
@@ -163,34 +162,31 @@ def find_batch(db: sqlite3.Connection, batch_id: str, tenant: str | None = None)
 
 
 def list_batches(
-    db: sqlite3.Connection, tenant: str, after: str | None, limit: int
+    db: sqlite3.Connection, tenant: str | None, after: str | None, limit: int
 ) -> list[BatchRecord] | None:
-    """At most `limit` batches of a tenant, newest first, behind the batch `after`; None if there is no such batch."""
-    where = "tenant = ?"
-    values: list[str | int] = [tenant]
+    """At most `limit` batches of a tenant (None: of all), newest first, behind the batch `after`.
+
+    None if there is no such batch.
+    """
+    terms, values = ["TRUE"], list[str | int]()
+    if tenant is not None:
+        terms, values = [*terms, "tenant = ?"], [*values, tenant]
     if after is not None:
         place = _place_of(db, "batches", tenant, after)
         if place is None:
             return None
-        where, values = f"{where} AND n < ?", [*values, place]
+        terms, values = [*terms, "n < ?"], [*values, place]
     rows = db.execute(
-        f"SELECT {BATCH_COLUMNS} FROM batches WHERE {where} ORDER BY n DESC LIMIT ?", [*values, limit]
+        f"SELECT {BATCH_COLUMNS} FROM batches WHERE {' AND '.join(terms)} ORDER BY n DESC LIMIT ?",
+        [*values, limit],
     )
     return [_batch_of_row(row) for row in rows]
 
 
 def open_batches(db: sqlite3.Connection) -> list[BatchRecord]:
     """All batches that have not ended, oldest first."""
-    rows = db.execute(f"SELECT {BATCH_COLUMNS} FROM batches WHERE status NOT IN ({ENDED}) ORDER BY n")
+    rows = db.execute(f"SELECT {BATCH_COLUMNS} FROM batches WHERE {IS_OPEN} ORDER BY n")
     return [_batch_of_row(row) for row in rows]
-
-
-def count_open(db: sqlite3.Connection, tenant: str) -> int:
-    """How many batches of a tenant have not ended."""
-    found: int = db.execute(
-        f"SELECT count(*) FROM batches WHERE tenant = ? AND status NOT IN ({ENDED})", (tenant,)
-    ).fetchone()[0]
-    return found
 
 
 def count_check(db: sqlite3.Connection, batch_id: str) -> int:
@@ -210,54 +206,77 @@ def update_batch(db: sqlite3.Connection, batch_id: str, **values: Any) -> BatchR
     return record
 
 
+def cancel_batch(db: sqlite3.Connection, batch_id: str, now: int) -> BatchRecord:
+    """Have an open batch end as cancelled."""
+    return update_batch(db, batch_id, status="cancelling", outcome="cancelled", cancelling_at=now)
+
+
+def end_batch(db: sqlite3.Connection, batch_id: str, status: str, now: int, **values: Any) -> BatchRecord:
+    """End a batch, and set other columns of it."""
+    return update_batch(db, batch_id, status=status, ended_at=now, **{f"{status}_at": now}, **values)
+
+
 def restart_batch(db: sqlite3.Connection, record: BatchRecord) -> BatchRecord:
     """Forget all results of a batch that has not ended: its lines have none."""
-    db.execute("UPDATE lines SET done = 0 WHERE batch = ?", (record.id,))
+    db.execute("UPDATE lines SET done = 0 WHERE batch = ?", (number_of(db, record.id),))
     values: dict[str, Any] = dict.fromkeys(RESULT_COUNTS, 0)
     if record.outcome == "completed":
         values |= {"status": "in_progress", "outcome": "", "finalizing_at": None}
     return update_batch(db, record.id, **values)
 
 
-def add_lines(db: sqlite3.Connection, batch_id: str, lines: Iterable[InputLine]) -> None:
-    """Replace the lines of a batch."""
-    drop_lines(db, batch_id)
+def number_of(db: sqlite3.Connection, batch_id: str) -> int:
+    """The number of a batch, which its lines have in their rows."""
+    found: int = db.execute("SELECT n FROM batches WHERE id = ?", (batch_id,)).fetchone()[0]
+    return found
+
+
+def add_lines(db: sqlite3.Connection, batch_id: str, lines: Sequence[InputLine]) -> None:
+    """Add lines to a batch."""
+    number = number_of(db, batch_id)
     db.executemany(
-        "INSERT INTO lines (batch, number, custom_id, start, length) VALUES (?, ?, ?, ?, ?)",
-        ((batch_id, line.number, line.custom_id, line.offset, line.num_bytes) for line in lines),
+        "INSERT INTO lines (batch, number, start, length) VALUES (?, ?, ?, ?)",
+        [(number, line.number, line.offset, line.num_bytes) for line in lines],
     )
 
 
-def drop_lines(db: sqlite3.Connection, batch_id: str) -> None:
-    """Forget the lines of a batch."""
-    db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+def drop_lines(db: sqlite3.Connection, batch: int, limit: int) -> int:
+    """Forget at most `limit` lines of the batch with this number; returns how many were forgotten."""
+    return db.execute(
+        "DELETE FROM lines WHERE batch = ? AND number IN "
+        "(SELECT number FROM lines WHERE batch = ? ORDER BY number LIMIT ?)",
+        (batch, batch, limit),
+    ).rowcount
+
+
+def batches_with_lines(db: sqlite3.Connection) -> list[int]:
+    """The numbers of all batches that have lines. It takes a step for each batch, not for each line."""
+    rows = db.execute(
+        "WITH RECURSIVE found (batch) AS (SELECT min(batch) FROM lines UNION ALL "
+        "SELECT (SELECT min(batch) FROM lines WHERE batch > found.batch) FROM found WHERE batch IS NOT NULL) "
+        "SELECT batch FROM found WHERE batch IS NOT NULL"
+    )
+    return [batch for (batch,) in rows]
 
 
 def waiting_lines(db: sqlite3.Connection, batch_id: str, behind: int, limit: int) -> list[InputLine]:
     """At most `limit` lines without a result, with numbers above `behind`."""
     rows = db.execute(
-        "SELECT number, custom_id, start, length FROM lines WHERE batch = ? AND number > ? AND NOT done "
+        "SELECT number, start, length FROM lines WHERE batch = ? AND number > ? AND NOT done "
         "ORDER BY number LIMIT ?",
-        (batch_id, behind, limit),
+        (number_of(db, batch_id), behind, limit),
     )
     return [InputLine(*row) for row in rows]
 
 
-def count_waiting(db: sqlite3.Connection, batch_id: str) -> int:
-    """How many lines of a batch have no result."""
-    found: int = db.execute(
-        "SELECT count(*) FROM lines WHERE batch = ? AND NOT done", (batch_id,)
-    ).fetchone()[0]
-    return found
-
-
 def mark_done(db: sqlite3.Connection, batch_id: str, ends: Sequence[LineEnd]) -> list[LineEnd]:
     """Mark lines as done; returns those that were not done before, which are the ones to write."""
+    batch = number_of(db, batch_id)
     return [
         end
         for end in ends
         if db.execute(
-            "UPDATE lines SET done = 1 WHERE batch = ? AND number = ? AND NOT done", (batch_id, end.number)
+            "UPDATE lines SET done = 1 WHERE batch = ? AND number = ? AND NOT done", (batch, end.number)
         ).rowcount
     ]
 
@@ -267,16 +286,44 @@ def mark_done(db: sqlite3.Connection, batch_id: str, ends: Sequence[LineEnd]) ->
 
 def count_batches(db: sqlite3.Connection) -> dict[str, int]:
     """How many batches there are, by status."""
-    return dict(db.execute("SELECT status, count(*) FROM batches GROUP BY status").fetchall())
+    return dict(db.execute("SELECT status, batches FROM statuses WHERE batches").fetchall())
 
 
 def sum_bytes(db: sqlite3.Connection) -> int:
     """The bytes of all contents that are held."""
-    files: int = db.execute("SELECT coalesce(sum(bytes), 0) FROM files WHERE NOT removed").fetchone()[0]
-    results: int = db.execute(
-        f"SELECT coalesce(sum(output_bytes + error_bytes), 0) FROM batches WHERE status NOT IN ({ENDED})"
-    ).fetchone()[0]
-    return files + results
+    found: int = db.execute("SELECT coalesce(sum(content), 0) FROM tenants").fetchone()[0]
+    return found
+
+
+def tenant_use(db: sqlite3.Connection, tenant: str) -> TenantUse:
+    """What a tenant keeps."""
+    row = db.execute(f"SELECT {', '.join(TENANT_SUMS)} FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
+    return TenantUse() if row is None else TenantUse(*row)
+
+
+def tenant_uses(db: sqlite3.Connection) -> dict[str, TenantUse]:
+    """What all tenants keep."""
+    rows = db.execute(f"SELECT tenant, {', '.join(TENANT_SUMS)} FROM tenants ORDER BY bytes DESC")
+    return {tenant: TenantUse(*sums) for tenant, *sums in rows}
+
+
+def read_clock(db: sqlite3.Connection) -> float | None:
+    """The time that was settled last."""
+    row = db.execute("SELECT settled_s FROM clocks").fetchone()
+    return None if row is None else float(row[0])
+
+
+def write_clock(db: sqlite3.Connection, settled_s: float) -> None:
+    """Keep the settled time for the next process."""
+    db.execute("INSERT OR REPLACE INTO clocks (id, settled_s) VALUES (0, ?)", (settled_s,))
+
+
+def give_back(db: sqlite3.Connection, most_pages: int) -> int:
+    """Give at most so many free pages back to the disk; returns how many free ones are left."""
+    # The pragma frees a page for each row that is fetched.
+    db.execute(f"PRAGMA incremental_vacuum({most_pages})").fetchall()
+    left: int = db.execute("PRAGMA freelist_count").fetchone()[0]
+    return left
 
 
 def write_probe(db: sqlite3.Connection, now: int) -> None:
@@ -290,9 +337,9 @@ def input_in_use(db: sqlite3.Connection, tenant: str, file_id: str, now: int) ->
     return record if record is not None and record.purpose == BATCH_PURPOSE else None
 
 
-def _place_of(db: sqlite3.Connection, table: str, tenant: str, row_id: str) -> int | None:
-    row = db.execute(f"SELECT n FROM {table} WHERE id = ? AND tenant = ?", (row_id, tenant)).fetchone()
-    return None if row is None else int(row[0])
+def _place_of(db: sqlite3.Connection, table: str, tenant: str | None, row_id: str) -> int | None:
+    row = db.execute(f"SELECT n, tenant FROM {table} WHERE id = ?", (row_id,)).fetchone()
+    return int(row[0]) if row is not None and tenant in (None, row[1]) else None
 
 
 def _file_of_row(row: tuple[Any, ...]) -> FileRecord:

@@ -18,7 +18,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches.data_dir import storage_failure
 from services.gateway.batches.database_thread import StorageError
-from services.gateway.batches.files.upload import receive_upload
+from services.gateway.batches.files.upload import UploadedFile, receive_upload
 from services.gateway.batches.records import BATCH_PURPOSE, FileRecord, new_file_id
 from services.gateway.batches.store import BatchStore
 from services.gateway.http.connection import ClientStalled, ResponseWriter
@@ -48,7 +48,9 @@ class FileRoutes:
         """
         self._store, self._max_file_bytes, self._stall_s = store, max_file_bytes, stall_s
         self._is_draining = is_draining
+        # By tenant: how many uploads are open, and how many bytes of them are on disk.
         self._uploads: Counter[str] = Counter()
+        self._uploaded: Counter[str] = Counter()
 
     async def upload_file(self, request: Request) -> Response:
         """`POST /v1/files`. Raises RequestError if the upload is refused; then nothing of it is kept."""
@@ -61,6 +63,7 @@ class FileRoutes:
             self._uploads[tenant] -= 1
             if not self._uploads[tenant]:
                 del self._uploads[tenant]
+                self._uploaded.pop(tenant, None)
         return json_answer(record.to_object())
 
     async def list_files(self, request: Request) -> Response:
@@ -109,16 +112,37 @@ class FileRoutes:
             raise RequestError(RequestFailure(FailureReason.TOO_MANY_UPLOADS, problem))
 
     async def _receive_file(self, request: Request, tenant: str) -> FileRecord:
-        file_id, headers = new_file_id(), request.headers
-        uploaded = await receive_upload(
-            headers.get("content-type", ""),
-            headers.get("content-length", ""),
-            request.receive,
-            self._store.folder,
-            file_id,
-            self._max_file_bytes,
-            self._stall_s,
-        )
+        file_id, headers, counted = new_file_id(), request.headers, 0
+
+        def check_share(num_bytes: int) -> None:
+            """All uploads of the tenant count, as far as they have come."""
+            nonlocal counted
+            more, counted = num_bytes - counted, num_bytes
+            self._uploaded[tenant] += more
+            refusal = self._store.upload_refusal(tenant, self._uploaded[tenant])
+            if refusal is not None:
+                raise RequestError(refusal)
+
+        with storage_errors():
+            # From here on the store knows what the tenant keeps.
+            await self._store.tenant_use(tenant)
+        try:
+            uploaded = await receive_upload(
+                headers.get("content-type", ""),
+                headers.get("content-length", ""),
+                request.receive,
+                self._store.folder,
+                file_id,
+                self._max_file_bytes,
+                self._stall_s,
+                check_share,
+            )
+            return await self._keep_file(uploaded, file_id, tenant)
+        finally:
+            self._uploaded[tenant] -= counted
+
+    async def _keep_file(self, uploaded: UploadedFile, file_id: str, tenant: str) -> FileRecord:
+        """Make an upload a file of its tenant. Raises RequestError if that fails; then it is removed."""
         now = self._store.now
         record = FileRecord(
             id=file_id,

@@ -53,12 +53,12 @@ class CountingStore:
     """Knows `FETCHED_LINES` lines of any batch. `fetches` counts how often it was asked."""
 
     def __init__(self) -> None:
-        self.trouble, self.fetches = "", 0
+        self.trouble, self.fetches, self.settled_s = "", 0, 1000.0
 
     async def waiting_lines(self, batch_id: str, behind: int, limit: int) -> list[InputLine]:
         self.fetches += 1
         await asyncio.sleep(0)
-        return [InputLine(number, "a", 0, 1) for number in range(FETCHED_LINES)]
+        return [InputLine(number, 0, 1) for number in range(FETCHED_LINES)]
 
     async def remove_unused(self) -> None:
         return None

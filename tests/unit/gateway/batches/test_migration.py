@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 
 from services.gateway.batches.data_dir import DATABASE_NAME, DataDir
+from services.gateway.batches.storage.schema import VERSION
 from services.gateway.batches.store import BatchStore
 
 # The tables of version 1, with an open batch of two lines, of which one is done.
@@ -42,6 +43,7 @@ INSERT INTO batches (id, tenant, urgent, endpoint, window, status, input_file, o
     ('batch_0', 'a', 0, '/v1/completions', '24h', 'failed', 'file-0', 'file-4', 'file-5',
     800, 90000, 3600, '', 0, 0, 0, 0, 0, 0, 0, 0);
 UPDATE batches SET failed_at = 850 WHERE id = 'batch_0';
+UPDATE batches SET in_progress_at = 910 WHERE id = 'batch_1';
 INSERT INTO lines VALUES ('batch_1', 1, 'one', 0, 10, 1), ('batch_1', 2, 'two', 10, 10, 0);
 """
 
@@ -58,12 +60,30 @@ def make_version_1(tmp_path: Path) -> DataDir:
 
 async def test_a_batch_of_version_1_goes_on(tmp_path: Path) -> None:
     store = BatchStore(make_version_1(tmp_path), lambda: 1000.0)
+    assert (store.by_status, store.held_bytes) == ({}, 0), "nothing is read before the start"
     found = await store.recover()
     assert [(record.id, record.completed, record.total) for record in found] == [("batch_1", 1, 2)]
     assert [line.number for line in await store.waiting_lines("batch_1", -1, 9)] == [2]
+    assert store.by_status == {"in_progress": 1, "failed": 1} and store.held_bytes == 24
+    assert (await store.tenant_use("a")).open_batches == 1
     assert await store.count_check("batch_1") == 1
     path = str(store.folder.path)
     store.close()
     store = BatchStore(DataDir(path), lambda: 1000.0)
     assert await store.count_check("batch_1") == 2
     store.close()
+
+
+async def test_a_database_of_version_1_gives_room_back_too(tmp_path: Path) -> None:
+    store = BatchStore(make_version_1(tmp_path), lambda: 1000.0)
+    store.close()
+    db = sqlite3.connect(store.folder.database)
+    assert db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2
+    assert db.execute("PRAGMA user_version").fetchone()[0] == VERSION
+    tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+    db.close()
+    fresh = DataDir(str(tmp_path / "fresh"))
+    BatchStore(fresh).close()
+    db = sqlite3.connect(fresh.database)
+    assert {name for (name,) in db.execute("SELECT name FROM sqlite_master")} == tables
+    db.close()

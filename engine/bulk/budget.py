@@ -40,43 +40,18 @@ class BulkTime:
     tpot_s: float | None = None
 
 
-class UnitPace:
-    """How much fits into a unit: the times of `steps`, and the share of a unit's time for which it is planned."""
-
-    def __init__(self) -> None:
-        self.steps = StepTimeModel()
-        self.margin, self._growth = FIRST_MARGIN, FIRST_GROW
-
-    def record_unit(self, seconds: float, unit_s: float) -> None:
-        """A unit that was to take `unit_s` seconds at the most took `seconds`."""
-        if seconds > unit_s:
-            self.margin, self._growth = max(MIN_MARGIN, self.margin * SHRINK), GROW
-        else:
-            self.margin = min(MAX_MARGIN, self.margin * self._growth)
-
-
 class BulkScheduler(Scheduler):
     """Plans units of bulk work: steps that are predicted to take at most `unit_s` seconds.
 
-    If not all sequences fit into a unit, they take turns. Beside online requests units are planned by the time that
-    they take. While none is near they are planned by the time of a core that they take: waiting for one, which takes
-    long below other programs, does not make them smaller.
+    If not all sequences fit into a unit, they take turns.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
         super().__init__(replace(limits, chunked_prefill=True, tpot_s=None, saturation_tokens=0))
         self.unit_s = 0.0
-        # Seconds of a core that the last step took; None: as long as it ran.
-        self.step_core_s: float | None = None
-        self.near, self._alone = UnitPace(), UnitPace()
-        self._current, self.pace = self.near, self.near.steps
+        self._margin, self._growth = FIRST_MARGIN, FIRST_GROW
         # The sequences that decode in the unit that was planned last.
         self._chosen: tuple[str, ...] = ()
-
-    def begin_unit(self, unit_s: float, is_alone: bool) -> None:
-        """The next unit may take `unit_s` seconds; `is_alone`: no online request is near."""
-        self.unit_s, self._current = unit_s, self._alone if is_alone else self.near
-        self.pace = self._current.steps
 
     def next_plan(self, stock: KvStock) -> StepPlan:
         """The next unit's plan."""
@@ -87,22 +62,22 @@ class BulkScheduler(Scheduler):
     def record_step(self, rows: int, tokens: int, seconds: float) -> None:
         """A unit with `rows` decode rows and `tokens` prompt tokens took `seconds`. Its sequences go to the end."""
         super().record_step(rows, tokens, seconds)
-        self.near.steps.add_sample(rows, tokens, seconds)
-        self._alone.steps.add_sample(rows, tokens, seconds if self.step_core_s is None else self.step_core_s)
+        self.pace.add_sample(rows, tokens, seconds)
         for key in self._chosen:
             if key in self.running:
                 self.running[key] = self.running.pop(key)
 
-    def record_unit(self, seconds: float, core_s: float | None = None) -> None:
-        """A unit took `seconds` in all, and `core_s` seconds of a core (None: as long as it took)."""
-        if self._current is self._alone and core_s is not None:
-            seconds = core_s
-        self._current.record_unit(seconds, self.unit_s)
+    def record_unit(self, seconds: float) -> None:
+        """A unit took `seconds` in all."""
+        if seconds > self.unit_s:
+            self._margin, self._growth = max(MIN_MARGIN, self._margin * SHRINK), GROW
+        else:
+            self._margin = min(MAX_MARGIN, self._margin * self._growth)
 
     @property
     def _planned_s(self) -> float:
         """Seconds for which the next unit is planned."""
-        return self._current.margin * self.unit_s
+        return self._margin * self.unit_s
 
     @property
     def _most_rows(self) -> int:
@@ -126,7 +101,7 @@ class BulkScheduler(Scheduler):
 
 
 class BulkBudget:
-    """The time for units of bulk work. `pace` is that of steps beside online requests (`BulkScheduler.near`)."""
+    """The time for units of bulk work. `pace` is that of units (`BulkScheduler.pace`)."""
 
     def __init__(self, time: BulkTime, pace: StepTimeModel) -> None:
         self.time, self._pace = time, pace

@@ -63,8 +63,11 @@ class BulkEngine(Engine):
     ) -> None:
         self.planner = BulkScheduler(limits)
         super().__init__(runner, self.planner, lend_pool(holdings, self._give_back), sampler)
-        self.budget, self._max_evicting = BulkBudget(time, self.planner.near.steps), limits.max_evicting
+        self.budget, self._max_evicting = BulkBudget(time, self.planner.pace), limits.max_evicting
         self._cpu_clock, self._alone = cpu_clock, alone or DirectUnits()
+        # Whether no online request was near when the unit began, and seconds of a core for which its step ran.
+        self._is_alone = False
+        self._step_core_s: float | None = None
         self.units, self.unit_seconds = 0, 0.0
 
     @property
@@ -103,14 +106,14 @@ class BulkEngine(Engine):
         if unit_s <= 0:
             late = self.scheduler.expired_keys(begun_s)
             return [self._fail_sequence(key, *DEADLINE_FAILURE) for key in late]
-        is_alone = self.budget.is_alone(begun_s)
-        self.planner.begin_unit(unit_s, is_alone)
-        run = self._alone.run if is_alone else DirectUnits().run
+        self.planner.unit_s, self._is_alone = unit_s, self.budget.is_alone(begun_s)
+        run = self._alone.run if self._is_alone else DirectUnits().run
         outputs, core_s = run(lambda: self._measure_core(lambda: self.step(clock)))
         ended_s = clock()
         seconds = ended_s - begun_s
         self.budget.record_unit(seconds, 0.0 if core_s is None else seconds - core_s, ended_s)
-        self.planner.record_unit(seconds, core_s)
+        # Units that nobody waits for are as long as they are for want of a core: that says nothing about their plans.
+        self.planner.record_unit(core_s if self._is_alone and core_s is not None else seconds)
         self.units += 1
         self.unit_seconds += seconds
         return outputs
@@ -124,8 +127,12 @@ class BulkEngine(Engine):
 
     def _run_jobs(self, jobs: list[Any]) -> list[Any]:
         run = super()._run_jobs
-        results, self.planner.step_core_s = self._measure_core(lambda: run(jobs))
+        results, self._step_core_s = self._measure_core(lambda: run(jobs))
         return results
+
+    def _learn_from_step(self, jobs: list[Any], seconds: float) -> None:
+        core_s = self._step_core_s if self._is_alone else None
+        super()._learn_from_step(jobs, seconds if core_s is None else core_s)
 
     def complete_stats(self, stats: WorkerStats) -> WorkerStats:
         """`stats` of the online engine, with those of bulk work added."""

@@ -51,6 +51,7 @@ from services.gateway.metrics.request_log import RequestLog, RequestLogFile
 from services.gateway.metrics.traffic_feed import TrafficFeed
 from services.gateway.openai.request_limits import MAX_SEQUENCES, RequestLimits
 from services.gateway.openai.sampling_defaults import SamplingDefaults
+from services.gateway.openai.tenancy import tenants_of_keys
 from services.gateway.openai.validate import RequestRules
 from services.gateway.ops.admin import AdminRoutes
 from services.gateway.ops.loop_watchdog import watch_event_loop
@@ -206,6 +207,8 @@ def open_batches(spec: GatewaySpec, service: GatewayService, relay: Relay) -> Ba
             spec.max_file_bytes,
             service,
             lambda: sum(count_line_shares(member.hello) for member in relay.fleet.workers_of("decode")),
+            spec.shares,
+            tenants_of_keys(spec.api_keys),
         )
     except StartError as error:
         if not spec.data_dir_optional:
@@ -292,8 +295,10 @@ def build_http_app(
         (AdminRoutes(backend, replanning), BearerKeys([spec.admin_key])) if spec.admin_key else (None, None)
     )
     feeder, off = (None, str(batches)) if isinstance(batches, BatchesOff) else (batches.feeder, "")
+    # With several API keys, and none for operators, every tenant reads /status.
+    named = bool(spec.status_keys) or len(spec.api_keys) <= 1
     probes = LiveHealthProbes(
-        service, backend, prober, replanning, spec.plan_note, feeder, spec.bulk_plan, off
+        service, backend, prober, replanning, spec.plan_note, feeder, spec.bulk_plan, off, named
     )
     api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin, batches)
     tracer = RequestTracer(exporter, spec.trace_sample) if exporter is not None else None

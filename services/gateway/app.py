@@ -26,6 +26,7 @@ from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches.batch_service import BatchesOff, BatchService
+from services.gateway.batches.routes.admin_routes import admin_batch_handlers
 from services.gateway.generation.formats import KV_CLASS_HEADER
 from services.gateway.generation.timings import SERVER_TIMING_HEADER
 from services.gateway.http.auth import AuthMiddleware, BearerKeys
@@ -266,6 +267,9 @@ class ApiRoutes:
             ("GET", "/v1/batches/{id}", batches.get_batch if batches else refuse_batches),
             ("POST", "/v1/batches/{id}/cancel", batches.cancel_batch if batches else refuse_batches),
         ]
+        if self.admin is not None:
+            admin = None if isinstance(found, BatchesOff) else found.admin
+            handlers += admin_batch_handlers(admin, refuse_batches)
         return [Route(path, endpoint, methods=[method]) for method, path, endpoint in handlers]
 
 

@@ -58,11 +58,13 @@ class LiveHealthProbes(HealthProbes):
         feeder: BatchFeeder | None = None,
         bulk_plan: BulkPlan | None = None,
         batches_off: str = "",
+        named_batches: bool = True,
     ) -> None:
         """`plan_note` says where the number of workers comes from; empty if it was not planned. `feeder` runs
         batches; None if they are off, and `batches_off` says why. `bulk_plan` is that of workers that only do bulk
-        work, if there are.
+        work, if there are. With `named_batches` single batches are in `/status`, whoever made them.
         """
+        self._named_batches = named_batches
         self._bulk_plan = bulk_plan
         self._feeder, self._batches_off = feeder, batches_off
         self._service, self._backend, self._prober = service, backend, prober
@@ -115,7 +117,7 @@ class LiveHealthProbes(HealthProbes):
             "kv_keep": self._kv_keep_status(),
             "bulk": self._backend.bulk_report,
             "bulk_plan": self._bulk_status(),
-            "batches": report_batches(self._feeder, self._batches_off),
+            "batches": report_batches(self._feeder, self._batches_off, self._named_batches),
             "objectives": self._slo_limits(),
             "history": metrics.history.report(now_s, metrics.slo.attainment),
             "plan": self._plan_status(),

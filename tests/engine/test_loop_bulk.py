@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
 import torch
@@ -24,13 +21,11 @@ from kvcache.allocator import KvAllocator
 from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree, root_key
 from tests.factories import make_folder
-from worker.unit_thread import UnitThread
 
 MODEL_LEN, NUM_SLABS, ROOT = 512, 20, root_key("the model", "")
 ONLINE, BULK = Tenancy(), Tenancy("batch", "", BULK_PRIORITY)
 SHARED = 70
 Answer = tuple[list[int], list[float]]
-T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +41,6 @@ def ask(name: str, length: int, temperature: float, origin: Tenancy, max_tokens:
     return Sequence(name, 1, torch.cat([first, own]).tolist(), asked, math.inf, root=ROOT, origin=origin)
 
 
-class CountingThread(UnitThread):
-    """The thread of units; `ran` counts them."""
-
-    ran = 0
-
-    def run(self, unit: Callable[[], T]) -> T:
-        self.ran += 1
-        return super().run(unit)
-
-
 class TwoEngines:
     """An engine and that of bulk work over one small pool."""
 
@@ -65,11 +50,8 @@ class TwoEngines:
         runner = CpuModelRunner.load(model, pool, MODEL_LEN)
         limits, sampler = EngineLimits(NUM_SLABS, MODEL_LEN, max_num_seqs=8), Sampler(runner.vocab_size)
         self.online = Engine(runner, Scheduler(limits), self.holdings, sampler)
-        # Time passes by itself, and units are of any length. Those without online requests have a thread of their own.
-        self.unit_thread = CountingThread()
-        self.bulk = BulkEngine(
-            runner, limits, self.holdings, sampler, BulkTime(1.0, 10.0), time.thread_time, self.unit_thread
-        )
+        # Time passes by itself, and units are of any length.
+        self.bulk = BulkEngine(runner, limits, self.holdings, sampler, BulkTime(1.0, 10.0))
         self.answers: dict[str, Answer] = {}
         self.now_s = 0.0
 
@@ -94,7 +76,7 @@ class TwoEngines:
         return self.answers
 
 
-def serve(model: Checkpoint, online: int, bulk: int) -> tuple[dict[str, Answer], TwoEngines]:
+def serve(model: Checkpoint, online: int, bulk: int) -> tuple[dict[str, Answer], BulkEngine]:
     engines = TwoEngines(model)
     for i in range(bulk):
         engines.bulk.add(ask(f"b{i}", 40 + 30 * i, i % 2 * 0.9, BULK, 40), 0.0)
@@ -103,14 +85,12 @@ def serve(model: Checkpoint, online: int, bulk: int) -> tuple[dict[str, Answer],
     for i in range(online):
         engines.online.add(ask(f"r{i}", 50 + 45 * i, i % 2 * 0.9, ONLINE, 30), engines.now_s)
         engines.run_round()
-    return engines.settle(), engines
+    return engines.settle(), engines.bulk
 
 
 def test_answers_do_not_depend_on_the_other_kind(model: Checkpoint) -> None:
-    both, engines = serve(model, 7, 5)
-    bulk = engines.bulk
-    assert 0 < engines.unit_thread.ran < bulk.units and bulk.units > 20, "units ran in both threads"
-    assert bulk.table.counters.preempted.total(), "online requests took memory back"
+    both, bulk = serve(model, 7, 5)
+    assert bulk.units > 20 and bulk.table.counters.preempted.total(), "online requests took memory back"
     alone = serve(model, 7, 0)[0] | serve(model, 0, 5)[0]
     assert both.keys() == alone.keys() and len(both) == 12
     for name, (tokens, logprobs) in both.items():

@@ -15,19 +15,24 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import Logprob, Output
 from diptych.request import Request
 from diptych.slo import Slo
+from diptych.specs import TenantShares
 from router.effects import StageDurations
 from services.gateway.app import ApiRoutes, HealthProbes, build_app
 from services.gateway.batches.batch_service import BatchesOff, BatchService, open_batch_service
 from services.gateway.generation.generation import SequenceSink
+from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.http.auth import BearerKeys
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.request_limits import RequestLimits
+from services.gateway.openai.tenancy import tenants_of_keys
 from services.gateway.openai.validate import RequestRules
+from services.gateway.ops.admin import AdminRoutes
 from services.gateway.outcomes import RequestOutcomes
 from services.gateway.preparation.preparer_pool import PreparerPool
 from services.gateway.server import MAX_CONNECTIONS, GatewayServer, open_listener
@@ -157,8 +162,13 @@ def scripted(
     max_connections: int = MAX_CONNECTIONS,
     data_dir: Path | None = None,
     max_file_bytes: int = 1 << 20,
+    shares: TenantShares | None = None,
+    admin_key: str = "",
 ) -> Iterator[Running]:
-    """Serve `folder` on a free port of 127.0.0.1; with `data_dir` also files and batches."""
+    """Serve `folder` on a free port of 127.0.0.1; with `data_dir` also files and batches.
+
+    With `admin_key` there are the admin routes, of which those of workers do not work.
+    """
     tokens, metrics = GatewayTokenizer.load(str(folder)), GatewayMetrics(objectives)
     script = Script(tokens, text)
     rules = RequestRules(tokens, ("toy", "org/toy"), tokens.context_tokens, limits or RequestLimits())
@@ -171,11 +181,18 @@ def scripted(
         patience or RequestTimeouts(),
         outcomes=RequestOutcomes(metrics.slo, [metrics, metrics.history]),
     )
-    batches = None if data_dir is None else open_batch_service(str(data_dir), max_file_bytes, service)
+    tenants = tenants_of_keys(keys)
+    batches = (
+        None
+        if data_dir is None
+        else open_batch_service(str(data_dir), max_file_bytes, service, shares=shares, tenants=tenants)
+    )
+    admin = AdminRoutes(cast(RelayBackend, None)) if admin_key else None
     app = build_app(
-        ApiRoutes(service, HealthProbes(), "0.0.0-test", 1_700_000_000, batches=batches or BatchesOff()),
+        ApiRoutes(service, HealthProbes(), "0.0.0-test", 1_700_000_000, admin, batches or BatchesOff()),
         BearerKeys(keys),
         "127.0.0.1",
+        admin=BearerKeys([admin_key] if admin_key else []),
         urgent=BearerKeys(urgent),
     )
     bound = open_listener("127.0.0.1", 0)

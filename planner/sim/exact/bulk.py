@@ -57,7 +57,7 @@ class SimBulkEngine(SimEngine):
             online.limits, online.stages, False, False, online.work, scheduler=self._planner, holdings=lent
         )
         self._online, self._spec, self._wanted = online, spec, wanted
-        self.budget = BulkBudget(BulkTime(spec.slice_s, spec.tpot_s), self._planner.near.steps)
+        self.budget = BulkBudget(BulkTime(spec.slice_s, spec.tpot_s), self._planner.pace)
         self._made = self._ended = self._computed = 0
         self._seconds = 0.0
 
@@ -79,7 +79,7 @@ class SimBulkEngine(SimEngine):
         unit_s = self.budget.begin_unit(online.scheduler, online.ready, wanted and self.ready, now_s)
         if unit_s <= 0:
             return None
-        self._planner.begin_unit(unit_s, self.budget.is_alone(now_s))
+        self._planner.unit_s = unit_s
         run = self.begin_step(now_s, waited_for=True)
         return None if run is None else run.ends[-1]
 

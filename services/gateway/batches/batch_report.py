@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -62,8 +63,11 @@ class BatchCollector(Collector):
         yield from (lines, ended, tokens, batches, held, share, recalled)
 
 
-def report_batches(feeder: BatchFeeder | None, off: str = "") -> dict[str, Any]:
-    """The part of `/status` about batches. Without a data directory `enabled` is false, and `off` says why."""
+def report_batches(feeder: BatchFeeder | None, off: str = "", named: bool = True) -> dict[str, Any]:
+    """The part of `/status` about batches. Without a data directory `enabled` is false, and `off` says why.
+
+    Without `named` no single batch is in it, since one tenant would see the batches of others.
+    """
     if feeder is None:
         return {"enabled": False, "off": off}
     store = feeder.store
@@ -77,7 +81,9 @@ def report_batches(feeder: BatchFeeder | None, off: str = "") -> dict[str, Any]:
         "line_share": round(feeder.window.share, 3),
         "lines": {"waiting": feeder.num_waiting, "running": feeder.num_running, **feeder.ended},
         "by_status": {status: store.by_status.get(status, 0) for status in ALL_STATUSES},
-        "open": [_describe_batch(batch) for batch in list(feeder.open.values())[:MAX_LISTED]],
+        "open": [
+            _describe_batch(batch) for batch in islice(feeder.open.values(), MAX_LISTED if named else 0)
+        ],
     }
 
 

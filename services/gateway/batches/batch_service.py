@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from diptych.specs import TenantShares
 from services.gateway.batches.batch_report import BatchCollector
-from services.gateway.batches.batch_routes import BatchRoutes
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.feeder import BatchFeeder
 from services.gateway.batches.files.file_routes import FileRoutes
 from services.gateway.batches.line_runner import LineRunner
 from services.gateway.batches.line_window import LineWindowSink
+from services.gateway.batches.routes.admin_routes import AdminBatchRoutes
+from services.gateway.batches.routes.batch_routes import BatchRoutes
+from services.gateway.batches.storage.tenant_shares import check_disk
 from services.gateway.batches.store import BatchStore
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
@@ -29,6 +32,7 @@ class BatchService:
     feeder: BatchFeeder
     files: FileRoutes
     batches: BatchRoutes
+    admin: AdminBatchRoutes
 
     def close(self) -> None:
         """Finish what is being written. The feeder must have ended. Idempotent."""
@@ -52,17 +56,23 @@ def open_batch_service(
     max_file_bytes: int,
     service: GatewayService,
     num_workers: Callable[[], int] = lambda: 1,
+    shares: TenantShares | None = None,
+    tenants: Collection[str] | None = None,
 ) -> BatchService:
     """Open the data directory, and make what serves it. The lines of batches run through a copy of `service`.
 
-    `num_workers` gives the number of decode workers.
+    `num_workers` gives the number of decode workers. `shares` are what a tenant may keep. Batches of others than
+    `tenants` (None: of nobody) are cancelled.
 
     Raises:
         StartError: the data directory cannot be used.
+        ConfigError: a share is larger than its disk.
     """
+    shares = shares or TenantShares()
     folder = DataDir(data_dir)
     try:
-        store = BatchStore(folder)
+        check_disk(shares, folder.disk_bytes())
+        store = BatchStore(folder, shares=shares, tenants=tenants)
     except BaseException:
         folder.close()
         raise
@@ -96,4 +106,5 @@ def open_batch_service(
         service.outcomes.add_sink(LineWindowSink(feeder.record_request))
     service.metrics.registry.register(BatchCollector(feeder))
     files = FileRoutes(store, max_file_bytes, limits.body_s, is_draining)
-    return BatchService(store, feeder, files, BatchRoutes(store, feeder, is_draining))
+    batches = BatchRoutes(store, feeder, is_draining)
+    return BatchService(store, feeder, files, batches, AdminBatchRoutes(store, feeder, tenants))

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.openai.admin_schema import AdminBatch, AdminBatchList, AdminFileList, TenantList
 from services.gateway.openai.batch_schema import (
     MAX_EXPIRY_S,
     MIN_EXPIRY_S,
@@ -58,6 +59,10 @@ RESPONSE_SCHEMAS = (
     FileDeleted,
     BatchObject,
     BatchList,
+    TenantList,
+    AdminBatch,
+    AdminBatchList,
+    AdminFileList,
     ErrorReply,
 )
 UPLOAD_SCHEMA: dict[str, Any] = {
@@ -125,6 +130,7 @@ def openapi_document(version: str) -> dict[str, Any]:
             "/v1/models": _get_operation("The models served", _json_content(ModelList)),
             "/v1/models/{id}": _get_operation("One model", _json_content(ModelCard), [_path_parameter("id")]),
             **_batch_paths(),
+            **_admin_paths(),
             "/health": _get_operation("The gateway is alive", {}),
             "/ping": _get_operation("The gateway is alive", {}),
             "/ready": _get_operation(
@@ -172,6 +178,24 @@ def _batch_paths() -> dict[str, Any]:
         "/v1/batches/{id}": _get_operation("A batch", _json_content(BatchObject), [file_id]),
         "/v1/batches/{id}/cancel": {"post": cancelled["get"]},
     }
+
+
+def _admin_paths() -> dict[str, Any]:
+    """The routes of operators about files and batches of all tenants; they exist only with an admin key."""
+    one = _path_parameter("id")
+    page = [_query_parameter("tenant"), _query_parameter("after"), _query_parameter("limit", "integer")]
+    cancelled = _get_operation("Cancel anybody's batch", _json_content(AdminBatch), [one])["get"]
+    cancelled["responses"] |= _error_responses("409")
+    deleted = _get_operation("Delete anybody's file", _json_content(FileDeleted), [one])["get"]
+    paths = {
+        "/admin/tenants": _get_operation("What each tenant keeps", _json_content(TenantList)),
+        "/admin/batches": _get_operation("The batches of all tenants", _json_content(AdminBatchList), page),
+        "/admin/batches/{id}": _get_operation("Anybody's batch", _json_content(AdminBatch), [one]),
+        "/admin/batches/{id}/cancel": {"post": cancelled},
+        "/admin/files": _get_operation("The files of all tenants", _json_content(AdminFileList), page),
+        "/admin/files/{id}": {"delete": deleted},
+    }
+    return paths
 
 
 def docs_page(document: dict[str, Any]) -> str:

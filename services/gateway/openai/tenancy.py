@@ -7,7 +7,7 @@ key. Workers see only digests. Equal digests mean equal keys, or equal salts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diptych.errors import RequestError
@@ -100,6 +100,11 @@ def check_priority(body: GenerationFields, caller: Caller) -> None:
 def tenant_of_key(key: bytes) -> str:
     """The name of the tenant that an API key stands for: a digest of the key."""
     return hash_fields(["tenant", key]).hex()[:TENANT_HEX]
+
+
+def tenants_of_keys(keys: Iterable[str]) -> frozenset[str]:
+    """The tenants that these API keys stand for; without keys everybody is the tenant ""."""
+    return frozenset(tenant_of_key(key.encode()) for key in keys) or frozenset({""})
 
 
 def tenancy_of_body(body: GenerationFields, tenant: str) -> Tenancy:

@@ -327,19 +327,6 @@ def test_units_that_wait_for_a_core_are_not_planned_smaller_while_no_online_requ
     assert rows_per_unit(0.25) == pytest.approx(rows_per_unit(1.0), rel=0.2)
 
 
-def test_what_units_learn_while_they_are_alone_does_not_lengthen_those_beside_online_requests() -> None:
-    bench = BulkBench(num_slabs=200, max_num_seqs=64)
-    core = ContendedCore(bench)
-    for i in range(30):
-        bench.add_bulk(f"b{i}", 40, 300)
-    core.share, bench.stretch = 0.25, 4.0
-    core.bulk_share(100 * SLICE_S, near=False)
-    alone_s = max(bench.unit_s[-20:])
-    bench.bulk.note_request(bench.now_s)
-    assert bench.unit()
-    assert bench.unit_s[-1] <= SLICE_S < alone_s
-
-
 def test_units_are_given_to_the_other_thread_only_while_no_online_request_is_near() -> None:
     class NotedUnits:
         ran = 0

@@ -48,7 +48,9 @@ class Gateway:
         self.outcomes = RequestOutcomes(self.metrics.slo, [self.metrics, self.metrics.history])
         self.rules = rules
 
-    def ask(self, name: str, n: int, tenant: str) -> Generation:
+    def ask(
+        self, name: str, n: int, tenant: str, timeout_s: float = 60.0, own_deadline: bool = False
+    ) -> Generation:
         body = msgspec.json.encode({"model": "toy", "prompt": "x", "n": n, "max_tokens": 4})
         asked = parse_body(body, CompletionRequest, 16)
         ask = resolve_completion(asked, [make_prompt([1, 2, 3], "x")], None, self.rules, tenant)
@@ -63,7 +65,7 @@ class Gateway:
             self.outcomes,
         )
         now_s = self.backend.clock()
-        generation.submit_sequences(now_s, now_s + 60.0)
+        generation.submit_sequences(now_s, now_s + timeout_s, own_deadline)
         return generation
 
     @property
@@ -119,6 +121,27 @@ def test_when_one_sequence_fails_all_do_and_nobody_is_said_to_have_left(gateway:
         assert found["diptych:request_failures_total{code=internal_error}"] == 3, "the complete one too"
         assert found["diptych:slo_outcomes_total{outcome=missed,reason=internal_error}"] == 3
         assert found["diptych:requests_cancelled_total{}"] == 0
+        running.cancel()
+
+    asyncio.run(story())
+
+
+def test_who_sets_a_deadline_decides_whether_it_was_missed(gateway: Gateway) -> None:
+    """The relay ends both; a client's own deadline that is shorter than the SLO is not the service's miss."""
+
+    async def story() -> None:
+        running = asyncio.create_task(gateway.backend.run_tasks())
+        await until(lambda: bool(gateway.backend.worker_pairs()))
+        own = gateway.ask("own", 2, "ann", timeout_s=1e-6, own_deadline=True)
+        service = gateway.ask("service", 1, "ann", timeout_s=1e-6)
+        await until(lambda: not gateway.backend.relay.live)
+        for generation in (own, service):
+            assert generation.failure is not None and generation.failure.code == "deadline_exceeded"
+        found = values(gateway.metrics)
+        assert found["diptych:slo_outcomes_total{outcome=not_counted,reason=short_deadline}"] == 2
+        assert found["diptych:slo_outcomes_total{outcome=missed,reason=deadline_exceeded}"] == 1
+        assert found["diptych:slo_attainment{objective=ttft}"] == 0.0
+        assert found["diptych:offered_requests_total{}"] == 3
         running.cancel()
 
     asyncio.run(story())

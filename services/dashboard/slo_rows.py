@@ -29,8 +29,8 @@ def slo_row(target: float) -> RowSpec:
         Query("1 - diptych:slo_miss:ratio_rate5m", "{{objective}}"),
         Query("max(diptych:slo_target_ratio)", "target"),
     )
-    judged = "sum by (objective) (increase(diptych:slo_requests_total{0}[$__range]))"
-    missed, every = judged.format('{met="false"}'), judged.format("")
+    checked = "sum by (objective) (increase(diptych:slo_requests_total{0}[$__range]))"
+    missed, every = checked.format('{met="false"}'), checked.format("")
     # Without any miss there is no series of misses yet.
     share = f"({missed} or {every} * 0) / {every}"
     budget = f"1 - ({share}) / on (objective) (1 - max by (objective) (diptych:slo_target_ratio))"
@@ -57,17 +57,34 @@ def slo_row(target: float) -> RowSpec:
                 "1: the error budget lasts exactly its period. An alert fires where the rate is above its threshold in "
                 "both of its windows.",
             ),
-            PanelSpec(
-                "Goodput",
-                (
-                    sum_rate("diptych:goodput_requests_total", "within all SLOs"),
-                    sum_rate("vllm:request_success_total", "answered"),
-                    sum_rate("diptych:offered_requests_total", "offered"),
-                    sum_rate("diptych:refused_requests_total", "refused"),
-                ),
-                "reqps",
-                "What is answered within all SLOs, out of what clients asked for.",
+            *_goodput_panels(),
+        ),
+    )  # fmt: skip
+
+
+def _goodput_panels() -> tuple[PanelSpec, ...]:
+    """What is answered within all SLOs, and why the rest is not."""
+    return (
+        PanelSpec(
+            "Goodput",
+            (
+                sum_rate("diptych:goodput_requests_total", "within all SLOs"),
+                sum_rate("vllm:request_success_total", "answered"),
+                sum_rate("diptych:offered_requests_total", "offered"),
+                sum_rate("diptych:refused_requests_total", "refused"),
             ),
+            "reqps",
+            "What is answered within all SLOs, out of what clients asked for.",
+        ),
+        PanelSpec(
+            "Missed and not counted, by reason",
+            (
+                rate_by(
+                    'diptych:slo_outcomes_total{outcome!="met"}', "outcome, reason", "{{outcome}}: {{reason}}"
+                ),
+            ),
+            "reqps",
+            "Misses are the service's; what clients brought about themselves is not counted.",
         ),
     )  # fmt: skip
 

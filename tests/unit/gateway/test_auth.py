@@ -8,6 +8,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.http.auth import PUBLIC_ROUTES, AuthMiddleware, BearerKeys, is_loopback
+from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.openai.tenancy import tenant_of_key
 
 KEYS = ("sk-" + "a" * 40, "sk-" + "b" * 40)
@@ -118,6 +119,58 @@ def test_what_lies_behind_learns_the_tenant_and_not_the_key() -> None:
     assert found[0] == found[2] == tenant_of_key(KEYS[0].encode())
     assert found[1] != found[0] and found[3] == ""
     assert not any(key in one for key in KEYS for one in found)
+
+
+class Connection:
+    """Remembers whose requests it was said to answer."""
+
+    def __init__(self, has_room: bool = True) -> None:
+        self.begun: list[tuple[str, bool]] = []
+        self.has_room = has_room
+
+    def begin_request(self, tenant: str, has_others: bool) -> bool:
+        self.begun.append((tenant, has_others))
+        return self.has_room
+
+
+def begin(
+    path: str, key: str, keys: tuple[str, ...], admin: str = "", has_room: bool = True
+) -> tuple[list[tuple[str, bool]], list[int]]:
+    """Whose requests the connection was said to answer, and the statuses that were sent."""
+    connection, statuses = Connection(has_room), list[int]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    extensions = {CONNECTION_EXTENSION: connection}
+    scope: Scope = {"type": "http", "method": "GET", "path": path, "extensions": extensions}
+    scope["headers"] = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    auth = AuthMiddleware(app, BearerKeys(keys), "0.0.0.0", BearerKeys([admin] if admin else ()))
+    asyncio.run(auth(scope, receive, send))
+    return connection.begun, statuses
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models"])
+def test_a_connection_learns_whose_request_it_answers_and_only_of_accepted_keys(path: str) -> None:
+    tenant = tenant_of_key(KEYS[0].encode())
+    assert begin(path, KEYS[0], KEYS) == ([(tenant, True)], [200])
+    assert begin(path, KEYS[0], KEYS[:1]) == ([(tenant, False)], [200])
+    assert begin(path, KEYS[0], KEYS[:1], admin="chief") == ([(tenant, True)], [200])
+    for stranger in ("", "sk-" + "c" * 40):
+        assert begin(path, stranger, KEYS)[0] == []
+        # Without keys all clients are one tenant.
+        assert begin(path, stranger, ()) == ([("", False)], [200])
+
+
+def test_a_tenant_that_has_its_share_of_the_connections_is_refused() -> None:
+    assert begin("/v1/models", KEYS[0], KEYS, has_room=False)[1] == [429]
 
 
 def test_all_keys_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

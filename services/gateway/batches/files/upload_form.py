@@ -189,7 +189,7 @@ class UploadForm:
         self.state.part, self.state.fields[name], self.state.in_data = name, b"", True
         if name == "file":
             given = options.get(b"filename", b"").decode("utf-8", "replace")
-            self.state.file_name = "".join(char for char in given if char.isprintable())[:MAX_NAME_CHARS]
+            self.state.file_name = "".join(char for char in given[:MAX_NAME_CHARS] if char.isprintable())
 
     def _take_bytes(self, data: bytes) -> None:
         """Take bytes of the part. Raises RequestError (400) if a field has too many."""

@@ -71,7 +71,7 @@ class AnswerMemory:
 
     def _drop_read_answers(self, tenant: str) -> None:
         """Drop answers that wait for their clients until the tenant has room, or none is left that may be dropped."""
-        readers, latest_s = self._readers.get(tenant, {}), self._clock() - MIN_READ_S
+        readers, latest_s = self._readers.get(tenant, OrderedDict()), self._clock() - MIN_READ_S
         for drop, since_s in list(readers.items()):
             if since_s > latest_s or not self._is_full(tenant):
                 return

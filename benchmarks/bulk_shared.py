@@ -5,7 +5,8 @@
 
 One deployment of the embedded model, with a data directory. Beside no, one and two processes that compute all the
 time, at nice 0 and 19, the same number of requests is answered as a batch and, all at once, over HTTP; the two change
-places from round to round, and so do the conditions. No request over HTTP is there while a batch is timed.
+places from round to round, and so do the conditions. No request over HTTP is there while a batch is timed, nor in the
+`FIRST_AFTER_S` before.
 
     batch_share_quiet    tokens per second of a batch / those of the same requests over HTTP, beside nothing
     batch_share_nice19   the same beside one and two processes at nice 19; the lower one
@@ -90,6 +91,8 @@ class SharedBench:
         self.prompts = PromptTokens(deployment)
         self.model = str(deployment.get("/v1/models")["data"][0]["id"])
         self.http = httpx.Client(base_url=deployment.url, timeout=120)
+        # When the last request over HTTP ended, on the monotonic clock.
+        self.online_s = time.monotonic()
 
     def make_body(self, answer: int) -> dict[str, Any]:
         """A request with a prompt that no worker has cached."""
@@ -122,7 +125,8 @@ class SharedBench:
         return str(self.http.get(f"/v1/batches/{batch}").raise_for_status().json()["status"])
 
     def time_batch(self) -> float:
-        """Tokens per second of a batch."""
+        """Tokens per second of a batch, which begins `FIRST_AFTER_S` after the last request over HTTP."""
+        time.sleep(max(0.0, self.online_s + FIRST_AFTER_S - time.monotonic()))
         before = self.bulk_metric(BULK_TOKENS)
         batch, begun_s = self.start_batch(self.answer), time.monotonic()
         while (status := self.batch_status(batch)) != "completed":
@@ -156,8 +160,9 @@ class SharedBench:
         ) as http:
             begun_s = time.monotonic()
             answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+        self.online_s = time.monotonic()
         used = [one.raise_for_status().json()["usage"]["completion_tokens"] for one in answers]
-        return float(sum(used)) / (time.monotonic() - begun_s)
+        return float(sum(used)) / (self.online_s - begun_s)
 
     async def time_first_token(self) -> float:
         """Seconds to the first token of one request."""
@@ -165,6 +170,7 @@ class SharedBench:
         stream = await StampedStream.open(self.deployment.port, **self.make_body(16))
         await stream.done()
         await stream.leave()
+        self.online_s = time.monotonic()
         return stream.stamps_s[0] - sent_s
 
 

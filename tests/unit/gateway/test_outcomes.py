@@ -29,21 +29,14 @@ from tests.unit.gateway.test_prometheus import values
 
 BOTH_SLOS = Slo(ttft_s=1.0, tpot_s=0.1)
 MET, MISSED, NOT_COUNTED = Outcome.MET, Outcome.MISSED, Outcome.NOT_COUNTED
-# Where the fault is not what the status says, or where a status says nothing.
-EXPLICIT_PARTIES = {
-    FailureReason.TOO_MANY_REQUESTS: Party.SERVICE,
-    FailureReason.TENANT_REQUESTS_FULL: Party.CLIENT,
-    FailureReason.QUEUE_FULL: Party.SERVICE,
-    FailureReason.TENANT_QUEUE_FULL: Party.CLIENT,
-    FailureReason.QUEUE_TOO_LONG: Party.SERVICE,
-    FailureReason.DISPLACED: Party.CLIENT,
-    FailureReason.TENANT_PREPARATION_FULL: Party.CLIENT,
-    FailureReason.TENANT_CONNECTIONS_FULL: Party.CLIENT,
-    FailureReason.TOO_MANY_UPLOADS: Party.CLIENT,
-    FailureReason.TOO_MANY_BATCHES: Party.CLIENT,
-    FailureReason.ANSWER_MEMORY_FULL: Party.CLIENT,
-    FailureReason.REQUEST_QUARANTINED: Party.CLIENT,
+# Refusals with 429 for which the service has no room; any other 429 is for a client above its share.
+SERVICE_IS_FULL = {
+    FailureReason.TOO_MANY_REQUESTS,
+    FailureReason.QUEUE_FULL,
+    FailureReason.QUEUE_TOO_LONG,
 }
+# Failures with a 5xx that the client brought about: it asks for too much at once, or for what workers crash on.
+CLIENTS_5XX = {FailureReason.ANSWER_MEMORY_FULL, FailureReason.REQUEST_QUARANTINED}
 
 
 class Watcher(OutcomeSink):
@@ -88,14 +81,12 @@ def sequence(
 @pytest.mark.parametrize("reason", FailureReason)
 def test_every_failure_is_somebody_s_fault_and_it_fits_its_status(reason: FailureReason) -> None:
     rule = RULES[reason]
-    assert rule.whose == EXPLICIT_PARTIES.get(reason), (
-        "a 429, and what differs from its status, is said here too"
-    )
-    if rule.whose is None:
-        assert rule.status != 429
-        assert rule.is_clients_fault == (400 <= rule.status < 500)
+    if rule.status == 429:
+        assert rule.whose is (Party.SERVICE if reason in SERVICE_IS_FULL else Party.CLIENT), (
+            "a 429 says it itself"
+        )
     else:
-        assert rule.is_clients_fault == (rule.whose is Party.CLIENT)
+        assert rule.is_clients_fault == (rule.status < 500 or reason in CLIENTS_5XX)
     assert failure(reason).is_clients_fault == rule.is_clients_fault
 
 

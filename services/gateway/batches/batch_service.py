@@ -94,7 +94,7 @@ def open_batch_service(
 
     feeder = BatchFeeder(
         store,
-        LineRunner(lines),
+        LineRunner(lines, folder.uploads),
         FileChecker(service.preparers),
         service.rules.served_names[0],
         limits.max_body_bytes,

@@ -15,12 +15,14 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import NEW_FILE_FLAGS, DataDir, is_disk_full, sync_folder, write_whole
+from services.gateway.batches.storage.answer_spool import PIECE_BYTES, SpooledResult
 from services.gateway.batches.storage.open_database import open_database
 
 # Most jobs of one transaction.
@@ -62,6 +64,24 @@ class ResultFiles:
         """Write `data` at `offset`, the committed length of the file. Raises OSError."""
         write_whole(self._descriptor(file_id), data, offset)
         self._written.add(file_id)
+
+    def append_lines(self, file_id: str, offset: int, lines: Iterable[bytes | SpooledResult]) -> int:
+        """Write lines at `offset`, the committed length of the file; returns its new length. Raises OSError.
+
+        Many short lines are written together, and a long one in pieces.
+        """
+        gathered = bytearray()
+        for piece in chain.from_iterable(
+            (line,) if isinstance(line, bytes) else line.iter_pieces() for line in lines
+        ):
+            gathered += piece
+            if len(gathered) >= PIECE_BYTES:
+                self.append(file_id, offset, bytes(gathered))
+                offset += len(gathered)
+                gathered.clear()
+        if gathered:
+            self.append(file_id, offset, bytes(gathered))
+        return offset + len(gathered)
 
     def size(self, file_id: str) -> int:
         """How many bytes a file has; 0 if there is none. Raises OSError."""

@@ -148,11 +148,10 @@ class LineAttempts:
             if self._shall_retry(batch, line, answer):
                 return self._batches.return_line(batch, line, first=False)
             self._pause_s = MIN_PAUSE_S
-            result = LineResult(new_line_id(), custom_id, answer.to_response())
             end = LineEnd(
                 number=line.number,
                 succeeded=answer.succeeded,
-                text=result_text(result),
+                text=answer.to_text(custom_id),
                 input_tokens=answer.prompt_tokens,
                 cached_tokens=answer.cached_tokens,
                 output_tokens=answer.new_tokens,

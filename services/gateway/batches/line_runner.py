@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -14,14 +15,17 @@ from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from diptych.errors import RequestError
-from diptych.failure_statuses import RequestFailure
+from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import new_request_id
+from services.gateway.batches.records import new_line_id, result_text, spooled_result
+from services.gateway.batches.storage.answer_spool import AnswerSpool, SpooledResult
+from services.gateway.generation.generation import Generation
+from services.gateway.generation.streaming import GenerationResponse
 from services.gateway.http.error_response import error_response, internal_failure
 from services.gateway.http.request_body import body_too_large_failure
 from services.gateway.http.request_scope import failure_of, request_ids_of
-from services.gateway.openai.batch_schema import LineResponse
-from services.gateway.openai.response_schema import PromptDetails
+from services.gateway.openai.batch_schema import LineResponse, LineResult
 from services.gateway.openai.tenancy import Caller
 from services.gateway.service import GatewayService
 
@@ -33,23 +37,16 @@ MAX_NAME_CHARS = 128
 log = logging.getLogger(__name__)
 
 
-class _AnswerTokens(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: PromptDetails = PromptDetails()
-
-
-class _AnswerHead(msgspec.Struct, frozen=True):
-    usage: _AnswerTokens = _AnswerTokens()
-
-
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """The answer to a line. `failure` says why it is not a success, if the gateway knows a reason."""
+    """The answer to a line. `failure` says why it is not a success, if the gateway knows a reason.
+
+    The body may be large, and is then in a spool.
+    """
 
     status: int
     request_id: str
-    body: bytes
+    body: bytes | AnswerSpool
     failure: RequestFailure | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -60,16 +57,22 @@ class LineAnswer:
         """Whether the line was answered."""
         return self.status == 200
 
-    def to_response(self) -> LineResponse:
-        """What the result of the line says."""
-        return LineResponse(self.status, self.request_id, msgspec.Raw(self.body))
+    def to_text(self, custom_id: str) -> bytes | SpooledResult:
+        """The line of its result."""
+        if isinstance(self.body, AnswerSpool):
+            return spooled_result(custom_id, self.status, self.request_id, self.body)
+        response = LineResponse(self.status, self.request_id, msgspec.Raw(self.body))
+        return result_text(LineResult(new_line_id(), custom_id, response))
 
 
 class LineRunner:
-    """Runs lines through `service`, which counts them apart from HTTP requests."""
+    """Runs lines through `service`, which counts them apart from HTTP requests.
 
-    def __init__(self, service: GatewayService) -> None:
-        self._service = service
+    `folder` is on the disk of the results; large answers wait there.
+    """
+
+    def __init__(self, service: GatewayService, folder: Path) -> None:
+        self._service, self._folder = service, folder
         self._preparing = asyncio.Semaphore(MAX_PREPARING)
 
     async def run_line(
@@ -94,40 +97,43 @@ class LineRunner:
         return await self._answer_body(scope, endpoint, body, caller)
 
     async def _answer_body(self, scope: Scope, endpoint: str, body: bytes, caller: Caller) -> LineAnswer:
-        status, parts = 500, list[bytes]()
+        spool, status, complete = AnswerSpool(self._folder), 500, False
+        generation: Generation | None = None
 
         async def never_leave() -> Message:
             """There is no client that could leave."""
             await asyncio.Event().wait()
             raise AssertionError("unreachable")
 
-        async def gather(message: Message) -> None:
-            nonlocal status
+        async def take_message(message: Message) -> None:
+            nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
             else:
-                parts.append(message.get("body", b""))
+                await spool.write(message.get("body", b""))
+                complete = not message.get("more_body", False)
 
         try:
             response = await self._make_response(endpoint, body, caller)
-            await response(scope, never_leave, gather)
+            if isinstance(response, GenerationResponse):
+                generation = response.generation
+            await response(scope, never_leave, take_message)
         except Exception:
             log.exception("the gateway failed on this line", extra=about_request(request_ids_of(scope)))
-            parts.clear()
-            await error_response(internal_failure(caller.request_id))(scope, never_leave, gather)
-        text = b"".join(parts)
-        head = msgspec.json.decode(text, type=_AnswerHead) if status == 200 else _AnswerHead()
-        used = head.usage
+            spool, status, generation = AnswerSpool(self._folder), 500, None
+            await error_response(internal_failure(caller.request_id))(scope, never_leave, take_message)
+        if not complete:
+            # The disk did not take the answer in time, and its memory was needed for the answers of other lines.
+            spool, generation = AnswerSpool(self._folder), None
+            problem = "the answer could not be written in time"
+            failure = RequestFailure(FailureReason.OVERLOADED, problem)
+            await error_response(failure)(scope, never_leave, take_message)
+        if status != 200 or generation is None:
+            return LineAnswer(status, caller.request_id, spool, failure_of(scope))
+        used = generation.usage
         cached = used.prompt_tokens_details.cached_tokens
-        return LineAnswer(
-            status,
-            caller.request_id,
-            text,
-            failure_of(scope),
-            used.prompt_tokens,
-            cached,
-            used.completion_tokens,
-        )
+        tokens = used.prompt_tokens, cached, used.completion_tokens
+        return LineAnswer(status, caller.request_id, spool, failure_of(scope), *tokens)
 
     async def _make_response(self, endpoint: str, body: bytes, caller: Caller) -> Response:
         """The response of the HTTP route, or its refusal."""

@@ -7,6 +7,7 @@ from typing import cast
 
 import msgspec
 
+from services.gateway.batches.storage.answer_spool import AnswerSpool, SpooledResult, escape_line_ends
 from services.gateway.openai.batch_schema import (
     BatchObject,
     BatchProblem,
@@ -14,6 +15,7 @@ from services.gateway.openai.batch_schema import (
     BatchUsage,
     CachedTokens,
     FileObject,
+    LineResponse,
     LineResult,
     RequestCounts,
 )
@@ -135,7 +137,7 @@ class LineEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     succeeded: bool
-    text: bytes
+    text: bytes | SpooledResult
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -156,17 +158,18 @@ def new_batch_id() -> str:
     return f"batch_{secrets.token_hex(12)}"
 
 
-# Some programs take these for ends of lines; JSON has them in strings alone, where they may be escaped.
-LINE_ENDS = {b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029", b"\xc2\x85": b"\\u0085"}
-
-
 def result_text(result: LineResult) -> bytes:
     """The line of a result in its file, with one line end, which is its last byte."""
-    text = msgspec.json.encode(result)
-    for char, escaped in LINE_ENDS.items():
-        if char in text:
-            text = text.replace(char, escaped)
-    return text + b"\n"
+    return escape_line_ends(msgspec.json.encode(result)) + b"\n"
+
+
+def spooled_result(custom_id: str, status: int, request_id: str, body: AnswerSpool) -> SpooledResult:
+    """The line of a result whose answer has this body."""
+    # Nothing else in the line has these digits.
+    place = b'"%s"' % secrets.token_hex(16).encode()
+    response = LineResponse(status, request_id, msgspec.Raw(place))
+    before, _, after = result_text(LineResult(new_line_id(), custom_id, response)).partition(place)
+    return SpooledResult(before, body, after)
 
 
 def new_line_id() -> str:

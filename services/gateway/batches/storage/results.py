@@ -29,20 +29,17 @@ def write_ends(
     new = tables.mark_done(db, batch_id, ends)
     if not new:
         return record
-    output = b"".join(end.text for end in new if end.succeeded)
-    errors = b"".join(end.text for end in new if not end.succeeded)
-    if output:
-        files.append(record.output_file, record.output_bytes, output)
-    if errors:
-        files.append(record.error_file, record.error_bytes, errors)
-    num_succeeded = sum(end.succeeded for end in new)
+    succeeded = [end.text for end in new if end.succeeded]
+    failed = [end.text for end in new if not end.succeeded]
+    output_bytes = files.append_lines(record.output_file, record.output_bytes, succeeded)
+    error_bytes = files.append_lines(record.error_file, record.error_bytes, failed)
     return tables.update_batch(
         db,
         batch_id,
-        output_bytes=record.output_bytes + len(output),
-        error_bytes=record.error_bytes + len(errors),
-        completed=record.completed + num_succeeded,
-        failed=record.failed + len(new) - num_succeeded,
+        output_bytes=output_bytes,
+        error_bytes=error_bytes,
+        completed=record.completed + len(succeeded),
+        failed=record.failed + len(failed),
         input_tokens=record.input_tokens + sum(end.input_tokens for end in new),
         cached_tokens=record.cached_tokens + sum(end.cached_tokens for end in new),
         output_tokens=record.output_tokens + sum(end.output_tokens for end in new),

@@ -108,6 +108,11 @@ def end(number: int, succeeded: bool = True, size: int = 10) -> LineEnd:
     return LineEnd(number=number, succeeded=succeeded, text=text, input_tokens=2, output_tokens=3)
 
 
+def text_of(line: LineEnd) -> bytes:
+    assert isinstance(line.text, bytes)
+    return line.text
+
+
 def results(store: BatchStore, file_id: str | None) -> list[str]:
     assert file_id is not None
     text = store.content_path(file_id).read_bytes()
@@ -148,7 +153,7 @@ async def test_what_was_not_committed_is_cut_off(store: BatchStore, clock: Clock
     batch = await add_batch(store)
     await store.end_lines(batch.id, [end(1)])
     with store.content_path(batch.output_file).open("ab") as file:
-        file.write(end(2).text[:-7])
+        file.write(text_of(end(2))[:-7])
     stray = store.folder.files / "file-stray"
     stray.write_bytes(b"an upload whose row was never committed")
     (store.folder.uploads / "half").write_bytes(b"half an upload")

@@ -306,6 +306,7 @@ async def test_lines_of_a_tenant_above_its_share_are_not_run(store: BatchStore) 
     (line, *_) = await store.waiting_lines(batch.id, -1, 1)
     custom_id, answer = await attempts._answer_line(OpenBatch(batch, 1), line)
     assert (custom_id, answer.status) == ("c1", 413)
+    assert isinstance(answer.body, bytes)
     assert b"tenant_storage_full" in answer.body and b"--max-tenant-bytes 100" in answer.body
 
 

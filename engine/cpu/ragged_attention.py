@@ -163,10 +163,11 @@ class RaggedRows:
     # [sequences, max]: slabs of the whole chunks, and of the bag, padded with 0.
     chunks: Ints
     bags: Ints
-    # [sequences, layers, kv_heads]: number of kept rows, and the first frame that they are in.
+    # By layer first, so that those of one layer are contiguous: the kernel is compiled for such arrays.
+    # [layers, sequences, kv_heads]: number of kept rows, and the first frame that they are in.
     counts: Ints
     frames: Ints
-    # [rows, layers, kv_heads]: kept rows that are before the layer's sliding window; 0 without a window.
+    # [layers, rows, kv_heads]: kept rows that are before the layer's sliding window; 0 without a window.
     skips: Ints
 
 
@@ -376,9 +377,11 @@ class RawStore:
             rings=np.array([one.ring for one in evicted], np.int64),
             chunks=_pad_table([one.chunks for one in evicted]),
             bags=_pad_table([bag.slabs for bag in bags]),
-            counts=np.stack([bag.counts for bag in bags]),
-            frames=np.stack([bag.frames for bag in bags]),
-            skips=np.concatenate([one.count_skipped(self._windows) for one in evicted]),
+            counts=np.stack([bag.counts for bag in bags], axis=1),
+            frames=np.stack([bag.frames for bag in bags], axis=1),
+            skips=np.ascontiguousarray(
+                np.concatenate([one.count_skipped(self._windows) for one in evicted]).swapaxes(0, 1)
+            ),
         )
 
 
@@ -421,7 +424,7 @@ class RaggedAttention:
         one, layout, itemsize = self._ragged, self._pages.layout, self._pages.layout.itemsize
         self._kernel(
             qkv.numpy(), one.rows, one.positions, one.owners, one.starts, one.prefixes, one.rings, one.chunks,
-            one.bags, one.counts[:, layer], one.frames[:, layer], one.skips[:, layer],
+            one.bags, one.counts[layer], one.frames[layer], one.skips[layer],
             self._pages.data.view(-1).numpy(), layout.chunk_bytes // itemsize,
             layer * layout.layer_bytes // itemsize, self._pages.heads, layout.kv_heads, window, out.numpy(),
         )  # fmt: skip

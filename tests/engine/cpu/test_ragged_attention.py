@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from diptych.keep_spec import KeepSpec
 from engine.attention.batch import pack_batch
 from engine.cpu.attention import CpuAttention
 from engine.cpu.eviction import CpuEvictor, EvictionSetup
-from engine.cpu.ragged_attention import RawStore
+from engine.cpu.ragged_attention import RawStore, build_ragged_kernel
 from engine.step_work import KeptWork, StepWork
 from kvcache.keep import FULL
 from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
@@ -167,3 +168,17 @@ def test_heads_that_keep_everything_agree_with_the_ordinary_kernel() -> None:
     ordinary = pack_batch([StepWork([5], 339, slabs, "last")])
     bench.pages.decode(LAYER, bench.qkv[:1], ordinary, 0, out)
     torch.testing.assert_close(ragged.view(1, -1), out, rtol=0, atol=1e-5)
+
+
+def test_the_kernel_has_one_type_however_many_rows_and_sequences_a_step_has() -> None:
+    """Another type would be compiled while the worker serves, and every request would wait for it."""
+    bench = RaggedBench(32, 2, LENGTHS[:2])
+    one, other = (
+        sequence.work(tokens - 1)
+        for sequence, (_, _, tokens) in zip(bench.sequences, LENGTHS[:2], strict=True)
+    )
+    block = bench.sequences[1].work(65, 8)
+    for works in ([one], [block], [one, other], [one, block]):
+        bench.decode(works, bench.qkv[: sum(len(work.tokens) for work in works)])
+    kernel: Any = build_ragged_kernel(32)
+    assert len(kernel.signatures) == 1

@@ -6,6 +6,7 @@ each `Efficiency` stands beside it. Prices are rounded on-demand prices of large
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from diptych.errors import ConfigError
@@ -114,6 +115,11 @@ ALIASES = {
     "h200-sxm": "h200",
     "b200-sxm": "b200",
 }
+
+
+def unserved_devices(names: Iterable[str]) -> list[str]:
+    """Those of the named devices on which workers do not compute yet: all but CPU cores."""
+    return sorted({name for name in names if not name.lower().startswith(CPU)})
 
 
 def find_device(name: str, *own: Device) -> Device:

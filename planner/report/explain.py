@@ -10,6 +10,7 @@ from typing import Any
 
 from diptych.chunks import RAW_CLASS
 from planner.costs.kv_classes import format_classes
+from planner.hardware import unserved_devices
 from planner.placement.plan_file import (
     VERSION,
     PlanFile,
@@ -64,6 +65,27 @@ def _validation_sentence(answer: Solution) -> str:
     return f"{run}; {_format_rate(verdict.fails_rps)} is too much" if verdict.fails_rps else run
 
 
+def list_notes(answer: Solution) -> list[str]:
+    """Sentences for the user; one of them says so if `diptych serve` cannot deploy the solution."""
+    other = " and ".join(_unserved_devices(answer))
+    refused = (
+        f"workers do not compute on {other} yet, so `diptych serve --plan` refuses this plan (docs/gpu.md)"
+    )
+    return [*answer.notes, *([refused] if other else [])]
+
+
+def is_deployable(answer: Solution) -> bool:
+    """Whether workers compute on the devices of the solution."""
+    return not _unserved_devices(answer)
+
+
+def _unserved_devices(answer: Solution) -> list[str]:
+    """The devices of the solution on which workers do not compute yet."""
+    return unserved_devices(
+        answer.request.stock(pool.device).device.name for pool in answer.best.placement.pools
+    )
+
+
 def explain_solution(answer: Solution) -> list[str]:
     """What binds, where the time goes, and what others would give, in lines."""
     fast = answer.best.fast_result
@@ -80,7 +102,7 @@ def explain_solution(answer: Solution) -> list[str]:
     if answer.dropped:
         reasons = ", ".join(f"{count} by {why}" for why, count in sorted(answer.dropped.items()))
         lines.append(f"dropped without a full measurement: {reasons}")
-    return lines + [f"note: {note}" for note in answer.notes]
+    return lines + [f"note: {note}" for note in list_notes(answer)]
 
 
 def compare_others(answer: Solution) -> list[str]:
@@ -199,7 +221,8 @@ def solution_json(answer: Solution) -> dict[str, Any]:
         "disaggregated_over_colocated": _finite_or_none(disaggregation_gain(answer)),
         "verified": None if answer.verdict is None else asdict(answer.verdict),
         "ties": list(answer.ties),
-        "notes": list(answer.notes),
+        "notes": list_notes(answer),
+        "deployable": is_deployable(answer),
         "dropped": dict(answer.dropped),
         "simulated": {"runs": answer.request.effort.runs, "requests": answer.request.effort.requests},
     }

@@ -24,6 +24,8 @@ from planner.placement.solve import Solution, solve_placement
 from planner.placement.validate import product_limits
 from planner.report.explain import (
     explain_solution,
+    is_deployable,
+    list_notes,
     make_plan_file,
     solution_headline,
     solution_json,
@@ -180,11 +182,12 @@ def _format_lines(
     options: PlanOptions, answer: Solution, others: list[WhatIfAnswer], drawn: list[Path]
 ) -> str:
     lines = solution_headline(answer)
-    lines += explain_solution(answer) if options.explain else [f"note: {note}" for note in answer.notes]
+    lines += explain_solution(answer) if options.explain else [f"note: {note}" for note in list_notes(answer)]
     for other in others:
         lines += ["", *compare_answers(answer, other)]
     if options.out is not None:
-        lines += ["", f"written: {options.out}; deploy it with: diptych serve --plan {options.out}"]
+        use = f"; deploy it with: diptych serve --plan {options.out}" if is_deployable(answer) else ""
+        lines += ["", f"written: {options.out}{use}"]
     return "\n".join(lines + [f"drawn: {path}" for path in drawn])
 
 

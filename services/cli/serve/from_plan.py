@@ -19,6 +19,7 @@ from diptych.slo import strictest_slo
 from planner.costs.kv_classes import same_classes
 from planner.costs.model import EMBEDDED_NAMES as PLANNED_EMBEDDED
 from planner.costs.model import find_model
+from planner.hardware import unserved_devices
 from planner.placement.candidates import deployed_placement, local_prefill_mode
 from planner.placement.packing import device_groups
 from planner.placement.plan_file import PlanFile, load_plan
@@ -144,9 +145,7 @@ def _split_settings(name: str, started: Placement, *roles: str) -> dict[str, int
 
 def _check_device_kind(plan: PlanFile, config: Config) -> None:
     """Raises ConfigError if the plan is for other devices than workers compute on, which are CPU cores."""
-    other = sorted(
-        {pool.device for pool in plan.pools if pool.device and not pool.device.lower().startswith("cpu")}
-    )
+    other = unserved_devices(pool.device for pool in plan.pools if pool.device)
     if not other or config.device == "cuda":
         return
     cores = len(os.sched_getaffinity(0))

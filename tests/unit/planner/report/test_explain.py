@@ -18,13 +18,14 @@ from planner.report.explain import (
     disaggregation_gain,
     explain_disaggregation,
     explain_solution,
+    list_notes,
     make_plan_file,
     solution_headline,
     solution_json,
     stage_seconds,
 )
 from planner.types import InstancePool, Parallelism, Placement
-from tests.unit.planner.small_problems import question
+from tests.unit.planner.small_problems import DEVICE, profile, question
 
 
 @cache
@@ -45,6 +46,18 @@ def test_the_headline_and_the_reasons() -> None:
         word in text for word in ("what limits it", "where the time goes", "elsewhere", "disaggregate")
     )
     assert all(str(one.placement) in text for one in answer.others)
+
+
+def test_a_device_that_workers_cannot_use_is_said_in_words_and_as_json() -> None:
+    answer = answered()
+    (refused,) = [note for note in list_notes(answer) if "refuses this plan" in note]
+    assert "workers do not compute on made yet" in refused and f"note: {refused}" in explain_solution(answer)
+    shown = solution_json(answer)
+    assert refused in shown["notes"] and shown["deployable"] is False
+    cores = replace(profile(), device=replace(DEVICE, name="cpu"))
+    served = solve_placement(question(measured=cores))
+    assert solution_json(served)["deployable"] is True
+    assert not any("refuses" in note for note in list_notes(served))
 
 
 def test_the_sentence_follows_the_answer() -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 
 import httpx
@@ -44,18 +44,9 @@ CLOSE_TIMEOUT_S = 2.0
 HEADERS_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
 NAME_VARIABLE = "OTEL_SERVICE_NAME"
 SERVICE_NAME = "diptych"
-# What becomes of a trace.
-TRACE_OUTCOMES = ("sent", "dropped", "failed")
 MAX_PORT = 65535
 
 log = logging.getLogger(__name__)
-
-
-class TraceSink(Protocol):
-    """Takes the traces of requests that have ended."""
-
-    def export_trace(self, trace: RequestTrace) -> None:
-        """Take a trace. Never blocks, and never raises."""
 
 
 class OtlpExporter:

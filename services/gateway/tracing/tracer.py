@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
-from services.gateway.tracing.otlp_exporter import TraceSink
 from services.gateway.tracing.spans import RequestTrace
 from services.gateway.tracing.trace_context import (
     Headers,
@@ -15,6 +15,16 @@ from services.gateway.tracing.trace_context import (
     new_trace_id,
     parse_traceparent,
 )
+
+# What becomes of a trace.
+TRACE_OUTCOMES = ("sent", "dropped", "failed")
+
+
+class TraceSink(Protocol):
+    """Takes the traces of requests that have ended."""
+
+    def export_trace(self, trace: RequestTrace) -> None:
+        """Take a trace. Never blocks, and never raises."""
 
 
 class RequestTracer:

@@ -389,3 +389,42 @@ def test_continuous_integration_runs_make_test() -> None:
 @pytest.mark.parametrize("script", ["deploy/install.sh", ".ci/run"])
 def test_scripts_are_valid_shell(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+
+
+# Behaves like Python while `deploy/install.sh` runs, and takes a while for pip.
+FAKE_PYTHON = """#!/bin/sh
+case "$1 $2" in
+  "-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  "-m pip") echo "Collecting torch"; echo "  Downloading torch-2.13.0-cp311.whl (190.5 MB)"
+    sleep 4; exit $PIP_STATUS ;;
+esac
+"""
+
+
+def install(folder: Path, pip_status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the script without a terminal, with a line of progress each second."""
+    python = folder / "fake-python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    env = os.environ | {"PYTHON": str(python), "WANTED": "stamp", "PIP_STATUS": str(pip_status)}
+    script = str(ROOT / "deploy" / "install.sh")
+    return subprocess.run([script, "1"], cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_an_install_says_at_once_what_it_takes_and_then_what_it_does(tmp_path: Path) -> None:
+    done = install(tmp_path)
+    first, *_, last = done.stdout.splitlines()
+    assert done.returncode == 0 and (tmp_path / ".venv/.installed").read_text() == "stamp\n"
+    assert re.fullmatch(r"install   the first time takes about \d+ minutes: pip downloads [\d.]+ GB.*", first)
+    assert re.search(r"^install +\d+ s  Downloading torch-2\.13\.0 \(190\.5 MB\)$", done.stdout, re.M)
+    assert re.fullmatch(r"install   done in \d+ s, of which kernels took \d+ s; .*", last)
+    again = install(tmp_path)
+    assert again.returncode == 0 and "first time" not in again.stdout, "what is there is not downloaded"
+
+
+def test_an_install_that_fails_shows_the_last_lines_of_pip(tmp_path: Path) -> None:
+    done = install(tmp_path, pip_status=1)
+    assert (
+        done.returncode == 1 and "Downloading torch" in done.stderr and "pip could not install" in done.stderr
+    )
+    assert not (tmp_path / ".venv/.installed").exists()

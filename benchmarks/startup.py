@@ -5,13 +5,17 @@
 A round starts `diptych serve` (embedded model, one prefill and one decode worker, unless options say otherwise), waits
 for the box that it prints when it is ready, sends one streamed request, and stops the deployment. `CHECKOUT` is another
 version with its own `.venv`: both are measured in turn, in alternating order. One start of each goes before and does
-not count, so that compiled kernels and byte code are there; with `--cold` every round has an empty kernel cache.
+not count, so that compiled kernels and byte code are there. With `--cold` every round begins with an empty kernel cache
+and `python -m worker.precompile`, with which an install ends; then come the first start, whose figures count, and
+a second one.
 
     startup_s        from the start of the process to the first token
     ready_s          to the box
     cpu_s            CPU seconds of all its processes up to the first token
     help_cpu_s       CPU seconds of `diptych --help`
     status_cpu_s     CPU seconds of `diptych status`, of the deployment that runs
+    precompile_s     with `--cold`: what `python -m worker.precompile` took
+    fresh_over_warm  with `--cold`: startup_s of the first start over that of the second one
     phases           when each line of the command came (s)
     startup_ratio    startup_s over that of `--against`; `cpu_ratio`, `help_ratio` and `status_ratio` likewise
 
@@ -33,7 +37,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
@@ -44,7 +48,6 @@ import psutil
 HERE = Path(__file__).resolve().parents[1]
 START_S, STOP_S = 300.0, 60.0
 HELP_RUNS = 5  # of `--help` in each round
-FIGURES = ("startup_s", "ready_s", "cpu_s", "help_cpu_s", "status_cpu_s")
 RATIOS = {
     "startup_ratio": "startup_s",
     "cpu_ratio": "cpu_s",
@@ -59,7 +62,7 @@ PHASE = re.compile(r"([a-z][a-z-]*)\s+\d+\.\d s\b")  # a phase that is done, wit
 class Round:
     """One start of one version."""
 
-    figures: dict[str, float]  # by the names in `FIGURES`
+    figures: dict[str, float]  # by the names at the top of this file
     phases: dict[str, float]  # name -> seconds from the start of the process to its line
     timeline: list[str]  # processes by the moment when each began
 
@@ -183,7 +186,23 @@ def running(checkout: Path, options: Sequence[str], env: Mapping[str, str]) -> I
             process.wait()
 
 
-def measure(checkout: Path, options: Sequence[str], cold: bool) -> Round:
+def measure_cold(checkout: Path, options: Sequence[str]) -> Round:
+    """The first start of a version on the kernels of an install, with figures of the install and of a second start.
+
+    Raises as `measure`, and CalledProcessError if the kernels cannot be compiled.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        env = environ(NUMBA_CACHE_DIR=folder)
+        began_s = time.monotonic()
+        python = str(checkout / ".venv" / "bin" / "python")
+        subprocess.run([python, "-m", "worker.precompile"], cwd=checkout, env=env, check=True)
+        precompile_s = time.monotonic() - began_s
+        fresh, warm = (measure(checkout, options, env) for _ in range(2))
+    ratio = fresh.figures["startup_s"] / warm.figures["startup_s"]
+    return replace(fresh, figures=fresh.figures | {"precompile_s": precompile_s, "fresh_over_warm": ratio})
+
+
+def measure(checkout: Path, options: Sequence[str], env: Mapping[str, str]) -> Round:
     """One start of a version.
 
     Raises:
@@ -191,9 +210,6 @@ def measure(checkout: Path, options: Sequence[str], cold: bool) -> Round:
     """
     helps = [cpu_of(command(checkout, "--help"), checkout) for _ in range(HELP_RUNS)]
     with contextlib.ExitStack() as stack:
-        env = environ()
-        if cold:
-            env["NUMBA_CACHE_DIR"] = stack.enter_context(tempfile.TemporaryDirectory())
         process, port, began_s, wall_s = stack.enter_context(running(checkout, options, env))
         lines = Lines(process, began_s)
         if not lines.ready.wait(START_S) or process.poll() is not None:
@@ -218,7 +234,7 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     """Medians of the figures, and of the moments of the phases."""
     names = [name for name in rounds[0].phases if all(name in one.phases for one in rounds)]
     return {
-        **{name: round(median(one.figures[name] for one in rounds), 3) for name in FIGURES},
+        **{name: round(median(one.figures[name] for one in rounds), 3) for name in rounds[0].figures},
         "phases": {name: median(one.phases[name] for one in rounds) for name in names},
         "all_startup_s": [round(one.figures["startup_s"], 2) for one in rounds],
     }
@@ -230,7 +246,9 @@ def compare(versions: Mapping[str, Path], options: Sequence[str], rounds: int, c
     order = list(versions)
     for number in range(0 if cold else -1, rounds):
         for name in order:
-            one = measure(versions[name], options, cold)
+            one = (
+                measure_cold(versions[name], options) if cold else measure(versions[name], options, environ())
+            )
             if number >= 0:
                 seen[name].append(one)
                 shown = ", ".join(f"{figure} {value:.2f}" for figure, value in one.figures.items())
@@ -242,6 +260,8 @@ def compare(versions: Mapping[str, Path], options: Sequence[str], rounds: int, c
         now, before = figures["now"], figures["before"]
         ratios = {ratio: float(now[figure]) / float(before[figure]) for ratio, figure in RATIOS.items()}
         result |= {ratio: round(value, 3) for ratio, value in ratios.items()}
+    if cold:
+        result["fresh_over_warm"] = figures["now"]["fresh_over_warm"]
     result["timeline"] = {name: found[-1].timeline for name, found in seen.items()}
     return result
 
@@ -251,7 +271,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path, help="another checkout, with its own .venv")
-    parser.add_argument("--cold", action="store_true", help="with an empty kernel cache each time")
+    parser.add_argument("--cold", action="store_true", help="the first start after an install, each time")
     parser.add_argument("--timeline", action="store_true", help="when each process of the last round began")
     parser.add_argument("options", nargs="*", help="of `diptych serve`, after --")
     given = parser.parse_args()

@@ -84,6 +84,19 @@ def cached(function: F, **options: Any) -> Any:
     return kernel
 
 
+def is_stored(kernel: Any) -> bool:
+    """Whether a kernel is on disk, for any types. A function that is not compiled needs nothing."""
+    found = getattr(kernel, "_cache", None)
+    return not isinstance(found, _KernelCache) or bool(found.stored_types(kernel))
+
+
+def load_stored(kernel: Any) -> None:
+    """Load a kernel for all types for which it is on disk, so that its next call does not. Any thread may do this."""
+    found = getattr(kernel, "_cache", None)
+    for types in found.stored_types(kernel) if isinstance(found, _KernelCache) else ():
+        kernel.compile(types)
+
+
 @cache
 def machine_kernel_folder() -> Path | None:
     """The folder of this machine's kernels; None (logged) if none can be used."""
@@ -245,6 +258,16 @@ class _KernelCache(FunctionCache):
         self._lock_path = Path(locator.get_cache_path()) / f"{self._impl.filename_base}.lock"
         self._is_child = False
 
+    def stored_types(self, kernel: Any) -> list[Any]:
+        """The types of arguments for which the kernel is on disk; none if its files cannot be read."""
+        codegen = kernel.targetctx.codegen()
+        try:
+            stored = self._cache_file._load_index()  # type: ignore[no-untyped-call]
+        except Exception as error:  # unpickling damaged files can raise anything
+            log.debug("%s cannot be read: %r", self._lock_path.stem, error)
+            return []
+        return [key[0] for key in stored if key == self._index_key(key[0], codegen)]  # type: ignore[no-untyped-call]
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The kernel for these types, compiled by a child process if it is missing. None: the caller compiles it."""
         try:
@@ -266,6 +289,7 @@ class _KernelCache(FunctionCache):
             return None, error
         if found is not None:
             _mark_used(self._lock_path.parent)
+            log.info("loaded %s", self._lock_path.stem)
         return found, None
 
     def _load_or_compile(self, sig: Any, target_context: Any) -> Any:

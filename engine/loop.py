@@ -87,10 +87,8 @@ class Engine:
         self.runner, self.scheduler, self.holdings, self.sampler = runner, scheduler, holdings, sampler
         self.host, self._observer = host, observer
         self.follower: KvObserver | None = None
-        # Estimate of prompt tokens computed per second.
-        self.prefill_rate = MeasuredRate(2000.0)
-        # Estimate of bytes copied per second to and from the host tier.
-        self.copy_rate = MeasuredRate(1e9)
+        # Estimates: prompt tokens computed per second, and bytes copied per second to and from the host tier.
+        self.prefill_rate, self.copy_rate = MeasuredRate(2000.0), MeasuredRate(1e9)
         self.table = SequenceTable(scheduler, holdings)
         self._live: dict[str, _LiveSequence] = {}
         self._masks = MaskBudget()
@@ -99,10 +97,12 @@ class Engine:
     def expect(self, seq: Sequence) -> None:
         """Announce a sequence that will be added or adopted soon, so that slow preparation can begin. Idempotent."""
         self.sampler.expect(seq)
+        self.decisions.expect(seq)
 
     def notify(self, wake: Callable[[], None]) -> None:
         """Call `wake`, from another thread, whenever a sequence has become ready (`Sequence.ready`)."""
         self.sampler.notify(wake)
+        self.decisions.notify(wake)
 
     def add(self, seq: Sequence, now_s: float) -> None:
         """Queue a sequence to be prefilled from its first token. Its slabs are allocated step by step.

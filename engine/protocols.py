@@ -112,6 +112,20 @@ class SampledToken:
     logprob: Logprob | None = None
 
 
+class Preparation(Protocol):
+    """Something slow that sequences wait for before they start (`engine.sequence.Sequence.ready`)."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing has to be waited for any more. It stays so."""
+
+    def request(self) -> None:
+        """A sequence needs it. Returns at once; idempotent."""
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from another thread, when it has become ready."""
+
+
 class SamplingState(Protocol):
     """The sampling state of one sequence. `push` gets every token of the output."""
 

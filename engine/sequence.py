@@ -72,6 +72,8 @@ class Sequence:
     target: int = 0
     # The request for its compiled grammar (a `engine.sampling.grammar_cache.MatcherRequest`), or None.
     matcher: Any = None
+    # The kernels that it needs to evict, if they may still be missing (a `engine.protocols.Preparation`), or None.
+    kernels: Any = None
     # Its number in order of arrival: a lower number came earlier.
     number: int = 0
     arrived_s: float = 0.0
@@ -125,8 +127,8 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """Whether it can start; False while its grammar is being compiled."""
-        return self.matcher is None or bool(self.matcher.ready)
+        """Whether it can start; False while its grammar, or the kernels that it needs to evict, are being compiled."""
+        return all(one is None or one.ready for one in (self.matcher, self.kernels))
 
     @property
     def scores_prompt(self) -> bool:

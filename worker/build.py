@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from diptych.errors import ConfigError, GrammarError, ModelError
 from diptych.kernel_cache import kernel_source_stamp, machine_kernel_folder
 from diptych.process import SupervisorPipe, exit_fatally
 from diptych.specs import WorkerSpec
-from engine import saturation
 from engine.bulk.budget import BulkTime
 from engine.bulk.engine import BulkEngine
 from engine.cpu import attention, matmul
@@ -48,6 +47,7 @@ from kvcache.rank_bags import most_rank_extra
 from kvcache.tiers.host import HostArenas, HostTier
 from kvtransfer.resharding import PoolArena, ShardedPool, plan_spans
 from kvtransfer.shared_memory import SharedMemory
+from worker.eviction_kernels import EvictionKernels
 from worker.ranks import RankClass, RankEviction, RankProcesses, RankSpec, load_leader
 from worker.saturation_store import SaturationStore
 from worker.unit_thread import UnitThread
@@ -126,9 +126,18 @@ class EngineParts:
     ranks: RankProcesses | None
     # The KV classes in which the engine can evict.
     keep_classes: tuple[str, ...] = ()
+    # What evicts, if that is not loaded at the start.
+    eviction_kernels: EvictionKernels | None = None
+
+    def start_later(self) -> None:
+        """The worker serves: begin with what the start did not need."""
+        if self.eviction_kernels is not None:
+            self.eviction_kernels.start()
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks, and what was begun after the start."""
+        if self.eviction_kernels is not None:
+            self.eviction_kernels.close()
         if self.ranks is not None:
             self.ranks.close()
 
@@ -208,7 +217,7 @@ def build_engine(
         sampler = Sampler(runner.vocab_size, load_grammar_tokens(found.files.path, tokenizer))
         supervisor.report_progress("load")
         supervisor.report_progress("warm", 0)
-        runner.warm()
+        runner.warm(evict=not _evicts_later(spec))
         sampler.warm()
         scheduler = Scheduler(_engine_limits(spec, found))
         supervisor.report_progress("warm")
@@ -222,7 +231,19 @@ def build_engine(
     bulk = BulkEngine(
         runner, scheduler.limits, holdings, sampler, _bulk_time(spec), choose_step_clock(spec), alone
     )
-    return EngineParts(engine, bulk, holdings, parts, ranks, found.kv_classes if eviction else ())
+    kernels = None
+    if eviction is not None and _evicts_later(spec):
+        kernels = EvictionKernels(_leader_spec(spec, found, None), runner.list_eviction_kernels)
+        engine.decisions.kernels = bulk.decisions.kernels = kernels
+    return EngineParts(engine, bulk, holdings, parts, ranks, found.kv_classes if eviction else (), kernels)
+
+
+def _evicts_later(spec: WorkerSpec) -> bool:
+    """Whether only a request can ask for eviction, so that its kernels are not needed at the start.
+
+    Without a folder for kernels no other process can compile them.
+    """
+    return spec.kv_keep >= 1 and machine_kernel_folder() is not None
 
 
 def _load_single(
@@ -381,42 +402,6 @@ def _machine_identity() -> tuple[object, ...]:
     """What the speed of steps depends on besides the model: the kernels' sources, the cores, and the machine's boot."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return (kernel_source_stamp(matmul), kernel_source_stamp(attention), len(os.sched_getaffinity(0)), boot)
-
-
-class RoleTuning:
-    """Adapts an engine to a role. A prefill worker limits its steps to the tokens that saturate the device.
-
-    More tokens per step would only make other prompts wait. The number comes from `store`, or is measured with `clock`
-    before the worker first serves as a prefill worker.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        holdings: KvAllocator | KvArenas,
-        store: SaturationStore,
-        clock: Callable[[], float],
-    ) -> None:
-        self.engine, self.holdings, self._store, self._clock = engine, holdings, store, clock
-        self._saturation_tokens: int | None = None
-
-    def tune_for(self, role: str) -> None:
-        """Set the engine's limits for `role`.
-
-        No sequence may run in the engine, and the pool needs slabs for one step.
-        """
-        limits, busy = self.engine.scheduler.limits, 0
-        if role == "prefill":
-            if self._saturation_tokens is None:
-                self._saturation_tokens = self._store.read_tokens()
-            if self._saturation_tokens is None:
-                longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-                arena = self.holdings.arena_of(limits.kv_classes[0])
-                curve = saturation.measure_curve(self.engine.runner.run, arena, longest, self._clock)
-                self._saturation_tokens = saturation.saturation_length(curve)
-                self._store.write_tokens(self._saturation_tokens)
-            busy = self._saturation_tokens
-        self.engine.scheduler.limits = replace(limits, saturation_tokens=busy)
 
 
 def load_tokenizer(folder: Path) -> ModelTokenizer | None:

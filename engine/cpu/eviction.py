@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.keep_spec import PROFILE_ROWS, decision_tokens
 from engine.cpu.attention import PagedAttention
 from engine.cpu.keep_decision import ColumnSource, DecisionPoint, HeadDecider
+from engine.cpu.keep_profile import list_profile_kernels
 from engine.cpu.ragged_attention import EvictedWork, KeptBag, KeptStore, QueryRecord
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
@@ -112,6 +114,10 @@ class CpuEvictor:
         bags = [sequence.bag for sequence in self._sequences.values() if sequence.bag is not None]
         maps = sum(bag.tokens.nbytes + bag.kept.positions.nbytes for bag in bags)
         return self.recorded_bytes + maps + (self._plan[2].nbytes if self._plan is not None else 0)
+
+    def list_kernels(self) -> list[Any]:
+        """The kernels that nothing but eviction uses."""
+        return [*self._store.list_kernels(), *list_profile_kernels(self._layout.head_dim)]
 
     def check_work(self, work: StepWork, kept: KeptWork) -> None:
         """Check that a work, with slabs numbered within the pool, fits what is known of its sequence.

@@ -276,6 +276,11 @@ def _try_policies(
             break
 
 
+def list_profile_kernels(width: int) -> list[Any]:
+    """The kernels of this module for one head dimension."""
+    return [build_profile_kernel(width), _sum_columns, _try_policies]
+
+
 def attend_columns(
     queries: Floats, head: int, group: int, keys: Floats, seen: RowColumns, strip: Floats | None = None
 ) -> Floats:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -360,14 +360,19 @@ class CpuModelRunner:
             return error
         return None
 
-    def warm(self) -> None:
+    def list_eviction_kernels(self) -> list[Any]:
+        """The kernels that nothing but eviction uses, of all pools; none if this runner does not evict."""
+        evictors = [one.evictor for one in self._attentions if one.evictor is not None]
+        return [kernel for evictor in evictors for kernel in evictor.list_kernels()]
+
+    def warm(self, evict: bool = True) -> None:
         """Compile the kernels and touch the weights: run a short prefill, a decode, and decodes that share a chunk.
 
-        A runner that evicts also evicts a short prompt, and decodes behind it.
+        With `evict`, a runner that evicts also evicts a short prompt, and decodes behind it.
         """
         for pool, attention in zip(self._pools, self._attentions, strict=True):
             self._warm_pool(pool)
-            if attention.evictor is not None and pool.num_slabs > 1:
+            if evict and attention.evictor is not None and pool.num_slabs > 1:
                 self._warm_eviction(pool)
 
     def _warm_eviction(self, pool: KvPool) -> None:

@@ -140,6 +140,9 @@ class KeptStore(Protocol):
         `source` is what the columns of the heads, those of layer 0 first, were found in.
         """
 
+    def list_kernels(self) -> list[Any]:
+        """The kernels that work with evicted sequences only."""
+
     def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
         """The attention of a step in which sequences are evicted, or their queries recorded."""
 
@@ -360,6 +363,10 @@ class RawStore:
             scratch[rows] = self._rows[columns.places[:, 0]]
             scratch[rows + FRAME] = self._rows[columns.places[:, 1]]
         return planned, frames
+
+    def list_kernels(self) -> list[Any]:
+        """As `KeptStore.list_kernels`."""
+        return [build_ragged_kernel(self._layout.head_dim)]
 
     def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
         """As `KeptStore.attend_to`."""

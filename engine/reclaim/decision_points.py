@@ -14,7 +14,7 @@ from typing import cast
 from diptych.chunks import CHUNK_TOKENS
 from diptych.keep_spec import decision_tokens
 from diptych.kept_report import KeptReport
-from engine.protocols import EvictingRunner, EvictionOrder, StepRunner
+from engine.protocols import EvictingRunner, EvictionOrder, Preparation, StepRunner
 from engine.sequence import Sequence, SequenceRefused
 from engine.sequence_table import SequenceTable
 
@@ -27,6 +27,8 @@ class DecisionPoints:
 
     def __init__(self, runner: StepRunner, table: SequenceTable) -> None:
         self._runner, self._table = cast(EvictingRunner, runner), table
+        # What sequences that evict wait for; None: nothing.
+        self.kernels: Preparation | None = None
         # Keys of the sequences that the runner was given.
         self._known: set[str] = set()
         # Keys of the sequences whose latest decision no output has reported.
@@ -36,6 +38,17 @@ class DecisionPoints:
         """Check that the runner can run `seq`. Raises SequenceRefused if it evicts and the runner does not."""
         if seq.keep.evicts and not getattr(self._runner, "can_evict", False):
             raise SequenceRefused("internal_error", "the runner of this worker cannot evict KV")
+
+    def expect(self, seq: Sequence) -> None:
+        """`seq` will come soon. If it evicts, it is not ready before the kernels are. Idempotent."""
+        if seq.keep.evicts and self.kernels is not None:
+            self.kernels.request()
+            seq.kernels = self.kernels
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from another thread, when the kernels are ready."""
+        if self.kernels is not None:
+            self.kernels.notify(wake)
 
     def note_run(self, seq: Sequence) -> None:
         """The runner is given work of `seq`."""

@@ -12,13 +12,8 @@ from kvcache.class_shares import split_auto
 from kvtransfer.shared_memory import SharedMemory
 from services.worker.role_lifecycle import WorkerParts
 from services.worker.step_log import StepLog, StepRecorder
-from worker.build import (
-    RoleTuning,
-    build_engine,
-    choose_step_clock,
-    open_saturation_store,
-    resolve_model,
-)
+from worker.build import build_engine, choose_step_clock, open_saturation_store, resolve_model
+from worker.role_tuning import RoleTuning
 
 
 def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
@@ -55,6 +50,7 @@ def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
         kv_losses={one.codec or RAW_CLASS: one.loss_pct for one in found.classes if one.loss_pct is not None},
         kv_auto=split_auto(spec.kv_cache_codec)[0],
         keep_classes=body.keep_classes,
+        start_later=body.start_later,
     )
 
 

@@ -47,6 +47,10 @@ def _tune_nothing(role: str) -> None:
     """The default for `WorkerParts.tune_for`: nothing depends on the role."""
 
 
+def _start_nothing() -> None:
+    """The default for `WorkerParts.start_later`: the start has left nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
     """The parts that are built once per process and used by all its roles."""
@@ -69,6 +73,8 @@ class WorkerParts:
     kv_auto: bool = False
     # The KV classes in which the engine can evict.
     keep_classes: Sequence[str] = ()
+    # Called when the worker serves: begins with what the start did not need. May be called several times.
+    start_later: Callable[[], None] = _start_nothing
     # Does bulk work while the worker decodes, beside `engine`.
     bulk: BulkEngine | None = None
 
@@ -203,9 +209,10 @@ def _serve_role(life: _RoleLife, end_request: _EndRequest, supervisor: Superviso
 
 
 def _on_welcomed(life: _RoleLife, supervisor: SupervisorPipe) -> None:
-    """The gateway has accepted this worker. The pool's pages are populated now, so as not to delay the start."""
+    """The gateway has accepted this worker. What would have delayed the start begins now."""
     supervisor.report_progress("ready")
     life.populating.start()
+    life.built.start_later()
 
 
 def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:

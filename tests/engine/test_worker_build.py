@@ -19,12 +19,12 @@ from kvcache.allocator import KvAllocator
 from kvcache.slab_ledger import SlabLedger
 from tests.factories import make_folder
 from worker.build import (
-    RoleTuning,
     _eviction_setup,
     choose_step_clock,
     load_tokenizer,
     resolve_model,
 )
+from worker.role_tuning import RoleTuning
 from worker.saturation_store import SaturationStore
 
 ROOT = Path(__file__).resolve().parents[2]

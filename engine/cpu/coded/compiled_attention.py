@@ -211,6 +211,10 @@ class CompiledAttention(CodedAttention):
         self._expand_chunks(layer, slabs, first, length, sink, pool)
         return pool.reshape(len(slabs), self.layout.kv_heads, 2, CHUNK_TOKENS, self.layout.head_dim)
 
+    def list_kept_kernels(self) -> list[Any]:
+        """The kernels for rows that heads kept."""
+        return [self._kernels.kept, self._kernels.ragged]
+
     def expand_kept(self, layer: int, head: int, bag: KeptBag, sink: int) -> Floats:
         """The rows that a head keeps, [rows, 2, head_dim]: keys, rotated to their positions, and values."""
         out = np.empty((int(bag.counts[layer, head]), 2, self.layout.head_dim), np.float32)

@@ -136,6 +136,10 @@ class CodedStore:
         ]
         return self._mover.pack_frames(planned, rows)
 
+    def list_kernels(self) -> list[Any]:
+        """As `KeptStore.list_kernels`."""
+        return self._pages.list_kept_kernels()
+
     def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
         """As `KeptStore.attend_to`."""
         return RaggedCodes(self._pages, evicted, records, self._windows)

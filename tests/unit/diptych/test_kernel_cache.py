@@ -142,6 +142,25 @@ def test_what_kernels_take_in_makes_them_new(tmp_path: Path) -> None:
         assert ended(start(source, tmp_path / "cache", ours + RUN)) == (expected, 2), (name, new)
 
 
+LOADED = """
+from calling import add
+from diptych.kernel_cache import is_stored, load_stored
+print(is_stored(add), len(add.signatures), end=" ")
+load_stored(add)
+print(len(add.signatures), is_stored(len))
+"""
+
+
+def test_kernels_on_disk_are_known_and_loaded_without_a_call(
+    source: Path, cache: Path, tmp_path: Path
+) -> None:
+    assert ended(start(source, cache, LOADED)) == ("True 0 2 True", 0)
+    assert ended(start(source, tmp_path / "empty", LOADED)) == ("False 0 0 True", 0)
+    (index,) = cache.glob("*/*/*.nbi")
+    os.truncate(index, 40)
+    assert ended(start(source, cache, LOADED)) == ("False 0 0 True", 0)
+
+
 # ---- nothing ends a start
 
 

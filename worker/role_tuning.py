@@ -1,0 +1,48 @@
+"""Adapts an engine to the role that its worker takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine import saturation
+from engine.loop import Engine
+from kvcache.allocator import KvAllocator
+from kvcache.arenas import KvArenas
+from worker.saturation_store import SaturationStore
+
+
+class RoleTuning:
+    """Adapts an engine to a role. A prefill worker limits its steps to the tokens that saturate the device.
+
+    More tokens per step would only make other prompts wait. The number comes from `store`, or is measured with `clock`
+    before the worker first serves as a prefill worker.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        holdings: KvAllocator | KvArenas,
+        store: SaturationStore,
+        clock: Callable[[], float],
+    ) -> None:
+        self.engine, self.holdings, self._store, self._clock = engine, holdings, store, clock
+        self._saturation_tokens: int | None = None
+
+    def tune_for(self, role: str) -> None:
+        """Set the engine's limits for `role`.
+
+        No sequence may run in the engine, and the pool needs slabs for one step.
+        """
+        limits, busy = self.engine.scheduler.limits, 0
+        if role == "prefill":
+            if self._saturation_tokens is None:
+                self._saturation_tokens = self._store.read_tokens()
+            if self._saturation_tokens is None:
+                longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+                arena = self.holdings.arena_of(limits.kv_classes[0])
+                curve = saturation.measure_curve(self.engine.runner.run, arena, longest, self._clock)
+                self._saturation_tokens = saturation.saturation_length(curve)
+                self._store.write_tokens(self._saturation_tokens)
+            busy = self._saturation_tokens
+        self.engine.scheduler.limits = replace(limits, saturation_tokens=busy)

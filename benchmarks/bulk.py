@@ -1,6 +1,6 @@
 """What blocks of bulk work bring for a model that does not fit into memory.
 
-    python -m benchmarks.bulk [--json] [--only predictions] [--rounds 3] [--prompts 256] [--layers 24] ...
+    python -m benchmarks.bulk [--json] [--short] [--only predictions] [--rounds 3] [--prompts 256] [--layers 24] ...
 
 A random Llama of some 300 M parameters in bfloat16. Bulk work may take a fifth of its weights, and the disk is held to
 200 MB/s by a token bucket (files are real). All runs are in this process, with one thread; medians over interleaved
@@ -40,6 +40,7 @@ from rich.console import Console
 import benchmarks.script_path  # noqa: F401
 from benchmarks.bulk_blocks import BlockTimes, BulkBench, BulkSettings, make_model
 from benchmarks.bulk_predictions import run_predictions
+from benchmarks.load.short_form import add_short_form
 from engine.block.policy import BlockPolicy
 from engine.block.sizes import predict_needs
 from engine.model.checkpoint import Checkpoint
@@ -146,7 +147,10 @@ def main() -> None:
     parser.add_argument("--disk-rate", type=float, default=200e6, help="bytes per second")
     parser.add_argument("--memory-share", type=float, default=0.2, help="of the weights")
     parser.add_argument("--folder", type=Path, help="where files are made (a temporary folder)")
+    small = {"hidden": 384, "layers": 16, "ffn": 1024, "heads": 6, "kv_heads": 2, "vocab": 512, "prompts": 48}
+    add_short_form(parser, rounds=2, prompt_tokens=64, output_tokens=16, step_tokens=128, **small)
     given = vars(parser.parse_args())
+    del given["short"]
     as_json, rounds, parent = given.pop("json"), given.pop("rounds"), given.pop("folder")
     run_chosen = run_only_predictions if given.pop("only") else run_bulk
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """A deployment on three Ray nodes, which are network namespaces of this machine: exact answers, whatever is lost.
 
-    python -m benchmarks.cluster [--json] [--answers 400] [--streams 50] [--seeds 20] [--head-down-s 60] [--cut-s 10]
+    python -m benchmarks.cluster [--json] [--short] [--answers 400] [--streams 50] [--seeds 20] [--head-down-s 60]
 
 Needs root, and the commands `ip`, `bridge`, `tc`, `unshare` and `nsenter`. Ray's head has no CPUs and runs `diptych
 serve`; two nodes have CPUs for all workers each, so that one is a spare for the other. The embedded model serves, with
@@ -35,6 +35,7 @@ from typing import Any
 import httpx
 
 import benchmarks.script_path  # noqa: F401
+from benchmarks.load.short_form import add_short_form
 from tests import waiting
 from tests.faults import network_namespaces
 from tests.faults.ray_nodes import RayCluster, RayNode, running_cluster
@@ -318,6 +319,7 @@ def main() -> None:
         "--head-down-s", type=float, default=60.0, help="seconds without Ray's head (0: skip)"
     )
     parser.add_argument("--cut-s", type=float, default=10.0, help="seconds for which a node is cut off")
+    add_short_form(parser, answers=60, streams=20, seeds=2, head_down_s=15.0, cut_s=8.0)
     arguments = parser.parse_args()
     if why := network_namespaces.why_unavailable():
         parser.exit(1, f"error: {why}\n")

@@ -1,6 +1,6 @@
 """What one API key that floods a deployment does to another key that sends one request a second.
 
-    python -m benchmarks.fair [--json] [--rounds 2] [--seconds 30] [--open 1024] [--colocated N]
+    python -m benchmarks.fair [--json] [--short] [--rounds 2] [--seconds 30] [--open 1024] [--colocated N]
 
 One deployment of the embedded model with three API keys. The quiet key sends a request every second, whether those
 before are answered or not: alone, then beside a flood, and so on for `--rounds`. The floods:
@@ -53,6 +53,7 @@ from benchmarks.load.deployment import (
     pool_flags,
     serving_deployment,
 )
+from benchmarks.load.short_form import add_short_form
 
 FLOODS = ("plain", "refused", "urgent")
 QUIET_TOKENS, FLOOD_TOKENS, PROMPT_WORDS = 16, 32, 40
@@ -246,6 +247,7 @@ def main() -> None:
     parser.add_argument("--flood", choices=FLOODS, nargs="+", help="only these")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--flood-from-stdin", action="store_true", help=argparse.SUPPRESS)
+    add_short_form(parser, rounds=1, seconds=15)
     options = parser.parse_args()
     if options.flood_from_stdin:
         return flood_from_stdin()

@@ -1,6 +1,6 @@
 """What the hand-off costs a request, and how much of that is hidden.
 
-    python -m benchmarks.handoff [--json] [--rounds 15] [--only first_gap exposed bytes digest]
+    python -m benchmarks.handoff [--json] [--short] [--rounds 15] [--only first_gap exposed bytes digest]
 
 `first_gap_ratio`   request start to second token, one prefill and one decode worker / one worker for both; nothing else
                     runs. Prompts of 128 to 1,900 new tokens, the same for both, alternating; medians
@@ -42,6 +42,7 @@ from benchmarks.load.deployment import (
 )
 from benchmarks.load.prompts import PromptTokens
 from benchmarks.load.rounds import no_garbage_collection
+from benchmarks.load.short_form import add_short_form
 from benchmarks.transfer import EMBEDDED, POOL_BYTES
 from kvtransfer.digests import HASH_FUNCTIONS, STREAM_HASHERS
 from kvtransfer.stream_copy import copy_bytes_at
@@ -256,6 +257,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    add_short_form(parser, rounds=3)
     options = parser.parse_args()
     fields: dict[str, Any] = {"load_before": round(os.getloadavg()[0], 2), "rounds": options.rounds}
     measures: dict[str, Callable[[int], dict[str, Any]]] = {

@@ -1,9 +1,10 @@
 """Bodies that are as much work as their bounds allow, and a process that sends them: the load of `benchmarks.stall`.
 
-    python -m benchmarks.hostile PORT MODEL CONTEXT KEY [--bodies 2000] [--seed 0] [--concurrency 8]
+    python -m benchmarks.hostile PORT MODEL CONTEXT KEY [--bodies 2000] [--seed 0] [--concurrency 8] [--seconds 60]
 
 Sends each kind of body at its bound once and `--bodies` random ones, and beside them, without a key, heads that are too
-large; prints one JSON object: how often each status came, and how often none did.
+large. All clients of `benchmarks.load.hostile_clients` go on meanwhile, for `--seconds` at least. Prints one JSON
+object: how often each status came, how often none did, and what became of the clients' requests.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import httpx
 import uvloop
 
 import benchmarks.script_path  # noqa: F401
+from benchmarks.load.hostile_clients import HOSTILE_CLIENTS, HostileTarget
 
 HEADS = (b"a:\r\n" * 60_000, b"a: " + b"b" * 250_000, b"".join(b"x%d: y\r\n" % i for i in range(20_000)))
 HEAD_ROUNDS = 20  # of all of them, on each of as many connections as there are clients
@@ -158,9 +160,29 @@ def words(aim: Aim, draw: random.Random, size: float) -> Body:
     return _completion(aim, prompt="a b " * int(aim.context * size / 4), logit_bias=bias, stop=stops)
 
 
+def unknown_names(aim: Aim, draw: random.Random, size: float) -> Body:
+    """A text of megabytes where a refusal quotes the client: the name of a field, or a value that is no choice."""
+    text = draw.choice(["k", "\u00df", "\n"]) * int(BODY_BYTES * size / 6)
+    return (
+        _chat(aim, **{text: 1})
+        if draw.random() < 0.5
+        else _chat(aim, messages=[{"role": text, "content": ""}])
+    )
+
+
+def batch_requests(aim: Aim, draw: random.Random, size: float) -> Body:
+    """Requests for a batch, as large as any body may be."""
+    names = {draw.choice(["a", f"{i}"]): "" for i in range(int(BODY_BYTES * size / 12))}
+    endpoint = "/" * int(BODY_BYTES * size / 2)
+    asked = {"input_file_id": "file-0", "completion_window": "24h", "endpoint": COMPLETIONS}
+    return "/v1/batches", json.dumps(
+        asked | draw.choice([{"metadata": names}, {"endpoint": endpoint}])
+    ).encode()
+
+
 KINDS: tuple[Make, ...] = (
-    brackets, properties, patterns, choices, raw_json, tools, messages, tokenize, detokenize, sequences,
-    alternatives, crowds, silent, echoes, words,
+    unknown_names, batch_requests, brackets, properties, patterns, choices, raw_json, tools, messages, tokenize,
+    detokenize, sequences, alternatives, crowds, silent, echoes, words,
 )  # fmt: skip
 
 
@@ -186,8 +208,11 @@ async def refusal(port: int, head: bytes) -> str:
         writer.transport.abort()
 
 
-async def send(port: int, key: str, coming: Iterator[Body], concurrency: int) -> dict[str, Any]:
-    """Send all; statuses by path, and how many got no answer that is complete."""
+async def send(
+    target: HostileTarget, coming: Iterator[Body], concurrency: int, least_s: float
+) -> dict[str, Any]:
+    """Send all; statuses by path, how many got no answer that is complete, and the outcomes of all other clients."""
+    port, key = target.port, target.key
     statuses: Counter[str] = Counter()
     unanswered: Counter[str] = Counter()
     begun_s = time.monotonic()
@@ -209,9 +234,23 @@ async def send(port: int, key: str, coming: Iterator[Body], concurrency: int) ->
             except OSError as error:  # refused before all of it was sent
                 unanswered[f"head {type(error).__name__}"] += 1
 
+    others = [asyncio.create_task(runs(target)) for runs in HOSTILE_CLIENTS]
     await asyncio.gather(*(sends() for sends in (client, stranger) for _ in range(concurrency)))
-    took_s = round(time.monotonic() - begun_s, 1)
-    return {"statuses": dict(sorted(statuses.items())), "unanswered": dict(unanswered), "took_s": took_s}
+    await asyncio.sleep(max(0.0, begun_s + least_s - time.monotonic()))
+    for task in others:
+        task.cancel()
+    broken = [
+        str(one)
+        for one in await asyncio.gather(*others, return_exceptions=True)
+        if isinstance(one, Exception)
+    ]
+    return {
+        "statuses": dict(sorted(statuses.items())),
+        "unanswered": dict(unanswered),
+        "clients": dict(sorted(target.outcomes.items())),
+        "broken_clients": broken,
+        "took_s": round(time.monotonic() - begun_s, 1),
+    }
 
 
 def main() -> None:
@@ -226,10 +265,12 @@ def main() -> None:
     parser.add_argument("--bodies", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long the clients go on at least")
     options = parser.parse_args()
     os.nice(5)  # somebody else's machine, as far as that can be had here
     coming = bodies(Aim(options.model, options.context), options.bodies, options.seed)
-    print(json.dumps(uvloop.run(send(options.port, options.key, coming, options.concurrency))))
+    target = HostileTarget(options.port, options.model, options.context, options.key)
+    print(json.dumps(uvloop.run(send(target, coming, options.concurrency, options.seconds))))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What hostile requests do to streams that run beside them.
 
-    python -m benchmarks.stall [--json] [--bodies 2000] [--streams 16] [--calm 20] [--concurrency 8] [--seed 0]
+    python -m benchmarks.stall [--json] [--short] [--bodies 2000] [--streams 16] [--calm 20] [--seconds 120]
 
-One deployment of the embedded model, and `--streams` streams that are asked for again whenever one ends. First `--calm`
-seconds of these alone; then a process of its own sends every body of `benchmarks.hostile` that is as much work as its
-bound allows, and `--bodies` random ones.
+One deployment of the embedded model with a data directory, and `--streams` streams that are asked for again whenever
+one ends. First `--calm` seconds of these alone; then a process of its own sends every body of `benchmarks.hostile` that
+is as much work as its bound allows, and `--bodies` random ones, beside the clients of
+`benchmarks.load.hostile_clients`: sockets that read nothing, slow readers, uploads, and batches over hostile files.
 
     max_gap_ms      the longest time between two events of a stream, beside the hostile requests
     p999_gap_ms     99.9th percentile of all those times; `calm_` before a name: of the streams alone
@@ -19,6 +20,10 @@ bound allows, and `--bodies` random ones.
     stolen_s        processor time that a hypervisor took away meanwhile
     loop_queued_max_ms  an upper bound of how long the loop's thread, ready to run, waited for a core without a break
     unanswered      hostile requests whose connection ended first: a body that is refused is not read to its end
+    lockouts        new clients with a key that were not served within a second; `clients` is how many there were
+    gateway_peak_ratio  the most resident memory of the gateway over its bound; gateway_compose_ratio: over what compose
+                    gives its container
+    disk_ratio      the most bytes on disk of the data directory over the hostile key's share
     gateway_mb      the most resident memory of the gateway, beside its bound (`gateway_bound_mb`) and that at rest
     preparers_mb    the most memory of its preparers together that is theirs alone, beside its bound
 
@@ -35,8 +40,10 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -46,6 +53,7 @@ import uvloop
 import benchmarks.script_path  # noqa: F401
 from benchmarks.load.deployment import ServedDeployment, StampedStream, serving_deployment
 from benchmarks.load.machine import Sleepers, sleeping_processes, stolen_s
+from benchmarks.load.short_form import add_short_form
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.preparation.fork_server import MAX_PREPARER_BYTES
 from services.gateway.preparation.preparer_pool import default_num_preparers
@@ -57,6 +65,12 @@ MIB = 1 << 20
 FRIEND, FOE = (secrets.token_urlsafe(24) for _ in range(2))  # API keys
 REFUSED = ("HTTP/1.1 429", "HTTP/1.1 503")
 PAUSE_S = 0.5  # after a refusal
+# The hostile key's share of the disk, and the memory that docker-compose.yml gives the gateway.
+TENANT_BYTES, COMPOSE_BYTES = 1 << 30, 1 << 30
+# Connections that the gateway may have: fewer than the hostile sockets that read nothing.
+MAX_CONNECTIONS = 256
+# A new client comes this often, and is to be served within this time.
+CLIENT_EVERY_S, CLIENT_S = 0.25, 1.0
 
 
 @dataclass(slots=True)
@@ -82,7 +96,9 @@ class Memory:
     """
 
     gateway: psutil.Process
+    data: Path
     rest_bytes: int = 0
+    disk_bytes: int = 0
     gateway_bytes: int = 0
     preparers_bytes: int = 0
     queued: list[tuple[float, float]] = field(default_factory=list)
@@ -97,11 +113,23 @@ class Memory:
             except psutil.Error:
                 continue
         self.preparers_bytes = max(self.preparers_bytes, own)
+        self.disk_bytes = max(self.disk_bytes, disk_bytes(self.data))
         with open(f"/proc/{self.gateway.pid}/schedstat", encoding="ascii") as file:  # of its main thread
             queued_s = 1e-9 * int(file.read().split()[1])
         if self.queued_s is not None:
             self.queued.append((time.monotonic(), queued_s - self.queued_s))
         self.queued_s = queued_s
+
+
+def disk_bytes(folder: Path) -> int:
+    """The bytes that the files below a folder take on the disk."""
+    total = 0
+    for file in folder.rglob("*"):
+        try:
+            total += 512 * file.lstat().st_blocks
+        except FileNotFoundError:
+            continue
+    return total
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -160,6 +188,30 @@ async def follow(deployment: ServedDeployment, model: str, seen: Seen, stop: asy
         await stream.leave()
 
 
+async def come_anew(deployment: ServedDeployment, served: list[float], stop: asyncio.Event) -> None:
+    """New clients with a key, one after the other; `served` gets the seconds that each took, infinity if it failed."""
+    head = (
+        "GET /v1/models HTTP/1.1",
+        "host: localhost",
+        f"authorization: Bearer {FRIEND}",
+        "connection: close",
+    )
+    request = "\r\n".join((*head, "", ""))
+    while not stop.is_set():
+        begun_s, took_s = time.monotonic(), float("inf")
+        try:
+            async with asyncio.timeout(10 * CLIENT_S):
+                reader, writer = await asyncio.open_connection("127.0.0.1", deployment.port)
+                writer.write(request.encode())
+                if (await reader.readline()).startswith(b"HTTP/1.1 200"):
+                    took_s = time.monotonic() - begun_s
+                writer.transport.abort()
+        except OSError:
+            pass
+        served.append(took_s)
+        await asyncio.sleep(CLIENT_EVERY_S)
+
+
 async def watch(memory: Memory, stop: asyncio.Event) -> None:
     while not stop.is_set():
         await asyncio.get_running_loop().run_in_executor(None, memory.look)
@@ -167,16 +219,16 @@ async def watch(memory: Memory, stop: asyncio.Event) -> None:
 
 
 async def play(
-    deployment: ServedDeployment, sleepers: Sleepers, options: argparse.Namespace
+    deployment: ServedDeployment, data: Path, sleepers: Sleepers, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Both parts; returns the figures."""
+    """Both parts; returns the figures. `data` is the data directory."""
     card = get(deployment, "/v1/models").json()["data"][0]
     [gateway] = [
         one
         for one in psutil.Process(deployment.process.pid).children(recursive=True)
         if "services.gateway" in one.cmdline() and "services.gateway" not in (one.parent() or one).cmdline()
     ]
-    memory, seen, stop = Memory(gateway, gateway.memory_info().rss), Seen(), asyncio.Event()
+    memory, seen, stop = Memory(gateway, data, gateway.memory_info().rss), Seen(), asyncio.Event()
     streams = [
         asyncio.create_task(follow(deployment, card["id"], seen, stop)) for _ in range(options.streams)
     ]
@@ -185,11 +237,13 @@ async def play(
     calm_s, first = time.monotonic(), samples(deployment)
     await asyncio.sleep(options.calm)
     loud_s, before, stolen_before_s = time.monotonic(), samples(deployment), stolen_s()
+    served: list[float] = []
+    newcomers = asyncio.create_task(come_anew(deployment, served, stop))
     sent = await load(deployment, card, options)
     end_s, after = time.monotonic(), samples(deployment)
     stop.set()
     taken_s = stolen_s() - stolen_before_s
-    await asyncio.gather(*streams, watching)
+    await asyncio.gather(*streams, watching, newcomers)
     sleepers.stop()
     calm, loud = seen.within(calm_s, loud_s), seen.within(loud_s, end_s)
     lag_ms, lag_max_ms = bounds(LAG, before, after)
@@ -217,6 +271,11 @@ async def play(
         "links_broken": int(after.get(LOST, 0) - before.get(LOST, 0)),
         "lost": len(seen.failed),
         "refused": seen.refused,
+        "lockouts": sum(took_s > CLIENT_S for took_s in served),
+        "clients": len(served),
+        "gateway_peak_ratio": round(memory.gateway_bytes / bound, 3),
+        "gateway_compose_ratio": round(memory.gateway_bytes / COMPOSE_BYTES, 3),
+        "disk_ratio": round(memory.disk_bytes / TENANT_BYTES, 3),
         "unanswered": sum(sent["unanswered"].values()),
         "gateway_mb": round(memory.gateway_bytes / MIB),
         "gateway_rest_mb": round(memory.rest_bytes / MIB),
@@ -228,6 +287,8 @@ async def play(
         "hostile_s": sent["took_s"],
         "failures": seen.failed[:5] + list(sent["unanswered"])[:5],
         "statuses": sent["statuses"],
+        "hostile_clients": sent["clients"],
+        "broken_clients": sent["broken_clients"],
     }
 
 
@@ -238,7 +299,8 @@ async def load(
     arguments = [str(deployment.port), card["id"], str(card["max_model_len"]), FOE]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.hostile", *arguments, "--bodies", str(options.bodies),
-        "--seed", str(options.seed), "--concurrency", str(options.concurrency), stdout=subprocess.PIPE,
+        "--seed", str(options.seed), "--concurrency", str(options.concurrency),
+        "--seconds", str(options.seconds), stdout=subprocess.PIPE,
     )  # fmt: skip
     out, _ = await process.communicate()
     report: dict[str, Any] = json.loads(out)
@@ -256,12 +318,20 @@ def main() -> None:
     parser.add_argument("--calm", type=float, default=20.0, help="seconds without hostile bodies")
     parser.add_argument("--concurrency", type=int, default=8, help="hostile requests at a time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=120.0, help="of hostile clients, at least")
+    add_short_form(parser, bodies=150, streams=8, calm=10.0, seconds=60.0)
     options = parser.parse_args()
-    flags = ("--prefill", "1", "--decode", "1", "--kv-cache-memory-bytes", "256MiB")
-    with serving_deployment(*flags, "--api-key", FRIEND, "--api-key", FOE) as deployment:
+    flags = ["--prefill", "1", "--decode", "1", "--kv-cache-memory-bytes", "256MiB"]
+    flags += ["--max-connections", str(MAX_CONNECTIONS), "--max-tenant-bytes", str(TENANT_BYTES)]
+    with (
+        tempfile.TemporaryDirectory(prefix="diptych-stall-") as name,
+        serving_deployment(
+            *flags, "--data-dir", f"{name}/data", "--api-key", FRIEND, "--api-key", FOE
+        ) as deployment,
+    ):
         deployment.wait_ready()
         with sleeping_processes() as sleepers:
-            report = uvloop.run(play(deployment, sleepers, options))
+            report = uvloop.run(play(deployment, Path(name, "data"), sleepers, options))
     report["load_average"] = round(os.getloadavg()[0], 1)
     if options.json:
         print(json.dumps(report))

@@ -41,6 +41,7 @@ from benchmarks.interference import percentile
 from benchmarks.load.busy import busy_processes
 from benchmarks.load.deployment import ServedDeployment, StampedStream, pool_flags, serving_deployment
 from benchmarks.load.prompts import PromptTokens
+from benchmarks.load.short_form import add_short_form
 
 PROMPT_TOKENS = 64
 LIMIT_S, POLL_S, SLOW_POLL_S = 40.0, 0.02, 0.05
@@ -253,16 +254,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
-    parser.add_argument("--short", action="store_true", help="ends within five minutes; wider intervals")
-    parser.add_argument("--rounds", type=int, help="3, or 1 with --short")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lines", type=int, default=60)
-    parser.add_argument("--answer", type=int, help="tokens of an answer: 200, or 100 with --short")
+    parser.add_argument("--answer", type=int, default=200, help="tokens of an answer")
     parser.add_argument("--cancels", type=int, default=8, help="cancelled batches per condition and round")
     parser.add_argument("--colocated", type=int, default=0, help="workers that do both; 0: one of each kind")
     parser.add_argument("--conditions", nargs="+", choices=[one.name for one in CONDITIONS], help="all")
+    add_short_form(parser, rounds=1, answer=100)
     options = parser.parse_args()
-    options.rounds = options.rounds or (1 if options.short else 3)
-    options.answer = options.answer or (100 if options.short else 200)
     load = os.getloadavg()[0]
     found = measure(options) | {"colocated": options.colocated, "load_average": round(load, 1)}
     print(json.dumps(found) if options.json else json.dumps(found, indent=2))

@@ -24,7 +24,7 @@ import httpx
 import uvloop
 
 import benchmarks.script_path  # noqa: F401
-from benchmarks.load.hostile_clients import HOSTILE_CLIENTS, HostileTarget
+from benchmarks.load.hostile_clients import HOSTILE_CLIENTS, NO_ANSWER, HostileTarget
 
 HEADS = (b"a:\r\n" * 60_000, b"a: " + b"b" * 250_000, b"".join(b"x%d: y\r\n" % i for i in range(20_000)))
 HEAD_ROUNDS = 20  # of all of them, on each of as many connections as there are clients
@@ -224,7 +224,7 @@ async def send(
                 try:
                     answer = await http.post(path, content=content, headers=headers)
                     statuses[f"{path} {answer.status_code}"] += 1
-                except httpx.HTTPError as error:
+                except NO_ANSWER as error:
                     unanswered[f"{path} {type(error).__name__}: {error}"] += 1
 
     async def stranger() -> None:

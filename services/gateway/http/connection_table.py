@@ -2,9 +2,10 @@
 
 When the table is full, a new connection replaces an old one that waits for its client, in this order:
 
-    1. the one that has been idle for longest. No request is lost
+    1. the one that has been idle for longest, if that is `FRESH_S` or more. No request is lost
     2. of clients that have shown no key: the one whose client has made no progress for longest
     3. of the tenant with the most open requests: the same. So nobody loses a connection to a tenant that has more
+    4. the one that has been idle for longest. Its request may be on its way, so it comes last
 
 A client makes progress when it sends or reads `PROGRESS_BYTES`. Reading and sending count alike: so neither a crowd
 that sends slowly nor one that reads slowly can displace a client that does the other.
@@ -15,7 +16,9 @@ Only a connection whose client waits for the gateway is never replaced. Tenants 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -27,6 +30,8 @@ from services.gateway.http.log_rate_limit import LogRateLimit
 DESCRIPTOR_SHARE = 0.75
 # A client that has sent or read this many bytes has made progress.
 PROGRESS_BYTES = 16 << 10
+# Seconds after which no request is expected any more on a connection that has become idle.
+FRESH_S = 2.0
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRateLimit())
@@ -67,10 +72,12 @@ class _Entry:
 class ConnectionTable:
     """The connections, in the order in which each began to wait for its client."""
 
-    def __init__(self, max_connections: int) -> None:
-        self.max_connections = max_connections
+    def __init__(self, max_connections: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds that never go back."""
+        self.max_connections, self._clock = max_connections, clock
         self._entries: dict[EvictableConnection, _Entry] = {}
-        self._idle: dict[EvictableConnection, None] = {}
+        # Idle connections, with the time at which each became idle.
+        self._idle: dict[EvictableConnection, float] = {}
         # Connections in one of `WAITING_PHASES`, by tenant.
         self._waiting: defaultdict[str | None, dict[EvictableConnection, None]] = defaultdict(dict)
         # Number of each tenant's connections with an open request, and their sum.
@@ -86,7 +93,7 @@ class ConnectionTable:
             log.warning("a connection is refused: all %d have requests open", self.max_connections)
             return False
         self._entries[connection] = _Entry()
-        self._idle[connection] = None
+        self._idle[connection] = self._clock()
         return True
 
     def set_phase(self, connection: EvictableConnection, phase: ConnectionPhase) -> None:
@@ -117,7 +124,7 @@ class ConnectionTable:
         # This connection is counted, so it is added to those that are left.
         if not has_others or self.open_by_tenant[tenant] <= self.max_connections - self.num_open + 1:
             return True
-        waiting = (one for one in self._waiting[tenant] if one is not connection)
+        waiting = (one for one in self._waiting.get(tenant, ()) if one is not connection)
         if (oldest := next(waiting, None)) is not None:
             self._evict(oldest)
             return True
@@ -137,7 +144,7 @@ class ConnectionTable:
         self._unlist(connection, entry)
         entry.phase, entry.tenant = phase, tenant
         if phase is ConnectionPhase.IDLE:
-            self._idle[connection] = None
+            self._idle[connection] = self._clock()
         elif phase in WAITING_PHASES:
             self._waiting[tenant][connection] = None
         if tenant is not None:
@@ -159,12 +166,11 @@ class ConnectionTable:
 
     def _make_room(self) -> bool:
         """Evict a connection that waits for its client, in the order above; False if none does."""
-        among: dict[EvictableConnection, None] = self._idle
-        if not among and self._waiting:
+        oldest = next(iter(self._idle), None)
+        if self._waiting and (oldest is None or self._clock() < self._idle[oldest] + FRESH_S):
             # Clients without a key go before every tenant.
             heaviest = None if None in self._waiting else max(self._waiting, key=self._count_open)
-            among = self._waiting[heaviest]
-        oldest = next(iter(among), None)
+            oldest = next(iter(self._waiting[heaviest]))
         if oldest is None:
             return False
         self._evict(oldest)

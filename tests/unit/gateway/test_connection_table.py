@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.http.connection_table import (
+    FRESH_S,
     ConnectionPhase,
     ConnectionTable,
     max_open_connections,
@@ -40,7 +42,8 @@ class Connection:
 
 def full(*phases: ConnectionPhase) -> tuple[ConnectionTable, list[Connection]]:
     """A table without room, whose connections entered these phases in this order."""
-    table, connections = ConnectionTable(len(phases)), [Connection() for _ in phases]
+    times = itertools.count(step=FRESH_S)
+    table, connections = ConnectionTable(len(phases), lambda: next(times)), [Connection() for _ in phases]
     for connection, phase in zip(connections, phases, strict=True):
         assert table.add_connection(connection)
         table.set_phase(connection, phase)
@@ -58,6 +61,31 @@ def test_the_one_that_is_idle_for_longest_makes_room() -> None:
     assert table.add_connection(Connection())
     assert [connection.evicted for connection in connections] == [False, False, False, True]
     assert len(table) == 4
+
+
+def test_a_client_that_has_just_come_is_not_replaced_by_the_next_ones() -> None:
+    """Its request may still be on its way while others that do not read hold all other places."""
+    now_s = [0.0]
+    table = ConnectionTable(8, lambda: now_s[0])
+    for _ in range(4):
+        assert table.add_connection(stranger := Connection())
+        table.set_phase(stranger, ConnectionPhase.BLOCKED)
+    begin(table, "a", ConnectionPhase.BLOCKED, 3)
+    assert table.add_connection(client := Connection())
+    now_s[0] = FRESH_S / 2
+    for _ in range(7):
+        assert table.add_connection(other := Connection())
+        table.set_phase(other, ConnectionPhase.ANSWERING)
+        assert not client.evicted
+    # Nobody else waits for its client any more.
+    assert table.add_connection(Connection()) and client.evicted
+    # A connection that has been idle for some time loses nothing.
+    table = ConnectionTable(2, lambda: now_s[0])
+    assert table.add_connection(idle := Connection()) and table.add_connection(waiting := Connection())
+    table.set_phase(waiting, ConnectionPhase.BLOCKED)
+    now_s[0] += FRESH_S
+    assert table.add_connection(Connection())
+    assert idle.evicted and not waiting.evicted
 
 
 @pytest.mark.parametrize("phase", [ConnectionPhase.SENDING, ConnectionPhase.BLOCKED])

@@ -190,6 +190,12 @@ class DatabaseThread:
         self._thread = threading.Thread(target=self._run_groups, name="batches", daemon=True)
         self._thread.start()
 
+    @property
+    def thread_id(self) -> int:
+        """The thread's identity in this process."""
+        assert self._thread.ident is not None
+        return self._thread.ident
+
     async def run_job(self, work: Job[T]) -> T:
         """Run `work` in a transaction; returns what it returned, once that is on disk.
 

@@ -79,6 +79,11 @@ class BatchStore:
         return self._thread.trouble
 
     @property
+    def database(self) -> DatabaseThread:
+        """The thread that does the work."""
+        return self._thread
+
+    @property
     def now(self) -> int:
         """The time in Unix seconds for what is made now."""
         return int(self._settled.stamp(self._clock(), self._monotonic()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,17 +19,19 @@ from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches.data_dir import storage_failure
 from services.gateway.batches.database_thread import StorageError
 from services.gateway.batches.files.upload import UploadedFile, receive_upload
-from services.gateway.batches.records import BATCH_PURPOSE, FileRecord, new_file_id
+from services.gateway.batches.records import BATCH_PURPOSE, BatchRecord, FileRecord, new_file_id
 from services.gateway.batches.store import BatchStore
 from services.gateway.http.connection import ClientStalled, ResponseWriter
 from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
-from services.gateway.openai.batch_schema import MAX_EXPIRY_S, FileDeleted, FileList
+from services.gateway.openai.batch_schema import MAX_EXPIRY_S, FileDeleted
 from services.gateway.openai.validate import invalid_value_error
 
 MAX_FILES_LISTED = 10_000
 # Uploads at a time, and those of one tenant.
 MAX_UPLOADS, MAX_TENANT_UPLOADS = 8, 4
 READ_BYTES = 256 << 10
+# Other tasks run after so many bytes of a page were encoded.
+PIECE_BYTES = 32 << 10
 
 
 class FileRoutes:
@@ -77,9 +79,7 @@ class FileRoutes:
             found = await self._store.list_files(
                 request.state.tenant, query.get("purpose"), query.get("after"), limit + 1, order
             )
-        data = [record.to_object() for record in found[:limit]]
-        first, last = (data[0].id, data[-1].id) if data else (None, None)
-        return json_answer(FileList(data=data, has_more=len(found) > limit, first_id=first, last_id=last))
+        return await list_answer(found, limit)
 
     async def get_file(self, request: Request) -> Response:
         """`GET /v1/files/{id}`. Raises RequestError (404) if the tenant has no such file."""
@@ -215,6 +215,23 @@ def parse_limit(query: Mapping[str, str], default: int, most: int) -> int:
     if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= most or len(given) > 9:
         raise invalid_value_error("limit", f"must be a number from 1 to {most}")
     return int(given)
+
+
+async def list_answer(found: Sequence[FileRecord | BatchRecord], limit: int) -> Response:
+    """A page (200) of records, of which one more than `limit` may have been found.
+
+    It may have megabytes, so other tasks run in between.
+    """
+    pieces, num_bytes = list[msgspec.Raw](), 0
+    for record in found[:limit]:
+        pieces.append(msgspec.Raw(msgspec.json.encode(record.to_object())))
+        num_bytes += len(pieces[-1])
+        if num_bytes > PIECE_BYTES:
+            num_bytes = 0
+            await asyncio.sleep(0)
+    first, last = (found[0].id, found[min(limit, len(found)) - 1].id) if found else (None, None)
+    page = {"data": pieces, "has_more": len(found) > limit, "first_id": first, "last_id": last}
+    return json_answer(page | {"object": "list"})
 
 
 def json_answer(body: Any) -> Response:

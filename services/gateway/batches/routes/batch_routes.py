@@ -10,13 +10,17 @@ from starlette.responses import Response
 
 from diptych.errors import RequestError
 from services.gateway.batches.feeder import BatchFeeder
-from services.gateway.batches.files.file_routes import json_answer, parse_limit, storage_errors
+from services.gateway.batches.files.file_routes import (
+    json_answer,
+    list_answer,
+    parse_limit,
+    storage_errors,
+)
 from services.gateway.batches.records import BatchRecord, new_batch_id, new_file_id
 from services.gateway.batches.store import BatchStore
 from services.gateway.http.error_response import SHUTTING_DOWN
 from services.gateway.openai.batch_schema import (
     MAX_EXPIRY_S,
-    BatchList,
     BatchRequest,
     window_seconds,
 )
@@ -65,9 +69,7 @@ class BatchRoutes:
         limit = parse_limit(query, DEFAULT_BATCHES_LISTED, MAX_BATCHES_LISTED)
         with storage_errors():
             found = await self._store.list_batches(request.state.tenant, query.get("after"), limit + 1)
-        data = [record.to_object() for record in found[:limit]]
-        first, last = (data[0].id, data[-1].id) if data else (None, None)
-        return json_answer(BatchList(data=data, has_more=len(found) > limit, first_id=first, last_id=last))
+        return await list_answer(found, limit)
 
     async def get_batch(self, request: Request) -> Response:
         """`GET /v1/batches/{id}`. Raises RequestError (404) if the tenant has no such batch."""

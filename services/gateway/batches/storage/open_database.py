@@ -7,7 +7,13 @@ import os
 import sqlite3
 
 from diptych.errors import StartError
-from services.gateway.batches.data_dir import DATABASE_NAME, NEW_FILE_FLAGS, DataDir, sync_folder
+from services.gateway.batches.data_dir import (
+    DATABASE_NAME,
+    NEW_FILE_FLAGS,
+    DataDir,
+    is_disk_full,
+    sync_folder,
+)
 from services.gateway.batches.storage.schema import MIGRATIONS, SCHEMA, VERSION
 
 # The log of changes is cut to this size once its changes are in the database.
@@ -35,6 +41,12 @@ def open_database(folder: DataDir) -> sqlite3.Connection:
     except (OSError, sqlite3.Error) as error:
         if db is not None:
             db.close()
+        if is_disk_full(error):
+            raise StartError(
+                "the disk of the data directory is full",
+                f"{folder.database}: {error}",
+                "make room on it; nothing is lost",
+            ) from error
         raise StartError(
             "the data directory cannot be read",
             f"{folder.database}: {error}",

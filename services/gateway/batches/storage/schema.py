@@ -20,6 +20,8 @@ VERSION = 3
 # What counts for a file beside its content: its row, its inode, and the last block of it. For the row of a removed
 # file. For the row of a batch beside its texts. For the row of a line.
 FILE_BYTES, GONE_FILE_BYTES, BATCH_BYTES, LINE_BYTES = 4096, 256, 1024, 32
+# Problems of batches of older versions that are longer are not kept: they had no bound.
+MAX_ERRORS_CHARS = 256 << 10
 FILE_FIELDS = FileRecord.__struct_fields__
 BATCH_FIELDS = BatchRecord.__struct_fields__
 # Columns of batches that hold texts; the others hold numbers.
@@ -155,6 +157,8 @@ ALTER TABLE lines RENAME TO named_lines;
 DROP INDEX files_of_tenants;
 {TOTALS}
 UPDATE files SET deleted = 1, removed_at = created_at, name = '' WHERE removed;
+UPDATE batches SET errors = '[{{"code": "more_errors", "message": "the problems were too long to be kept"}}]'
+    WHERE length(errors) > {MAX_ERRORS_CHARS};
 UPDATE batches SET ended_at = coalesce(completed_at, failed_at, expired_at, cancelled_at, created_at)
     WHERE NOT {IS_OPEN};
 INSERT INTO lines SELECT batches.n, number, start, length, done FROM named_lines JOIN batches ON batch = batches.id;

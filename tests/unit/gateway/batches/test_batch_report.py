@@ -81,3 +81,9 @@ def test_every_status_has_a_series_from_the_beginning() -> None:
     assert by_status["in_progress"] == 1 and by_status["expired"] == 0 and len(by_status) == 8
     outcomes = {one.labels["outcome"]: one.value for one in found["diptych:batch_lines_ended"].samples}
     assert outcomes == {"completed": 4, "failed": 0}
+
+
+def test_a_status_that_every_tenant_reads_names_no_batch() -> None:
+    report = report_batches(busy_feeder(), named=False)
+    assert report["open"] == [] and b"batch_1" not in msgspec.json.encode(report)
+    assert report["by_status"]["in_progress"] == 1

@@ -5,8 +5,13 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+import pytest
+from msgspec import json
+
+from diptych.errors import StartError
 from services.gateway.batches.data_dir import DATABASE_NAME, DataDir
-from services.gateway.batches.storage.schema import VERSION
+from services.gateway.batches.storage import open_database
+from services.gateway.batches.storage.schema import MIGRATIONS, VERSION
 from services.gateway.batches.store import BatchStore
 
 # The tables of version 1, with an open batch of two lines, of which one is done.
@@ -42,7 +47,8 @@ INSERT INTO batches (id, tenant, urgent, endpoint, window, status, input_file, o
     900, 90000, 3600, '', 4, 0, 2, 1, 0, 5, 0, 5),
     ('batch_0', 'a', 0, '/v1/completions', '24h', 'failed', 'file-0', 'file-4', 'file-5',
     800, 90000, 3600, '', 0, 0, 0, 0, 0, 0, 0, 0);
-UPDATE batches SET failed_at = 850 WHERE id = 'batch_0';
+UPDATE batches SET failed_at = 850, errors = '[{"code": "x", "message": "' || hex(zeroblob(1 << 20)) || '"}]'
+    WHERE id = 'batch_0';
 UPDATE batches SET in_progress_at = 910 WHERE id = 'batch_1';
 INSERT INTO lines VALUES ('batch_1', 1, 'one', 0, 10, 1), ('batch_1', 2, 'two', 10, 10, 0);
 """
@@ -66,6 +72,8 @@ async def test_a_batch_of_version_1_goes_on(tmp_path: Path) -> None:
     assert [line.number for line in await store.waiting_lines("batch_1", -1, 9)] == [2]
     assert store.by_status == {"in_progress": 1, "failed": 1} and store.held_bytes == 24
     assert (await store.tenant_use("a")).open_batches == 1
+    failed = (await store.find_batch("a", "batch_0")).to_object()
+    assert b"more_errors" in json.encode(failed.errors) and len(json.encode(failed)) < 2000
     assert await store.count_check("batch_1") == 1
     path = str(store.folder.path)
     store.close()
@@ -87,3 +95,22 @@ async def test_a_database_of_version_1_gives_room_back_too(tmp_path: Path) -> No
     db = sqlite3.connect(fresh.database)
     assert {name for (name,) in db.execute("SELECT name FROM sqlite_master")} == tables
     db.close()
+
+
+def test_a_disk_without_room_for_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_version_1(tmp_path)
+    monkeypatch.setitem(MIGRATIONS, 2, "INSERT INTO files SELECT * FROM nothing;")
+    with pytest.raises(StartError, match="cannot be read") as refused:
+        BatchStore(folder)
+    assert len(refused.value.lines()) <= 6
+    monkeypatch.undo()
+
+    def full(db: sqlite3.Connection, *_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(open_database, "_prepare", full)
+    with pytest.raises(StartError, match="is full") as refused:
+        BatchStore(folder)
+    assert len(refused.value.lines()) <= 6 and "nothing is lost" in refused.value.lines()[-1]
+    monkeypatch.undo()
+    BatchStore(folder).close()

@@ -2,8 +2,8 @@
 
 What a prompt says decides what happens to it, so that a test needs nothing but an HTTP client: "FAIL-WITH reason" fails
 for this reason, "FAIL-EARLY" before the first token, "FAIL-SLOWLY" too, but after half a second, "FAIL-LATE" after
-three, "CRASH" in our own code, "HANG" for ever, "HANG-LATE" after three tokens, "SLOW" 30 ms a token, "FLOOD" without
-pause; anything else is answered with `SCRIPT`, over and over, and an end token where it ends.
+three, "CRASH" in our own code, "HANG" at its deadline, "HANG-LATE" hangs after three tokens, "SLOW" takes 30 ms a
+token, "FLOOD" has no pause; anything else is answered with `SCRIPT`, over and over, and an end token where it ends.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class Script:
                     RequestFailure(reason, "as the script says", wait_s=wait_s, cause=cause)
                 )
         if "HANG" in prompt and "HANG-LATE" not in prompt:
-            await asyncio.Event().wait()
+            await asyncio.sleep(request.deadline_s - time.monotonic())
+            self.open.pop(request.id, None)
+            passed = RequestFailure(FailureReason.DEADLINE_EXCEEDED, "its deadline has passed")
+            return reader.fail_sequence(passed)
         reader.record_effect(StageDurations(request.id, STAGES), time.monotonic())
         await self._answer(request, reader, prompt)
 

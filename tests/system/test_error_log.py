@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +11,10 @@ import httpx
 import pytest
 
 from diptych.config.options import Config
-from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.failure_statuses import MAX_MESSAGE_CHARS, FailureReason, RequestFailure
 from diptych.logs.log_format import TextFormatter
 from services.gateway.generation.relay_backend import hide_worker_text
+from services.gateway.http.error_response import client_log
 from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.service import RequestTimeouts
@@ -100,7 +102,7 @@ def test_the_words_of_a_client_cannot_forge_a_line(
 ) -> None:
     forged = "x\n2026-01-31 12:00:00,000 ERROR gateway x: [req_0] forged\x1b[2J"
     answer = http.post("/v1/completions", json=ask("x") | {"model": forged})
-    assert answer.status_code == 404 and "\n" in answer.json()["error"]["message"]
+    assert answer.status_code == 404 and answer.json()["error"]["message"].isprintable()
     assert "forged" in logged_lines(caplog, answer) and "\x1b" not in caplog.text
     assert not any(line.startswith("2026-01-31") for line in caplog.text.splitlines())
 
@@ -153,3 +155,39 @@ def test_lines_of_one_kind_are_counted_beyond_the_burst() -> None:
     now_s[0] = 10.0
     assert line() == "refused 400 (and 3 more like this since the last line)"
     assert line() == "refused 400"
+
+
+@pytest.mark.parametrize("text", ["k", "\n", "\u2028", "語"])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x", "model": "HUGE"}),
+        ("/v1/completions", {"prompt": "x", "HUGE": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "HUGE", "content": "x"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "HUGE": 1}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"HUGE": 1}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "HUGE"}}),
+        ("/tokenize", {"prompt": "x", "HUGE": 1}),
+        ("/detokenize", {"tokens": [1], "model": "HUGE"}),
+    ],
+)  # fmt: skip
+def test_what_a_client_wrote_is_short_in_answer_and_log(
+    http: httpx.Client,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    fields: dict[str, Any],
+    text: str,
+) -> None:
+    """However long it is, and each of its lines is no line of the log."""
+    caplog.clear()
+    monkeypatch.setattr(client_log, "filters", [])
+    body = json.dumps({"model": "toy"} | fields).replace("HUGE", json.dumps(text)[1:-1] * 300_000)
+    answer = http.post(path, content=body, headers={"content-type": "application/json"})
+    assert 400 <= answer.status_code < 500
+    error = answer.json()["error"]
+    assert len(answer.content) < 4 << 10
+    assert len(error["message"]) <= MAX_MESSAGE_CHARS and error["message"].isprintable()
+    wait_for(lambda: logged_lines(caplog, answer), WAIT_S)
+    assert len(caplog.text.splitlines()) == len(caplog.records)
+    assert max(map(len, caplog.text.splitlines())) < 4 << 10

@@ -131,7 +131,8 @@ class Admission:
             )
             text = f"{self.in_flight} requests are in flight, the limit is {limits.max_requests}"
             whose = f"; {held.requests} of them are of this API key" if tenant else ""
-            own = self.tenants.exceeds_share(0, demand)
+            # With more tenants than requests that fit, a share is 0, and the service is full.
+            own = self.tenants.exceeds_share(0, demand) and self.tenants.share_of(0, tenant) > 0
             reason = FailureReason.TENANT_REQUESTS_FULL if own else FailureReason.TOO_MANY_REQUESTS
             return _refuse(reason, text + whose, after_s)
         if tokens and self.tenants.find_victims(demand, (excess, tokens)) is None:

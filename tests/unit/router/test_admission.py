@@ -139,3 +139,34 @@ def test_leaving_twice_and_unknown_names_do_nothing() -> None:
         admission.mark_ended("never", 2.0)
         admission.mark_prefilled("never", 2.0)
     assert (admission.in_flight, admission.queued_tokens, admission.num_unprefilled) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "own", "others", "is_clients"),
+    [("greedy", 14, 0, True), ("modest", 1, 15, False), ("", 16, 0, False)],
+)
+def test_a_refusal_is_a_tenant_s_own_fault_above_its_share_alone(
+    tenant: str, own: int, others: int, is_clients: bool
+) -> None:
+    """Without keys, or for a tenant within its share, the service is full."""
+    admission = Admission(AdmissionLimits(max_requests=16))
+    for number in range(own):
+        admission.admit_request(f"own-{number}", 0, 0.0, tenant)
+    for number in range(others):
+        admission.admit_request(f"other-{number}", 0, 0.0, f"other-{number % 3}")
+    for number in range(own + others):
+        # Nothing can be displaced any more.
+        admission.mark_begun(f"own-{number}")
+        admission.mark_begun(f"other-{number}")
+    refusal = admission.find_refusal(1, 0, 1.0, tenant)
+    assert refusal is not None and refusal.code == "too_many_requests"
+    assert refusal.is_clients_fault == is_clients
+
+
+def test_with_more_tenants_than_fit_the_service_is_full() -> None:
+    admission = Admission(AdmissionLimits(max_requests=2))
+    for tenant in ("ann", "bob"):
+        admission.admit_request(tenant, 0, 0.0, tenant)
+        admission.mark_begun(tenant)
+    refusal = admission.find_refusal(1, 0, 1.0, "cyd")
+    assert refusal is not None and not refusal.is_clients_fault

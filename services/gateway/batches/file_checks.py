@@ -138,7 +138,10 @@ class FileChecks:
         # A batch that was cancelled meanwhile keeps that status, and is ended.
         batch.record = await persist_change(lambda: self._store.begin_batch(batch_id, lines, model))
         self._progress.pop(batch_id, None)
-        if batch.record.status == "in_progress" and not batch.outcome:
+        if batch.record.status == "failed":
+            # Its tenant may not have so many lines.
+            self._batches.remove(batch)
+        elif batch.record.status == "in_progress" and not batch.outcome:
             self._batches.feed(batch, len(lines))
 
     async def _fail_batch(self, batch: OpenBatch, problems: list[BatchProblem]) -> None:

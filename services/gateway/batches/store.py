@@ -31,7 +31,7 @@ from services.gateway.batches.storage.tenant_shares import (
     find_line_refusal,
     find_refusal,
 )
-from services.gateway.openai.batch_schema import BatchProblem
+from services.gateway.openai.batch_schema import ENDED_STATUSES, BatchProblem
 from services.gateway.openai.validate import invalid_value_error
 
 # How many rows are added or removed in one transaction, so that jobs of others wait for milliseconds.
@@ -370,6 +370,9 @@ class BatchStore:
         def work(db: sqlite3.Connection, files: ResultFiles) -> tuple[int, BatchRecord]:
             record = tables.find_batch(db, batch_id)
             assert record is not None
+            if record.status in ENDED_STATUSES:
+                # This was tried before, and the disk failed while its lines were forgotten.
+                return tables.number_of(db, batch_id), record
             results.publish_results(db, files, record, now)
             ended = tables.end_batch(db, batch_id, record.outcome, now)
             self._release_input(db, files, ended, now)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
+import pytest
+
 from diptych.specs import TenantShares
+from services.gateway.batches import store as store_module
+from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.store import BatchStore
 from tests.unit.gateway.batches.idle_feeder import InlineChecker
@@ -12,6 +17,7 @@ from tests.unit.gateway.batches.test_file_checks import (
     add_lines,
     feeder_of,
     feeding,
+    open_store,
     until,
 )
 
@@ -25,3 +31,23 @@ async def test_a_batch_above_the_share_of_lines_has_failed_for_good(tmp_path: Pa
         await until(lambda: not feeder.open)
         found = await store.find_batch("", record.id)
         assert found.errors is not None and "line_share_full" in found.errors
+
+
+async def test_a_disk_that_fails_while_lines_are_forgotten_ends_no_batch_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, fails, drop_lines = open_store(tmp_path), [True], tables.drop_lines
+    await add_lines(store, 3)
+    feeder = feeder_of(store, InlineChecker())
+
+    def fail_once(db: sqlite3.Connection, batch: int, limit: int) -> int:
+        if store.by_status == {"completed": 1} and fails:
+            fails.clear()
+            raise sqlite3.OperationalError("database or disk is full")
+        return drop_lines(db, batch, limit)
+
+    monkeypatch.setattr(store_module.tables, "drop_lines", fail_once)
+    async with feeding(store, feeder):
+        await until(lambda: not feeder.open and not fails)
+        assert len(await store.list_files("", "batch_output", None, 10, "asc")) == 1
+        await until(lambda: not store.trouble)

@@ -306,6 +306,7 @@ class BatchFeeder:
         self.ended["failed"] += max(0, left)
         batch.record = await persist_change(lambda: self.store.end_batch(batch_id))
         self.batches.remove(batch)
+        self._checks.forget_file(batch_id)
         self.lines.running.forget_batch(batch_id)
         log.info("batch %s is %s", batch_id, batch.record.status)
         # Its input may have been deleted meanwhile.

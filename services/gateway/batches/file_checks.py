@@ -110,6 +110,10 @@ class FileChecks:
         finally:
             self._is_running = False
 
+    def forget_file(self, batch_id: str) -> None:
+        """A batch has ended, perhaps in the middle of the check of its file."""
+        self._progress.pop(batch_id, None)
+
     async def _begin_check(self, batch_id: str) -> _Progress | None:
         """Count an attempt, before it begins. None if there were too many."""
         if await persist_change(lambda: self._store.count_check(batch_id)) > MAX_CHECKS:

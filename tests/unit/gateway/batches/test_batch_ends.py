@@ -12,8 +12,10 @@ from services.gateway.batches import store as store_module
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.store import BatchStore
+from services.gateway.preparation import line_check
 from tests.unit.gateway.batches.idle_feeder import InlineChecker
 from tests.unit.gateway.batches.test_file_checks import (
+    ScriptedChecker,
     add_lines,
     feeder_of,
     feeding,
@@ -51,3 +53,18 @@ async def test_a_disk_that_fails_while_lines_are_forgotten_ends_no_batch_twice(
         await until(lambda: not feeder.open and not fails)
         assert len(await store.list_files("", "batch_output", None, 10, "asc")) == 1
         await until(lambda: not store.trouble)
+
+
+async def test_a_check_that_is_cancelled_between_two_slices_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_check, "SLICE_LINES", 2)
+    store, checker = open_store(tmp_path), ScriptedChecker()
+    record = await add_lines(store, 6)
+    feeder = feeder_of(store, checker)
+    async with feeding(store, feeder):
+        await until(lambda: len(checker.begun) == 1)
+        feeder.cancel_batch(await store.cancel_batch("", record.id))
+        checker.released.set()
+        await until(lambda: store.by_status == {"cancelled": 1} and not feeder.open)
+        assert not feeder._checks._progress

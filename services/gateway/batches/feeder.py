@@ -25,6 +25,7 @@ from services.gateway.batches.line_runner import LineRunner
 from services.gateway.batches.line_window import LineWindow
 from services.gateway.batches.open_batch import FETCHED_LINES, OpenBatch, OpenBatches
 from services.gateway.batches.records import BatchRecord
+from services.gateway.batches.storage.lookups import num_waiting
 from services.gateway.batches.store import BatchStore
 from services.gateway.openai.batch_schema import LineFailure
 from services.gateway.preparation.file_checker import FileChecker
@@ -166,12 +167,14 @@ class BatchFeeder:
 
     async def _adopt(self, batch: OpenBatch) -> None:
         """Go on with a batch after a start."""
-        record = batch.record
+        batch_id = batch.record.id
+        # It may have been cancelled before it was known here, or be cancelled now.
+        record = await persist_change(lambda: self.store.find_batch(None, batch_id))
+        if batch.outcome:
+            return
+        batch.record = record
         if record.status == "in_progress":
-            waiting = await persist_change(lambda: self.store.count_waiting(record.id))
-            # It may have been cancelled meanwhile.
-            if not batch.outcome:
-                self.batches.feed(batch, waiting)
+            self.batches.feed(batch, num_waiting(record))
         elif record.status in ("cancelling", "finalizing"):
             self.batches.close(batch, record.outcome)
 
@@ -290,15 +293,18 @@ class BatchFeeder:
 
     async def _end_batch(self, batch: OpenBatch) -> None:
         """Complete the results of a batch, and end it."""
-        batch_id, outcome = batch.record.id, batch.outcome or "completed"
+        batch_id = batch.record.id
         waiting = await persist_change(lambda: self.store.count_waiting(batch_id))
+        # It may have been cancelled meanwhile.
+        outcome = batch.outcome or "completed"
         if outcome == "completed" and waiting:
             # Never complete without all results: a step that failed has left lines behind.
             return self.batches.feed(batch, waiting)
         batch.outcome, batch.feeding = outcome, False
         batch.record = await persist_change(lambda: self.store.finalize_batch(batch_id, outcome))
         failure = CANCELLED if outcome == "cancelled" else EXPIRED
-        left = batch.num_waiting
+        self.batches.set_waiting(batch, waiting)
+        left = waiting
         while remaining := await self.lines.fail_lines(batch, failure):
             self.ended["failed"] += max(0, left - remaining)
             left = remaining

@@ -357,11 +357,22 @@ class BatchStore:
         return await self._change(work)
 
     async def finalize_batch(self, batch_id: str, outcome: str) -> BatchRecord:
-        """No line runs any more: results are about to be complete, and the batch will end as `outcome`."""
-        values: dict[str, Any] = {"outcome": outcome, "finalizing_at": self.now}
-        if outcome != "cancelled":
-            values["status"] = "finalizing"
-        return await self._change(lambda db, _: tables.update_batch(db, batch_id, **values))
+        """No line runs any more: results are about to be complete, and the batch will end as `outcome`.
+
+        A batch that was cancelled before it was complete ends as cancelled.
+        """
+        now = self.now
+
+        def work(db: sqlite3.Connection, files: ResultFiles) -> BatchRecord:
+            record = tables.find_batch(db, batch_id)
+            assert record is not None
+            late = outcome == "completed" and record.status == "cancelling"
+            values: dict[str, Any] = {"outcome": "cancelled" if late else outcome, "finalizing_at": now}
+            if values["outcome"] != "cancelled":
+                values["status"] = "finalizing"
+            return tables.update_batch(db, batch_id, **values)
+
+        return await self._change(work)
 
     async def end_batch(self, batch_id: str) -> BatchRecord:
         """The results are complete: publish them, and end the batch with its outcome."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from diptych.specs import TenantShares
 from services.gateway.batches import store as store_module
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
+from services.gateway.batches.open_batch import OpenBatch
 from services.gateway.batches.store import BatchStore
 from services.gateway.preparation import line_check
 from tests.unit.gateway.batches.idle_feeder import InlineChecker
@@ -68,3 +70,52 @@ async def test_a_check_that_is_cancelled_between_two_slices_keeps_nothing(
         checker.released.set()
         await until(lambda: store.by_status == {"cancelled": 1} and not feeder.open)
         assert not feeder._checks._progress
+
+
+async def test_a_cancellation_during_the_last_step_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has failed and left lines behind; the batch is cancelled while these are counted."""
+    store = open_store(tmp_path)
+    record = await add_lines(store, 2)
+    feeder = feeder_of(store, InlineChecker())
+    count_waiting, counted = store.count_waiting, asyncio.Event()
+
+    async def skip_lines(batch: OpenBatch) -> None:
+        feeder._num_fetches -= 1
+        batch.fetched_all = True
+
+    async def count_slowly(batch_id: str) -> int:
+        waiting = await count_waiting(batch_id)
+        if not counted.is_set():
+            counted.set()
+            feeder.cancel_batch(await store.cancel_batch("", batch_id))
+        return waiting
+
+    monkeypatch.setattr(feeder, "_fetch_lines", skip_lines)
+    monkeypatch.setattr(store, "count_waiting", count_slowly)
+    async with feeding(store, feeder):
+        await until(counted.is_set)
+        await until(lambda: not feeder.open)
+        assert (await store.find_batch("", record.id)).status == "cancelled"
+        assert feeder.ended["failed"] == 2
+
+
+async def test_a_batch_that_is_cancelled_while_the_gateway_starts_runs_no_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    record = await add_lines(store, 2)
+    await store.begin_batch(record.id, [], "tiny")
+    feeder = feeder_of(store, InlineChecker())
+    recover = store.recover
+
+    async def recover_slowly() -> list[object]:
+        found = await recover()
+        feeder.cancel_batch(await store.cancel_batch("", record.id))
+        return list(found)
+
+    monkeypatch.setattr(store, "recover", recover_slowly)
+    async with feeding(store, feeder):
+        await until(lambda: bool(store.by_status.keys() & {"cancelled", "completed"}))
+        assert store.by_status == {"cancelled": 1}

@@ -197,7 +197,8 @@ class BatchFeeder:
     def _advance(self) -> bool:
         """Start what can be started now; returns whether there is more, for which other tasks need not wait."""
         now = self._wall_time()
-        if now >= self._next_purge:
+        # The settled time may have gone back.
+        if not now < self._next_purge <= now + MAX_SLEEP_S:
             self._next_purge = now + MAX_SLEEP_S
             self._spawn(self._purge_files())
         for _ in range(MAX_STEPS):

@@ -13,6 +13,7 @@ from services.gateway.batches import store as store_module
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.open_batch import OpenBatch
+from services.gateway.batches.storage.settled_clock import STAND_S
 from services.gateway.batches.store import BatchStore
 from services.gateway.preparation import line_check
 from tests.unit.gateway.batches.idle_feeder import InlineChecker
@@ -119,3 +120,26 @@ async def test_a_batch_that_is_cancelled_while_the_gateway_starts_runs_no_lines(
     async with feeding(store, feeder):
         await until(lambda: bool(store.by_status.keys() & {"cancelled", "completed"}))
         assert store.by_status == {"cancelled": 1}
+
+
+async def test_files_are_removed_although_the_clock_went_back(tmp_path: Path) -> None:
+    """A clock that was years ahead for long enough, and was set right."""
+    wall, monotonic, purges = [4e9], [0.0], [0]
+    store = BatchStore(DataDir(str(tmp_path / "data")), lambda: wall[0], lambda: monotonic[0])
+    feeder, remove_unused = feeder_of(store, InlineChecker()), store.remove_unused
+
+    async def count_purges() -> int | None:
+        purges[0] += 1
+        return await remove_unused()
+
+    store.remove_unused = count_purges  # type: ignore[method-assign]
+    async with feeding(store, feeder):
+        await until(lambda: purges[0] > 0)
+        wall[0] = 1.8e9
+        assert store.settled_s == 4e9
+        wall[0] += STAND_S
+        monotonic[0] += STAND_S
+        assert store.settled_s == wall[0]
+        before = purges[0]
+        feeder._news.set()
+        await until(lambda: purges[0] > before)

@@ -319,11 +319,20 @@ def write_clock(db: sqlite3.Connection, settled_s: float) -> None:
 
 
 def give_back(db: sqlite3.Connection, most_pages: int) -> int:
-    """Give at most so many free pages back to the disk; returns how many free ones are left."""
+    """Give at most so many free pages back to the disk; returns how many more could be given back.
+
+    A database of an older version that was not rewritten gives none back.
+    """
+
+    def count_free() -> int:
+        found: int = db.execute("PRAGMA freelist_count").fetchone()[0]
+        return found
+
+    before = count_free()
     # The pragma frees a page for each row that is fetched.
     db.execute(f"PRAGMA incremental_vacuum({most_pages})").fetchall()
-    left: int = db.execute("PRAGMA freelist_count").fetchone()[0]
-    return left
+    left = count_free()
+    return left if left < before else 0
 
 
 def write_probe(db: sqlite3.Connection, now: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from services.gateway.batches import store as store_module
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.open_batch import OpenBatch
+from services.gateway.batches.storage import open_database
+from services.gateway.batches.storage.schema import SCHEMA
 from services.gateway.batches.storage.settled_clock import STAND_S
 from services.gateway.batches.store import BatchStore
 from services.gateway.preparation import line_check
@@ -143,3 +146,20 @@ async def test_files_are_removed_although_the_clock_went_back(tmp_path: Path) ->
         before = purges[0]
         feeder._news.set()
         await until(lambda: purges[0] > before)
+
+
+async def test_a_database_that_gives_no_room_back_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of an older version, and the disk was too full to rewrite it."""
+    folder = DataDir(str(tmp_path / "data"))
+    with contextlib.closing(sqlite3.connect(folder.database, isolation_level=None)) as db:
+        db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+        db.execute("CREATE TABLE large (text TEXT)")
+        db.executemany("INSERT INTO large VALUES (?)", [("x" * 4096,)] * 100)
+        db.execute("DROP TABLE large")
+    monkeypatch.setattr(open_database, "_rewrite", lambda db, folder: None)
+    store = BatchStore(folder)
+    async with asyncio.timeout(30):
+        assert await store.remove_unused() is None
+    store.close()

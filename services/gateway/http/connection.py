@@ -222,10 +222,12 @@ class HttpConnection(HttpToolsProtocol):
         if self._stall_timer is None:
             self._stall_timer = self.loop.call_later(self.stall_s, self._check_reader)
         self._update_phase()
+        self._table.set_unsent(self, self._unsent_bytes)
 
     def resume_writing(self) -> None:
         """The write buffer has drained: stop checking the client."""
         self._stop_stall_timer()
+        self._table.set_unsent(self, 0)
         super().resume_writing()
         if self._next_waits:
             self._next_waits = False

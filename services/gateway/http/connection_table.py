@@ -11,6 +11,9 @@ A client makes progress when it sends or reads `PROGRESS_BYTES`. Reading and sen
 that sends slowly nor one that reads slowly can displace a client that does the other.
 
 Only a connection whose client waits for the gateway is never replaced. Tenants share these: `begin_request`.
+
+Answers that clients have not read share `MAX_UNSENT_BYTES`. Beyond, clients without a key lose theirs first, then those
+of the tenant with the most bytes.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from services.gateway.http.log_rate_limit import LogRateLimit
 DESCRIPTOR_SHARE = 0.75
 # A client that has sent or read this many bytes has made progress.
 PROGRESS_BYTES = 16 << 10
+# Most bytes of answers that wait in this process until their clients read them.
+MAX_UNSENT_BYTES = 128 << 20
 # Seconds after which no request is expected any more on a connection that has become idle.
 FRESH_S = 2.0
 
@@ -63,10 +68,14 @@ class EvictableConnection(Protocol):
 
 @dataclass(slots=True)
 class _Entry:
-    """What the table knows of a connection. `tenant` is None while no accepted key came with its request."""
+    """What the table knows of a connection. `tenant` is None while no accepted key came with its request.
+
+    `unsent_bytes` wait until the client reads them.
+    """
 
     phase: ConnectionPhase = ConnectionPhase.IDLE
     tenant: str | None = None
+    unsent_bytes: int = 0
 
 
 class ConnectionTable:
@@ -83,6 +92,8 @@ class ConnectionTable:
         # Number of each tenant's connections with an open request, and their sum.
         self.open_by_tenant: Counter[str] = Counter()
         self.num_open = 0
+        # Number of bytes that each tenant's clients have not read.
+        self.unsent_by_tenant: Counter[str | None] = Counter()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -109,6 +120,27 @@ class ConnectionTable:
         entry = self._entries.get(connection)
         if entry is not None:
             self._replace_entry(connection, entry, entry.phase, entry.tenant)
+
+    def set_unsent(self, connection: EvictableConnection, num_bytes: int) -> None:
+        """A blocked client has so many bytes to read; 0 when it has read them.
+
+        While these are too many of all clients, evict the client of the tenant with the most that has made no progress
+        for longest. Ignored if the connection is no longer in the table.
+        """
+        entry = self._entries.get(connection)
+        if entry is None:
+            return
+        self._count_unsent(entry, num_bytes - entry.unsent_bytes)
+        entry.unsent_bytes = num_bytes
+        while self.unsent_by_tenant.total() > MAX_UNSENT_BYTES:
+            unsent = self.unsent_by_tenant
+            heaviest = None if None in unsent else max(unsent, key=unsent.__getitem__)
+            readers = (one for one in self._waiting.get(heaviest, ()) if self._entries[one].unsent_bytes)
+            oldest = next(readers, None)
+            # One large answer alone may be written.
+            if oldest is None or unsent.total() == self._entries[oldest].unsent_bytes:
+                return
+            self._evict(oldest)
 
     def begin_request(self, connection: EvictableConnection, tenant: str, has_others: bool) -> bool:
         """Record whose request the gateway is about to answer. False: the tenant has too many open requests.
@@ -143,6 +175,7 @@ class ConnectionTable:
         """Change the entry of a connection, which then is the last to have made progress."""
         self._unlist(connection, entry)
         entry.phase, entry.tenant = phase, tenant
+        self._count_unsent(entry, entry.unsent_bytes)
         if phase is ConnectionPhase.IDLE:
             self._idle[connection] = self._clock()
         elif phase in WAITING_PHASES:
@@ -154,6 +187,7 @@ class ConnectionTable:
     def _unlist(self, connection: EvictableConnection, entry: _Entry) -> None:
         """Remove a connection from all lists and counts."""
         self._idle.pop(connection, None)
+        self._count_unsent(entry, -entry.unsent_bytes)
         if entry.phase in WAITING_PHASES:
             del self._waiting[entry.tenant][connection]
             if not self._waiting[entry.tenant]:
@@ -163,6 +197,11 @@ class ConnectionTable:
             self.open_by_tenant[entry.tenant] -= 1
             if not self.open_by_tenant[entry.tenant]:
                 del self.open_by_tenant[entry.tenant]
+
+    def _count_unsent(self, entry: _Entry, more: int) -> None:
+        self.unsent_by_tenant[entry.tenant] += more
+        if not self.unsent_by_tenant[entry.tenant]:
+            del self.unsent_by_tenant[entry.tenant]
 
     def _make_room(self) -> bool:
         """Evict a connection that waits for its client, in the order above; False if none does."""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.gateway.http import connection_table
 from services.gateway.http.connection_table import (
     FRESH_S,
     ConnectionPhase,
@@ -243,3 +244,26 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     limits = subprocess.run([sys.executable, "-c", LIMIT], capture_output=True, check=True).stdout.split()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert [int(limit) for limit in limits] == [hard, hard]
+
+
+def test_whoever_has_most_to_read_loses_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_table, "MAX_UNSENT_BYTES", 100)
+    table = ConnectionTable(16)
+    b, a = begin(table, "b", ConnectionPhase.BLOCKED), begin(table, "a", ConnectionPhase.BLOCKED, 3)
+    assert table.add_connection(stranger := Connection())
+    table.set_phase(stranger, ConnectionPhase.BLOCKED)
+    table.set_unsent(stranger, 20)
+    for connection in (b[0], a[0], a[1]):
+        table.set_unsent(connection, 30)
+    assert [one.evicted for one in (stranger, *a, *b)] == [True, False, False, False, False]
+    table.set_unsent(a[2], 30)
+    assert [one.evicted for one in (*a, *b)] == [True, False, False, False]
+    table.set_unsent(a[2], 0)
+    assert table.unsent_by_tenant == {"a": 30, "b": 30}
+    # One large answer alone may be written.
+    table.remove_connection(a[1])
+    table.remove_connection(b[0])
+    table.set_unsent(a[2], 1000)
+    assert not a[2].evicted
+    table.remove_connection(a[2])
+    assert not table.unsent_by_tenant

@@ -137,6 +137,8 @@ class FileRoutes:
                 self._stall_s,
                 check_share,
             )
+            # From here on the store counts it, and it must not count twice for other uploads.
+            self._uploaded[tenant], counted = self._uploaded[tenant] - counted, 0
             return await self._keep_file(uploaded, file_id, tenant)
         finally:
             self._uploaded[tenant] -= counted

@@ -1,0 +1,51 @@
+"""Uploads of several clients at a time: nobody takes all places, and no byte counts twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from diptych.specs import TenantShares
+from services.gateway.batches.data_dir import DataDir
+from services.gateway.batches.files.file_routes import FileRoutes
+from services.gateway.batches.records import FileRecord
+from services.gateway.batches.storage.schema import FILE_BYTES
+from services.gateway.batches.store import BatchStore
+
+CONTENT = b"x" * 1000
+FORM = (
+    b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n' + CONTENT + b"\r\n--b--\r\n"
+)
+
+
+async def send_form() -> Message:
+    return {"type": "http.request", "body": FORM, "more_body": False}
+
+
+async def test_a_file_that_is_being_kept_counts_once_for_other_uploads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files fit exactly into the share; the second is checked while the first is written into the database."""
+    shares = TenantShares(max_bytes=2 * (len(CONTENT) + FILE_BYTES))
+    store = BatchStore(DataDir(str(tmp_path / "data")), shares=shares)
+    routes, add_file, refusals = FileRoutes(store, 1 << 20, 10.0), store.add_file, list[object]()
+    # The other upload has come whole.
+    routes._uploaded["a"] = len(CONTENT)
+
+    async def add_and_check(record: FileRecord) -> None:
+        await add_file(record)
+        refusals.append(store.upload_refusal("a", routes._uploaded["a"]))
+
+    monkeypatch.setattr(store, "add_file", add_and_check)
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    state = SimpleNamespace(tenant="a")
+    request = cast(Request, SimpleNamespace(headers=headers, receive=send_form, state=state))
+    assert (await routes.upload_file(request)).status_code == 200
+    assert refusals == [None]
+    store.close()

@@ -27,7 +27,7 @@ from services.gateway.openai.batch_schema import MAX_EXPIRY_S, FileDeleted
 from services.gateway.openai.validate import invalid_value_error
 
 MAX_FILES_LISTED = 10_000
-# Uploads at a time, and those of one tenant.
+# Uploads at a time, and those of one tenant: it may have as many as are left for others.
 MAX_UPLOADS, MAX_TENANT_UPLOADS = 8, 4
 READ_BYTES = 256 << 10
 # Other tasks run after so many bytes of a page were encoded.
@@ -105,9 +105,12 @@ class FileRoutes:
         """Raise RequestError if too many uploads are open (429), or the server shuts down (503)."""
         if self._is_draining():
             raise RequestError(SHUTTING_DOWN)
-        if self._uploads[tenant] >= MAX_TENANT_UPLOADS or self._uploads.total() >= MAX_UPLOADS:
+        own, left = self._uploads[tenant], MAX_UPLOADS - self._uploads.total()
+        # The last place is for a tenant that has none.
+        if left <= 0 or (own and own + 1 > min(MAX_TENANT_UPLOADS, left - 1)):
             problem = (
-                f"too many uploads are open; at most {MAX_TENANT_UPLOADS} of a key, and {MAX_UPLOADS} in all"
+                f"too many uploads are open; at most {MAX_TENANT_UPLOADS} of a key, and {MAX_UPLOADS} in all; "
+                "a key may have as many as are left for others"
             )
             raise RequestError(RequestFailure(FailureReason.TOO_MANY_UPLOADS, problem))
 

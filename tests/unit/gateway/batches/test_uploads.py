@@ -10,9 +10,10 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from diptych.errors import RequestError
 from diptych.specs import TenantShares
 from services.gateway.batches.data_dir import DataDir
-from services.gateway.batches.files.file_routes import FileRoutes
+from services.gateway.batches.files.file_routes import MAX_TENANT_UPLOADS, MAX_UPLOADS, FileRoutes
 from services.gateway.batches.records import FileRecord
 from services.gateway.batches.storage.schema import FILE_BYTES
 from services.gateway.batches.store import BatchStore
@@ -49,3 +50,21 @@ async def test_a_file_that_is_being_kept_counts_once_for_other_uploads(
     assert (await routes.upload_file(request)).status_code == 200
     assert refusals == [None]
     store.close()
+
+
+def test_two_tenants_leave_places_for_uploads_of_others() -> None:
+    routes = FileRoutes(cast(BatchStore, None), 1 << 20, 10.0)
+
+    def take_places(tenant: str) -> int:
+        """How many uploads a tenant can begin."""
+        begun = 0
+        try:
+            while True:
+                routes._check_room(tenant)
+                routes._uploads[tenant] += 1
+                begun += 1
+        except RequestError:
+            return begun
+
+    taken = [take_places(tenant) for tenant in "abcde"]
+    assert taken[0] == MAX_TENANT_UPLOADS and all(taken[:4]) and sum(taken) == MAX_UPLOADS

@@ -158,7 +158,7 @@ def test_text_offsets_point_at_their_tokens(client: openai.OpenAI) -> None:
 def test_an_empty_prompt_begins_with_the_first_token(client: openai.OpenAI, gateway: Running) -> None:
     gateway.script.seen.clear()
     assert client.completions.create(model="toy", prompt="", max_tokens=1).choices[0].text == "G"
-    assert gateway.script.seen[-1].prompt == [0]
+    assert list(gateway.script.seen[-1].prompt) == [0]
 
 
 # ---- streams

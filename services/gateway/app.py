@@ -1,7 +1,8 @@
 """Builds the HTTP application: its routes, and the middleware around them, from the outside to the inside:
 
-    UnreadBodyMiddleware ─▶ RequestIdMiddleware (id, count, 500) ─▶ TraceMiddleware (if traced) ─▶ CORSMiddleware
-        ─▶ CrossOriginMiddleware (without API keys only) ─▶ AuthMiddleware ─▶ RequestBodyMiddleware ─▶ routes
+    UnreadBodyMiddleware ─▶ RequestIdMiddleware (id, count, 500) ─▶ RequestPacingMiddleware
+        ─▶ TraceMiddleware (if traced) ─▶ CORSMiddleware ─▶ CrossOriginMiddleware (without API keys only)
+        ─▶ AuthMiddleware ─▶ RequestBodyMiddleware ─▶ routes
 
 All middleware is plain ASGI, so nothing buffers a stream or hides a disconnect. A route reads its request's body
 itself, after every check that can refuse the request without reading it.
@@ -45,6 +46,7 @@ from services.gateway.http.request_body import (
     UnreadBodyMiddleware,
 )
 from services.gateway.http.request_id import RequestIdMiddleware
+from services.gateway.http.request_pacing import RequestPacingMiddleware
 from services.gateway.http.trace_requests import TraceMiddleware
 from services.gateway.openai.openapi import docs_page, openapi_document
 from services.gateway.openai.request_limits import MAX_BATCH_BYTES
@@ -329,6 +331,7 @@ def build_app(
     if tracer is not None:
         layered = TraceMiddleware(layered, tracer, TRACED_PATHS)
     paths = frozenset(route.path for route in routes)
+    layered = RequestPacingMiddleware(layered)
     enveloped = RequestIdMiddleware(layered, api.service.metrics, paths, api.service.errors)
     return UnreadBodyMiddleware(enveloped)
 

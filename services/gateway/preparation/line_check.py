@@ -90,12 +90,12 @@ class CheckState(msgspec.Struct, frozen=True, array_like=True):
 class CheckedSlice(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What a slice has found.
 
-    `lines` are the number, the offset and the length of each line, as 64-bit integers; `custom_ids` are their names.
+    `lines` are the number, the offset and the length of each line, as 64-bit integers. Names of lines stay in the file:
+    a client decides how long they are, and the event loop takes this from the helper process.
     `state` is that of the next slice, but that `seen` has what this one adds; it `is_complete` if there is none.
     """
 
     lines: bytes
-    custom_ids: list[str]
     problems: list[BatchProblem]
     state: CheckState
     is_complete: bool
@@ -113,7 +113,6 @@ class _Slice:
     problem_bytes: int
     numbers: dict[bytes, int]
     lines: array[int] = field(default_factory=lambda: array("q"))
-    custom_ids: list[str] = field(default_factory=list)
     problems: list[BatchProblem] = field(default_factory=list)
     seen: bytearray = field(default_factory=bytearray)
 
@@ -141,7 +140,6 @@ class _Slice:
             self.seen += SEEN_ID.pack(name, number)
         self.num_lines += 1
         self.lines.extend((number, offset, num_bytes))
-        self.custom_ids.append(custom_id)
 
     def finish(self) -> None:
         """The file has no more lines."""
@@ -177,7 +175,7 @@ def check_slice(
             part.add_problem("too_many_tasks", f"a batch has at most {MAX_LINES} lines", number)
             break
         _check_text(part, number, offset, text)
-        if len(part.custom_ids) >= SLICE_LINES or cpu_s() >= end_s:
+        if part.num_lines - state.num_lines >= SLICE_LINES or cpu_s() >= end_s:
             is_complete = False
             break
     if is_complete:
@@ -186,7 +184,7 @@ def check_slice(
         content.tell(), number, part.num_lines, part.num_problems, part.num_listed, part.problem_bytes,
         part.model, bytes(part.seen),
     )  # fmt: skip
-    return CheckedSlice(part.lines.tobytes(), part.custom_ids, part.problems, following, is_complete)
+    return CheckedSlice(part.lines.tobytes(), part.problems, following, is_complete)
 
 
 def parse_line(text: bytes) -> BatchLine:

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from msgspec import json, structs
+from msgspec import json, msgpack, structs
 
 from services.gateway.openai.batch_schema import BatchProblem
 from services.gateway.preparation import line_check
@@ -20,6 +20,7 @@ from services.gateway.preparation.line_check import (
     MAX_MODEL_CHARS,
     MAX_PARAM_CHARS,
     MAX_PROBLEMS,
+    SLICE_LINES,
     CheckState,
     FileRules,
     check_slice,
@@ -44,7 +45,6 @@ class FileCheck:
     num_problems: int = 0
     num_slices: int = 0
     problems: list[BatchProblem] = field(default_factory=list)
-    custom_ids: list[str] = field(default_factory=list)
     # Number, offset and length of each line.
     lines: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -57,7 +57,6 @@ def check_content(content: bytes, max_body: int = MAX_BODY, slice_s: float = 0.0
         part = check_slice(io.BytesIO(content), rules, state, lambda: slice_s * next(clock))
         packed = array("q", part.lines)
         found.lines += zip(packed[::3], packed[1::3], packed[2::3], strict=True)
-        found.custom_ids += part.custom_ids
         found.problems += part.problems
         found.num_slices += 1
         state = structs.replace(part.state, seen=state.seen + part.state.seen)
@@ -78,10 +77,18 @@ def test_every_line_is_found_where_it_lies() -> None:
     content = b"\n" + line("a") + b"  \r\n" + line("é") + line("c").rstrip()
     check = check_content(content)
     assert (check.problems, check.model) == ([], "toy")
-    assert check.custom_ids == ["a", "é", "c"]
     assert [number for number, _, _ in check.lines] == [2, 4, 5]
-    for (_, offset, num_bytes), custom_id in zip(check.lines, check.custom_ids, strict=True):
+    for (_, offset, num_bytes), custom_id in zip(check.lines, ["a", "é", "c"], strict=True):
         assert parse_line(content[offset : offset + num_bytes]).custom_id == custom_id
+
+
+def test_a_slice_tells_little_of_lines_with_long_names() -> None:
+    """The event loop decodes what it tells."""
+    content = b"".join(line(chr(0x1F600) * 500 + f"{number:05}") for number in range(SLICE_LINES + 1))
+    rules = FileRules(CHAT, MAX_BODY, "toy", b"key")
+    part = check_slice(io.BytesIO(content), rules, CheckState(), lambda: 0.0)
+    assert (part.state.num_lines, part.is_complete) == (SLICE_LINES, False)
+    assert len(msgpack.encode(part)) < 64 * SLICE_LINES
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,17 @@ class UploadedFile:
     expiry_s: int | None
 
 
+class _UploadFile:
+    """The descriptor of an upload, closed with the last reference: a thread may still be writing."""
+
+    def __init__(self, path: os.PathLike[str]) -> None:
+        self.descriptor = os.open(path, NEW_FILE_FLAGS, 0o600)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
 async def receive_upload(
     content_type: str,
     announced: str,
@@ -71,18 +82,15 @@ async def receive_upload(
     try:
         folder.check_space(int(announced) if announced else 0)
         check_share(0)
-        descriptor = os.open(path, NEW_FILE_FLAGS, 0o600)
-        try:
-            num_bytes = 0
-            async for chunks in _file_chunks(form, receive, max_bytes, stall_s):
-                more = sum(map(len, chunks))
-                check_share(num_bytes + more)
-                with folder.claim_space(more):
-                    num_bytes += await asyncio.to_thread(_write_chunks, descriptor, num_bytes, chunks)
-            name, expiry_s = form.finish()
-            await asyncio.to_thread(os.fsync, descriptor)
-        finally:
-            os.close(descriptor)
+        file, num_bytes = _UploadFile(path), 0
+        async for chunks in _file_chunks(form, receive, max_bytes, stall_s):
+            more = sum(map(len, chunks))
+            check_share(num_bytes + more)
+            with folder.claim_space(more):
+                num_bytes += await asyncio.to_thread(_write_chunks, file, num_bytes, chunks)
+        name, expiry_s = form.finish()
+        await asyncio.to_thread(_sync_file, file)
+        del file
         await asyncio.to_thread(_move_file, path, folder, file_id)
     except OSError as error:
         raise RequestError(storage_failure(error)) from error
@@ -119,11 +127,16 @@ async def _file_chunks(
             yield form.take_chunks()
 
 
-def _write_chunks(descriptor: int, offset: int, chunks: Sequence[bytes]) -> int:
+def _write_chunks(file: _UploadFile, offset: int, chunks: Sequence[bytes]) -> int:
     """Write chunks at `offset`; returns how many bytes they have. Called in a thread. Raises OSError."""
     data = b"".join(chunks)
-    write_whole(descriptor, data, offset)
+    write_whole(file.descriptor, data, offset)
     return len(data)
+
+
+def _sync_file(file: _UploadFile) -> None:
+    """Make what was written last. Called in a thread. Raises OSError."""
+    os.fsync(file.descriptor)
 
 
 def _move_file(path: os.PathLike[str], folder: DataDir, file_id: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from starlette.requests import Request
@@ -13,6 +16,7 @@ from starlette.types import Message
 from diptych.errors import RequestError
 from diptych.specs import TenantShares
 from services.gateway.batches.data_dir import DataDir
+from services.gateway.batches.files import upload
 from services.gateway.batches.files.file_routes import MAX_TENANT_UPLOADS, MAX_UPLOADS, FileRoutes
 from services.gateway.batches.records import FileRecord
 from services.gateway.batches.storage.schema import FILE_BYTES
@@ -68,3 +72,31 @@ def test_two_tenants_leave_places_for_uploads_of_others() -> None:
 
     taken = [take_places(tenant) for tenant in "abcde"]
     assert taken[0] == MAX_TENANT_UPLOADS and all(taken[:4]) and sum(taken) == MAX_UPLOADS
+
+
+async def test_a_thread_that_writes_late_writes_into_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that stops has given up an upload, whose thread had to wait."""
+    gate, ended, write_chunks = threading.Event(), threading.Event(), upload._write_chunks
+
+    def write_late(*arguments: Any) -> int:
+        gate.wait(30)
+        written = write_chunks(*arguments)
+        ended.set()
+        return written
+
+    monkeypatch.setattr(upload, "_write_chunks", write_late)
+    folder = DataDir(str(tmp_path / "data"))
+    kind = "multipart/form-data; boundary=b"
+    task = asyncio.create_task(upload.receive_upload(kind, "", send_form, folder, "file-1", 1 << 20, 10.0))
+    while not list(folder.uploads.iterdir()):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    with (tmp_path / "other").open("wb") as other:
+        gate.set()
+        await asyncio.to_thread(ended.wait, 30)
+        assert os.fstat(other.fileno()).st_size == 0
+    folder.close()

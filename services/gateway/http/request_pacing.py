@@ -19,7 +19,7 @@ class RequestPacingMiddleware:
     """ASGI middleware: `REQUESTS_PER_ITERATION` requests begin per iteration of the event loop, in order of arrival."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self.app = app
         # Requests that have begun in this iteration. Those that wait begin in the next ones.
         self._num_begun = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -27,7 +27,7 @@ class RequestPacingMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await self._await_start()
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
     async def _await_start(self) -> None:
         """Wait until this request may begin."""

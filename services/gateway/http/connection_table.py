@@ -2,7 +2,8 @@
 
 When the table is full, a new connection replaces an old one that waits for its client, in this order:
 
-    1. the one that has been idle for longest, if that is `FRESH_S` or more. No request is lost
+    1. the one that has been idle for longest, if that is `FRESH_S` or more, or if more than half of all connections are
+       idle. No request is lost
     2. of clients that have shown no key: the one whose client has made no progress for longest
     3. of the tenant with the most open requests: the same. So nobody loses a connection to a tenant that has more
     4. the one that has been idle for longest. Its request may be on its way, so it comes last
@@ -206,7 +207,7 @@ class ConnectionTable:
     def _make_room(self) -> bool:
         """Evict a connection that waits for its client, in the order above; False if none does."""
         oldest = next(iter(self._idle), None)
-        if self._waiting and (oldest is None or self._clock() < self._idle[oldest] + FRESH_S):
+        if self._waiting and (oldest is None or self._is_fresh(oldest)):
             # Clients without a key go before every tenant.
             heaviest = None if None in self._waiting else max(self._waiting, key=self._count_open)
             oldest = next(iter(self._waiting[heaviest]))
@@ -214,6 +215,14 @@ class ConnectionTable:
             return False
         self._evict(oldest)
         return True
+
+    def _is_fresh(self, idle: EvictableConnection) -> bool:
+        """Whether a request may still be on its way on a connection that is idle.
+
+        A crowd of idle connections is not waited for: it would displace clients that send or read.
+        """
+        crowded = 2 * len(self._idle) > self.max_connections
+        return not crowded and self._clock() < self._idle[idle] + FRESH_S
 
     def _count_open(self, tenant: str | None) -> int:
         return 0 if tenant is None else self.open_by_tenant[tenant]

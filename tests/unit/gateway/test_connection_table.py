@@ -80,6 +80,12 @@ def test_a_client_that_has_just_come_is_not_replaced_by_the_next_ones() -> None:
         assert not client.evicted
     # Nobody else waits for its client any more.
     assert table.add_connection(Connection()) and client.evicted
+    # A crowd of idle connections displaces no client that sends or reads.
+    table = ConnectionTable(8, lambda: now_s[0])
+    uploads = begin(table, "a", ConnectionPhase.SENDING, 3)
+    crowd = [Connection() for _ in range(40)]
+    assert all(table.add_connection(one) for one in crowd)
+    assert not any(one.evicted for one in uploads) and sum(not one.evicted for one in crowd) == 5
     # A connection that has been idle for some time loses nothing.
     table = ConnectionTable(2, lambda: now_s[0])
     assert table.add_connection(idle := Connection()) and table.add_connection(waiting := Connection())

@@ -112,6 +112,7 @@ class BatchStore:
 
         def work(db: sqlite3.Connection, files: ResultFiles) -> tuple[list[BatchRecord], list[int]]:
             found = results.recover_batches(db, files, self.folder, self._tenants, now)
+            self._uses = tables.tenant_uses(db)
             return found, results.leftover_lines(db)
 
         found, leftover = await self._change(work)

@@ -178,6 +178,20 @@ async def test_open_batches_and_their_lines_have_a_share(store: BatchStore) -> N
     await store.add_batch(structs.replace(again, id=new_batch_id()))
 
 
+async def test_after_a_start_a_tenant_above_its_share_gets_no_results(folder: DataDir) -> None:
+    first = BatchStore(folder)
+    await add_batch(first, 3, "a")
+    await asyncio.to_thread(first.close)
+    again = BatchStore(DataDir(str(folder.path)), shares=TenantShares(max_bytes=10))
+    try:
+        await again.recover()
+        refusal = again.line_refusal("a")
+        assert refusal is not None and refusal.code == "tenant_storage_full"
+        assert again.line_refusal("b") is None
+    finally:
+        await asyncio.to_thread(again.close)
+
+
 def test_without_a_number_a_tenant_may_keep_as_much_as_the_disk_has_left() -> None:
     shares = TenantShares()
     assert find_refusal(shares, TenantUse(bytes=0), 50, 0, 100) is None

@@ -11,8 +11,12 @@ from starlette.types import Message, Receive, Scope, Send
 from services.gateway.http.request_pacing import REQUESTS_PER_ITERATION, RequestPacingMiddleware
 
 
-async def never(*_: object) -> Message:
-    raise AssertionError("nothing is received or sent")
+async def receive_nothing() -> Message:
+    raise AssertionError("nothing is received")
+
+
+async def send_nothing(message: Message) -> None:
+    raise AssertionError("nothing is sent")
 
 
 async def test_requests_begin_a_few_per_iteration_and_in_order() -> None:
@@ -33,7 +37,7 @@ async def test_requests_begin_a_few_per_iteration_and_in_order() -> None:
     for burst in range(2):
         numbers = range(100 * burst, 100 * burst + 100)
         await asyncio.gather(
-            *(pacing({"type": "http", "number": number}, never, never) for number in numbers)
+            *(pacing({"type": "http", "number": number}, receive_nothing, send_nothing) for number in numbers)
         )
         # Alone, a request begins at once.
         await asyncio.sleep(0)
@@ -51,12 +55,12 @@ async def test_a_request_alone_does_not_wait_and_a_cancelled_one_takes_no_place(
         begun.append(scope["name"])
 
     pacing = RequestPacingMiddleware(app)
-    alone = pacing({"type": "http", "name": "alone"}, never, never)
+    alone = pacing({"type": "http", "name": "alone"}, receive_nothing, send_nothing)
     with contextlib.suppress(StopIteration):
         alone.send(None)
     assert begun == ["alone"]
     tasks = [
-        asyncio.create_task(pacing({"type": "http", "name": str(number)}, never, never))
+        asyncio.create_task(pacing({"type": "http", "name": str(number)}, receive_nothing, send_nothing))
         for number in range(30)
     ]
     await asyncio.sleep(0)
@@ -64,5 +68,5 @@ async def test_a_request_alone_does_not_wait_and_a_cancelled_one_takes_no_place(
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert [name for name in begun if name != "alone"] == [str(n) for n in (*range(10), *range(20, 30))]
-    await pacing({"type": "lifespan", "name": "start"}, never, never)
+    await pacing({"type": "lifespan", "name": "start"}, receive_nothing, send_nothing)
     assert begun[-1] == "start"

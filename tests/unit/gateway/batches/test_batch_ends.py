@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from diptych.specs import TenantShares
-from services.gateway.batches import store as store_module
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.open_batch import OpenBatch
@@ -20,13 +19,12 @@ from services.gateway.batches.storage.settled_clock import STAND_S
 from services.gateway.batches.store import BatchStore
 from services.gateway.preparation import line_check
 from tests.unit.gateway.batches.idle_feeder import InlineChecker
+from tests.unit.gateway.batches.test_feeder import feeding, until
 from tests.unit.gateway.batches.test_file_checks import (
     ScriptedChecker,
     add_lines,
     feeder_of,
-    feeding,
     open_store,
-    until,
 )
 
 
@@ -54,7 +52,7 @@ async def test_a_disk_that_fails_while_lines_are_forgotten_ends_no_batch_twice(
             raise sqlite3.OperationalError("database or disk is full")
         return drop_lines(db, batch, limit)
 
-    monkeypatch.setattr(store_module.tables, "drop_lines", fail_once)
+    monkeypatch.setattr(tables, "drop_lines", fail_once)
     async with feeding(store, feeder):
         await until(lambda: not feeder.open and not fails)
         assert len(await store.list_files("", "batch_output", None, 10, "asc")) == 1

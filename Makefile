@@ -16,7 +16,7 @@ JOBS ?= 2
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test check lint types contracts tests soak faults gpu install docs clean
+.PHONY: help serve test check lint types contracts tests soak faults containers gpu install docs clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -53,6 +53,9 @@ soak: $(STAMP) ## The long ones; property tests look for new examples
 
 faults: $(STAMP) ## Faults in every phase, migration, chaos: .run/faults/report.md; ARGS='kill chaos' for some
 	@$(BIN)/python -m tests.faults.run --out .run/faults $(ARGS)
+
+containers: $(STAMP) ## The image and compose in a real container engine: .run/containers/report.md; needs root and Debian
+	@$(BIN)/python -m tests.containers.run --out .run/containers
 
 gpu: $(STAMP) ## Those that need a CUDA device
 	@$(BIN)/python -m pytest $(TESTS) -m gpu $(ARGS)

@@ -55,7 +55,11 @@ class Project:
         """`docker compose up -d --wait WORDS`; seconds that it took. `files` are flags that name other files."""
         began_s = time.monotonic()
         named = ["--profile", profile] if profile else []
-        self.compose(*files, *named, "up", "-d", "--wait", "--wait-timeout", str(UP_S), *words)
+        try:
+            self.compose(*files, *named, "up", "-d", "--wait", "--wait-timeout", str(UP_S), *words)
+        except AssertionError as error:
+            said = self.compose("logs", "--no-color", "--tail", "6", "gateway", "prefill", "decode")
+            raise AssertionError(f"{error}; logs: {' / '.join(said.strip().splitlines())}") from None
         took_s = time.monotonic() - began_s
         self.keys = {
             name: self.compose("exec", "-T", "gateway", "cat", file).strip()

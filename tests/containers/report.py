@@ -23,7 +23,7 @@ class Report:
         try:
             passed, figure = True, call()
         except Exception as error:
-            passed, figure = False, f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+            passed, figure = False, f"{type(error).__name__}: {' '.join(str(error).split())[:3000]}"
         print(
             f"  {'works' if passed else 'FAILS'} after {time.monotonic() - began_s:.0f} s: {figure}",
             flush=True,

@@ -105,7 +105,7 @@ class BulkPlan(msgspec.Struct, frozen=True):
     disk_bytes: int | None = None
 
 
-class TenantShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StorageShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The most that files and batches of one API key may take."""
 
     # None: as much as the disk has left.
@@ -187,7 +187,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Largest file that may be uploaded.
     max_file_bytes: int = 200 << 20
     # What files and batches of one API key may take.
-    shares: TenantShares = TenantShares()
+    shares: StorageShares = StorageShares()
     # URL to which traces are sent as OTLP over HTTP; None means that nothing is traced.
     otlp_traces_endpoint: str | None = None
     # Share of the requests that are traced, of those whose client has not decided it.

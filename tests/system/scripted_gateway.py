@@ -21,7 +21,7 @@ from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import Logprob, Output
 from diptych.request import Request
 from diptych.slo import Slo
-from diptych.specs import TenantShares
+from diptych.specs import StorageShares
 from router.effects import StageDurations
 from services.gateway.app import ApiRoutes, HealthProbes, build_app
 from services.gateway.batches.batch_service import BatchesOff, BatchService, open_batch_service
@@ -165,7 +165,7 @@ def scripted(
     max_connections: int = MAX_CONNECTIONS,
     data_dir: Path | None = None,
     max_file_bytes: int = 1 << 20,
-    shares: TenantShares | None = None,
+    shares: StorageShares | None = None,
     admin_key: str = "",
 ) -> Iterator[Running]:
     """Serve `folder` on a free port of 127.0.0.1; with `data_dir` also files and batches.

@@ -26,7 +26,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import RULES, FailureReason, RequestFailure
 from diptych.logs.log_format import JsonFormatter
 from diptych.messages import Admit
-from diptych.specs import TenantShares
+from diptych.specs import StorageShares
 from services.gateway.batches.files import file_routes
 from services.gateway.http import connection, connection_table, error_response
 from services.gateway.http.log_rate_limit import LogRateLimit
@@ -206,9 +206,9 @@ def provoke_batches(running: Running, http: httpx.Client, seen: Provoked, patch:
     seen.add("batch_not_found", http.get("/v1/batches/batch-nowhere"), "batch-nowhere")
     good, wrong = upload().json()["id"], upload(b"no JSON").json()["id"]
     with patch.context() as patched:
-        patched.setattr(running.batches.store, "shares", TenantShares(max_batches=0))
+        patched.setattr(running.batches.store, "shares", StorageShares(max_batches=0))
         seen.add("too_many_batches", create(good), "batches are open")
-        patched.setattr(running.batches.store, "shares", TenantShares(max_bytes=0))
+        patched.setattr(running.batches.store, "shares", StorageShares(max_bytes=0))
         seen.add("tenant_storage_full", create(good), "--max-tenant-bytes 0")
     batch = create(wrong).json()["id"]
     wait_for(lambda: http.get(f"/v1/batches/{batch}").json()["status"] == "failed", WAIT_S)

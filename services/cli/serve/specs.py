@@ -12,7 +12,7 @@ import msgspec
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.slo import DEFAULT_ATTAINMENT
-from diptych.specs import GatewaySpec, TenantShares, WorkerSpec
+from diptych.specs import GatewaySpec, StorageShares, WorkerSpec
 from planner.placement.plan_file import PlanFile
 from planner.types import BOTH, keeps_steps_within_tpot
 from services.cli.serve.bulk_plan import with_bulk_plan
@@ -131,9 +131,9 @@ def gateway_spec(
     )
 
 
-def _tenant_shares(config: Config) -> TenantShares:
+def _tenant_shares(config: Config) -> StorageShares:
     """What files and batches of one API key may take."""
-    return TenantShares(
+    return StorageShares(
         max_bytes=config.max_tenant_bytes,
         max_files=config.max_tenant_files,
         max_batches=config.max_tenant_batches,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from diptych.specs import TenantShares
+from diptych.specs import StorageShares
 from services.gateway.batches.batch_report import BatchCollector
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.feeder import BatchFeeder
@@ -56,7 +56,7 @@ def open_batch_service(
     max_file_bytes: int,
     service: GatewayService,
     num_workers: Callable[[], int] = lambda: 1,
-    shares: TenantShares | None = None,
+    shares: StorageShares | None = None,
     tenants: Collection[str] | None = None,
 ) -> BatchService:
     """Open the data directory, and make what serves it. The lines of batches run through a copy of `service`.
@@ -68,7 +68,7 @@ def open_batch_service(
         StartError: the data directory cannot be used.
         ConfigError: a share is larger than its disk.
     """
-    shares = shares or TenantShares()
+    shares = shares or StorageShares()
     folder = DataDir(data_dir)
     try:
         check_disk(shares, folder.disk_bytes())

@@ -17,7 +17,7 @@ import msgspec
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.specs import TenantShares
+from diptych.specs import StorageShares
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.database_thread import DatabaseThread, Job, ResultFiles
@@ -54,7 +54,7 @@ class BatchStore:
         folder: DataDir,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-        shares: TenantShares | None = None,
+        shares: StorageShares | None = None,
         tenants: Collection[str] | None = None,
     ) -> None:
         """Open what lies in `folder`. `clock` gives Unix seconds, `monotonic` seconds that never jump.
@@ -64,7 +64,7 @@ class BatchStore:
         Raises:
             StartError: it cannot be read, or is of another version.
         """
-        self.folder, self.shares, self._tenants = folder, shares or TenantShares(), tenants
+        self.folder, self.shares, self._tenants = folder, shares or StorageShares(), tenants
         self._clock, self._monotonic = clock, monotonic
         self._thread = DatabaseThread(folder)
         self._settled, self._kept_clock_s = SettledClock(self._thread.settled_s), float("-inf")

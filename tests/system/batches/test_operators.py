@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from diptych.specs import TenantShares
+from diptych.specs import StorageShares
 from services.gateway.openai.tenancy import tenant_of_key
 from tests.system.batches.batch_lines import (
     MINE,
@@ -149,7 +149,7 @@ def test_a_key_that_is_taken_away_takes_its_batches_along(folder: Path, tmp_path
 
 
 def test_a_tenant_at_its_share_gets_one_clear_answer(folder: Path, tmp_path: Path) -> None:
-    shares = TenantShares(max_bytes=64 << 10, max_batches=1)
+    shares = StorageShares(max_bytes=64 << 10, max_batches=1)
     with (
         scripted(folder, keys=(MINE, YOURS), data_dir=tmp_path / "data", shares=shares) as gateway,
         client_of(gateway, MINE) as mine,

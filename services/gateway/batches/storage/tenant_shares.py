@@ -10,7 +10,7 @@ import msgspec
 
 from diptych.errors import ConfigError
 from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.specs import TenantShares
+from diptych.specs import StorageShares
 from services.gateway.batches.storage.schema import FILE_BYTES
 
 HOW_TO_FREE = "delete files, or wait until open batches have ended"
@@ -28,7 +28,7 @@ class TenantUse(msgspec.Struct, frozen=True):
     lines: int = 0
 
 
-def check_disk(shares: TenantShares, disk_bytes: int) -> None:
+def check_disk(shares: StorageShares, disk_bytes: int) -> None:
     """Check that the disk has as many bytes. Raises ConfigError if the share is larger than the whole disk."""
     if shares.max_bytes is not None and shares.max_bytes > disk_bytes:
         raise ConfigError(
@@ -39,7 +39,7 @@ def check_disk(shares: TenantShares, disk_bytes: int) -> None:
 
 
 def find_refusal(
-    shares: TenantShares, use: TenantUse, num_bytes: int, num_files: int, free_bytes: int
+    shares: StorageShares, use: TenantUse, num_bytes: int, num_files: int, free_bytes: int
 ) -> RequestFailure | None:
     """Why a tenant that keeps `use` may not keep so much more, while the disk has `free_bytes` left."""
     num_bytes += num_files * FILE_BYTES
@@ -61,7 +61,7 @@ def find_refusal(
     return None
 
 
-def find_line_refusal(shares: TenantShares, use: TenantUse, free_bytes: int) -> RequestFailure | None:
+def find_line_refusal(shares: StorageShares, use: TenantUse, free_bytes: int) -> RequestFailure | None:
     """Why no other line of a tenant may have a result; None if it may.
 
     Without a share in bytes it is refused above `LINE_FACTOR` times what the disk has left: batches that were
@@ -79,7 +79,7 @@ def find_line_refusal(shares: TenantShares, use: TenantUse, free_bytes: int) -> 
     return RequestFailure(FailureReason.TENANT_STORAGE_FULL, problem)
 
 
-def find_batch_refusal(shares: TenantShares, use: TenantUse) -> RequestFailure | None:
+def find_batch_refusal(shares: StorageShares, use: TenantUse) -> RequestFailure | None:
     """Why a tenant may not have another open batch; None if it may."""
     if use.open_batches < shares.max_batches:
         return None

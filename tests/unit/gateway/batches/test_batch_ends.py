@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.specs import TenantShares
+from diptych.specs import StorageShares
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.open_batch import OpenBatch
@@ -29,7 +29,7 @@ from tests.unit.gateway.batches.test_file_checks import (
 
 
 async def test_a_batch_above_the_share_of_lines_has_failed_for_good(tmp_path: Path) -> None:
-    store = BatchStore(DataDir(str(tmp_path / "data")), shares=TenantShares(max_lines=3))
+    store = BatchStore(DataDir(str(tmp_path / "data")), shares=StorageShares(max_lines=3))
     record = await add_lines(store, 4)
     feeder = feeder_of(store, InlineChecker())
     async with feeding(store, feeder):

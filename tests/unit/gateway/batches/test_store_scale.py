@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from diptych.errors import RequestError
-from diptych.specs import TenantShares
+from diptych.specs import StorageShares
 from services.gateway.batches import store as store_module
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
@@ -299,7 +299,7 @@ async def test_lines_of_a_tenant_above_its_share_are_not_run(store: BatchStore) 
     batch = await add_batch(store, 3)
     await store.tenant_use("")
     assert store.line_refusal("") is None
-    store.shares = TenantShares(max_bytes=100)
+    store.shares = StorageShares(max_bytes=100)
     attempts = LineAttempts(
         store, cast(LineRunner, None), cast(FileChecker, DirectChecker()), OpenBatches(), store._clock
     )

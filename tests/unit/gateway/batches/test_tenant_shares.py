@@ -14,7 +14,7 @@ from msgspec import structs
 from starlette.types import Message, Receive
 
 from diptych.errors import ConfigError, RequestError
-from diptych.specs import TenantShares
+from diptych.specs import StorageShares
 from services.gateway.batches.data_dir import MIN_FREE_BYTES, MIN_FREE_INODES, DataDir
 from services.gateway.batches.files.upload import receive_upload
 from services.gateway.batches.records import InputLine, new_batch_id, new_file_id
@@ -133,7 +133,7 @@ async def refused(work: Any) -> str:
 
 
 async def test_a_tenant_at_its_share_of_bytes_gets_one_clear_answer(store: BatchStore) -> None:
-    store.shares = TenantShares(max_bytes=3 * FILE_BYTES)
+    store.shares = StorageShares(max_bytes=3 * FILE_BYTES)
     mine = await add_file(store, "me", b"x" * FILE_BYTES)
     text = await refused(add_file(store, "me", b"x" * FILE_BYTES))
     assert text.startswith("413 tenant_storage_full") and "--max-tenant-bytes 12288" in text
@@ -145,7 +145,7 @@ async def test_a_tenant_at_its_share_of_bytes_gets_one_clear_answer(store: Batch
 
 
 async def test_files_of_a_tenant_are_counted(store: BatchStore) -> None:
-    store.shares = TenantShares(max_files=2)
+    store.shares = StorageShares(max_files=2)
     for _ in range(2):
         await add_file(store)
     assert "--max-tenant-files" in await refused(add_file(store))
@@ -161,14 +161,14 @@ async def test_an_open_batch_counts_its_results_before_there_are_any(store: Batc
     after = await store.tenant_use("")
     size = store.content_path(batch.input_file).stat().st_size
     assert after.bytes - before.bytes >= size + 50 and after.files - before.files == 2
-    store.shares = TenantShares(max_bytes=after.bytes + size - 1)
+    store.shares = StorageShares(max_bytes=after.bytes + size - 1)
     assert "tenant_storage_full" in await refused(store.add_batch(structs.replace(again, id=new_batch_id())))
 
 
 async def test_open_batches_and_their_lines_have_a_share(store: BatchStore) -> None:
     batch = await add_batch(store, 4)
     again = structs.replace(batch, id=new_batch_id(), status="validating", in_progress_at=None, total=0)
-    store.shares = TenantShares(max_batches=2, max_lines=7)
+    store.shares = StorageShares(max_batches=2, max_lines=7)
     await store.add_batch(again)
     text = await refused(store.add_batch(structs.replace(again, id=new_batch_id())))
     assert text.startswith("429 too_many_batches") and "--max-tenant-batches" in text and "cancel" in text
@@ -182,7 +182,7 @@ async def test_after_a_start_a_tenant_above_its_share_gets_no_results(folder: Da
     first = BatchStore(folder)
     await add_batch(first, 3, "a")
     await asyncio.to_thread(first.close)
-    again = BatchStore(DataDir(str(folder.path)), shares=TenantShares(max_bytes=10))
+    again = BatchStore(DataDir(str(folder.path)), shares=StorageShares(max_bytes=10))
     try:
         await again.recover()
         refusal = again.line_refusal("a")
@@ -193,7 +193,7 @@ async def test_after_a_start_a_tenant_above_its_share_gets_no_results(folder: Da
 
 
 def test_without_a_number_a_tenant_may_keep_as_much_as_the_disk_has_left() -> None:
-    shares = TenantShares()
+    shares = StorageShares()
     assert find_refusal(shares, TenantUse(bytes=0), 50, 0, 100) is None
     assert find_refusal(shares, TenantUse(bytes=0), 51, 0, 100) is not None
     assert find_refusal(shares, TenantUse(bytes=50), 1, 0, 50) is not None
@@ -205,7 +205,7 @@ def test_without_a_number_a_tenant_may_keep_as_much_as_the_disk_has_left() -> No
 
 
 def test_a_share_above_the_disk_is_refused() -> None:
-    check_disk(TenantShares(max_bytes=100), 100)
+    check_disk(StorageShares(max_bytes=100), 100)
     with pytest.raises(ConfigError) as refusal:
-        check_disk(TenantShares(max_bytes=101), 100)
+        check_disk(StorageShares(max_bytes=101), 100)
     assert len(refusal.value.lines()) <= 6 and "--max-tenant-bytes" in refusal.value.what

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from diptych.errors import RequestError
-from diptych.specs import TenantShares
+from diptych.specs import StorageShares
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.files import upload
 from services.gateway.batches.files.file_routes import MAX_TENANT_UPLOADS, MAX_UPLOADS, FileRoutes
@@ -37,7 +37,7 @@ async def test_a_file_that_is_being_kept_counts_once_for_other_uploads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two files fit exactly into the share; the second is checked while the first is written into the database."""
-    shares = TenantShares(max_bytes=2 * (len(CONTENT) + FILE_BYTES))
+    shares = StorageShares(max_bytes=2 * (len(CONTENT) + FILE_BYTES))
     store = BatchStore(DataDir(str(tmp_path / "data")), shares=shares)
     routes, add_file, refusals = FileRoutes(store, 1 << 20, 10.0), store.add_file, list[object]()
     # The other upload has come whole.

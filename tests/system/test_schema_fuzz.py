@@ -58,6 +58,7 @@ KNOWN: dict[str, Any] = {
     },
     "stop": {"type": "string", "minLength": 1, "maxLength": 9},
 }
+ADMIN_KEY = "sk-admin"
 BUDGET_S = 6.0  # per operation and mode
 EXAMPLES = {"post": 40, "get": 5, "delete": 5}
 OPERATIONS = [
@@ -68,7 +69,7 @@ OPERATIONS = [
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder, data = make_folder(tmp_path_factory.mktemp("toy")), tmp_path_factory.mktemp("data")
-    with scripted(folder, data_dir=data / "batches") as running:
+    with scripted(folder, data_dir=data / "batches", admin_key=ADMIN_KEY) as running:
         yield running
 
 
@@ -122,6 +123,8 @@ def test_nothing_sent_breaks_it(gateway: Running, path: str, method: str, mode: 
 
     with requests.Session() as session:
         session.trust_env = False
+        if path.startswith("/admin/"):
+            session.headers["Authorization"] = f"Bearer {ADMIN_KEY}"
 
         @given(case=operation.as_strategy(generation_mode=mode))
         @settings(

@@ -60,12 +60,13 @@ def test_a_file_is_checked_by_a_process_that_comes_last_and_ends(
     rules: RequestRules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_checker, "IDLE_S", 0.2)
-    path, pool = tmp_path / "in.jsonl", PreparerPool(rules)
+    path, others = tmp_path / "in.jsonl", processes()
+    pool = PreparerPool(rules)
     path.write_bytes(line("a") + line("b", 100_000))
 
     async def work(gaps: Gaps) -> None:
         checker = FileChecker(pool)
-        while len(processes()) < 1 + pool.num:
+        while len(processes() - others) < 1 + pool.num:
             await asyncio.sleep(0.01)
         before = processes()
         found = await checker.check_slice(job(path))
@@ -99,12 +100,13 @@ def test_what_ends_the_process_is_said_and_the_next_file_is_checked(
         return check(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr("services.gateway.preparation.file_job.check_slice", endless)
-    path, pool = tmp_path / "in.jsonl", PreparerPool(rules)
+    path, others = tmp_path / "in.jsonl", processes()
+    pool = PreparerPool(rules)
     path.write_bytes(line("a"))
 
     async def work(gaps: Gaps) -> None:
         checker = FileChecker(pool)
-        while len(processes()) < 1 + pool.num:
+        while len(processes() - others) < 1 + pool.num:
             await asyncio.sleep(0.01)
         before = processes()
         assert isinstance(await checker.check_slice(job(tmp_path / "none")), FileUnreadable)

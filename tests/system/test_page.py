@@ -291,7 +291,7 @@ def test_a_killed_worker_shows(visit: Any, served: Served) -> None:
         served.worker("decode-1").kill()
         killed_s = time.monotonic()
         one.page.locator("#events tr[data-event=lost][data-worker=decode-1]").nth(known).wait_for()
-        # Measured, not asserted: docs/dashboards.md quotes it.
+        # Measured, not asserted.
         print(f"a killed worker is shown after {time.monotonic() - killed_s:.1f} s")
         # Its supervisor starts it again.
         one.page.locator("#workers tr[data-worker=decode-1][data-state=up]").wait_for()

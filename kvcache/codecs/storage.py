@@ -7,7 +7,7 @@ values, the bits per stored number are
     nuq*, keys           b + n · (16 + i) / g               nuq*, values  b + n · (16 + i) / g + 32 / g
     tq*                  b + 16 / d
 
-(docs/codecs.md). This file imports no NumPy.
+(docs/design/codecs.md). This file imports no NumPy.
 """
 
 from __future__ import annotations

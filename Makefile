@@ -60,12 +60,13 @@ containers: $(STAMP) ## The image and compose in a real container engine: .run/c
 gpu: $(STAMP) ## Those that need a CUDA device
 	@$(BIN)/python -m pytest $(TESTS) -m gpu $(ARGS)
 
-docs: $(STAMP) ## Write what is generated: docs/configuration.md and the JSON Schemas in docs
+docs: $(STAMP) ## Write what is generated: docs/configuration.md, JSON Schemas, dashboards, docs/results
 	@$(BIN)/python -m services.cli.serve.settings_reference > docs/configuration.md
 	@$(BIN)/diptych serve --config-schema > docs/configuration.schema.json
 	@$(BIN)/diptych dashboards --out deploy/grafana > /dev/null
 	@$(BIN)/python -m services.cli.serve.file_schemas plan > docs/plan.schema.json
 	@$(BIN)/python -m services.cli.serve.file_schemas profile > docs/profile.schema.json
+	@$(BIN)/python -m benchmarks.results_tables
 
 install: $(STAMP) ## Make .venv, or bring it up to date
 

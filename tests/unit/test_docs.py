@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from services.gateway.metrics.deployment import DeploymentCollector
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
 from tests.unit.gateway.batches.idle_feeder import idle_feeder
-from tests.unit.test_house import trees
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -117,26 +115,6 @@ def test_every_page_begins_with_a_command(page: Path) -> None:
     assert re.match(r"    (diptych|python|make|curl) ", parts[1]), parts[1]
 
 
-def missing_packages(text: str, packages: Iterable[str]) -> list[str]:
-    """The packages that `text` does not name, neither as `a/b/` nor as `b` in a row or paragraph that names `a/`."""
-    blocks = re.split(r"\n\s*\n|\n(?=\s*\|)", text)
-
-    def is_named(package: str) -> bool:
-        parent, _, name = package.rpartition("/")
-        return f"`{package}/`" in text or any(
-            f"`{parent}/`" in block and f"`{name}`" in block for block in blocks if parent
-        )
-
-    return [package for package in packages if not is_named(package)]
-
-
-def test_contributing_names_every_package() -> None:
-    product = {str(path.parent) for path in trees()}
-    assert len(product) > 40
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert missing_packages(contributing, sorted(product)) == []
-
-
 def unheld(text: str) -> list[str]:
     """The rows of tables of promises that name no test, by what fails."""
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| ") and line.count("|") >= 6]
@@ -153,8 +131,6 @@ def test_the_checks_can_fail() -> None:
     relay = "router/requests/relay.py:Relay"
     text = f"`{relay}.handle_event` `router/none.py` `{relay}.none` `nowhere/` `/health`"
     assert missing(text) == ["router/none.py", "router/requests/relay.py:Relay.none", "nowhere/"]
-    table = "| `a/` | `b`; `a/b/c/` |\n| `d/` | `e` |"
-    assert missing_packages(table, ["a", "a/b", "a/b/c", "a/e", "d/e", "b"]) == ["a/e", "b"]
     row = "| a fuse | it blows | nothing | at once | {} |"
     rows = [row.format(held) for held in ("-", "`tests/unit/test_docs.py:test_none`")]
     assert unheld("\n".join(rows)) == ["a fuse"]

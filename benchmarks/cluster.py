@@ -36,11 +36,10 @@ import httpx
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.load.short_form import add_short_form
-from tests import waiting
-from tests.faults import network_namespaces
-from tests.faults.ray_nodes import RayCluster, RayNode, running_cluster
-from tests.system.cluster_driver import Driver, run_serve
-from tests.system.deployment import serve_parts
+from tests.support import network_namespaces, waiting
+from tests.support.cluster_driver import Driver, run_serve
+from tests.support.deployment import serve_parts
+from tests.support.ray_nodes import RayCluster, RayNode, running_cluster
 
 PATIENCE_S = 300.0
 # A node that is cut off for 10 s is given up by Ray meanwhile.

@@ -45,10 +45,7 @@ import uvloop
 import benchmarks.script_path  # noqa: F401
 from benchmarks.load.deployment import ServedDeployment, serving_deployment
 from benchmarks.overload import Load
-from benchmarks.watching.bench_runs import CHAT, DOCUMENTS, answers_per_s, run_bench
 from benchmarks.watching.broken_workers import alert_delays
-from benchmarks.watching.dashboard_queries import check_queries, panel_queries, rule_queries
-from benchmarks.watching.prometheus_server import PrometheusServer, scraping
 from benchmarks.watching.row_pictures import draw_rows
 from planner.costs.model import find_model
 from planner.costs.profile import CostProfile
@@ -56,6 +53,9 @@ from planner.costs.profile_file import save_profile
 from planner.costs.step import StepCost
 from planner.hardware import find_device
 from planner.types import Parallelism
+from tests.support.bench_runs import CHAT, DOCUMENTS, answers_per_s, run_bench
+from tests.support.dashboard_queries import check_queries, panel_queries, rule_queries
+from tests.support.prometheus_server import PrometheusServer, scraping
 
 TARGET = 0.9
 CLIENTS, NUM_REQUESTS = (4, 8, 16, 32), 200

@@ -45,7 +45,6 @@ import uvloop
 from transformers import AutoTokenizer
 
 import benchmarks.script_path  # noqa: F401
-from benchmarks.kv_engine import EngineModel, GreedyAnswer
 from benchmarks.load.deployment import ServedDeployment, serving_deployment
 from diptych.chunks import CHUNK_TOKENS
 from diptych.keep_spec import KEEP_ALL, KeepSpec
@@ -55,6 +54,7 @@ from engine.model.kv_codec import resolve_kv_codec
 from engine.model.tokenizer import ModelTokenizer, read_token_kinds
 from kvcache.layout import KvLayout, split_layout
 from models.evaluate import HeldOutText
+from tests.support.engine_model import EngineModel, GreedyAnswer
 
 FOLDER = Path(__file__).parents[1] / "models" / "tiny"
 LENGTHS = (1, 400)

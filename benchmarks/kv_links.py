@@ -45,7 +45,7 @@ from planner.workload.workload import Workload
 from services.bench.load_generator import LoadGenerator, LoadRun, RunOptions
 from services.bench.rate_search import BenchLoad, GoodputSearch, RateStudy
 from services.bench.server import BenchServer, probe_server
-from tests.faults.network_namespaces import running_bridge, why_unavailable
+from tests.support.network_namespaces import running_bridge, why_unavailable
 
 Figures = dict[str, Any]
 

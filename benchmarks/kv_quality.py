@@ -55,7 +55,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import benchmarks.script_path  # noqa: F401
-from benchmarks.kv_engine import EngineModel, save_folder
 from benchmarks.kv_eviction import ANSWER_TOKENS, POOL_ROWS, measure_eviction, print_eviction
 from benchmarks.kv_schemes import HEAD_DIM, LAYERS, WIDTH, fit_samples, list_schemes
 from engine.model.kv_capture import capture_layers
@@ -77,6 +76,7 @@ from models.evaluate import HeldOutText
 from models.recall import RecallSeries, recall_series
 from models.tokenizer import END_OF_TEXT, load_tokenizer, token_id
 from models.twin import make_twin
+from tests.support.engine_model import EngineModel, save_folder
 
 FOLDER = Path(__file__).parents[1] / "models" / "tiny"
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 2048

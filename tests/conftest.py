@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.memory_groups import MemoryGroup, MemoryGroupError
+from tests.support.memory_groups import MemoryGroup, MemoryGroupError
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)

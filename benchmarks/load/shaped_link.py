@@ -1,7 +1,8 @@
 """One prefill and one decode worker on hosts of their own, with a link for their KV whose rate can be set.
 
-The hosts are network namespaces (`tests.faults.network_namespaces`). KV goes over a cable of its own, by NIXL over TCP;
-the channel to the gateway goes over the bridge and is not shaped. Needs root and the tools `ip`, `bridge` and `tc`.
+The hosts are network namespaces (`tests.support.network_namespaces`). KV goes over a cable of its own, by NIXL over
+TCP; the channel to the gateway goes over the bridge and is not shaped. Needs root and the tools `ip`, `bridge` and
+`tc`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from engine.model.kv_codec import expand_auto
 from services.host.child_environment import child_environment
 from services.host.ports import claim_port
 from services.host.supervisor import Supervisor, start_error
-from tests.faults.kv_cables import KvCable
-from tests.faults.network_namespaces import NamespaceBridge
+from tests.support.kv_cables import KvCable
+from tests.support.network_namespaces import NamespaceBridge
 
 READY_S, STOP_S = 300.0, 5.0
 # Bytes that pass a shaped end at once: what its rate sends in a millisecond, but at least a few packets.

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import benchmarks.script_path  # noqa: F401
-from benchmarks.watching.prometheus_server import PrometheusServer, scraping
 from diptych.messages import WorkerStats
-from tests.system.fake_workers import Puppet
-from tests.system.gateway_process import serving
+from tests.support.fake_workers import Puppet
+from tests.support.gateway_process import serving
+from tests.support.prometheus_server import PrometheusServer, scraping
 
 POLL_S = 0.5
 # Each fault's alert, and how long the alert waits.

@@ -14,10 +14,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.watching.dashboard_queries import fill_variables
-from benchmarks.watching.prometheus_server import PrometheusServer
 from services.dashboard.panels import PanelSpec, RowSpec
 from services.dashboard.write import list_dashboards
+from tests.support.dashboard_queries import fill_variables
+from tests.support.prometheus_server import PrometheusServer
 
 matplotlib.use("Agg")
 

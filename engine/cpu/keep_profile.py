@@ -9,7 +9,7 @@ the query heads of the group by their mean:
 
 A strip takes 256 bytes for each column, and only one exists at a time. Two things are read from it: the sums of its
 columns, for the scores, and the mass that falls on the columns that a policy keeps, of the row with the least. The
-window of a policy slides with each row. `engine.attention.keep_reference` is the same, slow and in float64.
+window of a policy slides with each row. `tests.support.keep_reference` is the same, slow and in float64.
 """
 
 from __future__ import annotations

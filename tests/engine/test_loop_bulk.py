@@ -20,7 +20,7 @@ from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree, root_key
-from tests.factories import make_folder
+from tests.support.factories import make_folder
 
 MODEL_LEN, NUM_SLABS, ROOT = 512, 20, root_key("the model", "")
 ONLINE, BULK = Tenancy(), Tenancy("batch", "", BULK_PRIORITY)

@@ -9,7 +9,6 @@ import itertools
 
 import pytest
 
-from benchmarks.kv_engine import EngineModel
 from diptych.keep_spec import KEEP_ALL, decision_tokens
 from engine.loop import SequenceOutput
 from engine.model.checkpoint import Checkpoint
@@ -27,6 +26,7 @@ from tests.engine.test_loop_evicted import (
     EvictingEngine,
     answers,
 )
+from tests.support.engine_model import EngineModel
 from tests.unit.engine.fakes import FixedRate
 
 CODEC = "nuq3-1%"

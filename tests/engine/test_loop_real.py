@@ -26,7 +26,7 @@ from kvcache.allocator import KvAllocator
 from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree, root_key
 from kvcache.tiers.host import HostTier
-from tests.factories import make_folder, make_tokenizer
+from tests.support.factories import make_folder, make_tokenizer
 from tests.unit.engine.fakes import FixedRate
 
 MODEL_LEN = 512

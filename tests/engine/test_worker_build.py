@@ -17,7 +17,7 @@ from engine.sequence import EngineLimits
 from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator
 from kvcache.slab_ledger import SlabLedger
-from tests.factories import make_folder
+from tests.support.factories import make_folder
 from worker.build import (
     _eviction_setup,
     choose_step_clock,

@@ -18,7 +18,7 @@ from typing import Any, Final
 import httpx
 
 from tests.faults.client import ClientRequest
-from tests.faults.deployment import FaultDeployment
+from tests.faults.fault_deployment import FaultDeployment
 from tests.faults.inject import holds_in_time
 from tests.faults.workload import RequestBook
 

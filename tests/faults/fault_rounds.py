@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tests.faults.client import ClientAnswer, ClientRequest, StreamingClient
-from tests.faults.deployment import FaultDeployment
+from tests.faults.fault_deployment import FaultDeployment
 from tests.faults.inject import InjectedFault
 from tests.faults.invariants import LogTail, RunVerdict, check_run
 from tests.faults.workload import RequestBook

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from tests.faults import proxy
-from tests.faults.deployment import PATIENCE_S, FaultDeployment
+from tests.faults.fault_deployment import PATIENCE_S, FaultDeployment
 from tests.faults.proxy import ProxyLine
-from tests.waiting import comes_true
+from tests.support.waiting import comes_true
 
 
 class FaultUnproven(AssertionError):

@@ -12,11 +12,11 @@ import msgspec
 from diptych.specs import GatewaySpec, WorkerSpec
 from services.host.ports import claim_port
 from services.host.supervisor import Supervisor
-from tests.faults import network_namespaces
-from tests.faults.deployment import DeploymentShape, FaultDeployment
+from tests.faults.fault_deployment import DeploymentShape, FaultDeployment
 from tests.faults.inject import FaultUnproven, holds_in_time
-from tests.faults.kv_cables import CableFault, KvCable, list_connections, reset_connections
-from tests.faults.network_namespaces import NamespaceBridge, NamespaceHost
+from tests.support import network_namespaces
+from tests.support.kv_cables import CableFault, KvCable, list_connections, reset_connections
+from tests.support.network_namespaces import NamespaceBridge, NamespaceHost
 
 
 class NamespaceDeployment(FaultDeployment):

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tests.faults import namespace_deployment, network_namespaces, proxy, report
+from tests.faults import namespace_deployment, proxy, report
 from tests.faults.bulk_backlog import BulkBacklog
 from tests.faults.client import ClientAnswer, StreamingClient
-from tests.faults.deployment import FaultDeployment, ToyReports, running_deployment
+from tests.faults.fault_deployment import FaultDeployment, ToyReports, running_deployment
 from tests.faults.fault_rounds import (
     REACH_S,
     FaultCell,
@@ -49,6 +49,7 @@ from tests.faults.proxy import ProxyLine
 from tests.faults.recovery import FaultStrike, recovery_waits, stream_waits
 from tests.faults.scenario import FaultEvent, Scenario, read_scenarios, with_bulk
 from tests.faults.workload import RequestBook, keep_streaming
+from tests.support import network_namespaces
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Scenario files: what is deployed, what is asked, what happens to it, and what must hold. All is data (YAML).
 
 name: kill                       seed: 1
-deployment: {prefill: 2, decode: 2, …}             # tests.faults.deployment.DeploymentShape
+deployment: {prefill: 2, decode: 2, …}             # tests.faults.fault_deployment.DeploymentShape
 kind: phases | migrate | leave | chaos             # what is played, see tests.faults.run
 phases: {queued: 3, reading: 3, …}                 # requests to be held in each
 events: [{fault: kill, target: prefill-0, lasts_s: 0.5}, …]
@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from tests.faults.deployment import DeploymentShape
+from tests.faults.fault_deployment import DeploymentShape
 
 SCENARIO_FOLDER = Path(__file__).parent / "scenarios"
 KINDS = ("phases", "migrate", "leave", "chaos")

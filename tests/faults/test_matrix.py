@@ -13,7 +13,7 @@ import pytest
 from engine.step_work import StepWork
 from tests.faults import proxy
 from tests.faults.client import ClientAnswer
-from tests.faults.deployment import DeploymentShape, FaultDeployment
+from tests.faults.fault_deployment import DeploymentShape, FaultDeployment
 from tests.faults.inject import FaultUnproven, KillFault, ProxyFault, StopFault
 from tests.faults.invariants import check_answers, check_log, check_run
 from tests.faults.run import run_scenario

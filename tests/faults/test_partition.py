@@ -24,13 +24,13 @@ from kvtransfer.transports import nixl
 from services.host.ports import claim_port
 from services.host.supervisor import Supervisor
 from tests.engine.transport.transport_source import LAYOUT, RemoteSource
-from tests.faults import network_namespaces
 from tests.faults.client import ClientAnswer, ClientRequest, StreamingClient
 from tests.faults.corruption import NUM_SLABS, SLABS, PullTarget, offer_kv
-from tests.faults.deployment import DeploymentShape, FaultDeployment
-from tests.faults.kv_cables import CableFault, KvCable
-from tests.faults.network_namespaces import NamespaceBridge, NamespaceHost
+from tests.faults.fault_deployment import DeploymentShape, FaultDeployment
 from tests.faults.workload import RequestBook, keep_streaming
+from tests.support import network_namespaces
+from tests.support.kv_cables import CableFault, KvCable
+from tests.support.network_namespaces import NamespaceBridge, NamespaceHost
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -53,7 +53,7 @@ def net() -> Iterator[NamespaceBridge]:
 
 LEFT_BEHIND = """
 import os
-from tests.faults.network_namespaces import NamespaceBridge
+from tests.support.network_namespaces import NamespaceBridge
 net = NamespaceBridge()
 net.house()
 print(net.name, flush=True)
@@ -77,7 +77,7 @@ def test_what_a_killed_process_has_left_behind_is_removed(net: NamespaceBridge) 
 # Runs in a network namespace of its own, whose firewall forwards nothing, as where a container engine runs.
 FILTERED = """
 import subprocess, sys
-from tests.faults.network_namespaces import run_command, running_bridge
+from tests.support.network_namespaces import run_command, running_bridge
 from tests.faults.test_partition import talks
 run_command("ip", "link", "set", "lo", "up")
 if sys.argv[1:]:

@@ -17,7 +17,7 @@ from engine.attention.batch import pack_batch
 from engine.gpu.coded.attention import CodedGpuAttention
 from engine.gpu.launch import LaunchTuning
 from engine.step_work import StepWork
-from tests import reference_attention
+from tests.support import reference_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -23,8 +23,8 @@ from engine.model.weights import WeightReader
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
-from tests import reference_attention
-from tests.factories import make_oracle, save_model
+from tests.support import reference_attention
+from tests.support.factories import make_oracle, save_model
 
 pytestmark = pytest.mark.gpu
 

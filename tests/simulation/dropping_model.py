@@ -22,7 +22,7 @@ from engine.sequence import num_chunks
 from engine.step_work import KeptWork, StepWork
 from kvcache.keep import PUNCT_KIND, SPECIAL_KIND, KeepRule, choose_policies, kept_mask
 from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frame_bytes, frames_per_slab, map_frames
-from tests.simulation.toy_model import (
+from tests.simulation.virtual_model import (
     LAYERS,
     VOCAB,
     VirtualMemory,

@@ -11,7 +11,7 @@ from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.request import BULK_PRIORITY, Tenancy
 from tests.simulation.gateway import VirtualClient
 from tests.simulation.process import MODEL_LEN
-from tests.simulation.toy_model import POISON
+from tests.simulation.virtual_model import POISON
 from tests.simulation.world import PATIENCE_S, VirtualWorld, random_sampling
 
 

@@ -33,7 +33,8 @@ from kvtransfer.resharding import ShardedPool, plan_spans
 from prefill_worker.worker import PrefillWorker, TicketIssuer
 from tests.simulation.channel import LEASE_S, VirtualLink, VirtualNetwork
 from tests.simulation.event_queue import ScheduledEvent, VirtualEventQueue
-from tests.simulation.toy_model import (
+from tests.simulation.transport import VirtualKvFetcher, VirtualPipes
+from tests.simulation.virtual_model import (
     FINGERPRINT,
     LAYERS,
     ProcessCrash,
@@ -43,7 +44,6 @@ from tests.simulation.toy_model import (
     VirtualSampler,
     toy_layout,
 )
-from tests.simulation.transport import VirtualKvFetcher, VirtualPipes
 from worker.loop import LatestStats, WorkerLoop, WorkerRole
 
 KEY = bytes(range(32))

@@ -12,8 +12,8 @@ from router.requests.relay import Relay
 from router.routing import auto_class
 from router.routing.class_choice import LINK, POOL, QUALITY
 from tests.simulation.faults import ClientLoad, ClientMix, FaultStorm
-from tests.simulation.invariants import DONE, InvariantChecker, settle_world
-from tests.simulation.toy_model import CODED
+from tests.simulation.virtual_laws import DONE, InvariantChecker, settle_world
+from tests.simulation.virtual_model import CODED
 from tests.simulation.world import VirtualWorld
 
 BOTH = f"{AUTO_CLASS},{RAW_CLASS},{CODED}"

@@ -20,8 +20,8 @@ from router.effects import FailRequest, FinishRequest, RelayEffect, RelayEvent, 
 from router.requests.relay import Relay
 from tests.simulation.channel import VirtualHub
 from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
-from tests.simulation.invariants import InvariantBroken, InvariantChecker, settle_world
-from tests.simulation.toy_model import (
+from tests.simulation.virtual_laws import InvariantBroken, InvariantChecker, settle_world
+from tests.simulation.virtual_model import (
     CODED,
     VirtualMemory,
     VirtualRunner,

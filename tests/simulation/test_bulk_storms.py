@@ -12,9 +12,9 @@ from diptych.chunks import RAW_CLASS
 from diptych.request import BULK_PRIORITY, SamplingParams, Tenancy
 from tests.simulation import test_class_storms, test_kept_storms
 from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
-from tests.simulation.invariants import DONE, InvariantChecker, settle_world
 from tests.simulation.test_storms import run_storm
-from tests.simulation.toy_model import CODED
+from tests.simulation.virtual_laws import DONE, InvariantChecker, settle_world
+from tests.simulation.virtual_model import CODED
 from tests.simulation.world import VirtualWorld
 
 SEEDS = range(6)

@@ -19,8 +19,8 @@ from engine.step_work import StepWork
 from router.effects import RelayEffect, RelayEvent, SendMessage
 from router.requests.relay import Relay
 from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
-from tests.simulation.invariants import DONE, InvariantBroken, InvariantChecker, settle_world
-from tests.simulation.toy_model import CODED, VirtualClassRunner, VirtualRunner
+from tests.simulation.virtual_laws import DONE, InvariantBroken, InvariantChecker, settle_world
+from tests.simulation.virtual_model import CODED, VirtualClassRunner, VirtualRunner
 from tests.simulation.world import VirtualWorld
 
 BOTH = f"{RAW_CLASS},{CODED}"

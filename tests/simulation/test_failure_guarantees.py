@@ -14,8 +14,8 @@ from kvtransfer.digests import ChunkDigester
 from prefill_worker.worker import PrefillWorker
 from tests.simulation.faults import ClientLoad, ClientMix, FaultSequence
 from tests.simulation.gateway import VirtualClient
-from tests.simulation.invariants import DONE, InvariantBroken, InvariantChecker, settle_world
-from tests.simulation.toy_model import CODED, POISON
+from tests.simulation.virtual_laws import DONE, InvariantBroken, InvariantChecker, settle_world
+from tests.simulation.virtual_model import CODED, POISON
 from tests.simulation.world import PATIENCE_S, VirtualWorld, random_sampling
 
 CALM_CLIENTS = ClientMix(rate=12.0, hurried=0.0, leaving=0.0)

@@ -11,7 +11,7 @@ from engine.protocols import EvictionOrder
 from kvcache.kept_rows import KeptRows
 from tests.simulation.dropping_model import DroppingRunner, KeptState
 from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
-from tests.simulation.invariants import DONE, InvariantBroken, InvariantChecker, settle_world
+from tests.simulation.virtual_laws import DONE, InvariantBroken, InvariantChecker, settle_world
 from tests.simulation.world import VirtualWorld
 
 POOLS = [(2, 2), (1, 1), (0, 2), (1, 2)]

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 
 from diptych.chunks import RAW_CLASS
 from diptych.request import BULK_PRIORITY, Tenancy
-from tests.simulation.invariants import InvariantChecker, settle_world
-from tests.simulation.toy_model import CODED, POISON
+from tests.simulation.virtual_laws import InvariantChecker, settle_world
+from tests.simulation.virtual_model import CODED, POISON
 from tests.simulation.world import PATIENCE_S, VirtualWorld, random_sampling
 
 STEPS: list[int] = []  # of each example

@@ -8,8 +8,8 @@ from random import Random
 
 from diptych.chunks import RAW_CLASS
 from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
-from tests.simulation.invariants import DONE, InvariantChecker, settle_world
-from tests.simulation.toy_model import CODED
+from tests.simulation.virtual_laws import DONE, InvariantChecker, settle_world
+from tests.simulation.virtual_model import CODED
 from tests.simulation.world import VirtualWorld
 
 STORM_S = 8.0

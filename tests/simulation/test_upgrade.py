@@ -11,8 +11,8 @@ from diptych.chunks import RAW_CLASS
 from diptych.keep_spec import KEEP_ALL, KeepSpec
 from diptych.request import SamplingParams
 from tests.simulation.faults import ClientLoad, ClientMix, FaultStorm
-from tests.simulation.invariants import DONE, InvariantBroken, InvariantChecker, settle_world
-from tests.simulation.toy_model import CODED
+from tests.simulation.virtual_laws import DONE, InvariantBroken, InvariantChecker, settle_world
+from tests.simulation.virtual_model import CODED
 from tests.simulation.world import VirtualWorld
 
 OLD, NEW = CODED, "nuq4.g2@bbbbbbbbbbbbbbbb"

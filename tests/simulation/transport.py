@@ -25,7 +25,7 @@ from kvtransfer.layer_progress import ProgressEntries, view_entries
 from kvtransfer.pipelined_pull import LayerCopy
 from kvtransfer.transports.links import TransportLinks
 from tests.simulation.event_queue import ScheduledEvent, VirtualEventQueue
-from tests.simulation.toy_model import LAYERS
+from tests.simulation.virtual_model import LAYERS
 
 if TYPE_CHECKING:
     from tests.simulation.process import VirtualProcess

@@ -30,8 +30,8 @@ from tests.simulation.dropping_model import undisturbed_kept_answer
 from tests.simulation.event_queue import VirtualEventQueue
 from tests.simulation.gateway import VirtualClient, VirtualGateway
 from tests.simulation.process import MODEL_LEN, VirtualProcess, VirtualSupervisor
-from tests.simulation.toy_model import POISON, VirtualRunner, undisturbed_answer
 from tests.simulation.transport import VirtualPipes
+from tests.simulation.virtual_model import POISON, VirtualRunner, undisturbed_answer
 
 PATIENCE_S = 60.0  # the deadline of an ordinary request
 RESTART_S = 0.5

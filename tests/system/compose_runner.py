@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 import yaml
 
-from tests.faults.network_namespaces import NamespaceBridge, NamespaceHost, running_bridge
-from tests.memory_groups import MemoryGroup, MemoryGroupError
+from tests.support.memory_groups import MemoryGroup, MemoryGroupError
+from tests.support.network_namespaces import NamespaceBridge, NamespaceHost, running_bridge
 from tests.system import container
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
-from tests.system.deployment import Served
+from tests.support.deployment import Served
+from tests.support.model_folder import make_folder
 from tests.system.scripted_gateway import Running, scripted
-from tests.unit.gateway.model_folder import make_folder
 
 
 @pytest.hookimpl(wrapper=True)

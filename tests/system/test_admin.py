@@ -12,10 +12,10 @@ import pytest
 
 from diptych.messages import Admit, Drain, SwitchRole
 from services.gateway.openai.request_limits import MAX_ORDER_BYTES, MAX_REPORT_BYTES
-from tests.system.fake_workers import MUTE, Puppet
-from tests.system.gateway_process import WAIT_S, Gateway, serving, until
+from tests.support.fake_workers import MUTE, Puppet
+from tests.support.gateway_process import WAIT_S, Gateway, serving, until
+from tests.support.model_folder import make_folder
 from tests.system.scripted_gateway import scripted
-from tests.unit.gateway.model_folder import make_folder
 
 KEY = "an admin key"
 ADMIN = {"Authorization": f"Bearer {KEY}"}

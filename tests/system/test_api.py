@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from services.gateway.generation.streaming import SSE_DONE
+from tests.support.model_folder import CONTEXT, make_folder
 from tests.system.scripted_gateway import SCRIPT, Running, scripted
 from tests.unit.gateway.chat_template_samples import CHATML
-from tests.unit.gateway.model_folder import CONTEXT, make_folder
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 LENGTH = 67  # tokens of the script with its end token

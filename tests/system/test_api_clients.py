@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
+from tests.support.model_folder import make_folder
 from tests.system.scripted_gateway import Running, scripted
 from tests.system.test_api import HI, check_error, events
 from tests.unit.gateway.chat_template_samples import THINKING
-from tests.unit.gateway.model_folder import make_folder
 
 
 @pytest.mark.parametrize("form", ["object", "dump", "dump of what is set"])

@@ -18,8 +18,8 @@ import pytest
 from services.gateway.generation import answer_memory
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.service import RequestTimeouts
+from tests.support.model_folder import make_folder
 from tests.system.scripted_gateway import SCRIPT, Running, scripted
-from tests.unit.gateway.model_folder import make_folder
 
 WAIT_S = 90.0  # far beyond what anything takes
 

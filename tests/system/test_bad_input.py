@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from services.host.ports import claim_port
-from tests.system.terminal import ROOT, Terminal, run
+from tests.support.terminal import ROOT, Terminal, run
 
 TINY = ROOT / "models" / "tiny"
 pytestmark = pytest.mark.timeout(600)

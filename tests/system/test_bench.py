@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.model_folder import make_folder
 from tests.system.scripted_gateway import Running, scripted
-from tests.unit.gateway.model_folder import make_folder
 
 CONTEXT = 512
 PATIENCE_S = 120

@@ -15,11 +15,11 @@ import pytest
 import uvloop
 
 from services.gateway.http.connection import HttpConnection
-from tests.system.gateway_process import serving
+from tests.support.gateway_process import serving
+from tests.support.model_folder import make_folder
+from tests.support.waiting import wait_for
 from tests.system.scripted_gateway import scripted
 from tests.system.test_connections import held, port_of
-from tests.unit.gateway.model_folder import make_folder
-from tests.waiting import wait_for
 
 WAIT_S = 90.0
 FIRST, SECOND = "sk-" + "a" * 40, "sk-" + "b" * 40

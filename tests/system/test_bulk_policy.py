@@ -31,8 +31,8 @@ from services.cli.serve.bulk_plan import plan_bulk
 from services.cli.serve.specs import deployment_spec
 from services.host.model_probe import ProbedModel, resolve_embedded
 from services.host.ports import claim_port
+from tests.support.deployment import serve_parts
 from tests.system.batches.batch_lines import COMPLETION, finished, input_file, results, start
-from tests.system.deployment import serve_parts
 
 MIB = 1 << 20
 BULK = ("--bulk", "1", "--prefill", "0", "--decode", "0")

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from diptych.errors import ConfigError
 from services.cli.main import app
+from tests.support.deployment import Served, serve_parts, wait_for
 from tests.system.batches.batch_lines import (
     CHAT,
     COMPLETION,
@@ -22,7 +23,6 @@ from tests.system.batches.batch_lines import (
     results,
     start,
 )
-from tests.system.deployment import Served, serve_parts, wait_for
 
 MEMORY = 24 << 20
 BULK = ("--bulk", "1", "--prefill", "0", "--decode", "0")

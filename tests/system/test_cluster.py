@@ -31,11 +31,11 @@ from planner.placement.plan_file import (
     load_plan,
     save_plan,
 )
-from tests.faults import network_namespaces
-from tests.faults.ray_nodes import RayCluster, RayNode, running_cluster
+from tests.support import network_namespaces
+from tests.support.cluster_driver import Driver, ask, run_serve
+from tests.support.deployment import wait_for
+from tests.support.ray_nodes import RayCluster, RayNode, running_cluster
 from tests.system.batches.batch_lines import COMPLETION, finished, input_file, results, start
-from tests.system.cluster_driver import Driver, ask, run_serve
-from tests.system.deployment import wait_for
 from tests.system.test_bulk_serving import completion_lines
 from tests.system.test_replan import COST, HUMANEVAL, SHORT, Load, decisions, steered
 from tests.system.test_serve_plan import PREDICTED

@@ -26,7 +26,7 @@ from planner.costs.kv_classes import plan_kv_classes
 from planner.costs.profile_file import built_in_profile
 from planner.sim.exact.simulate import SimDeployment, build_deployment, class_slabs, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Job, Parallelism, Placement
-from tests.system.deployment import Served, call_at_once, serve_parts, wait_for
+from tests.support.deployment import Served, call_at_once, serve_parts, wait_for
 from tests.system.transformers_oracle import TINY, read_text
 
 pytestmark = pytest.mark.timeout(600)

@@ -19,11 +19,11 @@ import pytest
 
 from diptych.kernel_cache import machine_kernel_folder
 from engine.model.checkpoint import Checkpoint
-from tests.factories import make_folder
-from tests.faults.network_namespaces import why_unavailable
+from tests.support.factories import make_folder
+from tests.support.model_folder import make_folder as make_description
+from tests.support.network_namespaces import why_unavailable
+from tests.support.waiting import wait_for
 from tests.system.compose_runner import OUTSIDE, USER, ComposeRunner, project
-from tests.unit.gateway.model_folder import make_folder as make_description
-from tests.waiting import wait_for
 
 # A model of 4 GiB in bfloat16.
 SHAPE: dict[str, Any] = {

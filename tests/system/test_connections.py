@@ -19,10 +19,10 @@ from services.gateway.http import connection as http_connection
 from services.gateway.http import request_body
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.service import RequestTimeouts
-from tests.system.gateway_process import serving
+from tests.support.gateway_process import serving
+from tests.support.model_folder import make_folder
+from tests.support.waiting import wait_for
 from tests.system.scripted_gateway import Running, scripted
-from tests.unit.gateway.model_folder import make_folder
-from tests.waiting import wait_for
 
 WAIT_S = 90.0  # far beyond what anything takes
 KEY = "sk-" + "k" * 40

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.watching.bench_runs import CHAT, run_bench
-from benchmarks.watching.dashboard_queries import check_queries, panel_queries, rule_queries
-from benchmarks.watching.prometheus_server import PrometheusServer, is_installed, scraping
-from tests.system.deployment import Served, serve_parts, wait_for
+from tests.support.bench_runs import CHAT, run_bench
+from tests.support.dashboard_queries import check_queries, panel_queries, rule_queries
+from tests.support.deployment import Served, serve_parts, wait_for
+from tests.support.prometheus_server import PrometheusServer, is_installed, scraping
 
 pytestmark = pytest.mark.skipif(
     not is_installed(), reason="prometheus is not installed (Debian's package prometheus)"

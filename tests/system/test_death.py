@@ -17,7 +17,7 @@ import pytest
 
 from diptych.messages import SILENCE_S
 from services.cli.client import admin
-from tests.system.deployment import Launched, serve, wait_for
+from tests.support.deployment import Launched, serve, wait_for
 from tests.system.otlp_collector import Collector, attributes, collecting, seconds, ttft_ms
 
 SOURCE = "def read(self, size=-1):\n    return self.buffer.read(size)\n\n"

@@ -31,13 +31,14 @@ from services.gateway.batches.files import file_routes
 from services.gateway.http import connection, connection_table, error_response
 from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.openai.request_limits import RequestLimits
-from tests.system import fake_workers, scripted_gateway
+from tests.support import fake_workers
+from tests.support.fake_workers import MUTE, Puppet
+from tests.support.gateway_process import Gateway, serving, until
+from tests.support.model_folder import make_folder
+from tests.support.waiting import wait_for
+from tests.system import scripted_gateway
 from tests.system.batches.batch_lines import CHAT, THREE
-from tests.system.fake_workers import MUTE, Puppet
-from tests.system.gateway_process import Gateway, serving, until
 from tests.system.scripted_gateway import Running, scripted
-from tests.unit.gateway.model_folder import make_folder
-from tests.waiting import wait_for
 
 WAIT_S = 90.0
 KEY, ADMIN = "sk-" + "k" * 40, "the admin's secret key"

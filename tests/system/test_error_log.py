@@ -18,9 +18,9 @@ from services.gateway.http.error_response import client_log
 from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.service import RequestTimeouts
+from tests.support.model_folder import make_folder
+from tests.support.waiting import wait_for
 from tests.system.scripted_gateway import Running, scripted
-from tests.unit.gateway.model_folder import make_folder
-from tests.waiting import wait_for
 
 WAIT_S = 90.0
 KEY = "sk-" + "k" * 40

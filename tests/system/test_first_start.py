@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from tests.system.deployment import Served, serve_parts
+from tests.support.deployment import Served, serve_parts
 from tests.system.test_keep_serving import complete
 
 pytestmark = pytest.mark.timeout(900)

@@ -19,8 +19,8 @@ import pytest
 
 from diptych.messages import Admit
 from diptych.specs import GatewaySpec
-from tests.system.fake_workers import HALF, HALF_TOKENS, MUTE, TOKENS, Puppet
-from tests.system.gateway_process import ROOT, WAIT_S, Gateway, serving, specification, start, until
+from tests.support.fake_workers import HALF, HALF_TOKENS, MUTE, TOKENS, Puppet
+from tests.support.gateway_process import ROOT, WAIT_S, Gateway, serving, specification, start, until
 
 LOG = "requests.jsonl"
 

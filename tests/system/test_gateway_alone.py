@@ -14,8 +14,8 @@ import pytest
 
 from diptych.channel.keys import make_keys
 from services.host.ports import claim_port
-from tests.unit.gateway.model_folder import make_folder
-from tests.waiting import wait_for
+from tests.support.model_folder import make_folder
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(300)

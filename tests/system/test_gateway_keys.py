@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.system.gateway_process import serving, until
+from tests.support.gateway_process import serving, until
 
 
 def memory(pid: int) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from planner.costs.profile_file import built_in_profile
 from planner.sim.exact.simulate import build_deployment, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Job, KvKeep, LinkSpec, Parallelism, Placement
-from tests.system.deployment import Served, serve_parts
+from tests.support.deployment import Served, serve_parts
 from tests.system.transformers_oracle import TINY, read_text
 
 pytestmark = pytest.mark.timeout(600)

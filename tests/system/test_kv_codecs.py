@@ -16,7 +16,7 @@ from planner.costs.profile_file import built_in_profile
 from planner.sim.exact.links import SimLinks
 from planner.sim.exact.simulate import build_deployment, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Job, LinkSpec, Parallelism, Placement
-from tests.system.deployment import Served, serve_parts
+from tests.support.deployment import Served, serve_parts
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -19,7 +19,7 @@ import pytest
 from diptych.errors import DiptychError
 from diptych.process import EXIT_FATAL
 from services.gateway.ops.loop_watchdog import CHECK_INTERVAL_S, MAX_HANG_S, LoopWatchdog
-from tests.system.gateway_process import ROOT, WAIT_S, specification
+from tests.support.gateway_process import ROOT, WAIT_S, specification
 
 # The real gateway, with less patience; its loop hangs `argv[1]` s after it has begun, if that is not negative.
 GATEWAY = """

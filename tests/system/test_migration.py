@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.system.deployment import Served, serve_parts, wait_for
+from tests.support.deployment import Served, serve_parts, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.deployment import Served, serve_parts, wait_for
+from tests.support.deployment import Served, serve_parts, wait_for
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (extra 'test')")
 CHROMIUM = shutil.which("chromium")

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.system.deployment import Served, serve_parts, wait_for
+from tests.support.deployment import Served, serve_parts, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 

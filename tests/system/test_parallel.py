@@ -21,7 +21,7 @@ from diptych.request import SamplingParams
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_classes
 from kvcache.codecs.calibration import FILE_NAME, write_calibration
-from tests.system.deployment import Served, serve, wait_for
+from tests.support.deployment import Served, serve, wait_for
 from tests.system.worker_driver import Driver
 
 pytestmark = pytest.mark.timeout(600)

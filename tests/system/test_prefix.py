@@ -15,8 +15,8 @@ import pytest
 from openai.types import Completion
 from transformers import AutoTokenizer
 
+from tests.support.deployment import Served, serve_parts, wait_for
 from tests.system import transformers_oracle
-from tests.system.deployment import Served, serve_parts, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 

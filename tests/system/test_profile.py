@@ -12,7 +12,7 @@ from planner.costs.profile_file import load_profile
 from planner.sim.exact.simulate import build_deployment, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Parallelism, Placement, StepBatch
 from planner.workload.workload import synthetic_workload
-from tests.system.terminal import run
+from tests.support.terminal import run
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -36,8 +36,8 @@ from planner.hardware import find_device
 from planner.replan.journal import FailedAction, TrafficReview, read_journal
 from planner.replan.replanner import replay_decisions
 from planner.types import Parallelism
+from tests.support.deployment import Served, serve, wait_for
 from tests.system.batches.batch_lines import COMPLETION, finished, input_file, results, start
-from tests.system.deployment import Served, serve, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 

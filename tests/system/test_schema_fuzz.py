@@ -25,8 +25,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from services.gateway.openai.openapi import openapi_document
+from tests.support.model_folder import make_folder
 from tests.system.scripted_gateway import Running, scripted
-from tests.unit.gateway.model_folder import make_folder
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 # fmt: off

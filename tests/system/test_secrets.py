@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.system.deployment import Served, serve_parts, wait_for
+from tests.support.deployment import Served, serve_parts, wait_for
 from tests.system.otlp_collector import Collector, collecting
 
 pytestmark = pytest.mark.timeout(600)

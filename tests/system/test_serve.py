@@ -18,8 +18,8 @@ import pytest
 
 from diptych.channel.keys import KEY_FILES
 from services.host.ports import claim_port
+from tests.support.terminal import ROOT, Terminal, clean_environ, run, traps
 from tests.system import stub_child
-from tests.system.terminal import ROOT, Terminal, clean_environ, run, traps
 
 KEY = "a-key-of-the-tests"
 pytestmark = pytest.mark.timeout(600)
@@ -275,7 +275,7 @@ def test_a_kill_of_the_guard_leaves_nothing(stubbed: Terminal, whole_group: bool
 
 STARTS = """
 import signal, sys
-from tests.system.terminal import Terminal
+from tests.support.terminal import Terminal
 with Terminal(*sys.argv[1:], stubbed=True) as terminal:
     terminal.expect("stop with Ctrl-C")
     print(*(one.pid for one in [terminal.process, *terminal.remember()]), flush=True)

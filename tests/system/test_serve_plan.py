@@ -20,8 +20,8 @@ from planner.placement.plan_file import (
     save_plan,
 )
 from services.host.ports import claim_port
+from tests.support.terminal import Terminal, run
 from tests.system import stub_child
-from tests.system.terminal import Terminal, run
 
 PREDICTED = PlanPrediction(
     goodput_rps=7.5,

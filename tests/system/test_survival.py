@@ -24,8 +24,8 @@ from services.cli.client import admin
 from services.host.child_environment import child_environment, ucx_on_loopback
 from services.host.ports import claim_port
 from services.host.supervisor import ChildStatus, Supervisor
-from tests.system.deployment import wait_for
-from tests.system.terminal import PATIENCE_S, ROOT
+from tests.support.deployment import wait_for
+from tests.support.terminal import PATIENCE_S, ROOT
 
 OLD, NEW = ("prefill-old", "decode-old"), ("prefill-new", "decode-new")
 ADMIN = "the admin's key"

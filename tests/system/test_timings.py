@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from services.gateway.metrics.prometheus import TTFT_STAGES
+from tests.support.model_folder import make_folder
 from tests.system.scripted_gateway import STAGES, Running, scripted
-from tests.unit.gateway.model_folder import make_folder
 
 WAIT_S = 90.0
 ASKED = {"X-Diptych-Timings": "1"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.deployment import Served, serve, serve_parts, wait_for
+from tests.support.deployment import Served, serve, serve_parts, wait_for
 from tests.system.transformers_oracle import Oracle, ask, complete, read_text
 
 pytestmark = pytest.mark.timeout(600)  # the first test also asks the oracle, and starts a deployment

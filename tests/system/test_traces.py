@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.system.fake_workers import HALF, HALF_TOKENS, MUTE, Puppet
-from tests.system.gateway_process import Gateway, serving, until
+from tests.support.fake_workers import HALF, HALF_TOKENS, MUTE, Puppet
+from tests.support.gateway_process import Gateway, serving, until
 from tests.system.otlp_collector import Collector, Span, attributes, collecting, seconds, ttft_ms
 
 REQUESTS = 200

@@ -22,7 +22,7 @@ import pytest
 
 from diptych.launch.own_packages import PACKAGES
 from services.host.ports import claim_port
-from tests.system.terminal import ROOT, Terminal, clean_environ
+from tests.support.terminal import ROOT, Terminal, clean_environ
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("hatchling") is None,

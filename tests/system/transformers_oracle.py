@@ -11,7 +11,7 @@ import openai
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.system.deployment import Served
+from tests.support.deployment import Served
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 NEW_TOKENS = 12

@@ -12,7 +12,7 @@ from engine.block.policy import BlockPolicy
 from engine.model.checkpoint import Checkpoint
 from engine.sequence import Sequence
 from tests.engine.block.block_runs import Answer, BlockRun, ask, run_resident, some_requests
-from tests.factories import make_folder
+from tests.support.factories import make_folder
 
 LOGPROB_ERROR = 1e-4
 

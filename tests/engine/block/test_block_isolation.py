@@ -12,7 +12,7 @@ from engine.block.policy import BlockPolicy
 from engine.model.checkpoint import Checkpoint
 from engine.sequence import Sequence
 from tests.engine.block.block_runs import BlockRun, ask, gather, run_resident
-from tests.factories import make_oracle, save_model
+from tests.support.factories import make_oracle, save_model
 
 # A token whose embedding is not finite.
 BAD_TOKEN = 270

@@ -25,7 +25,7 @@ from engine.cpu.weights.prepared_file import read_index
 from engine.model.checkpoint import Checkpoint
 from engine.sequence import Sequence
 from tests.engine.block.block_runs import BlockRun, ask, gather, run_resident
-from tests.factories import make_folder
+from tests.support.factories import make_folder
 
 LAYERS, STEPS, LENGTH = 4, 7, 70
 POLICY = BlockPolicy(

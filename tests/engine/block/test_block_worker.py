@@ -10,7 +10,7 @@ import pytest
 from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
 from services.worker.block_worker import make_block_hello
-from tests.factories import make_folder
+from tests.support.factories import make_folder
 from worker import build_block
 
 

@@ -10,7 +10,7 @@ from engine.attention.batch import pack_batch
 from engine.cpu.attention import CpuAttention
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
-from tests import reference_attention
+from tests.support import reference_attention
 
 EDGES = [1, 2, 63, 64, 65, 127, 128, 129]
 NONE = np.empty(0, np.float32)

@@ -28,7 +28,7 @@ from kvcache.codecs.fitting import fit_layer
 from kvcache.codecs.registry import build_codec
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
-from tests.factories import make_folder, make_oracle
+from tests.support.factories import make_folder, make_oracle
 from tests.unit.codecs.oracles import random_sample
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -14,7 +14,7 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.step_work import StepWork
 from kvcache.pool import KvPool
-from tests.factories import make_oracle, save_model
+from tests.support.factories import make_oracle, save_model
 
 LLAMA3 = {
     "rope_type": "llama3",

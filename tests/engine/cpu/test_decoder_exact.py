@@ -13,7 +13,7 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.step_work import StepWork
 from kvcache.pool import KvPool
-from tests.factories import make_folder
+from tests.support.factories import make_folder
 
 SEQUENCES = 33
 

@@ -19,7 +19,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.weights import WeightReader
 from engine.step_work import StepWork
 from kvcache.pool import KvPool
-from tests.factories import make_oracle, save_model
+from tests.support.factories import make_oracle, save_model
 
 GROUP = 64
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.attention.keep_reference import row_masses
 from engine.cpu.keep_profile import PolicyTrial, RowColumns, sum_attention
 from kvcache.keep import (
     FREQUENT_FIRST_ORDER,
@@ -19,6 +18,7 @@ from kvcache.keep import (
     mask_without_window,
     split_rows,
 )
+from tests.support.keep_reference import row_masses
 
 EDGES = [1, 2, 7, 63, 64, 65, 130, 500, 2000]
 

@@ -24,7 +24,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.weights import WeightReader
 from engine.step_work import StepWork
 from kvcache.pool import KvPool
-from tests.factories import make_folder, make_oracle, save_model
+from tests.support.factories import make_folder, make_oracle, save_model
 
 TOKENS = [5, 9, 200, 31, 7]
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}

@@ -19,7 +19,7 @@ from kvcache.keep import FULL
 from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
-from tests import reference_attention
+from tests.support import reference_attention
 
 LAYERS, LAYER = 2, 1
 KINDS = np.zeros(300, np.uint8)

@@ -15,7 +15,7 @@ from engine.attention.batch import ForwardBatch, pack_batch
 from engine.cpu.attention import CpuAttention
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
-from tests import reference_attention
+from tests.support import reference_attention
 
 TOLERANCE = 1e-5  # largest absolute error, values and queries being of the order of 1
 LAYER = 1

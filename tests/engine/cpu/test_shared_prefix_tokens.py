@@ -18,7 +18,7 @@ from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator
 from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree, chunk_keys, root_key
-from tests.factories import make_folder
+from tests.support.factories import make_folder
 
 REQUESTS, SEATS, MARGIN = 200, 24, 1e-4
 

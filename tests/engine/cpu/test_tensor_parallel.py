@@ -26,7 +26,7 @@ from engine.step_work import StepWork
 from kvcache.layout import Shard
 from kvcache.pool import KvPool
 from kvtransfer.shared_memory import SharedMemory
-from tests.factories import make_folder
+from tests.support.factories import make_folder
 from worker.ranks import RankClass, RankProcesses, RankSpec, load_leader
 
 SLABS, CONTEXT = 12, 512

@@ -15,7 +15,7 @@ from engine.step_work import StepWork
 from kvcache.kept_rows import KeptRows, count_frames
 from kvcache.pool import KvPool
 from tests.engine.cpu.evicted_runs import SETUP, EvictedRun
-from tests.factories import make_oracle, save_model
+from tests.support.factories import make_oracle, save_model
 
 WINDOW, PROMPT, ANSWER = 70, 300, 150
 COUNTS = [PROMPT, 1, 30, 33, 64, 22]

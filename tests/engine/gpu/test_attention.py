@@ -21,7 +21,7 @@ from engine.gpu.launch import LaunchTuning
 from engine.gpu.triton_kernel import INTERPRETED
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
-from tests import reference_attention
+from tests.support import reference_attention
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the kernels are compiled here: tests/gpu runs them")
 

@@ -27,7 +27,7 @@ from engine.model.weights import WeightReader
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
-from tests.factories import make_oracle, save_model
+from tests.support.factories import make_oracle, save_model
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the kernels are compiled here: tests/gpu runs them")
 

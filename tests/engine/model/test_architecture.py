@@ -14,7 +14,7 @@ from diptych.errors import ModelError
 from engine.cpu.matmul import HALVES
 from engine.model import weight_dtype
 from engine.model.architecture import SUPPORTED, ModelConfig, RopeConfig, read_config
-from tests.factories import FAMILIES, SMALL
+from tests.support.factories import FAMILIES, SMALL
 
 ARCHITECTURES = {traits.model_type: name for name, traits in SUPPORTED.items()}
 

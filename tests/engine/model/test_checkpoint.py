@@ -29,7 +29,7 @@ from engine.model.memory_plan import (
 )
 from engine.model.weights import WeightReader
 from kvtransfer.ticket import StagingHint, Ticket
-from tests.factories import make_folder, make_oracle, save_model
+from tests.support.factories import make_folder, make_oracle, save_model
 
 GIB = 1 << 30
 

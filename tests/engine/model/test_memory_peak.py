@@ -15,7 +15,7 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.step_work import StepWork
 from kvcache.pool import KvPool
-from tests.factories import make_folder
+from tests.support.factories import make_folder
 
 SLABS, PROMPT, ROWS = 200, 512, 64
 SHARE = 0.05

@@ -22,7 +22,7 @@ from engine.protocols import SampledToken
 from engine.sampling import grammar
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
-from tests.factories import make_tokenizer
+from tests.support.factories import make_tokenizer
 
 END = 2
 WIDTH = 320  # of the logits: more than the 300 that the tokenizer has

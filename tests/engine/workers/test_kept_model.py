@@ -21,7 +21,7 @@ from kvtransfer.resharding import unsharded_pool
 from prefill_worker.worker import PrefillWorker, TicketIssuer
 from tests.engine.cpu.evicted_runs import make_runner, source_tokens
 from tests.engine.workers.worker_bench import KEY, FakeLine, FakeLinks, StillCourier, sampling
-from tests.factories import make_tokenizer
+from tests.support.factories import make_tokenizer
 from worker.loop import LatestStats, WorkerLoop, WorkerRole
 
 PROMPT = source_tokens(330)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import openai
 from openai.types import Batch
 
-from tests.system.deployment import wait_for
+from tests.support.deployment import wait_for
 from tests.system.scripted_gateway import Running
 
 MINE, YOURS = "key-of-mine-0123456789", "key-of-yours-012345678"

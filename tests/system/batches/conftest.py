@@ -8,9 +8,9 @@ import httpx
 import openai
 import pytest
 
+from tests.support.model_folder import make_folder
 from tests.system.batches.batch_lines import MAX_FILE_BYTES, MINE, YOURS, client_of
 from tests.system.scripted_gateway import Running, scripted
-from tests.unit.gateway.model_folder import make_folder
 
 
 @pytest.fixture(scope="module")

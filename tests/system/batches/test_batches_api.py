@@ -16,6 +16,8 @@ from diptych.slo import Slo
 from services.gateway.batches import data_dir, database_thread
 from services.gateway.openai.request_limits import MAX_BATCH_BYTES
 from services.gateway.preparation import preparation_job
+from tests.support.deployment import wait_for
+from tests.support.model_folder import make_folder
 from tests.system.batches.batch_lines import (
     CHAT,
     COMPLETION,
@@ -29,9 +31,7 @@ from tests.system.batches.batch_lines import (
     results,
     start,
 )
-from tests.system.deployment import wait_for
 from tests.system.scripted_gateway import SCRIPT, Running, scripted
-from tests.unit.gateway.model_folder import make_folder
 
 HANGS = input_file([("a", chat_body("HANG")), ("b", chat_body())])
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from openai.types import Batch
 
+from tests.support.deployment import Served, serve_parts, wait_for
 from tests.system.batches.batch_lines import (
     CHAT,
     COMPLETION,
@@ -27,7 +28,6 @@ from tests.system.batches.batch_lines import (
     results,
     start,
 )
-from tests.system.deployment import Served, serve_parts, wait_for
 
 SCHEMA = {
     "type": "json_schema",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.deployment import serve_parts
+from tests.support.deployment import serve_parts
 
 
 def test_files_are_kept_without_a_flag_and_a_second_server_says_why_not(

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from services.gateway.batches.files.file_routes import MAX_FILES_LISTED
+from tests.support.deployment import wait_for
 from tests.system.batches.batch_lines import (
     CHAT,
     MAX_FILE_BYTES,
@@ -20,7 +21,6 @@ from tests.system.batches.batch_lines import (
     finished,
     kept,
 )
-from tests.system.deployment import wait_for
 from tests.system.scripted_gateway import Running
 
 

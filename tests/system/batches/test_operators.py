@@ -12,6 +12,8 @@ import pytest
 
 from diptych.specs import StorageShares
 from services.gateway.openai.tenancy import tenant_of_key
+from tests.support.deployment import wait_for
+from tests.support.model_folder import make_folder
 from tests.system.batches.batch_lines import (
     MINE,
     THREE,
@@ -23,9 +25,7 @@ from tests.system.batches.batch_lines import (
     results,
     start,
 )
-from tests.system.deployment import wait_for
 from tests.system.scripted_gateway import Running, scripted
-from tests.unit.gateway.model_folder import make_folder
 
 ADMIN = "key-of-the-operator-01"
 HANGING = input_file([("hangs", chat_body("HANG")), ("too", chat_body("HANG"))])

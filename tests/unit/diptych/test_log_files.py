@@ -17,7 +17,7 @@ from planner.replan.journal import Journal, JournalHead
 from services.gateway.metrics.request_log import RequestLogFile
 from services.host.supervisor import Supervisor
 from services.worker.step_log import MAX_LOGS_KEPT, StepLog
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 MAX_BYTES = 10_000
 PRINTS = """

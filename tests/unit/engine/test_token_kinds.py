@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from engine.model.tokenizer import ModelTokenizer, is_punctuation, read_token_kinds
 from kvcache.keep import PUNCT_KIND, SPECIAL_KIND
-from tests.unit.gateway.model_folder import SPECIAL, make_folder
+from tests.support.model_folder import SPECIAL, make_folder
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 

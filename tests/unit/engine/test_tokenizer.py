@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diptych.errors import ModelError
 from engine.model.tokenizer import ModelTokenizer
-from tests.unit.gateway.model_folder import make_folder
+from tests.support.model_folder import make_folder
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 TEXTS = [

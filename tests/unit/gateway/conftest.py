@@ -9,7 +9,7 @@ import pytest
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.openai.validate import RequestRules
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
-from tests.unit.gateway.model_folder import make_folder
+from tests.support.model_folder import make_folder
 
 
 @pytest.fixture

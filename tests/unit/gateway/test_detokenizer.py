@@ -17,7 +17,7 @@ from services.gateway.tokenization.detokenizer import (
 )
 from services.gateway.tokenization.stop_strings import StopStrings
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
-from tests.unit.gateway.model_folder import TEXT
+from tests.support.model_folder import TEXT
 
 Decode = Callable[[list[int]], str]
 

@@ -32,7 +32,7 @@ from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.resolve import ResolvedRequest, make_prompt
 from services.gateway.openai.response_schema import Usage
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
-from tests.unit.gateway.model_folder import END
+from tests.support.model_folder import END
 
 HEAD = ResponseHead("x", 0, 'a "choices":[] model', None)
 USAGE = Usage(1, 2, 3)

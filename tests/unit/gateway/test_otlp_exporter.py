@@ -19,8 +19,8 @@ from services.gateway.tracing import otlp_exporter
 from services.gateway.tracing.otlp_exporter import OtlpExporter
 from services.gateway.tracing.spans import RequestTrace
 from services.gateway.tracing.trace_context import TraceContext, new_span_id, new_trace_id
+from tests.support.waiting import wait_for
 from tests.system.otlp_collector import Collector, attributes, collecting
-from tests.waiting import wait_for
 
 WAIT_S = 60.0
 ENVIRON = {"OTEL_SERVICE_NAME": "mine", "OTEL_EXPORTER_OTLP_HEADERS": "x-token=a%20b, x-other=c=d"}

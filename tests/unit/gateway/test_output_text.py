@@ -13,7 +13,7 @@ from diptych.request import SamplingParams
 from services.gateway.generation.output_text import OutputText, with_echo
 from services.gateway.openai.resolve import ResolvedRequest, make_prompt
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
-from tests.unit.gateway.model_folder import END, TEXT
+from tests.support.model_folder import END, TEXT
 
 
 def asked(**fields: object) -> ResolvedRequest:

@@ -28,7 +28,7 @@ from services.gateway.preparation.preparation_job import (
 )
 from services.gateway.preparation.preparer_pool import MAX_INLINE_BYTES, PreparerPool
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
-from tests.unit.gateway.model_folder import make_folder
+from tests.support.model_folder import make_folder
 
 TICK_S = 0.01
 GAP_S = 0.25  # that streams are promised not to be held up longer

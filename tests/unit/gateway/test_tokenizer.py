@@ -11,7 +11,7 @@ import pytest
 
 from diptych.errors import ModelError, RequestError
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
-from tests.unit.gateway.model_folder import make_folder
+from tests.support.model_folder import make_folder
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from services.gateway.openai.validate import (
     check_text_length,
     split_prompts,
 )
-from tests.unit.gateway.model_folder import CONTEXT, END, END_OF_TEXT
+from tests.support.model_folder import CONTEXT, END, END_OF_TEXT
 
 USER_MESSAGE = {"role": "user", "content": "hi"}
 

@@ -36,9 +36,9 @@ from services.host.supervisor import (
     restart_delay_s,
     start_error,
 )
+from tests.support.terminal import traps
+from tests.support.waiting import wait_for
 from tests.system import stub_child
-from tests.system.terminal import traps
-from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 90.0

@@ -9,13 +9,6 @@ import pytest
 from numpy.typing import NDArray
 
 from diptych.keep_spec import PROFILE_ROWS, KeepSpec
-from engine.attention.keep_reference import (
-    HeadProfile,
-    mean_scores,
-    pool_attention,
-    profile_head,
-    recovered_masses,
-)
 from kvcache.keep import (
     FREQUENT_FIRST_ORDER,
     FULL,
@@ -27,6 +20,13 @@ from kvcache.keep import (
     choose_policies,
     kept_mask,
     pick_frequent,
+)
+from tests.support.keep_reference import (
+    HeadProfile,
+    mean_scores,
+    pool_attention,
+    profile_head,
+    recovered_masses,
 )
 from tests.unit.kvcache import keep_oracle
 

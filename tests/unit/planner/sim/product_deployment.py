@@ -47,7 +47,7 @@ from router.requests.admission import Admission
 from router.requests.relay import Relay
 from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
-from tests.simulation.toy_model import LAYOUT, VirtualMemory, toy_layout
+from tests.simulation.virtual_model import LAYOUT, VirtualMemory, toy_layout
 from worker.loop import LatestStats, WorkerLoop, WorkerRole
 
 FINGERPRINT, KEY = "live", bytes(range(32))

@@ -16,10 +16,10 @@ from benchmarks.kv_agreement import (
     parse_threshold,
     path_flags,
 )
-from benchmarks.kv_engine import GreedyAnswer
 from diptych.keep_spec import KEEP_ALL, KeepSpec
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
+from tests.support.engine_model import GreedyAnswer
 
 
 def body_of(tokens: list[str], **usage: Any) -> dict[str, Any]:

@@ -36,8 +36,8 @@ from services.host.child_environment import child_environment, ucx_on_loopback
 from services.host.model_probe import resolve_model
 from services.host.ports import claim_port
 from services.host.supervisor import Supervisor
-from tests import waiting
-from tests.system.terminal import PATIENCE_S, Terminal, clean_environ
+from tests.support import waiting
+from tests.support.terminal import PATIENCE_S, Terminal, clean_environ
 
 T = TypeVar("T")
 GRACE_S = 2.0  # of workers that are to end

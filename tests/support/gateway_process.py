@@ -18,9 +18,9 @@ import openai
 from diptych.channel.keys import make_keys
 from diptych.specs import GatewaySpec
 from services.host.ports import claim_port
-from tests.system.fake_workers import Puppet
-from tests.unit.gateway.model_folder import make_folder
-from tests.waiting import wait_for
+from tests.support.fake_workers import Puppet
+from tests.support.model_folder import make_folder
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 90.0  # far beyond what anything takes

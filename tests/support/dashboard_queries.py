@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from benchmarks.watching.prometheus_server import JOB, PrometheusServer
 from services.dashboard.panels import metric_names, select_job
 from services.dashboard.rules import alerts, recording_rules
 from services.dashboard.write import list_dashboards
+from tests.support.prometheus_server import JOB, PrometheusServer
 
 TYPE_LINE = re.compile(r"^# TYPE (\S+) (\w+)$", re.MULTILINE)
 # What Grafana puts in place of its variables: several scrapes, and the time that is shown.

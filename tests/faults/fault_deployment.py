@@ -28,7 +28,7 @@ from diptych.specs import GatewaySpec, WorkerSpec
 from services.host.ports import claim_port
 from services.host.supervisor import Supervisor
 from tests.faults.toy_model import CONTEXT, make_folder, toy_layout
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.kv_engine import EngineModel
 from benchmarks.kv_quality import FOLDER, count_answers, draw_plot
 from benchmarks.kv_schemes import (
     HEAD_DIM,
@@ -41,6 +40,7 @@ from kvcache.codecs.fitting import LayerSample
 from kvcache.codecs.page import Floats
 from kvcache.codecs.registry import build_codec
 from models.recall import RecallSeries
+from tests.support.engine_model import EngineModel
 from tests.unit.codecs import oracles
 
 

@@ -22,10 +22,9 @@ from pathlib import Path
 
 import psutil
 
-from tests import waiting
-from tests.faults import network_namespaces
-from tests.faults.network_namespaces import NamespaceBridge, NamespaceHost
-from tests.faults.ray_tls import tls_environ
+from tests.support import network_namespaces, waiting
+from tests.support.network_namespaces import NamespaceBridge, NamespaceHost
+from tests.support.ray_tls import tls_environ
 
 HEAD_PORT = 6400
 PATIENCE_S = 120.0

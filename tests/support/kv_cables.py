@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.faults.network_namespaces import NamespaceHost, run_command
+from tests.support.network_namespaces import NamespaceHost, run_command
 
 SLOW_BITS = 64_000
 STOPPED_BITS, HELD_BURST = 64, 1600  # of a cable that stands still: one packet, then 8 bytes a second

@@ -15,8 +15,8 @@ import psutil
 
 from services.cli.serve.signals import SAME_PRESS_S
 from services.host.process_guard import tied_command
-from tests import waiting
-from tests.faults.ray_nodes import RayCluster
+from tests.support import waiting
+from tests.support.ray_nodes import RayCluster
 
 PATIENCE_S = 300.0
 PORT = 8000

@@ -18,7 +18,7 @@ from router.routing.kv_classes import holds_class
 from tests.simulation.event_queue import VirtualEventQueue
 from tests.simulation.gateway import TICK_S, VirtualClient
 from tests.simulation.process import VirtualProcess
-from tests.simulation.toy_model import POISON
+from tests.simulation.virtual_model import POISON
 from tests.simulation.world import VirtualWorld
 
 MAX_LATE_S = (

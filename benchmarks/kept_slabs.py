@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from diptych.request import SamplingParams
 from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner

@@ -51,7 +51,7 @@ from benchmarks.keep_simulation import (
     own_attention,
     profile_prompt,
 )
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.model.kv_quality import (
     NUM_RESAMPLES,
     Attend,
@@ -61,8 +61,8 @@ from engine.model.kv_quality import (
     complete_id,
 )
 from kvcache.codecs.calibration import Calibration
-from kvcache.keep import PAPER_ORDER, PUNCT_KIND, KeepRule
-from kvcache.kept_rows import KeptRows
+from kvcache.eviction.kept_rows import KeptRows
+from kvcache.eviction.policies import PAPER_ORDER, PUNCT_KIND, KeepRule
 from kvcache.layout import KvLayout
 from models.recall import RecallSeries
 

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.engine import EMBEDDED
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.attention.batch import pack_batch
 from engine.cpu.attention import CpuAttention
 from engine.cpu.eviction import CpuEvictor, EvictionSetup
@@ -33,7 +33,7 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.protocols import EvictionOrder
 from engine.step_work import KeptWork, StepWork
-from kvcache.keep import PUNCT_KIND, SPECIAL_KIND
+from kvcache.eviction.policies import PUNCT_KIND, SPECIAL_KIND
 from kvcache.pool import KvPool
 
 SEQUENCES, TOKENS, PROMPT, RING, CONTEXT = 16, 1920, 1024, 32, 2048

@@ -25,7 +25,7 @@ import msgspec
 
 from decode_worker.kv_fetcher import KvArrival, KvFetcher
 from diptych.errors import DiptychError, StaleTicket, TransferError
-from diptych.keep_spec import KEEP_ALL, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, decision_tokens
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import ids_of_sequence
 from diptych.messages import (

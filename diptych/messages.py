@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
-from diptych.keep_spec import KEEP_ALL, KeepSpec
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import SamplingParams, Tenancy
 
 # A peer that was silent for this long counts as lost; no pause of a healthy process lasts that long.
@@ -219,7 +219,7 @@ class Hello(ChannelMessage, frozen=True):
     kv_losses: dict[str, float] = {}
     # Whether the gateway chooses the class of requests that ask for none, and not the first one.
     kv_auto: bool = False
-    # The KV classes in which this worker can evict (`diptych.keep_spec`); other classes keep everything.
+    # The KV classes in which this worker can evict (`diptych.eviction_spec`); other classes keep everything.
     keep_classes: list[str] = []
     # Where the worker's log lies on its host; empty if it does not say.
     log_file: str = ""

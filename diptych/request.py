@@ -12,7 +12,7 @@ from enum import Enum
 
 import msgspec
 
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 
 # The size of a token id where many are kept or moved: that of a C unsigned int.
 TOKEN_BYTES = array("I").itemsize

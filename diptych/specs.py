@@ -169,7 +169,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     local_prefill: str = "fallback"
     # By how many percent perplexity may grow with a KV class that the router chooses by itself.
     kv_quality_budget: float = DEFAULT_KV_BUDGET_PCT
-    # The threshold of eviction (`diptych.keep_spec.KeepSpec`) of requests that give none.
+    # The threshold of eviction (`diptych.eviction_spec.KeepSpec`) of requests that give none.
     kv_keep: float = 1.0
     # Those of the `api_keys` whose requests may ask for a priority below 0.
     priority_keys: tuple[str, ...] = ()

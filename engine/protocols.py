@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from diptych.messages import Failed, Logprob, Output
 from engine import sequence
 from engine.step_work import StepWork
-from kvcache.bag_sizes import BagSizes
+from kvcache.eviction.bag_sizes import BagSizes
 
 # The runner returns logits and the sampler takes them; in production torch tensors [rows, vocab].
 Logits = Any

@@ -9,7 +9,7 @@ from typing import Any
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import DiptychError
-from diptych.keep_spec import KEEP_ALL, PROFILE_ROWS, RING_AND_MAP, KeepSpec, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, PROFILE_ROWS, RING_AND_MAP, KeepSpec, decision_tokens
 from diptych.request import SamplingParams, Tenancy
 from kvcache.prefix_tree import chunk_keys
 
@@ -41,9 +41,9 @@ class Sequence:
     the addresses of its full chunks so far, of which the first `shared` are in the tree.
 
     `keep` says what its heads may drop. If they may, the sequence *evicts*: at each decision point
-    (`diptych.keep_spec`) its heads drop rows, and it gives slabs back. From then on `slabs` are the whole chunks before
-    the boundary, one slab as a ring (for positions since the last decision, p in row p % 64), and a bag with the rows
-    that each head keeps. What is computed from then on has no addresses. No step crosses a decision point.
+    (`diptych.eviction_spec`) its heads drop rows, and it gives slabs back. From then on `slabs` are the whole chunks
+    before the boundary, one slab as a ring (for positions since the last decision, p in row p % 64), and a bag with
+    the rows that each head keeps. What is computed from then on has no addresses. No step crosses a decision point.
     """
 
     id: str
@@ -286,7 +286,7 @@ class EngineLimits:
     max_evicting: int | None = None
     arena_slabs: Mapping[str, int] = field(default_factory=dict)
     # Slabs that a sequence which evicts may need beyond those of its tokens, by the name of its arena, where that is
-    # not `RING_AND_MAP` (`kvcache.kept_rows.most_extra_slabs`).
+    # not `RING_AND_MAP` (`kvcache.eviction.kept_rows.most_extra_slabs`).
     extra_slabs: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

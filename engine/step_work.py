@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import KeepSpec, decision_tokens
+from diptych.eviction_spec import KeepSpec, decision_tokens
 from engine.sequence import Sequence
 from kvcache.layout import KvLayout
 

@@ -4,10 +4,11 @@
                       rank 1   map │ head 2 │ head 3          the pages are those of the same slabs here
     here, 1 rank      rank 0   map │ head 0 │ head 1 │ head 2 │ head 3
 
-A bag of each rank is contiguous in its rank's part of the slabs (`kvcache.kept_rows`), so another split needs other
-places, and may need more slabs or fewer. The ticket says what each head and page needs, so slabs are reserved before
-anything is pulled. What was pulled and verified is then copied aside and written anew, with maps for the ranks here.
-What heads of a page share of their tokens, and their outliers, moves with the page (`kvcache.rank_bags.PagePart`).
+A bag of each rank is contiguous in its rank's part of the slabs (`kvcache.eviction.kept_rows`), so another split
+needs other places, and may need more slabs or fewer. The ticket says what each head and page needs, so slabs are
+reserved before anything is pulled. What was pulled and verified is then copied aside and written anew, with maps for
+the ranks here. What heads of a page share of their tokens, and their outliers, moves with the page
+(`kvcache.eviction.rank_bags.PagePart`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.errors import CorruptChunk, StaleTicket
-from kvcache.bag_sizes import shard_pages
-from kvcache.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
-from kvcache.layout import KvLayout, Shard, split_layout
-from kvcache.rank_bags import (
+from kvcache.eviction.bag_sizes import shard_pages
+from kvcache.eviction.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.eviction.rank_bags import (
     PagePart,
     count_rank_slabs,
     cut_map,
@@ -31,6 +31,7 @@ from kvcache.rank_bags import (
     measure_bag,
     merge_maps,
 )
+from kvcache.layout import KvLayout, Shard, split_layout
 from kvtransfer.resharding import PoolArena, ShardedPool, stage_moves
 from kvtransfer.ticket import Ticket
 

@@ -22,10 +22,10 @@ import xxhash
 from msgspec import Meta
 
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.hashing import HashField, hash_fields
-from diptych.keep_spec import KEEP_ALL, KeepSpec
-from kvcache.bag_sizes import BagSizes
 from kvcache.codecs.codec_id import MAX_ID_CHARS
+from kvcache.eviction.bag_sizes import BagSizes
 
 DIGEST_BYTES = 16
 KEY_BYTES = 32
@@ -75,7 +75,7 @@ HASH_FUNCTIONS: dict[str, Callable[[ByteBuffer], bytes]] = {
 
 
 class BagSplit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a bag is split over the ranks of its source (`kvcache.rank_bags`): `tp` lanes of `pp` stages.
+    """How a bag is split over the ranks of its source (`kvcache.eviction.rank_bags`): `tp` lanes of `pp` stages.
 
     The counts are those of `sizes`; without them only ranks with the same split can read the bag.
     """
@@ -104,9 +104,9 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     is a key of `HASH_FUNCTIONS`.
 
     If `keep` drops tokens, only the chunks below its boundary are chunks. What is kept of the other tokens is in
-    `num_bag_slabs` slabs, whose own map says what lies where (`kvcache.kept_rows`); `num_tokens` are the tokens at the
-    point at which that was decided; `bag` says how it is split. Where a docstring here says chunk, it means such a slab
-    as well.
+    `num_bag_slabs` slabs, whose own map says what lies where (`kvcache.eviction.kept_rows`); `num_tokens` are the
+    tokens at the point at which that was decided; `bag` says how it is split. Where a docstring here says chunk, it
+    means such a slab as well.
     """
 
     request: BoundedText

@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from diptych.kernel_cache import cached
+from diptych.kernels.cache import cached
 
 # Bytes of a cache line, and of one store instruction.
 LINE_BYTES = 64

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from diptych.chunks import HINT_VERSION, TICKET_VERSION
 from diptych.errors import StaleTicket, TransferError
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from kvcache.layout import DTYPE_BYTES, KvLayout
 from kvtransfer.digests import (
     DIGEST_BYTES,
@@ -152,7 +152,7 @@ def check_ticket(
     """Check that a ticket fits this worker's order for the request, and the model and the KV layout that it has.
 
     `keep` and `num_tokens` are those of the order: what it may drop, and the tokens at the last point at which it was
-    decided what is dropped (`diptych.keep_spec.decision_tokens`); without eviction all tokens that have KV.
+    decided what is dropped (`diptych.eviction_spec.decision_tokens`); without eviction all tokens that have KV.
 
     Raises:
         StaleTicket: a field differs; the text names the first one, with both values.

@@ -143,7 +143,7 @@ class KvClass:
 
 @dataclass(frozen=True, slots=True)
 class KvKeep:
-    """What eviction of KV does at a `threshold`, as measured with the requests of a workload (`diptych.keep_spec`).
+    """What eviction of KV does at a `threshold`, as measured with the requests of a workload (`diptych.eviction_spec`).
 
     A sequence keeps `share` of its rows. When a prompt ends, deciding what stays takes `prompt_s` seconds for each of
     its tokens; after each further 64 tokens `answer_s` for each token of prompt and answer. `work` compares steps on

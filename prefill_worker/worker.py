@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from diptych.errors import DiptychError, TransferError
-from diptych.keep_spec import KEEP_ALL, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, decision_tokens
 from diptych.messages import (
     Failed,
     Offer,

@@ -159,7 +159,7 @@ class AttemptBegan:
     """An attempt has begun, with KV of `kv_class`; `kv_reason` is why, in a word (`router.routing.class_choice`).
 
     With `staged`, its KV is announced and may be pulled while it is computed. `keep` is the threshold of eviction
-    (`diptych.keep_spec`); 1: everything is kept.
+    (`diptych.eviction_spec`); 1: everything is kept.
     """
 
     request: str

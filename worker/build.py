@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diptych.errors import ConfigError, GrammarError, ModelError
-from diptych.kernel_cache import kernel_source_stamp, machine_kernel_folder
+from diptych.kernels.cache import kernel_source_stamp, machine_kernel_folder
 from diptych.process import SupervisorPipe, exit_fatally
 from diptych.specs import WorkerSpec
 from engine.bulk.budget import BulkTime
@@ -40,10 +40,10 @@ from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.codecs.calibration import Calibration
+from kvcache.eviction.rank_bags import most_rank_extra
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree
-from kvcache.rank_bags import most_rank_extra
 from kvcache.tiers.host import HostArenas, HostTier
 from kvtransfer.resharding import PoolArena, ShardedPool, plan_spans
 from kvtransfer.shared_memory import SharedMemory

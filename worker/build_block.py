@@ -10,7 +10,7 @@ import torch
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import StartError
-from diptych.kernel_cache import machine_kernel_folder
+from diptych.kernels.cache import machine_kernel_folder
 from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
 from engine.block.engine import BlockEngine

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.kernel_cache import is_stored, load_stored
+from diptych.kernels.cache import is_stored, load_stored
 from engine.model.memory_plan import available_memory
 from worker.ranks import RankSpec
 

@@ -2,7 +2,7 @@
 
 Without an argument: the kernels that a default start loads, for the embedded model. `make install` ends with it. Other
 models use the same kernels, except for those that depend on the head dimension or the weights' dtype. A worker compiles
-what is still missing when it warms up (`diptych.kernel_cache`).
+what is still missing when it warms up (`diptych.kernels.cache`).
 
 `eviction`: the kernels with which one kind of worker evicts KV. Standard input has its `RankSpec`. Workers start this
 once they serve (`worker.eviction_kernels`).

@@ -55,7 +55,7 @@ from engine.model.architecture import ModelConfig
 from engine.model.weights import WeightReader
 from engine.protocols import EvictionReport
 from kvcache.codecs.calibration import CalibratedModel, Calibration, read_calibration
-from kvcache.keep import KeepRule
+from kvcache.eviction.policies import KeepRule
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool
 from kvtransfer.resharding import plan_spans

@@ -4,7 +4,7 @@
 
 Saturation is the number of tokens with which a prefill step keeps the device busy. `key` stands for the model and all
 settings of a worker that change the speed of its steps; `folder` is the kernels' folder, one per CPU
-(`diptych.kernel_cache`). A value older than `MAX_AGE_S` is measured again: the machine may have been busy when it was
+(`diptych.kernels.cache`). A value older than `MAX_AGE_S` is measured again: the machine may have been busy when it was
 measured.
 """
 

@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.engine import EMBEDDED
 from diptych.channel.keys import make_keys
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from diptych.specs import GatewaySpec, WorkerSpec
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import expand_auto

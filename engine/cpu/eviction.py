@@ -10,7 +10,7 @@ its part of the sequence's slabs: they are as many as the rank with the most row
 
 Memory beside the pool is counted by `engine.reclaim.eviction_memory`: queries and map of every sequence that the engine
 holds, parked ones included, until `forget_sequence`; and the kept rows of the last plan, of which there is one at a
-time. `kvcache.keep` decides, and `kvcache.kept_rows` says where rows lie.
+time. `kvcache.eviction.policies` decides, and `kvcache.eviction.kept_rows` says where rows lie.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import PROFILE_ROWS, decision_tokens
+from diptych.eviction_spec import PROFILE_ROWS, decision_tokens
 from engine.cpu.attention import PagedAttention
 from engine.cpu.keep_decision import ColumnSource, DecisionPoint, HeadDecider
 from engine.cpu.keep_profile import list_profile_kernels
 from engine.cpu.ragged_attention import EvictedWork, KeptBag, KeptStore, QueryRecord
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
-from kvcache.keep import KeepRule
-from kvcache.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.eviction.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.eviction.policies import KeepRule
+from kvcache.eviction.rank_bags import measure_bag
 from kvcache.pool import KvPool
-from kvcache.rank_bags import measure_bag
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -45,7 +45,7 @@ Ints = NDArray[np.int64]
 class EvictionSetup:
     """What a runner needs to evict KV: the kind of each token of the vocabulary, and what the policies are made of.
 
-    `kinds` are bits, `kvcache.keep.SPECIAL_KIND` and `PUNCT_KIND`, [vocab] uint8.
+    `kinds` are bits, `kvcache.eviction.policies.SPECIAL_KIND` and `PUNCT_KIND`, [vocab] uint8.
     """
 
     kinds: NDArray[np.uint8]

@@ -1,4 +1,4 @@
-"""How the CPU kernels use numba: single-threaded, without the GIL, compiled once per machine (`diptych.kernel_cache`).
+"""How the CPU kernels use numba: single-threaded, without the GIL, compiled once per machine (`diptych.kernels.cache`).
 
 Kernels take flat C-contiguous arrays and compile-time widths, because LLVM only vectorises the inner loops when strides
 and trip counts are constants. So a width is a plain int in the closure of an outer kernel (numba's disk cache supports
@@ -19,7 +19,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from diptych.kernel_cache import cached
+from diptych.kernels.cache import cached
 
 F = TypeVar("F", bound=Callable[..., Any])
 

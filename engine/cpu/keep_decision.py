@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.cpu.keep_profile import PolicyTrial, RowColumns, sum_attention
-from kvcache.keep import FULL, KeepRule, choose_policies, kept_mask, select_visible, split_rows
-from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
+from kvcache.eviction.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
+from kvcache.eviction.policies import FULL, KeepRule, choose_policies, kept_mask, select_visible, split_rows
 from kvcache.layout import KvLayout
 
 Floats = NDArray[np.float32]

@@ -202,7 +202,8 @@ def _find_largest(values: Any, length: Any, count: Any) -> Any:
 
 @jit_inner
 def _keep_frequent(scores: Any, candidates: Any, count: Any, values: Any, kept: Any) -> None:
-    """Add to `kept` what `kvcache.keep.pick_frequent` picks; `values` is room for as many scores and one more."""
+    """Add to `kept` what `kvcache.eviction.policies.pick_frequent` picks; `values` is room for as many scores and one
+    more."""
     found = 0
     for t in range(len(scores)):
         values[found] = scores[t]

@@ -12,7 +12,7 @@ import torch
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.attention.batch import ForwardBatch, count_rows, pack_batch
 from engine.cpu.arenas import PoolAttention, pack_groups
 from engine.cpu.attention import CpuAttention, PagedAttention

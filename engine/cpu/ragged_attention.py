@@ -1,7 +1,8 @@
 """Attention of decode rows whose heads keep different tokens, on the CPU: after eviction (`engine.cpu.eviction`).
 
-Such a row reads the whole chunks that no head evicts from, then the frames of its head (`kvcache.kept_rows`), then the
-newest tokens. These are in the ring: one ordinary slab, in which position p is row p % 64.
+Such a row reads the whole chunks that no head evicts from, then the frames of its head
+(`kvcache.eviction.kept_rows`), then the newest tokens. These are in the ring: one ordinary slab, in which position p
+is row p % 64.
 
     row ──▶ chunk 0 · chunk 1 · ... │ frame · frame · ... (per head) │ ring
 
@@ -40,7 +41,7 @@ from engine.cpu.attention import (
 from engine.cpu.jit import LOG2_E, LOWEST, jit, jit_inner, prefetch
 from engine.cpu.keep_decision import ROWS_PER_FRAME, BagColumns, ChunkColumns, ColumnSource, HeadColumns
 from engine.step_work import KeptWork, StepWork
-from kvcache.kept_rows import FRAME_TOKENS, KeptRows
+from kvcache.eviction.kept_rows import FRAME_TOKENS, KeptRows
 from kvcache.pool import KvPool
 
 Bytes = NDArray[np.uint8]

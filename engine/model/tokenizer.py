@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from diptych.errors import ModelError
 from diptych.model_config import load_model_config
-from kvcache.keep import PUNCT_KIND, SPECIAL_KIND
+from kvcache.eviction.policies import PUNCT_KIND, SPECIAL_KIND
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -188,7 +188,7 @@ def read_token_kinds(tokenizer: ModelTokenizer, vocab_size: int) -> NDArray[np.u
     tokens whose text is punctuation, blanks or both, as `is_punctuation` says. No token has both kinds.
 
     A kind belongs to an id, so a marker of a chat template that consists of several ordinary tokens, such as Llama 2's
-    `[INST]`, has none. The first tokens of a prompt count as special by their position (`kvcache.keep`).
+    `[INST]`, has none. The first tokens of a prompt count as special by their position (`kvcache.eviction.policies`).
 
     Args:
         tokenizer: the model's tokenizer.

@@ -2,8 +2,9 @@
 
     rows computed ─▶ plan: rows to keep are copied aside ─▶ slabs released ─▶ bag and ring taken ─▶ rows written
 
-When there is a decision point: `diptych.keep_spec`. What a head keeps: `kvcache.keep`. The runner decides and copies
-(`engine.protocols.EvictingRunner`); this moves the slabs, and finds the sequence that pays if there are too few.
+When there is a decision point: `diptych.eviction_spec`. What a head keeps: `kvcache.eviction.policies`. The runner
+decides and copies (`engine.protocols.EvictingRunner`); this moves the slabs, and finds the sequence that pays if
+there are too few.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable
 from typing import cast
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import decision_tokens
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
+from diptych.eviction_spec import decision_tokens
 from engine.protocols import EvictingRunner, EvictionOrder, Preparation, StepRunner
 from engine.sequence import Sequence, SequenceRefused
 from engine.sequence_table import SequenceTable

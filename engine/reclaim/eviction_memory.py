@@ -12,7 +12,7 @@ take about as much at most: their copy, with what one layer expands to.
 from __future__ import annotations
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import PROFILE_ROWS
+from diptych.eviction_spec import PROFILE_ROWS
 from kvcache.layout import KvLayout
 
 # Bytes of a float32.

@@ -26,7 +26,7 @@ from llguidance import LLTokenizer
 from numpy.typing import NDArray
 
 from diptych.errors import GrammarError
-from diptych.kernel_cache import cached
+from diptych.kernels.cache import cached
 from diptych.messages import Logprob
 from diptych.request import SamplingParams
 from engine.isolation import BadSamplingParams

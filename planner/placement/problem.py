@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from diptych.errors import ConfigError
-from diptych.keep_spec import RING_AND_MAP_TOKENS
+from diptych.eviction_spec import RING_AND_MAP_TOKENS
 from diptych.slo import Slo, Slos, slo_for
 from planner.costs.kv_classes import whole_request
 from planner.costs.kv_keep import DecidingCost

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
 from diptych.messages import Offer
 from diptych.request import TERMINAL_STAGES, Request, RequestStage
 from router.effects import ChosenPair

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import RING_AND_MAP_TOKENS
+from diptych.eviction_spec import RING_AND_MAP_TOKENS
 from router.routing.kv_classes import decided_class, pool_size
 from router.routing.policy import Pair, RoutingNeed, RoutingView
 

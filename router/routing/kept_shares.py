@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import RING_AND_MAP_TOKENS
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
+from diptych.eviction_spec import RING_AND_MAP_TOKENS
 
 # Weight of the past in a measured share, applied at each sequence.
 SHARE_DECAY = 0.8

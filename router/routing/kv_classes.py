@@ -71,7 +71,7 @@ def holds_class(hello: Hello, kv_class: str | None) -> bool:
 
 
 def can_evict(hello: Hello, kv_class: str | None) -> bool:
-    """Whether the worker can drop KV by head (`diptych.keep_spec`) in a class that `kv_class` names, or in any."""
+    """Whether the worker can drop KV by head (`diptych.eviction_spec`) in a class that `kv_class` names, or in any."""
     return any(kv_class is None or names_class(kv_class, name) for name in hello.keep_classes)
 
 

@@ -20,13 +20,13 @@ from enum import StrEnum
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
+from diptych.eviction_report import KeptReport
 from diptych.failure_statuses import (
     RULES,
     TOO_MANY_REQUESTS,
     FailureReason,
     RequestFailure,
 )
-from diptych.kept_report import KeptReport
 from diptych.slo import Slo
 from router.routing.class_choice import DEFAULT
 

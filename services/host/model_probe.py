@@ -220,7 +220,7 @@ def _check_evicting_pool(
     if question.kv_keep >= 1:
         return
     # Imported only here, since it imports numpy.
-    from kvcache.rank_bags import most_rank_extra
+    from kvcache.eviction.rank_bags import most_rank_extra
 
     length = memory.max_model_len
     extra = most_rank_extra(layout, question.splits.values() or [(1, 1)], length)

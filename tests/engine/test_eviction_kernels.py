@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych import kernel_cache
+from diptych.kernels import cache
 from diptych.messages import Failed
 from diptych.specs import WorkerSpec
 from engine.cpu.model_runner import CpuModelRunner
@@ -224,12 +224,12 @@ def test_what_is_compiled_beside_a_worker_is_all_that_it_needs(
     (pool, calibration), *others = pools
     runner = CpuModelRunner.load(files, pool, 512, calibration, others=others, eviction=SETUP)
     kernels = runner.list_eviction_kernels()
-    assert kernels and all(map(kernel_cache.is_stored, kernels))
+    assert kernels and all(map(cache.is_stored, kernels))
     runner.warm(evict=False)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a kernel is missing")
 
-    monkeypatch.setattr(kernel_cache._KernelCache, "_load_or_compile", refuse)
+    monkeypatch.setattr(cache._KernelCache, "_load_or_compile", refuse)
     runner.warm(evict=True)
     assert all(len(kernel.signatures) == 1 for kernel in kernels)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import Output
 from diptych.request import SamplingParams
 from engine.cpu.model_runner import CpuModelRunner

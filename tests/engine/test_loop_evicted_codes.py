@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from diptych.keep_spec import KEEP_ALL, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, decision_tokens
 from engine.loop import SequenceOutput
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec

@@ -15,13 +15,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
-from diptych.keep_spec import KEEP_ALL, PROFILE_ROWS, KeepSpec, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, PROFILE_ROWS, KeepSpec, decision_tokens
 from diptych.request import SamplingParams
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.sequence import num_chunks
 from engine.step_work import KeptWork, StepWork
-from kvcache.keep import PUNCT_KIND, SPECIAL_KIND, KeepRule, choose_policies, kept_mask
-from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.eviction.kept_rows import FRAME_TOKENS, KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.eviction.policies import PUNCT_KIND, SPECIAL_KIND, KeepRule, choose_policies, kept_mask
 from tests.simulation.virtual_model import (
     LAYERS,
     VOCAB,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import BULK_PRIORITY, Tenancy
 from tests.simulation.gateway import VirtualClient
 from tests.simulation.process import MODEL_LEN

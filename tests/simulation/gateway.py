@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from diptych.chunks import RAW_CLASS
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.messages import ToGateway
 from diptych.request import Request, SamplingParams, Tenancy
 from router.effects import (

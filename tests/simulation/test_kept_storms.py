@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from engine.protocols import EvictionOrder
-from kvcache.kept_rows import KeptRows
+from kvcache.eviction.kept_rows import KeptRows
 from tests.simulation.dropping_model import DroppingRunner, KeptState
 from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
 from tests.simulation.virtual_laws import DONE, InvariantBroken, InvariantChecker, settle_world

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from diptych.chunks import RAW_CLASS
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import SamplingParams
 from tests.simulation.faults import ClientLoad, ClientMix, FaultStorm
 from tests.simulation.virtual_laws import DONE, InvariantBroken, InvariantChecker, settle_world

@@ -16,7 +16,7 @@ import msgspec
 
 from decode_worker.worker import DecodeWorker
 from diptych.chunks import RAW_CLASS
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.messages import Drain, SwitchRole
 from diptych.request import Grammar, SamplingParams, Tenancy
 from prefill_worker.worker import PrefillWorker

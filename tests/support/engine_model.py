@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
 from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.protocols import EvictionOrder
 from engine.step_work import KeptWork, StepWork
 from kvcache.codecs.calibration import Calibration
-from kvcache.kept_rows import most_extra_slabs
+from kvcache.eviction.kept_rows import most_extra_slabs
 from kvcache.pool import KvPool
 from models.recall import RecallSeries
 

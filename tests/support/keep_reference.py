@@ -1,7 +1,7 @@
 """The profile of one KV head from its last query rows, slow and obviously right: compiled ones are tested against it.
 
-FastGen (Ge et al. 2024), section 4 and algorithm 1, with what `kvcache/keep.py` decides where the paper is silent. It
-has the whole attention matrix of the profiled rows at once, in float64.
+FastGen (Ge et al. 2024), section 4 and algorithm 1, with what `kvcache/eviction/policies.py` decides where the paper
+is silent. It has the whole attention matrix of the profiled rows at once, in float64.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych.keep_spec import PROFILE_ROWS, KeepSpec
-from kvcache.keep import FULL, KeepRule, choose_policies, mask_without_window
+from diptych.eviction_spec import PROFILE_ROWS, KeepSpec
+from kvcache.eviction.policies import FULL, KeepRule, choose_policies, mask_without_window
 
 Doubles = NDArray[np.float64]
 

@@ -128,7 +128,7 @@ def test_prepared_weights_count_once_against_the_disk(
 ) -> None:
     """They are on the disk after the first start, and each start needs them there."""
     free = 1 << 30
-    monkeypatch.setattr("diptych.kernel_cache.machine_kernel_folder", lambda: tmp_path)
+    monkeypatch.setattr("diptych.kernels.cache.machine_kernel_folder", lambda: tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=4 << 30, free=free))
     given = {"bulk": 2, "prefill": 0, "decode": 0, "data_dir": tmp_path / "d"}
     loaded = load_config("serve", given | {"bulk_policy": f"weight_kind={kind}"}, {})

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from diptych.kernel_cache import machine_kernel_folder
+from diptych.kernels.cache import machine_kernel_folder
 from engine.model.checkpoint import Checkpoint
 from tests.support.factories import make_folder
 from tests.support.model_folder import make_folder as make_description

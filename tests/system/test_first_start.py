@@ -34,7 +34,7 @@ class FirstStart:
         """The kernels that a worker says it "loaded" or "compiled" in its own process."""
         assert self.served.logs is not None
         logs = "".join((self.served.logs / f"{worker}.log").read_text() for worker in WORKERS)
-        lines = [line for line in logs.splitlines() if "kernels diptych.kernel_cache" not in line]
+        lines = [line for line in logs.splitlines() if "kernels diptych.kernels.cache" not in line]
         return {found[1] for line in lines if (found := re.search(rf"{verb} (\S+\.py\d+)$", line))}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from diptych.messages import Offer, Output, Pulled, Release
 from diptych.request import SamplingParams
 from engine.model.checkpoint import Checkpoint

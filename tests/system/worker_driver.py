@@ -19,7 +19,7 @@ import msgspec
 
 from diptych.channel.hub import ChannelHub
 from diptych.channel.keys import load_server_keys, make_keys
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.messages import (
     Abort,
     Admit,

@@ -32,7 +32,7 @@ from kvcache.codecs.nuq import NuqCodec
 from kvcache.codecs.page import Codec
 from kvcache.codecs.plain import PlainCodec
 from kvcache.codecs.turbo import TurboCodec
-from kvcache.kept_rows import FRAMES_PER_PAGE, FrameFormat, frames_per_slab
+from kvcache.eviction.kept_rows import FRAMES_PER_PAGE, FrameFormat, frames_per_slab
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]

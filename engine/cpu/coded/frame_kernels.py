@@ -2,9 +2,9 @@
 
     row ──▶ chunk 0 · chunk 1 · ... │ frame · frame · ... (per head) │ ring
 
-As `engine.cpu.ragged_attention`, with frames of codes (`kvcache.kept_rows.FrameFormat`). The rows of a sequence in a
-step are computed together, so that a page or frame is expanded once for all of them; no row sees another. Keys are
-rotated to their positions, which the map of kept rows says.
+As `engine.cpu.ragged_attention`, with frames of codes (`kvcache.eviction.kept_rows.FrameFormat`). The rows of a
+sequence in a step are computed together, so that a page or frame is expanded once for all of them; no row sees
+another. Keys are rotated to their positions, which the map of kept rows says.
 
 A family's module compiles `expand_rows` and `attend_rows` for its number, as those of `engine.cpu.coded.page_kernels`.
 Frames of a page of one head are expanded as that page with fewer rows; others by the function of

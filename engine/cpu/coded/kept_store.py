@@ -1,7 +1,7 @@
 """How kept rows of a pool with a codec are found, moved and attended to (`engine.cpu.ragged_attention.KeptStore`).
 
-Rows are moved as codes (`kvcache.coded_frames`), and decisions and attention see what they expand to. So a row has the
-same numbers in its page and in a frame, to the bit, and the first token stays exact.
+Rows are moved as codes (`kvcache.eviction.coded_frames`), and decisions and attention see what they expand to. So a
+row has the same numbers in its page and in a frame, to the bit, and the first token stays exact.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from engine.cpu.attention import PagedAttention
 from engine.cpu.coded.compiled_attention import CompiledAttention
 from engine.cpu.keep_decision import ColumnSource, HeadColumns
 from engine.cpu.ragged_attention import EvictedWork, KeptBag, QueryRecord
-from kvcache.coded_frames import HeadRows, RowMover
-from kvcache.kept_rows import KeptRows
+from kvcache.eviction.coded_frames import HeadRows, RowMover
+from kvcache.eviction.kept_rows import KeptRows
 from kvcache.pool import KvPool
 
 Bytes = NDArray[np.uint8]

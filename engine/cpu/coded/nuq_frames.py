@@ -1,9 +1,9 @@
 """Expands frames of `nuq*` in kernels: the numbers that the page had before its rows were taken apart, to the bit.
 
-What is in a frame: `kvcache.kept_rows.FrameFormat`. The figures of a frame have, from `SECTIONS` on, the offsets of the
-codes of keys and of values, of the numbers of outliers and of the first one, then the bytes of an outlier, and the bits
-of a number of outliers. `DETAIL` is the number of outlier slots of a page's row; a head's constants are those of
-`engine.cpu.coded.nuq_expand` for the head alone.
+What is in a frame: `kvcache.eviction.kept_rows.FrameFormat`. The figures of a frame have, from `SECTIONS` on, the
+offsets of the codes of keys and of values, of the numbers of outliers and of the first one, then the bytes of an
+outlier, and the bits of a number of outliers. `DETAIL` is the number of outlier slots of a page's row; a head's
+constants are those of `engine.cpu.coded.nuq_expand` for the head alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.cpu.coded.exact import add_at, byte_at, exact_add, exact_mul, jit_ex
 from engine.cpu.coded.page_kernels import BYTES, DETAIL, KEY_BITS, PAGE, SECTIONS
 from engine.cpu.simd import LANES, load, splat, store
 from kvcache.codecs.page import PageShape
-from kvcache.kept_rows import FrameFormat
+from kvcache.eviction.kept_rows import FrameFormat
 
 TOKEN_BYTES = 4
 

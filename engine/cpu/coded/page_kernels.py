@@ -9,7 +9,7 @@ Each family has a module with these two, and compiles them into the loops (`Page
 
 A family's module also compiles `encode_tokens`, `decode_rows`, `expand_chunks` and `read_runs` for its number, in
 functions of its own: the kernel cache looks for changed sources from the module in which a kernel stands
-(`diptych.kernel_cache`).
+(`diptych.kernels.cache`).
 
 Both give the bits of the family's NumPy codec. Arguments that belong together come as tuples:
 

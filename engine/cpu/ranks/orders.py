@@ -14,7 +14,7 @@ import msgspec
 from engine.cpu.coded.sink_table import SinkPlan
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import StepWork
-from kvcache.bag_sizes import merge_sizes
+from kvcache.eviction.bag_sizes import merge_sizes
 from kvcache.layout import KvLayout, split_layout
 
 

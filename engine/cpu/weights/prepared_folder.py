@@ -3,7 +3,7 @@
     <folder>/weights/<key>.packed      a prepared file (`engine.cpu.weights.prepared_file`)
     <folder>/weights/<key>.lock        held by the process that makes it
 
-`folder` is the kernels' folder, one per CPU, which only its owner may write to (`diptych.kernel_cache`). `key` stands
+`folder` is the kernels' folder, one per CPU, which only its owner may write to (`diptych.kernels.cache`). `key` stands
 for the weights and their kind, the model's dimensions, the rank's share of them, and the sizes of panels. The first
 process packs the weights into a file of another name and renames it when it is whole; the others wait, and then map it.
 The lock says how many sections are packed, so that they wait as long as it goes on. What a process that was killed has

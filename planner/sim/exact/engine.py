@@ -17,8 +17,8 @@ from math import inf
 from typing import cast
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import decision_tokens
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
+from diptych.eviction_spec import decision_tokens
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence, num_chunks
 from engine.sequence_table import SequenceTable, first_output_seconds

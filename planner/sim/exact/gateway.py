@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, cast
 
 from diptych.chunks import RAW_CLASS
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.messages import Heartbeat, Hello, Linked, Output, Prefill, Step
 from diptych.request import Request, RequestStage, SamplingParams
 from planner.sim.exact.cores import GatewayProcessor, SimCores

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import Admit, Failed, Fetch, Pulled, Staging
 from engine.kv_admission import (
     DepartureEffect,

@@ -29,7 +29,7 @@ from typing import Protocol, TypeVar, overload
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from engine.saturation import saturation_length
 from engine.sequence import EngineLimits
 from planner.costs.profile import CostProfile

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import decision_tokens
+from diptych.eviction_spec import decision_tokens
 from diptych.messages import (
     Abort,
     Admit,

@@ -73,7 +73,7 @@ def _share_disk(config: Config, model: ProbedModel) -> int:
     Raises ConfigError if there is no folder for its files.
     """
     # Imported only here, since they import numba.
-    from diptych.kernel_cache import machine_kernel_folder
+    from diptych.kernels.cache import machine_kernel_folder
     from engine.cpu.weights.prepared_name import free_disk_bytes
 
     folder: Path | None = machine_kernel_folder()

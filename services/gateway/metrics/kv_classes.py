@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import Counter
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
 from services.gateway.outcomes import KvClassRecord
 
 

@@ -1,4 +1,5 @@
-"""The request field `diptych.keep`: how much of its KV a request keeps, and in which KV class (`diptych.keep_spec`)."""
+"""The request field `diptych.keep`: how much of its KV a request keeps, and in which KV class
+(`diptych.eviction_spec`)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 import msgspec
 
 from diptych.chunks import AUTO_CLASS, CHUNK_TOKENS, RAW_CLASS
-from diptych.keep_spec import KEEP_ALL, KeepSpec
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from router.routing.kv_classes import ServedClasses, names_class
 from services.gateway.openai.request_schema import GenerationFields, KeepOptions
 from services.gateway.openai.response_schema import KeepDetails, KvDetails

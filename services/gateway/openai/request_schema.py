@@ -90,7 +90,7 @@ class KeepOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class DiptychOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options that only this server has. `kv` is a KV class by its codec's name or its whole id, or "auto"; `keep` says
-    how much of its KV the request keeps (`diptych.keep_spec.KeepSpec`), by a threshold alone or with a boundary.
+    how much of its KV the request keeps (`diptych.eviction_spec.KeepSpec`), by a threshold alone or with a boundary.
     """
 
     kv: Annotated[str, Meta(min_length=1, max_length=80)] | None = None

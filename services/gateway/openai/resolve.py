@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from diptych.chunks import AUTO_CLASS
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import Grammar, SamplingParams, Tenancy
 from router.routing.kv_classes import ServedClasses, names_class
 from router.routing.prefix_index import ChunkNames, name_chunks

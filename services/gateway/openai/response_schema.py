@@ -39,7 +39,7 @@ class CompletionDetails(msgspec.Struct, frozen=True):
 
 
 class KeepDetails(msgspec.Struct, frozen=True):
-    """What eviction kept of a request's KV (`diptych.keep_spec`), after the latest decision of each sequence.
+    """What eviction kept of a request's KV (`diptych.eviction_spec`), after the latest decision of each sequence.
 
     A row is one token's KV in one head of one layer. `heads` counts heads by their policy. All counts are 0 if the
     answer ended before anything was decided.

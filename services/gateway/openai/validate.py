@@ -39,7 +39,7 @@ class RequestRules:
     limits: RequestLimits
     # Values of fields that a request does not set.
     defaults: SamplingDefaults = SamplingDefaults()
-    # Threshold of eviction of requests that give none (`diptych.keep_spec.KeepSpec`).
+    # Threshold of eviction of requests that give none (`diptych.eviction_spec.KeepSpec`).
     keep_threshold: float = 1.0
     # Whether workers share prefixes, so that routing needs the names of a prompt's chunks.
     prefix_caching: bool = False

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diptych.keep_spec import KeepSpec, decision_tokens
+from diptych.eviction_spec import KeepSpec, decision_tokens
 from engine.cpu import matmul
 from engine.cpu.eviction import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
-from kvcache.keep import PUNCT_KIND, SPECIAL_KIND
-from kvcache.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.eviction.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.eviction.policies import PUNCT_KIND, SPECIAL_KIND
 from kvcache.pool import KvPool
 
 FOLDER = Path(__file__).parents[3] / "models" / "tiny"

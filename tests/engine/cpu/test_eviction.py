@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.cpu import keep_profile
 from engine.cpu.keep_profile import build_profile_kernel
 from engine.cpu.model_runner import CpuModelRunner
@@ -19,8 +19,8 @@ from engine.model.kv_codec import resolve_kv_codec
 from engine.protocols import EvictionOrder
 from engine.reclaim.eviction_memory import eviction_bytes, query_record_bytes, remembered_bytes
 from engine.step_work import KeptWork, StepWork
-from kvcache.keep import FULL, KeepRule, choose_policies, mask_without_window
-from kvcache.kept_rows import KeptRows
+from kvcache.eviction.kept_rows import KeptRows
+from kvcache.eviction.policies import FULL, KeepRule, choose_policies, mask_without_window
 from kvcache.pool import KvPool
 from tests.engine.cpu.evicted_runs import (
     CONTEXT,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.cpu.keep_profile import PolicyTrial, RowColumns, sum_attention
-from kvcache.keep import (
+from kvcache.eviction.policies import (
     FREQUENT_FIRST_ORDER,
     FULL,
     PAPER_ORDER,

@@ -11,13 +11,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.attention.batch import pack_batch
 from engine.cpu.coded.compiled_attention import CompiledAttention
 from engine.cpu.coded.kept_store import CodedColumns, CodedStore
 from engine.cpu.ragged_attention import EvictedWork, KeptBag
 from engine.step_work import KeptWork, StepWork
-from kvcache.kept_rows import FrameFormat, KeptRows, frame_bytes, frames_per_slab, most_bag_slabs
+from kvcache.eviction.kept_rows import FrameFormat, KeptRows, frame_bytes, frames_per_slab, most_bag_slabs
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
 from tests.engine.cpu.test_coded_kernels import LAYER, QUERIES, make_pair, make_qkv, write

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.attention.batch import pack_batch
 from engine.cpu.attention import CpuAttention
 from engine.cpu.eviction import CpuEvictor, EvictionSetup
 from engine.cpu.ragged_attention import RawStore, build_ragged_kernel
 from engine.step_work import KeptWork, StepWork
-from kvcache.keep import FULL
-from kvcache.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
+from kvcache.eviction.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
+from kvcache.eviction.policies import FULL
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
 from tests.support import reference_attention

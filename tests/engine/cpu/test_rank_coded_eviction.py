@@ -17,7 +17,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import KvClassChoice, resolve_kv_classes
 from engine.step_work import StepWork
 from kvcache.codecs.calibration import FILE_NAME, write_calibration
-from kvcache.kept_rows import count_frames
+from kvcache.eviction.kept_rows import count_frames
 from kvcache.pool import KvPool
 from kvtransfer.bag_repacking import BagRepacker
 from kvtransfer.digests import BagSplit, DigestContext

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.cpu.ranks.orders import ForgetKept, encode_order
 from engine.protocols import EvictionOrder
-from kvcache.keep import FULL, KeepRule
-from kvcache.kept_rows import KeptRows, count_frames
+from kvcache.eviction.kept_rows import KeptRows, count_frames
+from kvcache.eviction.policies import FULL, KeepRule
 from tests.engine.cpu.evicted_runs import (
     CONTEXT,
     FOLDER,

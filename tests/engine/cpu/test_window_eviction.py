@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.step_work import StepWork
-from kvcache.kept_rows import KeptRows, count_frames
+from kvcache.eviction.kept_rows import KeptRows, count_frames
 from kvcache.pool import KvPool
 from tests.engine.cpu.evicted_runs import SETUP, EvictedRun
 from tests.support.factories import make_oracle, save_model

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import StepWork
 from kvcache.pool import KvPool

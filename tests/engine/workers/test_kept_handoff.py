@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from diptych.errors import TransferError
-from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import Abort, Admit, Failed, Fetch, Generate, Prefill, Release, Staging
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import DIGEST_BYTES

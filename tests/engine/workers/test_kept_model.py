@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from decode_worker.worker import DecodeWorker
-from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import Admit, Generate, Offer, Output, Prefill, Pulled, Release, Step, ToWorker
 from engine.loop import Engine
 from engine.sampling import grammar

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from diptych.messages import Abort, Failed, Release, Renew, Staged
 from engine.sequence import Sequence
 from kvcache.prefix_tree import root_key

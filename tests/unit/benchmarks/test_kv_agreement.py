@@ -16,7 +16,7 @@ from benchmarks.kv_agreement import (
     parse_threshold,
     path_flags,
 )
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from tests.support.engine_model import GreedyAnswer

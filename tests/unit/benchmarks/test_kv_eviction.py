@@ -44,11 +44,11 @@ from benchmarks.kv_eviction import (
     summarize_run,
 )
 from benchmarks.kv_quality import FOLDER
-from diptych.keep_spec import KeepSpec
-from kvcache.keep import FULL, PUNCT_KIND
+from diptych.eviction_spec import KeepSpec
+from kvcache.eviction.policies import FULL, PUNCT_KIND
 from models.recall import RecallSeries
 from tests.engine.cpu.evicted_runs import SETUP, EvictedRun, make_runner, source_tokens
-from tests.unit.kvcache import keep_oracle
+from tests.unit.kvcache.eviction import keep_oracle
 
 PROMPT, ANSWER = 80, 70
 

@@ -22,7 +22,7 @@ def times(x):
     return x * FACTOR
 """
 CALLING = """
-from diptych.kernel_cache import cached
+from diptych.kernels.cache import cached
 from called import times
 def add(x, y):
     return times(x) + y
@@ -106,7 +106,7 @@ SOURCES = {
     "called.py": CALLED + "PAIR = (3, (1, 2))\n",
     "compiling.py": """
 import numba
-from diptych.kernel_cache import cached
+from diptych.kernels.cache import cached
 OPTIONS = {"fastmath": {"reassoc", "contract"}}
 def jit(function):
     return cached(function, **OPTIONS)
@@ -129,7 +129,7 @@ def test_what_kernels_take_in_makes_them_new(tmp_path: Path) -> None:
     for name, text in SOURCES.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(text)
-    ours = "from diptych import kernel_cache\nkernel_cache.OWN_PACKAGES = kernel_cache.OWN_PACKAGES | {'package'}\n"
+    ours = "from diptych.kernels import cache\ncache.OWN_PACKAGES = cache.OWN_PACKAGES | {'package'}\n"
     assert ended(start(source, tmp_path / "cache", ours + RUN)) == ("8 8.0", 2)
     assert ended(start(source, tmp_path / "cache", ours + RUN)) == ("8 8.0", 0)
     for name, old, new, expected in (
@@ -144,7 +144,7 @@ def test_what_kernels_take_in_makes_them_new(tmp_path: Path) -> None:
 
 LOADED = """
 from calling import add
-from diptych.kernel_cache import is_stored, load_stored
+from diptych.kernels.cache import is_stored, load_stored
 print(is_stored(add), len(add.signatures), end=" ")
 load_stored(add)
 print(len(add.signatures), is_stored(len))
@@ -269,13 +269,13 @@ def test_kernels_that_nobody_uses_are_removed(source: Path, cache: Path) -> None
 
 STUCK = """
 import pathlib, time
-from diptych import kernel_cache
+from diptych.kernels import cache
 def save_overload(cache, *_):
     if not cache._is_child:
         return
     pathlib.Path("compiling").write_text("")
     time.sleep(1000)
-kernel_cache._KernelCache.save_overload = save_overload
+cache._KernelCache.save_overload = save_overload
 """
 
 
@@ -290,7 +290,7 @@ def test_one_that_dies_while_it_compiles_holds_up_nobody(source: Path, tmp_path:
     assert ended(start(source, tmp_path / "cache")) == ("7 7.0", 2)
 
 
-SHORT = "from diptych import kernel_cache\nkernel_cache.MAX_COMPILE_S = 1.0\n"
+SHORT = "from diptych.kernels import cache\ncache.MAX_COMPILE_S = 1.0\n"
 
 
 def test_one_that_stands_still_while_it_compiles_holds_up_nobody_for_long(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
+from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import (
     Admit,
     ChannelMessage,

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import GrammarError
-from diptych.keep_spec import decision_tokens
+from diptych.eviction_spec import decision_tokens
 from diptych.messages import Logprob
 from diptych.request import Grammar, SamplingParams
 from engine.isolation import BadSamplingParams

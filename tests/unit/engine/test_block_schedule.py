@@ -8,7 +8,7 @@ import random
 import pytest
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from diptych.request import SamplingParams
 from engine.block.policy import BlockPolicy
 from engine.block.schedule import BlockSchedule

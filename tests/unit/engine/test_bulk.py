@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from diptych.messages import Output, WorkerStats
 from diptych.request import BULK_PRIORITY, Tenancy
 from engine.bulk.budget import MAX_REST_S, NEAR_S, TPOT_SHARE, BulkScheduler, BulkTime

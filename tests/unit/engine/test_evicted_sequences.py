@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diptych.errors import CorruptChunk
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.messages import Failed, Output
 from diptych.request import Tenancy
 from engine.protocols import EvictionOrder, EvictionReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import Tenancy
 from engine.kv_admission import KvAdmission, MakeRoom, RemoteKv, StartFetch
 from engine.sequence import Sequence

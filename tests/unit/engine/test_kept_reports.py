@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diptych.keep_spec import KeepSpec
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
+from diptych.eviction_spec import KeepSpec
 from diptych.messages import Output
 from engine.sequence import Sequence
 from tests.unit.engine.fakes import EngineBench, sampling, sequence

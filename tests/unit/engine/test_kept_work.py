@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.step_work import KeptWork, RunnerBounds, StepWork
 from kvcache.layout import KvLayout
 

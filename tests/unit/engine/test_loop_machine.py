@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from diptych.keep_spec import KEEP_ALL, KeepSpec, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import Failed, Output
 from diptych.request import Tenancy
 from engine.new_token_ratio import NewTokenRatio

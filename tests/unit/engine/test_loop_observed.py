@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from engine.loop import SequenceOutput
 from engine.protocols import OnLayersDone
 from engine.reclaim.decision_points import DecisionPoints

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from diptych.messages import Failed, Output
 from engine import sequence
 from engine.step_work import StepWork

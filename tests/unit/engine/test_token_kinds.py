@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from engine.model.tokenizer import ModelTokenizer, is_punctuation, read_token_kinds
-from kvcache.keep import PUNCT_KIND, SPECIAL_KIND
+from kvcache.eviction.policies import PUNCT_KIND, SPECIAL_KIND
 from tests.support.model_folder import SPECIAL, make_folder
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"

@@ -13,8 +13,8 @@ from starlette.types import Message
 
 from diptych.channel.hub import ChannelHub
 from diptych.errors import RequestError
-from diptych.keep_spec import KEEP_ALL, KeepSpec
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.messages import Offer, Output, Prefill, Pulled, Step
 from router.requests.relay import Relay
 from router.routing.kv_classes import ServedClasses

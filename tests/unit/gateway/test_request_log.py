@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from diptych.errors import ConfigError
+from diptych.eviction_report import KeptReport
 from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.kept_report import KeptReport
 from diptych.logs.request_ids import RequestIds
 from diptych.messages import Output
 from diptych.request import Request, RequestStage, SamplingParams

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from diptych.eviction_report import KeptReport
 from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.kept_report import KeptReport
 from diptych.logs.request_ids import RequestIds
 from diptych.request import RequestStage
 from router.effects import (

@@ -13,13 +13,13 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from diptych.errors import CorruptChunk, StaleTicket
-from diptych.keep_spec import KeepSpec
-from kvcache.bag_sizes import shard_heads
-from kvcache.coded_frames import HeadRows, RowMover
-from kvcache.keep import FULL
-from kvcache.kept_rows import FrameFormat, KeptRows, frame_bytes, frames_per_slab, most_bag_slabs
+from diptych.eviction_spec import KeepSpec
+from kvcache.eviction.bag_sizes import shard_heads
+from kvcache.eviction.coded_frames import HeadRows, RowMover
+from kvcache.eviction.kept_rows import FrameFormat, KeptRows, frame_bytes, frames_per_slab, most_bag_slabs
+from kvcache.eviction.policies import FULL
+from kvcache.eviction.rank_bags import count_rank_slabs, cut_map, measure_bag, merge_maps, most_rank_extra
 from kvcache.layout import KvLayout, Shard, split_layout
-from kvcache.rank_bags import count_rank_slabs, cut_map, measure_bag, merge_maps, most_rank_extra
 from kvtransfer.bag_repacking import BagRepacker
 from kvtransfer.digests import BagSplit, DigestContext
 from kvtransfer.resharding import ShardedPool, stage_moves

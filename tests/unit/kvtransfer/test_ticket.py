@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.errors import StaleTicket, TransferError
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from kvcache.layout import KvLayout
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from diptych.messages import Admit, Generate, Prefill
 from router.effects import ClockTick, FailRequest, RequestArrived
 from router.routing.kv_classes import can_evict, keep_classes_of_pair

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.keep_spec import KeepSpec
-from diptych.kept_report import KeptReport
+from diptych.eviction_report import KeptReport
+from diptych.eviction_spec import KeepSpec
 from diptych.messages import Failed, Generate, Offer, Output, Prefill, Step
 from router.effects import RelayEffect, RequestArrived
 from router.routing.kept_shares import (

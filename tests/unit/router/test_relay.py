@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.keep_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.messages import (
     Abort,
     Admit,

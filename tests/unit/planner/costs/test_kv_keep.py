@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from diptych.errors import ConfigError
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from planner.costs.class_fit import class_batch, fit_decisions
 from planner.costs.kv_keep import DecidingCost, find_keep, keep_notes
 from planner.costs.profile_file import load_profile, save_profile

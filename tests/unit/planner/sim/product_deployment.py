@@ -17,7 +17,7 @@ from typing import Any
 from decode_worker.kv_fetcher import KvArrival
 from decode_worker.worker import DecodeWorker
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
-from diptych.keep_spec import KeepSpec
+from diptych.eviction_spec import KeepSpec
 from diptych.messages import Heartbeat, Hello, Linked, Peer, Unpeer
 from diptych.request import Request, RequestStage, SamplingParams
 from engine.loop import Engine

@@ -1,7 +1,7 @@
 """Moves coded rows from pages into the frames of a bag as they are: a reader gets the numbers that it had, to the bit.
 
 A coded row is taken apart into what belongs to one head and what its page's heads share (`HeadRows`), selected, and
-packed again (`pack_frames`). Nothing is decoded. `kvcache.kept_rows.FrameFormat` says what is in a frame.
+packed again (`pack_frames`). Nothing is decoded. `kvcache.eviction.kept_rows.FrameFormat` says what is in a frame.
 
     page of one head       the row's part of each section
     page of several heads  codes of the head | scale and zero point of the token's values | the head's outliers
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from diptych.chunks import CHUNK_TOKENS
 from kvcache.codecs.bit_packing import pack_codes, packed_bytes, unpack_codes
 from kvcache.codecs.page import Codec
-from kvcache.kept_rows import FRAME_TOKENS, FRAMES_PER_PAGE, FrameFormat, KeptRows, frames_per_slab
+from kvcache.eviction.kept_rows import FRAME_TOKENS, FRAMES_PER_PAGE, FrameFormat, KeptRows, frames_per_slab
 from kvcache.layout import KvLayout
 
 Bytes = NDArray[np.uint8]

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvcache.keep import FULL, KeepRule, kept_mask
-from kvcache.kept_rows import (
+from kvcache.eviction.kept_rows import (
     FRAME_TOKENS,
     FrameFormat,
     KeptRows,
@@ -23,6 +22,7 @@ from kvcache.kept_rows import (
     most_bag_slabs,
     most_extra_slabs,
 )
+from kvcache.eviction.policies import FULL, KeepRule, kept_mask
 from kvcache.layout import KvLayout
 
 EMBEDDED = KvLayout(layers=6, kv_heads=4, head_dim=32, dtype="float32")

@@ -10,9 +10,9 @@ in the order of their positions. The first frames hold the encoded map, so a bag
 like any others.
 
 Where a page is one head's, a frame is a quarter of it, with the same sections of 16 rows. Codecs that code several
-heads together have frames of their own (`FrameFormat`, `kvcache.coded_frames`). What the heads of a page share of a
-token is then in a table, once for each token that any of them keeps; and outliers are in a list behind it. Both go page
-by page.
+heads together have frames of their own (`FrameFormat`, `kvcache.eviction.coded_frames`). What the heads of a page
+share of a token is then in a table, once for each token that any of them keeps; and outliers are in a list behind it.
+Both go page by page.
 
 The encoded map, little-endian, filled up with zeros to whole frames:
 
@@ -34,7 +34,7 @@ from diptych.chunks import CHUNK_TOKENS
 from kvcache.codecs.bit_packing import packed_bytes
 from kvcache.codecs.codec_id import CALIBRATED, CodecId
 from kvcache.codecs.storage import index_bits, outliers_per_side
-from kvcache.keep import FULL
+from kvcache.eviction.policies import FULL
 from kvcache.layout import KvLayout
 
 FRAME_TOKENS = 16

@@ -17,7 +17,7 @@ The paper says little about three things, and this module decides them:
 - The window is a share of the prompt behind the boundary and slides, with each row of the profile and with the answer.
   Tokens that leave it become candidates for frequent ones.
 
-A policy is pooled over the query heads of a KV head. `kvcache/kept_rows.py` says where kept rows lie.
+A policy is pooled over the query heads of a KV head. `kvcache/eviction/kept_rows.py` says where kept rows lie.
 """
 
 from __future__ import annotations

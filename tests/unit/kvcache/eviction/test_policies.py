@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from diptych.keep_spec import PROFILE_ROWS, KeepSpec
-from kvcache.keep import (
+from diptych.eviction_spec import PROFILE_ROWS, KeepSpec
+from kvcache.eviction.policies import (
     FREQUENT_FIRST_ORDER,
     FULL,
     PAPER_ORDER,
@@ -28,7 +28,7 @@ from tests.support.keep_reference import (
     profile_head,
     recovered_masses,
 )
-from tests.unit.kvcache import keep_oracle
+from tests.unit.kvcache.eviction import keep_oracle
 
 ORDERS = {PAPER_ORDER: keep_oracle.PAPER, FREQUENT_FIRST_ORDER: keep_oracle.OTHER}
 THRESHOLDS = (0.98, 0.95, 0.91, 0.85, 0.75, 0.5)

@@ -10,7 +10,7 @@ No rank has a part of a page alone, so a bag can be taken apart by page, and pac
     parts       head 0, head 1, tokens and outliers of page 0     head 2, head 3, tokens and outliers of page 1
 
 Only codecs that code several heads together have tokens and outliers behind their frames, and frames that say where
-theirs begin (`kvcache.kept_rows.FrameFormat`).
+theirs begin (`kvcache.eviction.kept_rows.FrameFormat`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.bag_sizes import BagSizes, merge_sizes, shard_heads, shard_pages
-from kvcache.coded_frames import fill_entries, read_entries
-from kvcache.kept_rows import FrameFormat, KeptRows, count_bag_slabs, count_frames, most_extra_slabs
+from kvcache.eviction.bag_sizes import BagSizes, merge_sizes, shard_heads, shard_pages
+from kvcache.eviction.coded_frames import fill_entries, read_entries
+from kvcache.eviction.kept_rows import FrameFormat, KeptRows, count_bag_slabs, count_frames, most_extra_slabs
 from kvcache.layout import KvLayout, Shard, split_layout
 
 Bytes = NDArray[np.uint8]

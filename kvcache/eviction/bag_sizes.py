@@ -1,4 +1,5 @@
-"""How large a bag is, however ranks split it (`kvcache.rank_bags`): in frames, and in entries behind the frames."""
+"""How large a bag is, however ranks split it (`kvcache.eviction.rank_bags`): in frames, and in entries behind the
+frames."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ import benchmarks.script_path  # noqa: F401
 from benchmarks.bulk_blocks import BlockTimes, BulkBench, BulkSettings, make_model
 from benchmarks.bulk_predictions import run_predictions
 from benchmarks.load.short_form import add_short_form
-from engine.block.policy import BlockPolicy
-from engine.block.sizes import predict_needs
 from engine.model.checkpoint import Checkpoint
+from engine.offload.policy import BlockPolicy
+from engine.offload.sizes import predict_needs
 from planner.types import BulkRates
 from services.cli.plan.bulk_profile import measure_bulk_rates
 

@@ -16,18 +16,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Failed
 from diptych.request import SamplingParams
-from engine.block.engine import BlockEngine
-from engine.block.policy import BlockPolicy
-from engine.block.schedule import BlockSchedule
-from engine.block.sizes import BlockModel, predict_needs, trim_policy
-from engine.cpu.block.disk_file import DiskRate
-from engine.cpu.block.loading import BlockFiles, load_block, measure_model, prepare_weights
-from engine.cpu.block.weight_stream import open_index
 from engine.cpu.model_runner import CpuModelRunner
+from engine.cpu.offload.disk_file import DiskRate
+from engine.cpu.offload.loading import BlockFiles, load_block, measure_model, prepare_weights
+from engine.cpu.offload.weight_stream import open_index
 from engine.loop import Engine
 from engine.model.checkpoint import Checkpoint
+from engine.offload.block_admission import BlockSchedule
+from engine.offload.engine import BlockEngine
+from engine.offload.policy import BlockPolicy
+from engine.offload.sizes import BlockModel, predict_needs, trim_policy
 from engine.sampling.sampler import Sampler
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.pool import KvPool

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.bulk_blocks import BulkBench, BulkSettings
-from engine.block.policy import BlockPolicy, format_policy
 from engine.model.checkpoint import Checkpoint
+from engine.offload.policy import BlockPolicy, format_policy
 from planner.types import BulkRates
 
 # Memory as shares of `memory_share`, and rates as shares of `disk_rate`.

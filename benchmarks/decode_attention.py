@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as nnf
 
 import benchmarks.script_path  # noqa: F401
-from engine.attention.batch import ForwardBatch, pack_batch
+from engine.batching.batch import ForwardBatch, pack_batch
 from engine.cpu.attention import CpuAttention
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout

@@ -35,7 +35,7 @@ import torch
 
 import benchmarks.script_path  # noqa: F401
 from diptych.chunks import CHUNK_TOKENS
-from engine.attention.batch import pack_batch
+from engine.batching.batch import pack_batch
 from engine.gpu.attention import GpuAttention
 from engine.gpu.coded.attention import CodedGpuAttention
 from engine.gpu.launch import LaunchTuning

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import PROFILE_ROWS, KeepSpec
-from engine.model.kv_quality import Attend
+from engine.calibration.kv_quality import Attend
 from kvcache.eviction.policies import FIRST_TOKENS, KeepRule, choose_policies, kept_mask
 from tests.support.keep_reference import mean_scores, pool_attention, row_masses
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import KeepSpec
 from diptych.request import SamplingParams
-from engine.cpu.eviction import EvictionSetup
+from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.loop import Engine
 from engine.model.checkpoint import Checkpoint
 from engine.model.tokenizer import ModelTokenizer, read_token_kinds
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.sampling.sampler import Sampler
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.pool import KvPool

@@ -48,7 +48,7 @@ import benchmarks.script_path  # noqa: F401
 from benchmarks.load.deployment import ServedDeployment, serving_deployment
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
-from engine.cpu.eviction import EvictionSetup
+from engine.cpu.eviction.evictor import EvictionSetup
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.model.tokenizer import ModelTokenizer, read_token_kinds

@@ -34,7 +34,7 @@ import torch
 import benchmarks.script_path  # noqa: F401
 from benchmarks.engine import EMBEDDED
 from benchmarks.kv_ragged import measure_eviction, thread_seconds
-from engine.attention.batch import ForwardBatch, pack_batch
+from engine.batching.batch import ForwardBatch, pack_batch
 from engine.cpu.attention import PagedAttention
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint

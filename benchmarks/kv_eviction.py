@@ -52,7 +52,7 @@ from benchmarks.keep_simulation import (
     profile_prompt,
 )
 from diptych.eviction_spec import KeepSpec
-from engine.model.kv_quality import (
+from engine.calibration.kv_quality import (
     NUM_RESAMPLES,
     Attend,
     CodingScheme,

@@ -3,10 +3,10 @@
     python -m benchmarks.kv_quality [--json] [--plot FILE] [--parts perplexity recall eviction ...] [--only nuq4-1% tq4]
 
 The model is that of transformers, in float32. Every key and value that attention reads, prompts and the token itself
-included, has gone through `encode_rows` and `expand_page` of `kvcache/codecs/` (`engine/model/kv_quality.py`). With
-`--through engine` it is the CPU engine with a pool of the codec, as it serves. Codecs with calibration are calibrated
-here, on 16 sequences of 2,048 tokens of the training text. Text that is measured on was never seen, and is cut into
-windows; each begins at position 0, whose KV is exact (sinks).
+included, has gone through `encode_rows` and `expand_page` of `kvcache/codecs/` (`engine/calibration/kv_quality.py`).
+With `--through engine` it is the CPU engine with a pool of the codec, as it serves. Codecs with calibration are
+calibrated here, on 16 sequences of 2,048 tokens of the training text. Text that is measured on was never seen, and is
+cut into windows; each begins at position 0, whose KV is exact (sinks).
 
 The twin computes the same function as the model to the last bit, but its keys and values have outliers, as those of
 large models do (`models/twin.py`).
@@ -57,8 +57,8 @@ from transformers import AutoModelForCausalLM
 import benchmarks.script_path  # noqa: F401
 from benchmarks.kv_eviction import ANSWER_TOKENS, POOL_ROWS, measure_eviction, print_eviction
 from benchmarks.kv_schemes import HEAD_DIM, LAYERS, WIDTH, fit_samples, list_schemes
-from engine.model.kv_capture import capture_layers
-from engine.model.kv_quality import (
+from engine.calibration.kv_capture import capture_layers
+from engine.calibration.kv_quality import (
     CodingScheme,
     Forward,
     build_scheme,

@@ -25,10 +25,10 @@ from tokenizers import Tokenizer
 import benchmarks.script_path  # noqa: F401
 from benchmarks.engine import EMBEDDED
 from diptych.eviction_spec import KeepSpec
-from engine.attention.batch import pack_batch
+from engine.batching.batch import pack_batch
 from engine.cpu.attention import CpuAttention
-from engine.cpu.eviction import CpuEvictor, EvictionSetup
-from engine.cpu.keep_decision import DecisionPoint
+from engine.cpu.eviction.decision import DecisionPoint
+from engine.cpu.eviction.evictor import CpuEvictor, EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.protocols import EvictionOrder

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.model.kv_quality import CodingScheme, build_scheme, complete_id
+from engine.calibration.kv_quality import CodingScheme, build_scheme, complete_id
 from kvcache.codecs.calibration import CalibratedModel, Calibration
 from kvcache.codecs.codec_id import CODE_BITS, parse_codec_id
 from kvcache.codecs.datatype import Datatype, LayerConstants

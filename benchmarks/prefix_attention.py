@@ -40,8 +40,8 @@ import torch
 
 import benchmarks.script_path  # noqa: F401
 from diptych.chunks import CHUNK_TOKENS
-from engine.attention import prefix_plan
-from engine.attention.batch import ForwardBatch, pack_batch
+from engine.batching import prefix_plan
+from engine.batching.batch import ForwardBatch, pack_batch
 from engine.cpu.attention import CpuAttention
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout

@@ -1,12 +1,12 @@
 """The role of a worker that only does bulk work, in blocks: it prefills and decodes lines, and hands nothing over.
 
-Its engine is `engine.block.engine.BlockEngine`. To the gateway it is a decode worker without prefill workers.
+Its engine is `engine.offload.engine.BlockEngine`. To the gateway it is a decode worker without prefill workers.
 """
 
 from __future__ import annotations
 
 from diptych.messages import Generate, ToWorker, WorkerStats
-from engine.block.engine import BlockEngine
+from engine.offload.engine import BlockEngine
 from engine.sequence import Sequence, SequenceRefused
 from worker.loop import WorkOrder
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from decode_worker.task_thread import TaskThread
 from diptych.errors import DiptychError, TransferError
 from diptych.messages import Linked, Peer, ToGateway
-from engine.kv_admission import RemoteKv
+from engine.scheduling.kv_admission import RemoteKv
 from kvtransfer.cooperative import RUN_NOW, UNTIL_WOKEN, CoopTask, run_to_end
 from kvtransfer.digests import ChunkDigester
 from kvtransfer.handoff import (

@@ -4,9 +4,9 @@
                          ▲                │ └─ pulled by the fetcher's threads, while others decode
                          └── recalled ────┘ a request without a ticket, when another one needs its room
 
-`engine.kv_admission.KvAdmission` decides which requests wait, start to fetch or are recalled. This module applies these
-decisions to the pool, the fetcher and the gateway. Pulls write directly into reserved slabs. An abort during a pull
-only asks the fetcher to stop; the slabs are freed when nothing writes to them any more.
+`engine.scheduling.kv_admission.KvAdmission` decides which requests wait, start to fetch or are recalled. This module
+applies these decisions to the pool, the fetcher and the gateway. Pulls write directly into reserved slabs. An abort
+during a pull only asks the fetcher to stop; the slabs are freed when nothing writes to them any more.
 
 A request without a ticket (its KV is still being computed) pulls the chunks that hints announce until `Fetch` brings
 the ticket. If it may drop tokens, it waits for the ticket instead, since what it keeps is decided last. The slabs with
@@ -40,7 +40,8 @@ from diptych.messages import (
     Unpeer,
     WorkerStats,
 )
-from engine.kv_admission import (
+from engine.loop import Engine
+from engine.scheduling.kv_admission import (
     DepartureEffect,
     KvAdmission,
     MakeRoom,
@@ -48,7 +49,6 @@ from engine.kv_admission import (
     StartFetch,
     perform_departures,
 )
-from engine.loop import Engine
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas

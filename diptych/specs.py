@@ -51,10 +51,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bulk_slice_ms: float = 20.0
     # SLO of the milliseconds per token of online answers, beside which bulk work may run. None: it never does.
     bulk_tpot_ms: float | None = None
-    # Whether this worker only does bulk work, in blocks (`engine.block`), and takes no other requests.
+    # Whether this worker only does bulk work, in blocks (`engine.offload`), and takes no other requests.
     bulk_only: bool = False
-    # Of such a worker: what is computed together, and what lies where (`engine.block.policy.parse_policy`); empty: what
-    # fits.
+    # Of such a worker: what is computed together, and what lies where (`engine.offload.policy.parse_policy`); empty:
+    # what fits.
     bulk_policy: str = ""
     # Whether `bulk_policy` was predicted to fit, and not asked for: what is too large by a little is made smaller.
     bulk_planned: bool = False
@@ -94,7 +94,7 @@ class BulkPlan(msgspec.Struct, frozen=True):
 
     # "profile": the programme's choice for measured rates; "setting": asked for; "fit": the largest block that fits.
     source: str
-    # The policy, as `engine.block.policy.parse_policy` reads it; empty with "fit", which each worker finds itself.
+    # The policy, as `engine.offload.policy.parse_policy` reads it; empty with "fit", which each worker finds itself.
     policy: str = ""
     # The profile whose rates predicted the policy; empty: there is none. With "fit", no block is predicted to fit.
     profile: str = ""

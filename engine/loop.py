@@ -19,8 +19,9 @@ from typing import Any
 
 from diptych.errors import CorruptChunk
 from diptych.messages import Failed, Logprob, Output, WorkerStats
+from engine.eviction.decision_points import DecisionPoints
 from engine.isolation import BadSamplingParams, failure_code, isolate_failures
-from engine.new_token_ratio import MeasuredRate
+from engine.parking import park_sequence, restore_sequence
 from engine.protocols import (
     KvObserver,
     Logits,
@@ -31,10 +32,9 @@ from engine.protocols import (
     StepRunner,
     StepSampler,
 )
-from engine.reclaim.decision_points import DecisionPoints
-from engine.reclaim.parking import park_sequence, restore_sequence
 from engine.sampling.mask_budget import MaskBudget
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduling.new_token_ratio import MeasuredRate
+from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.sequence_table import DEADLINE_FAILURE, AdmittedSequence, SequenceTable, first_output_seconds
 from engine.step_work import StepWork, choose_logits, kept_work

@@ -266,9 +266,9 @@ class EngineLimits:
     worker with one class: its sequences all share one arena, whatever their class is called.
 
     `saturation_tokens` (L_m) is the size of a step that only prefills: the smallest that keeps the device busy
-    (`engine.saturation`); 0 means the whole budget. `tpot_s` is how many seconds a step may take while any sequence
-    decodes in it; None: no limit. `max_evicting` is how many sequences that evict may have KV here, parked ones
-    included, since the runner remembers something of each beside the pool; None: no limit.
+    (`engine.scheduling.saturation`); 0 means the whole budget. `tpot_s` is how many seconds a step may take while any
+    sequence decodes in it; None: no limit. `max_evicting` is how many sequences that evict may have KV here, parked
+    ones included, since the runner remembers something of each beside the pool; None: no limit.
     """
 
     num_slabs: int

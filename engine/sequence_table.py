@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import OutOfSlabs
 from diptych.messages import STEP_SIZE_BOUNDS, WorkerStats
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas

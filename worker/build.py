@@ -20,22 +20,22 @@ from diptych.specs import WorkerSpec
 from engine.bulk.budget import BulkTime
 from engine.bulk.engine import BulkEngine
 from engine.cpu import attention, matmul
-from engine.cpu.eviction import EvictionSetup
+from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.tensor_parallel import RankPlacement
 from engine.cpu.weights.decoder_weights import OnPacked
+from engine.eviction.memory import count_evicting
 from engine.loop import Engine
 from engine.model.calibration_file import calibration_path
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import KvClassChoice, largest_codec, resolve_kv_classes, split_ranks
 from engine.model.memory_plan import MemoryPlan
-from engine.model.pool_shares import split_pool
+from engine.model.pool_split import split_pool
 from engine.model.tokenizer import ModelTokenizer, read_token_kinds
 from engine.protocols import StepObserver
-from engine.reclaim.eviction_memory import count_evicting
 from engine.sampling import grammar
 from engine.sampling.sampler import Sampler
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas

@@ -13,18 +13,18 @@ from diptych.errors import StartError
 from diptych.kernels.cache import machine_kernel_folder
 from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
-from engine.block.engine import BlockEngine
-from engine.block.policy import BlockPolicy, default_policy, names_shape, parse_policy
-from engine.block.schedule import BlockSchedule
-from engine.block.sizes import BlockModel, fit_policy, trim_policy
-from engine.cpu.block.loading import BlockFiles, load_block, measure_model, prepare_weights
-from engine.cpu.block.runner import CpuBlockRunner
-from engine.cpu.block.weight_stream import open_index
+from engine.cpu.offload.loading import BlockFiles, load_block, measure_model, prepare_weights
+from engine.cpu.offload.runner import CpuBlockRunner
+from engine.cpu.offload.weight_stream import open_index
 from engine.cpu.weights.decoder_weights import OnPacked, ignore_progress
 from engine.cpu.weights.prepared_name import free_disk_bytes
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.model.memory_plan import available_memory, plan_max_length, return_large_blocks
+from engine.offload.block_admission import BlockSchedule
+from engine.offload.engine import BlockEngine
+from engine.offload.policy import BlockPolicy, default_policy, names_shape, parse_policy
+from engine.offload.sizes import BlockModel, fit_policy, trim_policy
 from engine.sampling.sampler import Sampler
 from worker.build import load_grammar_tokens, load_tokenizer
 

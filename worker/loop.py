@@ -37,9 +37,9 @@ from diptych.messages import (
     Welcome,
     WorkerStats,
 )
-from engine.block.engine import BlockEngine
 from engine.bulk.engine import BulkEngine
 from engine.loop import Engine, SequenceOutput
+from engine.offload.engine import BlockEngine
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.prefix_tree import root_key
 from worker.fencing import EpochFence

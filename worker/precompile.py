@@ -26,7 +26,7 @@ import torch
 
 from diptych.logs.log_format import configure_logging
 from engine.cpu.decoder import CpuDecoder
-from engine.cpu.eviction import EvictionSetup
+from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.weights.decoder_weights import SectionReader, read_weights
 from engine.model.checkpoint import Checkpoint

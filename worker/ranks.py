@@ -45,7 +45,7 @@ from diptych.errors import DiptychError, StartError
 from diptych.logs.log_format import configure_logging
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS
 from engine.cpu.decoder import CpuDecoder
-from engine.cpu.eviction import EvictionSetup
+from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.orders import RunStep, decode_order
 from engine.cpu.ranks.tensor_parallel import EXCHANGE_TIMEOUT_S, RankGroup, RankPlacement, RankReplies

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine import saturation
 from engine.loop import Engine
+from engine.scheduling import saturation
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from worker.saturation_store import SaturationStore

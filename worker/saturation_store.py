@@ -21,14 +21,14 @@ from pathlib import Path
 import msgspec
 
 MAX_AGE_S = 7 * 86400.0
-# Version of `engine.saturation.measure_curve`; values of other versions are not used.
+# Version of `engine.scheduling.saturation.measure_curve`; values of other versions are not used.
 METHOD_VERSION = 2
 
 log = logging.getLogger(__name__)
 
 
 class Saturation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many tokens of a prefill step keep the device busy (`engine.saturation.saturation_length`)."""
+    """How many tokens of a prefill step keep the device busy (`engine.scheduling.saturation.saturation_length`)."""
 
     tokens: int
 

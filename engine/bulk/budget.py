@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.prefill_adder import ArenaRoom, KvStock, PrefillAdder
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduling.prefill_adder import ArenaRoom, KvStock, PrefillAdder
+from engine.scheduling.scheduler import Scheduler, StepPlan
+from engine.scheduling.step_time import MIN_PREFILL_TOKENS, StepTimeModel
 from engine.sequence import EngineLimits, Sequence
-from engine.step_time import MIN_PREFILL_TOKENS, StepTimeModel
 
 # The share of the time between two tokens of online answers that a step and a unit of bulk work may take together.
 TPOT_SHARE = 0.5

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention import prefix_plan
-from engine.attention.batch import ForwardBatch, PrefillSpan, pack_batch
+from engine.batching import prefix_plan
+from engine.batching.batch import ForwardBatch, PrefillSpan, pack_batch
 from engine.cpu.attention import PagedAttention
-from engine.cpu.eviction import CpuEvictor
+from engine.cpu.eviction.evictor import CpuEvictor
 from engine.cpu.linear import MIN_ROWS
 from engine.step_work import RunnerBounds, StepWork
 

@@ -22,8 +22,8 @@ from numba.misc.special import literally
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.attention.batch import ForwardBatch, PrefillSpan
-from engine.attention.prefix_plan import PrefixPlan
+from engine.batching.batch import ForwardBatch, PrefillSpan
+from engine.batching.prefix_plan import PrefixPlan
 from engine.cpu.jit import LOG2_E, LOWEST, exp2, jit, jit_inner, prefetch
 from engine.cpu.simd import LANES
 from engine.cpu.tiled_attention import build_prefill_kernel, build_shared_prefix_kernel

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.batch import ForwardBatch
+from engine.batching.batch import ForwardBatch
 from engine.cpu.attention import PagedAttention
 from engine.cpu.ranks.tensor_parallel import WHOLE_MODEL, Communicator, RankPlacement, SingleRank
 from engine.cpu.rowwise import add_rms_norm, silu_and_mul

@@ -13,7 +13,7 @@ import torch
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
 from diptych.eviction_spec import KeepSpec
-from engine.attention.batch import ForwardBatch, count_rows, pack_batch
+from engine.batching.batch import ForwardBatch, count_rows, pack_batch
 from engine.cpu.arenas import PoolAttention, pack_groups
 from engine.cpu.attention import CpuAttention, PagedAttention
 from engine.cpu.coded.attention import CodedPool, SinkRecorder, build_page_codecs
@@ -21,8 +21,8 @@ from engine.cpu.coded.compiled_attention import NO_TABLE, CompiledAttention, bui
 from engine.cpu.coded.kept_store import CodedStore
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots, SinkTable
 from engine.cpu.decoder import CpuDecoder
-from engine.cpu.eviction import CpuEvictor, EvictionSetup
-from engine.cpu.ragged_attention import KeptStore, RawStore
+from engine.cpu.eviction.evictor import CpuEvictor, EvictionSetup
+from engine.cpu.eviction.ragged_attention import KeptStore, RawStore
 from engine.cpu.ranks.orders import (
     ApplyEviction,
     ForgetKept,

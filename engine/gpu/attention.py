@@ -20,8 +20,8 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from engine.attention.batch import ForwardBatch
-from engine.attention.prefix_plan import PrefixPlan
+from engine.batching.batch import ForwardBatch
+from engine.batching.prefix_plan import PrefixPlan
 from engine.gpu.batch import (
     MAX_PARTS,
     TILE_FIELDS,

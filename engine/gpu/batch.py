@@ -4,7 +4,7 @@
 makes the arrays from the copy on the device. A CUDA graph is captured for padded sizes: padding rows have no slot and
 length 0, and padding items no rows, so that the kernels skip them.
 
-Shared runs (`engine.attention.prefix_plan`) are cut into *items* short enough to fill the device. The result of an item
+Shared runs (`engine.batching.prefix_plan`) are cut into *items* short enough to fill the device. The result of an item
 is one part of each of its rows; the number of the part follows from the prefix tree, so the order of reduction is the
 same for the same tree.
 """
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.batch import ForwardBatch, PrefillSpan
-from engine.attention.prefix_plan import PrefixPlan
+from engine.batching.batch import ForwardBatch, PrefillSpan
+from engine.batching.prefix_plan import PrefixPlan
 
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", NDArray[np.int32], torch.Tensor)

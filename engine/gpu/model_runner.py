@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.attention.batch import pack_batch
+from engine.batching.batch import pack_batch
 from engine.cpu.coded.attention import build_page_codecs
 from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots
 from engine.gpu.attention import GpuAttention

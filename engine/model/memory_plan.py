@@ -11,8 +11,8 @@ from pathlib import Path
 from diptych.cgroups import available_memory_bytes
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
+from engine.eviction.memory import eviction_bytes
 from engine.model.architecture import ModelConfig
-from engine.reclaim.eviction_memory import eviction_bytes
 from kvcache.layout import KvLayout
 
 # A pool of automatic size has room for this many full-length requests, memory permitting.
@@ -44,7 +44,7 @@ class MemoryPlan:
     angle_bytes: int = 0
     # The largest pool that would fit, in bytes.
     max_kv_bytes: int = 0
-    # Set aside for sequences that evict (`engine.reclaim.eviction_memory`).
+    # Set aside for sequences that evict (`engine.eviction.memory`).
     eviction_bytes: int = 0
 
     @property

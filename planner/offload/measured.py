@@ -9,7 +9,7 @@ import numpy as np
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
-from engine.block.policy import BlockPolicy
+from engine.offload.policy import BlockPolicy
 from planner.costs.kv_codec import is_same_codec, with_kv_codec
 from planner.costs.model import ModelDims
 from planner.offload.machines import HostMachine

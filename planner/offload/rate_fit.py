@@ -1,4 +1,4 @@
-"""Fits the rates of bulk work (`planner.types.BulkRates`) to what `engine.cpu.block.rate_probe` has measured.
+"""Fits the rates of bulk work (`planner.types.BulkRates`) to what `engine.cpu.offload.rate_probe` has measured.
 
 Times are those of one layer of the model, in seconds. A unit takes a time for each pass over its weights and a time
 for each row, and rows of prompts take another one, since a unit of a prompt has hundreds of rows. What attention takes

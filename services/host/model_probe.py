@@ -40,7 +40,7 @@ from engine.model.memory_plan import (
     format_bytes,
     plan_max_length,
 )
-from engine.model.pool_shares import split_pool
+from engine.model.pool_split import split_pool
 from engine.sequence import num_chunks
 from kvcache.class_shares import split_auto
 from kvcache.layout import KvLayout

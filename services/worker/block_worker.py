@@ -14,7 +14,7 @@ from diptych.channel.link import ChannelLink
 from diptych.messages import Hello
 from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, pin_to_core
 from diptych.specs import WorkerSpec
-from engine.block.policy import format_policy
+from engine.offload.policy import format_policy
 from worker.build_block import BlockParts, build_block
 from worker.loop import LatestStats, WorkerLoop
 from worker.watchdog import EngineWatchdog

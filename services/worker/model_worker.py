@@ -7,7 +7,7 @@ from collections.abc import Callable
 from diptych.chunks import RAW_CLASS
 from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from kvcache.class_shares import split_auto
 from kvtransfer.shared_memory import SharedMemory
 from services.worker.role_lifecycle import WorkerParts

@@ -19,7 +19,7 @@ from diptych.specs import WorkerSpec
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from kvcache.pool import KvPool
-from tests.engine.cpu.evicted_runs import FOLDER, SETUP
+from tests.engine.cpu.eviction.evicted_runs import FOLDER, SETUP
 from tests.engine.test_loop_evicted import EvictingEngine, answers
 from worker import eviction_kernels
 from worker.build import _leader_spec, resolve_model

@@ -15,7 +15,7 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.loop import Engine
 from engine.model.checkpoint import Checkpoint
 from engine.sampling.sampler import Sampler
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.pool import KvPool

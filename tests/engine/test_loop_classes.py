@@ -13,9 +13,9 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.loop import Engine
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
-from engine.new_token_ratio import NewTokenRatio
 from engine.sampling.sampler import Sampler
-from engine.scheduler import Scheduler
+from engine.scheduling.new_token_ratio import NewTokenRatio
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence
 from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator

@@ -13,8 +13,8 @@ from diptych.eviction_spec import KEEP_ALL, decision_tokens
 from engine.loop import SequenceOutput
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
-from engine.new_token_ratio import NewTokenRatio
-from tests.engine.cpu.evicted_runs import SETUP
+from engine.scheduling.new_token_ratio import NewTokenRatio
+from tests.engine.cpu.eviction.evicted_runs import SETUP
 from tests.engine.test_loop_evicted import (
     ALL,
     MODEL_LEN,

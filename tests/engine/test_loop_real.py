@@ -17,10 +17,10 @@ from diptych.request import Grammar, SamplingParams
 from engine.cpu.model_runner import CpuModelRunner
 from engine.loop import Engine, SequenceOutput
 from engine.model.checkpoint import Checkpoint
-from engine.new_token_ratio import NewTokenRatio
 from engine.sampling import grammar
 from engine.sampling.sampler import Sampler
-from engine.scheduler import Scheduler
+from engine.scheduling.new_token_ratio import NewTokenRatio
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.pool import KvPool

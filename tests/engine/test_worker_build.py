@@ -12,7 +12,7 @@ import pytest
 
 from diptych.errors import ConfigError, DiptychError, ModelError
 from diptych.specs import WorkerSpec
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits
 from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator

@@ -27,8 +27,8 @@ from diptych.specs import WorkerSpec
 from engine.bulk.budget import BulkTime
 from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
-from engine.prefill_adder import KvStock
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduling.prefill_adder import KvStock
+from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.prefix_tree import PrefixTree

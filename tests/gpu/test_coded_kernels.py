@@ -13,7 +13,7 @@ pytest.importorskip(
 )
 
 from benchmarks import gpu_decode
-from engine.attention.batch import pack_batch
+from engine.batching.batch import pack_batch
 from engine.gpu.coded.attention import CodedGpuAttention
 from engine.gpu.launch import LaunchTuning
 from engine.step_work import StepWork

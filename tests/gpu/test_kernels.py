@@ -13,7 +13,7 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
-from engine.attention.batch import pack_batch
+from engine.batching.batch import pack_batch
 from engine.cpu.model_runner import CpuModelRunner
 from engine.gpu import model_runner
 from engine.gpu.attention import GpuAttention

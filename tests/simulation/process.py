@@ -18,7 +18,7 @@ from engine.bulk.budget import BulkTime
 from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
 from engine.protocols import StepRunner
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas

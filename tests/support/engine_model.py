@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
-from engine.cpu.eviction import EvictionSetup
+from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.protocols import EvictionOrder

@@ -16,11 +16,11 @@ from diptych.config.load import load_config
 from diptych.config.options import Config
 from diptych.errors import ConfigError, ModelError
 from diptych.specs import BulkPlan
-from engine.block.policy import BlockPolicy, default_policy, parse_policy
-from engine.block.sizes import fit_policy, predict_needs, trim_policy
-from engine.cpu.block.loading import measure_model, prepare_weights
-from engine.cpu.block.weight_stream import open_index
+from engine.cpu.offload.loading import measure_model, prepare_weights
+from engine.cpu.offload.weight_stream import open_index
 from engine.model.checkpoint import Checkpoint
+from engine.offload.policy import BlockPolicy, default_policy, parse_policy
+from engine.offload.sizes import fit_policy, predict_needs, trim_policy
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile import analytic_profile
 from planner.costs.profile_file import save_profile

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.attention.batch import ForwardBatch, PrefillSpan
+from engine.batching.batch import ForwardBatch, PrefillSpan
 from engine.cpu.coded.sink_table import SinkTable
 from engine.cpu.jit import LOWEST
 from engine.isolation import NonFiniteKv

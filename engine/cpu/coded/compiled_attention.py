@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.attention.batch import ForwardBatch, PrefillSpan
+from engine.batching.batch import ForwardBatch, PrefillSpan
 from engine.cpu.attention import crossover_queries, worthwhile_plan
 from engine.cpu.coded import nuq_expand, nuq_frames, turbo_kernels
 from engine.cpu.coded.attention import CodedAttention, CodedPool, check_finite_rows, normalise_heads
@@ -25,7 +25,7 @@ from engine.cpu.coded.nuq_encode import build_nuq_kernels
 from engine.cpu.coded.page_kernels import BYTES, SECTIONS, PageKernels
 from engine.cpu.coded.plain_kernels import build_plain_kernels
 from engine.cpu.coded.turbo_kernels import build_turbo_kernels
-from engine.cpu.ragged_attention import EvictedWork, KeptBag
+from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag
 from engine.cpu.tiled_attention import build_prefill_kernel
 from kvcache.codecs.grouped import GroupedCodec
 from kvcache.codecs.nuq import NuqCodec

@@ -2,8 +2,8 @@
 
     row ──▶ chunk 0 · chunk 1 · ... │ frame · frame · ... (per head) │ ring
 
-As `engine.cpu.ragged_attention`, with frames of codes (`kvcache.eviction.kept_rows.FrameFormat`). The rows of a
-sequence in a step are computed together, so that a page or frame is expanded once for all of them; no row sees
+As `engine.cpu.eviction.ragged_attention`, with frames of codes (`kvcache.eviction.kept_rows.FrameFormat`). The rows
+of a sequence in a step are computed together, so that a page or frame is expanded once for all of them; no row sees
 another. Keys are rotated to their positions, which the map of kept rows says.
 
 A family's module compiles `expand_rows` and `attend_rows` for its number, as those of `engine.cpu.coded.page_kernels`.
@@ -37,8 +37,8 @@ from engine.cpu.coded.page_kernels import (
     rotate_head,
     rotate_keys,
 )
+from engine.cpu.eviction.ragged_attention import FRAME, attend_ring
 from engine.cpu.jit import JIT_OPTIONS, LOG2_E, LOWEST, NO_WRAPPERS, jit_inner
-from engine.cpu.ragged_attention import FRAME, attend_ring
 
 # Families whose frames are not pages with fewer rows.
 _FRAMES: dict[int, Any] = {}

@@ -1,4 +1,5 @@
-"""How kept rows of a pool with a codec are found, moved and attended to (`engine.cpu.ragged_attention.KeptStore`).
+"""How kept rows of a pool with a codec are found, moved and attended to
+(`engine.cpu.eviction.ragged_attention.KeptStore`).
 
 Rows are moved as codes (`kvcache.eviction.coded_frames`), and decisions and attention see what they expand to. So a
 row has the same numbers in its page and in a frame, to the bit, and the first token stays exact.
@@ -14,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.attention.batch import ForwardBatch, PrefillSpan
+from engine.batching.batch import ForwardBatch, PrefillSpan
 from engine.cpu.attention import PagedAttention
 from engine.cpu.coded.compiled_attention import CompiledAttention
-from engine.cpu.keep_decision import ColumnSource, HeadColumns
-from engine.cpu.ragged_attention import EvictedWork, KeptBag, QueryRecord
+from engine.cpu.eviction.decision import ColumnSource, HeadColumns
+from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag, QueryRecord
 from kvcache.eviction.coded_frames import HeadRows, RowMover
 from kvcache.eviction.kept_rows import KeptRows
 from kvcache.pool import KvPool

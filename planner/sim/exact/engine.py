@@ -19,7 +19,7 @@ from typing import cast
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import decision_tokens
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence, num_chunks
 from engine.sequence_table import SequenceTable, first_output_seconds
 from kvcache.allocator import KvAllocator

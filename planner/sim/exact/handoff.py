@@ -1,8 +1,9 @@
 """The decode worker's side of KV hand-offs in virtual time: wait for room, reserve, pull, commit.
 
-Who departs and who is called back is decided by the decode worker's own `engine.kv_admission.KvAdmission`, and the
-protocol itself is `kvtransfer.handoff.hand_off`. Here are their effects: transfers take time, to stop one takes
-none. KV that is announced during prefill is sent at once, but arrives at the earliest when prefill has completed it.
+Who departs and who is called back is decided by the decode worker's own `engine.scheduling.kv_admission.KvAdmission`,
+and the protocol itself is `kvtransfer.handoff.hand_off`. Here are their effects: transfers take time, to stop one
+takes none. KV that is announced during prefill is sent at once, but arrives at the earliest when prefill has
+completed it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import Admit, Failed, Fetch, Pulled, Staging
-from engine.kv_admission import (
+from engine.scheduling.kv_admission import (
     DepartureEffect,
     KvAdmission,
     MakeRoom,

@@ -4,8 +4,8 @@
               (kvtransfer.handoff) └─ one gateway for each cell of the deployment
 
 All decisions are made by the product's own code: relay, routing policy, credits, admission, scheduler, the changes that
-a step makes (`engine.sequence_table`), which request may fetch its KV (`engine.kv_admission`), pacing, prefix tree and
-the hand-off protocol. Only time, messages, steps and KV transfers are simulated.
+a step makes (`engine.sequence_table`), which request may fetch its KV (`engine.scheduling.kv_admission`), pacing,
+prefix tree and the hand-off protocol. Only time, messages, steps and KV transfers are simulated.
 `tests/unit/planner/sim/test_same_decisions.py` compares its decisions with those of the real engine.
 
 Not simulated:
@@ -30,7 +30,7 @@ from typing import Protocol, TypeVar, overload
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
-from engine.saturation import saturation_length
+from engine.scheduling.saturation import saturation_length
 from engine.sequence import EngineLimits
 from planner.costs.profile import CostProfile
 from planner.costs.step import StepVariation
@@ -192,7 +192,7 @@ def _profile_of_pool(pool: InstancePool, profiles: Mapping[str, CostProfile] | C
 def saturation_tokens(cost: CostModel, longest: int) -> int:
     """L_m of a cost: the shortest prompt that is prefilled at nearly the highest rate, in tokens per second.
 
-    "Nearly" is the share `engine.saturation.SATURATED_SHARE`.
+    "Nearly" is the share `engine.scheduling.saturation.SATURATED_SHARE`.
     """
     lengths = [MIN_PROMPT_TOKENS]
     while 2 * lengths[-1] <= longest:

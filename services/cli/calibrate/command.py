@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from diptych.errors import ConfigError, ModelError
+from engine.calibration.kv_calibration import MAX_SAMPLE_BYTES, calibrate_model
+from engine.calibration.kv_quality import measure_quality
 from engine.model.architecture import ModelConfig
 from engine.model.calibration_file import identify_model
 from engine.model.checkpoint import Checkpoint
-from engine.model.kv_calibration import MAX_SAMPLE_BYTES, calibrate_model
-from engine.model.kv_quality import measure_quality
 from engine.model.memory_plan import FLOAT_BYTES, available_memory, format_bytes
 from engine.model.tokenizer import ModelTokenizer
 from kvcache.codecs.calibration import FILE_NAME, Calibration, write_calibration

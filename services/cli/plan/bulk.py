@@ -14,7 +14,7 @@ from typing import Any
 
 from diptych.config.values import byte_size
 from diptych.errors import ConfigError
-from engine.block.policy import format_policy
+from engine.offload.policy import format_policy
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile_file import load_profile_of
 from planner.hardware import CPU, find_device

@@ -71,7 +71,7 @@ def measure_bulk_rates(
         ModelError: the checkpoint does not match its config.
     """
     # Imported only here, since torch is needed for nothing else.
-    from engine.cpu.block.rate_probe import measure_rates
+    from engine.cpu.offload.rate_probe import measure_rates
 
     found = measure_rates(checkpoint, folder, threads, lambda line: console.print(f"{line} ..."))
     points = RatePoints(threads=threads, **{one.name: getattr(found, one.name) for one in fields(found)})

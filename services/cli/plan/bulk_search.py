@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, replace
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.block.policy import BlockPolicy
 from engine.model.memory_plan import FLOAT_BYTES, angle_table_bytes
+from engine.offload.policy import BlockPolicy
 from engine.sequence import num_chunks
 from planner.costs.model import ModelDims
 from planner.offload.machines import HostMachine
@@ -78,7 +78,7 @@ class RatedBlocks:
 
 def table_bytes(kv_heads: int, head_dim: int, max_model_len: int, coded: bool) -> int:
     """The memory beside weights and KV that grows with the longest sequence: angles, and for coded KV further angles
-    and a layer's KV of a prompt as it is expanded (`engine.cpu.block.loading.measure_model`).
+    and a layer's KV of a prompt as it is expanded (`engine.cpu.offload.loading.measure_model`).
     """
     angles = FLOAT_BYTES * max_model_len * head_dim
     if not coded:

@@ -14,10 +14,10 @@ from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from diptych.specs import BulkPlan, WorkerSpec
-from engine.block.policy import BlockPolicy, default_policy, format_policy, names_shape, parse_policy
 from engine.model.checkpoint import Checkpoint, find_model
 from engine.model.kv_codec import resolve_kv_codec
 from engine.model.memory_plan import available_memory
+from engine.offload.policy import BlockPolicy, default_policy, format_policy, names_shape, parse_policy
 from kvcache.codecs.codec_id import CALIBRATED, parse_codec_id
 from planner.types import BulkRates
 from services.cluster.spec import DeploymentSpec

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from diptych.errors import ConfigError
-from engine.block.policy import BlockPolicy, format_policy
+from engine.offload.policy import BlockPolicy, format_policy
 from planner.costs.model import dims_on_cpu, find_model
 from services.cli.plan.bulk import load_bulk_rates, read_lengths, read_size
 from services.cli.plan.bulk_search import RatedBlocks

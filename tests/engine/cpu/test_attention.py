@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.batch import pack_batch
+from engine.batching.batch import pack_batch
 from engine.cpu.attention import CpuAttention
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout

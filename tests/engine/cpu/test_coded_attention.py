@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from engine.calibration.kv_quality import CodingScheme, code_through_pages, coded_attention
 from engine.cpu.coded.compiled_attention import CompiledAttention
 from engine.cpu.coded.sink_table import SinkPlan, SinkSlots, SinkTable
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.tensor_parallel import SingleRank
 from engine.model.calibration_file import identify_model
 from engine.model.checkpoint import Checkpoint
-from engine.model.kv_quality import CodingScheme, code_through_pages, coded_attention
 from engine.step_work import StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, parse_codec_id

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.batch import pack_batch
+from engine.batching.batch import pack_batch
 from engine.cpu.attention import worthwhile_plan
 from engine.cpu.coded.attention import CodedAttention, CodedPool
 from engine.cpu.coded.compiled_attention import CompiledAttention, build_angles

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.attention import prefix_plan
-from engine.attention.batch import pack_batch
-from engine.attention.prefix_plan import PrefixPlan
+from engine.batching import prefix_plan
+from engine.batching.batch import pack_batch
+from engine.batching.prefix_plan import PrefixPlan
 from engine.step_work import StepWork
 
 Rows = list[list[int]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.attention.batch import ForwardBatch, pack_batch
+from engine.batching.batch import ForwardBatch, pack_batch
 from engine.cpu.attention import CpuAttention
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.gpu_decode import LLAMA_8B, Place, Random, open_pages
-from engine.attention.batch import pack_batch
+from engine.batching.batch import pack_batch
 from engine.gpu import attention, rowwise
 from engine.gpu.coded import attention as coded_attention
 from engine.gpu.decoder import GpuDecoder

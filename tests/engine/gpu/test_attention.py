@@ -14,7 +14,7 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
-from engine.attention.batch import ForwardBatch, pack_batch
+from engine.batching.batch import ForwardBatch, pack_batch
 from engine.gpu.attention import GpuAttention
 from engine.gpu.batch import MAX_PARTS, cut_shared_runs
 from engine.gpu.launch import LaunchTuning

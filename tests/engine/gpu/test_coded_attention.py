@@ -15,7 +15,7 @@ pytest.importorskip(
 )
 
 from diptych.errors import ConfigError
-from engine.attention.batch import ForwardBatch, pack_batch
+from engine.batching.batch import ForwardBatch, pack_batch
 from engine.cpu.coded.attention import CodedAttention, CodedPool
 from engine.cpu.coded.sink_table import SinkTable
 from engine.gpu.coded import attention

@@ -14,7 +14,7 @@ pytest.importorskip(
 )
 
 from diptych.errors import ConfigError
-from engine.attention.batch import pack_batch
+from engine.batching.batch import pack_batch
 from engine.cpu.model_runner import CpuModelRunner
 from engine.gpu.batch import fill_step, view_step
 from engine.gpu.coded.attention import CodedGpuAttention

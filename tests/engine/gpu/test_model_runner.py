@@ -16,7 +16,7 @@ pytest.importorskip(
 )
 
 from benchmarks import gpu_decode
-from engine.attention.batch import pack_batch
+from engine.batching.batch import pack_batch
 from engine.cpu.model_runner import CpuModelRunner
 from engine.gpu import model_runner
 from engine.gpu.batch import fill_step, view_step

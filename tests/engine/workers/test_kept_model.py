@@ -12,14 +12,14 @@ from diptych.messages import Admit, Generate, Offer, Output, Prefill, Pulled, Re
 from engine.loop import Engine
 from engine.sampling import grammar
 from engine.sampling.sampler import Sampler
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, num_chunks
 from kvcache.allocator import KvAllocator
 from kvcache.prefix_tree import PrefixTree
 from kvtransfer.leases import LeaseLedger
 from kvtransfer.resharding import unsharded_pool
 from prefill_worker.worker import PrefillWorker, TicketIssuer
-from tests.engine.cpu.evicted_runs import make_runner, source_tokens
+from tests.engine.cpu.eviction.evicted_runs import make_runner, source_tokens
 from tests.engine.workers.worker_bench import KEY, FakeLine, FakeLinks, StillCourier, sampling
 from tests.support.factories import make_tokenizer
 from worker.loop import LatestStats, WorkerLoop, WorkerRole

@@ -7,7 +7,7 @@ import pytest
 from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Abort, Generate, Release
 from diptych.request import Tenancy
-from engine.prefill_adder import RemainingKv
+from engine.scheduling.prefill_adder import RemainingKv
 from tests.engine.workers.test_roles import (
     ANYBODY,
     CHUNK_BYTES,

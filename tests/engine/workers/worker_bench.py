@@ -20,7 +20,7 @@ from diptych.messages import Failed, Offer, Output, Pulled, Step, ToGateway, ToW
 from diptych.request import SamplingParams
 from engine.loop import Engine
 from engine.protocols import OnLayersDone, SampledToken
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits
 from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator

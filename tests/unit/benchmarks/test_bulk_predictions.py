@@ -13,9 +13,9 @@ from benchmarks.bulk_predictions import CappedBench, compare_choice, run_predict
 from diptych.config.load import load_config
 from diptych.config.options import Config
 from diptych.specs import BulkPlan
-from engine.block.policy import BlockPolicy, format_policy, parse_policy
-from engine.block.sizes import BlockModel
 from engine.model.checkpoint import Checkpoint
+from engine.offload.policy import BlockPolicy, format_policy, parse_policy
+from engine.offload.sizes import BlockModel
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile import analytic_profile
 from planner.costs.profile_file import save_profile

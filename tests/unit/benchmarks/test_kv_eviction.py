@@ -47,7 +47,7 @@ from benchmarks.kv_quality import FOLDER
 from diptych.eviction_spec import KeepSpec
 from kvcache.eviction.policies import FULL, PUNCT_KIND
 from models.recall import RecallSeries
-from tests.engine.cpu.evicted_runs import SETUP, EvictedRun, make_runner, source_tokens
+from tests.engine.cpu.eviction.evicted_runs import SETUP, EvictedRun, make_runner, source_tokens
 from tests.unit.kvcache.eviction import keep_oracle
 
 PROMPT, ANSWER = 80, 70

@@ -22,8 +22,8 @@ from benchmarks.kv_schemes import (
     list_schemes,
     per_token_scheme,
 )
-from engine.model.kv_capture import capture_layers
-from engine.model.kv_quality import (
+from engine.calibration.kv_capture import capture_layers
+from engine.calibration.kv_quality import (
     CodingScheme,
     coded_attention,
     compare_losses,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.block.policy import default_policy, parse_policy
+from engine.offload.policy import default_policy, parse_policy
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile import analytic_profile
 from planner.costs.profile_file import save_profile

@@ -19,9 +19,9 @@ from diptych.messages import Logprob
 from diptych.request import Grammar, SamplingParams
 from engine.isolation import BadSamplingParams
 from engine.loop import Engine
-from engine.new_token_ratio import MeasuredRate
 from engine.protocols import EvictionOrder, EvictionReport, OnLayersDone, SampledToken, StepObserver
-from engine.scheduler import Scheduler
+from engine.scheduling.new_token_ratio import MeasuredRate
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence, num_chunks
 from engine.step_work import KeptWork, StepWork
 from kvcache.allocator import KvAllocator

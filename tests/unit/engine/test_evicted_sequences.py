@@ -14,8 +14,8 @@ from diptych.errors import CorruptChunk
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.messages import Failed, Output
 from diptych.request import Tenancy
+from engine.eviction.decision_points import DecisionPoints
 from engine.protocols import EvictionOrder, EvictionReport
-from engine.reclaim.decision_points import DecisionPoints
 from engine.sequence import Sequence, SequenceRefused, num_chunks
 from tests.unit.engine.fakes import EngineBench, FakeRunner, FixedRate, alone, sampling, sequence
 from tests.unit.engine.test_loop import RecordingObserver

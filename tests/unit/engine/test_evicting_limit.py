@@ -6,7 +6,7 @@ from random import Random
 
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import Tenancy
-from engine.kv_admission import KvAdmission, MakeRoom, RemoteKv, StartFetch
+from engine.scheduling.kv_admission import KvAdmission, MakeRoom, RemoteKv, StartFetch
 from engine.sequence import Sequence
 from tests.unit.engine.fakes import EngineBench, FixedRate, alone, sampling, sequence
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from diptych.request import Tenancy
-from engine.kv_admission import (
+from engine.scheduling.kv_admission import (
     ABORTED,
     DepartureEffect,
     FetchEnd,
@@ -21,7 +21,7 @@ from engine.kv_admission import (
     StartFetch,
     perform_departures,
 )
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, SequenceRefused
 from kvcache.allocator import KvAllocator
 from kvcache.prefix_tree import PrefixTree

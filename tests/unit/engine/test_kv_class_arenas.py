@@ -8,9 +8,9 @@ import pytest
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.request import Tenancy
-from engine.kv_admission import KvAdmission, Recall, RemoteKv, StartFetch, perform_departures
-from engine.new_token_ratio import NewTokenRatio
-from engine.scheduler import Scheduler
+from engine.scheduling.kv_admission import KvAdmission, Recall, RemoteKv, StartFetch, perform_departures
+from engine.scheduling.new_token_ratio import NewTokenRatio
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence, SequenceRefused
 from engine.sequence_table import SequenceTable
 from kvcache.allocator import KvAllocator

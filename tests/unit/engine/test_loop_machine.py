@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
 from diptych.messages import Failed, Output
 from diptych.request import Tenancy
-from engine.new_token_ratio import NewTokenRatio
+from engine.scheduling.new_token_ratio import NewTokenRatio
 from engine.sequence import Sequence, SequenceRefused, num_chunks
 from tests.unit.engine.fakes import EngineBench, FixedRate, alone, sampling, sequence
 

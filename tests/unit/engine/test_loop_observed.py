@@ -17,9 +17,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import KeepSpec
+from engine.eviction.decision_points import DecisionPoints
 from engine.loop import SequenceOutput
 from engine.protocols import OnLayersDone
-from engine.reclaim.decision_points import DecisionPoints
 from engine.sequence import Sequence
 from engine.step_work import StepWork
 from kvtransfer.layer_progress import COMPLETE_MARK, LayerProgress

@@ -7,8 +7,8 @@ import pytest
 from diptych.chunks import CHUNK_TOKENS
 from diptych.request import Grammar, Tenancy
 from engine.loop import SequenceOutput
-from engine.new_token_ratio import MeasuredRate, NewTokenRatio
-from engine.scheduler import Scheduler
+from engine.scheduling.new_token_ratio import MeasuredRate, NewTokenRatio
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.prefix_tree import PrefixTree

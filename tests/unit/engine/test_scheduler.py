@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.request import Tenancy
-from engine.new_token_ratio import NewTokenRatio
-from engine.prefill_adder import MAX_SCORED_ROWS, PrefillChunk
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduling.new_token_ratio import NewTokenRatio
+from engine.scheduling.prefill_adder import MAX_SCORED_ROWS, PrefillChunk
+from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence
 from tests.unit.engine.fakes import sampling, sequence
 
@@ -444,5 +444,5 @@ def keep_limits(plan: StepPlan, book: Scheduler, free: int) -> None:
 
 
 def test_torch_stays_out() -> None:
-    code = "import sys, engine.scheduler, engine.loop, engine.step_work; assert 'torch' not in sys.modules"
+    code = "import sys, engine.scheduling.scheduler, engine.loop, engine.step_work; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

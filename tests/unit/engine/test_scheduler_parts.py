@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from engine import saturation
-from engine.fairness import CREDIT_TOKENS, VirtualTokenCounter
-from engine.new_token_ratio import MeasuredRate, NewTokenRatio, swap_is_cheaper
-from engine.step_time import MIN_PREFILL_TOKENS, StepTimeModel
+from engine.scheduling import saturation
+from engine.scheduling.fairness import CREDIT_TOKENS, VirtualTokenCounter
+from engine.scheduling.new_token_ratio import MeasuredRate, NewTokenRatio, swap_is_cheaper
+from engine.scheduling.step_time import MIN_PREFILL_TOKENS, StepTimeModel
 from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator
 from kvcache.slab_ledger import SlabLedger

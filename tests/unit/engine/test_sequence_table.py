@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.request import Tenancy
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence
 from engine.sequence_table import AdmittedSequence, SequenceTable, first_output_seconds
 from kvcache.allocator import KvAllocator

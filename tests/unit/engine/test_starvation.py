@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from diptych.request import Tenancy
-from engine import saturation
-from engine.scheduler import Scheduler
+from engine.scheduling import saturation
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.slab_ledger import SlabLedger

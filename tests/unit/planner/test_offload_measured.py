@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.block.policy import BlockPolicy, format_policy, parse_policy
+from engine.offload.policy import BlockPolicy, format_policy, parse_policy
 from planner.costs.model import dims_on_cpu, find_model
 from planner.offload.measured import (
     machine_of_policy,

@@ -28,7 +28,7 @@ from diptych.process import SupervisorPipe
 from diptych.request import SamplingParams
 from diptych.specs import WorkerSpec
 from engine.loop import Engine
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.layout import KvLayout

@@ -9,7 +9,7 @@ from diptych.request import BULK_PRIORITY, SamplingParams, Tenancy
 from engine.bulk.budget import MAX_REST_S, BulkTime
 from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.prefix_tree import PrefixTree

@@ -10,7 +10,7 @@ import pytest
 
 from diptych.errors import ConfigError, ModelError
 from engine.model.memory_plan import MemoryPlan
-from engine.model.pool_shares import split_pool
+from engine.model.pool_split import split_pool
 from kvcache.layout import KvLayout
 from planner.costs.kv_classes import (
     base_codec,

@@ -22,7 +22,7 @@ from diptych.messages import Heartbeat, Hello, Linked, Peer, Unpeer
 from diptych.request import Request, RequestStage, SamplingParams
 from engine.loop import Engine
 from engine.protocols import EvictionOrder, EvictionReport, SampledToken
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence
 from kvcache.layout import Shard
 from kvtransfer.handoff import PullChunks, perform_effects

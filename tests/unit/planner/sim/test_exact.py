@@ -15,7 +15,7 @@ import pytest
 
 from diptych.errors import ConfigError
 from diptych.slo import Slo
-from engine.scheduler import StepPlan
+from engine.scheduling.scheduler import StepPlan
 from planner.attainment import AttainmentCounter
 from planner.costs.profile import analytic_profile
 from planner.costs.profile_file import built_in_profile

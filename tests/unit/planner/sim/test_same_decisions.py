@@ -15,7 +15,7 @@ import pytest
 
 import planner.sim.exact.engine
 import planner.sim.exact.simulate
-from engine.scheduler import StepPlan
+from engine.scheduling.scheduler import StepPlan
 from engine.sequence import EngineLimits
 from planner.sim.exact.simulate import ExactSimulation, InstanceSpec, SimDeployment
 from planner.types import (

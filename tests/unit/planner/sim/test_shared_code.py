@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[4]
 
-# Of the hand-off's admission (`engine.kv_admission`): what both must call, and what only it may.
+# Of the hand-off's admission (`engine.scheduling.kv_admission`): what both must call, and what only it may.
 ADMISSION_CALLS = {"enqueue", "find_expecting", "find_request", "expired", "departures", "withdraw"} | {
     *("must_abort", "commit", "finish", "update_sequence"),
 }

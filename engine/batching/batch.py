@@ -1,0 +1,131 @@
+"""Packs the work of one step into arrays that the attention kernels and the decoder take.
+
+The arrays are: token ids, positions, decode rows, shared prefixes, prefill spans, and the rows that need logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from diptych.chunks import CHUNK_TOKENS
+from engine.batching import prefix_plan
+from engine.batching.prefix_plan import PrefixPlan
+from engine.cpu.linear import MIN_ROWS
+from engine.step_work import StepWork
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """A prefill: `count` consecutive rows of one sequence, at positions start to start + count - 1; KV in `slabs`."""
+
+    row: int
+    count: int
+    start: int
+    # [chunks] int64: slabs of the first start + count tokens.
+    slabs: torch.Tensor
+    # The place of its first token among the sinks; 0 for pools without a codec.
+    sink: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The concatenated tokens of a step. Only `tokens` and `wanted` are padded (to `MIN_ROWS`)."""
+
+    # [rows] int64: the tokens, then padding.
+    tokens: torch.Tensor
+    # [tokens]: position of each token in its sequence.
+    positions: Ints
+    # [tokens]: the slab into which each token's keys and values are written.
+    slots: Ints
+    # [decoding]: rows that decode one token each, for the paged kernel. Rows with equal prefixes are adjacent.
+    rows: Ints
+    # [decoding]: number of tokens that each row attends to, its own included.
+    lengths: Ints
+    # [decoding, max chunks]: slabs of each row in order, padded with 0.
+    table: Ints
+    # The prefixes that decode rows share, in the order of these rows.
+    plan: PrefixPlan
+    # [decoding]: the place of each row's first token among the sinks; 0 for pools without a codec.
+    sinks: Ints
+    # Prefills of several tokens; the kernel computes them one span at a time.
+    spans: tuple[PrefillSpan, ...]
+    # [rows with logits] int64: indices of the rows that need logits.
+    wanted: torch.Tensor
+
+
+def count_rows(works: Sequence[StepWork]) -> tuple[int, int]:
+    """Rows of a step after packing, padding included: those of tokens, and those that need logits."""
+    wanted = sum(work.wanted for work in works)
+    return max(MIN_ROWS, sum(len(work.tokens) for work in works)), max(MIN_ROWS, wanted) if wanted else 0
+
+
+def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardBatch:
+    """Pack a step. Single tokens become decode rows, sorted by shared prefix; several tokens become prefill spans.
+
+    Tokens after an eviction (`KeptWork.evicted`) become neither: they are only written, each to its sequence's ring.
+    `sinks` are the places of the works' first tokens among the sinks, for pools with a codec.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    wanted: list[int] = []
+    spans: list[PrefillSpan] = []
+    singles: list[tuple[int, StepWork, int]] = []
+    for work, sink in zip(works, sinks or [0] * len(works), strict=True):
+        row, count, start, slabs = len(tokens), len(work.tokens), work.start, work.slabs
+        tokens += work.tokens
+        if work.kept is not None and work.kept.evicted:
+            positions += range(start, start + count)
+            slots += [slabs[work.kept.spec.boundary_chunks]] * count
+        elif count == 1:
+            positions.append(start)
+            slots.append(slabs[start // CHUNK_TOKENS])
+            singles.append((row, work, sink))
+        else:
+            positions += range(start, start + count)
+            slots += [slabs[place // CHUNK_TOKENS] for place in range(start, start + count)]
+            used = torch.tensor(slabs[: -(-(start + count) // CHUNK_TOKENS)])
+            spans.append(PrefillSpan(row, count, start, used, sink))
+        if work.logits != "none":
+            wanted += range(row if work.logits == "all" else row + count - 1, row + count)
+    rows, lengths, table, plan, row_sinks = _pack_decodes(singles)
+    return ForwardBatch(
+        tokens=torch.tensor(tokens + [0] * (MIN_ROWS - len(tokens))),
+        positions=np.array(positions, np.int64),
+        slots=np.array(slots, np.int64),
+        rows=rows,
+        lengths=lengths,
+        table=table,
+        plan=plan,
+        sinks=row_sinks,
+        spans=tuple(spans),
+        # Padded like the tokens; the decoder's caller drops the logits of padding rows.
+        wanted=torch.tensor(wanted + wanted[:1] * (MIN_ROWS - len(wanted)), dtype=torch.int64),
+    )
+
+
+def _pack_decodes(singles: Sequence[tuple[int, StepWork, int]]) -> tuple[Ints, Ints, Ints, PrefixPlan, Ints]:
+    """Rows, lengths, table, plan and sinks of the decode rows.
+
+    The chunk that a row writes its token to is never shared.
+    """
+    full = [work.start // CHUNK_TOKENS for _, work, _ in singles]
+    order = prefix_plan.sort_by_prefix([work.slabs for _, work, _ in singles], full)
+    chosen = [singles[index] for index in order]
+    table = np.zeros((len(chosen), max((len(work.slabs) for _, work, _ in chosen), default=0)), np.int64)
+    for line, (_, work, _) in zip(table, chosen, strict=True):
+        line[: len(work.slabs)] = work.slabs
+    return (
+        np.array([row for row, _, _ in chosen], np.int64),
+        np.array([work.start + 1 for _, work, _ in chosen], np.int64),
+        table,
+        prefix_plan.plan_prefixes(table, np.array([full[index] for index in order], np.int64)),
+        np.array([sink for _, _, sink in chosen], np.int64),
+    )

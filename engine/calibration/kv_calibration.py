@@ -1,0 +1,73 @@
+"""Calibrates KVQuant for a model: runs it over text, layer by layer, and fits ranges and datatypes to what it computed.
+
+All of it is the model of transformers and arithmetic of NumPy: `engine.calibration.kv_capture` runs the model,
+`kvcache.codecs.fitting` fits. The same model, text and machine give the same constants to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from engine.calibration.kv_capture import capture_layers
+from kvcache.codecs.calibration import CALIBRATED_NAMES, CalibratedModel, Calibration
+from kvcache.codecs.codec_id import parse_codec_id
+from kvcache.codecs.datatype import LayerConstants
+from kvcache.codecs.fitting import Weigh, fit_layer, weigh_errors
+from kvcache.codecs.sinks import NUM_SINKS
+
+# Bytes of a number that `capture_layers` keeps: itself and its squared gradient, for keys and for values.
+SAMPLE_NUMBER_BYTES = 16
+# Most bytes of samples that are kept at a time. A model with more is run again for the next layers.
+MAX_SAMPLE_BYTES = 1 << 30
+
+# Is called with (layers that are done, sequences of the present run that are done).
+Progress = Callable[[range, int], None]
+
+
+def calibrate_model(
+    model: nn.Module,
+    sequences: Sequence[torch.Tensor],
+    identity: CalibratedModel,
+    group: int,
+    *,
+    names: Sequence[str] = CALIBRATED_NAMES,
+    weigh: Weigh = weigh_errors,
+    max_sample_bytes: int = MAX_SAMPLE_BYTES,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Constants of all layers, for each codec of `names`.
+
+    Args:
+        model: as `capture_layers` takes it.
+        sequences: token ids, each [tokens], at least two.
+        identity: the model's; it becomes part of the file.
+        group: values that share a scale per token: whole heads that divide the KV heads evenly.
+        names: codecs with calibration.
+        weigh: as `fit_layer` takes it.
+        max_sample_bytes: decides how many layers are captured per run of the model; at least one is.
+        progress: called with the layers that a run captures, and the sequences of it that are done.
+
+    Raises:
+        ValueError: there is no layer, or a sequence is too short.
+    """
+    ids = [parse_codec_id(name) for name in names]
+    tokens = sum(len(sequence) - NUM_SINKS for sequence in sequences)
+    layer_bytes = SAMPLE_NUMBER_BYTES * tokens * identity.kv_heads * identity.head_dim
+    at_once = max(1, max_sample_bytes // max(1, layer_bytes))
+    fitted: list[dict[str, LayerConstants]] = []
+    for first in range(0, identity.layers, at_once):
+        layers = range(first, min(first + at_once, identity.layers))
+
+        def tell(done: int, layers: range = layers) -> None:
+            if progress is not None:
+                progress(layers, done)
+
+        samples = capture_layers(model, sequences, layers, tell)
+        while samples:
+            # Samples are let go one by one, before the next layers are captured.
+            fitted.append(fit_layer(samples.pop(0), ids, group, weigh))
+    constants = {name: tuple(layer[name] for layer in fitted) for name in names}
+    return Calibration(identity, group, tokens, constants)

@@ -1,0 +1,288 @@
+"""Eviction of KV per head on the CPU (FastGen): records queries, decides what heads keep, and moves the kept rows.
+
+    run        the queries of the last 64 rows are recorded: of the prompt, later of each block of the answer
+    plan       heads are profiled, or their policies applied again; kept rows are copied into scratch memory
+    apply      the scratch memory is written into the slabs of the sequence's bag, its map first
+
+What is recorded depends only on positions: computing a row again, or cutting a prompt elsewhere, changes nothing. Pools
+are of raw float32, or have a codec. Each rank of a worker has an evictor of its own layers and heads, whose bag is in
+its part of the sequence's slabs: they are as many as the rank with the most rows needs, so others leave some unused.
+
+Memory beside the pool is counted by `engine.eviction.memory`: queries and map of every sequence that the engine
+holds, parked ones included, until `forget_sequence`; and the kept rows of the last plan, of which there is one at a
+time. `kvcache.eviction.policies` decides, and `kvcache.eviction.kept_rows` says where rows lie.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych.chunks import CHUNK_TOKENS
+from diptych.eviction_spec import PROFILE_ROWS, decision_tokens
+from engine.cpu.attention import PagedAttention
+from engine.cpu.eviction.decision import ColumnSource, DecisionPoint, HeadDecider
+from engine.cpu.eviction.head_profile import list_profile_kernels
+from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag, KeptStore, QueryRecord
+from engine.protocols import EvictionOrder, EvictionReport
+from engine.step_work import KeptWork, StepWork
+from kvcache.eviction.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.eviction.policies import KeepRule
+from kvcache.eviction.rank_bags import measure_bag
+from kvcache.pool import KvPool
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionSetup:
+    """What a runner needs to evict KV: the kind of each token of the vocabulary, and what the policies are made of.
+
+    `kinds` are bits, `kvcache.eviction.policies.SPECIAL_KIND` and `PUNCT_KIND`, [vocab] uint8.
+    """
+
+    kinds: NDArray[np.uint8]
+    rule: KeepRule = KeepRule()
+
+
+@dataclass(slots=True)
+class KeptSequence:
+    """What the evictor has of one sequence."""
+
+    # [layers, 64, heads * head_dim]: the query of position p is in row p % 64; the positions, -1 without a query.
+    queries: Floats
+    positions: Ints
+    bag: KeptBag | None = None
+
+    def last_rows(self, length: int, count: int) -> Ints:
+        """The positions of the last `count` of `length` tokens. Raises ValueError if a query of theirs is missing."""
+        rows = np.arange(length - count, length)
+        missing = rows[self.positions[rows % PROFILE_ROWS] != rows]
+        if len(missing):
+            raise ValueError(
+                f"an eviction at {length} tokens needs the queries of position {missing[0]}, which was not computed"
+            )
+        return rows
+
+
+class CpuEvictor:
+    """Evicts KV of one pool.
+
+    Args:
+        pool: of float32, or with a codec.
+        store: finds and moves its rows.
+        heads: query heads.
+        windows: the sliding window of each layer; 0: none.
+        setup: kinds of tokens and the rule of policies.
+        alone: whether the pool is that of a whole model, not that of one rank of several.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        store: KeptStore,
+        heads: int,
+        windows: Sequence[int],
+        setup: EvictionSetup,
+        alone: bool = True,
+    ) -> None:
+        self._pool, self._store, self._heads, self._alone = pool, store, heads, alone
+        self._kinds, self._rule = setup.kinds, setup.rule
+        self._layout, self._windows = pool.layout, list(windows)
+        # [slabs, chunk_bytes]
+        self._memory = pool.data.view(-1).numpy().view(np.uint8).reshape(pool.num_slabs, -1)
+        self._decider = HeadDecider(self._layout, heads // self._layout.kv_heads, windows, setup.rule)
+        self._sequences: dict[str, KeptSequence] = {}
+        # The last plan: its sequence, the rows that are kept, and the bag's frames, [frames, frame_bytes].
+        self._plan: tuple[str, KeptRows, Bytes] | None = None
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Bytes of all recorded queries."""
+        return sum(sequence.queries.nbytes for sequence in self._sequences.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes beside the pool: recorded queries, maps, and the plan's copy of kept rows."""
+        bags = [sequence.bag for sequence in self._sequences.values() if sequence.bag is not None]
+        maps = sum(bag.tokens.nbytes + bag.kept.positions.nbytes for bag in bags)
+        return self.recorded_bytes + maps + (self._plan[2].nbytes if self._plan is not None else 0)
+
+    def list_kernels(self) -> list[Any]:
+        """The kernels that nothing but eviction uses."""
+        return [*self._store.list_kernels(), *list_profile_kernels(self._layout.head_dim)]
+
+    def check_work(self, work: StepWork, kept: KeptWork) -> None:
+        """Check that a work, with slabs numbered within the pool, fits what is known of its sequence.
+
+        Raises:
+            ValueError: it has been evicted, but its bag is unknown, or another one.
+        """
+        if not kept.evicted:
+            return
+        sequence = self._sequences.get(kept.key)
+        bag = None if sequence is None else sequence.bag
+        if bag is None:
+            raise ValueError(f"the kept rows of {kept.key} are unknown: load them first")
+        decided = decision_tokens(kept.prompt_tokens, work.start)
+        if (bag.kept.boundary, bag.kept.length) != (kept.spec.boundary, decided):
+            raise ValueError(
+                f"the kept rows of {kept.key} are those of {bag.kept.length} tokens from {bag.kept.boundary} on,"
+                f" not of {decided} from {kept.spec.boundary} on"
+            )
+        if work.slabs[kept.spec.boundary_chunks + 1 :] != bag.slabs:
+            raise ValueError(f"the kept rows of {kept.key} are in other slabs: load them first")
+
+    def attend_to(self, works: Sequence[StepWork], sinks: Sequence[int]) -> PagedAttention:
+        """The attention of a step of `works` in the pool, at least one of them with `kept`.
+
+        `sinks` are the places of their first tokens among the sinks, if the pool has a codec.
+        """
+        records, evicted, row = list[QueryRecord](), list[EvictedWork](), 0
+        for number, work in enumerate(works):
+            if work.kept is not None:
+                records += self._record_queries(row, work, work.kept)
+                if work.kept.evicted:
+                    sink = sinks[number] if sinks else 0
+                    evicted.append(EvictedWork(row, work, work.kept, self._bag_of(work.kept.key), sink))
+            row += len(work.tokens)
+        return self._store.attend_to(evicted, records)
+
+    def plan_eviction(self, order: EvictionOrder, slabs: list[int], sink: int = 0) -> EvictionReport:
+        """Decide what is kept of the sequence of `order`, whose slabs within the pool are `slabs`, and copy it aside.
+
+        `sink` is the place of its first token among the sinks, if the pool has a codec.
+
+        Raises:
+            ValueError: the sequence is at no decision point, the boundary is behind its prompt, or the queries of its
+                last rows are missing.
+        """
+        length, prompt, spec = len(order.tokens), order.prompt_tokens, order.spec
+        if not 0 < prompt <= length == decision_tokens(prompt, length) or spec.boundary > prompt:
+            raise ValueError(
+                f"nothing is evicted at {length} tokens, with a prompt of {prompt} and a boundary of {spec.boundary}"
+            )
+        sequence = self._sequences.get(order.key)
+        if sequence is None:
+            raise ValueError(f"no queries of {order.key} were recorded")
+        rows = sequence.last_rows(length, min(PROFILE_ROWS, prompt) if length == prompt else PROFILE_ROWS)
+        kinds = self._kinds[np.asarray(order.tokens)]
+        source, bag = self._find_source(order, slabs, sequence.bag, sink)
+        point = DecisionPoint(prompt, spec, kinds, rows, sequence.queries, source)
+        if bag is None:
+            policies, kept = self._decider.profile_prompt(point)
+        else:
+            policies = bag.kept.policies
+            kept = self._decider.apply_policies(point, policies)
+        planned = KeptRows.from_heads(
+            self._layout, spec.boundary, length, policies, [one.positions.astype(np.int32) for one in kept]
+        )
+        # The plan before it, if it was not applied, goes first.
+        self._plan = None
+        planned, frames = self._store.pack_frames(planned, kept, source)
+        self._plan = order.key, planned, frames
+        names = Counter(self._rule.policy_names[policy] for policy in policies.reshape(-1))
+        return EvictionReport(
+            planned.num_slabs,
+            planned.num_rows,
+            planned.all_rows,
+            dict(names),
+            measure_bag(planned),
+        )
+
+    def apply_eviction(self, key: str, slabs: list[int]) -> None:
+        """Write the planned rows of a sequence into `slabs` of the pool. Raises ValueError without a plan for them."""
+        if self._plan is None or self._plan[0] != key:
+            raise ValueError(f"no eviction of {key} was planned")
+        _, kept, scratch = self._plan
+        self._check_room(key, kept, slabs)
+        frames = frames_per_slab(self._layout)
+        for index, slab in enumerate(slabs[: kept.num_slabs]):
+            part = scratch[index * frames : (index + 1) * frames].reshape(-1)
+            self._memory[slab, : len(part)] = part
+        self._sequences[key].bag, self._plan = self._store.open_bag(kept, slabs), None
+
+    def load_kept(self, key: str, boundary: int, length: int, slabs: list[int]) -> None:
+        """Read the map of a bag in `slabs` of the pool. Raises ValueError if it is none, or that of another decision
+        than the one at `length` tokens with this `boundary`.
+        """
+        if not slabs or min(slabs) < 0 or max(slabs) >= self._pool.num_slabs:
+            raise ValueError(f"slabs {slabs} are not all in a pool of {self._pool.num_slabs}")
+        frame, per_slab = frame_bytes(self._layout), frames_per_slab(self._layout)
+        lead = map_frames(self._memory[slabs[0], :frame].tobytes(), self._layout, len(slabs))
+        used = slabs[: -(-lead // per_slab)]
+        data = b"".join(self._memory[slab, : per_slab * frame].tobytes() for slab in used)[: lead * frame]
+        kept = KeptRows.decode(data, self._layout)
+        self._check_room(key, kept, slabs)
+        if (kept.boundary, kept.length) != (boundary, length):
+            raise ValueError(
+                f"the kept rows of {key} are those of {kept.length} tokens from {kept.boundary} on,"
+                f" not of {length} from {boundary} on"
+            )
+        kept.require_full_heads(self._windows)
+        self._open_sequence(key).bag = self._store.open_bag(kept, slabs)
+
+    def _check_room(self, key: str, kept: KeptRows, slabs: list[int]) -> None:
+        """Raises ValueError unless the slabs of a bag are as many as it needs; more, if other ranks may need them."""
+        need = kept.num_slabs
+        if len(slabs) < need or (self._alone and len(slabs) > need):
+            raise ValueError(f"the kept rows of {key} need {need} slabs, not {len(slabs)}")
+
+    def forget_sequence(self, key: str) -> None:
+        """Drop all that is known of a sequence, if anything is."""
+        self._sequences.pop(key, None)
+        if self._plan is not None and self._plan[0] == key:
+            self._plan = None
+
+    def _open_sequence(self, key: str) -> KeptSequence:
+        """The sequence, new if it is unknown."""
+        if key not in self._sequences:
+            width = self._heads * self._layout.head_dim
+            self._sequences[key] = KeptSequence(
+                np.zeros((self._layout.layers, PROFILE_ROWS, width), np.float32),
+                np.full(PROFILE_ROWS, -1, np.int64),
+            )
+        return self._sequences[key]
+
+    def _find_source(
+        self, order: EvictionOrder, slabs: list[int], bag: KeptBag | None, sink: int
+    ) -> tuple[ColumnSource, KeptBag | None]:
+        """What the heads of a sequence have; and its bag, None at the end of the prompt. Raises ValueError if `slabs`
+        are others.
+        """
+        length, spec, layout = len(order.tokens), order.spec, self._layout
+        if length == order.prompt_tokens:
+            if len(slabs) < layout.num_chunks(length):
+                raise ValueError(f"{length} tokens are not in {len(slabs)} slabs")
+            return self._store.prompt_columns(slabs, length, sink), None
+        chunks = spec.boundary_chunks
+        before = length - CHUNK_TOKENS
+        if bag is None or (bag.kept.boundary, bag.kept.length) != (spec.boundary, before):
+            raise ValueError(
+                f"the rows that {order.key} kept at {before} tokens are unknown: load them first"
+            )
+        if slabs[chunks + 1 :] != bag.slabs:
+            raise ValueError(f"the kept rows of {order.key} are in other slabs: load them first")
+        return self._store.answer_columns(bag, slabs[:chunks], slabs[chunks], sink), bag
+
+    def _record_queries(self, row: int, work: StepWork, kept: KeptWork) -> list[QueryRecord]:
+        """Where the queries of a work's rows are recorded; its first is `row` of the step."""
+        tokens = np.arange(work.start, work.start + len(work.tokens))
+        if not kept.evicted:
+            tokens = tokens[tokens >= kept.prompt_tokens - PROFILE_ROWS]
+        if not len(tokens):
+            return []
+        sequence = self._open_sequence(kept.key)
+        return [QueryRecord(sequence.queries, sequence.positions, row + tokens - work.start, tokens)]
+
+    def _bag_of(self, key: str) -> KeptBag:
+        bag = self._sequences[key].bag
+        assert bag is not None
+        return bag

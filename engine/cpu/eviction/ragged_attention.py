@@ -1,0 +1,445 @@
+"""Attention of decode rows whose heads keep different tokens, on the CPU: after eviction
+(`engine.cpu.eviction.evictor`).
+
+Such a row reads the whole chunks that no head evicts from, then the frames of its head
+(`kvcache.eviction.kept_rows`), then the newest tokens. These are in the ring: one ordinary slab, in which position p
+is row p % 64.
+
+    row ──▶ chunk 0 · chunk 1 · ... │ frame · frame · ... (per head) │ ring
+
+Every row is computed alone, with the kernels of `engine.cpu.attention`. So its result does not depend on other rows to
+the last bit: a block of rows of one sequence gives the same bits as one row per step. Chunks that several rows share
+are read once per row for that reason.
+
+Keys and values are written as for any row: the ring is the slab of a row's token. `RaggedAttention` also records the
+queries from which the next eviction is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numba.misc.special import literally
+from numpy.typing import NDArray
+
+from engine.batching.batch import ForwardBatch, PrefillSpan
+from engine.cpu.attention import (
+    CACHE_LINE_FLOATS,
+    KEYS_PER_PASS,
+    PAGE,
+    PREFETCH_FLOATS,
+    CpuAttention,
+    PagedAttention,
+    mix_values,
+    score_page,
+    softmax_page,
+)
+from engine.cpu.eviction.decision import ROWS_PER_FRAME, BagColumns, ChunkColumns, ColumnSource, HeadColumns
+from engine.cpu.jit import LOG2_E, LOWEST, jit, jit_inner, prefetch
+from engine.step_work import KeptWork, StepWork
+from kvcache.eviction.kept_rows import FRAME_TOKENS, KeptRows
+from kvcache.pool import KvPool
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+FRAME = FRAME_TOKENS
+
+
+@dataclass(slots=True)
+class KeptBag:
+    """The kept rows of a sequence, and the slabs of the pool that they are in.
+
+    `tokens` are the numbers of the rows' tokens (`KeptRows.number_tokens`), for pools whose frames need them.
+    """
+
+    kept: KeptRows
+    slabs: list[int]
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    # [layers, kv_heads]
+    counts: Ints = field(init=False)
+    frames: Ints = field(init=False)
+    # First frames of the table of tokens and of the list of outliers.
+    table_frame: int = field(init=False)
+    outlier_frame: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts, self.frames = self.kept.counts.astype(np.int64), self.kept.first_frames
+        self.table_frame, self.outlier_frame = self.kept.table_frame, self.kept.outlier_frame
+
+    def count_before(self, positions: Ints, layer: int) -> Ints:
+        """How many kept rows of each head of a layer are below each of `positions`, [positions, kv_heads]."""
+        heads = range(self.counts.shape[1])
+        kept = (self.kept.head_positions(layer, head) for head in heads)
+        return np.stack([np.searchsorted(one, positions) for one in kept], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedWork:
+    """A work of an evicted sequence in a step, whose first row is `row`, with its bag.
+
+    `sink` is the place of its first token among the sinks, for pools with a codec.
+    """
+
+    row: int
+    work: StepWork
+    kept: KeptWork
+    bag: KeptBag
+    sink: int
+
+    @property
+    def positions(self) -> Ints:
+        """Of its tokens."""
+        return np.arange(self.work.start, self.work.start + len(self.work.tokens))
+
+    @property
+    def rows(self) -> Ints:
+        """Its rows of the step."""
+        return self.row + np.arange(len(self.work.tokens))
+
+    @property
+    def chunks(self) -> list[int]:
+        """Slabs of the whole chunks that no head evicts from."""
+        return self.work.slabs[: self.kept.spec.boundary_chunks]
+
+    @property
+    def ring(self) -> int:
+        """The slab of the newest tokens."""
+        return self.work.slabs[self.kept.spec.boundary_chunks]
+
+    def count_skipped(self, windows: Sequence[int]) -> Ints:
+        """Kept rows before the window of each token, [tokens, layers, kv_heads]; `windows` by layer, 0: none."""
+        skips = np.zeros((len(self.work.tokens), *self.bag.counts.shape), np.int64)
+        for layer, window in enumerate(windows):
+            if window:
+                skips[:, layer] = self.bag.count_before(self.positions + 1 - window, layer)
+        return skips
+
+
+class KeptStore(Protocol):
+    """How the rows of a pool are found, moved into frames, and attended to there. Slabs are those of the pool."""
+
+    def open_bag(self, kept: KeptRows, slabs: Sequence[int]) -> KeptBag:
+        """The bag in `slabs`."""
+
+    def prompt_columns(self, slabs: Sequence[int], length: int, sink: int) -> ColumnSource:
+        """The columns of a prompt in whole chunks, whose first token is at `sink` among the sinks."""
+
+    def answer_columns(self, bag: KeptBag, chunks: Sequence[int], ring: int, sink: int) -> ColumnSource:
+        """The columns of an evicted sequence: those of `chunks`, of its bag, and of a ring full of new tokens."""
+
+    def pack_frames(
+        self, planned: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
+    ) -> tuple[KeptRows, Bytes]:
+        """The map of a bag, and its frames, [frames, frame_bytes]: that map, and a copy of the rows of each head.
+
+        `source` is what the columns of the heads, those of layer 0 first, were found in.
+        """
+
+    def list_kernels(self) -> list[Any]:
+        """The kernels that work with evicted sequences only."""
+
+    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
+        """The attention of a step in which sequences are evicted, or their queries recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """The ragged decode rows of a step, and the bags of the sequences that they belong to.
+
+    A row may attend to the kept rows of its sequence from `skips` on, and to the ring from position `starts` on.
+    """
+
+    # [rows]: indices of the rows in the step, and the positions of their tokens.
+    rows: Ints
+    positions: Ints
+    # [rows]: the sequence of each row; all below with [sequences] are indexed by it.
+    owners: Ints
+    # [sequences]: number of tokens at the last decision point, of whole chunks before the frames, and the ring's slab.
+    starts: Ints
+    prefixes: Ints
+    rings: Ints
+    # [sequences, max]: slabs of the whole chunks, and of the bag, padded with 0.
+    chunks: Ints
+    bags: Ints
+    # By layer first, so that those of one layer are contiguous: the kernel is compiled for such arrays.
+    # [layers, sequences, kv_heads]: number of kept rows, and the first frame that they are in.
+    counts: Ints
+    frames: Ints
+    # [layers, rows, kv_heads]: kept rows that are before the layer's sliding window; 0 without a window.
+    skips: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRecord:
+    """Where the queries of some rows of a step are recorded: the query of position p in row p % 64.
+
+    `positions` says which queries are complete, over all layers. Recording a row again changes nothing.
+    """
+
+    # [layers, 64, heads * head_dim] and [64], shared with the owner.
+    queries: Floats
+    positions: Ints
+    # [recorded]: rows of the step, and the positions of their tokens.
+    rows: Ints
+    tokens: Ints
+
+    def store(self, layer: int, qkv: Floats) -> None:
+        """Copy the rotated queries of one layer; the last layer completes them."""
+        places = self.tokens % PAGE
+        self.queries[layer, places] = qkv[self.rows, : self.queries.shape[2]]
+        if layer + 1 == len(self.queries):
+            self.positions[places] = self.tokens
+
+
+@jit_inner
+def _score_frame(q: Any, key: Any, s: Any, at: Any, group: int, width: int) -> None:
+    """Scores of one frame: s[g, at + t] = q[g] · key[t]; as `score_page`."""
+    literally(width)
+    for t in range(0, FRAME, KEYS_PER_PASS):
+        for line in range(KEYS_PER_PASS * width // CACHE_LINE_FLOATS):
+            prefetch(key, t * width + PREFETCH_FLOATS + line * CACHE_LINE_FLOATS)
+        for g in range(group):
+            a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for i in range(width):
+                x = q[g * width + i]
+                k = t * width + i
+                a += x * key[k]
+                b += x * key[k + width]
+                c += x * key[k + 2 * width]
+                d += x * key[k + 3 * width]
+            o = g * PAGE + at + t
+            s[o], s[o + 1], s[o + 2], s[o + 3] = a, b, c, d
+
+
+@jit_inner
+def _attend_chunks(
+    q: Any, begin: Any, chunks: Any, count: Any, top: Any, total: Any, acc: Any, s: Any,
+    pool: Any, slab: int, place: Any, width: int,
+) -> None:  # fmt: skip
+    """Add the first `count` chunks of one KV head, from position `begin` on; its pages are at `place` of a slab."""
+    literally(width)
+    page, group = PAGE * width, top.shape[0]
+    for c in range(begin // PAGE, count):
+        first, at = max(0, begin - c * PAGE), chunks[c] * slab + place
+        score_page(q, pool[at : at + page], s, group, width)
+        softmax_page(s, top, total, acc, first, PAGE, width)
+        mix_values(s, pool[at + page : at + 2 * page], acc, group, first, PAGE, width)
+
+
+@jit_inner
+def _attend_frames(
+    q: Any, skip: Any, count: Any, frame: Any, bag: Any, top: Any, total: Any, acc: Any, s: Any,
+    pool: Any, slab: int, width: int,
+) -> None:  # fmt: skip
+    """Add the kept rows skip..count-1 of one KV head, in the frames from `frame` on, four frames at a time."""
+    literally(width)
+    group, half = top.shape[0], FRAME * width
+    per_slab = slab // (2 * half)
+    for start in range(skip // PAGE * PAGE, count, PAGE):
+        used = min(PAGE, count - start)
+        for t in range(0, used, FRAME):
+            f = frame + (start + t) // FRAME
+            at = bag[f // per_slab] * slab + f % per_slab * 2 * half
+            _score_frame(q, pool[at : at + half], s, t, group, width)
+        first = max(0, skip - start)
+        softmax_page(s, top, total, acc, first, used, width)
+        for t in range(first // FRAME * FRAME, used, FRAME):
+            f = frame + (start + t) // FRAME
+            at = bag[f // per_slab] * slab + f % per_slab * 2 * half + half
+            low, high = max(0, first - t), min(FRAME, used - t)
+            mix_values(s[t:], pool[at : at + half], acc, group, low, high, width)
+
+
+@jit_inner
+def attend_ring(
+    q: Any, first: Any, count: Any, ring: Any, top: Any, total: Any, acc: Any, s: Any, pool: Any, width: int
+) -> None:
+    """Add `count` tokens of the ring's page at `ring`, from row `first` on; after row 63 comes row 0."""
+    literally(width)
+    page, group = PAGE * width, top.shape[0]
+    value = pool[ring + page : ring + 2 * page]
+    score_page(q, pool[ring : ring + page], s, group, width)
+    if first + count <= PAGE:
+        softmax_page(s, top, total, acc, first, first + count, width)
+        mix_values(s, value, acc, group, first, first + count, width)
+        return
+    wrapped = first + count - PAGE
+    for g in range(group):
+        s[g * PAGE + wrapped : g * PAGE + first] = LOWEST
+    softmax_page(s, top, total, acc, 0, PAGE, width)
+    mix_values(s, value, acc, group, 0, wrapped, width)
+    mix_values(s, value, acc, group, first, PAGE, width)
+
+
+@cache
+def build_ragged_kernel(width: int) -> Callable[..., None]:
+    """The decode kernel for ragged rows of one head dimension; `RaggedAttention.decode` calls it.
+
+    Arrays are those of `RaggedRows`; those by layer are of one layer.
+    """
+
+    @jit
+    def run(
+        qkv: Any, rows: Any, positions: Any, owners: Any, starts: Any, prefixes: Any, rings: Any, chunks: Any,
+        bags: Any, counts: Any, frames: Any, skips: Any, pool: Any, slab: int, offset: int,
+        heads: int, kv_heads: int, window: int, out: Any,
+    ) -> None:  # fmt: skip
+        scale = np.float32(LOG2_E / np.sqrt(np.float32(width)))
+        group = heads // kv_heads
+        q, s = np.empty(group * width, np.float32), np.empty(group * PAGE, np.float32)
+        top, total = np.empty(group, np.float32), np.empty(group, np.float32)
+        for n in range(rows.shape[0]):
+            o, length = owners[n], positions[n] + 1
+            begin = max(0, length - window) if window > 0 else 0
+            newest = max(starts[o], begin)
+            for h in range(kv_heads):
+                at, place = h * group * width, offset + h * 2 * PAGE * width
+                for i in range(group * width):
+                    q[i] = qkv[rows[n], at + i] * scale
+                acc = out[rows[n], at : at + group * width]
+                top[:], total[:], acc[:] = LOWEST, np.float32(0), np.float32(0)
+                _attend_chunks(q, begin, chunks[o], prefixes[o], top, total, acc, s, pool, slab, place, width)
+                _attend_frames(
+                    q, skips[n, h], counts[o, h], frames[o, h], bags[o], top, total, acc, s, pool, slab, width
+                )
+                attend_ring(
+                    q,
+                    newest % PAGE,
+                    length - newest,
+                    rings[o] * slab + place,
+                    top,
+                    total,
+                    acc,
+                    s,
+                    pool,
+                    width,
+                )
+                for g in range(group):
+                    share = np.float32(1) / total[g]
+                    for i in range(width):
+                        acc[g * width + i] *= share
+
+    return run
+
+
+class RawStore:
+    """`KeptStore` of a raw pool, with its attention and the sliding window of each layer (0: none)."""
+
+    def __init__(self, pool: KvPool, pages: CpuAttention, windows: Sequence[int]) -> None:
+        self._layout, self._pages, self._windows = pool.layout, pages, list(windows)
+        # [rows, head_dim]: every key and value of the pool.
+        self._rows = pool.data.view(-1, self._layout.head_dim).numpy()
+
+    def open_bag(self, kept: KeptRows, slabs: Sequence[int]) -> KeptBag:
+        """As `KeptStore.open_bag`."""
+        return KeptBag(kept, list(slabs))
+
+    def prompt_columns(self, slabs: Sequence[int], length: int, sink: int) -> ColumnSource:
+        """As `KeptStore.prompt_columns`."""
+        return ChunkColumns.of_prompt(self._layout, self._rows, slabs, length)
+
+    def answer_columns(self, bag: KeptBag, chunks: Sequence[int], ring: int, sink: int) -> ColumnSource:
+        """As `KeptStore.answer_columns`."""
+        newest = np.arange(bag.kept.length, bag.kept.length + PAGE)
+        prefix = ChunkColumns.of_prompt(self._layout, self._rows, chunks, bag.kept.boundary)
+        last = ChunkColumns(self._layout, self._rows, np.full(PAGE, ring, np.int64), newest)
+        return BagColumns(prefix, bag.kept, bag.slabs, last)
+
+    def pack_frames(
+        self, planned: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
+    ) -> tuple[KeptRows, Bytes]:
+        """As `KeptStore.pack_frames`."""
+        scratch = np.zeros((planned.num_frames * ROWS_PER_FRAME, self._layout.head_dim), np.float32)
+        frames = scratch.view(np.uint8).reshape(planned.num_frames, -1)
+        frames[: planned.lead].reshape(-1)[:] = np.frombuffer(planned.encode(), np.uint8)
+        for first, columns in zip(planned.first_frames.reshape(-1), heads, strict=True):
+            places = np.arange(len(columns.positions))
+            rows = (first + places // FRAME) * ROWS_PER_FRAME + places % FRAME
+            scratch[rows] = self._rows[columns.places[:, 0]]
+            scratch[rows + FRAME] = self._rows[columns.places[:, 1]]
+        return planned, frames
+
+    def list_kernels(self) -> list[Any]:
+        """As `KeptStore.list_kernels`."""
+        return [build_ragged_kernel(self._layout.head_dim)]
+
+    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
+        """As `KeptStore.attend_to`."""
+        return RaggedAttention(self._pages, self._pack_rows(evicted) if evicted else None, records)
+
+    def _pack_rows(self, evicted: Sequence[EvictedWork]) -> RaggedRows:
+        """The ragged rows of a step."""
+        bags = [one.bag for one in evicted]
+        return RaggedRows(
+            rows=np.concatenate([one.rows for one in evicted]),
+            positions=np.concatenate([one.positions for one in evicted]),
+            owners=np.repeat(np.arange(len(evicted)), [len(one.work.tokens) for one in evicted]),
+            starts=np.array([bag.kept.length for bag in bags], np.int64),
+            prefixes=np.array([len(one.chunks) for one in evicted], np.int64),
+            rings=np.array([one.ring for one in evicted], np.int64),
+            chunks=_pad_table([one.chunks for one in evicted]),
+            bags=_pad_table([bag.slabs for bag in bags]),
+            counts=np.stack([bag.counts for bag in bags], axis=1),
+            frames=np.stack([bag.frames for bag in bags], axis=1),
+            skips=np.ascontiguousarray(
+                np.concatenate([one.count_skipped(self._windows) for one in evicted]).swapaxes(0, 1)
+            ),
+        )
+
+
+def _pad_table(lists: Sequence[list[int]]) -> Ints:
+    """[lists, longest], padded with 0."""
+    table = np.zeros((len(lists), max(map(len, lists))), np.int64)
+    for line, values in zip(table, lists, strict=True):
+        line[: len(values)] = values
+    return table
+
+
+class RaggedAttention:
+    """Attention of a step with sequences whose KV is evicted: `pages` for the ordinary rows, and the ragged rows.
+
+    It is made for one step. `records` say which queries the step records.
+    """
+
+    def __init__(
+        self, pages: CpuAttention, ragged: RaggedRows | None, records: Sequence[QueryRecord]
+    ) -> None:
+        self._pages, self._ragged, self._records = pages, ragged, list(records)
+        self._kernel = build_ragged_kernel(pages.layout.head_dim)
+
+    def write(
+        self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, rotary: tuple[Floats, Floats],
+        norms: tuple[Floats, Floats], eps: float,
+    ) -> None:  # fmt: skip
+        """As `CpuAttention.write`; the queries that a decision needs are recorded."""
+        self._pages.write(layer, qkv, batch, rotary, norms, eps)
+        for record in self._records:
+            record.store(layer, qkv.numpy())
+
+    def decode(
+        self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, window: int, out: torch.Tensor
+    ) -> None:
+        """Attention of the decode rows, and of the ragged rows, into the same rows of `out`."""
+        self._pages.decode(layer, qkv, batch, window, out)
+        if self._ragged is None:
+            return
+        one, layout, itemsize = self._ragged, self._pages.layout, self._pages.layout.itemsize
+        self._kernel(
+            qkv.numpy(), one.rows, one.positions, one.owners, one.starts, one.prefixes, one.rings, one.chunks,
+            one.bags, one.counts[layer], one.frames[layer], one.skips[layer],
+            self._pages.data.view(-1).numpy(), layout.chunk_bytes // itemsize,
+            layer * layout.layer_bytes // itemsize, self._pages.heads, layout.kv_heads, window, out.numpy(),
+        )  # fmt: skip
+
+    def prefill(
+        self, layer: int, qkv: torch.Tensor, span: PrefillSpan, window: int, out: torch.Tensor
+    ) -> None:
+        """As `CpuAttention.prefill`."""
+        self._pages.prefill(layer, qkv, span, window, out)

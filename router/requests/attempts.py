@@ -32,7 +32,7 @@ from router.effects import (
 )
 from router.requests.admission import Admission
 from router.requests.failure_policy import DEADLINE_EXCEEDED, FailurePolicy
-from router.requests.pairs import PairSelector
+from router.requests.pair_selector import PairSelector
 from router.requests.quarantine import CrashQuarantine
 from router.requests.queue import RequestQueue
 from router.requests.request_state import RequestKind, RequestState, sum_beside

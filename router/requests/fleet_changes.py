@@ -13,7 +13,7 @@ from router.effects import FleetChange, RequestQuarantined, WorkerDown, WorkerUp
 from router.requests.attempts import Attempts
 from router.requests.draining import DrainOrders
 from router.requests.failure_policy import QUARANTINED, WORKER_LOST
-from router.requests.pairs import PairSelector
+from router.requests.pair_selector import PairSelector
 from router.requests.quarantine import QuarantineFindings
 from router.requests.request_state import RequestState
 

@@ -16,8 +16,8 @@ A request is in the queue while no worker holds anything for it: until it has cr
 while its workers are away but expected back (`router.requests.grace`).
 
 Elsewhere: how attempts begin and fail (router.requests.attempts), what follows when workers join or are lost
-(router.requests.fleet_changes), which workers are chosen (router.requests.pairs), the KV transfer (kvtransfer), text,
-HTTP and metrics (services/gateway).
+(router.requests.fleet_changes), which workers are chosen (router.requests.pair_selector), the KV transfer
+(kvtransfer), text, HTTP and metrics (services/gateway).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from router.requests.failure_policy import (
 from router.requests.fleet_changes import QUARANTINE_TEXT, FleetChanges
 from router.requests.grace import WorkerGrace
 from router.requests.lease_renewal import LeaseRenewal
-from router.requests.pairs import PairSelector
+from router.requests.pair_selector import PairSelector
 from router.requests.quarantine import CrashQuarantine
 from router.requests.request_state import ClassWish, RequestState, total_demand
 from router.routing.fleet import Fleet

@@ -18,7 +18,7 @@ from router.routing.credits import (
     prefill_room_tokens,
     round_up_to_chunks,
 )
-from router.routing.kept_shares import KeptShares, held_tokens, kept_room_tokens, kept_tokens
+from router.routing.eviction_estimate import KeptShares, held_tokens, kept_room_tokens, kept_tokens
 from router.routing.kv_classes import AnswerVersion
 from router.routing.load_ledger import WorkerLoad
 from router.routing.policy import RoutingNeed

@@ -8,7 +8,7 @@ from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import KeepSpec
 from diptych.messages import Failed, Generate, Offer, Output, Prefill, Step
 from router.effects import RelayEffect, RequestArrived
-from router.routing.kept_shares import (
+from router.routing.eviction_estimate import (
     MAX_SHARES,
     MAX_SHOWN_SHARES,
     KeptShares,

@@ -21,8 +21,8 @@ from router.requests.request_state import RequestKind, RequestState
 from router.routing.auto_class import AutoClasses, WorkerPaces, eligible_classes
 from router.routing.class_choice import ClassDecision
 from router.routing.credits import pairs_with_credit
+from router.routing.eviction_estimate import KeptShares
 from router.routing.fleet import ROLES, Fleet
-from router.routing.kept_shares import KeptShares
 from router.routing.kv_classes import (
     AnswerVersion,
     ServedClasses,

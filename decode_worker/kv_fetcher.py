@@ -1,6 +1,6 @@
 """Two threads beside the engine's thread: one links to prefill workers, the other one pulls KV from them.
 
-Each thread runs many cooperative tasks (`decode_worker.task_thread`). So a stalled source does not delay the KV of
+Each thread runs many cooperative tasks (`worker.task_thread`). So a stalled source does not delay the KV of
 other sources, and a source that still computes is checked from time to time. Both threads release the GIL while they
 copy, hash or wait, so decoding continues. Finished fetches are returned through `landed` and `wake`. This module never
 changes the owners of slabs and never calls the engine.
@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decode_worker.task_thread import TaskThread
 from diptych.errors import DiptychError, TransferError
 from diptych.messages import Linked, Peer, ToGateway
 from engine.scheduling.kv_admission import RemoteKv
@@ -35,6 +34,7 @@ from kvtransfer.handoff import (
 from kvtransfer.pipelined_pull import PipelinedPull
 from kvtransfer.ticket import StagingHint, Ticket
 from kvtransfer.transports.links import TransportLinks, TransportNotOpen
+from worker.task_thread import TaskThread
 
 # Hints of one request that are not processed yet; the oldest are dropped.
 MAX_HINTS = 4096

@@ -9,7 +9,7 @@ ids have to be filled in.
     device  │ ........ step n ........  │                          │ ........ step n+1 ............
 
 On the device "cpu" everything runs in Triton's interpreter, without graphs, for tests without a GPU. This runner has
-not yet been used in a deployment, which is why `worker.build` does not offer it: see `docs/gpu.md`.
+not yet been used in a deployment, which is why `worker.build_cpu` does not offer it: see `docs/gpu.md`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ if __name__ == "__main__":
     configure_and_report()
 
 from diptych.specs import WorkerSpec
-from services.worker.block_worker import run_block_worker
 from services.worker.model_worker import build_worker
+from services.worker.offload_worker import run_block_worker
 from services.worker.role_lifecycle import run_worker
 
 

@@ -22,7 +22,7 @@ from kvcache.pool import KvPool
 from tests.engine.cpu.eviction.evicted_runs import FOLDER, SETUP
 from tests.engine.test_loop_evicted import EvictingEngine, answers
 from worker import eviction_kernels
-from worker.build import _leader_spec, resolve_model
+from worker.build_cpu import _leader_spec, resolve_model
 from worker.eviction_kernels import EvictionKernels
 from worker.precompile import precompile_evictions
 from worker.ranks import RankSpec

@@ -16,7 +16,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_classes
 from kvcache.codecs.calibration import FILE_NAME, write_calibration
 from services.host.model_probe import ProbedModel, ProbeRequest, probe_model
-from worker.build import _engine_limits, resolve_model
+from worker.build_cpu import _engine_limits, resolve_model
 
 TINY = str(Path(__file__).parents[2] / "models" / "tiny")
 

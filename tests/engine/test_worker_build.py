@@ -18,7 +18,7 @@ from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator
 from kvcache.slab_ledger import SlabLedger
 from tests.support.factories import make_folder
-from worker.build import (
+from worker.build_cpu import (
     _eviction_setup,
     choose_step_clock,
     load_tokenizer,

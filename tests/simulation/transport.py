@@ -93,7 +93,7 @@ class VirtualPipes:
 
 
 class VirtualTaskThread:
-    """`decode_worker.task_thread.TaskThread`: the same work, in rounds that the agenda schedules. Stands still
+    """`worker.task_thread.TaskThread`: the same work, in rounds that the agenda schedules. Stands still
     with its process.
     """
 

@@ -13,7 +13,7 @@ from diptych.specs import WorkerSpec
 from engine.eviction.memory import count_evicting, decision_bytes, eviction_bytes, remembered_bytes
 from engine.model.checkpoint import Checkpoint
 from engine.model.memory_plan import USABLE_SHARE
-from worker.build import _engine_limits, resolve_model
+from worker.build_cpu import _engine_limits, resolve_model
 
 TINY = str(Path(__file__).parents[3] / "models" / "tiny")
 # Queries of 64 tokens in 6 layers of 8 heads, and a map of 4 heads: of a sequence of 2,048 tokens.

@@ -9,16 +9,16 @@ import pytest
 
 from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
-from services.worker.block_worker import make_block_hello
+from services.worker.offload_worker import make_block_hello
 from tests.support.factories import make_folder
-from worker import build_block
+from worker import build_offload
 
 
 def test_the_longest_line_is_what_a_batch_has_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the gateway refuses longer prompts as over HTTP, and bounds answers without max_tokens."""
-    monkeypatch.setattr(build_block, "machine_kernel_folder", lambda: tmp_path)
+    monkeypatch.setattr(build_offload, "machine_kernel_folder", lambda: tmp_path)
     model = str(make_folder(tmp_path / "model"))
     policy = "rows=2,batches=1,prompt_tokens=70,output_tokens=50"
     spec = WorkerSpec(
@@ -31,7 +31,7 @@ def test_the_longest_line_is_what_a_batch_has_room_for(
         bulk_only=True,
         bulk_policy=policy,
     )
-    built = build_block.build_block(spec, SupervisorPipe(io.StringIO()))
+    built = build_offload.build_block(spec, SupervisorPipe(io.StringIO()))
     built.runner.close()
     # The model takes 512 tokens; a batch has two rows of two chunks.
     assert make_block_hello(spec, built).max_model_len == 2 * 2 * 64

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from decode_worker.task_thread import TaskThread
 from kvtransfer.cooperative import RUN_NOW, UNTIL_WOKEN, CoopTask, run_to_end
+from worker.task_thread import TaskThread
 
 LONG_S = 60.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from worker import build
+from worker import build_cpu
 from worker.saturation_store import MAX_AGE_S, SaturationStore
 
 
@@ -52,7 +52,7 @@ def test_nothing_is_kept_without_a_folder_that_can_be_written(tmp_path: Path) ->
 
 
 def test_the_machine_and_its_cores_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = build._machine_identity()
-    assert build._machine_identity() == before
+    before = build_cpu._machine_identity()
+    assert build_cpu._machine_identity() == before
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
-    assert build._machine_identity() != before
+    assert build_cpu._machine_identity() != before

@@ -8,14 +8,14 @@ import uuid
 from contextlib import ExitStack
 from functools import partial
 
-from decode_worker.bulk import BulkWorker
 from diptych.channel.keys import load_worker_keys
 from diptych.channel.link import ChannelLink
 from diptych.messages import Hello
 from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, pin_to_core
 from diptych.specs import WorkerSpec
 from engine.offload.policy import format_policy
-from worker.build_block import BlockParts, build_block
+from services.worker.offload_role import BulkWorker
+from worker.build_offload import BlockParts, build_block
 from worker.loop import LatestStats, WorkerLoop
 from worker.watchdog import EngineWatchdog
 

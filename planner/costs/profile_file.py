@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
-from planner.costs.kv_codec import check_codec_name, code_profile
+from planner.costs.kv.codec import check_codec_name, code_profile
 from planner.costs.model import ModelDims, dims_on_cpu, find_model
 from planner.costs.profile import CostProfile, Overheads, analytic_profile, scale_cost
 from planner.costs.roofline import roofline_cost

@@ -10,7 +10,7 @@ import numpy as np
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
 from engine.offload.policy import BlockPolicy
-from planner.costs.kv_codec import is_same_codec, with_kv_codec
+from planner.costs.kv.codec import is_same_codec, with_kv_codec
 from planner.costs.model import ModelDims
 from planner.offload.machines import HostMachine
 from planner.offload.programme import OffloadPlacement, evaluate_shares, search_placement

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner.costs.capacity import check_memory_fit, smallest_split
-from planner.costs.kv_classes import advise_shares, check_class_rooms
+from planner.costs.kv.classes import advise_shares, check_class_rooms
 from planner.placement.bounds import min_tpot_s, min_ttft_s
 from planner.placement.problem import Problem
 from planner.types import BOTH, InstancePool, Job, LinkSpec, Placement

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
 from diptych.slo import DEFAULT_ATTAINMENT, Slo
-from planner.costs.kv_classes import check_codecs
+from planner.costs.kv.classes import check_codecs
 from planner.json_file import FileModel, FileVersion, describe_fault, one_of
 from planner.types import BOTH, DECODE, PREFILL, Count, InstancePool, Parallelism, Placement, Positive
 

@@ -10,8 +10,8 @@ from functools import cache, cached_property
 from diptych.errors import ConfigError
 from diptych.eviction_spec import RING_AND_MAP_TOKENS
 from diptych.slo import Slo, Slos, slo_for
-from planner.costs.kv_classes import whole_request
-from planner.costs.kv_keep import DecidingCost
+from planner.costs.kv.classes import whole_request
+from planner.costs.kv.eviction import DecidingCost
 from planner.costs.model import ModelDims
 from planner.costs.profile import CostProfile
 from planner.hardware import Device

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from diptych.chunks import RAW_CLASS
-from planner.costs.kv_classes import format_classes
+from planner.costs.kv.classes import format_classes
 from planner.hardware import unserved_devices
 from planner.placement.plan_file import (
     VERSION,

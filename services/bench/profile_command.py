@@ -17,9 +17,9 @@ from diptych.chunks import RAW_CLASS
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from planner.costs import profiler
-from planner.costs.kv_classes import base_codec, read_classes
-from planner.costs.kv_codec import with_kv_codec
-from planner.costs.kv_keep import check_threshold
+from planner.costs.kv.classes import base_codec, read_classes
+from planner.costs.kv.codec import with_kv_codec
+from planner.costs.kv.eviction import check_threshold
 from planner.costs.profile_file import save_profile
 from planner.costs.step import StepCost
 from planner.types import CostModel, StepBatch

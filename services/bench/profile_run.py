@@ -31,7 +31,7 @@ from diptych.errors import StartError
 from diptych.slo import Slo
 from planner.costs import profiler
 from planner.costs.fit import fit_handling
-from planner.costs.kv_codec import find_codec
+from planner.costs.kv.codec import find_codec
 from planner.costs.model import ModelDims, dims_on_cpu, find_model
 from planner.costs.profile import CostProfile
 from planner.costs.profiler import MeasuredStep, MeasuredTransfer, WorkerTrace

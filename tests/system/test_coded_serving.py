@@ -22,7 +22,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.step_work import StepWork
 from kvcache.pool import KvPool
-from planner.costs.kv_classes import plan_kv_classes
+from planner.costs.kv.classes import plan_kv_classes
 from planner.costs.profile_file import built_in_profile
 from planner.sim.exact.simulate import SimDeployment, build_deployment, class_slabs, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Job, Parallelism, Placement

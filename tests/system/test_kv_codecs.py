@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from planner.costs.kv_codec import code_profile
+from planner.costs.kv.codec import code_profile
 from planner.costs.profile import CostProfile
 from planner.costs.profile_file import built_in_profile
 from planner.sim.exact.links import SimLinks

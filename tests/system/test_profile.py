@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.costs.kv_classes import plan_kv_classes
+from planner.costs.kv.classes import plan_kv_classes
 from planner.costs.profile_file import load_profile
 from planner.sim.exact.simulate import build_deployment, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Parallelism, Placement, StepBatch

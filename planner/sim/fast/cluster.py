@@ -58,7 +58,7 @@ def simulate_fast(
         kv_classes: several classes of KV; each instance has a pool for each, and `token_bytes` is not used. A job that
             names none gets the first.
         keep: what all requests keep of their KV, if they evict; the costs include its decisions
-            (`planner.costs.kv_keep.DecidingCost`).
+            (`planner.costs.kv.eviction.DecidingCost`).
         single: simulates each decode step by itself, and lets rows go round pipeline stages in groups, as DistServe's
             simulator does. Without stages the results are the same, only slower to compute.
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
 from planner.costs import profile_file as profiles
-from planner.costs.kv_classes import kv_class_notes, read_classes, shared_kv_classes
-from planner.costs.kv_codec import code_profile, codec_note, with_kv_codec
-from planner.costs.kv_keep import find_keep, keep_notes
+from planner.costs.kv.classes import kv_class_notes, read_classes, shared_kv_classes
+from planner.costs.kv.codec import code_profile, codec_note, with_kv_codec
+from planner.costs.kv.eviction import find_keep, keep_notes
 from planner.costs.model import ModelDims, find_model
 from planner.costs.profile import CostProfile
 from planner.hardware import Device

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from diptych.errors import ConfigError
-from planner.costs.kv_classes import find_class
+from planner.costs.kv.classes import find_class
 from planner.costs.profile import CostProfile
 from planner.types import KvClass
 

@@ -16,7 +16,7 @@ from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from diptych.slo import strictest_slo
-from planner.costs.kv_classes import same_classes
+from planner.costs.kv.classes import same_classes
 from planner.costs.model import EMBEDDED_NAMES as PLANNED_EMBEDDED
 from planner.costs.model import find_model
 from planner.hardware import unserved_devices

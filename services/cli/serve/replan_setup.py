@@ -9,8 +9,8 @@ from diptych.config.options import Config
 from diptych.errors import ConfigError
 from diptych.slo import Slo, strictest_slo
 from kvcache.class_shares import parse_class_shares, split_auto
-from planner.costs.kv_codec import code_profile, with_kv_codec
-from planner.costs.kv_keep import DecidingCost, find_keep
+from planner.costs.kv.codec import code_profile, with_kv_codec
+from planner.costs.kv.eviction import DecidingCost, find_keep
 from planner.costs.model import find_model
 from planner.costs.profile import CostProfile
 from planner.costs.profile_file import built_in_profile, load_profile

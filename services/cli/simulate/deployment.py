@@ -11,9 +11,9 @@ from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner import hardware
-from planner.costs.kv_classes import check_class_rooms, kv_class_notes, read_classes, shared_kv_classes
-from planner.costs.kv_codec import code_profile, codec_note, with_kv_codec
-from planner.costs.kv_keep import find_keep, keep_notes
+from planner.costs.kv.classes import check_class_rooms, kv_class_notes, read_classes, shared_kv_classes
+from planner.costs.kv.codec import code_profile, codec_note, with_kv_codec
+from planner.costs.kv.eviction import find_keep, keep_notes
 from planner.costs.model import ModelDims, find_model
 from planner.costs.profile import CostProfile
 from planner.costs.profile_file import built_in_profile, load_profile_of

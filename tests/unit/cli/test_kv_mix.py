@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.errors import ConfigError
-from planner.costs.kv_classes import plan_kv_classes
+from planner.costs.kv.classes import plan_kv_classes
 from planner.costs.profile_file import built_in_profile
 from planner.types import Job
 from planner.workload.kv_mix import KvMixedSource, class_shares, draw_classes

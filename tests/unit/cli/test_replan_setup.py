@@ -15,7 +15,7 @@ import pytest
 
 from diptych.config.load import LoadedConfig, load_config
 from diptych.errors import ConfigError
-from planner.costs.kv_keep import DecidingCost
+from planner.costs.kv.eviction import DecidingCost
 from planner.costs.model import find_model
 from planner.costs.profile import CostProfile, Overheads
 from planner.costs.profile_file import built_in_profile, load_profile, save_profile

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diptych.errors import ConfigError
-from planner.costs.kv_keep import DecidingCost
+from planner.costs.kv.eviction import DecidingCost
 from planner.placement.bounds import lowest_bound, rate_bounds
 from planner.placement.candidates import make_pair
 from planner.placement.plan_file import load_plan, save_plan

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diptych.errors import ConfigError
-from planner.costs.kv_classes import plan_kv_classes, same_classes
+from planner.costs.kv.classes import plan_kv_classes, same_classes
 from planner.placement.bounds import lowest_bound, min_tpot_s, min_ttft_s, rate_bounds
 from planner.placement.candidates import make_pair
 from planner.placement.feasibility import _check_class_rooms

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planner.costs.kv_keep import DecidingCost
+from planner.costs.kv.eviction import DecidingCost
 from planner.sim.exact.simulate import InstanceSpec, SimDeployment, simulate_exact
 from planner.sim.fast.cluster import simulate_fast
 from planner.sim.fast.instance import InstanceLimits

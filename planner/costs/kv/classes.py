@@ -14,7 +14,7 @@ from math import ceil, floor, isclose
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.errors import ConfigError
 from kvcache.class_shares import ClassShare, parse_class_shares
-from planner.costs.kv_codec import find_codec, is_same_codec, with_kv_codec
+from planner.costs.kv.codec import find_codec, is_same_codec, with_kv_codec
 from planner.costs.model import ModelDims
 from planner.costs.profile import CostProfile
 from planner.types import KvClass, KvClassWork

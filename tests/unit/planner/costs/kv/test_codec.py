@@ -11,7 +11,7 @@ from diptych.errors import ConfigError
 from kvcache.codecs.codec_id import complete_codec_id, parse_codec_id
 from kvcache.layout import KvLayout
 from planner.costs.capacity import kv_capacity_tokens
-from planner.costs.kv_codec import code_profile, codec_note, is_same_codec, with_kv_codec
+from planner.costs.kv.codec import code_profile, codec_note, is_same_codec, with_kv_codec
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile_file import built_in_profile, load_profile, save_profile
 from planner.costs.step import StepCost

@@ -12,14 +12,14 @@ from diptych.errors import ConfigError, ModelError
 from engine.model.memory_plan import MemoryPlan
 from engine.model.pool_split import split_pool
 from kvcache.layout import KvLayout
-from planner.costs.kv_classes import (
+from planner.costs.kv.classes import (
     base_codec,
     check_class_rooms,
     kv_class_notes,
     plan_kv_classes,
     shared_kv_classes,
 )
-from planner.costs.kv_codec import code_profile, codec_note
+from planner.costs.kv.codec import code_profile, codec_note
 from planner.costs.model import find_model
 from planner.costs.profile_file import built_in_profile, load_profile, save_profile
 from planner.costs.step import StepCost

@@ -11,7 +11,7 @@ import pytest
 from diptych.errors import ConfigError
 from diptych.eviction_spec import KeepSpec
 from planner.costs.class_fit import class_batch, fit_decisions
-from planner.costs.kv_keep import DecidingCost, find_keep, keep_notes
+from planner.costs.kv.eviction import DecidingCost, find_keep, keep_notes
 from planner.costs.profile_file import load_profile, save_profile
 from planner.costs.profiler import MeasuredStep, fit_kv_keep, parse_step_log
 from planner.types import KvClassWork, KvKeep, StepBatch

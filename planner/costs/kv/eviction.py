@@ -14,7 +14,7 @@ from math import isclose
 
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.errors import ConfigError
-from planner.costs.kv_classes import read_classes
+from planner.costs.kv.classes import read_classes
 from planner.costs.profile import CostProfile
 from planner.types import CostModel, KvKeep, StepBatch
 

@@ -45,7 +45,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.offload.policy import BlockPolicy
 from engine.offload.sizes import predict_needs
 from planner.types import BulkRates
-from services.cli.plan.bulk_profile import measure_bulk_rates
+from services.cli.profile.offload import measure_bulk_rates
 
 
 def run_bulk(settings: BulkSettings, rounds: int, folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from kvcache.pool import KvPool
 from planner.costs.model import dims_on_cpu, find_model
 from planner.offload.programme import OffloadPlacement
 from planner.types import BulkRates
-from services.cli.plan.bulk_search import RatedBlocks
+from services.cli.plan.offload_search import RatedBlocks
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 # More disk than any block needs.

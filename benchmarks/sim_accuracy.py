@@ -52,7 +52,6 @@ from planner.sim.exact.simulate import simulate_exact
 from planner.types import Job, JobResult
 from planner.workload.workload import Workload, synthetic_workload
 from services.bench.load_generator import RunOptions
-from services.bench.profile_command import measurement_figures
 from services.bench.profile_run import (
     LiveDeployment,
     Measurement,
@@ -61,6 +60,7 @@ from services.bench.profile_run import (
     running_deployment,
 )
 from services.bench.server import wait_for_rest
+from services.cli.profile.command import measurement_figures
 
 RATES = (0.6, 0.8, 0.95, 1.05, 1.2, 1.4)  # times the predicted knee
 KNEE_REQUESTS = 400

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from services.host.process_guard import tied_command
+from services.host.supervision.process_guard import tied_command
 
 # Computes for the given seconds at the most, at the given nice level.
 PROGRAM = """

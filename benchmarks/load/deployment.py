@@ -21,7 +21,7 @@ from typing import Any, cast
 import httpx
 
 from services.host.ports import claim_port
-from services.host.process_guard import tied_command
+from services.host.supervision.process_guard import tied_command
 
 # No newline can be within an event, so none of its text looks like these.
 EVENT, FAILURE, DONE = b"\ndata: {", b'\ndata: {"error"', b"\ndata: [DONE]"

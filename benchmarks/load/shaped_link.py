@@ -26,7 +26,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import expand_auto
 from services.host.child_environment import child_environment
 from services.host.ports import claim_port
-from services.host.supervisor import Supervisor, start_error
+from services.host.supervision.supervisor import Supervisor, start_error
 from tests.support.kv_cables import KvCable
 from tests.support.network_namespaces import NamespaceBridge
 

@@ -45,7 +45,7 @@ from services.bench.server import BenchServer, probe_server
 from services.bench.signals import interrupt_on_sigterm
 from services.host.child_environment import import_path_environment
 from services.host.ports import claim_port
-from services.host.process_guard import tied_command
+from services.host.supervision.process_guard import tied_command
 
 # Numbers of requests that are kept open at a time, stage by stage.
 DEPTHS = (1, 2, 4, 8, 16)

@@ -85,7 +85,7 @@ COMMANDS = {
         "Find the deployment with the highest goodput within the SLOs: how many instances, how parallel, which kind.",
     ),
     "profile": CommandEntry(
-        "profile",
+        "profile.flags",
         "Measure this machine's workers for the planner: step costs, room for KV, and what a request costs beside.",
     ),
     "calibrate": CommandEntry(

@@ -32,7 +32,7 @@ from services.cluster.node_probe import NodeReport
 from services.cluster.node_worker import ActorReport, NodeOrder, NodeWorker
 from services.cluster.sealed_keys import seal_keys
 from services.cluster.spec import SUPERVISOR_DIED, Bundle
-from services.host.supervisor import ChildStatus, ErrorReport
+from services.host.supervision.supervisor import ChildStatus, ErrorReport
 
 ACTOR_TIMEOUT_S, KILL_TIMEOUT_S = 15.0, 5.0
 # Seconds after which nodes that are still waited for are named, and those that Ray needs to deliver an answer.

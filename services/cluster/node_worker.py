@@ -42,7 +42,7 @@ from services.host.child_environment import child_environment
 from services.host.core_claims import CoreClaim
 from services.host.held_memory import WORKER_OF
 from services.host.network import UCX_DEVICES, ucx_listen_environment
-from services.host.supervisor import ChildStatus, ErrorReport, Supervisor
+from services.host.supervision.supervisor import ChildStatus, ErrorReport, Supervisor
 
 KEY_FOLDER = "diptych-keys-"
 # A key folder that is younger may not have been locked yet.

@@ -50,7 +50,7 @@ from services.gateway.http.request_pacing import RequestPacingMiddleware
 from services.gateway.http.trace_requests import TraceMiddleware
 from services.gateway.openai.openapi import docs_page, openapi_document
 from services.gateway.openai.request_limits import MAX_BATCH_BYTES
-from services.gateway.openai.response_schema import ModelCard, ModelList, Readiness, Version
+from services.gateway.openai.schemas.response_schema import ModelCard, ModelList, Readiness, Version
 from services.gateway.openai.tenancy import Caller, parse_timeout_header, parse_timings_header
 from services.gateway.openai.validate import check_model_name
 from services.gateway.ops.admin import AdminRoutes

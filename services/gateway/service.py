@@ -29,8 +29,8 @@ from services.gateway.generation.streaming import PING_INTERVAL_S, GenerationRes
 from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
-from services.gateway.openai.batch_schema import BatchRequest
 from services.gateway.openai.resolve import ResolvedRequest, fit_kv_class, fit_worker_context
+from services.gateway.openai.schemas.batch_schema import BatchRequest
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes

@@ -15,7 +15,7 @@ from services.gateway.batches.batch_report import report_batches
 from services.gateway.batches.feeder import BatchFeeder
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.workers import WorkerSnapshot
-from services.gateway.openai.response_schema import Readiness
+from services.gateway.openai.schemas.response_schema import Readiness
 from services.gateway.ops.readiness import CanaryProber, CanaryRoute, WorkerPair
 from services.gateway.ops.replan_endpoint import ReplanRoute
 from services.gateway.service import GatewayService

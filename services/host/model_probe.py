@@ -46,7 +46,7 @@ from kvcache.class_shares import split_auto
 from kvcache.layout import KvLayout
 from services.host.child_environment import child_environment
 from services.host.held_memory import held_memory
-from services.host.supervisor import ErrorReport
+from services.host.supervision.supervisor import ErrorReport
 
 # The name of the model that is part of the project.
 EMBEDDED_MODEL = "tiny"

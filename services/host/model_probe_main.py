@@ -13,7 +13,7 @@ import msgspec
 from diptych.errors import DiptychError
 from diptych.process import die_with_parent
 from services.host.model_probe import ProbeReply, ProbeRequest, probe_model
-from services.host.supervisor import ErrorReport
+from services.host.supervision.supervisor import ErrorReport
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerScaler(Protocol):
-    """Starts and removes workers (implemented by `services.cluster.deployment.LocalDeployment`)."""
+    """Starts and removes workers (implemented by `services.cluster.local_deployment.LocalDeployment`)."""
 
     @property
     def states(self) -> Mapping[str, str]:

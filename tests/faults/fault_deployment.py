@@ -26,7 +26,7 @@ import msgspec
 from diptych.channel.keys import make_keys
 from diptych.specs import GatewaySpec, WorkerSpec
 from services.host.ports import claim_port
-from services.host.supervisor import Supervisor
+from services.host.supervision.supervisor import Supervisor
 from tests.faults.toy_model import CONTEXT, make_folder, toy_layout
 from tests.support.waiting import wait_for
 

@@ -11,7 +11,7 @@ import msgspec
 
 from diptych.specs import GatewaySpec, WorkerSpec
 from services.host.ports import claim_port
-from services.host.supervisor import Supervisor
+from services.host.supervision.supervisor import Supervisor
 from tests.faults.fault_deployment import DeploymentShape, FaultDeployment
 from tests.faults.inject import FaultUnproven, holds_in_time
 from tests.support import network_namespaces

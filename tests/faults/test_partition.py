@@ -22,7 +22,7 @@ import pytest
 from diptych.specs import GatewaySpec, WorkerSpec
 from kvtransfer.transports import nixl
 from services.host.ports import claim_port
-from services.host.supervisor import Supervisor
+from services.host.supervision.supervisor import Supervisor
 from tests.engine.transport.transport_source import LAYOUT, RemoteSource
 from tests.faults.client import ClientAnswer, ClientRequest, StreamingClient
 from tests.faults.corruption import NUM_SLABS, SLABS, PullTarget, offer_kv

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from services.host.process_guard import tied_command
+from services.host.supervision.process_guard import tied_command
 
 # Lengths as in ShareGPT, short enough for the embedded model.
 CHAT = ("--workload", "sharegpt", "--shrink", "8")

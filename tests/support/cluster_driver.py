@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from services.cli.serve.signals import SAME_PRESS_S
-from services.host.process_guard import tied_command
+from services.host.supervision.process_guard import tied_command
 from tests.support import waiting
 from tests.support.ray_nodes import RayCluster
 

@@ -35,7 +35,7 @@ from services.cluster.spec import DeploymentSpec
 from services.host.child_environment import child_environment, ucx_on_loopback
 from services.host.model_probe import resolve_model
 from services.host.ports import claim_port
-from services.host.supervisor import Supervisor
+from services.host.supervision.supervisor import Supervisor
 from tests.support import waiting
 from tests.support.terminal import PATIENCE_S, Terminal, clean_environ
 

@@ -17,7 +17,7 @@ import yaml
 
 from services.dashboard.rules import OBJECTIVES, rule_file
 from services.host.ports import claim_port
-from services.host.process_guard import tied_command
+from services.host.supervision.process_guard import tied_command
 
 JOB = "diptych"
 START_S, STOP_S = 60.0, 30.0

@@ -35,7 +35,7 @@ from kvtransfer.transports.shm import ShmEndpoint
 from planner.replan.journal import JournalLine
 from services.cli.serve.file_schemas import MODELS, render_schema
 from services.gateway.metrics.traffic_feed import ReplanReport, TrafficEvents
-from services.gateway.openai.batch_schema import LineResult
+from services.gateway.openai.schemas.batch_schema import LineResult
 from services.gateway.ops.admin import DrainRequest, OrderAccepted, SwitchRoleRequest
 from services.gateway.preparation.line_check import BatchLine
 from services.host import exit_codes

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from services.host.process_guard import tied_command
+from services.host.supervision.process_guard import tied_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 400.0  # far beyond what anything takes, compiling all kernels included

@@ -27,7 +27,7 @@ from planner.costs.profile_file import save_profile
 from planner.types import BulkRates, LayerTime
 from services.cli.client.status import format_bulk_plan
 from services.cli.main import app
-from services.cli.serve.bulk_plan import plan_bulk
+from services.cli.serve.offload_plan import plan_bulk
 from services.cli.serve.specs import deployment_spec
 from services.host.model_probe import ProbedModel, resolve_embedded
 from services.host.ports import claim_port

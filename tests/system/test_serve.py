@@ -158,7 +158,7 @@ def test_ray_listens_on_this_machine_alone_and_wants_a_token(served: Terminal) -
 
 def test_ray_has_no_process_that_nothing_needs(served: Terminal) -> None:
     (raylet,) = served.find("raylet/raylet")
-    agents = [one for one in served.find("services/cluster/agent.py") if one != raylet]
+    agents = [one for one in served.find("services/cluster/local_ray/agent.py") if one != raylet]
     assert [one.parent() for one in agents] == [raylet, raylet]
     for unused in ("autoscaler/_private/monitor", "log_monitor", "dashboard/dashboard.py", "DashboardAgent"):
         assert served.find(unused) == []

@@ -23,7 +23,7 @@ from diptych.specs import GatewaySpec, WorkerSpec
 from services.cli.client import admin
 from services.host.child_environment import child_environment, ucx_on_loopback
 from services.host.ports import claim_port
-from services.host.supervisor import ChildStatus, Supervisor
+from services.host.supervision.supervisor import ChildStatus, Supervisor
 from tests.support.deployment import wait_for
 from tests.support.terminal import PATIENCE_S, ROOT
 

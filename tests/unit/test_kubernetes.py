@@ -22,7 +22,7 @@ import yaml
 
 from diptych.config.load import LoadedConfig
 from services.cli.main import COMMANDS
-from services.cli.serve.cluster_settings import state_folder
+from services.cli.serve.cluster.cluster_settings import state_folder
 from services.cli.serve.settings_flags import bind_settings
 from services.host import channel_probe
 

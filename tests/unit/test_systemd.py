@@ -18,7 +18,7 @@ from diptych.channel.keys import load_server_keys, load_transfer_key, load_worke
 from diptych.config.load import LoadedConfig
 from diptych.errors import ConfigError
 from services.cli.main import main
-from services.cli.serve.cluster_settings import check_cluster_settings
+from services.cli.serve.cluster.cluster_settings import check_cluster_settings
 from services.cli.serve.settings_flags import bind_settings
 
 ROOT = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ from kvtransfer.resharding import unsharded_pool
 from kvtransfer.ticket import OfferedChunk, StagingHint, Ticket
 from kvtransfer.transports import nixl, shm
 from services.gateway.openai.parse_body import parse_body
-from services.gateway.openai.request_schema import ChatRequest, CompletionRequest
+from services.gateway.openai.schemas.request_schema import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY, OTHER = b"the key of this deployment", b"the key of another one....."

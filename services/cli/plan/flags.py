@@ -22,7 +22,7 @@ def plan(options: PlanOptions) -> int:
     from services.cli.plan.command import run_plan
 
     if options.bulk is not None:
-        from services.cli.plan.bulk import run_bulk_plan
+        from services.cli.plan.offload import run_bulk_plan
 
         return run_bulk_plan(options)
     refuse_bulk_flags(options)

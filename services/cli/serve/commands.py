@@ -14,7 +14,7 @@ from typing import Any
 from diptych.config.load import LoadedConfig, check_slo_target
 from services.cli.serve.settings_flags import bind_settings
 from services.host.child_environment import prepare_joined_environment, prepare_ray_environment
-from services.host.process_guard import run_guarded, run_guarded_with_folder
+from services.host.supervision.process_guard import run_guarded, run_guarded_with_folder
 
 
 def _lazy_function(module: str, name: str) -> Callable[..., Any]:
@@ -25,9 +25,9 @@ def _lazy_function(module: str, name: str) -> Callable[..., Any]:
 def _run_serve(loaded: LoadedConfig) -> int:
     settled, answer = _lazy_function("from_plan", "apply_plan")(loaded)
     check_slo_target(settled)
-    _lazy_function("bulk_plan", "check_bulk_settings")(settled)
+    _lazy_function("offload_plan", "check_bulk_settings")(settled)
     _lazy_function("replan_checks", "check_replan_settings")(settled)
-    _lazy_function("cluster_settings", "check_cluster_settings")(settled)
+    _lazy_function("cluster.cluster_settings", "check_cluster_settings")(settled)
 
     def run(folder: Path) -> int:
         if settled.config.ray_address is None:

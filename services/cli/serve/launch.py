@@ -30,19 +30,19 @@ from services.cli.serve.from_plan import check_planned_model
 from services.cli.serve.progress import StartProgress
 from services.cli.serve.signals import StopSignals
 from services.cli.serve.specs import deployment_spec, device_budget, num_probed
-from services.cluster.deployment import GATEWAY, RAY, LocalDeployment
+from services.cluster.local_deployment import GATEWAY, RAY, LocalDeployment
 from services.cluster.spec import DeploymentSpec
 from services.host.exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from services.host.model_probe import ProbedModel, resolve_model
 from services.host.ports import claim_port
-from services.host.start_deadline import StartDeadline
-from services.host.supervisor import ChildStatus, start_error
+from services.host.supervision.start_deadline import StartDeadline
+from services.host.supervision.supervisor import ChildStatus, start_error
 from services.host.versions import installed_version
 
 # Imported for types only: one imports the planner, the other Ray, which takes about a second.
 if TYPE_CHECKING:
     from services.cli.serve.replan_setup import ReplanSession
-    from services.cluster.ray_cluster import RayCluster
+    from services.cluster.local_ray.ray_head import RayCluster
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ def _choose_run(config: Config) -> type[ServeRun]:
     """The class that runs these settings: on this machine, or in a Ray cluster."""
     if config.ray_address is None:
         return ServeRun
-    from services.cli.serve.cluster_launch import ClusterRun
+    from services.cli.serve.cluster.cluster_launch import ClusterRun
 
     return ClusterRun
 
@@ -233,7 +233,7 @@ class ServeRun:
     def _start_ray(self) -> None:
         """Import Ray and start its head; blocks for some seconds."""
         self._view.begin_phase("ray")
-        from services.cluster.ray_cluster import RayCluster
+        from services.cluster.local_ray.ray_head import RayCluster
 
         self._head = head = RayCluster(self._folder / "ray", device_budget(self._config))
         head.start()

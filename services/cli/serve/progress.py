@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.text import Text
 
 from diptych.errors import DiptychError
-from services.host.supervisor import ChildStatus
+from services.host.supervision.supervisor import ChildStatus
 
 # The phases that a worker reports, in their order.
 PHASE_ORDER = ("", "load", "warm", "link", "ready")

@@ -15,8 +15,8 @@ from diptych.slo import DEFAULT_ATTAINMENT
 from diptych.specs import GatewaySpec, StorageShares, WorkerSpec
 from planner.placement.plan_file import PlanFile
 from planner.types import BOTH, keeps_steps_within_tpot
-from services.cli.serve.bulk_plan import with_bulk_plan
 from services.cli.serve.from_plan import node_groups, one_group_per_worker
+from services.cli.serve.offload_plan import with_bulk_plan
 from services.cluster.spec import DeploymentSpec
 from services.host.model_probe import ProbedModel, calibration_path
 

@@ -21,7 +21,7 @@ from services.host.exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from services.host.model_probe import resolve_model
 from services.host.network import ucx_listen_environment
 from services.host.ports import claim_port
-from services.host.supervisor import ChildStatus, Supervisor, start_error
+from services.host.supervision.supervisor import ChildStatus, Supervisor, start_error
 
 GRACE_S = 2.0
 

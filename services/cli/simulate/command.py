@@ -18,7 +18,7 @@ from diptych.errors import ConfigError
 from planner.sim.fast import distserve_compat
 from planner.types import JobResult, Parallelism
 from planner.workload.traces import read_trace
-from services.cli.simulate import bulk_workers, report
+from services.cli.simulate import offload_workers, report
 from services.cli.simulate.options import SimulateOptions
 from services.host import output_paths
 from services.host.exit_codes import OK
@@ -50,10 +50,10 @@ def run_simulate(options: SimulateOptions) -> int:
             "it is a flag of --compat simdistserve",
             "add that, or use --placement",
         )
-        if (count := bulk_workers.count_bulk_workers(options.placement)) is not None:
-            extra = options.given - bulk_workers.FLAGS
+        if (count := offload_workers.count_bulk_workers(options.placement)) is not None:
+            extra = options.given - offload_workers.FLAGS
             _refuse_flags(extra, "bulk workers serve no requests", "leave it out, or simulate them apart")
-            return bulk_workers.run_bulk_workers(options, count)
+            return offload_workers.run_bulk_workers(options, count)
         why = "it is a flag of bulk workers"
         _refuse_flags(options.given & {"bulk_memory", "bulk_disk"}, why, "use a placement such as 1B")
         served = report.simulate_samples(options)

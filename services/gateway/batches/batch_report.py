@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from services.gateway.batches.feeder import BatchFeeder
 from services.gateway.batches.open_batch import OpenBatch
-from services.gateway.openai.batch_schema import ALL_STATUSES
+from services.gateway.openai.schemas.batch_schema import ALL_STATUSES
 
 # Open batches that `/status` lists, oldest first.
 MAX_LISTED = 20

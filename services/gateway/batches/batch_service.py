@@ -18,7 +18,7 @@ from services.gateway.batches.storage.tenant_shares import check_disk
 from services.gateway.batches.store import BatchStore
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
-from services.gateway.openai.batch_schema import MAX_WINDOW_S
+from services.gateway.openai.schemas.batch_schema import MAX_WINDOW_S
 from services.gateway.outcomes import RequestOutcomes
 from services.gateway.preparation.file_checker import FileChecker
 from services.gateway.service import GatewayService, RequestTimeouts

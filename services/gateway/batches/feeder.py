@@ -27,7 +27,7 @@ from services.gateway.batches.open_batch import FETCHED_LINES, OpenBatch, OpenBa
 from services.gateway.batches.records import BatchRecord
 from services.gateway.batches.storage.lookups import num_waiting
 from services.gateway.batches.store import BatchStore
-from services.gateway.openai.batch_schema import LineFailure
+from services.gateway.openai.schemas.batch_schema import LineFailure
 from services.gateway.preparation.file_checker import FileChecker
 
 # Lines in flight that each decode worker accounts for, and the most bytes of all their bodies.

@@ -20,7 +20,7 @@ from services.gateway.batches.line_attempts import persist_change
 from services.gateway.batches.open_batch import OpenBatch, OpenBatches
 from services.gateway.batches.records import InputLine
 from services.gateway.batches.store import BatchStore
-from services.gateway.openai.batch_schema import BatchProblem
+from services.gateway.openai.schemas.batch_schema import BatchProblem
 from services.gateway.preparation.file_checker import FileChecker, FileJobFailed, FileOrder
 from services.gateway.preparation.file_job import CheckFileJob, FileUnreadable
 from services.gateway.preparation.line_check import CheckedSlice, CheckState, FileRules

@@ -27,7 +27,7 @@ from services.gateway.batches.open_batch import OpenBatch, OpenBatches
 from services.gateway.batches.records import BatchRecord, InputLine, LineEnd, new_line_id, result_text
 from services.gateway.batches.storage.running_lines import RunningLines
 from services.gateway.batches.store import BatchStore
-from services.gateway.openai.batch_schema import LineFailure, LineResult
+from services.gateway.openai.schemas.batch_schema import LineFailure, LineResult
 from services.gateway.preparation.file_checker import FileChecker, FileJobFailed
 from services.gateway.preparation.file_job import FileUnreadable, ReadLinesJob
 from services.gateway.preparation.line_check import parse_line

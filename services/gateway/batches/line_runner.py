@@ -25,7 +25,7 @@ from services.gateway.generation.streaming import GenerationResponse
 from services.gateway.http.error_response import error_response, internal_failure
 from services.gateway.http.request_body import body_too_large_failure
 from services.gateway.http.request_scope import failure_of, request_ids_of
-from services.gateway.openai.batch_schema import LineResponse, LineResult
+from services.gateway.openai.schemas.batch_schema import LineResponse, LineResult
 from services.gateway.openai.tenancy import Caller
 from services.gateway.service import GatewayService
 

@@ -8,7 +8,7 @@ from typing import cast
 import msgspec
 
 from services.gateway.batches.storage.answer_spool import AnswerSpool, SpooledResult, escape_line_ends
-from services.gateway.openai.batch_schema import (
+from services.gateway.openai.schemas.batch_schema import (
     BatchObject,
     BatchProblem,
     BatchProblems,

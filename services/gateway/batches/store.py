@@ -31,7 +31,7 @@ from services.gateway.batches.storage.tenant_shares import (
     find_line_refusal,
     find_refusal,
 )
-from services.gateway.openai.batch_schema import ENDED_STATUSES, BatchProblem
+from services.gateway.openai.schemas.batch_schema import ENDED_STATUSES, BatchProblem
 from services.gateway.openai.validate import invalid_value_error
 
 # How many rows are added or removed in one transaction, so that jobs of others wait for milliseconds.

@@ -17,7 +17,7 @@ from services.gateway.generation.formats import (
 from services.gateway.generation.logprob_json import LogprobJson
 from services.gateway.generation.output_text import OutputPiece, OutputText
 from services.gateway.openai.resolve import ResolvedRequest
-from services.gateway.openai.response_schema import (
+from services.gateway.openai.schemas.response_schema import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,

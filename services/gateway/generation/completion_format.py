@@ -17,7 +17,7 @@ from services.gateway.generation.formats import (
 from services.gateway.generation.logprob_json import LogprobJson, floor_logprob
 from services.gateway.generation.output_text import OutputPiece, OutputText
 from services.gateway.openai.resolve import ResolvedRequest
-from services.gateway.openai.response_schema import Completion, CompletionChoice, DetailsField, Usage
+from services.gateway.openai.schemas.response_schema import Completion, CompletionChoice, DetailsField, Usage
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from services.gateway.generation.output_text import OutputPiece, OutputText
 from services.gateway.openai.resolve import ResolvedRequest
-from services.gateway.openai.response_schema import DetailsField, Usage
+from services.gateway.openai.schemas.response_schema import DetailsField, Usage
 
 UsageField = Usage | None | UnsetType
 

@@ -27,7 +27,7 @@ from services.gateway.metrics.prometheus import TTFT_STAGES, GatewayMetrics
 from services.gateway.metrics.timeline import SequenceTimeline
 from services.gateway.openai.keep_options import describe_kv
 from services.gateway.openai.resolve import ResolvedRequest
-from services.gateway.openai.response_schema import KvDetails, PromptDetails, Usage
+from services.gateway.openai.schemas.response_schema import KvDetails, PromptDetails, Usage
 from services.gateway.outcomes import Ending, KvClassRecord, RequestOutcomes, SequenceRecord
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 

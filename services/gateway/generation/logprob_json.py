@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from services.gateway.generation.scored_tokens import ScoredToken
-from services.gateway.openai.response_schema import MIN_LOGPROB
+from services.gateway.openai.schemas.response_schema import MIN_LOGPROB
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
 # Most tokens whose JSON is cached, per route. The cache then takes some megabytes.

@@ -54,7 +54,7 @@ from services.gateway.metrics.recent_events import FleetEvents
 from services.gateway.metrics.request_log import RequestLog
 from services.gateway.metrics.telemetry import RelayTelemetry
 from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
-from services.gateway.openai.response_schema import KvDetails
+from services.gateway.openai.schemas.response_schema import KvDetails
 
 TICK_S = 0.1
 

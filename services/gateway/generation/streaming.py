@@ -29,7 +29,7 @@ from services.gateway.generation.timings import SERVER_TIMING_HEADER, describe_t
 from services.gateway.http.connection import ClientStalled, ResponseWriter
 from services.gateway.http.error_response import JSON_TYPE, error_response, log_failure
 from services.gateway.http.request_scope import request_ids_of, trace_of
-from services.gateway.openai.response_schema import AnswerDetails, DetailsField
+from services.gateway.openai.schemas.response_schema import AnswerDetails, DetailsField
 from services.gateway.outcomes import GATEWAY_FAILED, GATEWAY_STOPPED, Ending
 from services.gateway.tracing.spans import TracedSequence
 

@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from services.gateway.generation.generation import SequenceStream
 from services.gateway.metrics.prometheus import ttft_breakdown
-from services.gateway.openai.response_schema import SequenceTimings, TransferTimings
+from services.gateway.openai.schemas.response_schema import SequenceTimings, TransferTimings
 
 SERVER_TIMING_HEADER = "server-timing"
 

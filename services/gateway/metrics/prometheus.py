@@ -34,7 +34,7 @@ from services.gateway.metrics.buckets import (
     bucket_bounds_s,
 )
 from services.gateway.metrics.bulk import BulkCounters
-from services.gateway.metrics.kv_classes import KvCounters
+from services.gateway.metrics.kv_counters import KvCounters
 from services.gateway.metrics.recent_history import RecentHistory
 from services.gateway.metrics.vllm_transfers import NixlHistograms
 from services.gateway.metrics.workers import LinkSpeed, WorkerCollector, WorkerSnapshot

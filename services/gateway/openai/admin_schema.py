@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.gateway.openai.batch_schema import RequestCounts
+from services.gateway.openai.schemas.batch_schema import RequestCounts
 
 
 class AdminBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.openai.parse_body import missing_parameter_error
-from services.gateway.openai.request_schema import Message
+from services.gateway.openai.schemas.request_schema import Message
 from services.gateway.openai.validate import invalid_value_error, unsupported_error
 
 

@@ -13,8 +13,8 @@ from diptych.chunks import AUTO_CLASS, CHUNK_TOKENS, RAW_CLASS
 from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from router.routing.kv_classes import ServedClasses, names_class
-from services.gateway.openai.request_schema import GenerationFields, KeepOptions
-from services.gateway.openai.response_schema import KeepDetails, KvDetails
+from services.gateway.openai.schemas.request_schema import GenerationFields, KeepOptions
+from services.gateway.openai.schemas.response_schema import KeepDetails, KvDetails
 from services.gateway.openai.validate import RequestRules, invalid_value_error, unsupported_error
 
 KEEP_FIELD = "diptych.keep"

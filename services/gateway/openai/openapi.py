@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.openai.admin_schema import AdminBatch, AdminBatchList, AdminFileList, TenantList
-from services.gateway.openai.batch_schema import (
+from services.gateway.openai.schemas.batch_schema import (
     MAX_EXPIRY_S,
     MIN_EXPIRY_S,
     BatchList,
@@ -21,13 +21,13 @@ from services.gateway.openai.batch_schema import (
     FileList,
     FileObject,
 )
-from services.gateway.openai.request_schema import (
+from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from services.gateway.openai.response_schema import (
+from services.gateway.openai.schemas.response_schema import (
     ChatChunk,
     ChatCompletion,
     Completion,

@@ -19,7 +19,7 @@ from diptych.request import Grammar, SamplingParams, Tenancy
 from router.routing.kv_classes import ServedClasses, names_class
 from router.routing.prefix_index import ChunkNames, name_chunks
 from services.gateway.openai.keep_options import choose_keep_class, resolve_keep
-from services.gateway.openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from services.gateway.openai.schemas.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.tenancy import tenancy_of_body
 from services.gateway.openai.validate import (
     RequestRules,

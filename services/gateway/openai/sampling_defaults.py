@@ -11,7 +11,7 @@ import msgspec
 
 from diptych.errors import ModelError
 from engine.model.tokenizer import read_json_object
-from services.gateway.openai.request_schema import (
+from services.gateway.openai.schemas.request_schema import (
     Count,
     MinP,
     RepetitionPenalty,

@@ -15,7 +15,7 @@ from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.hashing import hash_fields
 from diptych.logs.request_ids import RequestIds
 from diptych.request import Tenancy
-from services.gateway.openai.request_schema import GenerationFields
+from services.gateway.openai.schemas.request_schema import GenerationFields
 
 # This many hex digits suffice to tell a deployment's keys apart.
 TENANT_HEX = 16

@@ -17,13 +17,13 @@ from diptych.logs.shown_text import quote_text
 from diptych.request import Grammar
 from services.gateway.openai.parse_body import json_depth, missing_parameter_error
 from services.gateway.openai.request_limits import RequestLimits
-from services.gateway.openai.request_schema import (
+from services.gateway.openai.sampling_defaults import SamplingDefaults
+from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
     GenerationFields,
     ResponseFormat,
 )
-from services.gateway.openai.sampling_defaults import SamplingDefaults
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
 

@@ -28,7 +28,7 @@ from router.routing.fleet import WorkerState
 from router.routing.kv_classes import can_exchange_kv, classes_of
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
-from services.gateway.openai.response_schema import KvDetails, Readiness
+from services.gateway.openai.schemas.response_schema import KvDetails, Readiness
 
 CANARY_INTERVAL_S = 5.0
 MAX_ANSWER_AGE_S = 2.0

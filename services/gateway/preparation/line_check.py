@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from diptych.logs.shown_text import quote_text, shorten_text
-from services.gateway.openai.batch_schema import BatchProblem
+from services.gateway.openai.schemas.batch_schema import BatchProblem
 
 MAX_LINES = 50_000
 # Lines that are looked at, blank and wrong ones included.

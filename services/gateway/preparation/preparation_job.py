@@ -16,8 +16,8 @@ from diptych.hashing import hash_fields
 from diptych.logs.log_format import about_request
 from diptych.logs.shown_text import shorten_text
 from diptych.request import Grammar
-from services.gateway.openai.batch_schema import check_batch_body
 from services.gateway.openai.resolve import ResolvedRequest
+from services.gateway.openai.schemas.batch_schema import check_batch_body
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
 from services.gateway.preparation.file_job import FileJob, run_file_job

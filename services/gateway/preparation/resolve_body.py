@@ -20,13 +20,6 @@ from services.gateway.generation.output_text import with_echo
 from services.gateway.openai.chat_messages import parse_chat_messages
 from services.gateway.openai.keep_options import count_shared_tokens, find_system_end
 from services.gateway.openai.parse_body import parse_body
-from services.gateway.openai.request_schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Message,
-    TokenizeRequest,
-)
 from services.gateway.openai.resolve import (
     Prompt,
     ResolvedRequest,
@@ -34,7 +27,14 @@ from services.gateway.openai.resolve import (
     resolve_chat,
     resolve_completion,
 )
-from services.gateway.openai.response_schema import Detokenized, Tokenized
+from services.gateway.openai.schemas.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+)
+from services.gateway.openai.schemas.response_schema import Detokenized, Tokenized
 from services.gateway.openai.tenancy import Caller, check_priority
 from services.gateway.openai.validate import (
     RequestRules,

@@ -17,7 +17,7 @@ from diptych.request import SamplingParams
 from engine.protocols import SampledToken
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
-from services.gateway.openai.request_schema import (
+from services.gateway.openai.schemas.request_schema import (
     LogitBias,
     MinP,
     Penalty,

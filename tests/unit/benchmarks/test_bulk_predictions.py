@@ -20,7 +20,7 @@ from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile import analytic_profile
 from planner.costs.profile_file import save_profile
 from planner.types import BulkRates, LayerTime
-from services.cli.serve.bulk_plan import plan_bulk
+from services.cli.serve.offload_plan import plan_bulk
 from services.host.model_probe import ProbedModel, resolve_embedded
 
 MODEL = Checkpoint.resolve(resolve_embedded("tiny"))

@@ -15,10 +15,10 @@ import pytest
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import StartError
-from services.cli.serve import cluster_launch
-from services.cli.serve.cluster_launch import CHANNEL_FILE, ClusterRun
+from services.cli.serve.cluster import cluster_launch
+from services.cli.serve.cluster.cluster_launch import CHANNEL_FILE, ClusterRun
 from services.cluster.capacity import NodeCapacity
-from services.cluster.cluster_deployment import ClusterDeployment
+from services.cluster.joined_deployment import ClusterDeployment
 from services.cluster.node_probe import NodeReport
 from services.cluster.spec import Bundle
 from services.host import model_probe
@@ -67,7 +67,7 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(tmp_path: Path) -> None:
 
 def test_a_channel_keeps_its_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "services.cli.serve.cluster_launch.claim_port", lambda host, port, *_, **__: port or 7
+        "services.cli.serve.cluster.cluster_launch.claim_port", lambda host, port, *_, **__: port or 7
     )
     assert made_run(tmp_path, [], channel="tcp://[fd00::1]:9000")._claim_channel() == "tcp://[fd00::1]:9000"
     run = made_run(tmp_path, [])

@@ -12,7 +12,7 @@ from diptych.channel.keys import make_keys
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
-from services.cli.serve.cluster_settings import (
+from services.cli.serve.cluster.cluster_settings import (
     check_channel_host,
     check_cluster_settings,
     check_given_keys,

@@ -38,8 +38,8 @@ from services.cli.serve.settings_reference import settings_table
 from services.cli.serve.specs import assign_cores, deployment_spec, gateway_spec, with_default_data_dir
 from services.host.model_probe import ProbedModel
 from services.host.ports import claim_port
-from services.host.process_guard import MAX_TEMP_CHARS
-from services.host.supervisor import ChildStatus, ErrorReport
+from services.host.supervision.process_guard import MAX_TEMP_CHARS
+from services.host.supervision.supervisor import ChildStatus, ErrorReport
 
 ROOT = Path(__file__).parents[3]
 MODEL = ProbedModel(
@@ -577,7 +577,7 @@ def test_errors_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None
 GUARDED = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from services.host.process_guard import run_guarded_with_folder
+from services.host.supervision.process_guard import run_guarded_with_folder
 
 def run(folder):
     (folder / "secret").write_text("x")

@@ -15,9 +15,9 @@ from diptych.config.load import ApiKeys, load_config
 from diptych.errors import StartError
 from services.cli.serve.launch import ServeRun
 from services.cli.serve.progress import StartProgress
-from services.cluster.deployment import LocalDeployment
+from services.cluster.local_deployment import LocalDeployment
 from services.host.exit_codes import INTERRUPTED, OK
-from services.host.supervisor import ChildStatus, ErrorReport
+from services.host.supervision.supervisor import ChildStatus, ErrorReport
 
 FAILED = ErrorReport("nobody looks after it any more", "ValueError: a mistake of ours")
 

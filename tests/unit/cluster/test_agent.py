@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cluster import agent
+from services.cluster.local_ray import agent
 
 PARENT = """
 import subprocess, sys

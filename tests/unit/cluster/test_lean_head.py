@@ -11,7 +11,7 @@ import ray
 import ray._private.node
 import ray._private.services
 
-from services.cluster import lean_head
+from services.cluster.local_ray import lean_head
 
 
 def test_a_raylet_starts_our_agents() -> None:

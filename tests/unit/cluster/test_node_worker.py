@@ -16,7 +16,7 @@ from diptych.specs import WorkerSpec
 from services.cluster import node_worker as under_test
 from services.cluster.node_worker import NodeOrder, NodeWorker, retry_delay_s
 from services.host.held_memory import WORKER_OF
-from services.host.supervisor import ChildStatus
+from services.host.supervision.supervisor import ChildStatus
 
 LACKS = {"error": {"what": "the model does not fit", "why": "it needs 3 GiB", "fix": "another"}}
 FITS = {"model": {"path": "/m", "max_model_len": 64, "kv_bytes": 4096}}

@@ -15,7 +15,7 @@ from services.cluster.joined_cluster import NodeWorkerHandle
 from services.cluster.node_worker import ActorReport
 from services.cluster.sealed_keys import open_keys
 from services.cluster.spec import SUPERVISOR_DIED
-from services.host.supervisor import ChildStatus
+from services.host.supervision.supervisor import ChildStatus
 
 
 class Actor:

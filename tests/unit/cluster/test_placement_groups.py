@@ -13,11 +13,11 @@ import pytest
 
 from diptych.errors import StartError
 from diptych.specs import GatewaySpec, WorkerSpec
-from services.cluster import ray_cluster as under_test
-from services.cluster.deployment import LocalDeployment
-from services.cluster.ray_cluster import PlacementGroups, RayCluster
+from services.cluster.local_deployment import LocalDeployment
+from services.cluster.local_ray import ray_head as under_test
+from services.cluster.local_ray.ray_head import PlacementGroups, RayCluster
 from services.cluster.spec import Bundle, DeploymentSpec
-from services.host.supervisor import ChildStatus
+from services.host.supervision.supervisor import ChildStatus
 
 
 class Ray:

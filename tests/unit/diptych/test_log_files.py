@@ -15,7 +15,7 @@ from diptych.logs.log_files import open_log, rotate_record
 from planner.replan.decide import ReplanPolicy
 from planner.replan.journal import Journal, JournalHead
 from services.gateway.metrics.request_log import RequestLogFile
-from services.host.supervisor import Supervisor
+from services.host.supervision.supervisor import Supervisor
 from services.worker.step_log import MAX_LOGS_KEPT, StepLog
 from tests.support.waiting import wait_for
 
@@ -37,8 +37,8 @@ def lines(first: bytes, count: int = MAX_BYTES // 10) -> bytes:
 
 def test_a_log_that_others_print_to_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor bounds it, without a word of the child's own logging."""
-    monkeypatch.setattr("services.host.supervisor.CHECK_INTERVAL_S", 0.05)
-    monkeypatch.setattr("services.host.supervisor.MAX_LOG_BYTES", MAX_BYTES)
+    monkeypatch.setattr("services.host.supervision.supervisor.CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr("services.host.supervision.supervisor.MAX_LOG_BYTES", MAX_BYTES)
     path = tmp_path / "logs" / "worker.log"
     older = path.with_name("worker.log.old")
     one = Supervisor("worker", [sys.executable, "-c", PRINTS % MAX_BYTES], b"{}", path)

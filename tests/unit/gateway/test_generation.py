@@ -29,9 +29,9 @@ from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.generation.streaming import GenerationResponse
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.parse_body import parse_body
-from services.gateway.openai.request_schema import CompletionRequest
 from services.gateway.openai.resolve import make_prompt, resolve_completion
-from services.gateway.openai.response_schema import Completion, Usage
+from services.gateway.openai.schemas.request_schema import CompletionRequest
+from services.gateway.openai.schemas.response_schema import Completion, Usage
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes
 from tests.unit.gateway.test_prometheus import values

@@ -24,8 +24,8 @@ from services.gateway.http.connection import ClientStalled
 from services.gateway.http.error_response import SHUTTING_DOWN
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.parse_body import parse_body
-from services.gateway.openai.request_schema import CompletionRequest
 from services.gateway.openai.resolve import make_prompt, resolve_completion
+from services.gateway.openai.schemas.request_schema import CompletionRequest
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes
 from tests.unit.gateway.test_outcomes import Watcher

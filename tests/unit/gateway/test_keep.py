@@ -28,7 +28,7 @@ from services.gateway.generation.streaming import GenerationResponse
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.keep_options import choose_keep_class, find_system_end
 from services.gateway.openai.resolve import ResolvedRequest, fit_kv_class
-from services.gateway.openai.response_schema import KeepDetails, KvDetails
+from services.gateway.openai.schemas.response_schema import KeepDetails, KvDetails
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes

@@ -23,8 +23,8 @@ from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.generation.streaming import GenerationResponse
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.parse_body import parse_body
-from services.gateway.openai.request_schema import CompletionRequest
 from services.gateway.openai.resolve import ResolvedRequest, check_kv_class, make_prompt, resolve_completion
+from services.gateway.openai.schemas.request_schema import CompletionRequest
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes
 from tests.unit.gateway.test_prometheus import values

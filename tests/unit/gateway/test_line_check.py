@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec import json, msgpack, structs
 
-from services.gateway.openai.batch_schema import BatchProblem
+from services.gateway.openai.schemas.batch_schema import BatchProblem
 from services.gateway.preparation import line_check
 from services.gateway.preparation.line_check import (
     MAX_LINES,

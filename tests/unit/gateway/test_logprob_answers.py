@@ -30,7 +30,7 @@ from services.gateway.generation.scored_tokens import (
 from services.gateway.generation.streaming import MAX_FULL_BODY_BYTES, _gather_pieces
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.resolve import ResolvedRequest, make_prompt
-from services.gateway.openai.response_schema import Usage
+from services.gateway.openai.schemas.response_schema import Usage
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 from tests.support.model_folder import END
 

@@ -8,7 +8,7 @@ import pytest
 from diptych.errors import RequestError
 from diptych.failure_statuses import RequestFailure
 from services.gateway.openai.parse_body import json_depth, parse_body
-from services.gateway.openai.request_schema import ChatRequest, CompletionRequest
+from services.gateway.openai.schemas.request_schema import ChatRequest, CompletionRequest
 
 GOOD = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
 

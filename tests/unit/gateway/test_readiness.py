@@ -28,7 +28,7 @@ from router.effects import ChosenPair, TelemetryEffect
 from router.requests.relay import Relay
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
-from services.gateway.openai.response_schema import KvDetails
+from services.gateway.openai.schemas.response_schema import KvDetails
 from services.gateway.ops import readiness
 from services.gateway.ops.readiness import CanaryProber, choose_canary_pairs
 

@@ -18,7 +18,7 @@ from router.requests.relay import Relay
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.request_log import RequestLog, RequestLogFile
-from services.gateway.openai.response_schema import KvDetails
+from services.gateway.openai.schemas.response_schema import KvDetails
 from tests.unit.gateway.test_prometheus import values
 
 WAIT_S = 60.0

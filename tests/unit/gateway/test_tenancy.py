@@ -10,7 +10,7 @@ import pytest
 from diptych.errors import RequestError
 from services.gateway.openai.parse_body import parse_body
 from services.gateway.openai.request_limits import RequestLimits
-from services.gateway.openai.request_schema import ChatRequest, CompletionRequest
+from services.gateway.openai.schemas.request_schema import ChatRequest, CompletionRequest
 from services.gateway.openai.tenancy import (
     SCOPE_HEX,
     TENANT_HEX,

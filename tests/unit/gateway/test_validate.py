@@ -12,13 +12,13 @@ from diptych.failure_statuses import RequestFailure
 from diptych.request import SamplingParams, Tenancy
 from services.gateway.openai.chat_messages import parse_chat_messages
 from services.gateway.openai.request_limits import RequestLimits
-from services.gateway.openai.request_schema import (
+from services.gateway.openai.resolve import ResolvedRequest, make_prompt, resolve_chat, resolve_completion
+from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
     Message,
     ResponseFormat,
 )
-from services.gateway.openai.resolve import ResolvedRequest, make_prompt, resolve_chat, resolve_completion
 from services.gateway.openai.validate import (
     RequestRules,
     build_grammar,

@@ -25,8 +25,8 @@ from services.host.child_environment import (
     prepare_joined_environment,
     prepare_ray_environment,
 )
-from services.host.oom_kills import count_oom_kills
-from services.host.supervisor import (
+from services.host.supervision.oom_kills import count_oom_kills
+from services.host.supervision.supervisor import (
     ChildStatus,
     ErrorReport,
     Supervisor,
@@ -189,7 +189,7 @@ def test_a_child_that_was_ready_is_tried_for_as_long_as_it_cannot_be_started(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Here its log cannot be opened, as on a full disk; how the worker had ended still reaches the next one."""
-    monkeypatch.setattr("services.host.supervisor.restart_delay_s", lambda _crashes: 0.01)
+    monkeypatch.setattr("services.host.supervision.supervisor.restart_delay_s", lambda _crashes: 0.01)
     one = start(stub_child.READY)
     first = until(one, lambda now: now.state == "ready")
     logs, away = tmp_path / "logs", tmp_path / "away"
@@ -233,7 +233,7 @@ def test_a_mistake_in_the_supervision_itself_is_a_failure_that_is_reported(start
 def test_a_supervisor_that_was_started_again_itself_never_gives_up(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.host.supervisor.restart_delay_s", lambda _crashes: 0.01)
+    monkeypatch.setattr("services.host.supervision.supervisor.restart_delay_s", lambda _crashes: 0.01)
     one = start(stub_child.REFUSE, restarted=True)
     assert until(one, lambda now: now.crashes > 4).state != "failed"
 
@@ -374,7 +374,7 @@ def test_who_ends_a_process_from_outside_is_not_its_own_doing() -> None:
 def test_a_kill_for_memory_is_a_crash_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel counts such kills, before it kills: here the count grows while the first child lives."""
     book, counts = tmp_path / "book", iter([0, 1])
-    monkeypatch.setattr("services.host.supervisor.count_oom_kills", lambda: next(counts, 1))
+    monkeypatch.setattr("services.host.supervision.supervisor.count_oom_kills", lambda: next(counts, 1))
     spec = msgspec.json.encode(
         WorkerSpec(worker="w-0", role="decode", gateway="g", keys_dir="k", model=str(book))
     )
@@ -395,9 +395,9 @@ def test_a_kill_for_memory_long_before_is_another_s(monkeypatch: pytest.MonkeyPa
         kinds.append(starved)
         return "killed"
 
-    monkeypatch.setattr("services.host.supervisor.CHECK_INTERVAL_S", 0.02)
-    monkeypatch.setattr("services.host.supervisor.count_oom_kills", lambda: min(next(looks), 1))
-    monkeypatch.setattr("services.host.supervisor.exit_cause", note)
+    monkeypatch.setattr("services.host.supervision.supervisor.CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("services.host.supervision.supervisor.count_oom_kills", lambda: min(next(looks), 1))
+    monkeypatch.setattr("services.host.supervision.supervisor.exit_cause", note)
     one = Supervisor("one", [sys.executable, "-c", "import time; time.sleep(600)"], b"{}")
     one.start()
     try:
@@ -437,7 +437,7 @@ def test_kills_for_memory_are_counted_where_the_kernel_tells_them(
 SUPERVISE = """
 import pathlib, sys
 pathlib.Path(sys.argv[1], "cgroup.procs").write_text("0")
-from services.host.supervisor import Supervisor
+from services.host.supervision.supervisor import Supervisor
 eats = "import sys; print('{\\"phase\\": \\"ready\\"}', flush=True); b'x' * (512 << 20)"
 one = Supervisor("w-0", [sys.executable, "-c", eats], b"{}")
 one.start()

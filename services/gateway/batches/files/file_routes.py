@@ -23,7 +23,7 @@ from services.gateway.batches.records import BATCH_PURPOSE, BatchRecord, FileRec
 from services.gateway.batches.store import BatchStore
 from services.gateway.http.connection import ClientStalled, ResponseWriter
 from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
-from services.gateway.openai.batch_schema import MAX_EXPIRY_S, FileDeleted
+from services.gateway.openai.schemas.batch_schema import MAX_EXPIRY_S, FileDeleted
 from services.gateway.openai.validate import invalid_value_error
 
 MAX_FILES_LISTED = 10_000

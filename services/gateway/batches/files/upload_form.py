@@ -16,8 +16,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches.records import BATCH_PURPOSE
-from services.gateway.openai.batch_schema import MAX_EXPIRY_S, MIN_EXPIRY_S
 from services.gateway.openai.parse_body import missing_parameter_error
+from services.gateway.openai.schemas.batch_schema import MAX_EXPIRY_S, MIN_EXPIRY_S
 from services.gateway.openai.validate import invalid_value_error
 
 FORM_TYPE = "multipart/form-data"

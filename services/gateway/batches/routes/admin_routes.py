@@ -23,7 +23,7 @@ from services.gateway.openai.admin_schema import (
     Tenant,
     TenantList,
 )
-from services.gateway.openai.batch_schema import FileDeleted
+from services.gateway.openai.schemas.batch_schema import FileDeleted
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

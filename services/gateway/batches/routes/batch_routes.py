@@ -19,7 +19,7 @@ from services.gateway.batches.files.file_routes import (
 from services.gateway.batches.records import BatchRecord, new_batch_id, new_file_id
 from services.gateway.batches.store import BatchStore
 from services.gateway.http.error_response import SHUTTING_DOWN
-from services.gateway.openai.batch_schema import (
+from services.gateway.openai.schemas.batch_schema import (
     MAX_EXPIRY_S,
     BatchRequest,
     window_seconds,

@@ -15,7 +15,7 @@ from services.gateway.batches.records import (
     FileRecord,
     LineEnd,
 )
-from services.gateway.openai.batch_schema import ENDED_STATUSES
+from services.gateway.openai.schemas.batch_schema import ENDED_STATUSES
 
 log = logging.getLogger(__name__)
 

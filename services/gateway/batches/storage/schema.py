@@ -14,7 +14,7 @@ Rows of `lines` name their batch by its number, `batches.n`.
 from __future__ import annotations
 
 from services.gateway.batches.records import BatchRecord, FileRecord
-from services.gateway.openai.batch_schema import ALL_STATUSES, ENDED_STATUSES
+from services.gateway.openai.schemas.batch_schema import ALL_STATUSES, ENDED_STATUSES
 
 VERSION = 3
 # What counts for a file beside its content: its row, its inode, and the last block of it. For the row of a removed

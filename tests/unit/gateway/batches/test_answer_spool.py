@@ -30,8 +30,8 @@ from services.gateway.batches.storage.answer_spool import (
     escape_line_ends,
 )
 from services.gateway.batches.store import BatchStore
-from services.gateway.openai.batch_schema import LineResponse, LineResult
 from services.gateway.openai.request_limits import RequestLimits
+from services.gateway.openai.schemas.batch_schema import LineResponse, LineResult
 from services.gateway.service import GatewayService
 from tests.unit.gateway.batches.test_store import add_batch, clock, end, reopen, results, store
 

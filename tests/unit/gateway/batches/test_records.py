@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Raw, json, structs
 
 from services.gateway.batches.records import BatchRecord
-from services.gateway.openai.batch_schema import BatchList, BatchObject, BatchProblem
+from services.gateway.openai.schemas.batch_schema import BatchList, BatchObject, BatchProblem
 from services.gateway.preparation.line_check import MAX_PROBLEM_BYTES
 
 RECORD = BatchRecord(

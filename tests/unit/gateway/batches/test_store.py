@@ -27,7 +27,7 @@ from services.gateway.batches.records import (
 )
 from services.gateway.batches.store import BatchStore
 from services.gateway.batches.tables import KEPT_PLACE_S
-from services.gateway.openai.batch_schema import BatchProblem
+from services.gateway.openai.schemas.batch_schema import BatchProblem
 
 CHAT = "/v1/chat/completions"
 

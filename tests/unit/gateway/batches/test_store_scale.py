@@ -30,7 +30,7 @@ from services.gateway.batches.records import (
 )
 from services.gateway.batches.storage.schema import COUNT_TENANTS
 from services.gateway.batches.store import BatchStore
-from services.gateway.openai.batch_schema import BatchProblem, LineFailure
+from services.gateway.openai.schemas.batch_schema import BatchProblem, LineFailure
 from services.gateway.preparation.file_checker import FileChecker
 from services.gateway.preparation.file_job import FileJobResult, ReadLinesJob, run_file_job
 from tests.unit.gateway.batches.test_store import Clock, add_batch, add_file, end, results

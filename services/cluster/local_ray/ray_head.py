@@ -7,7 +7,7 @@ not restarted. If the `raylet` dies, actors and workers go on too, but Ray repor
 statuses arrive. `diptych serve` reports either, and still ends all processes when it stops.
 
 The head listens on the loopback interface only and requires a token drawn at start. Its processes ask the kernel to end
-them with the thread that started them; `services.host.process_guard` ends whatever they leave behind.
+them with the thread that started them; `services.host.supervision.process_guard` ends whatever they leave behind.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from diptych.channel.keys import KeyBackup
 from diptych.errors import StartError
 from diptych.specs import WorkerSpec
-from services.cluster.lean_head import lean_head
+from services.cluster.local_ray.lean_head import lean_head
 from services.cluster.spec import SUPERVISOR_DIED, Bundle
 from services.host.child_environment import child_environment, ucx_on_loopback
-from services.host.supervisor import ChildStatus, Supervisor
+from services.host.supervision.supervisor import ChildStatus, Supervisor
 
 # Diptych stores nothing in Ray's object store, but Ray requires at least 75 MiB.
 OBJECT_STORE_BYTES = 80 << 20

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from diptych.errors import ConfigError, StartError
-from services.bench import profile_command
 from services.bench.profile_run import LiveDeployment, PoolSizes
+from services.cli.profile import command
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -26,13 +26,11 @@ def test_workers_get_the_codec_and_its_calibration(
         seen.extend(options)
         raise StartError("not here")
 
-    monkeypatch.setattr(profile_command, "running_deployment", start)
+    monkeypatch.setattr(command, "running_deployment", start)
     file = tmp_path / "mine.safetensors"
     more = (file,) if named else ()
     with pytest.raises(StartError, match="not here"):
-        profile_command.run_profile(
-            "", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, "nuq4-1%", *more
-        )
+        command.run_profile("", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, "nuq4-1%", *more)
     calibration = ["--kv-cache-calibration", str(file)] if named else []
     assert seen == ["--kv-cache-codec", "nuq4-1%", *calibration]
 
@@ -61,10 +59,10 @@ def test_each_class_of_a_list_is_measured_raw_first(
         assert arguments[-1] == 1.0, "nothing is evicted"
         raise StartError("not here")
 
-    monkeypatch.setattr(profile_command, "running_deployment", start)
-    monkeypatch.setattr(profile_command, "measure_profile", measure)
+    monkeypatch.setattr(command, "running_deployment", start)
+    monkeypatch.setattr(command, "measure_profile", measure)
     with pytest.raises(StartError):
-        profile_command.run_profile("", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, codecs)
+        command.run_profile("", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, codecs)
     assert asked == [names]
 
 
@@ -75,9 +73,9 @@ def test_a_list_that_cannot_be_is_refused_before_anything_is_started(
     def start(*_: object) -> NoReturn:
         raise AssertionError("a deployment was started")
 
-    monkeypatch.setattr(profile_command, "running_deployment", start)
+    monkeypatch.setattr(command, "running_deployment", start)
     with pytest.raises(ConfigError) as caught:
-        profile_command.run_profile("", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, codecs)
+        command.run_profile("", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, codecs)
     assert len(caught.value.lines()) <= 6
 
 
@@ -95,11 +93,11 @@ def test_eviction_is_measured_beside_whole_kv(tmp_path: Path, monkeypatch: pytes
         assert arguments[-2:] == ([], 0.95)
         raise StartError("not here")
 
-    monkeypatch.setattr(profile_command, "running_deployment", start)
-    monkeypatch.setattr(profile_command, "measure_profile", measure)
+    monkeypatch.setattr(command, "running_deployment", start)
+    monkeypatch.setattr(command, "measure_profile", measure)
 
     def run(codecs: str, keep: float) -> None:
-        profile_command.run_profile(
+        command.run_profile(
             "", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, codecs, kv_keep=keep
         )
 

@@ -27,7 +27,7 @@ import msgspec
 from diptych.errors import DiptychError, StartError
 from diptych.logs.log_files import MAX_LOG_BYTES, open_log, truncate_log
 from diptych.process import EXIT_REJECTED, EXIT_RETIRED
-from services.host.oom_kills import count_oom_kills
+from services.host.supervision.oom_kills import count_oom_kills
 
 OUT_OF_MEMORY = ", for want of memory"
 # Number of deaths in a row from which on a child counts as in a crash loop.

@@ -21,12 +21,12 @@ from diptych.errors import DiptychError, StartError
 from diptych.specs import WorkerSpec
 from services.cluster.spec import SUPERVISOR_DIED, Bundle, DeploymentSpec
 from services.host.child_environment import child_environment
-from services.host.supervisor import ChildStatus, Supervisor
+from services.host.supervision.supervisor import ChildStatus, Supervisor
 
 # Imported for types only. Ray itself is imported later: that takes about a second, in which the gateway starts
 # already.
 if TYPE_CHECKING:
-    from services.cluster.ray_cluster import RayCluster
+    from services.cluster.local_ray.ray_head import RayCluster
 
 log = logging.getLogger(__name__)
 

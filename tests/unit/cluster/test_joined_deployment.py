@@ -19,13 +19,13 @@ import pytest
 from diptych.channel.keys import make_keys
 from diptych.errors import ConfigError, StartError
 from diptych.specs import GatewaySpec, WorkerSpec
-from services.cluster import cluster_deployment, join
-from services.cluster.cluster_deployment import ClusterDeployment
+from services.cluster import join, joined_deployment
 from services.cluster.daemon_calls import await_daemon, call_in_time
 from services.cluster.join import find_head
 from services.cluster.joined_cluster import FoundWorker, JoinedCluster
+from services.cluster.joined_deployment import ClusterDeployment
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
-from services.host.supervisor import ChildStatus
+from services.host.supervision.supervisor import ChildStatus
 
 PAIR = (Bundle("prefill-0"), Bundle("decode-0"))
 
@@ -213,7 +213,7 @@ def test_what_a_replanner_had_started_is_kept_where_there_is_one(tmp_path: Path)
 def test_workers_are_ended_at_once_though_ray_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_deployment, "RELEASE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(joined_deployment, "RELEASE_TIMEOUT_S", 0.2)
     one, workers = deployment(tmp_path, PAIR), [Worker("prefill-0"), Worker("decode-0")]
     one.workers = {worker.name: worker for worker in workers}
     joined = cast(Joined, one._joined)
@@ -260,7 +260,7 @@ class SlowJoined(Joined):
 def test_a_start_goes_on_and_can_be_stopped_while_ray_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_deployment, "RELEASE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(joined_deployment, "RELEASE_TIMEOUT_S", 0.1)
     one = deployment(tmp_path, PAIR)
     monkeypatch.setattr(one._gateway, "stop", lambda grace_s: None)
     joined = SlowJoined({})

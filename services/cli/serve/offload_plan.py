@@ -136,7 +136,7 @@ def _plan_with_rates(
     # Imported only here: the search needs scipy.
     from planner.costs.model import dims_on_cpu
     from planner.costs.model import find_model as find_dims
-    from services.cli.plan.bulk_search import RatedBlocks
+    from services.cli.plan.offload_search import RatedBlocks
 
     rates, dims = _read_rates(config, model.path), dims_on_cpu(find_dims(model.path))
     blocks = RatedBlocks(dims, rates, model.max_model_len, memory_bytes, disk_bytes, config.bulk)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.host.supervisor import ChildStatus
+from services.host.supervision.supervisor import ChildStatus
 
 
 class StartDeadline:

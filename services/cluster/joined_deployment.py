@@ -23,9 +23,9 @@ from diptych.errors import DiptychError, StartError
 from diptych.specs import WorkerSpec
 from services.cluster.capacity import NodeCapacity, min_cpus
 from services.cluster.daemon_calls import await_daemon, call_in_time, start_daemon
-from services.cluster.deployment import RAY, LocalDeployment, OnStatus, WorkerHandle
+from services.cluster.local_deployment import RAY, LocalDeployment, OnStatus, WorkerHandle
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
-from services.host.supervisor import ChildStatus
+from services.host.supervision.supervisor import ChildStatus
 
 # Imported for types only, since they import Ray.
 if TYPE_CHECKING:

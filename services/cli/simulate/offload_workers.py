@@ -12,8 +12,8 @@ from typing import Any
 from diptych.errors import ConfigError
 from engine.offload.policy import BlockPolicy, format_policy
 from planner.costs.model import dims_on_cpu, find_model
-from services.cli.plan.bulk import load_bulk_rates, read_lengths, read_size
-from services.cli.plan.bulk_search import RatedBlocks
+from services.cli.plan.offload import load_bulk_rates, read_lengths, read_size
+from services.cli.plan.offload_search import RatedBlocks
 from services.cli.simulate.options import SimulateOptions
 from services.host.exit_codes import OK
 

@@ -3,7 +3,7 @@
 `ray.init` has no option for it (ray-project/ray#46732), so parts of Ray are replaced during the call:
 
     monitor, log monitor, dashboard   are not started: Ray adds no nodes here, and logs stay in files
-    the raylet's two agents           are replaced by `services.cluster.agent`, since a raylet waits for them
+    the raylet's two agents           are replaced by `services.cluster.local_ray.agent`, since a raylet waits for them
 
 The processes left out make up more than half of the CPU time of a head's start, and most of its use at rest. The
 replaced parts are private to Ray, so any other version of Ray than the tested one starts its ordinary head.
@@ -28,7 +28,8 @@ import ray._private.utils
 TESTED_VERSION = (2, 60)
 REGISTERED_TIMEOUT_S, REGISTERED_POLL_S = 20.0, 0.02
 AGENT = Path(__file__).with_name("agent.py")
-# Option of the raylet -> the ports that the raylet waits for, in the form of `services.cluster.agent`'s arguments.
+# Option of the raylet -> the ports that the raylet waits for, in the form of `services.cluster.local_ray.agent`'s
+# arguments.
 AGENTS = {
     "--dashboard_agent_command": (
         "metrics_agent_port=-1",

@@ -15,8 +15,7 @@ from msgspec import structs
 from diptych.config.load import ApiKeys, LoadedConfig
 from diptych.errors import ConfigError, DiptychError, StartError
 from diptych.specs import WorkerSpec
-from services.cli.serve.bulk_plan import needs_weights
-from services.cli.serve.cluster_settings import (
+from services.cli.serve.cluster.cluster_settings import (
     check_channel_host,
     check_given_keys,
     cluster_groups,
@@ -25,18 +24,19 @@ from services.cli.serve.cluster_settings import (
     state_folder,
 )
 from services.cli.serve.launch import ServeRun
+from services.cli.serve.offload_plan import needs_weights
 from services.cli.serve.specs import device_budget, devices_by_worker, num_probed
 from services.cluster.capacity import NodeCapacity, copy_nodes, count_devices, min_cpus, place_groups
-from services.cluster.cluster_deployment import ClusterDeployment
 from services.cluster.daemon_calls import await_daemon
-from services.cluster.deployment import LocalDeployment
 from services.cluster.join import head_is_open
 from services.cluster.joined_cluster import JoinedCluster
+from services.cluster.joined_deployment import ClusterDeployment
+from services.cluster.local_deployment import LocalDeployment
 from services.cluster.node_probe import NodeReport, check_models, check_versions, describe_warnings
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
 from services.host.model_probe import ProbedModel, probe_request, resolve_model
 from services.host.ports import claim_port, format_channel
-from services.host.supervisor import ChildStatus, start_error
+from services.host.supervision.supervisor import ChildStatus, start_error
 from services.host.versions import installed_version
 
 # Seconds for which nodes should go on without Ray's head. By default they end after 60 s.

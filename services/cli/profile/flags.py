@@ -123,10 +123,10 @@ def profile(
     """Bound in `services.cli.main`."""
     if bulk:
         _refuse_load_flags(context)
-        measure: Any = importlib.import_module("services.cli.plan.bulk_profile").run_bulk_profile
+        measure: Any = importlib.import_module("services.cli.profile.offload").run_bulk_profile
         raise typer.Exit(measure(model, out, bulk_folder or out.parent, bulk_threads, as_json))
     _refuse_bulk_flags(context)
-    run: Any = importlib.import_module("services.bench.profile_command").run_profile
+    run: Any = importlib.import_module("services.cli.profile.command").run_profile
     load = workload, shrink, colocated, seconds, _parse_depths(depths), seed
     raise typer.Exit(run(model, out, *load, as_json, kv_cache_codec, kv_cache_calibration, kv_keep))
 

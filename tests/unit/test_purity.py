@@ -46,7 +46,7 @@ PURE = {
         "matplotlib",
     ),
     "services.cli.main": (*HEAVY, "httpx", "scipy", "pydantic", "pydantic_settings"),
-    "services.cli.serve.launch": (*HEAVY, "httpx", "scipy"),
+    "services.cli.serve.run": (*HEAVY, "httpx", "scipy"),
     "services.host.model_probe": (*HEAVY, "transformers", "huggingface_hub", "httpx", "numba"),
 }
 

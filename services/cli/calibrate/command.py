@@ -25,7 +25,7 @@ from engine.model.memory_plan import FLOAT_BYTES, available_memory, format_bytes
 from engine.model.tokenizer import ModelTokenizer
 from kvcache.codecs.calibration import FILE_NAME, Calibration, write_calibration
 from services.bench.signals import interrupt_on_sigterm
-from services.cli.calibrate.flags import CalibrateOptions
+from services.cli.calibrate.options import CalibrateOptions
 from services.cli.calibrate.text import SplitText, split_text
 from services.host.model_probe import EMBEDDED_MODEL, resolve_embedded
 from services.host.output_paths import require_writable

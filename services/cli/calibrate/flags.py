@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from services.cli.calibrate.options import CalibrateOptions
 
 HELP = """Fit the KV codecs nuq4, nuq3 and nuq2 to a model, and measure what each codec costs in quality.
 
@@ -17,24 +18,6 @@ HELP = """Fit the KV codecs nuq4, nuq3 and nuq2 to a model, and measure what eac
 """
 
 MEASUREMENT_PANEL = "Measurement"
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrateOptions:
-    """What was asked for. None: the default, which depends on the model."""
-
-    model: str
-    revision: str | None
-    text: Path | None
-    out: Path | None
-    force: bool
-    samples: int
-    tokens: int | None
-    group: int | None
-    device: str
-    windows: int
-    quality: bool
-    as_json: bool
 
 
 TextOption = Annotated[

@@ -34,7 +34,7 @@ def _run_serve(loaded: LoadedConfig) -> int:
             prepare_ray_environment(os.environ)
         else:
             prepare_joined_environment(os.environ)
-        return int(_lazy_function("launch", "run_serve")(settled, answer, folder))
+        return int(_lazy_function("run", "run_serve")(settled, answer, folder))
 
     return run_guarded_with_folder(run)
 

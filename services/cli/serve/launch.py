@@ -1,26 +1,22 @@
-"""`diptych serve`: brings a deployment up phase by phase, shows its progress, and stays until it is stopped."""
+"""One run of `diptych serve`: phase by phase, a deployment comes up, and it stays until it is stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import secrets
-import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from rich.console import Console
 
 from diptych.config.load import ApiKeys, LoadedConfig, collect_api_keys, with_operator_keys
 from diptych.config.options import Config
-from diptych.errors import ConfigError, DiptychError, StartError
-from diptych.logs.log_files import open_log
+from diptych.errors import DiptychError, StartError
 from diptych.specs import GatewaySpec
 from planner.placement.plan_file import PlanFile, PlanTraffic
 from services.cli.client.gateway_http import get_route
@@ -32,7 +28,7 @@ from services.cli.serve.signals import StopSignals
 from services.cli.serve.specs import deployment_spec, device_budget, num_probed
 from services.cluster.local_deployment import GATEWAY, RAY, LocalDeployment
 from services.cluster.spec import DeploymentSpec
-from services.host.exit_codes import FAILED, INTERRUPTED, OK, USAGE
+from services.host.exit_codes import INTERRUPTED, OK
 from services.host.model_probe import ProbedModel, resolve_model
 from services.host.ports import claim_port
 from services.host.supervision.start_deadline import StartDeadline
@@ -52,49 +48,6 @@ MAX_CANARY_WAIT_S = 30.0
 CONTROL_LOST = (
     "the control plane is lost ({} has ended): serving goes on, and workers that die are started again"
 )
-
-
-def run_serve(loaded: LoadedConfig, answer: PlanFile | None, folder: Path) -> int:
-    """Start the deployment of these settings and serve until stopped. Returns the exit status.
-
-    `folder` holds keys, sockets and logs. `answer` is the plan that the settings come from, if there is one.
-    """
-    config = loaded.config
-    logs = config.log_dir.absolute() if config.log_dir else folder / "logs"
-    view = StartProgress(Console(file=sys.stdout), sum(config.pools))
-    try:
-        # Ray writes its processes' messages to standard output. They belong into the logs.
-        with _open_ray_log(logs) as ray_log, contextlib.redirect_stdout(ray_log):
-            return asyncio.run(_choose_run(config)(loaded, answer, folder, logs, view).run_until_stopped())
-    except DiptychError as error:
-        view.print_error(error)
-        return USAGE if isinstance(error, ConfigError) else FAILED
-    finally:
-        view.close()
-
-
-def _choose_run(config: Config) -> type[ServeRun]:
-    """The class that runs these settings: on this machine, or in a Ray cluster."""
-    if config.ray_address is None:
-        return ServeRun
-    from services.cli.serve.cluster.cluster_launch import ClusterRun
-
-    return ClusterRun
-
-
-def _open_ray_log(logs: Path) -> IO[str]:
-    """Open Ray's log in the folder for logs, which is made if necessary.
-
-    Raises:
-        ConfigError: it cannot be written there.
-    """
-    try:
-        return io.TextIOWrapper(open_log(logs / "ray.log"), encoding="utf-8")
-    except OSError as error:
-        why = f"{error.filename or logs}: {error.strerror}"
-        raise ConfigError(
-            "logs cannot be written", why, "give --log-dir a folder that can be written to"
-        ) from None
 
 
 class ServeRun:

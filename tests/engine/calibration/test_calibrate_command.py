@@ -20,7 +20,7 @@ from engine.model.checkpoint import Checkpoint
 from kvcache.codecs.calibration import FILE_NAME
 from services.cli.calibrate import command
 from services.cli.calibrate.command import choose_device, run_calibration
-from services.cli.calibrate.flags import CalibrateOptions
+from services.cli.calibrate.options import CalibrateOptions
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 SMALL = CalibrateOptions("tiny", None, None, None, False, 2, 64, None, "cpu", 1, False, True)

@@ -29,12 +29,12 @@ class ChosenPair:
 class RequestArrived:
     """A validated request arrived. The caller may already have stamped stage ADMITTED with the time of its first byte.
 
-    `pin` marks a canary request of the gateway itself: it uses exactly these workers, ignores limits, is not retried
-    and not measured. `others` are the other sequences of the same HTTP request: all are admitted, or none.
+    `pinned_pair` marks a canary request of the gateway itself: it uses exactly these workers, ignores limits, is not
+    retried and not measured. `others` are the other sequences of the same HTTP request: all are admitted, or none.
     """
 
     request: Request
-    pin: ChosenPair | None = None
+    pinned_pair: ChosenPair | None = None
     others: tuple[Request, ...] = ()
 
     @property
@@ -164,7 +164,7 @@ class AttemptBegan:
 
     request: str
     epoch: int
-    choice: ChosenPair
+    pair: ChosenPair
     staged: bool
     kv_class: str = RAW_CLASS
     kv_reason: str = "default"

@@ -53,10 +53,10 @@ class Attempts:
     """All requests that have not ended. `may_start`: something changed, so that queued requests may find workers."""
 
     def __init__(
-        self, places: PairSelector, quarantine: CrashQuarantine, admission: Admission, pipelined: bool
+        self, pairs: PairSelector, quarantine: CrashQuarantine, admission: Admission, pipelined: bool
     ) -> None:
-        self.places, self.quarantine, self.admission, self.pipelined = (
-            places,
+        self.pairs, self.quarantine, self.admission, self.pipelined = (
+            pairs,
             quarantine,
             admission,
             pipelined,
@@ -83,25 +83,25 @@ class Attempts:
 
         The chunks of a prompt that comes without their names are named once, for all of its sequences.
         """
-        places, named = self.places, dict[int, ChunkNames]()
-        for live in states:
-            request, answers = live.request, places.bulk_answers if live.bulk else places.answers
+        pairs, named = self.pairs, dict[int, ChunkNames]()
+        for state in states:
+            request, answers = state.request, pairs.bulk_answers if state.bulk else pairs.answers
             chunks = named.get(id(request.prompt), request.chunks)
             if chunks is None:
-                chunks = named[id(request.prompt)] = places.index.name_chunks(
+                chunks = named[id(request.prompt)] = pairs.index.name_chunks(
                     request.prompt, request.origin.scope
                 )
-            live.chunks = chunks
-            live.expected_tokens = answers.expected_tokens(request.sampling.max_tokens)
+            state.chunks = chunks
+            state.expected_tokens = answers.expected_tokens(request.sampling.max_tokens)
         states[0].wish.beside = sum_beside(states)
 
-    def enqueue_request(self, live: RequestState, now_s: float) -> None:
+    def enqueue_request(self, state: RequestState, now_s: float) -> None:
         """Put the request into the queue; fails it if no workers for it exist or are expected back."""
-        if not self.places.should_wait(live.kind, now_s):
-            return self.fail_unserved(live, now_s)
-        self.queue.enqueue_request(live)
-        if not live.bulk:
-            self._newly_queued.append(live.request.id)
+        if not self.pairs.should_wait(state.kind, now_s):
+            return self.fail_unserved(state, now_s)
+        self.queue.enqueue_request(state)
+        if not state.bulk:
+            self._newly_queued.append(state.request.id)
         self.may_start = True
 
     def start_queued(self, now_s: float) -> None:
@@ -110,118 +110,118 @@ class Attempts:
         A request without free workers blocks these workers for later requests.
         """
         # The free pairs by what a request needs.
-        everywhere = self.places.find_pairs()
+        everywhere = self.pairs.find_pairs()
         found: dict[RequestKind, list[Pair]] = {RequestKind(): everywhere}
-        everyone, closed = self.places.all_uses(everywhere), set[tuple[str, str]]()
-        for live in self.queue.in_order():
-            if self.expire_request(live, now_s):
+        everyone, closed = self.pairs.all_uses(everywhere), set[tuple[str, str]]()
+        for state in self.queue.in_order():
+            if self.expire_request(state, now_s):
                 continue
-            kind = live.kind
+            kind = state.kind
             if kind not in found:
-                found[kind] = self.places.find_pairs(live.need)
-            picked = self.places.pick_pair(
-                live, found[kind], self.quarantine, closed, now_s, self.queue.is_underserved(live)
+                found[kind] = self.pairs.find_pairs(state.need)
+            picked = self.pairs.pick_pair(
+                state, found[kind], self.quarantine, closed, now_s, self.queue.is_underserved(state)
             )
             if picked is not None:
-                self.begin_attempt(live, picked.choice, now_s, picked.decision)
+                self.begin_attempt(state, picked.pair, now_s, picked.decision)
             elif everyone <= closed:
                 return
 
     def begin_attempt(
-        self, live: RequestState, choice: ChosenPair, now_s: float, decision: ClassDecision | None = None
+        self, state: RequestState, pair: ChosenPair, now_s: float, decision: ClassDecision | None = None
     ) -> None:
         """Begin an attempt on the chosen workers: send the order and count the request as their load.
 
         `decision` is the KV class that was chosen with them; None: the first one that the request may have.
         """
-        request, first = live.request, choice.prefill or choice.decode
+        request, first = state.request, pair.prefill or pair.decode
         self.admission.mark_begun(request.id)
-        began = self.places.version_of(choice, live, None if decision is None else decision.kv_class)
-        reason = live.kv_reason if decision is None else decision.reason
-        live.begin_attempt(choice, began, self._worth_staging(live, choice, began.kv_class, reason), reason)
-        if live.first_queued_s is None:
-            live.first_queued_s = now_s
-        self.enter_stage(live, RequestStage.QUEUED, now_s)
+        version = self.pairs.version_of(pair, state, None if decision is None else decision.kv_class)
+        reason = state.kv_reason if decision is None else decision.reason
+        state.begin_attempt(pair, version, self._worth_staging(state, pair, version.kv_class, reason), reason)
+        if state.first_queued_s is None:
+            state.first_queued_s = now_s
+        self.enter_stage(state, RequestStage.QUEUED, now_s)
         what = list(request.prompt), list(request.output), request.sampling
         remaining_s = request.deadline_s - now_s
-        if choice.prefill:
-            kv = live.staged, began.kv_class, request.keep
+        if pair.prefill:
+            kv = state.staged, version.kv_class, request.keep
             order: ToWorker = Prefill(request.id, request.epoch, *what, remaining_s, request.origin, *kv)
         else:
-            kept = began.kv_class, request.keep
+            kept = version.kv_class, request.keep
             order = Generate(request.id, request.epoch, *what, remaining_s, request.origin, *kept)
         self.send_message(first, order)
-        live.holders = {first}
+        state.holders = {first}
         self.effects.append(
             AttemptBegan(
                 request.id,
                 request.epoch,
-                choice,
-                live.staged,
-                *(began.kv_class, reason, request.keep.threshold),
+                pair,
+                state.staged,
+                *(version.kv_class, reason, request.keep.threshold),
             )
         )
-        if self.places.split and choice.prefill is None and not (live.pinned or live.bulk):
+        if self.pairs.split and pair.prefill is None and not (state.pinned or state.bulk):
             self.effects.append(PrefilledLocally(request.id, self._explain_local_prefill()))
-        self.places.begin_attempt(live, choice)
-        self.book_load(live)
-        self.queue.start_request(live)
+        self.pairs.begin_attempt(state, pair)
+        self.book_load(state)
+        self.queue.start_request(state)
 
     def _explain_local_prefill(self) -> str:
         """Why a decode worker prefills a prompt in a deployment with prefill workers."""
-        places = self.places
-        if places.auto_local_prefill and places.fleet.linked_pairs():
+        pairs = self.pairs
+        if pairs.auto_local_prefill and pairs.fleet.linked_pairs():
             return SOONER
-        up = [member for member in places.fleet.workers_of("prefill") if not member.draining]
+        up = [worker_state for worker_state in pairs.fleet.workers_of("prefill") if not worker_state.draining]
         return NO_LINK if up else NO_PREFILL
 
-    def _worth_staging(self, live: RequestState, choice: ChosenPair, kv_class: str, reason: str) -> bool:
+    def _worth_staging(self, state: RequestState, pair: ChosenPair, kv_class: str, reason: str) -> bool:
         """Whether the attempt's KV should be pulled while it is computed.
 
         Where the class was chosen since the link binds, it should: recent moves were slower than the link was at first.
         """
-        request = live.request
+        request = state.request
         # If only one token is left to generate, no KV is handed over.
         decodes = request.sampling.max_tokens - len(request.output) > 1
-        if live.pinned or not self.pipelined or not decodes or choice.prefill is None:
+        if state.pinned or not self.pipelined or not decodes or pair.prefill is None:
             return False
         if request.keep.evicts:
             # What is kept of its KV is decided when the prompt has all of it.
             return False
         if reason == LINK:
             return True
-        need = replace(live.need, kv_class=kv_class)
-        return self.places.transfer_s(choice, need) >= self.handoff_cost.seconds
+        need = replace(state.need, kv_class=kv_class)
+        return self.pairs.transfer_s(pair, need) >= self.handoff_cost.seconds
 
-    def enter_stage(self, live: RequestState, stage: RequestStage, now_s: float) -> None:
+    def enter_stage(self, state: RequestState, stage: RequestStage, now_s: float) -> None:
         """Move the request to `stage`, and report it as an effect."""
-        live.request.enter_stage(stage, now_s)
-        self.effects.append(StageEntered(live.request.id, stage))
+        state.request.enter_stage(stage, now_s)
+        self.effects.append(StageEntered(state.request.id, stage))
 
-    def fail_request(self, live: RequestState, failure: RequestFailure, now_s: float) -> None:
+    def fail_request(self, state: RequestState, failure: RequestFailure, now_s: float) -> None:
         """End the request with an error for its client."""
-        self.end_request(live, RequestStage.FAILED, FailRequest(live.request.id, failure), now_s)
+        self.end_request(state, RequestStage.FAILED, FailRequest(state.request.id, failure), now_s)
 
-    def fail_unserved(self, live: RequestState, now_s: float) -> None:
+    def fail_unserved(self, state: RequestState, now_s: float) -> None:
         """End a queued request for which no workers exist or are expected back."""
-        self.fail_request(live, self.places.unserved_failure(live), now_s)
+        self.fail_request(state, self.pairs.unserved_failure(state), now_s)
 
     def end_request(
         self,
-        live: RequestState,
+        state: RequestState,
         stage: RequestStage,
         effect: FinishRequest | FailRequest | RequestCancelled,
         now_s: float,
     ) -> None:
         """End a request, for every reason: abort its workers, free what it counted for, report one terminal effect."""
-        request = live.request
-        self.abort_workers(live)
-        if stage is RequestStage.DONE and not live.pinned:
-            self.places.remember_answer(live)
+        request = state.request
+        self.abort_workers(state)
+        if stage is RequestStage.DONE and not state.pinned:
+            self.pairs.remember_answer(state)
         request.enter_stage(stage, now_s)
-        live.release_class()
+        state.release_class()
         del self.live[request.id]
-        self.book_load(live)
+        self.book_load(state)
         self.queue.remove_request(request.id)
         self.quarantine.forget_request(request.id)
         self.admission.mark_ended(request.id, now_s)
@@ -230,120 +230,122 @@ class Attempts:
             self.ended.popitem(last=False)
         self.effects.append(effect)
 
-    def abort_workers(self, live: RequestState) -> None:
+    def abort_workers(self, state: RequestState) -> None:
         """Send an abort to every worker that holds something for the attempt."""
-        for worker in sorted(live.holders):
-            self.send_message(worker, Abort(live.request.id, live.request.epoch))
-        live.holders.clear()
+        for worker in sorted(state.holders):
+            self.send_message(worker, Abort(state.request.id, state.request.epoch))
+        state.holders.clear()
 
     def retry_request(
         self,
-        live: RequestState,
+        state: RequestState,
         policy: FailurePolicy,
         message: str,
         now_s: float,
         avoid: frozenset[str] = frozenset(),
     ) -> None:
         """Give up this attempt and queue the request for another, if `policy` allows; workers in `avoid` come last."""
-        if self.expire_request(live, now_s) or not self._may_retry(live, policy, message, now_s):
+        if self.expire_request(state, now_s) or not self._may_retry(state, policy, message, now_s):
             return
-        found = self.places.find_pairs(live.need)
+        found = self.pairs.find_pairs(state.need)
         if policy.other_worker_only and found and all(avoid & workers_of_pair(pair) for pair in found):
-            return self.fail_request(live, policy.failure(message), now_s)
-        self._requeue_request(live, policy, message, now_s, avoid)
+            return self.fail_request(state, policy.failure(message), now_s)
+        self._requeue_request(state, policy, message, now_s, avoid)
 
-    def _may_retry(self, live: RequestState, policy: FailurePolicy, message: str, now_s: float) -> bool:
+    def _may_retry(self, state: RequestState, policy: FailurePolicy, message: str, now_s: float) -> bool:
         """Count the failed attempt; returns whether another may follow, and fails the request otherwise."""
-        live.losses += policy.worker_was_lost
-        live.failures += not policy.worker_was_lost
-        few = live.losses <= MAX_LOSSES and live.failures <= MAX_FAILURES
-        if policy.may_retry and few and not live.pinned:
+        state.losses += policy.worker_was_lost
+        state.failures += not policy.worker_was_lost
+        few = state.losses <= MAX_LOSSES and state.failures <= MAX_FAILURES
+        if policy.may_retry and few and not state.pinned:
             return True
-        self.fail_request(live, policy.failure(message), now_s)
+        self.fail_request(state, policy.failure(message), now_s)
         return False
 
     def _requeue_request(
         self,
-        live: RequestState,
+        state: RequestState,
         policy: FailurePolicy,
         message: str,
         now_s: float,
         avoid: frozenset[str] = frozenset(),
     ) -> None:
         """End the attempt, abort its workers, and put the request into the queue for another attempt."""
-        request = live.request
+        request = state.request
         # Workers that failed earlier attempts are still chosen last.
-        failed = live.failed_workers | avoid
-        self.abort_workers(live)
-        live.end_attempt()
-        live.last_failure, live.failed_workers = policy, failed
+        failed = state.failed_workers | avoid
+        self.abort_workers(state)
+        state.end_attempt()
+        state.last_failure, state.failed_workers = policy, failed
         self.effects.append(
             AttemptRetried(request.id, policy.reason.value, request.epoch, len(request.output), message)
         )
-        self.enter_stage(live, RequestStage.ADMITTED, now_s)
-        self.book_load(live)
-        self.enqueue_request(live, now_s)
+        self.enter_stage(state, RequestStage.ADMITTED, now_s)
+        self.book_load(state)
+        self.enqueue_request(state, now_s)
 
-    def retarget_decode(self, live: RequestState, policy: FailurePolicy, message: str, now_s: float) -> None:
+    def retarget_decode(self, state: RequestState, policy: FailurePolicy, message: str, now_s: float) -> None:
         """Replace the decode worker of an attempt whose prefill worker still computes or holds the KV."""
-        if self.expire_request(live, now_s):
+        if self.expire_request(state, now_s):
             return
-        if live.target is not None and not self._may_retry(live, policy, message, now_s):
+        if state.target is not None and not self._may_retry(state, policy, message, now_s):
             return
-        live.target = None
-        decode = self.places.rebind_decode(live, self.quarantine)
+        state.target = None
+        decode = self.pairs.rebind_decode(state, self.quarantine)
         if decode is None:
-            if live.pinned:
-                return self.fail_request(live, policy.failure(message), now_s)
-            return self._requeue_request(live, policy, message, now_s)
-        live.choice = ChosenPair(live.source, decode)
-        if live.request.stage is RequestStage.TRANSFERRING:
-            self.admit_to_decode(live, decode, now_s)
-        self.book_load(live)
+            if state.pinned:
+                return self.fail_request(state, policy.failure(message), now_s)
+            return self._requeue_request(state, policy, message, now_s)
+        state.pair = ChosenPair(state.source, decode)
+        if state.request.stage is RequestStage.TRANSFERRING:
+            self.admit_to_decode(state, decode, now_s)
+        self.book_load(state)
 
-    def admit_to_decode(self, live: RequestState, decode: str, now_s: float) -> None:
+    def admit_to_decode(self, state: RequestState, decode: str, now_s: float) -> None:
         """Send the request to a decode worker, with the ticket if there is one already."""
-        request = live.request
-        what = list(request.prompt), list(request.output), request.sampling, live.ticket
+        request = state.request
+        what = list(request.prompt), list(request.output), request.sampling, state.ticket
         remaining_s = request.deadline_s - now_s
-        kv = "" if live.began is None else live.began.kv_class, request.keep
+        kv = "" if state.attempt_version is None else state.attempt_version.kv_class, request.keep
         self.send_message(decode, Admit(request.id, request.epoch, *what, remaining_s, request.origin, *kv))
-        live.target, live.offered_s = decode, now_s
-        live.holders.add(decode)
-        live.contacted_lives.add(self.places.fleet.workers[decode].hello.incarnation)
-        self.places.admit_to_decode(live, decode)
+        state.target, state.offered_s = decode, now_s
+        state.holders.add(decode)
+        state.contacted_lives.add(self.pairs.fleet.workers[decode].hello.incarnation)
+        self.pairs.admit_to_decode(state, decode)
 
-    def expire_request(self, live: RequestState, now_s: float) -> bool:
+    def expire_request(self, state: RequestState, now_s: float) -> bool:
         """Fail the request if its deadline has passed. Also called before work begins, since clock ticks are coarse."""
-        over = live.request.deadline_s <= now_s
+        over = state.request.deadline_s <= now_s
         if over:
-            text = f"the request did not finish before its deadline; its stage was {live.request.stage.value}"
-            self.fail_request(live, DEADLINE_EXCEEDED.failure(text), now_s)
+            text = (
+                f"the request did not finish before its deadline; its stage was {state.request.stage.value}"
+            )
+            self.fail_request(state, DEADLINE_EXCEEDED.failure(text), now_s)
         return over
 
-    def deliver_output(self, live: RequestState, output: Output) -> None:
+    def deliver_output(self, state: RequestState, output: Output) -> None:
         """Add an output to the answer, record what it says of the request's load, and deliver it to the client."""
-        live.request.output.extend(output.tokens)
+        state.request.output.extend(output.tokens)
         if output.kept is not None:
-            live.take_report(output.kept)
-            self.book_load(live)
-        elif live.room_tokens > live.booked_tokens:
-            self.places.book_load(live)
-        self.effects.append(DeliverTokens(live.request.id, output))
+            state.record_kept(output.kept)
+            self.book_load(state)
+        elif state.room_tokens > state.booked_tokens:
+            self.pairs.book_load(state)
+        self.effects.append(DeliverTokens(state.request.id, output))
 
     def send_message(self, worker: str, message: ToWorker) -> None:
         """Append the effect that sends `message` to `worker`."""
         self.effects.append(SendMessage(worker, message))
 
-    def book_load(self, live: RequestState) -> None:
+    def book_load(self, state: RequestState) -> None:
         """Record the load that the request puts on its workers now. Queued requests may start if it has become less."""
-        self.places.book_load(live)
+        self.pairs.book_load(state)
         self.may_start = True
 
-    def report_durations(self, live: RequestState, moment: str, seconds: dict[str, float]) -> None:
+    def report_durations(self, state: RequestState, moment: str, seconds: dict[str, float]) -> None:
         """Report the request's phases until `moment` ("first", "second" token), once; never for canaries and bulk
         work.
         """
-        live.reported_moments.add(moment)
-        if not (live.pinned or live.bulk):
-            self.effects.append(StageDurations(live.request.id, seconds))
+        state.reported_moments.add(moment)
+        if not (state.pinned or state.bulk):
+            self.effects.append(StageDurations(state.request.id, seconds))

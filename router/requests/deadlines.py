@@ -25,20 +25,20 @@ class DeadlineHeap:
         """Number of entries, including those of ended requests."""
         return len(self._heap)
 
-    def add_request(self, live: RequestState) -> None:
+    def add_request(self, state: RequestState) -> None:
         """Watch the deadline of a live request."""
         if len(self._heap) > 2 * len(self._live) + MAX_STALE_ENTRIES:
             self._heap = [entry for entry in self._heap if entry[2] in self._live]
             heapq.heapify(self._heap)
-        if live.request.deadline_s < math.inf:
-            heapq.heappush(self._heap, (live.request.deadline_s, live.number, live.request.id))
+        if state.request.deadline_s < math.inf:
+            heapq.heappush(self._heap, (state.request.deadline_s, state.number, state.request.id))
 
     def pop_expired(self, now_s: float) -> list[RequestState]:
         """The live requests whose deadline has passed, in order of arrival. Each is returned once."""
         found = []
         while self._heap and self._heap[0][0] <= now_s:
             _, number, name = heapq.heappop(self._heap)
-            live = self._live.get(name)
-            if live is not None and live.number == number:
-                found.append(live)
-        return sorted(found, key=lambda live: live.number)
+            state = self._live.get(name)
+            if state is not None and state.number == number:
+                found.append(state)
+        return sorted(found, key=lambda state: state.number)

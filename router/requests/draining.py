@@ -32,26 +32,26 @@ class DrainOrders:
 
         Nothing happens if there is no such worker. A worker that is to end keeps that order.
         """
-        member = self._fleet.workers.get(worker)
-        if member is None:
+        worker_state = self._fleet.workers.get(worker)
+        if worker_state is None:
             return
         for name in [name for name in self._given if not self._fleet.remembers_worker(name)]:
             del self._given[name]
             self._unsent.discard(name)
         life, before = self._given.get(worker, ("", order))
-        kept = life == member.hello.incarnation and isinstance(before, Drain)
-        self._given[worker] = member.hello.incarnation, before if kept else order
+        kept = life == worker_state.hello.incarnation and isinstance(before, Drain)
+        self._given[worker] = worker_state.hello.incarnation, before if kept else order
         self._unsent.add(worker)
         # A worker that drains already may refuse requests by now, or it has received the order.
-        if not member.draining:
-            member.draining = member.accepts_pending = True
+        if not worker_state.draining:
+            worker_state.draining = worker_state.accepts_pending = True
 
     def on_worker_up(self, worker: str) -> None:
         """A worker has joined. If this life of it had an order, the order is sent again: its link may have broken."""
-        member = self._fleet.workers[worker]
+        worker_state = self._fleet.workers[worker]
         life, _ = self._given.get(worker, ("", None))
-        if life == member.hello.incarnation:
-            member.draining = True
+        if life == worker_state.hello.incarnation:
+            worker_state.draining = True
             self._unsent.add(worker)
         else:
             self._given.pop(worker, None)
@@ -63,11 +63,11 @@ class DrainOrders:
             return []
         due = []
         for worker in sorted(self._unsent & self._fleet.workers.keys()):
-            member = self._fleet.workers[worker]
-            if not member.accepts_pending or all(
+            worker_state = self._fleet.workers[worker]
+            if not worker_state.accepts_pending or all(
                 worker in live[name].holders for name in self._ledger.requests_at(worker)
             ):
                 self._unsent.discard(worker)
-                member.accepts_pending = False
+                worker_state.accepts_pending = False
                 due.append((worker, self._given[worker][1]))
         return due

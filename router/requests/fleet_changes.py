@@ -43,31 +43,31 @@ class FleetChanges:
     def _on_worker_lost(self, down: WorkerDown, now_s: float) -> None:
         """A worker was lost: each of its requests gets another decode worker, another attempt, or an error."""
         states = [self.attempts.live[name] for name in self.pairs.ledger.requests_at(down.worker)]
-        held_there = [live for live in states if down.worker in live.holders]
-        for live in held_there:
-            live.holders.discard(down.worker)
-        delivered = {live.request.id: len(live.request.output) for live in held_there if not live.pinned}
+        held_there = [state for state in states if down.worker in state.holders]
+        for state in held_there:
+            state.holders.discard(down.worker)
+        delivered = {state.request.id: len(state.request.output) for state in held_there if not state.pinned}
         self.apply_findings(self.attempts.quarantine.record_crash(down.worker, delivered, now_s), now_s)
         message = f"{down.worker} was lost: {down.reason}"
-        for live in states:
-            if live.request.id not in self.attempts.live:
+        for state in states:
+            if state.request.id not in self.attempts.live:
                 # The findings about this crash have just quarantined the request.
                 continue
-            if live.source not in (None, down.worker) and live.request.stage is not RequestStage.DECODING:
-                self.attempts.retarget_decode(live, WORKER_LOST, message, now_s)
+            if state.source not in (None, down.worker) and state.request.stage is not RequestStage.DECODING:
+                self.attempts.retarget_decode(state, WORKER_LOST, message, now_s)
             else:
-                self.attempts.retry_request(live, WORKER_LOST, message, now_s)
+                self.attempts.retry_request(state, WORKER_LOST, message, now_s)
 
     def apply_findings(self, findings: QuarantineFindings, now_s: float) -> None:
         """Fail the requests that the quarantine blames for crashes, and refuse equal questions from now on."""
         quarantine = self.attempts.quarantine
         self.attempts.may_start = self.attempts.may_start or bool(findings.released)
         for name in findings.quarantined:
-            if (live := self.attempts.live.get(name)) is not None:
-                quarantine.ban_question(quarantine.fingerprint_question(live.request), now_s)
-                self.quarantine_request(live, now_s)
+            if (state := self.attempts.live.get(name)) is not None:
+                quarantine.ban_question(quarantine.fingerprint_question(state.request), now_s)
+                self.quarantine_request(state, now_s)
 
-    def quarantine_request(self, live: RequestState, now_s: float) -> None:
+    def quarantine_request(self, state: RequestState, now_s: float) -> None:
         """Fail a request that crashes workers, and report it as an effect."""
-        self.attempts.effects.append(RequestQuarantined(live.request.id))
-        self.attempts.fail_request(live, QUARANTINED.failure(QUARANTINE_TEXT), now_s)
+        self.attempts.effects.append(RequestQuarantined(state.request.id))
+        self.attempts.fail_request(state, QUARANTINED.failure(QUARANTINE_TEXT), now_s)

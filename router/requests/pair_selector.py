@@ -58,7 +58,7 @@ from router.routing.prefix_index import ChunkNames, PrefixIndex
 class PickedPair(NamedTuple):
     """The workers for an attempt, and the KV class that it has there."""
 
-    choice: ChosenPair
+    pair: ChosenPair
     decision: ClassDecision
 
 
@@ -107,9 +107,9 @@ class PairSelector:
         A worker that cannot serve yet (no link) does not lower the limit. While no worker serves, the longest that any
         fitting worker can take; None if there is none.
         """
-        members = self.fleet.workers
+        workers = self.fleet.workers
         serving = {name for pair in self.find_pairs() for name in workers_of_pair(pair)}
-        lengths = {name: member.hello.max_model_len for name, member in members.items()}
+        lengths = {name: worker_state.hello.max_model_len for name, worker_state in workers.items()}
         serving = serving or lengths.keys() - self.fleet.find_mismatches().keys()
         return min((lengths[name] for name in serving), default=max(lengths.values(), default=None))
 
@@ -121,9 +121,9 @@ class PairSelector:
 
     def _versions_of(self, pair: Pair, kv_class: str | None = None) -> list[AnswerVersion]:
         """The versions of answers that a pair of members can generate; with a `kv_class`, in a class it names."""
-        members, (source, target) = self.fleet.workers, pair
-        first = None if source is None else members[source].hello
-        return versions_of_pair(first, members[target].hello, kv_class)
+        workers, (source, target) = self.fleet.workers, pair
+        first = None if source is None else workers[source].hello
+        return versions_of_pair(first, workers[target].hello, kv_class)
 
     def classes_of_pair(self, pair: Pair) -> list[str]:
         """The KV classes of answers that a pair can generate; a request that asks for none gets the first one."""
@@ -163,9 +163,9 @@ class PairSelector:
 
     def _hellos_of_pairs(self) -> list[tuple[Hello | None, Hello]]:
         """The hellos of all pairs that can serve; while none can, of all known workers, each by itself."""
-        members = self.fleet.workers
+        workers = self.fleet.workers
         return [
-            (None if source is None else members[source].hello, members[target].hello)
+            (None if source is None else workers[source].hello, workers[target].hello)
             for source, target in self.find_pairs()
         ] or [(None, hello) for hello in self.fleet.known_hellos()]
 
@@ -180,14 +180,12 @@ class PairSelector:
         )
         return sorted(set[str]().union(*found))
 
-    def version_of(
-        self, choice: ChosenPair, live: RequestState, kv_class: str | None = None
-    ) -> AnswerVersion:
+    def version_of(self, pair: ChosenPair, state: RequestState, kv_class: str | None = None) -> AnswerVersion:
         """The version of an attempt on the chosen workers: that of its answer, that of `kv_class`, or else that of the
         first class which the request may have.
         """
-        found = self._versions_of((choice.prefill, choice.decode), kv_class or live.kv_class)
-        return live.version or found[0]
+        found = self._versions_of((pair.prefill, pair.decode), kv_class or state.kv_class)
+        return state.version or found[0]
 
     def should_wait(self, kind: RequestKind, now_s: float) -> bool:
         """Whether a request of this kind should wait for workers: they are there, or were there lately and may come
@@ -226,18 +224,20 @@ class PairSelector:
         """Whether no worker can come back that continues an answer of `version`, since its KV class was replaced."""
         return version is not None and class_is_gone(version, self.fleet.known_hellos(), self._needed_roles)
 
-    def unserved_failure(self, live: RequestState) -> RequestFailure:
+    def unserved_failure(self, state: RequestState) -> RequestFailure:
         """Why a queued request, which should not wait any longer, fails."""
-        version = live.version
-        if live.kind.evicts and not self._is_evicted_somewhere(live.kv_class):
-            able = sorted(name for name, member in self.fleet.workers.items() if member.hello.keep_classes)
-            problem = f"no pair of workers can evict KV of the class {live.kv_class}, as the request asks"
+        version = state.version
+        if state.kind.evicts and not self._is_evicted_somewhere(state.kv_class):
+            able = sorted(
+                name for name, worker_state in self.fleet.workers.items() if worker_state.hello.keep_classes
+            )
+            problem = f"no pair of workers can evict KV of the class {state.kv_class}, as the request asks"
             return NO_WORKERS.failure(f"{problem}: {' and '.join(able) or 'none'} can")
-        listed = describe_classes([member.hello for member in self.fleet.workers.values()])
-        if version is None and live.kv_class is not None and not self._is_known(live.kv_class):
-            return NO_WORKERS.failure(f"no worker has KV of the class {live.kv_class}: {listed}")
+        listed = describe_classes([worker_state.hello for worker_state in self.fleet.workers.values()])
+        if version is None and state.kv_class is not None and not self._is_known(state.kv_class):
+            return NO_WORKERS.failure(f"no worker has KV of the class {state.kv_class}: {listed}")
         if version is None or not self._class_is_gone(version):
-            return live.last_failure.failure(self.explain_missing())
+            return state.last_failure.failure(self.explain_missing())
         return NO_WORKERS.failure(
             f"the answer began with KV of the class {version.kv_class}, and the workers for it have been replaced:"
             f" {listed}; send the request again"
@@ -245,7 +245,7 @@ class PairSelector:
 
     def pick_pair(
         self,
-        live: RequestState,
+        state: RequestState,
         found: list[Pair],
         quarantine: CrashQuarantine,
         closed: set[tuple[str, str]],
@@ -260,11 +260,11 @@ class PairSelector:
         it would use there, so that later requests in the queue do not take the room it waits for. Requests of other
         classes may. A quiet worker (silent lately) counts as having no room.
         """
-        name, need = live.request.id, replace(live.need, underserved=behind)
+        name, need = state.request.id, replace(state.need, underserved=behind)
         allowed = found = found + local_prefill_pairs(found) if self.auto_local_prefill else found
-        if live.failed_workers:
-            least = min((len(live.failed_workers & workers_of_pair(pair)) for pair in found), default=0)
-            allowed = [pair for pair in found if len(live.failed_workers & workers_of_pair(pair)) == least]
+        if state.failed_workers:
+            least = min((len(state.failed_workers & workers_of_pair(pair)) for pair in found), default=0)
+            allowed = [pair for pair in found if len(state.failed_workers & workers_of_pair(pair)) == least]
         if len(quarantine):
             allowed = [
                 pair
@@ -272,22 +272,22 @@ class PairSelector:
                 if all(quarantine.may_run(name, worker) for worker in workers_of_pair(pair))
             ]
         uses = set[tuple[str, str]]()
-        for groups in self._rank_classes(live, need, allowed, closed, now_s):
-            best: list[tuple[RankedPair, ClassDecision]] = []
+        for groups in self._rank_classes(state, need, allowed, closed, now_s):
+            ranked_pairs: list[tuple[RankedPair, ClassDecision]] = []
             for decision, pairs in groups.items():
                 exact = need if decision.kv_class is None else replace(need, kv_class=decision.kv_class)
                 uses.update(self._use(worker, exact) for worker in self._workers_of(pairs))
                 if (ranked := self._pick_with_room(exact, pairs, closed)) is not None:
-                    best.append((ranked, decision))
-            if best:
-                ranked, decision = min(best)
-                return PickedPair(ranked.choice, decision)
+                    ranked_pairs.append((ranked, decision))
+            if ranked_pairs:
+                ranked, decision = min(ranked_pairs)
+                return PickedPair(ranked.pair, decision)
         closed |= uses
         return None
 
     def _rank_classes(
         self,
-        live: RequestState,
+        state: RequestState,
         need: RoutingNeed,
         found: list[Pair],
         closed: set[tuple[str, str]],
@@ -299,11 +299,11 @@ class PairSelector:
         worker has several, that need not be its own first class, so room has to be counted pair by pair. Workers of
         different pairs may have different classes of one name, as during an upgrade.
         """
-        if live.version is not None or (
+        if state.version is not None or (
             need.kv_class is None
-            and all(len(member.hello.kv_classes) < 2 for member in self.fleet.workers.values())
+            and all(len(worker_state.hello.kv_classes) < 2 for worker_state in self.fleet.workers.values())
         ):
-            return [{ClassDecision(need.kv_class, live.kv_reason): found}]
+            return [{ClassDecision(need.kv_class, state.kv_reason): found}]
         rounds: list[dict[ClassDecision, list[Pair]]] = [{}, {}]
         paces: WorkerPaces | None = None
         for pair in found:
@@ -313,7 +313,7 @@ class PairSelector:
                 decisions = self.auto.rank_classes(pair, need, self.view, paces, now_s, closed)
             if not decisions and need.kv_class != AUTO_CLASS:
                 first = self._versions_of(pair, need.kv_class)[0]
-                decisions = [ClassDecision(first.kv_class, live.kv_reason)]
+                decisions = [ClassDecision(first.kv_class, state.kv_reason)]
             for groups, decision in zip(rounds, decisions, strict=False):
                 groups.setdefault(decision, []).append(pair)
         return rounds
@@ -349,86 +349,94 @@ class PairSelector:
         workers = self.fleet.workers
         return {(name, one) for name in self._workers_of(found) for one in classes_of(workers[name].hello)}
 
-    def can_pin(self, pin: ChosenPair, kv_class: str | None) -> bool:
+    def can_pin(self, pinned_pair: ChosenPair, kv_class: str | None) -> bool:
         """Whether a canary can use the pair that it is pinned to, with KV of `kv_class` (None: of any)."""
-        if pin.prefill is not None and (pin.prefill, pin.decode) not in self.fleet.linked_pairs():
+        if (
+            pinned_pair.prefill is not None
+            and (pinned_pair.prefill, pinned_pair.decode) not in self.fleet.linked_pairs()
+        ):
             return False
         there = any(
-            member.name == pin.decode and (pin.prefill is not None or not member.draining)
-            for member in self.fleet.workers_of("decode")
+            worker_state.name == pinned_pair.decode
+            and (pinned_pair.prefill is not None or not worker_state.draining)
+            for worker_state in self.fleet.workers_of("decode")
         )
-        return there and kv_class in (None, *self.classes_of_pair((pin.prefill, pin.decode)))
+        return there and kv_class in (None, *self.classes_of_pair((pinned_pair.prefill, pinned_pair.decode)))
 
-    def rebind_decode(self, live: RequestState, quarantine: CrashQuarantine) -> str | None:
-        """The best decode worker for the KV that `live.source` computes or holds; loads change during prefill.
+    def rebind_decode(self, state: RequestState, quarantine: CrashQuarantine) -> str | None:
+        """The best decode worker for the KV that `state.source` computes or holds; loads change during prefill.
 
         Workers that failed the request before, or are quiet, come last, so that the nearest worker does not fail it
         again and again. A worker that already got this attempt is excluded, since it would drop a second order as late.
         Afterwards the request counts as load of no worker.
         """
-        members = self.fleet.workers
+        workers = self.fleet.workers
         # The request's own planned load must not count against a worker.
-        self.ledger.book_shares(live.request.id, {})
-        if live.source is None:
+        self.ledger.book_shares(state.request.id, {})
+        if state.source is None:
             return None
         barred = {
-            name for name, member in members.items() if member.hello.incarnation in live.contacted_lives
+            name
+            for name, worker_state in workers.items()
+            if worker_state.hello.incarnation in state.contacted_lives
         }
-        if live.pin is not None:
-            decode = members.get(live.pin.decode)
-            if decode is None or live.source not in decode.links or decode.name in barred:
+        if state.pinned_pair is not None:
+            decode = workers.get(state.pinned_pair.decode)
+            if decode is None or state.source not in decode.links or decode.name in barred:
                 return None
             return None if decode.draining and not decode.accepts_pending else decode.name
-        barred |= {name for name in members if not quarantine.may_run(live.request.id, name)} - {live.source}
+        barred |= {name for name in workers if not quarantine.may_run(state.request.id, name)} - {
+            state.source
+        }
         others = choose_decode(
-            live.source, live.attempt_need, self.view, barred | live.failed_workers | self.fleet.quiet
+            state.source, state.attempt_need, self.view, barred | state.failed_workers | self.fleet.quiet
         )
-        return others or choose_decode(live.source, live.attempt_need, self.view, barred)
+        return others or choose_decode(state.source, state.attempt_need, self.view, barred)
 
-    def transfer_s(self, choice: ChosenPair, need: RoutingNeed) -> float:
+    def transfer_s(self, pair: ChosenPair, need: RoutingNeed) -> float:
         """Predicted seconds of the transfer of its KV to the decode worker; 0 if one worker does both."""
-        return (
-            transfer_s(choice.prefill, choice.decode, need, self.view) if choice.prefill is not None else 0.0
-        )
+        return transfer_s(pair.prefill, pair.decode, need, self.view) if pair.prefill is not None else 0.0
 
-    def begin_attempt(self, live: RequestState, choice: ChosenPair) -> None:
+    def begin_attempt(self, state: RequestState, pair: ChosenPair) -> None:
         """Record the estimates for an attempt on these workers: tokens to compute, and tokens that are shared."""
-        first, need = choice.prefill or choice.decode, live.attempt_need
-        live.unprefilled_tokens = need.prompt_tokens - self.view.shared_tokens(first, need)
-        live.shared_tokens = self.view.shared_tokens(choice.decode, need)
-        if not live.bulk:
-            self.expect_chunks(first, live.chunks, need.kv_class)
+        first, need = pair.prefill or pair.decode, state.attempt_need
+        state.unprefilled_tokens = need.prompt_tokens - self.view.shared_tokens(first, need)
+        state.shared_tokens = self.view.shared_tokens(pair.decode, need)
+        if not state.bulk:
+            self.expect_chunks(first, state.chunks, need.kv_class)
 
-    def admit_to_decode(self, live: RequestState, decode: str) -> None:
+    def admit_to_decode(self, state: RequestState, decode: str) -> None:
         """Record the estimate for the decode worker that the request is sent to now: the tokens that are shared."""
-        live.shared_tokens = self.view.shared_tokens(decode, live.attempt_need)
-        self.expect_chunks(decode, live.handed_chunks, live.attempt_need.kv_class)
+        state.shared_tokens = self.view.shared_tokens(decode, state.attempt_need)
+        self.expect_chunks(decode, state.handed_chunks, state.attempt_need.kv_class)
 
     def expect_chunks(self, worker: str, chunks: ChunkNames, kv_class: str | None) -> None:
         """Assume from now on that the worker has these chunks cached, in its pool of `kv_class`."""
-        if (member := self.fleet.workers.get(worker)) is not None and holds_class(member.hello, kv_class):
-            size, name = pool_size(member.hello, kv_class), decided_class(member.hello, kv_class)
+        if (worker_state := self.fleet.workers.get(worker)) is not None and holds_class(
+            worker_state.hello, kv_class
+        ):
+            size, name = pool_size(worker_state.hello, kv_class), decided_class(worker_state.hello, kv_class)
             self.index.record_sent(worker, chunks, size.num_slabs, name)
 
-    def remember_answer(self, live: RequestState) -> None:
+    def remember_answer(self, state: RequestState) -> None:
         """Record the answer's length, and that its decode worker has prompt and answer cached, for follow-up
         requests.
         """
-        request, choice = live.request, live.choice
-        if live.bulk:
+        request, pair = state.request, state.pair
+        if state.bulk:
             return self.bulk_answers.record_length(len(request.output))
         self.answers.record_length(len(request.output))
-        if request.stage is RequestStage.DECODING and choice is not None and not request.keep.evicts:
+        if request.stage is RequestStage.DECODING and pair is not None and not request.keep.evicts:
             # The last token has no KV.
             text = request.prompt, request.output[:-1]
-            names = self.index.extend_names(live.chunks, *text, request.origin.scope)
-            self.expect_chunks(choice.decode, names, live.attempt_need.kv_class)
+            names = self.index.extend_names(state.chunks, *text, request.origin.scope)
+            self.expect_chunks(pair.decode, names, state.attempt_need.kv_class)
 
-    def book_load(self, live: RequestState) -> None:
+    def book_load(self, state: RequestState) -> None:
         """Record the load that the request puts on each of its workers now, in place of the earlier entries."""
-        live.booked_tokens = live.room_tokens
-        kv_class = None if live.began is None else live.began.kv_class
-        self.ledger.book_shares(live.request.id, live.shares, live.request.origin.priority, kv_class)
+        state.booked_tokens = state.room_tokens
+        kv_class = None if state.attempt_version is None else state.attempt_version.kv_class
+        self.ledger.book_shares(state.request.id, state.shares, state.request.origin.priority, kv_class)
 
     def explain_missing(self) -> str:
         """Why no pair can serve requests now, for an error message."""
@@ -436,7 +444,7 @@ class PairSelector:
         absent = [role for role in roles if not self.fleet.workers_of(role)]
         if absent:
             return f"no {' and no '.join(absent)} worker is up"
-        hellos = [member.hello for member in self.fleet.workers.values()]
+        hellos = [worker_state.hello for worker_state in self.fleet.workers.values()]
         if self.split and not have_shared_class(hellos):
             return f"no two workers have the same KV class: {describe_classes(hellos)}"
         return "no two workers are linked" if self.split else "no decode worker takes requests"

@@ -64,16 +64,16 @@ class WorkerDeath:
 
 @dataclass(slots=True)
 class SuspectRequest:
-    """`delivered` tokens at the latest death; `alone` are the deaths at which it was the only suspect there."""
+    """`delivered` tokens at the latest death; `deaths_alone` are those at which it was the only suspect there."""
 
     delivered: int
     deaths: list[WorkerDeath] = field(default_factory=list)
-    alone: list[WorkerDeath] = field(default_factory=list)
+    deaths_alone: list[WorkerDeath] = field(default_factory=list)
 
     @property
     def is_held(self) -> bool:
         """Whether its next attempt waits until the cause of a death is known."""
-        if len(self.deaths) < 2 or self.deaths[-1] not in self.alone:
+        if len(self.deaths) < 2 or self.deaths[-1] not in self.deaths_alone:
             return False
         return any(death.cause is None and not death.waited for death in self.deaths)
 
@@ -86,13 +86,13 @@ class SuspectRequest:
         if not self.deaths or self.is_held:
             return False
         reasons = [death for death in self.deaths if death.cause == CRASHED or death.waited]
-        return len(reasons) >= 2 and reasons[-1].cause == CRASHED and reasons[-1] in self.alone
+        return len(reasons) >= 2 and reasons[-1].cause == CRASHED and reasons[-1] in self.deaths_alone
 
     @property
     def is_stubborn(self) -> bool:
         """Whether its worker died again with no other suspect there, after such a death stayed unexplained."""
-        before = [death for death in self.alone[:-1] if death.waited and death.cause is None]
-        return bool(before) and len(self.deaths) > 2 and self.deaths[-1] in self.alone
+        before = [death for death in self.deaths_alone[:-1] if death.waited and death.cause is None]
+        return bool(before) and len(self.deaths) > 2 and self.deaths[-1] in self.deaths_alone
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class CrashQuarantine:
         self._suspects: dict[str, SuspectRequest] = {}
         self._kills: dict[str, KillCount] = {}
         # Deaths of unknown cause, the oldest first.
-        self._open: list[WorkerDeath] = []
+        self._open_deaths: list[WorkerDeath] = []
         self._refused_until_s: dict[bytes, float] = {}
         self.num_quarantined = 0
 
@@ -164,7 +164,7 @@ class CrashQuarantine:
             return QuarantineFindings()
         excused = frozenset(filter(self._is_bulk, requests)) if len(requests) > 1 else frozenset()
         death = WorkerDeath(worker, now_s, set(requests), excused)
-        self._open.append(death)
+        self._open_deaths.append(death)
         under = [name for name in requests if self.is_suspected(name)]
         lonely = under if len(under) == 1 else list(requests) if len(requests) == 1 else []
         for name, delivered in requests.items():
@@ -172,7 +172,7 @@ class CrashQuarantine:
             suspect.delivered = max(suspect.delivered, delivered)
             suspect.deaths.append(death)
             if name in lonely:
-                suspect.alone.append(death)
+                suspect.deaths_alone.append(death)
         return self._blame([name for name in lonely if self._suspects[name].is_stubborn])
 
     def record_progress(self, request: str, delivered: int) -> bool:
@@ -185,13 +185,13 @@ class CrashQuarantine:
 
     def record_cause(self, worker: str, ended: str) -> QuarantineFindings:
         """A worker is back and reports how it ended: "crashed", "killed", "alive" (it never ended), "" (unknown)."""
-        deaths = [death for death in self._open if death.worker == worker]
+        deaths = [death for death in self._open_deaths if death.worker == worker]
         if not deaths or not ended:
             return QuarantineFindings()
         excessive = self._count_kills(deaths) if ended == KILLED else set()
         if excessive:
             return self._blame_kills(worker, deaths, excessive)
-        self._open = [death for death in self._open if death.worker != worker]
+        self._open_deaths = [death for death in self._open_deaths if death.worker != worker]
         touched = sorted(set().union(*(death.requests for death in deaths)))
         held = [name for name in touched if self.is_held(name)]
         for death in deaths:
@@ -217,7 +217,7 @@ class CrashQuarantine:
         """Treat these kills as crashes caused by the requests in `excessive`; clear all other requests of them."""
         touched = set().union(*(death.requests for death in deaths))
         held = [name for name in sorted(touched) if self.is_held(name)]
-        self._open = [death for death in self._open if death.worker != worker]
+        self._open_deaths = [death for death in self._open_deaths if death.worker != worker]
         cleared = self._clear(deaths, touched - excessive)
         for death in deaths:
             death.cause = CRASHED
@@ -226,7 +226,11 @@ class CrashQuarantine:
 
     def expire_waits(self, now_s: float) -> QuarantineFindings:
         """Decide about the requests of workers that have not reported a cause within `recovery_s`."""
-        over = [death for death in self._open if not death.waited and now_s - death.at_s >= self._recovery_s]
+        over = [
+            death
+            for death in self._open_deaths
+            if not death.waited and now_s - death.at_s >= self._recovery_s
+        ]
         if not over:
             return QuarantineFindings()
         touched = sorted(set().union(*(death.requests for death in over)))
@@ -245,7 +249,7 @@ class CrashQuarantine:
         suspect = self._suspects.pop(request, None)
         for death in suspect.deaths if suspect else ():
             death.requests.discard(request)
-        self._open = [death for death in self._open if death.requests]
+        self._open_deaths = [death for death in self._open_deaths if death.requests]
 
     # ---- quarantine
 
@@ -314,13 +318,13 @@ class CrashQuarantine:
 
     def _clear(self, deaths: list[WorkerDeath], among: set[str] | None = None) -> list[str]:
         """Nobody, or no request in `among`, is suspected for these deaths any more; returns the requests cleared."""
-        self._open = [death for death in self._open if death not in deaths]
+        self._open_deaths = [death for death in self._open_deaths if death not in deaths]
         present: set[str] = set().union(*(death.requests for death in deaths))
         touched = sorted(present if among is None else present & among)
         for name in touched:
             suspect = self._suspects[name]
             suspect.deaths = [death for death in suspect.deaths if death not in deaths]
-            suspect.alone = [death for death in suspect.alone if death not in deaths]
+            suspect.deaths_alone = [death for death in suspect.deaths_alone if death not in deaths]
         cleared = [name for name in touched if not self._suspects[name].deaths]
         for name in cleared:
             self._clear_suspicion(name)

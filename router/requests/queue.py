@@ -33,20 +33,20 @@ class RequestQueue:
         # The same for bulk work.
         self._bulk_tokens: Counter[str] = Counter()
 
-    def enqueue_request(self, live: RequestState) -> None:
+    def enqueue_request(self, state: RequestState) -> None:
         """Add a waiting request, ordered by its arrival. Its tokens are not in flight any more."""
-        self.remove_request(live.request.id)
-        origin = live.request.origin
-        group = origin.priority, not live.request.output, origin.tenant
-        self._waiting[live.request.id] = group, live
-        insort(self._groups.setdefault(group, []), live, key=_place_in_group)
+        self.remove_request(state.request.id)
+        origin = state.request.origin
+        group = origin.priority, not state.request.output, origin.tenant
+        self._waiting[state.request.id] = group, state
+        insort(self._groups.setdefault(group, []), state, key=_place_in_group)
 
-    def start_request(self, live: RequestState) -> None:
+    def start_request(self, state: RequestState) -> None:
         """The request leaves the queue and starts: its tokens are in flight now."""
-        self.remove_request(live.request.id)
-        tenant, tokens = live.request.origin.tenant, live.room_tokens
-        self._in_flight[live.request.id] = live.bulk, tenant, tokens
-        if live.bulk:
+        self.remove_request(state.request.id)
+        tenant, tokens = state.request.origin.tenant, state.room_tokens
+        self._in_flight[state.request.id] = state.bulk, tenant, tokens
+        if state.bulk:
             self._bulk_tokens[tenant] += tokens
         else:
             self._tokens[tenant] += tokens
@@ -55,9 +55,9 @@ class RequestQueue:
     def remove_request(self, request: str) -> None:
         """Remove the request, whether it waits or is in flight. Idempotent."""
         if (waiting := self._waiting.pop(request, None)) is not None:
-            group, live = waiting
+            group, state = waiting
             states = self._groups[group]
-            del states[bisect_left(states, _place_in_group(live), key=_place_in_group)]
+            del states[bisect_left(states, _place_in_group(state), key=_place_in_group)]
             if not states:
                 del self._groups[group]
         if (flight := self._in_flight.pop(request, None)) is not None:
@@ -68,11 +68,11 @@ class RequestQueue:
             if not counts[tenant]:
                 del counts[tenant]
 
-    def is_underserved(self, live: RequestState) -> bool:
+    def is_underserved(self, state: RequestState) -> bool:
         """Whether its tenant has fewer tokens in flight than an equal share. Always False without API keys, and for
         bulk work.
         """
-        tenant = "" if live.bulk else live.request.origin.tenant
+        tenant = "" if state.bulk else state.request.origin.tenant
         tenants = len(self._tokens) + (tenant not in self._tokens)
         return bool(tenant) and self._tokens[tenant] * tenants < self._total
 
@@ -86,30 +86,30 @@ class RequestQueue:
         passed: Counter[QueueGroup] = Counter()
         while heap:
             _, group = heapq.heappop(heap)
-            live = self._groups[group][passed[group]]
-            yield live
-            passed[group] += live.request.id in self._waiting
+            state = self._groups[group][passed[group]]
+            yield state
+            passed[group] += state.request.id in self._waiting
             states = self._groups.get(group, [])
             if passed[group] < len(states):
                 heapq.heappush(heap, (self._sort_key(group, states[passed[group]]), group))
 
-    def _sort_key(self, group: QueueGroup, live: RequestState) -> tuple[int, bool, int, tuple[float, int]]:
+    def _sort_key(self, group: QueueGroup, state: RequestState) -> tuple[int, bool, int, tuple[float, int]]:
         """The order in which requests start; see the module's description."""
         priority, fresh, tenant = group
-        tokens = self._bulk_tokens[tenant] if live.bulk else self._tokens[tenant]
-        return priority, fresh, tokens, _place_in_group(live)
+        tokens = self._bulk_tokens[tenant] if state.bulk else self._tokens[tenant]
+        return priority, fresh, tokens, _place_in_group(state)
 
     def __contains__(self, request: str) -> bool:
         return request in self._waiting
 
     def __iter__(self) -> Iterator[RequestState]:
         """All waiting requests, in no particular order (see `in_order`)."""
-        return (live for _, live in self._waiting.values())
+        return (state for _, state in self._waiting.values())
 
     def __len__(self) -> int:
         return len(self._waiting)
 
 
-def _place_in_group(live: RequestState) -> tuple[float, int]:
+def _place_in_group(state: RequestState) -> tuple[float, int]:
     """The order within a group: by arrival; of bulk work, the nearest deadline first."""
-    return (live.request.deadline_s if live.bulk else 0.0), live.number
+    return (state.request.deadline_s if state.bulk else 0.0), state.number

@@ -141,59 +141,59 @@ class Relay:
 
     def count_stages(self, bulk: bool = False) -> Counter[str]:
         """How many live online requests, or those of bulk work, are in each stage."""
-        return Counter(live.request.stage.value for live in self.live.values() if live.bulk is bulk)
+        return Counter(state.request.stage.value for state in self.live.values() if state.bulk is bulk)
 
     # ---- requests arrive and end
 
     def _on_arrived(self, event: RequestArrived, now_s: float) -> None:
         """Admit and queue the sequences of an HTTP request, or fail all of them; a canary starts at once."""
         wish = ClassWish(event.requests[0].kv_class, event.requests[0].default_class)
-        states = [self._open_request(request, event.pin, wish, now_s) for request in event.requests]
-        states = [live for live in states if not self.attempts.expire_request(live, now_s)]
+        states = [self._open_request(request, event.pinned_pair, wish, now_s) for request in event.requests]
+        states = [state for state in states if not self.attempts.expire_request(state, now_s)]
         if not states:
             return
-        if event.pin is not None:
-            return self._begin_canary(states[0], event.pin, now_s)
+        if event.pinned_pair is not None:
+            return self._begin_canary(states[0], event.pinned_pair, now_s)
         if self._fail_refused(states, now_s) or self._fail_banned(states, now_s):
             return
         self._admit_requests(states, now_s)
         self.attempts.prepare_routing(states)
         self.pairs.note_available(now_s)
-        for live in states:
-            self.attempts.enqueue_request(live, now_s)
+        for state in states:
+            self.attempts.enqueue_request(state, now_s)
 
     def _open_request(
-        self, request: Request, pin: ChosenPair | None, wish: ClassWish, now_s: float
+        self, request: Request, pinned_pair: ChosenPair | None, wish: ClassWish, now_s: float
     ) -> RequestState:
         if request.id in self.live or request.id in self.attempts.ended:
             raise ValueError(f"request {request.id} has arrived before")
-        live = self.live[request.id] = RequestState(
-            request, next(self._numbers), pin, wish=wish, kept_shares=self.pairs.kept_shares
+        state = self.live[request.id] = RequestState(
+            request, next(self._numbers), pinned_pair, wish=wish, kept_shares=self.pairs.kept_shares
         )
         request.entered_s.setdefault(RequestStage.ADMITTED, now_s)
-        self.deadlines.add_request(live)
-        return live
+        self.deadlines.add_request(state)
+        return state
 
-    def _begin_canary(self, live: RequestState, pin: ChosenPair, now_s: float) -> None:
-        if self.pairs.can_pin(pin, live.kv_class):
-            return self.attempts.begin_attempt(live, pin, now_s)
-        self.attempts.fail_request(live, NO_WORKERS.failure(self.pairs.explain_missing()), now_s)
+    def _begin_canary(self, state: RequestState, pinned_pair: ChosenPair, now_s: float) -> None:
+        if self.pairs.can_pin(pinned_pair, state.kv_class):
+            return self.attempts.begin_attempt(state, pinned_pair, now_s)
+        self.attempts.fail_request(state, NO_WORKERS.failure(self.pairs.explain_missing()), now_s)
 
     def _fail_banned(self, states: list[RequestState], now_s: float) -> bool:
         """If one of the sequences is banned, fail all of them and return True."""
         if not self.quarantine.has_bans:
             return False
-        questions = self.quarantine.fingerprint_questions([live.request for live in states])
+        questions = self.quarantine.fingerprint_questions([state.request for state in states])
         banned = [
-            live
-            for live, question in zip(states, questions, strict=True)
+            state
+            for state, question in zip(states, questions, strict=True)
             if self.quarantine.is_banned(question, now_s)
         ]
-        for live in states if banned else []:
-            if live in banned:
-                self.fleet_changes.quarantine_request(live, now_s)
+        for state in states if banned else []:
+            if state in banned:
+                self.fleet_changes.quarantine_request(state, now_s)
             else:
-                self.attempts.fail_request(live, QUARANTINED.failure(QUARANTINE_TEXT), now_s)
+                self.attempts.fail_request(state, QUARANTINED.failure(QUARANTINE_TEXT), now_s)
         return bool(banned)
 
     def _fail_refused(self, states: list[RequestState], now_s: float) -> bool:
@@ -203,8 +203,8 @@ class Relay:
         refusal = self.admission.find_refusal(*total_demand(states), now_s, states[0].request.origin.tenant)
         if refusal is None:
             return False
-        for live in states:
-            self.attempts.fail_request(live, refusal, now_s)
+        for state in states:
+            self.attempts.fail_request(state, refusal, now_s)
         return True
 
     def _admit_requests(self, states: list[RequestState], now_s: float) -> None:
@@ -214,17 +214,17 @@ class Relay:
         first, tenant = states[0].request, states[0].request.origin.tenant
         for name in self.admission.requests_to_displace(*total_demand(states), tenant):
             self.attempts.fail_request(self.live[name], self.admission.displacement_refusal(now_s), now_s)
-        for live in states:
-            request = live.request
+        for state in states:
+            request = state.request
             self.admission.admit_request(request.id, len(request.prompt), now_s, tenant, first.id)
 
     def _on_client_gone(self, event: ClientGone, now_s: float) -> None:
-        if (live := self.live.get(event.request)) is not None:
-            self.attempts.end_request(live, RequestStage.CANCELLED, RequestCancelled(event.request), now_s)
+        if (state := self.live.get(event.request)) is not None:
+            self.attempts.end_request(state, RequestStage.CANCELLED, RequestCancelled(event.request), now_s)
 
     def _on_stop_found(self, event: StopFound, now_s: float) -> None:
-        if (live := self.live.get(event.request)) is not None:
-            self.attempts.end_request(live, RequestStage.DONE, FinishRequest(event.request, "stop"), now_s)
+        if (state := self.live.get(event.request)) is not None:
+            self.attempts.end_request(state, RequestStage.DONE, FinishRequest(event.request, "stop"), now_s)
 
     # ---- messages of workers
 
@@ -246,158 +246,158 @@ class Relay:
             message.outputs if isinstance(message, Step) else (message,)
         )
         for part in parts:
-            live = self.live.get(part.request)
-            if live is None or part.epoch != live.request.epoch or worker not in live.holders:
+            state = self.live.get(part.request)
+            if state is None or part.epoch != state.request.epoch or worker not in state.holders:
                 self.late_messages[type(part).__name__] += 1
             else:
-                MESSAGE_HANDLERS[type(part)](self, live, worker, part, now_s)
+                MESSAGE_HANDLERS[type(part)](self, state, worker, part, now_s)
 
-    def _on_output(self, live: RequestState, worker: str, output: Output, now_s: float) -> None:
+    def _on_output(self, state: RequestState, worker: str, output: Output, now_s: float) -> None:
         """Deliver new tokens to the client, move the request to its next stage, or finish it."""
-        request, prefills = live.request, worker == live.source
+        request, prefills = state.request, worker == state.source
         if prefills and request.stage is not RequestStage.QUEUED:
             self.late_messages["Output"] += 1
             return
-        if live.source is not None and not prefills and request.stage is not RequestStage.DECODING:
+        if state.source is not None and not prefills and request.stage is not RequestStage.DECODING:
             return self.attempts.fail_request(
-                live, INTERNAL_ERROR.failure(f"{worker} sent tokens before it had the KV"), now_s
+                state, INTERNAL_ERROR.failure(f"{worker} sent tokens before it had the KV"), now_s
             )
         if output.tokens or output.finish:
             self._enter_token_stage(
-                live, RequestStage.PREFILLED if prefills else RequestStage.DECODING, output, now_s
+                state, RequestStage.PREFILLED if prefills else RequestStage.DECODING, output, now_s
             )
-        self.attempts.deliver_output(live, output)
+        self.attempts.deliver_output(state, output)
         if output.finish is not None:
             # With the last token the worker has freed everything that it held.
-            live.holders.discard(worker)
+            state.holders.discard(worker)
             self.attempts.end_request(
-                live, RequestStage.DONE, FinishRequest(request.id, output.finish), now_s
+                state, RequestStage.DONE, FinishRequest(request.id, output.finish), now_s
             )
         elif len(self.quarantine) and self.quarantine.record_progress(request.id, len(request.output)):
             self.attempts.may_start = True
 
     def _enter_token_stage(
-        self, live: RequestState, stage: RequestStage, output: Output, now_s: float
+        self, state: RequestState, stage: RequestStage, output: Output, now_s: float
     ) -> None:
         """Enter `stage` with its first tokens, and report how long the phases before took."""
-        if live.request.stage is RequestStage.QUEUED:
-            if "first" not in live.reported_moments:
+        if state.request.stage is RequestStage.QUEUED:
+            if "first" not in state.reported_moments:
                 self.attempts.report_durations(
-                    live, "first", latency_breakdown.first_token_breakdown(live, output.seconds, now_s)
+                    state, "first", latency_breakdown.first_token_breakdown(state, output.seconds, now_s)
                 )
-            if live.source is None:
+            if state.source is None:
                 # Without a hand-off its phases are not reported.
-                live.reported_moments.add("second")
-            self.attempts.enter_stage(live, stage, now_s)
-            self.attempts.book_load(live)
-            self.admission.mark_prefilled(live.request.id, now_s)
-        elif "second" not in live.reported_moments:
+                state.reported_moments.add("second")
+            self.attempts.enter_stage(state, stage, now_s)
+            self.attempts.book_load(state)
+            self.admission.mark_prefilled(state.request.id, now_s)
+        elif "second" not in state.reported_moments:
             self.attempts.report_durations(
-                live, "second", latency_breakdown.decode_token_breakdown(live, now_s)
+                state, "second", latency_breakdown.decode_token_breakdown(state, now_s)
             )
 
-    def _on_staged(self, live: RequestState, worker: str, staged: Staged, now_s: float) -> None:
+    def _on_staged(self, state: RequestState, worker: str, staged: Staged, now_s: float) -> None:
         """Forward the hint that KV can be pulled while it is computed. A hint that cannot be used may be dropped."""
-        request = live.request
+        request = state.request
         prefilling = request.stage is RequestStage.QUEUED
         if (
-            worker != live.source
-            or not live.staged
+            worker != state.source
+            or not state.staged
             or not (prefilling or request.stage is RequestStage.PREFILLED)
         ):
             self.late_messages["Staged"] += 1
             return
-        if self.attempts.expire_request(live, now_s):
+        if self.attempts.expire_request(state, now_s):
             return
-        if live.target is None and prefilling:
+        if state.target is None and prefilling:
             # It was admitted without a ticket, before the first token.
-            decode = self.pairs.rebind_decode(live, self.quarantine)
+            decode = self.pairs.rebind_decode(state, self.quarantine)
             if decode is not None:
-                live.choice = ChosenPair(worker, decode)
-                self.attempts.admit_to_decode(live, decode, now_s)
-            self.attempts.book_load(live)
-        if live.target is not None:
-            self.attempts.send_message(live.target, Staging(request.id, request.epoch, staged.hint))
+                state.pair = ChosenPair(worker, decode)
+                self.attempts.admit_to_decode(state, decode, now_s)
+            self.attempts.book_load(state)
+        if state.target is not None:
+            self.attempts.send_message(state.target, Staging(request.id, request.epoch, staged.hint))
 
-    def _on_offer(self, live: RequestState, worker: str, offer: Offer, now_s: float) -> None:
+    def _on_offer(self, state: RequestState, worker: str, offer: Offer, now_s: float) -> None:
         """The KV is complete and leased: send the ticket to the decode worker, choosing one if need be."""
-        request = live.request
-        if worker != live.source or request.stage is RequestStage.TRANSFERRING:
+        request = state.request
+        if worker != state.source or request.stage is RequestStage.TRANSFERRING:
             self.late_messages["Offer"] += 1
             return
         if request.stage is not RequestStage.PREFILLED:
             return self.attempts.fail_request(
-                live, INTERNAL_ERROR.failure(f"{worker} offered KV before its token"), now_s
+                state, INTERNAL_ERROR.failure(f"{worker} offered KV before its token"), now_s
             )
         if not offer.ticket:
             # An Admit without a ticket would mean that the KV is still being computed.
             return self.attempts.fail_request(
-                live, INTERNAL_ERROR.failure(f"{worker} offered KV without a ticket"), now_s
+                state, INTERNAL_ERROR.failure(f"{worker} offered KV without a ticket"), now_s
             )
-        if self.attempts.expire_request(live, now_s):
+        if self.attempts.expire_request(state, now_s):
             return
-        live.take_offer(offer, now_s)
-        if live.target is not None:
+        state.take_offer(offer, now_s)
+        if state.target is not None:
             remaining_s = request.deadline_s - now_s
             fetch = Fetch(request.id, request.epoch, list(request.output), offer.ticket, remaining_s)
-            self.attempts.send_message(live.target, fetch)
+            self.attempts.send_message(state.target, fetch)
         else:
-            decode = self.pairs.rebind_decode(live, self.quarantine)
+            decode = self.pairs.rebind_decode(state, self.quarantine)
             if decode is None:
-                return self.attempts.retry_request(live, NO_WORKERS, self.pairs.explain_missing(), now_s)
-            live.choice = ChosenPair(worker, decode)
-            self.attempts.admit_to_decode(live, decode, now_s)
-        self.attempts.enter_stage(live, RequestStage.TRANSFERRING, now_s)
-        self.attempts.book_load(live)
+                return self.attempts.retry_request(state, NO_WORKERS, self.pairs.explain_missing(), now_s)
+            state.pair = ChosenPair(worker, decode)
+            self.attempts.admit_to_decode(state, decode, now_s)
+        self.attempts.enter_stage(state, RequestStage.TRANSFERRING, now_s)
+        self.attempts.book_load(state)
 
-    def _on_pulled(self, live: RequestState, worker: str, pulled: Pulled, now_s: float) -> None:
+    def _on_pulled(self, state: RequestState, worker: str, pulled: Pulled, now_s: float) -> None:
         """The KV has reached the decode worker: release it at its source, and record the transfer."""
-        request, source = live.request, live.source
-        if source is None or worker != live.target or request.stage is not RequestStage.TRANSFERRING:
+        request, source = state.request, state.source
+        if source is None or worker != state.target or request.stage is not RequestStage.TRANSFERRING:
             self.late_messages["Pulled"] += 1
             return
         self.attempts.send_message(source, Release(request.id, request.epoch))
-        live.holders.discard(source)
-        self.attempts.enter_stage(live, RequestStage.DECODING, now_s)
-        self.attempts.book_load(live)
+        state.holders.discard(source)
+        self.attempts.enter_stage(state, RequestStage.DECODING, now_s)
+        self.attempts.book_load(state)
         seconds = pulled.seconds
-        live.transfer_s = seconds.get("transfer", 0.0) + seconds.get("verify", 0.0)
+        state.transfer_s = seconds.get("transfer", 0.0) + seconds.get("verify", 0.0)
         if source in self.fleet.workers:
             self.pairs.auto.record_move(source, worker, pulled.num_bytes, seconds.get("transfer", 0.0))
-        if not live.staged:
-            self.attempts.handoff_cost.record_handoff(now_s - live.offered_s, seconds)
+        if not state.staged:
+            self.attempts.handoff_cost.record_handoff(now_s - state.offered_s, seconds)
         moved = KvMoved(
             request.id,
             source,
             worker,
             pulled.transport,
             pulled.num_bytes,
-            live.transfer_s,
+            state.transfer_s,
             seconds.get("hidden", 0.0),
             seconds.get("exposed", 0.0),
-            RAW_CLASS if live.began is None else live.began.kv_class,
+            RAW_CLASS if state.attempt_version is None else state.attempt_version.kv_class,
         )
         self.attempts.effects.append(moved)
 
-    def _on_failed(self, live: RequestState, worker: str, failed: Failed, now_s: float) -> None:
+    def _on_failed(self, state: RequestState, worker: str, failed: Failed, now_s: float) -> None:
         """A worker failed the attempt: choose another decode worker, another attempt, or an error."""
         # A worker frees everything before it reports a failure.
-        live.holders.discard(worker)
-        policy, source = POLICY_BY_CODE.get(failed.code, INTERNAL_ERROR), live.source
+        state.holders.discard(worker)
+        policy, source = POLICY_BY_CODE.get(failed.code, INTERNAL_ERROR), state.source
         if failed.code == "draining":
             self.fleet.workers[worker].stop_accepting()
         if failed.code == "kv_corrupt" and source is not None:
             self.fleet.record_corruption(source, worker, now_s)
-        prefilling = live.request.stage in (RequestStage.QUEUED, RequestStage.PREFILLED)
-        held = live.request.stage is RequestStage.TRANSFERRING and (
+        prefilling = state.request.stage in (RequestStage.QUEUED, RequestStage.PREFILLED)
+        held = state.request.stage is RequestStage.TRANSFERRING and (
             policy.worker_was_lost or policy.other_worker_only
         )
         if source is not None and worker != source and (prefilling or held) and policy.may_retry:
-            return self.attempts.retarget_decode(live, policy, failed.message, now_s)
+            return self.attempts.retarget_decode(state, policy, failed.message, now_s)
         # Either worker of a failed transfer may be at fault.
         ends = {name for name in (source, worker) if name is not None}
         self.attempts.retry_request(
-            live, policy, failed.message, now_s, frozenset(ends if policy is TRANSFER_FAILED else {worker})
+            state, policy, failed.message, now_s, frozenset(ends if policy is TRANSFER_FAILED else {worker})
         )
 
     # ---- lost workers and operator commands
@@ -415,16 +415,16 @@ class Relay:
     def _on_tick(self, _event: ClockTick, now_s: float) -> None:
         """Check deadlines, heartbeats, quarantine and hopeless waits, and renew leases when due."""
         self.attempts.may_start = True
-        for live in self.deadlines.pop_expired(now_s):
-            self.attempts.expire_request(live, now_s)
+        for state in self.deadlines.pop_expired(now_s):
+            self.attempts.expire_request(state, now_s)
         self.fleet_changes.apply_changes(self.fleet.check_silence(now_s), now_s)
         self.fleet_changes.apply_findings(self.quarantine.expire_waits(now_s), now_s)
         self.pairs.note_available(now_s)
-        kinds = {live.kind for live in self.queue}
+        kinds = {state.kind for state in self.queue}
         hopeless = {kind for kind in kinds if not self.pairs.should_wait(kind, now_s)}
-        for live in list(self.queue.in_order()) if hopeless else ():
-            if live.kind in hopeless:
-                self.attempts.fail_unserved(live, now_s)
+        for state in list(self.queue.in_order()) if hopeless else ():
+            if state.kind in hopeless:
+                self.attempts.fail_unserved(state, now_s)
         for worker, renewal in self._lease_renewal.take_due(self.live.values(), now_s):
             self.attempts.send_message(worker, renewal)
 

@@ -30,7 +30,7 @@ class ClassWish:
     """The KV class of the sequences of one HTTP request: they share one, so that they share the prompt and its name.
 
     `asked` is what the request says (`router.routing.kv_classes.names_class`), if anything; or, with `by_default`, what
-    it needs without saying so. What was `decided` for the first sequence counts for the others, as long as a sequence
+    it needs without saying so. The `decision` for the first sequence counts for the others, as long as a sequence
     uses it: it has an attempt, or delivered tokens.
 
     `beside` is what all other sequences are expected to need beside the first one.
@@ -38,13 +38,13 @@ class ClassWish:
 
     asked: str | None = None
     by_default: bool = False
-    decided: ClassDecision | None = None
+    decision: ClassDecision | None = None
     beside: BesideNeed = BesideNeed()
     _used_by: set[str] = field(default_factory=set)
 
     def decide(self, request: str, decision: ClassDecision) -> None:
         """A sequence begins with this class."""
-        self.decided = decision
+        self.decision = decision
         self._used_by.add(request)
 
     def release(self, request: str) -> None:
@@ -54,12 +54,12 @@ class ClassWish:
     def bound_class(self, request: str) -> str | None:
         """The class that other sequences use, if any do."""
         others = len(self._used_by) > (request in self._used_by)
-        return self.decided.kv_class if others and self.decided is not None else None
+        return self.decision.kv_class if others and self.decision is not None else None
 
     @property
     def reason(self) -> str:
         """Why the sequences have the class that was decided last."""
-        return DEFAULT if self.decided is None else self.decided.reason
+        return DEFAULT if self.decision is None else self.decision.reason
 
 
 class RequestKind(NamedTuple):
@@ -79,8 +79,8 @@ class RequestKind(NamedTuple):
 class RequestState:
     """A request that has not ended.
 
-    `holders` are the workers that hold something for the running attempt. `choice` has its workers; it is None while
-    the request waits in the gateway. Until the Offer `choice.decode` may only be planned: it counts as load, but was
+    `holders` are the workers that hold something for the running attempt. `pair` has its workers; it is None while
+    the request waits in the gateway. Until the Offer `pair.decode` may only be planned: it counts as load, but was
     sent nothing. `target` is the decode worker that the attempt was sent to.
 
     `chunks` name the full chunks of the prompt. `expected_tokens` is the expected length of the answer, from the
@@ -93,7 +93,7 @@ class RequestState:
     request: Request
     # The number of the request in order of arrival.
     number: int
-    pin: ChosenPair | None = None
+    pinned_pair: ChosenPair | None = None
     chunks: ChunkNames = ()
     expected_tokens: int = 0
     wish: ClassWish = field(default_factory=ClassWish)
@@ -109,9 +109,9 @@ class RequestState:
     # Workers that failed earlier attempts. Other workers are preferred.
     failed_workers: frozenset[str] = frozenset()
     # What the last attempt began with: the model's fingerprint, and the KV class.
-    began: AnswerVersion | None = None
+    attempt_version: AnswerVersion | None = None
 
-    choice: ChosenPair | None = None
+    pair: ChosenPair | None = None
     holders: set[str] = field(default_factory=set)
     staged: bool = False
     target: str | None = None
@@ -135,7 +135,7 @@ class RequestState:
     @property
     def pinned(self) -> bool:
         """Whether this is a canary, which must use a given pair of workers."""
-        return self.pin is not None
+        return self.pinned_pair is not None
 
     @property
     def bulk(self) -> bool:
@@ -145,7 +145,7 @@ class RequestState:
     @property
     def source(self) -> str | None:
         """The prefill worker of the running attempt; None if its decode worker also prefills."""
-        return self.choice.prefill if self.choice else None
+        return self.pair.prefill if self.pair else None
 
     @property
     def room_tokens(self) -> int:
@@ -165,7 +165,7 @@ class RequestState:
         """The share of its KV behind the boundary that the request keeps: its own if known, else that of others."""
         if self.kept is not None:
             return self.kept.kept_share
-        kv_class = self.kv_class if self.began is None else self.began.kv_class
+        kv_class = self.kv_class if self.attempt_version is None else self.attempt_version.kv_class
         return self.kept_shares.expected_share(kv_class or RAW_CLASS, self.request.keep.threshold)
 
     @property
@@ -186,7 +186,7 @@ class RequestState:
 
         Until then the client has seen nothing that another model or class would not continue in the same way.
         """
-        return self.began if self.request.output else None
+        return self.attempt_version if self.request.output else None
 
     @property
     def kv_class(self) -> str | None:
@@ -231,37 +231,41 @@ class RequestState:
     @property
     def attempt_need(self) -> RoutingNeed:
         """As `need`, for the running attempt: its KV exists, or is being computed, in the class that it began with."""
-        return self.need if self.began is None else replace(self.need, kv_class=self.began.kv_class)
+        return (
+            self.need
+            if self.attempt_version is None
+            else replace(self.need, kv_class=self.attempt_version.kv_class)
+        )
 
     @property
     def shares(self) -> dict[str, WorkerLoad]:
         """The load that the request puts on each of its workers, including the planned decode worker."""
-        choice, stage = self.choice, self.request.stage
-        if choice is None or stage in TERMINAL_STAGES:
+        pair, stage = self.pair, self.request.stage
+        if pair is None or stage in TERMINAL_STAGES:
             return {}
         unprefilled = self.unprefilled_tokens if stage is RequestStage.QUEUED else 0
         credit = min(unprefilled, CREDIT_TOKENS_PER_PROMPT)
         room = max(0, self.room_tokens - self.shared_tokens)
-        if choice.prefill is None:
+        if pair.prefill is None:
             if stage is RequestStage.QUEUED:
                 # Until then it has its whole prompt.
                 room = max(room, self.prefill_kv_tokens - self.shared_tokens)
-            return {choice.decode: WorkerLoad(unprefilled, 1, room, credit)}
+            return {pair.decode: WorkerLoad(unprefilled, 1, room, credit)}
         if stage is RequestStage.DECODING:
-            return {choice.decode: WorkerLoad(0, 1, room)}
+            return {pair.decode: WorkerLoad(0, 1, room)}
         moving = self.prefill_kv_tokens
         if not self.ticket:
             moving = min(moving, round_up_to_chunks(self.handed_tokens))
         moving = max(0, moving - self.shared_tokens)
         return {
-            choice.prefill: WorkerLoad(unprefilled, 1, self.prefill_kv_tokens, credit, moving),
-            choice.decode: WorkerLoad(0, 1, room, moving_tokens=moving),
+            pair.prefill: WorkerLoad(unprefilled, 1, self.prefill_kv_tokens, credit, moving),
+            pair.decode: WorkerLoad(0, 1, room, moving_tokens=moving),
         }
 
-    def begin_attempt(self, choice: ChosenPair, began: AnswerVersion, staged: bool, reason: str) -> None:
+    def begin_attempt(self, pair: ChosenPair, version: AnswerVersion, staged: bool, reason: str) -> None:
         """Begin another attempt, which no worker has been sent yet. `reason` is why it has its KV class."""
-        self.wish.decide(self.request.id, ClassDecision(began.kv_class, reason))
-        self.choice, self.began, self.staged = choice, began, staged
+        self.wish.decide(self.request.id, ClassDecision(version.kv_class, reason))
+        self.pair, self.attempt_version, self.staged = pair, version, staged
         self.target, self.ticket, self.contacted_lives = None, b"", set()
         self.prefill_kv_tokens = prefill_room_tokens(self.need)
 
@@ -273,10 +277,10 @@ class RequestState:
             # The decode worker needs a slab more, for the tokens since the decision.
             self.held_tokens = self.prefill_kv_tokens + CHUNK_TOKENS
 
-    def take_report(self, report: KeptReport) -> None:
+    def record_kept(self, report: KeptReport) -> None:
         """The request has decided what it keeps: from now on that counts."""
-        if self.kept is None and self.began is not None:
-            self.kept_shares.record_share(self.began.kv_class, self.request.keep.threshold, report)
+        if self.kept is None and self.attempt_version is not None:
+            self.kept_shares.record_share(self.attempt_version.kv_class, self.request.keep.threshold, report)
         self.kept, self.held_tokens = report, held_tokens(report, self.request.keep.boundary)
 
     def end_attempt(self) -> None:
@@ -284,7 +288,7 @@ class RequestState:
         self.held_tokens = 0
         self.release_class()
         self.request.epoch += 1
-        self.choice = self.target = None
+        self.pair = self.target = None
 
     def release_class(self) -> None:
         """Its attempt is over: it does not need its KV class any more, unless tokens were delivered."""
@@ -296,12 +300,12 @@ def sum_beside(states: Sequence[RequestState]) -> BesideNeed:
     """What the sequences of an HTTP request need beside the first one, as it is booked when they begin together."""
     first, *others = states
     return BesideNeed(
-        sum(prefill_room_tokens(live.need) for live in others),
-        sum(live.room_tokens for live in others),
-        sum(live.chunks == first.chunks for live in others),
+        sum(prefill_room_tokens(state.need) for state in others),
+        sum(state.room_tokens for state in others),
+        sum(state.chunks == first.chunks for state in others),
     )
 
 
 def total_demand(states: Sequence[RequestState]) -> tuple[int, int]:
     """Number of sequences, and of their prompt tokens."""
-    return len(states), sum(len(live.request.prompt) for live in states)
+    return len(states), sum(len(state.request.prompt) for state in states)

@@ -93,9 +93,9 @@ class TenantShares:
     def add_request(self, request: str, prompt_tokens: int, tenant: str, group: str) -> None:
         """Count a request in flight. `group` names its HTTP request."""
         held = self._held.setdefault(tenant, TenantUsage())
-        found = held.idle.setdefault(group, RequestGroup(group, tenant))
-        found.unprefilled_tokens[request] = prompt_tokens
-        self._groups[request] = found
+        request_group = held.idle.setdefault(group, RequestGroup(group, tenant))
+        request_group.unprefilled_tokens[request] = prompt_tokens
+        self._groups[request] = request_group
         for one in (held, self.total):
             one.requests += 1
             one.tokens += prompt_tokens
@@ -175,7 +175,7 @@ class TenantShares:
             for name, held in self._held.items()
             if name != demand.tenant
         }
-        found: list[RequestGroup] = []
+        groups: list[RequestGroup] = []
         missing = list(excess)
         for axis in (0, 1):
             while missing[axis] > 0:
@@ -183,11 +183,11 @@ class TenantShares:
                 if not above:
                     return None
                 has, idle = left[max(above, key=lambda name: left[name][0][axis])]
-                found.append(idle.pop())
-                for each, amount in enumerate(found[-1].amounts):
+                groups.append(idle.pop())
+                for each, amount in enumerate(groups[-1].amounts):
                     has[each] -= amount
                     missing[each] -= amount
-        return found
+        return groups
 
     def work_ahead(self, tenant: str) -> RequestsAndTokens:
         """The unprefilled prompt tokens and requests that a fair queue serves before the next request of a tenant.

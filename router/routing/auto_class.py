@@ -86,10 +86,14 @@ class WorkerPaces(NamedTuple):
         """The paces of all members; defaults where nothing was measured yet."""
         token_s = dict[str, float]()
         for role in ROLES:
-            members = view.fleet.workers_of(role)
-            token_s |= seconds_per_unit([(one, one.stats.step_tokens) for one in members], DEFAULT_TOKEN_S)
-        members = view.fleet.workers_of("decode")
-        return cls(token_s, seconds_per_unit([(one, one.stats.steps) for one in members], DEFAULT_STEP_S))
+            worker_states = view.fleet.workers_of(role)
+            token_s |= seconds_per_unit(
+                [(one, one.stats.step_tokens) for one in worker_states], DEFAULT_TOKEN_S
+            )
+        worker_states = view.fleet.workers_of("decode")
+        return cls(
+            token_s, seconds_per_unit([(one, one.stats.steps) for one in worker_states], DEFAULT_STEP_S)
+        )
 
 
 @dataclass(slots=True)
@@ -118,9 +122,9 @@ class AutoClasses:
 
     def find_classes(self, pair: Pair, view: RoutingView) -> EligibleClasses | None:
         """The two classes between which requests on this pair of members are divided; None if there is none."""
-        members, (source, target) = view.fleet.workers, pair
-        hello = members[target].hello
-        names = eligible_classes(None if source is None else members[source].hello, hello, self.budget_pct)
+        workers, (source, target) = view.fleet.workers, pair
+        hello = workers[target].hello
+        names = eligible_classes(None if source is None else workers[source].hello, hello, self.budget_pct)
         if not names:
             return None
         # `min` takes the first of equals, which loses least.
@@ -189,11 +193,13 @@ class AutoClasses:
         """Seconds in which the KV of `tokens` is moved in the class of `need`, at the speed of recent moves."""
         if tokens <= 0:
             return 0.0
-        member = view.fleet.workers[target]
+        worker_state = view.fleet.workers[target]
         num_bytes = (
-            round_up_to_chunks(tokens) // CHUNK_TOKENS * pool_size(member.hello, need.kv_class).chunk_bytes
+            round_up_to_chunks(tokens)
+            // CHUNK_TOKENS
+            * pool_size(worker_state.hello, need.kv_class).chunk_bytes
         )
-        link, moves = member.links[source], self._moves.get((source, target))
+        link, moves = worker_state.links[source], self._moves.get((source, target))
         speed = moves.num_bytes / moves.seconds if moves else max(link.gb_per_s, 1e-3) * 1e9
         return link.latency_us * 1e-6 + num_bytes / speed
 

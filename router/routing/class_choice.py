@@ -90,7 +90,7 @@ class ClassMode(NamedTuple):
 
 
 def choose_class(
-    better: ClassEstimate, lighter: ClassEstimate, spare_s: float, mode: ClassMode, now_s: float
+    better_class: ClassEstimate, lighter_class: ClassEstimate, spare_s: float, mode: ClassMode, now_s: float
 ) -> tuple[list[ClassDecision], ClassMode]:
     """The classes that a request may take, preferred first, and the mode from now on.
 
@@ -98,33 +98,33 @@ def choose_class(
     requests on the pair, follows from what is booked.
 
     Args:
-        better: the class that loses less, for this request on this pair of workers.
-        lighter: the class with fewer bytes per token.
+        better_class: the class that loses less, for this request on this pair of workers.
+        lighter_class: the class with fewer bytes per token.
         spare_s: seconds by which KV may arrive after its prompt is prefilled.
         mode: the mode until now.
         now_s: the router's time.
     """
-    mode = next_mode(better, spare_s, mode, now_s)
-    heavy, full = better.kv_class, better.full_for_group
+    mode = next_mode(better_class, spare_s, mode, now_s)
+    heavy, full = better_class.kv_class, better_class.full_for_group
     if mode.reason is None and not full:
-        return [ClassDecision(heavy, QUALITY), ClassDecision(lighter.kv_class, POOL)], mode
-    light = ClassDecision(lighter.kv_class, mode.reason or POOL)
-    if not full and better.arrival_s < lighter.arrival_s:
+        return [ClassDecision(heavy, QUALITY), ClassDecision(lighter_class.kv_class, POOL)], mode
+    light = ClassDecision(lighter_class.kv_class, mode.reason or POOL)
+    if not full and better_class.arrival_s < lighter_class.arrival_s:
         return [ClassDecision(heavy, PREFIX), light], mode
     # Over a link that binds, the better class would slow down all others.
     return [light] if mode.reason == LINK else [light, ClassDecision(heavy, QUALITY)], mode
 
 
-def next_mode(better: ClassEstimate, spare_s: float, mode: ClassMode, now_s: float) -> ClassMode:
+def next_mode(better_class: ClassEstimate, spare_s: float, mode: ClassMode, now_s: float) -> ClassMode:
     """The mode after a request was estimated in the better class; arguments as for `choose_class`."""
-    allowed_s, move_s = better.prefill_s + spare_s, better.queue_s + better.move_s
+    allowed_s, move_s = better_class.prefill_s + spare_s, better_class.queue_s + better_class.move_s
     link = move_s / allowed_s if allowed_s > 0 else float(move_s > 0) * 2 * LINK_BINDS
-    binding = LINK if link > LINK_BINDS else POOL if better.pool_share > POOL_BINDS else None
+    binding = LINK if link > LINK_BINDS else POOL if better_class.pool_share > POOL_BINDS else None
     if binding is not None:
         since_s = mode.since_s if mode.reason == binding else now_s
         return ClassMode(binding, since_s, now_s)
     if mode.reason is None:
         return mode
-    if link > LINK_IS_FREE or better.pool_share > POOL_IS_FREE:
+    if link > LINK_IS_FREE or better_class.pool_share > POOL_IS_FREE:
         return mode._replace(near_s=now_s)
     return ClassMode(None, now_s, now_s) if now_s - mode.near_s >= RETURN_S else mode

@@ -159,41 +159,41 @@ class Fleet:
             return self._on_hello(message, now_s) if message.worker == worker else []
         if isinstance(message, Heartbeat):
             return self._on_heartbeat(worker, message, now_s)
-        if (member := self.workers.get(worker)) is not None:
-            member.seen_s = now_s
+        if (worker_state := self.workers.get(worker)) is not None:
+            worker_state.seen_s = now_s
             if isinstance(message, Opened):
-                return self._on_transport_opened(member, message, now_s)
-            return self._on_linked(member, message, now_s)
+                return self._on_transport_opened(worker_state, message, now_s)
+            return self._on_linked(worker_state, message, now_s)
         return []
 
-    def _on_heartbeat(self, worker: str, beat: Heartbeat, now_s: float) -> list[FleetChange]:
+    def _on_heartbeat(self, worker: str, heartbeat: Heartbeat, now_s: float) -> list[FleetChange]:
         """Update a member's statistics, or remove it if its engine is stuck."""
-        still_s, member = beat.stats.stuck_s, self.workers.get(worker)
-        if member is None:
+        still_s, worker_state = heartbeat.stats.stuck_s, self.workers.get(worker)
+        if worker_state is None:
             hello = self._stuck.get(worker)
             self._previous_lives.mark_seen(worker)
-            if hello is None or hello.incarnation != beat.incarnation or still_s > 0:
+            if hello is None or hello.incarnation != heartbeat.incarnation or still_s > 0:
                 return []
             return self._add_worker(hello, now_s)
-        if beat.incarnation != member.hello.incarnation:
+        if heartbeat.incarnation != worker_state.hello.incarnation:
             rival = self._rivals.get(worker)
-            if rival is not None and rival.hello.incarnation == beat.incarnation:
+            if rival is not None and rival.hello.incarnation == heartbeat.incarnation:
                 rival.seen_s = now_s
             return []
-        member.seen_s, member.stats = now_s, beat.stats
-        if beat.stats.draining:
-            member.stop_accepting()
+        worker_state.seen_s, worker_state.stats = now_s, heartbeat.stats
+        if heartbeat.stats.draining:
+            worker_state.stop_accepting()
         if still_s < self.stuck_s:
-            return self._reject_rival(member, now_s)
+            return self._reject_rival(worker_state, now_s)
         self._stuck[worker] = None
         return self.remove_worker(worker, f"its engine has been stuck for {still_s:.0f} s")
 
     def mark_seen(self, worker: str, now_s: float) -> bool:
         """Note that the worker is alive, since a message of it arrived; False if it is not a member."""
-        member = self.workers.get(worker)
-        if member is not None:
-            member.seen_s = now_s
-        return member is not None
+        worker_state = self.workers.get(worker)
+        if worker_state is not None:
+            worker_state.seen_s = now_s
+        return worker_state is not None
 
     def _on_hello(self, hello: Hello, now_s: float) -> list[FleetChange]:
         """Add a worker, unless it is unfit, stuck, or has the name of a living member."""
@@ -220,19 +220,19 @@ class Fleet:
                 return []
         return self._add_worker(hello, now_s)
 
-    def _reject_rival(self, member: WorkerState, now_s: float) -> list[FleetChange]:
+    def _reject_rival(self, worker_state: WorkerState, now_s: float) -> list[FleetChange]:
         """A member sent a message, so it lives: reject the second worker of its name once `RIVAL_GRACE_S` has
         passed.
         """
-        rival = self._rivals.get(member.name)
+        rival = self._rivals.get(worker_state.name)
         if rival is None or now_s - rival.since_s < RIVAL_GRACE_S:
             return []
-        del self._rivals[member.name]
-        return self._reject_worker(rival.hello, member.hello, now_s)
+        del self._rivals[worker_state.name]
+        return self._reject_worker(rival.hello, worker_state.hello, now_s)
 
-    def _reject_worker(self, hello: Hello, holder: Hello, now_s: float) -> list[FleetChange]:
-        """Reject a worker because a living worker, `holder`, has its name."""
-        why = f"the gateway has a living worker {holder.worker} on {holder.host} (pid {holder.pid})"
+    def _reject_worker(self, hello: Hello, holder_hello: Hello, now_s: float) -> list[FleetChange]:
+        """Reject a worker because the living worker of `holder_hello` has its name."""
+        why = f"the gateway has a living worker {holder_hello.worker} on {holder_hello.host} (pid {holder_hello.pid})"
         who = f"{hello.worker} on {hello.host} (pid {hello.pid})"
         self._rejected[who] = (why, now_s)
         return [WorkerUnfit(who, why), RejectSession(hello.worker, hello.link, why)]
@@ -248,11 +248,11 @@ class Fleet:
             again = known.hello.incarnation == hello.incarnation
             changes += self._remove_worker(hello.worker, "its link broke" if again else "it has restarted")
         self._previous_lives.begin_life(hello)
-        member = self.workers[hello.worker] = WorkerState(hello, now_s, ended=self._previous_end(hello))
+        worker_state = self.workers[hello.worker] = WorkerState(hello, now_s, ended=self._previous_end(hello))
         self._stuck.pop(hello.worker, None)
         self._unfit.pop(hello.worker, None)
         up = WorkerUp(hello.worker, hello.role, hello.incarnation, hello.link)
-        return [*changes, up, *self._announce_peers(member)]
+        return [*changes, up, *self._announce_peers(worker_state)]
 
     def _previous_end(self, hello: Hello) -> str:
         """How the life before this one ended. A worker that returns as the same process has not ended: "alive"."""
@@ -262,26 +262,28 @@ class Fleet:
         changed_role = (before.host, before.pid) == (hello.host, hello.pid) and before.role != hello.role
         return "alive" if changed_role or before.incarnation == hello.incarnation else hello.ended
 
-    def _announce_peers(self, member: WorkerState) -> list[FleetChange]:
+    def _announce_peers(self, worker_state: WorkerState) -> list[FleetChange]:
         """Tell decode workers about matching prefill workers; report the worker as unfit if none matches."""
         changes: list[FleetChange] = []
-        for other in self._opposite_role(member):
-            if can_exchange_kv(other.hello, member.hello):
-                source, target = (member, other) if member.role == "prefill" else (other, member)
+        for other in self._opposite_role(worker_state):
+            if can_exchange_kv(other.hello, worker_state.hello):
+                source, target = (
+                    (worker_state, other) if worker_state.role == "prefill" else (other, worker_state)
+                )
                 changes.append(_peer_message(source, target))
-        text = self._mismatch_of(member)
-        return changes if text is None else [WorkerUnfit(member.name, text)]
+        text = self._mismatch_of(worker_state)
+        return changes if text is None else [WorkerUnfit(worker_state.name, text)]
 
-    def _opposite_role(self, member: WorkerState) -> list[WorkerState]:
-        """The members with which `member` could be paired."""
-        return self.workers_of("decode" if member.role == "prefill" else "prefill")
+    def _opposite_role(self, worker_state: WorkerState) -> list[WorkerState]:
+        """The members with which this worker could be paired."""
+        return self.workers_of("decode" if worker_state.role == "prefill" else "prefill")
 
-    def _mismatch_of(self, member: WorkerState) -> str | None:
-        """Why no worker of the other role can exchange KV with `member`; None if one can, or none is there."""
-        others = self._opposite_role(member)
-        if not others or any(can_exchange_kv(other.hello, member.hello) for other in others):
+    def _mismatch_of(self, worker_state: WorkerState) -> str | None:
+        """Why no worker of the other role can exchange KV with this one; None if one can, or none is there."""
+        others = self._opposite_role(worker_state)
+        if not others or any(can_exchange_kv(other.hello, worker_state.hello) for other in others):
             return None
-        return describe_mismatch(others[0].hello, member.hello)
+        return describe_mismatch(others[0].hello, worker_state.hello)
 
     def find_mismatches(self) -> dict[str, str]:
         """Workers that can serve with no other worker, and why."""
@@ -336,26 +338,26 @@ class Fleet:
 
     def remove_worker(self, worker: str, reason: str, incarnation: str | None = None) -> list[FleetChange]:
         """A worker (only this `incarnation`, if given) is lost; decode workers are asked to drop their links to it."""
-        member = self.workers.get(worker)
-        if member is None or incarnation not in (None, member.hello.incarnation):
+        worker_state = self.workers.get(worker)
+        if worker_state is None or incarnation not in (None, worker_state.hello.incarnation):
             return []
         changes, rival = self._remove_worker(worker, reason), self._rivals.pop(worker, None)
         return changes if rival is None else [*changes, *self._add_worker(rival.hello, rival.seen_s)]
 
     def _remove_worker(self, worker: str, reason: str) -> list[FleetChange]:
         """Remove a member with its links, and tell decode workers that it is gone."""
-        member = self.workers[worker]
+        worker_state = self.workers[worker]
         del self.workers[worker]
-        for name in self._previous_lives.end_life(member.hello, member.draining):
+        for name in self._previous_lives.end_life(worker_state.hello, worker_state.draining):
             self._stuck.pop(name, None)
         for pair in [pair for pair in self._corrupt_s if worker in pair]:
             del self._corrupt_s[pair]
-        changes: list[FleetChange] = [WorkerDown(worker, member.hello.incarnation, reason)]
-        if member.role == "prefill":
+        changes: list[FleetChange] = [WorkerDown(worker, worker_state.hello.incarnation, reason)]
+        if worker_state.role == "prefill":
             for decode in self.workers_of("decode"):
                 _drop_link(decode, worker)
-                if can_exchange_kv(member.hello, decode.hello):
-                    changes.append(SendMessage(decode.name, Unpeer(worker, member.hello.incarnation)))
+                if can_exchange_kv(worker_state.hello, decode.hello):
+                    changes.append(SendMessage(decode.name, Unpeer(worker, worker_state.hello.incarnation)))
         return changes
 
     def record_corruption(self, source: str, target: str, now_s: float) -> None:
@@ -406,25 +408,32 @@ class Fleet:
 
     def workers_of(self, role: str) -> list[WorkerState]:
         """Living members of a role, sorted by name."""
-        members = self.workers
-        return [member for name in sorted(members) if (member := members[name]).hello.role == role]
+        workers = self.workers
+        return [
+            worker_state for name in sorted(workers) if (worker_state := workers[name]).hello.role == role
+        ]
 
     def linked_pairs(self) -> list[tuple[str, str]]:
         """Linked (prefill, decode) pairs without draining workers, sorted by name."""
-        open_prefill = {member.name for member in self.workers_of("prefill") if not member.draining}
-        decode = [member for member in self.workers_of("decode") if not member.draining]
+        open_prefill = {
+            worker_state.name for worker_state in self.workers_of("prefill") if not worker_state.draining
+        }
+        decode = [worker_state for worker_state in self.workers_of("decode") if not worker_state.draining]
         return sorted(
-            (source, member.name) for member in decode for source in member.links if source in open_prefill
+            (source, worker_state.name)
+            for worker_state in decode
+            for source in worker_state.links
+            if source in open_prefill
         )
 
 
-def _is_successor(hello: Hello, known: Hello) -> bool:
-    """Whether the life in `hello` clearly follows `known`, so that `known` is over.
+def _is_successor(hello: Hello, known_hello: Hello) -> bool:
+    """Whether the life in `hello` clearly follows `known_hello`, so that the latter is over.
 
     True if the supervisor reports how the previous process ended, or if the same process has begun a new life (a change
     of role).
     """
-    return bool(hello.ended) or (known.host, known.pid) == (hello.host, hello.pid)
+    return bool(hello.ended) or (known_hello.host, known_hello.pid) == (hello.host, hello.pid)
 
 
 def _peer_message(source: WorkerState, target: WorkerState) -> SendMessage:

@@ -81,13 +81,13 @@ class LoadLedger:
         if shares:
             self._workers[request] = (priority, kv_class), tuple(shares)
 
-    def _add_share(self, worker: str, level: LoadLevel, share: WorkerLoad, sign: int) -> None:
+    def _add_share(self, worker: str, level: LoadLevel, load: WorkerLoad, sign: int) -> None:
         """Add a share to a worker's totals, or subtract it (`sign` -1)."""
-        self._totals[worker] = self._totals.get(worker, IDLE_LOAD).combined_with(share, sign)
+        self._totals[worker] = self._totals.get(worker, IDLE_LOAD).combined_with(load, sign)
         if level[0] >= BULK_PRIORITY:
-            self._bulk[worker] = self._bulk.get(worker, IDLE_LOAD).combined_with(share, sign)
+            self._bulk[worker] = self._bulk.get(worker, IDLE_LOAD).combined_with(load, sign)
         levels = self._by_level.setdefault(worker, {})
-        levels[level] = levels.get(level, IDLE_LOAD).combined_with(share, sign)
+        levels[level] = levels.get(level, IDLE_LOAD).combined_with(load, sign)
         if levels[level] == IDLE_LOAD:
             del levels[level]
 

@@ -138,9 +138,9 @@ class RoutingView:
     def eligible_workers(self, role: str, need: RoutingNeed) -> list[WorkerState]:
         """Workers of a role that serve the model and hold the KV class of `need`, and do not drain."""
         return [
-            member
-            for member in self.fleet.workers_of(role)
-            if _can_serve(member, need) and not member.draining
+            worker_state
+            for worker_state in self.fleet.workers_of(role)
+            if _can_serve(worker_state, need) and not worker_state.draining
         ]
 
 
@@ -157,7 +157,7 @@ def find_pairs(need: RoutingNeed, view: RoutingView) -> list[Pair]:
     """
     decode = view.eligible_workers("decode", need)
     if not view.split or need.bulk:
-        return [(None, member.name) for member in decode]
+        return [(None, worker_state.name) for worker_state in decode]
     prefill = view.eligible_workers("prefill", need)
     pairs: list[Pair] = [
         (source.name, target.name)
@@ -188,17 +188,17 @@ class RankedPair(NamedTuple):
     decode: str
 
     @property
-    def choice(self) -> ChosenPair:
+    def pair(self) -> ChosenPair:
         """The workers; `prefill` is empty if the decode worker also prefills."""
         return ChosenPair(self.prefill or None, self.decode)
 
 
 def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> RankedPair | None:
     """The pair with the least predicted wait among `among`, whose workers must be members; None if there is none."""
-    members, found = view.fleet.workers, list(among)
-    decode_s = _decode_wait_s(_workers_named(members, [target for _, target in found]), need, view)
-    prefill_workers = _workers_named(members, [source for source, _ in found if source])
-    colocated = _workers_named(members, [target for source, target in found if not source])
+    worker_states, found = view.fleet.workers, list(among)
+    decode_s = _decode_wait_s(_workers_named(worker_states, [target for _, target in found]), need, view)
+    prefill_workers = _workers_named(worker_states, [source for source, _ in found if source])
+    colocated = _workers_named(worker_states, [target for source, target in found if not source])
     prefill_s = _prefill_wait_s(prefill_workers, need, view) | (
         _local_prefill_wait_s if view.auto_local_prefill and not need.bulk else _colocated_wait_s
     )(colocated, need, view)
@@ -233,14 +233,14 @@ def choose_decode(
     if prefill not in view.fleet.workers:
         return None
     linked = [
-        member
-        for member in view.fleet.workers_of("decode")
-        if prefill in member.links and _can_serve(member, need)
+        worker_state
+        for worker_state in view.fleet.workers_of("decode")
+        if prefill in worker_state.links and _can_serve(worker_state, need)
     ]
-    open_ = [member for member in linked if not member.draining] or [
-        member for member in linked if member.accepts_pending
+    open_ = [worker_state for worker_state in linked if not worker_state.draining] or [
+        worker_state for worker_state in linked if worker_state.accepts_pending
     ]
-    decode = [member for member in open_ if member.name not in barred]
+    decode = [worker_state for worker_state in open_ if worker_state.name not in barred]
     decode_s = _decode_wait_s(decode, need, view)
     targets = [(transfer_s(prefill, name, need, view) + decode_s[name], name) for name in decode_s]
     return min(targets)[1] if targets else None
@@ -255,22 +255,28 @@ def transfer_s(source: str, target: str, need: RoutingNeed, view: RoutingView) -
     return link.latency_us * 1e-6 + num_bytes / (max(link.gb_per_s, 1e-3) * 1e9)
 
 
-def _can_serve(member: WorkerState, need: RoutingNeed) -> bool:
+def _can_serve(worker_state: WorkerState, need: RoutingNeed) -> bool:
     """Whether the worker runs the model that must continue the request, if any, holds its KV class, and can evict in it
     if the request needs that.
     """
-    if need.evicts and not can_evict(member.hello, need.kv_class):
+    if need.evicts and not can_evict(worker_state.hello, need.kv_class):
         return False
-    return need.fingerprint in (None, member.hello.fingerprint) and holds_class(member.hello, need.kv_class)
+    return need.fingerprint in (None, worker_state.hello.fingerprint) and holds_class(
+        worker_state.hello, need.kv_class
+    )
 
 
-def _workers_named(members: Mapping[str, WorkerState], names: Iterable[str]) -> list[WorkerState]:
-    return [members[name] for name in sorted(set(names))]
+def _workers_named(worker_states: Mapping[str, WorkerState], names: Iterable[str]) -> list[WorkerState]:
+    return [worker_states[name] for name in sorted(set(names))]
 
 
-def _prefill_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingView) -> dict[str, float]:
+def _prefill_wait_s(
+    worker_states: list[WorkerState], need: RoutingNeed, view: RoutingView
+) -> dict[str, float]:
     """Predicted seconds until each prefill worker has finished this prompt: its queue, and twice the new tokens."""
-    token_s = seconds_per_unit([(member, member.stats.step_tokens) for member in members], DEFAULT_TOKEN_S)
+    token_s = seconds_per_unit(
+        [(worker_state, worker_state.stats.step_tokens) for worker_state in worker_states], DEFAULT_TOKEN_S
+    )
     new_tokens = {name: need.prompt_tokens - view.shared_tokens(name, need) for name in token_s}
     return {
         name: (view.ledger.load_of(name).queued_tokens + 2 * new_tokens[name]) * token_s[name]
@@ -278,7 +284,9 @@ def _prefill_wait_s(members: list[WorkerState], need: RoutingNeed, view: Routing
     }
 
 
-def _colocated_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingView) -> dict[str, float]:
+def _colocated_wait_s(
+    worker_states: list[WorkerState], need: RoutingNeed, view: RoutingView
+) -> dict[str, float]:
     """As `_prefill_wait_s`, for workers in a deployment where every worker both prefills and decodes.
 
     There, measured seconds per prefilled token also include decoding: the worker with the most prompts would look
@@ -286,9 +294,15 @@ def _colocated_wait_s(members: list[WorkerState], need: RoutingNeed, view: Routi
     steps are. Requests that decode there wait for the prefill: the new tokens count once more if there are any, however
     many, so that a cached prefix still outweighs it.
     """
-    tokens = sum(member.stats.step_tokens for member in members)
-    token_s = sum(member.stats.step_seconds for member in members) / tokens if tokens else DEFAULT_TOKEN_S
-    steps_s = seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
+    tokens = sum(worker_state.stats.step_tokens for worker_state in worker_states)
+    token_s = (
+        sum(worker_state.stats.step_seconds for worker_state in worker_states) / tokens
+        if tokens
+        else DEFAULT_TOKEN_S
+    )
+    steps_s = seconds_per_unit(
+        [(worker_state, worker_state.stats.steps) for worker_state in worker_states], DEFAULT_STEP_S
+    )
     # The mean is 0 if no step took any time.
     step_s = sum(steps_s.values()) / max(1, len(steps_s)) or DEFAULT_STEP_S
     waits_s: dict[str, float] = {}
@@ -303,7 +317,7 @@ def _colocated_wait_s(members: list[WorkerState], need: RoutingNeed, view: Routi
 
 
 def _local_prefill_wait_s(
-    members: list[WorkerState], need: RoutingNeed, view: RoutingView
+    worker_states: list[WorkerState], need: RoutingNeed, view: RoutingView
 ) -> dict[str, float]:
     """As `_prefill_wait_s`, for decode workers that prefill between decode steps, so that all their requests wait.
 
@@ -311,37 +325,49 @@ def _local_prefill_wait_s(
     that decoding leaves is used for prefill; if nothing is left, the wait is infinite.
     """
     prefill_workers = [
-        member for member in view.fleet.workers_of("prefill") if member.stats.step_tokens
-    ] or members
-    tokens = sum(member.stats.step_tokens for member in prefill_workers)
+        worker_state for worker_state in view.fleet.workers_of("prefill") if worker_state.stats.step_tokens
+    ] or worker_states
+    tokens = sum(worker_state.stats.step_tokens for worker_state in prefill_workers)
     token_s = (
-        sum(member.stats.step_seconds for member in prefill_workers) / tokens if tokens else DEFAULT_TOKEN_S
+        sum(worker_state.stats.step_seconds for worker_state in prefill_workers) / tokens
+        if tokens
+        else DEFAULT_TOKEN_S
     )
-    step_s = seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
+    step_s = seconds_per_unit(
+        [(worker_state, worker_state.stats.steps) for worker_state in worker_states], DEFAULT_STEP_S
+    )
     waits_s: dict[str, float] = {}
-    for member in members:
+    for worker_state in worker_states:
         load, new = (
-            view.ledger.load_of(member.name),
-            need.prompt_tokens - view.shared_tokens(member.name, need),
+            view.ledger.load_of(worker_state.name),
+            need.prompt_tokens - view.shared_tokens(worker_state.name, need),
         )
-        waits_s[member.name] = (load.queued_tokens + (2 + load.running) * new) * token_s
+        waits_s[worker_state.name] = (load.queued_tokens + (2 + load.running) * new) * token_s
         if view.tpot_s is not None and load.running:
-            left_s = view.tpot_s - step_s[member.name]
-            waits_s[member.name] = waits_s[member.name] * view.tpot_s / left_s if left_s > 0 else math.inf
+            left_s = view.tpot_s - step_s[worker_state.name]
+            waits_s[worker_state.name] = (
+                waits_s[worker_state.name] * view.tpot_s / left_s if left_s > 0 else math.inf
+            )
     return waits_s
 
 
-def _decode_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingView) -> dict[str, float]:
+def _decode_wait_s(
+    worker_states: list[WorkerState], need: RoutingNeed, view: RoutingView
+) -> dict[str, float]:
     """Predicted seconds of waiting at each decode worker: other requests there, and lack of memory, in its steps."""
-    step_s = seconds_per_unit([(member, member.stats.steps) for member in members], DEFAULT_STEP_S)
-    loads = {member.name: view.ledger.load_of(member.name, need.bulk) for member in members}
+    step_s = seconds_per_unit(
+        [(worker_state, worker_state.stats.steps) for worker_state in worker_states], DEFAULT_STEP_S
+    )
+    loads = {
+        worker_state.name: view.ledger.load_of(worker_state.name, need.bulk) for worker_state in worker_states
+    }
     most = AFFINITY + AFFINITY_PART * min([load.running for load in loads.values()], default=0)
     waits_s: dict[str, float] = {}
-    for member, (name, load) in zip(members, loads.items(), strict=True):
+    for worker_state, (name, load) in zip(worker_states, loads.items(), strict=True):
         shared_tokens = view.shared_tokens(name, need)
         steps = load.running - most * shared_tokens / max(1, need.prompt_tokens)
-        capacity = pool_size(member.hello, need.kv_class).num_slabs * CHUNK_TOKENS
-        kv_class = decided_class(member.hello, need.kv_class)
+        capacity = pool_size(worker_state.hello, need.kv_class).num_slabs * CHUNK_TOKENS
+        kv_class = decided_class(worker_state.hello, need.kv_class)
         booked = view.ledger.load_up_to(name, need.priority if need.bulk else None, kv_class).room_tokens
         missing_tokens = booked + need.room_tokens - shared_tokens - capacity
         if missing_tokens > 0:
@@ -350,15 +376,21 @@ def _decode_wait_s(members: list[WorkerState], need: RoutingNeed, view: RoutingV
     return waits_s
 
 
-def seconds_per_unit(counts: list[tuple[WorkerState, int]], default_s: float) -> dict[str, float]:
+def seconds_per_unit(worker_counts: list[tuple[WorkerState, int]], default_s: float) -> dict[str, float]:
     """Busy seconds per counted unit (token or step) of each worker, within MAX_SPEED_RATIO of the average.
 
     `default_s` is that of every worker if none has been measured.
     """
-    units = sum([count for _, count in counts])
-    mean_s = sum([member.stats.step_seconds for member, _ in counts]) / units if units else default_s
+    units = sum([count for _, count in worker_counts])
+    mean_s = (
+        sum([worker_state.stats.step_seconds for worker_state, _ in worker_counts]) / units
+        if units
+        else default_s
+    )
     least_s, most_s = mean_s / MAX_SPEED_RATIO, mean_s * MAX_SPEED_RATIO
     return {
-        member.name: min(max(member.stats.step_seconds / count, least_s), most_s) if count else mean_s
-        for member, count in counts
+        worker_state.name: min(max(worker_state.stats.step_seconds / count, least_s), most_s)
+        if count
+        else mean_s
+        for worker_state, count in worker_counts
     }

@@ -195,10 +195,15 @@ class VirtualGateway:
                     client.retried.append(code)
                     client.moved_on = client.moved_on or bool(client.got)
             case AttemptBegan(request=request):
-                client, live = self.clients.get(request), self.relay.live.get(request)
-                if client is not None and live is not None and live.began is not None and not client.got:
+                client, state = self.clients.get(request), self.relay.live.get(request)
+                if (
+                    client is not None
+                    and state is not None
+                    and state.attempt_version is not None
+                    and not client.got
+                ):
                     # With its first token an answer is bound to the class of this attempt.
-                    client.kv_class = live.began.kv_class
+                    client.kv_class = state.attempt_version.kv_class
                     client.wanted = self._wanted(client.prompt, client.sampling, client.kv_class, client.keep)
             case KvMoved():
                 self.moved += 1

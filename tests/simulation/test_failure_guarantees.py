@@ -112,7 +112,7 @@ def cut_and_continue(
     client = world.ask(prompt, asked, Tenancy(), PATIENCE_S)
     world.run(lambda: len(client.got) >= delivered or client.end is not None, 30.0, laws.check_running)
     if client.end is None:
-        choice = world.relay.live[client.name].choice
+        choice = world.relay.live[client.name].pair
         assert choice is not None
         world.kill(choice.decode)
     settle_world(world, laws)
@@ -140,7 +140,7 @@ def test_kv_of_the_prompt_that_survives_is_not_computed_again() -> None:
     prompt = [rng.randrange(POISON) for _ in range(230)]
     client = world.ask(prompt, SamplingParams(max_tokens=60, seed=1), Tenancy(), PATIENCE_S)
     world.run(lambda: len(client.got) >= 20, 30.0, laws.check_running)
-    choice = world.relay.live[client.name].choice
+    choice = world.relay.live[client.name].pair
     assert choice is not None
     world.kill(choice.decode)
     settle_world(world, laws)

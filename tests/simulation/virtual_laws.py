@@ -114,19 +114,21 @@ class InvariantChecker:
         astray = [name for name in clients if name not in relay.live]
         if astray:
             raise InvariantBroken(f"nobody works on {astray}, and nobody has ended them")
-        for name, live in relay.live.items():
-            if live.request.stage in TERMINAL_STAGES:
-                raise InvariantBroken(f"{name} lives on as {live.request.stage}")
-            if not live.holders <= set(relay.fleet.workers):
-                raise InvariantBroken(f"{name} is open at {live.holders}, not all of whom are there")
-            self._stay(live)
+        for name, state in relay.live.items():
+            if state.request.stage in TERMINAL_STAGES:
+                raise InvariantBroken(f"{name} lives on as {state.request.stage}")
+            if not state.holders <= set(relay.fleet.workers):
+                raise InvariantBroken(f"{name} is open at {state.holders}, not all of whom are there")
+            self._stay(state)
 
-    def _stay(self, live: RequestState) -> None:
+    def _stay(self, state: RequestState) -> None:
         """I13: all workers of an attempt have the KV class that it began with."""
-        for worker in live.holders:
+        for worker in state.holders:
             hello = self.world.relay.fleet.workers[worker].hello
-            if live.began is None or not holds_class(hello, live.began.kv_class):
-                raise InvariantBroken(f"{live.request.id} began with {live.began} and is open at {worker}")
+            if state.attempt_version is None or not holds_class(hello, state.attempt_version.kv_class):
+                raise InvariantBroken(
+                    f"{state.request.id} began with {state.attempt_version} and is open at {worker}"
+                )
 
     def _credit(self) -> None:
         """I5: a prefill worker is given no more prompts than it has room for, until they are fetched."""

@@ -192,8 +192,8 @@ class SimGateway:
     def _make_output(self, produced: SimOutput) -> Output | None:
         """The relay's message for tokens since the last one; None if there is nothing new."""
         task = produced.task
-        live = self.relay.live.get(task.id)
-        known = len(live.request.output) if live is not None else produced.output
+        state = self.relay.live.get(task.id)
+        known = len(state.request.output) if state is not None else produced.output
         if produced.output == known and not produced.finish:
             return None
         tokens = [0] * (produced.output - known)
@@ -269,8 +269,8 @@ class SimGateway:
 
     def _make_order(self, order: OrderMessage) -> SimOrder:
         """Wraps a relay's order for a simulated worker, which needs lengths and chunk names in place of tokens."""
-        entry, live = self._open[order.request], self.relay.live.get(order.request)
-        quiet = round_up_to_chunks(entry.job.prompt + (live.expected_tokens if live else 0))
+        entry, state = self._open[order.request], self.relay.live.get(order.request)
+        quiet = round_up_to_chunks(entry.job.prompt + (state.expected_tokens if state else 0))
         return SimOrder(order, partial(self._make_sequence, order, entry, quiet))
 
     def _make_sequence(self, order: OrderMessage, entry: _SimOpenRequest, quiet: int) -> SimSequence:

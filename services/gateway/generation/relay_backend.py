@@ -275,13 +275,16 @@ class RelayBackend:
 
     def _kv_details(self, began: AttemptBegan) -> KvDetails | None:
         """What an answer says about the KV of an attempt; None for `raw`, unless the router chose it or it evicts."""
-        member, live = self.relay.fleet.workers.get(began.choice.decode), self.relay.live.get(began.request)
-        evicts = live is not None and live.request.keep.evicts
+        worker_state, state = (
+            self.relay.fleet.workers.get(began.pair.decode),
+            self.relay.live.get(began.request),
+        )
+        evicts = state is not None and state.request.keep.evicts
         plain = began.kv_class == RAW_CLASS and began.kv_reason in (ASKED, DEFAULT) and not evicts
-        if plain or member is None:
+        if plain or worker_state is None:
             return None
-        coded = pool_size(member.hello, began.kv_class).chunk_bytes
-        saved = saved_chunk_bytes(member.hello, began.kv_class) // CHUNK_TOKENS
+        coded = pool_size(worker_state.hello, began.kv_class).chunk_bytes
+        saved = saved_chunk_bytes(worker_state.hello, began.kv_class) // CHUNK_TOKENS
         return KvDetails(began.kv_class, coded // CHUNK_TOKENS, saved, began.kv_reason)
 
     def _join_prompt_logprobs(self, output: Output) -> Output | None:

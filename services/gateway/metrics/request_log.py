@@ -208,7 +208,7 @@ class RequestLog:
 
     def _log_attempt(self, began: AttemptBegan, chunks: Sequence[bytes]) -> None:
         """Write the begin of an attempt; the chunk numbers of the prompt come only with the first one."""
-        state, choice = self._open_request(began.request), began.choice
+        state, choice = self._open_request(began.request), began.pair
         state.epoch = began.epoch
         names = {} if state.begun or not chunks else {"chunks": [self._chunk_number(name) for name in chunks]}
         state.begun = True

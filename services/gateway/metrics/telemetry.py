@@ -73,7 +73,7 @@ class RelayTelemetry:
                 ids = self._ids[request.id] = ids_of_sequence(request.id, request.origin.client_id)
                 self.bulk.add_request(request)
                 if self._request_log is not None and not request.origin.bulk:
-                    self._request_log.log_arrival(request, ids, event.pin is not None)
+                    self._request_log.log_arrival(request, ids, event.pinned_pair is not None)
 
     def on_effect(self, effect: RelayEffect, now_s: float) -> None:
         """Called after `effect` was applied: log it, and count it in metrics and request log."""
@@ -90,10 +90,12 @@ class RelayTelemetry:
         self._count_effect(effect, now_s)
         self._keep_fleet_event(effect, now_s)
         if self._request_log is not None:
-            member = self._relay.fleet.workers.get(effect.worker) if isinstance(effect, WorkerUp) else None
-            live = self._relay.live.get(effect.request) if isinstance(effect, AttemptBegan) else None
-            pid = member.hello.pid if member else None
-            self._request_log.on_effect(effect, self._speaker, pid, live.chunks if live else ())
+            worker_state = (
+                self._relay.fleet.workers.get(effect.worker) if isinstance(effect, WorkerUp) else None
+            )
+            state = self._relay.live.get(effect.request) if isinstance(effect, AttemptBegan) else None
+            pid = worker_state.hello.pid if worker_state else None
+            self._request_log.on_effect(effect, self._speaker, pid, state.chunks if state else ())
 
     def update_gauges(self, now_s: float) -> None:
         """Update gauges and counters that mirror counts of the relay; called at every tick."""
@@ -187,10 +189,13 @@ class RelayTelemetry:
 
     def _count_saved_bytes(self, moved: KvMoved) -> None:
         """Count the bytes that a transfer would have had more without a codec."""
-        kv_class, member = moved.kv_class, self._relay.fleet.workers.get(moved.target)
-        if member is None or not holds_class(member.hello, kv_class):
+        kv_class, worker_state = moved.kv_class, self._relay.fleet.workers.get(moved.target)
+        if worker_state is None or not holds_class(worker_state.hello, kv_class):
             return
-        saved, size = saved_chunk_bytes(member.hello, kv_class), pool_size(member.hello, kv_class).chunk_bytes
+        saved, size = (
+            saved_chunk_bytes(worker_state.hello, kv_class),
+            pool_size(worker_state.hello, kv_class).chunk_bytes,
+        )
         if saved:
             self._metrics.kv.saved_bytes.labels(kv_class, "transfer").inc(moved.num_bytes * saved / size)
 

@@ -66,10 +66,10 @@ class AdminRoutes:
         """
         async with request.state.body.limit_bytes(MAX_ORDER_BYTES) as body:
             order = parse_body(body or b"{}", DrainRequest, MAX_BODY_DEPTH)
-        member = self._find_worker(request)
-        self._refuse_last_worker(member, order.force)
-        self._backend.send_order(member.name, Drain())
-        return _accepted_response(member, "drain", member.role)
+        worker_state = self._find_worker(request)
+        self._refuse_last_worker(worker_state, order.force)
+        self._backend.send_order(worker_state.name, Drain())
+        return _accepted_response(worker_state, "drain", worker_state.role)
 
     async def switch_role(self, request: Request) -> Response:
         """Order a worker to finish its requests and then change to the other role.
@@ -79,39 +79,40 @@ class AdminRoutes:
         """
         async with request.state.body.limit_bytes(MAX_ORDER_BYTES) as body:
             order = parse_body(body, SwitchRoleRequest, MAX_BODY_DEPTH)
-        member = self._find_worker(request)
+        worker_state = self._find_worker(request)
         if not self._backend.relay.split:
             problem = "all workers here prefill and decode: there is no other role"
             raise RequestError(RequestFailure(FailureReason.NOT_SPLIT, problem))
-        if member.draining:
-            problem = f"{member.name} is draining already"
+        if worker_state.draining:
+            problem = f"{worker_state.name} is draining already"
             raise RequestError(RequestFailure(FailureReason.WORKER_DRAINING, problem))
-        if member.role == order.role:
-            problem = f"{member.name} is a {member.role} worker already"
+        if worker_state.role == order.role:
+            problem = f"{worker_state.name} is a {worker_state.role} worker already"
             raise RequestError(RequestFailure(FailureReason.SAME_ROLE, problem))
-        self._refuse_last_worker(member, order.force)
-        self._backend.send_order(member.name, SwitchRole(order.role))
-        return _accepted_response(member, "turn", order.role)
+        self._refuse_last_worker(worker_state, order.force)
+        self._backend.send_order(worker_state.name, SwitchRole(order.role))
+        return _accepted_response(worker_state, "turn", order.role)
 
     def _find_worker(self, request: Request) -> WorkerState:
         """The worker that the path names. Raises RequestError (404) if it is not up."""
         name = request.path_params["name"]
-        member = self._backend.relay.fleet.workers.get(name)
-        if member is None:
+        worker_state = self._backend.relay.fleet.workers.get(name)
+        if worker_state is None:
             problem = f"no worker {quote_text(name)} is up"
             raise RequestError(RequestFailure(FailureReason.WORKER_NOT_FOUND, problem, "name"))
-        return member
+        return worker_state
 
-    def _refuse_last_worker(self, member: WorkerState, force: bool) -> None:
+    def _refuse_last_worker(self, worker_state: WorkerState, force: bool) -> None:
         """Raise RequestError (409) if no other worker of the role would be left, unless `force` is set."""
-        peers = self._backend.relay.fleet.workers_of(member.role)
-        if not force and not any(peer is not member and not peer.draining for peer in peers):
-            problem = (
-                f"{member.name} is the last {member.role} worker; send 'force': true to do it nevertheless"
-            )
+        peers = self._backend.relay.fleet.workers_of(worker_state.role)
+        if not force and not any(peer is not worker_state and not peer.draining for peer in peers):
+            last = f"{worker_state.name} is the last {worker_state.role} worker"
+            problem = f"{last}; send 'force': true to do it nevertheless"
             raise RequestError(RequestFailure(FailureReason.LAST_WORKER, problem))
 
 
-def _accepted_response(member: WorkerState, order: str, role: str) -> Response:
+def _accepted_response(worker_state: WorkerState, order: str, role: str) -> Response:
     """The response (202) to an order that was passed to the worker."""
-    return Response(msgspec.json.encode(OrderAccepted(member.name, order, role)), 202, media_type=JSON_TYPE)
+    return Response(
+        msgspec.json.encode(OrderAccepted(worker_state.name, order, role)), 202, media_type=JSON_TYPE
+    )

@@ -132,14 +132,14 @@ def _attempt_span(attempt: AttemptTimes, root: TraceSpan, named: dict[str, str])
     attributes: dict[str, Attribute] = {
         **named,
         "diptych.epoch": began.epoch,
-        "diptych.decode_worker": moved.target if moved is not None else began.choice.decode,
+        "diptych.decode_worker": moved.target if moved is not None else began.pair.decode,
         "diptych.kv_class": began.kv_class,
         "diptych.pipelined": began.staged,
     }
     if began.keep < 1:
         attributes["diptych.keep"] = began.keep
-    if began.choice.prefill is not None:
-        attributes["diptych.prefill_worker"] = began.choice.prefill
+    if began.pair.prefill is not None:
+        attributes["diptych.prefill_worker"] = began.pair.prefill
     if attempt.local_reason:
         attributes["diptych.local_prefill"] = attempt.local_reason
     end_s = root.end_s if attempt.ended_s is None else attempt.ended_s
@@ -162,7 +162,7 @@ def _attempt_stages(
         yield TraceSpan("reprefill", attempt.begun_s, attempt.token_s, b"")
     yield from _handoff_spans(attempt)
     decode_s = attempt.second_s or attempt.pulled_s or attempt.token_s
-    if decode_s is not None and (attempt.began.choice.prefill is None or attempt.pulled_s is not None):
+    if decode_s is not None and (attempt.began.pair.prefill is None or attempt.pulled_s is not None):
         yield TraceSpan("decode", decode_s, max(decode_s, end_s), b"")
 
 

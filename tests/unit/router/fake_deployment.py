@@ -192,7 +192,7 @@ class FakeDeployment:
         return self.do(RequestArrived(make_request(name, prompt, max_tokens, deadline_s)))
 
     def canary(self, name: str, prefill: str | None, decode: str) -> list[RelayEffect]:
-        return self.do(RequestArrived(make_request(name, 4, 2), pin=ChosenPair(prefill, decode)))
+        return self.do(RequestArrived(make_request(name, 4, 2), pinned_pair=ChosenPair(prefill, decode)))
 
     def say(self, worker: str, message: ToGateway) -> list[RelayEffect]:
         return self.do(WorkerSaid(worker, message))
@@ -394,7 +394,7 @@ def bring_to_transfer(world: FakeDeployment, name: str = "r") -> tuple[str, int]
 
 def bring_to_decode(world: FakeDeployment, name: str = "r") -> tuple[str, int]:
     key = bring_to_transfer(world, name)
-    target = world.relay.live[name].choice
+    target = world.relay.live[name].pair
     assert target is not None
     world.pull(target.decode, key)
     world.flush(target.decode)

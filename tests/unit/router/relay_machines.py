@@ -257,7 +257,7 @@ class RelayMachine(RuleBasedStateMachine):
         """With a way, and nobody suspected or quiet, the first in the queue goes if nobody else is on the way."""
         relay = self.world.relay
         if len(relay.queue) and relay.find_pairs() and not len(relay.quarantine) and not relay.fleet.quiet:
-            assert any(live.choice is not None for live in relay.live.values())
+            assert any(live.pair is not None for live in relay.live.values())
         assert self.world.now_s - self.way_s <= PATIENCE_S + MAX_TICK_S or not len(relay.queue), (
             "there is no hope"
         )
@@ -295,9 +295,7 @@ class RelayMachine(RuleBasedStateMachine):
             self.way_s = self.world.now_s
         for name, live in relay.live.items():
             waits = live.request.stage is RequestStage.ADMITTED
-            assert waits == (name in relay.queue) == (live.choice is None) == (name in self.world.waiting), (
-                name
-            )
+            assert waits == (name in relay.queue) == (live.pair is None) == (name in self.world.waiting), name
             assert not (waits and live.holders), name
 
     @invariant()

@@ -262,12 +262,12 @@ def test_an_answer_stays_with_its_class_when_the_choice_has_changed() -> None:
     assert target is not None
     world.say(target, Pulled("a", 0, "shm", 10 << 20, {"transfer": 0.001}))
     world.lost(target)
-    live = world.relay.live["a"]
-    assert (live.version, world.waiting) == (AnswerVersion("f", "raw"), {"a"}), (
+    state = world.relay.live["a"]
+    assert (state.version, world.waiting) == (AnswerVersion("f", "raw"), {"a"}), (
         "it waits for room of its class"
     )
     finish(world, "b")
-    assert live.choice is not None and live.began == AnswerVersion("f", "raw")
+    assert state.pair is not None and state.attempt_version == AnswerVersion("f", "raw")
 
 
 def test_sequences_of_one_request_share_the_class_of_the_first() -> None:
@@ -340,13 +340,13 @@ def test_sequences_share_the_chunks_that_a_worker_holds() -> None:
 def test_an_attempt_without_a_token_may_get_another_class() -> None:
     world = deployment({"raw": 16, LIGHT: 256}, names=(*PAIR, "prefill-1"))
     (began,) = ask(world, "a", prompt=600)
-    assert began.kv_class == "raw" and began.choice.prefill is not None
+    assert began.kv_class == "raw" and began.pair.prefill is not None
     for source in ("prefill-0", "prefill-1"):
         for _ in range(20):
             world.relay.pairs.auto.record_move(source, "decode-0", 1 << 20, 1.0)
-    world.lost(began.choice.prefill)
-    live = world.relay.live["a"]
-    assert live.began == AnswerVersion("f", LIGHT) and live.wish.reason == LINK
+    world.lost(began.pair.prefill)
+    state = world.relay.live["a"]
+    assert state.attempt_version == AnswerVersion("f", LIGHT) and state.wish.reason == LINK
 
 
 # ---- names, and classes that are not there
@@ -366,7 +366,7 @@ def test_a_name_means_the_calibration_that_the_chosen_workers_share() -> None:
     assert {one.kv_class for one in begun} == {OTHER, LIGHT}
     for attempt in begun:
         number = (OTHER, LIGHT).index(attempt.kv_class)
-        assert (attempt.choice.prefill, attempt.choice.decode) == (f"prefill-{number}", f"decode-{number}")
+        assert (attempt.pair.prefill, attempt.pair.decode) == (f"prefill-{number}", f"decode-{number}")
     assert {attempt.kv_reason for attempt in begun} == {ASKED}
 
 

@@ -51,8 +51,8 @@ def test_a_bulk_request_runs_on_one_worker_and_is_counted_nowhere() -> None:
     world = linked_deployment(*PAIR)
     relay, effects = world.relay, submit(world, "b")
     assert begun(effects) == ["b"] and not any(isinstance(one, PrefilledLocally) for one in effects)
-    live = relay.live["b"]
-    assert live.choice is not None and live.choice.prefill is None and live.holders == {"decode-0"}
+    state = relay.live["b"]
+    assert state.pair is not None and state.pair.prefill is None and state.holders == {"decode-0"}
     assert [type(order) for order in messages_to(effects, "decode-0")] == [Generate]
     assert not len(relay.admission.tenants) and not relay.admission.num_unprefilled
     assert relay.count_stages() == {} and relay.count_stages(bulk=True) == {"queued": 1}
@@ -82,7 +82,7 @@ def test_bulk_work_waits_behind_every_priority() -> None:
     world.arrive("running", prompt=300, max_tokens=100)
     assert not submit(world, "b", prompt=300, max_tokens=100), "a waiting one is not reported, not counted"
     world.arrive("x" * 10, prompt=300, max_tokens=100)  # of priority 10
-    assert [live.request.id for live in world.relay.queue.in_order()] == ["x" * 10, "b"]
+    assert [state.request.id for state in world.relay.queue.in_order()] == ["x" * 10, "b"]
 
 
 def test_the_ledger_keeps_bulk_work_apart() -> None:
@@ -106,11 +106,11 @@ def test_fair_by_tenant_then_the_nearest_deadline_first() -> None:
         queue.enqueue_request(RequestState(request, number, expected_tokens=8))
     order = []
     for _ in wanted:
-        live = next(queue.in_order())
-        order.append(live.request.id)
-        queue.start_request(live)
+        state = next(queue.in_order())
+        order.append(state.request.id)
+        queue.start_request(state)
     assert order == ["a soon", "b later", "b last", "a late"]
-    assert not queue.is_underserved(live), "what tenants have in flight online is not touched by it"
+    assert not queue.is_underserved(state), "what tenants have in flight online is not touched by it"
     for name in wanted:
         queue.remove_request(name)
     assert not len(queue) and not queue._bulk_tokens and not queue._tokens
@@ -141,13 +141,13 @@ def test_bulk_work_waits_for_workers_until_its_deadline() -> None:
 def test_bulk_work_goes_on_elsewhere_when_its_worker_is_lost() -> None:
     world = linked_deployment(*PAIR, "decode-1")
     submit(world, "b", prompt=100)
-    choice = world.relay.live["b"].choice
+    choice = world.relay.live["b"].pair
     assert choice is not None
     world.decode(choice.decode, ("b", 0), count=2)
     world.flush(choice.decode)
     world.lost(choice.decode)
     again = world.relay.live["b"]
-    assert again.request.epoch == 1 and again.choice is not None and again.choice.decode != choice.decode
+    assert again.request.epoch == 1 and again.pair is not None and again.pair.decode != choice.decode
     assert world.tokens["b"] == again.request.output == [0, 1]
 
 

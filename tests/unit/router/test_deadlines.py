@@ -17,13 +17,13 @@ def test_expired_requests_are_returned_once_in_order_of_arrival() -> None:
         for i, moment_s in enumerate(moments)
     }
     deadlines = DeadlineHeap(states)
-    for live in states.values():
-        deadlines.add_request(live)
+    for state in states.values():
+        deadlines.add_request(state)
     assert deadlines.pop_expired(2.9) == []
     del states["r3"]  # it has ended
-    assert [live.request.id for live in deadlines.pop_expired(5.0)] == ["r0", "r1"]
+    assert [state.request.id for state in deadlines.pop_expired(5.0)] == ["r0", "r1"]
     assert deadlines.pop_expired(5.0) == []
-    assert [live.request.id for live in deadlines.pop_expired(100.0)] == ["r4"]
+    assert [state.request.id for state in deadlines.pop_expired(100.0)] == ["r4"]
     assert len(deadlines) == 0
 
 
@@ -31,8 +31,8 @@ def test_ended_requests_are_forgotten_long_before_their_time() -> None:
     states: dict[str, RequestState] = {}
     deadlines = DeadlineHeap(states)
     for number in range(10 * MAX_STALE_ENTRIES):
-        live = states[f"r{number}"] = RequestState(make_request(f"r{number}", deadline_s=600.0), number)
-        deadlines.add_request(live)
+        state = states[f"r{number}"] = RequestState(make_request(f"r{number}", deadline_s=600.0), number)
+        deadlines.add_request(state)
         if number >= 10:
             del states[f"r{number - 10}"]
     assert len(deadlines) <= 2 * MAX_STALE_ENTRIES

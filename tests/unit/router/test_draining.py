@@ -48,7 +48,7 @@ def test_a_lost_decode_worker_is_replaced_by_one_that_is_to_drain_and_does_not_k
     for name in ("a", "b"):
         world.arrive(name)
     one = next(
-        name for name in ("a", "b") if world.relay.live[name].choice == ChosenPair("prefill-0", "decode-0")
+        name for name in ("a", "b") if world.relay.live[name].pair == ChosenPair("prefill-0", "decode-0")
     )
     if offered:
         world.first("prefill-0", (one, 0))
@@ -56,7 +56,7 @@ def test_a_lost_decode_worker_is_replaced_by_one_that_is_to_drain_and_does_not_k
     world.do(WorkerCommand("decode-1", Drain()))
     world.workers["decode-0"].alive = False
     world.lost("decode-0")
-    assert world.relay.live[one].choice == ChosenPair("prefill-0", "decode-1")
+    assert world.relay.live[one].pair == ChosenPair("prefill-0", "decode-1")
     assert ((one, 0) in world.workers["decode-1"].held) == offered and not world.workers[
         "decode-1"
     ].must_drain
@@ -74,7 +74,7 @@ def test_a_request_without_a_token_goes_on_with_any_version() -> None:
     world.workers["decode-0"].alive = False
     again = messages_to(world.lost("decode-0"), "prefill-1")
     assert [type(message) for message in again] == [Prefill]
-    assert world.relay.live["r"].choice == ChosenPair("prefill-1", "decode-1")
+    assert world.relay.live["r"].pair == ChosenPair("prefill-1", "decode-1")
 
 
 @pytest.mark.parametrize("how", ["cancelled", "signalled"])

@@ -114,17 +114,17 @@ def test_a_request_counts_with_all_tokens_then_with_what_its_heads_kept() -> Non
     index = world.relay.index
     for name, shared in (("a", 0), ("b", 2)):
         ask(world, name)
-        live, before = world.relay.live[name], room(world, "prefill-0")
-        others = room(world, "decode-0") - live.room_tokens / 64 + shared
+        state, before = world.relay.live[name], room(world, "prefill-0")
+        others = room(world, "decode-0") - state.room_tokens / 64 + shared
         prefill(world, name, report(0.25))
         world.say("prefill-0", Offer(name, 0, b"ticket", 640, 500, 5))
         # The prompt's 10 chunks, with room for a ring and a map, have become 2 whole ones and a bag of 3.
         assert room(world, "prefill-0") == before - 7
         # At the decode worker there are a quarter of 8 + 4 chunks behind the boundary, the ring, and the map.
-        assert live.room_tokens == (2 + 3 + 2) * 64
+        assert state.room_tokens == (2 + 3 + 2) * 64
         assert room(world, "decode-0") == others + 7 - shared
-        assert index.count_shared("prefill-0", live.chunks) == 10
-        assert index.count_shared("decode-0", live.chunks) == 2
+        assert index.count_shared("prefill-0", state.chunks) == 10
+        assert index.count_shared("decode-0", state.chunks) == 2
     world.say("decode-0", Failed("a", 0, "transfer_failed", "lost"))
     # All of it is computed again, and the delivered token; what it keeps is known already.
     assert room(world, "prefill-0") == (11 + 2) + 5

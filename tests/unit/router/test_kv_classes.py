@@ -122,18 +122,18 @@ def test_an_answer_stays_with_the_class_that_it_began_in() -> None:
     assert world.waiting == {"begun"}, "the worker may come back as it was"
     world.join("decode-0", "killed", OLD)
     world.flush("decode-0")
-    assert world.relay.live["begun"].choice == ChosenPair("prefill-0", "decode-0")
+    assert world.relay.live["begun"].pair == ChosenPair("prefill-0", "decode-0")
 
 
 def test_an_answer_without_a_token_may_take_another_class() -> None:
     world = deployment_of(dict(zip(FOUR, (OLD, OLD, NEW, NEW), strict=True)))
     world.arrive("r")
-    assert world.relay.live["r"].began == AnswerVersion("f", OLD)
+    assert world.relay.live["r"].attempt_version == AnswerVersion("f", OLD)
     assert world.relay.live["r"].version is None
     world.workers["prefill-0"].alive = False
     world.lost("prefill-0")
-    assert world.relay.live["r"].choice == ChosenPair("prefill-1", "decode-1")
-    assert world.relay.live["r"].began == AnswerVersion("f", NEW)
+    assert world.relay.live["r"].pair == ChosenPair("prefill-1", "decode-1")
+    assert world.relay.live["r"].attempt_version == AnswerVersion("f", NEW)
 
 
 def test_where_its_class_was_replaced_an_answer_fails_at_once() -> None:
@@ -151,13 +151,13 @@ def test_a_decode_worker_that_prefills_can_finish_what_is_left_of_its_class() ->
     world = deployment_of(dict(zip(FOUR, (OLD, OLD, NEW, NEW), strict=True)), "fallback")
     bring_to_transfer(world, "begun")
     replace_class(world, "prefill-0", NEW)
-    assert world.relay.live["begun"].choice == ChosenPair(None, "decode-0")
+    assert world.relay.live["begun"].pair == ChosenPair(None, "decode-0")
 
 
 def test_decode_workers_alone_prefill_where_no_class_is_shared() -> None:
     world = deployment_of({"prefill-0": OLD, "decode-0": NEW}, "fallback")
     world.arrive("r")
-    assert world.relay.live["r"].choice == ChosenPair(None, "decode-0")
+    assert world.relay.live["r"].pair == ChosenPair(None, "decode-0")
 
 
 def test_kv_that_is_ready_is_fetched_by_its_own_class() -> None:
@@ -216,7 +216,7 @@ def test_fleets_that_tell_no_class_are_as_those_that_tell_raw() -> None:
     for number in range(12):
         for world in (silent, named):
             world.arrive(f"r{number}", prompt=10 + 70 * number)
-    choices = [[live.choice for live in world.relay.live.values()] for world in (silent, named)]
+    choices = [[state.pair for state in world.relay.live.values()] for world in (silent, named)]
     assert choices[0] == choices[1] and silent.seen == named.seen
 
 
@@ -265,7 +265,7 @@ def test_a_wish_is_honoured_from_the_order_to_the_decode_worker() -> None:
     for name, kv_class in (("unsaid", None), ("old", OLD), ("new", NEW)):
         effects += ask(world, name, kv_class)
     lives = world.relay.live
-    assert [lives[name].began for name in ("unsaid", "old", "new")] == [
+    assert [lives[name].attempt_version for name in ("unsaid", "old", "new")] == [
         AnswerVersion("f", one) for one in (OLD, OLD, NEW)
     ]
     sent = [one.message for one in effects if isinstance(one, SendMessage)]
@@ -281,7 +281,7 @@ def test_a_full_class_keeps_no_request_of_another_waiting() -> None:
     ask(world, "small", OLD)
     ask(world, "unsaid", None)
     ask(world, "other", NEW, prompt=400)
-    begun = {name for name, live in world.relay.live.items() if live.choice is not None}
+    begun = {name for name, state in world.relay.live.items() if state.pair is not None}
     assert begun == {"first", "other"}, "unsaid is of the default class"
 
 
@@ -297,8 +297,8 @@ def test_room_is_counted_in_the_class_that_both_workers_have() -> None:
     for name in ("first", "second"):
         ask(world, name, None, prompt=300)
     lives = world.relay.live
-    assert lives["first"].began == AnswerVersion("f", NEW)
-    assert lives["second"].choice is None, "8 slabs are 512 tokens"
+    assert lives["first"].attempt_version == AnswerVersion("f", NEW)
+    assert lives["second"].pair is None, "8 slabs are 512 tokens"
 
 
 def test_a_class_that_no_worker_has_fails_at_once_and_says_so() -> None:

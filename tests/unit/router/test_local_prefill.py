@@ -39,7 +39,7 @@ def picked(looked: RoutingView, tpot_s: float | None = None, auto: bool = True) 
     looked = dataclasses.replace(looked, auto_local_prefill=auto, tpot_s=tpot_s)
     found = find_pairs(LONG, looked)
     best = choose_pair(LONG, looked, found + local_prefill_pairs(found))
-    return None if best is None else best.choice
+    return None if best is None else best.pair
 
 
 def busy(queued: int, running: int) -> RoutingView:

@@ -50,7 +50,7 @@ def view(fleet: Fleet, split: bool = True, **loads: WorkerLoad) -> RoutingView:
 def choose(need: RoutingNeed, view: RoutingView, avoid: str | None = None) -> ChosenPair | None:
     """The best of all ways."""
     found = best(need, view, [way for way in find_pairs(need, view) if not avoid or avoid not in way])
-    return None if found is None else found.choice
+    return None if found is None else found.pair
 
 
 FOUR = ("prefill-0", "prefill-1", "decode-0", "decode-1")

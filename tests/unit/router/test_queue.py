@@ -54,8 +54,8 @@ def started(world: FakeDeployment, name: str) -> bool:
 
 def through(world: FakeDeployment, name: str, finish: str | None = "stop") -> None:
     """A request is read, moved and, if it is to `finish`, ends."""
-    live = world.relay.live[name]
-    key, choice = (name, live.request.epoch), live.choice
+    state = world.relay.live[name]
+    key, choice = (name, state.request.epoch), state.pair
     assert choice is not None and choice.prefill is not None
     world.first(choice.prefill, key)
     world.flush(choice.prefill)
@@ -230,9 +230,9 @@ def make_states(*requests: tuple[str, str, int, list[int]]) -> list[RequestState
 def order(queue: RequestQueue) -> list[str]:
     """Everybody is taken in turn."""
     names = []
-    for live in queue.in_order():
-        names.append(live.request.id)
-        queue.start_request(live)
+    for state in queue.in_order():
+        names.append(state.request.id)
+        queue.start_request(state)
     return names
 
 
@@ -246,8 +246,8 @@ def test_order_is_priority_then_begun_then_the_tenant_with_least_in_flight_then_
         ("begun", "a", 0, [1]),
         ("urgent", "b", -1, []),
     )
-    for live in waiting:
-        queue.enqueue_request(live)
+    for state in waiting:
+        queue.enqueue_request(state)
     assert len(queue) == 6
     assert order(queue) == ["urgent", "begun", "a1", "b1", "a2", "b2"]
     assert len(queue) == 0
@@ -260,9 +260,9 @@ def test_tokens_in_flight_count_until_they_are_gone() -> None:
     queue.enqueue_request(second)
     queue.enqueue_request(other)
     assert order(queue) == ["b1", "a2"]
-    for live in (first, second, other):
-        queue.remove_request(live.request.id)
-        queue.remove_request(live.request.id)
+    for state in (first, second, other):
+        queue.remove_request(state.request.id)
+        queue.remove_request(state.request.id)
     queue.enqueue_request(second)
     queue.enqueue_request(other)
     assert order(queue) == ["a2", "b1"]
@@ -279,9 +279,9 @@ def test_a_request_keeps_its_place_when_it_comes_again() -> None:
 
 def test_who_is_passed_by_does_not_lose_its_place() -> None:
     queue = RequestQueue()
-    for live in make_states(("a1", "a", 0, []), ("a2", "a", 0, []), ("b1", "b", 0, [])):
-        queue.enqueue_request(live)
-    assert [live.request.id for live in queue.in_order()] == ["a1", "a2", "b1"]
+    for state in make_states(("a1", "a", 0, []), ("a2", "a", 0, []), ("b1", "b", 0, [])):
+        queue.enqueue_request(state)
+    assert [state.request.id for state in queue.in_order()] == ["a1", "a2", "b1"]
     assert order(queue) == ["a1", "b1", "a2"]
 
 
@@ -299,7 +299,7 @@ def test_versions_do_not_wait_for_each_other() -> None:
     world.relay.fleet.workers["prefill-1"].draining = False
     world.relay.fleet.workers["prefill-0"].draining = True
     world.arrive("g1", prompt=10, max_tokens=10)
-    assert world.relay.live["g1"].choice == ChosenPair("prefill-1", "decode-1")
+    assert world.relay.live["g1"].pair == ChosenPair("prefill-1", "decode-1")
     world.fail("decode-0", ("f1", 0), "draining")
     world.flush("decode-0")
     assert not started(world, "f1")
@@ -327,7 +327,7 @@ def test_leaving_the_queue_does_not_look_at_everybody_in_it() -> None:
         waiting.append(CountedState(asked, number, expected_tokens=10))
         queue.enqueue_request(waiting[-1])
     CountedState.looks = 0
-    for live in waiting[::2]:
-        queue.remove_request(live.request.id)
+    for state in waiting[::2]:
+        queue.remove_request(state.request.id)
     assert CountedState.looks < 50 * many / 2
-    assert order(queue) == [live.request.id for live in waiting[1::2]]
+    assert order(queue) == [state.request.id for state in waiting[1::2]]

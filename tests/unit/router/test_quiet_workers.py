@@ -25,7 +25,7 @@ def passes(world: FakeDeployment, seconds: float, *silent: str) -> None:
 
 def chosen(world: FakeDeployment, name: str) -> ChosenPair | None:
     world.arrive(name)
-    return world.relay.live[name].choice
+    return world.relay.live[name].pair
 
 
 @pytest.mark.parametrize("silent", ["prefill-0", "decode-0"])
@@ -48,7 +48,7 @@ def test_a_request_with_only_a_quiet_worker_waits_until_that_sends_something() -
     passes(world, QUIET_AFTER_S + 0.5, "decode-0")
     assert chosen(world, "a") is None and "a" in world.waiting
     passes(world, 0.2)
-    assert world.relay.live["a"].choice == ChosenPair("prefill-0", "decode-0")
+    assert world.relay.live["a"].pair == ChosenPair("prefill-0", "decode-0")
 
 
 def test_what_a_prefill_worker_reads_goes_to_a_decode_worker_that_speaks() -> None:

@@ -175,7 +175,7 @@ def test_the_decode_worker_is_chosen_when_the_kv_is_ready() -> None:
     world.do(ClientGone("b"))
     world.arrive("c")
     world.do(ClientGone("a"))
-    assert world.relay.live["c"].choice == ChosenPair("prefill-0", "decode-1")
+    assert world.relay.live["c"].pair == ChosenPair("prefill-0", "decode-1")
     world.first("prefill-0", ("c", 0))
     world.flush("prefill-0")
     assert ("c", 0) in world.workers["decode-0"].held, "decode-0 is idle by now"
@@ -366,7 +366,7 @@ def test_a_second_request_with_the_same_prompt_goes_where_the_first_went() -> No
     world = linked_deployment("prefill-0", "prefill-1", "decode-0", "decode-1")
     for name, expected in (("a", 640), ("b", 1)):  # 10 chunks; the last token is always computed
         world.arrive(name, prompt=640)
-        choice = world.relay.live[name].choice
+        choice = world.relay.live[name].pair
         assert choice is not None and choice.prefill == "prefill-0"
         load = world.relay.ledger.load_of("prefill-0")
         assert load.queued_tokens == expected + (640 if name == "b" else 0)
@@ -380,7 +380,7 @@ def test_kv_that_a_decode_worker_pulls_is_expected_there() -> None:
         world.arrive(name, prompt=640)
         world.first("prefill-0", (name, 0))
         world.flush("prefill-0")
-    targets = [world.relay.live[name].choice for name in ("a", "b")]
+    targets = [world.relay.live[name].pair for name in ("a", "b")]
     assert [choice.decode for choice in targets if choice] == ["decode-0", "decode-0"]
     # Room for two answers of 11 chunks each, and for the 10 of the prompt once.
     assert world.relay.ledger.load_of("decode-0").room_tokens == (11 + 11 - 10) * 64

@@ -200,10 +200,10 @@ def test_without_the_only_decode_worker_everything_waits_and_then_fails_with_a_t
 def test_a_planned_decode_worker_that_is_lost_is_replaced() -> None:
     world = linked_deployment("prefill-0", "decode-0", "decode-1")
     world.arrive("r")
-    assert world.relay.live["r"].choice == ChosenPair("prefill-0", "decode-0")
+    assert world.relay.live["r"].pair == ChosenPair("prefill-0", "decode-0")
     world.workers["decode-0"].alive = False
     world.lost("decode-0")
-    assert world.relay.live["r"].choice == ChosenPair("prefill-0", "decode-1")
+    assert world.relay.live["r"].pair == ChosenPair("prefill-0", "decode-1")
     assert world.relay.live["r"].request.epoch == 0, "nothing was lost, nothing begins again"
 
 
@@ -332,7 +332,7 @@ def test_a_decode_worker_that_has_to_end_hands_its_streams_on() -> None:
     world.fail("decode-0", key, "draining")
     again = messages_to(world.flush("decode-0"), "prefill-0")[0]
     assert isinstance(again, Prefill) and again.output == [0]
-    assert world.relay.live["r"].choice == ChosenPair("prefill-0", "decode-1")
+    assert world.relay.live["r"].pair == ChosenPair("prefill-0", "decode-1")
 
 
 def test_a_draining_worker_gets_nothing_new() -> None:

@@ -63,7 +63,7 @@ def test_those_that_wait_make_room_and_those_that_were_begun_do_not() -> None:
     world = linked_deployment(*PAIR, slabs=4, limits=AdmissionLimits(max_requests=16))
     for index in range(16):
         arrive(world, "a", f"a{index}")
-    begun = {name for name, live in world.relay.live.items() if live.choice is not None}
+    begun = {name for name, state in world.relay.live.items() if state.pair is not None}
     for index in range(4):
         arrive(world, "b", f"b{index}")
     assert not codes(world, "b") and begun <= set(world.relay.live)

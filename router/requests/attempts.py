@@ -32,6 +32,7 @@ from router.effects import (
 )
 from router.requests.admission import Admission
 from router.requests.failure_policy import DEADLINE_EXCEEDED, FailurePolicy
+from router.requests.grace import WorkerGrace
 from router.requests.pair_selector import PairSelector
 from router.requests.quarantine import CrashQuarantine
 from router.requests.queue import RequestQueue
@@ -53,14 +54,16 @@ class Attempts:
     """All requests that have not ended. `may_start`: something changed, so that queued requests may find workers."""
 
     def __init__(
-        self, pairs: PairSelector, quarantine: CrashQuarantine, admission: Admission, pipelined: bool
+        self,
+        pairs: PairSelector,
+        grace: WorkerGrace,
+        quarantine: CrashQuarantine,
+        admission: Admission,
+        pipelined: bool,
     ) -> None:
-        self.pairs, self.quarantine, self.admission, self.pipelined = (
-            pairs,
-            quarantine,
-            admission,
-            pipelined,
-        )
+        self.pairs, self.grace, self.quarantine = pairs, grace, quarantine
+        self.admission, self.pipelined = admission, pipelined
+        self.capabilities = pairs.capabilities
         self.live: dict[str, RequestState] = {}
         self.ended: OrderedDict[str, None] = OrderedDict()
         self.queue, self.handoff_cost = RequestQueue(), HandoffCost()
@@ -97,7 +100,7 @@ class Attempts:
 
     def enqueue_request(self, state: RequestState, now_s: float) -> None:
         """Put the request into the queue; fails it if no workers for it exist or are expected back."""
-        if not self.pairs.should_wait(state.kind, now_s):
+        if not self.grace.should_wait(state.kind, now_s):
             return self.fail_unserved(state, now_s)
         self.queue.enqueue_request(state)
         if not state.bulk:
@@ -110,7 +113,7 @@ class Attempts:
         A request without free workers blocks these workers for later requests.
         """
         # The free pairs by what a request needs.
-        everywhere = self.pairs.find_pairs()
+        everywhere = self.capabilities.find_pairs()
         found: dict[RequestKind, list[Pair]] = {RequestKind(): everywhere}
         everyone, closed = self.pairs.all_uses(everywhere), set[tuple[str, str]]()
         for state in self.queue.in_order():
@@ -118,7 +121,7 @@ class Attempts:
                 continue
             kind = state.kind
             if kind not in found:
-                found[kind] = self.pairs.find_pairs(state.need)
+                found[kind] = self.capabilities.find_pairs(state.need)
             picked = self.pairs.pick_pair(
                 state, found[kind], self.quarantine, closed, now_s, self.queue.is_underserved(state)
             )
@@ -204,7 +207,7 @@ class Attempts:
 
     def fail_unserved(self, state: RequestState, now_s: float) -> None:
         """End a queued request for which no workers exist or are expected back."""
-        self.fail_request(state, self.pairs.unserved_failure(state), now_s)
+        self.fail_request(state, self.grace.unserved_failure(state), now_s)
 
     def end_request(
         self,
@@ -247,7 +250,7 @@ class Attempts:
         """Give up this attempt and queue the request for another, if `policy` allows; workers in `avoid` come last."""
         if self.expire_request(state, now_s) or not self._may_retry(state, policy, message, now_s):
             return
-        found = self.pairs.find_pairs(state.need)
+        found = self.capabilities.find_pairs(state.need)
         if policy.other_worker_only and found and all(avoid & workers_of_pair(pair) for pair in found):
             return self.fail_request(state, policy.failure(message), now_s)
         self._requeue_request(state, policy, message, now_s, avoid)

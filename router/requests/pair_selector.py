@@ -10,36 +10,25 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from diptych.chunks import AUTO_CLASS
-from diptych.failure_statuses import RequestFailure
-from diptych.messages import Hello
 from diptych.request import RequestStage
 from router.effects import ChosenPair
-from router.requests.failure_policy import NO_WORKERS
-from router.requests.grace import WorkerGrace
 from router.requests.quarantine import CrashQuarantine
-from router.requests.request_state import RequestKind, RequestState
-from router.routing.auto_class import AutoClasses, WorkerPaces, eligible_classes
+from router.requests.request_state import RequestState
+from router.routing.auto_class import AutoClasses, WorkerPaces
+from router.routing.capabilities import FleetCapabilities
 from router.routing.class_choice import ClassDecision
 from router.routing.credits import pairs_with_credit
 from router.routing.eviction_estimate import KeptShares
-from router.routing.fleet import ROLES, Fleet
+from router.routing.fleet import Fleet
 from router.routing.kv_classes import (
     AnswerVersion,
-    ServedClasses,
-    can_evict,
-    class_is_gone,
     classes_of,
     decided_class,
-    describe_classes,
-    have_shared_class,
     holds_class,
-    keep_classes_of_pair,
     pool_size,
-    versions_of_pair,
 )
 from router.routing.load_ledger import LoadLedger
 from router.routing.policy import (
-    ANY_REQUEST,
     AnswerLengths,
     Pair,
     RankedPair,
@@ -47,7 +36,6 @@ from router.routing.policy import (
     RoutingView,
     choose_decode,
     choose_pair,
-    find_pairs,
     local_prefill_pairs,
     transfer_s,
     workers_of_pair,
@@ -73,7 +61,6 @@ class PairSelector:
 
     fleet: Fleet
     index: PrefixIndex
-    grace: WorkerGrace
     split: bool
     allow_local_prefill: bool
     auto_local_prefill: bool = False
@@ -84,6 +71,7 @@ class PairSelector:
     auto: AutoClasses = field(default_factory=AutoClasses)
     kept_shares: KeptShares = field(default_factory=KeptShares)
     view: RoutingView = field(init=False)
+    capabilities: FleetCapabilities = field(init=False)
 
     def __post_init__(self) -> None:
         self.view = RoutingView(
@@ -95,153 +83,14 @@ class PairSelector:
             self.auto_local_prefill,
             self.tpot_s,
         )
-
-    def find_pairs(self, need: RoutingNeed = ANY_REQUEST) -> list[Pair]:
-        """All pairs that could serve `need` now, whether or not they have room."""
-        return find_pairs(need, self.view)
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The longest prompt plus answer, in tokens, that every serving worker can take.
-
-        A worker that cannot serve yet (no link) does not lower the limit. While no worker serves, the longest that any
-        fitting worker can take; None if there is none.
-        """
-        workers = self.fleet.workers
-        serving = {name for pair in self.find_pairs() for name in workers_of_pair(pair)}
-        lengths = {name: worker_state.hello.max_model_len for name, worker_state in workers.items()}
-        serving = serving or lengths.keys() - self.fleet.find_mismatches().keys()
-        return min((lengths[name] for name in serving), default=max(lengths.values(), default=None))
-
-    def note_available(self, now_s: float) -> None:
-        """Record which versions of answers can be served now, for `grace`."""
-        self.grace.note_served(
-            {version for pair in self.find_pairs() for version in self._versions_of(pair)}, now_s
-        )
-
-    def _versions_of(self, pair: Pair, kv_class: str | None = None) -> list[AnswerVersion]:
-        """The versions of answers that a pair of members can generate; with a `kv_class`, in a class it names."""
-        workers, (source, target) = self.fleet.workers, pair
-        first = None if source is None else workers[source].hello
-        return versions_of_pair(first, workers[target].hello, kv_class)
-
-    def classes_of_pair(self, pair: Pair) -> list[str]:
-        """The KV classes of answers that a pair can generate; a request that asks for none gets the first one."""
-        return [version.kv_class for version in self._versions_of(pair)]
-
-    @property
-    def kv_classes(self) -> list[str]:
-        """The KV classes that requests can be served with; while no pair can serve, those of all known workers."""
-        served = {version.kv_class for pair in self.find_pairs() for version in self._versions_of(pair)}
-        known = {name for hello in self.fleet.known_hellos() for name in classes_of(hello)}
-        return sorted(served or known)
-
-    @property
-    def served_classes(self) -> ServedClasses:
-        """The KV classes that requests may ask for, those among which the router may choose, and those in which KV can
-        be evicted.
-        """
-        return ServedClasses(self.kv_classes, self.auto_classes, self.keep_classes, self._default_class)
-
-    @property
-    def keep_classes(self) -> list[str]:
-        """The KV classes in which pairs that can serve can evict; while no pair can serve, those of all known
-        workers.
-        """
-        found = (keep_classes_of_pair(*pair) for pair in self._hellos_of_pairs())
-        return sorted(set[str]().union(*found))
-
-    @property
-    def _default_class(self) -> str | None:
-        """The class of a request that asks for none: an id, or `AUTO_CLASS`; None if workers differ."""
-        found = {
-            AUTO_CLASS if target.kv_auto else version.kv_class
-            for source, target in self._hellos_of_pairs()
-            for version in versions_of_pair(source, target)[:1]
-        }
-        return next(iter(found)) if len(found) == 1 else None
-
-    def _hellos_of_pairs(self) -> list[tuple[Hello | None, Hello]]:
-        """The hellos of all pairs that can serve; while none can, of all known workers, each by itself."""
-        workers = self.fleet.workers
-        return [
-            (None if source is None else workers[source].hello, workers[target].hello)
-            for source, target in self.find_pairs()
-        ] or [(None, hello) for hello in self.fleet.known_hellos()]
-
-    @property
-    def auto_classes(self) -> list[str]:
-        """The KV classes that the router may choose: those within the budget on a pair that can serve; while no pair
-        can, those of all known workers.
-        """
-        found = (
-            eligible_classes(source, target, self.auto.budget_pct)
-            for source, target in self._hellos_of_pairs()
-        )
-        return sorted(set[str]().union(*found))
+        self.capabilities = FleetCapabilities(self.view, self.auto)
 
     def version_of(self, pair: ChosenPair, state: RequestState, kv_class: str | None = None) -> AnswerVersion:
         """The version of an attempt on the chosen workers: that of its answer, that of `kv_class`, or else that of the
         first class which the request may have.
         """
-        found = self._versions_of((pair.prefill, pair.decode), kv_class or state.kv_class)
+        found = self.capabilities.versions_of((pair.prefill, pair.decode), kv_class or state.kv_class)
         return state.version or found[0]
-
-    def should_wait(self, kind: RequestKind, now_s: float) -> bool:
-        """Whether a request of this kind should wait for workers: they are there, or were there lately and may come
-        back.
-
-        The workers of an answer's KV class cannot come back if each of them has restarted with another class. Bulk work
-        waits for workers until its deadline.
-        """
-        version, kv_class = kind.version, kind.kv_class
-        if kind.bulk and not self.fleet.known_hellos():
-            return True
-        if version is None and kv_class is not None and not self._is_known(kv_class):
-            return False
-        if kind.evicts and not self._is_evicted_somewhere(kv_class):
-            return False
-        patient = kind.bulk or self.grace.should_wait(version, now_s, kv_class)
-        return patient and not self._class_is_gone(version)
-
-    def _is_known(self, kv_class: str) -> bool:
-        """Whether any worker has the class, or had it when it was lost."""
-        if kv_class == AUTO_CLASS:
-            return bool(self.auto_classes)
-        return any(holds_class(hello, kv_class) for hello in self.fleet.known_hellos())
-
-    def _is_evicted_somewhere(self, kv_class: str | None) -> bool:
-        """Whether workers of all roles that are needed can evict in the class, or could when they were lost."""
-        able = {hello.role for hello in self.fleet.known_hellos() if can_evict(hello, kv_class)}
-        return able.issuperset(self._needed_roles)
-
-    @property
-    def _needed_roles(self) -> tuple[str, ...]:
-        """The roles without which no request can be served."""
-        return ROLES if self.split and not self.allow_local_prefill else ("decode",)
-
-    def _class_is_gone(self, version: AnswerVersion | None) -> bool:
-        """Whether no worker can come back that continues an answer of `version`, since its KV class was replaced."""
-        return version is not None and class_is_gone(version, self.fleet.known_hellos(), self._needed_roles)
-
-    def unserved_failure(self, state: RequestState) -> RequestFailure:
-        """Why a queued request, which should not wait any longer, fails."""
-        version = state.version
-        if state.kind.evicts and not self._is_evicted_somewhere(state.kv_class):
-            able = sorted(
-                name for name, worker_state in self.fleet.workers.items() if worker_state.hello.keep_classes
-            )
-            problem = f"no pair of workers can evict KV of the class {state.kv_class}, as the request asks"
-            return NO_WORKERS.failure(f"{problem}: {' and '.join(able) or 'none'} can")
-        listed = describe_classes([worker_state.hello for worker_state in self.fleet.workers.values()])
-        if version is None and state.kv_class is not None and not self._is_known(state.kv_class):
-            return NO_WORKERS.failure(f"no worker has KV of the class {state.kv_class}: {listed}")
-        if version is None or not self._class_is_gone(version):
-            return state.last_failure.failure(self.explain_missing())
-        return NO_WORKERS.failure(
-            f"the answer began with KV of the class {version.kv_class}, and the workers for it have been replaced:"
-            f" {listed}; send the request again"
-        )
 
     def pick_pair(
         self,
@@ -312,7 +161,7 @@ class PairSelector:
                 paces = paces or WorkerPaces.of(self.view)
                 decisions = self.auto.rank_classes(pair, need, self.view, paces, now_s, closed)
             if not decisions and need.kv_class != AUTO_CLASS:
-                first = self._versions_of(pair, need.kv_class)[0]
+                first = self.capabilities.versions_of(pair, need.kv_class)[0]
                 decisions = [ClassDecision(first.kv_class, state.kv_reason)]
             for groups, decision in zip(rounds, decisions, strict=False):
                 groups.setdefault(decision, []).append(pair)
@@ -361,7 +210,8 @@ class PairSelector:
             and (pinned_pair.prefill is not None or not worker_state.draining)
             for worker_state in self.fleet.workers_of("decode")
         )
-        return there and kv_class in (None, *self.classes_of_pair((pinned_pair.prefill, pinned_pair.decode)))
+        served = self.capabilities.classes_of_pair((pinned_pair.prefill, pinned_pair.decode))
+        return there and kv_class in (None, *served)
 
     def rebind_decode(self, state: RequestState, quarantine: CrashQuarantine) -> str | None:
         """The best decode worker for the KV that `state.source` computes or holds; loads change during prefill.
@@ -437,14 +287,3 @@ class PairSelector:
         state.booked_tokens = state.room_tokens
         kv_class = None if state.attempt_version is None else state.attempt_version.kv_class
         self.ledger.book_shares(state.request.id, state.shares, state.request.origin.priority, kv_class)
-
-    def explain_missing(self) -> str:
-        """Why no pair can serve requests now, for an error message."""
-        roles = ("prefill", "decode") if self.split else ("decode",)
-        absent = [role for role in roles if not self.fleet.workers_of(role)]
-        if absent:
-            return f"no {' and no '.join(absent)} worker is up"
-        hellos = [worker_state.hello for worker_state in self.fleet.workers.values()]
-        if self.split and not have_shared_class(hellos):
-            return f"no two workers have the same KV class: {describe_classes(hellos)}"
-        return "no two workers are linked" if self.split else "no decode worker takes requests"

@@ -15,9 +15,10 @@ reports that it is done or is sent an abort.
 A request is in the queue while no worker holds anything for it: until it has credit (`router.routing.credits`), and
 while its workers are away but expected back (`router.requests.grace`).
 
-Elsewhere: how attempts begin and fail (router.requests.attempts), what follows when workers join or are lost
-(router.requests.fleet_changes), which workers are chosen (router.requests.pair_selector), the KV transfer
-(kvtransfer), text, HTTP and metrics (services/gateway).
+Elsewhere: how attempts begin and fail (router.requests.attempts), how their KV is handed over
+(router.requests.handoff_steps), what follows when workers join or are lost (router.requests.fleet_changes), which
+workers are chosen (router.requests.pair_selector), the KV transfer (kvtransfer), text, HTTP and metrics
+(services/gateway).
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from diptych.chunks import DEFAULT_KV_BUDGET_PCT, RAW_CLASS
+from diptych.chunks import DEFAULT_KV_BUDGET_PCT
 from diptych.messages import (
     Failed,
-    Fetch,
     Heartbeat,
     Hello,
     Linked,
@@ -37,9 +37,7 @@ from diptych.messages import (
     Opened,
     Output,
     Pulled,
-    Release,
     Staged,
-    Staging,
     Step,
 )
 from diptych.request import Request, RequestStage
@@ -48,7 +46,6 @@ from router.effects import (
     ClientGone,
     ClockTick,
     FinishRequest,
-    KvMoved,
     RelayEffect,
     RelayEvent,
     RequestArrived,
@@ -58,10 +55,8 @@ from router.effects import (
     WorkerLost,
     WorkerSaid,
 )
-from router.requests import latency_breakdown
 from router.requests.admission import Admission
 from router.requests.attempts import Attempts
-from router.requests.deadlines import DeadlineHeap
 from router.requests.draining import DrainOrders
 from router.requests.failure_policy import (
     INTERNAL_ERROR,
@@ -72,16 +67,25 @@ from router.requests.failure_policy import (
 )
 from router.requests.fleet_changes import QUARANTINE_TEXT, FleetChanges
 from router.requests.grace import WorkerGrace
-from router.requests.lease_renewal import LeaseRenewal
+from router.requests.handoff_steps import HandoffSteps
 from router.requests.pair_selector import PairSelector
 from router.requests.quarantine import CrashQuarantine
-from router.requests.request_state import ClassWish, RequestState, total_demand
+from router.requests.request_state import (
+    ClassWish,
+    RequestState,
+    decode_token_breakdown,
+    first_token_breakdown,
+    total_demand,
+)
+from router.requests.timers import DeadlineHeap, LeaseRenewal
 from router.routing.fleet import Fleet
 from router.routing.policy import Pair
 from router.routing.prefix_index import PrefixIndex
 
 # Messages of a worker that do not concern a request.
 FLEET_MESSAGES = Hello | Heartbeat | Linked | Opened
+# Messages of a worker that concern an attempt of a request; a Step has several.
+ATTEMPT_MESSAGES = (Output, Staged, Offer, Pulled, Failed)
 
 
 class Relay:
@@ -112,14 +116,16 @@ class Relay:
         self.index = PrefixIndex(0) if index is None else index
         self.split = split
         local, auto = split and local_prefill != "never", split and local_prefill == "auto"
-        self.pairs = PairSelector(self.fleet, self.index, WorkerGrace(recovery_s), split, local, auto, tpot_s)
+        self.pairs = PairSelector(self.fleet, self.index, split, local, auto, tpot_s)
         self.pairs.auto.budget_pct = kv_budget_pct
+        self.capabilities = self.pairs.capabilities
+        self.grace = WorkerGrace(recovery_s, self.capabilities)
         self.ledger = self.pairs.ledger
         self.drain_orders = DrainOrders(self.fleet, self.ledger)
         self.quarantine = CrashQuarantine(
             self.ledger.requests_at, recovery_s=recovery_s, is_bulk=lambda request: self.live[request].bulk
         )
-        self.attempts = Attempts(self.pairs, self.quarantine, self.admission, pipelined)
+        self.attempts = Attempts(self.pairs, self.grace, self.quarantine, self.admission, pipelined)
         self.fleet_changes = FleetChanges(self.pairs, self.attempts, self.drain_orders)
         self.live, self.queue = self.attempts.live, self.attempts.queue
         self.deadlines = DeadlineHeap(self.live)
@@ -127,6 +133,14 @@ class Relay:
         self.late_messages: Counter[str] = Counter()
         self._numbers = itertools.count()
         self._lease_renewal = LeaseRenewal(lease_s)
+        handoff = HandoffSteps(self.attempts, self.late_messages)
+        self._handlers: dict[type, Callable[..., None]] = {
+            Output: self._on_output,
+            Staged: handoff.on_staged,
+            Offer: handoff.on_offer,
+            Pulled: handoff.on_pulled,
+            Failed: self._on_failed,
+        }
 
     def handle_event(self, event: RelayEvent, now_s: float) -> list[RelayEffect]:
         """Handle `event` at `now_s` (monotonic seconds); returns the effects, to be carried out in order."""
@@ -137,7 +151,7 @@ class Relay:
 
     def find_pairs(self) -> list[Pair]:
         """The (prefill, decode) pairs that can serve now; prefill is None if the decode worker also prefills."""
-        return self.pairs.find_pairs()
+        return self.capabilities.find_pairs()
 
     def count_stages(self, bulk: bool = False) -> Counter[str]:
         """How many live online requests, or those of bulk work, are in each stage."""
@@ -158,7 +172,7 @@ class Relay:
             return
         self._admit_requests(states, now_s)
         self.attempts.prepare_routing(states)
-        self.pairs.note_available(now_s)
+        self.grace.note_available(now_s)
         for state in states:
             self.attempts.enqueue_request(state, now_s)
 
@@ -177,7 +191,7 @@ class Relay:
     def _begin_canary(self, state: RequestState, pinned_pair: ChosenPair, now_s: float) -> None:
         if self.pairs.can_pin(pinned_pair, state.kv_class):
             return self.attempts.begin_attempt(state, pinned_pair, now_s)
-        self.attempts.fail_request(state, NO_WORKERS.failure(self.pairs.explain_missing()), now_s)
+        self.attempts.fail_request(state, NO_WORKERS.failure(self.grace.explain_missing()), now_s)
 
     def _fail_banned(self, states: list[RequestState], now_s: float) -> bool:
         """If one of the sequences is banned, fail all of them and return True."""
@@ -235,7 +249,7 @@ class Relay:
             self.fleet_changes.apply_changes(self.fleet.on_message(worker, message, now_s), now_s)
             if not isinstance(message, Heartbeat):
                 self.attempts.may_start = True
-                self.pairs.note_available(now_s)
+                self.grace.note_available(now_s)
             return
         if not self.fleet.mark_seen(worker, now_s):
             self.late_messages[type(message).__name__] += (
@@ -250,7 +264,7 @@ class Relay:
             if state is None or part.epoch != state.request.epoch or worker not in state.holders:
                 self.late_messages[type(part).__name__] += 1
             else:
-                MESSAGE_HANDLERS[type(part)](self, state, worker, part, now_s)
+                self._handlers[type(part)](state, worker, part, now_s)
 
     def _on_output(self, state: RequestState, worker: str, output: Output, now_s: float) -> None:
         """Deliver new tokens to the client, move the request to its next stage, or finish it."""
@@ -283,7 +297,7 @@ class Relay:
         if state.request.stage is RequestStage.QUEUED:
             if "first" not in state.reported_moments:
                 self.attempts.report_durations(
-                    state, "first", latency_breakdown.first_token_breakdown(state, output.seconds, now_s)
+                    state, "first", first_token_breakdown(state, output.seconds, now_s)
                 )
             if state.source is None:
                 # Without a hand-off its phases are not reported.
@@ -292,92 +306,7 @@ class Relay:
             self.attempts.book_load(state)
             self.admission.mark_prefilled(state.request.id, now_s)
         elif "second" not in state.reported_moments:
-            self.attempts.report_durations(
-                state, "second", latency_breakdown.decode_token_breakdown(state, now_s)
-            )
-
-    def _on_staged(self, state: RequestState, worker: str, staged: Staged, now_s: float) -> None:
-        """Forward the hint that KV can be pulled while it is computed. A hint that cannot be used may be dropped."""
-        request = state.request
-        prefilling = request.stage is RequestStage.QUEUED
-        if (
-            worker != state.source
-            or not state.staged
-            or not (prefilling or request.stage is RequestStage.PREFILLED)
-        ):
-            self.late_messages["Staged"] += 1
-            return
-        if self.attempts.expire_request(state, now_s):
-            return
-        if state.target is None and prefilling:
-            # It was admitted without a ticket, before the first token.
-            decode = self.pairs.rebind_decode(state, self.quarantine)
-            if decode is not None:
-                state.pair = ChosenPair(worker, decode)
-                self.attempts.admit_to_decode(state, decode, now_s)
-            self.attempts.book_load(state)
-        if state.target is not None:
-            self.attempts.send_message(state.target, Staging(request.id, request.epoch, staged.hint))
-
-    def _on_offer(self, state: RequestState, worker: str, offer: Offer, now_s: float) -> None:
-        """The KV is complete and leased: send the ticket to the decode worker, choosing one if need be."""
-        request = state.request
-        if worker != state.source or request.stage is RequestStage.TRANSFERRING:
-            self.late_messages["Offer"] += 1
-            return
-        if request.stage is not RequestStage.PREFILLED:
-            return self.attempts.fail_request(
-                state, INTERNAL_ERROR.failure(f"{worker} offered KV before its token"), now_s
-            )
-        if not offer.ticket:
-            # An Admit without a ticket would mean that the KV is still being computed.
-            return self.attempts.fail_request(
-                state, INTERNAL_ERROR.failure(f"{worker} offered KV without a ticket"), now_s
-            )
-        if self.attempts.expire_request(state, now_s):
-            return
-        state.take_offer(offer, now_s)
-        if state.target is not None:
-            remaining_s = request.deadline_s - now_s
-            fetch = Fetch(request.id, request.epoch, list(request.output), offer.ticket, remaining_s)
-            self.attempts.send_message(state.target, fetch)
-        else:
-            decode = self.pairs.rebind_decode(state, self.quarantine)
-            if decode is None:
-                return self.attempts.retry_request(state, NO_WORKERS, self.pairs.explain_missing(), now_s)
-            state.pair = ChosenPair(worker, decode)
-            self.attempts.admit_to_decode(state, decode, now_s)
-        self.attempts.enter_stage(state, RequestStage.TRANSFERRING, now_s)
-        self.attempts.book_load(state)
-
-    def _on_pulled(self, state: RequestState, worker: str, pulled: Pulled, now_s: float) -> None:
-        """The KV has reached the decode worker: release it at its source, and record the transfer."""
-        request, source = state.request, state.source
-        if source is None or worker != state.target or request.stage is not RequestStage.TRANSFERRING:
-            self.late_messages["Pulled"] += 1
-            return
-        self.attempts.send_message(source, Release(request.id, request.epoch))
-        state.holders.discard(source)
-        self.attempts.enter_stage(state, RequestStage.DECODING, now_s)
-        self.attempts.book_load(state)
-        seconds = pulled.seconds
-        state.transfer_s = seconds.get("transfer", 0.0) + seconds.get("verify", 0.0)
-        if source in self.fleet.workers:
-            self.pairs.auto.record_move(source, worker, pulled.num_bytes, seconds.get("transfer", 0.0))
-        if not state.staged:
-            self.attempts.handoff_cost.record_handoff(now_s - state.offered_s, seconds)
-        moved = KvMoved(
-            request.id,
-            source,
-            worker,
-            pulled.transport,
-            pulled.num_bytes,
-            state.transfer_s,
-            seconds.get("hidden", 0.0),
-            seconds.get("exposed", 0.0),
-            RAW_CLASS if state.attempt_version is None else state.attempt_version.kv_class,
-        )
-        self.attempts.effects.append(moved)
+            self.attempts.report_durations(state, "second", decode_token_breakdown(state, now_s))
 
     def _on_failed(self, state: RequestState, worker: str, failed: Failed, now_s: float) -> None:
         """A worker failed the attempt: choose another decode worker, another attempt, or an error."""
@@ -419,9 +348,9 @@ class Relay:
             self.attempts.expire_request(state, now_s)
         self.fleet_changes.apply_changes(self.fleet.check_silence(now_s), now_s)
         self.fleet_changes.apply_findings(self.quarantine.expire_waits(now_s), now_s)
-        self.pairs.note_available(now_s)
+        self.grace.note_available(now_s)
         kinds = {state.kind for state in self.queue}
-        hopeless = {kind for kind in kinds if not self.pairs.should_wait(kind, now_s)}
+        hopeless = {kind for kind in kinds if not self.grace.should_wait(kind, now_s)}
         for state in list(self.queue.in_order()) if hopeless else ():
             if state.kind in hopeless:
                 self.attempts.fail_unserved(state, now_s)
@@ -437,12 +366,4 @@ EVENT_HANDLERS: dict[type, Callable[..., None]] = {
     StopFound: Relay._on_stop_found,
     WorkerCommand: Relay._on_command,
     ClockTick: Relay._on_tick,
-}
-
-MESSAGE_HANDLERS: dict[type, Callable[..., None]] = {
-    Output: Relay._on_output,
-    Staged: Relay._on_staged,
-    Offer: Relay._on_offer,
-    Pulled: Relay._on_pulled,
-    Failed: Relay._on_failed,
 }

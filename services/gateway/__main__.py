@@ -237,8 +237,8 @@ def make_service(
         preparers,
         lambda: system_fingerprint(relay),
         RequestTimeouts(request_s=spec.request_timeout_s, stall_s=spec.reader_stall_s),
-        longest=lambda: relay.pairs.max_model_len,
-        kv_classes=lambda: relay.pairs.served_classes,
+        longest=lambda: relay.capabilities.max_model_len,
+        kv_classes=lambda: relay.capabilities.served_classes,
         only_batches=spec.bulk_only,
         outcomes=RequestOutcomes(metrics.slo, [metrics, metrics.history]),
     )

@@ -210,7 +210,11 @@ class LiveHealthProbes(HealthProbes):
             for (source, target), mode in sorted(pairs.auto.modes.items(), key=str)
             if mode.reason is not None
         ]
-        return {"budget_pct": pairs.auto.budget_pct, "classes": pairs.auto_classes, "lighter": lighter}
+        return {
+            "budget_pct": pairs.auto.budget_pct,
+            "classes": pairs.capabilities.auto_classes,
+            "lighter": lighter,
+        }
 
     def _kv_keep_status(self) -> dict[str, Any]:
         """The threshold of eviction of requests that give none, the KV classes in which KV can be evicted, and
@@ -219,7 +223,7 @@ class LiveHealthProbes(HealthProbes):
         pairs = self._backend.relay.pairs
         return {
             "threshold": self._service.rules.keep_threshold,
-            "classes": pairs.keep_classes,
+            "classes": pairs.capabilities.keep_classes,
             "measured": [
                 {"kv_class": kv_class, "threshold": threshold, "kept_share": round(share, 4)}
                 for (kv_class, threshold), share in pairs.kept_shares.latest

@@ -151,7 +151,7 @@ class RelayBackend:
 
     def classes_of_pair(self, pair: tuple[str | None, str]) -> list[str]:
         """The KV classes that a pair of `worker_pairs` can serve, the default one first."""
-        return self.relay.pairs.classes_of_pair(pair)
+        return self.relay.capabilities.classes_of_pair(pair)
 
     @property
     def unfit_workers(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ from router.effects import (
     WorkerUnfit,
     WorkerUp,
 )
-from router.requests.relay import MESSAGE_HANDLERS, Relay
+from router.requests.relay import ATTEMPT_MESSAGES, Relay
 from router.routing.kv_classes import holds_class, pool_size, saved_chunk_bytes
 from services.gateway.metrics.bulk import BulkTelemetry
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -51,7 +51,7 @@ class RelayTelemetry:
         # The time at which each request began to wait in the gateway.
         self._queued_s: dict[str, float] = {}
         # From 0 on: what a series begins with is no increase to Prometheus.
-        for kind in MESSAGE_HANDLERS:
+        for kind in ATTEMPT_MESSAGES:
             metrics.late.labels(kind.__name__)
         # Number of late messages, by type, that the metrics have counted already.
         self._late: Counter[str] = Counter()

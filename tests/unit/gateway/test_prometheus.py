@@ -14,7 +14,7 @@ from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import WorkerStats
 from diptych.slo import Slo
 from diptych.specs import GatewaySpec
-from router.requests.relay import MESSAGE_HANDLERS, Relay
+from router.requests.relay import ATTEMPT_MESSAGES, Relay
 from services.gateway.__main__ import make_exporter
 from services.gateway.metrics.buckets import bucket_bounds_s
 from services.gateway.metrics.prometheus import (
@@ -205,7 +205,7 @@ def test_what_may_never_happen_is_counted_from_0_on() -> None:
     ReplanRoute(TrafficFeed(), cast(CanaryProber, None), metrics)
     RelayTelemetry(Relay(split=True), metrics, None)
     found = values(metrics)
-    for kind in MESSAGE_HANDLERS:
+    for kind in ATTEMPT_MESSAGES:
         assert found[f"diptych:gateway_late_messages_total{{kind={kind.__name__}}}"] == 0
     for outcome in ("sent", "dropped", "failed"):
         assert found[f"diptych:traces_total{{outcome={outcome}}}"] == 0

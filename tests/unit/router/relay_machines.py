@@ -29,7 +29,7 @@ from diptych.request import RequestStage
 from router.effects import ClientGone, ClockTick, StopFound, WorkerCommand
 from router.requests.admission import AdmissionLimits
 from router.requests.attempts import MAX_FAILURES, MAX_LOSSES
-from router.requests.lease_renewal import LEASED_STAGES
+from router.requests.timers import LEASED_STAGES
 from tests.unit.router.fake_deployment import LEASE_S, FakeDeployment
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")

@@ -381,7 +381,7 @@ def test_the_orders_of_workers_have_the_whole_id() -> None:
 
 def test_auto_without_a_class_in_question_fails_at_once() -> None:
     world = deployment({"tq4.s0": 64}, auto=False)
-    assert world.relay.pairs.auto_classes == []
+    assert world.relay.capabilities.auto_classes == []
     ask(world, "a", "auto")
     end = world.terminal["a"]
     assert isinstance(end, FailRequest) and end.failure.code == "no_workers"
@@ -393,7 +393,7 @@ def test_auto_fails_at_once_where_only_one_worker_of_each_pair_knows_a_loss() ->
     world.say("prefill-0", unsaid)
     world.link("decode-0", "prefill-0")
     assert world.relay.find_pairs() == [PAIR]
-    assert world.relay.pairs.served_classes == ([LIGHT], [], [], "auto")
+    assert world.relay.capabilities.served_classes == ([LIGHT], [], [], "auto")
     ask(world, "a", "auto")
     end = world.terminal["a"]
     assert isinstance(end, FailRequest) and end.failure.code == "no_workers"

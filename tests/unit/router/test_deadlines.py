@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from router.effects import ClockTick, FailRequest
-from router.requests.deadlines import MAX_STALE_ENTRIES, DeadlineHeap
 from router.requests.request_state import RequestState
+from router.requests.timers import MAX_STALE_ENTRIES, DeadlineHeap
 from tests.unit.router.fake_deployment import linked_deployment, make_request
 
 

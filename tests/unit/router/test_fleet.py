@@ -397,16 +397,16 @@ def context_of(**lengths: int) -> tuple[Relay, int | None]:
         role, number, fingerprint = name.split("_")
         met = make_hello(f"{role}-{number}", fingerprint=fingerprint)
         relay.fleet.on_message(met.worker, msgspec.structs.replace(met, max_model_len=length), 0.0)
-    return relay, relay.pairs.max_model_len
+    return relay, relay.capabilities.max_model_len
 
 
 def test_the_workers_context_is_that_of_the_shortest() -> None:
     relay, length = context_of(prefill_0_f=4096, decode_0_f=1024)
     assert length == 1024, "they will be linked"
     relay.fleet.on_message("decode-0", linked("prefill-0"), 0.0)
-    assert relay.pairs.max_model_len == 1024
+    assert relay.capabilities.max_model_len == 1024
     relay.fleet.remove_worker("decode-0", "test")
-    assert relay.pairs.max_model_len == 4096
+    assert relay.capabilities.max_model_len == 4096
     assert context_of()[1] is None
 
 
@@ -414,9 +414,9 @@ def test_a_worker_that_fits_no_other_shortens_nothing() -> None:
     relay, length = context_of(prefill_0_f=4096, decode_0_f=2048, decode_1_g=512)
     assert length == 2048
     relay.fleet.on_message("decode-0", linked("prefill-0"), 0.0)
-    assert relay.pairs.max_model_len == 2048
+    assert relay.capabilities.max_model_len == 2048
     relay.fleet.remove_worker("decode-0", "test")
-    assert relay.pairs.max_model_len == 4096, (
+    assert relay.capabilities.max_model_len == 4096, (
         "nobody is informed that it asks for too much while it can be restarted"
     )
 

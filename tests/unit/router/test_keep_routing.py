@@ -50,7 +50,7 @@ def test_requests_that_evict_go_to_workers_that_can() -> None:
     [other] = ask(world, "whole", KeepSpec())
     assert isinstance(other, Prefill) and not other.keep.evicts
     assert world.workers["prefill-0"].held, "a request that keeps everything may go anywhere"
-    assert world.relay.pairs.served_classes.keep == ["raw"]
+    assert world.relay.capabilities.served_classes.keep == ["raw"]
 
 
 def test_what_a_request_keeps_stays_the_same_when_it_is_tried_again_and_when_it_moves() -> None:

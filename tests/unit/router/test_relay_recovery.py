@@ -79,17 +79,15 @@ def test_a_gateway_that_has_never_had_a_way_says_so_at_once() -> None:
 
 
 def test_hope_is_by_version() -> None:
-    recovery = WorkerGrace(5.0)
-    assert not recovery.should_wait(None, 0.0)
+    recovery = WorkerGrace(5.0, FakeDeployment().relay.capabilities)
+    assert not recovery.was_served(None, 0.0)
     f, g, coded = AnswerVersion("f", "raw"), AnswerVersion("g", "raw"), AnswerVersion("f", "tq4.s0")
     recovery.note_served({f}, 0.0)
     recovery.note_served({g}, 3.0)
-    assert recovery.should_wait(f, 5.0) and not recovery.should_wait(f, 5.1)
-    assert not recovery.should_wait(coded, 5.0), "another class of the same model"
+    assert recovery.was_served(f, 5.0) and not recovery.was_served(f, 5.1)
+    assert not recovery.was_served(coded, 5.0), "another class of the same model"
     assert (
-        recovery.should_wait(g, 8.0)
-        and recovery.should_wait(None, 8.0)
-        and not recovery.should_wait(None, 8.1)
+        recovery.was_served(g, 8.0) and recovery.was_served(None, 8.0) and not recovery.was_served(None, 8.1)
     )
 
 

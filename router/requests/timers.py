@@ -1,19 +1,26 @@
-"""Finds the requests whose deadline has passed, in a heap, without a scan over all requests (pure)."""
+"""What is due at a time: deadlines of requests, and the renewal of their KV leases (pure)."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from diptych.messages import Renew
+from diptych.request import RequestStage
 from router.requests.request_state import RequestState
 
 # The heap is rebuilt when it has more stale entries than this, and than live requests.
 MAX_STALE_ENTRIES = 1024
+# The stages in which a request's KV is under lease at its prefill worker.
+LEASED_STAGES = frozenset({RequestStage.PREFILLED, RequestStage.TRANSFERRING})
 
 
 class DeadlineHeap:
-    """The deadlines of live requests, the earliest first. Entries of ended requests are dropped when they come up."""
+    """The deadlines of live requests, the earliest first, in a heap: none is looked for among all requests.
+
+    Entries of ended requests are dropped when they come up.
+    """
 
     def __init__(self, live: Mapping[str, RequestState]) -> None:
         """`live` is the relay's table of requests that have not ended, by name."""
@@ -42,3 +49,25 @@ class DeadlineHeap:
             if state is not None and state.number == number:
                 found.append(state)
         return sorted(found, key=lambda state: state.number)
+
+
+class LeaseRenewal:
+    """Renews the leases of KV that waits at a prefill worker until a decode worker has fetched it.
+
+    All are renewed together, every third of their length `lease_s`.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._interval_s = lease_s / 3
+        self._renewed_s = float("-inf")
+
+    def take_due(self, states: Iterable[RequestState], now_s: float) -> list[tuple[str, Renew]]:
+        """The messages to send now: (prefill worker, renewal of all its leases). Empty while none is due."""
+        if now_s - self._renewed_s < self._interval_s:
+            return []
+        self._renewed_s = now_s
+        leases: dict[str, list[tuple[str, int]]] = {}
+        for state in states:
+            if state.request.stage in LEASED_STAGES and state.source is not None:
+                leases.setdefault(state.source, []).append((state.request.id, state.request.epoch))
+        return [(worker, Renew(leases[worker])) for worker in sorted(leases)]

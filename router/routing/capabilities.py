@@ -1,0 +1,129 @@
+"""What the fleet serves at present: which pairs of workers, KV classes and lengths (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.chunks import AUTO_CLASS
+from diptych.messages import Hello
+from router.routing.auto_class import AutoClasses, eligible_classes
+from router.routing.fleet import ROLES
+from router.routing.kv_classes import (
+    AnswerVersion,
+    ServedClasses,
+    can_evict,
+    class_is_gone,
+    classes_of,
+    holds_class,
+    keep_classes_of_pair,
+    versions_of_pair,
+)
+from router.routing.policy import ANY_REQUEST, Pair, RoutingNeed, RoutingView, find_pairs, workers_of_pair
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCapabilities:
+    """What requests can ask of the workers that `view` shows. `auto` has the budget of the classes to choose among."""
+
+    view: RoutingView
+    auto: AutoClasses
+
+    def find_pairs(self, need: RoutingNeed = ANY_REQUEST) -> list[Pair]:
+        """All pairs that could serve `need` now, whether or not they have room."""
+        return find_pairs(need, self.view)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest prompt plus answer, in tokens, that every serving worker can take.
+
+        A worker that cannot serve yet (no link) does not lower the limit. While no worker serves, the longest that any
+        fitting worker can take; None if there is none.
+        """
+        workers = self.view.fleet.workers
+        serving = {name for pair in self.find_pairs() for name in workers_of_pair(pair)}
+        lengths = {name: worker_state.hello.max_model_len for name, worker_state in workers.items()}
+        serving = serving or lengths.keys() - self.view.fleet.find_mismatches().keys()
+        return min((lengths[name] for name in serving), default=max(lengths.values(), default=None))
+
+    def versions_of(self, pair: Pair, kv_class: str | None = None) -> list[AnswerVersion]:
+        """The versions of answers that a pair of members can generate; with a `kv_class`, in a class it names."""
+        workers, (source, target) = self.view.fleet.workers, pair
+        first = None if source is None else workers[source].hello
+        return versions_of_pair(first, workers[target].hello, kv_class)
+
+    def classes_of_pair(self, pair: Pair) -> list[str]:
+        """The KV classes of answers that a pair can generate; a request that asks for none gets the first one."""
+        return [version.kv_class for version in self.versions_of(pair)]
+
+    @property
+    def kv_classes(self) -> list[str]:
+        """The KV classes that requests can be served with; while no pair can serve, those of all known workers."""
+        served = {version.kv_class for pair in self.find_pairs() for version in self.versions_of(pair)}
+        known = {name for hello in self.view.fleet.known_hellos() for name in classes_of(hello)}
+        return sorted(served or known)
+
+    @property
+    def served_classes(self) -> ServedClasses:
+        """The KV classes that requests may ask for, those among which the router may choose, and those in which KV can
+        be evicted.
+        """
+        return ServedClasses(self.kv_classes, self.auto_classes, self.keep_classes, self._default_class)
+
+    @property
+    def keep_classes(self) -> list[str]:
+        """The KV classes in which pairs that can serve can evict; while no pair can serve, those of all known
+        workers.
+        """
+        found = (keep_classes_of_pair(*pair) for pair in self._hellos_of_pairs())
+        return sorted(set[str]().union(*found))
+
+    @property
+    def _default_class(self) -> str | None:
+        """The class of a request that asks for none: an id, or `AUTO_CLASS`; None if workers differ."""
+        found = {
+            AUTO_CLASS if target.kv_auto else version.kv_class
+            for source, target in self._hellos_of_pairs()
+            for version in versions_of_pair(source, target)[:1]
+        }
+        return next(iter(found)) if len(found) == 1 else None
+
+    def _hellos_of_pairs(self) -> list[tuple[Hello | None, Hello]]:
+        """The hellos of all pairs that can serve; while none can, of all known workers, each by itself."""
+        workers = self.view.fleet.workers
+        return [
+            (None if source is None else workers[source].hello, workers[target].hello)
+            for source, target in self.find_pairs()
+        ] or [(None, hello) for hello in self.view.fleet.known_hellos()]
+
+    @property
+    def auto_classes(self) -> list[str]:
+        """The KV classes that the router may choose: those within the budget on a pair that can serve; while no pair
+        can, those of all known workers.
+        """
+        found = (
+            eligible_classes(source, target, self.auto.budget_pct)
+            for source, target in self._hellos_of_pairs()
+        )
+        return sorted(set[str]().union(*found))
+
+    def is_known(self, kv_class: str) -> bool:
+        """Whether any worker has the class, or had it when it was lost."""
+        if kv_class == AUTO_CLASS:
+            return bool(self.auto_classes)
+        return any(holds_class(hello, kv_class) for hello in self.view.fleet.known_hellos())
+
+    def can_evict_somewhere(self, kv_class: str | None) -> bool:
+        """Whether workers of all roles that are needed can evict in the class, or could when they were lost."""
+        able = {hello.role for hello in self.view.fleet.known_hellos() if can_evict(hello, kv_class)}
+        return able.issuperset(self.needed_roles)
+
+    @property
+    def needed_roles(self) -> tuple[str, ...]:
+        """The roles without which no request can be served."""
+        return ROLES if self.view.split and not self.view.allow_local_prefill else ("decode",)
+
+    def is_class_gone(self, version: AnswerVersion | None) -> bool:
+        """Whether no worker can come back that continues an answer of `version`, since its KV class was replaced."""
+        return version is not None and class_is_gone(
+            version, self.view.fleet.known_hellos(), self.needed_roles
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,11 +47,11 @@ class SmallDisk:
         self.path, self.num_bytes, self.inodes, self.least = path, num_bytes, inodes, num_bytes
 
     def free(self) -> int:
-        used = sum(
-            file.stat().st_size
-            for file in self.path.rglob("*")
-            if "files" in str(file) or "uploads" in str(file)
-        )
+        used = 0
+        for file in self.path.rglob("*"):
+            if "files" in str(file) or "uploads" in str(file):
+                with suppress(FileNotFoundError):  # another upload has just ended
+                    used += file.stat().st_size
         self.least = min(self.least, self.num_bytes - used)
         return self.num_bytes - used
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diptych.errors import ConfigError, StartError
+from diptych.extras import require_extra
 from diptych.file_limits import raise_open_file_limit
 from planner.workload.workload import find_workload
 from services.bench import report
@@ -37,6 +38,8 @@ def run_bench(options: BenchOptions) -> int:
         ConfigError: the options, the workload or the address are wrong.
         StartError: nobody answers there, or no request of a run is answered; what was seen before is reported.
     """
+    if options.plot is not None:
+        require_extra("plan", "--plot", ", or leave out --plot")
     slo = options.slo
     ended: BaseException | None = None
     # An open loop may have thousands of requests open.

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from diptych.config.load import check_slo_target, load_config
+from diptych.extras import require_extra
 from diptych.slo import DEFAULT_ATTAINMENT
 
 HELP = """Write Grafana dashboards, and Prometheus' rules and alerts, for a deployment's SLOs.
@@ -37,6 +38,7 @@ def dashboards(
     ] = None,
 ) -> None:
     """Write the files and say where they are. Without SLOs, also in the deployment's plan, they are for both."""
+    require_extra("dashboards", "diptych dashboards")
     given: dict[str, Any] = {
         "slo_ttft_ms": slo_ttft_ms,
         "slo_tpot_ms": slo_tpot_ms,

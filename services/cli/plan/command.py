@@ -9,6 +9,7 @@ from pathlib import Path
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
+from diptych.extras import require_extra
 from planner.costs import profile_file as profiles
 from planner.costs.kv.classes import kv_class_notes, read_classes, shared_kv_classes
 from planner.costs.kv.codec import code_profile, codec_note, with_kv_codec
@@ -213,6 +214,7 @@ def _check_outputs(options: PlanOptions) -> None:
     if options.out is not None:
         output_paths.require_writable(options.out, "--out")
     if options.plot is not None:
+        require_extra("plan", "--plot", ", or leave out --plot")
         output_paths.make_output_folder(options.plot, "--plot")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diptych.errors import ConfigError
+from diptych.extras import require_extra
 from services.cli.option_fields import options_command
 from services.cli.plan.options import PlanOptions
 
@@ -22,6 +23,7 @@ def plan(options: PlanOptions) -> int:
     from services.cli.plan.command import run_plan
 
     if options.bulk is not None:
+        require_extra("plan", "--bulk")
         from services.cli.plan.offload import run_bulk_plan
 
         return run_bulk_plan(options)

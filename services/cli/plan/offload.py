@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from diptych.config.values import byte_size
 from diptych.errors import ConfigError
 from engine.offload.policy import format_policy
 from planner.costs.model import dims_on_cpu, find_model
-from planner.costs.profile_file import load_profile_of
 from planner.hardware import CPU, find_device
 from planner.kv_links import parse_link
 from planner.offload.machines import HostMachine
 from planner.offload.measured import measured_machine, model_kinds, search_blocks, to_block_policy
 from planner.offload.programme import OffloadPlacement, search_placement
-from planner.offload.terms import OffloadWorkload
 from planner.types import BulkRates
+from services.cli.plan.bulk_inputs import load_bulk_rates, read_lengths, read_size
 from services.cli.plan.options import BULK, PlanOptions
 from services.host.exit_codes import OK
 
@@ -86,33 +83,11 @@ def _refuse_others(options: PlanOptions) -> None:
         )
 
 
-def read_lengths(text: str | None) -> OffloadWorkload:
-    """The lengths of --bulk PROMPT:OUTPUT. Raises ConfigError."""
-    parts = (text or "").split(":")
-    if len(parts) == 2 and all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        return OffloadWorkload(int(parts[0]), int(parts[1]))
-    raise ConfigError(
-        f"--bulk {text} cannot be read", "it gives two lengths in tokens", "write --bulk 512:64"
-    )
-
-
 def _read_rates(options: PlanOptions) -> BulkRates | None:
     """The measured rates; None without a profile. Raises ConfigError: it is of another model, or has none."""
     if options.profile is None:
         return None
     return load_bulk_rates(options.profile, options.model)
-
-
-def load_bulk_rates(profile: Path, model: str) -> BulkRates:
-    """The rates in a profile. Raises ConfigError: it is of another model, or has none."""
-    rates = load_profile_of(profile, model).bulk
-    if rates is None:
-        raise ConfigError(
-            f"the profile {profile} does not say what bulk work costs",
-            "that was not measured",
-            f"add it: diptych profile {model} --bulk --out {profile}",
-        )
-    return rates
 
 
 def _read_machine(options: PlanOptions, rates: BulkRates) -> HostMachine:
@@ -155,14 +130,6 @@ def _read_memories(options: PlanOptions) -> tuple[float, float]:
     """Bytes of memory and of disk. Raises ConfigError."""
     memory = read_size("--bulk-memory", options.bulk_memory)
     return memory, read_size("--bulk-disk", options.bulk_disk)
-
-
-def read_size(flag: str, text: str) -> float:
-    """The bytes that a flag names. Raises ConfigError."""
-    try:
-        return float(byte_size().parse(text))
-    except ValueError as error:
-        raise ConfigError(f"{flag} {text} cannot be read", str(error), f"write {flag} 8GiB") from error
 
 
 def _as_json(best: OffloadPlacement, gains: dict[str, float]) -> dict[str, Any]:

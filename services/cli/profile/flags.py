@@ -10,6 +10,7 @@ import typer
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
+from diptych.extras import require_extra
 
 HELP = """Measure this machine's workers for the planner: step costs, room for KV, and what a request costs beside.
 
@@ -121,6 +122,7 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile's figures as JSON")] = False,
 ) -> None:
     """Bound in `services.cli.main`."""
+    require_extra("plan", "diptych profile")
     if bulk:
         _refuse_load_flags(context)
         measure: Any = importlib.import_module("services.cli.profile.offload").run_bulk_profile

@@ -13,6 +13,7 @@ import msgspec
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
+from diptych.extras import require_extra
 from diptych.specs import BulkPlan, WorkerSpec
 from engine.model.checkpoint import Checkpoint, find_model
 from engine.model.kv_codec import resolve_kv_codec
@@ -133,6 +134,7 @@ def _plan_with_rates(
     Raises:
         ConfigError: the profile cannot be used, or does not say what the policy's kinds cost.
     """
+    require_extra("plan", "--bulk-profile", ", or leave out --bulk-profile")
     # Imported only here: the search needs scipy.
     from planner.costs.model import dims_on_cpu
     from planner.costs.model import find_model as find_dims

@@ -9,7 +9,7 @@ from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner.sim.exact.bulk import SimBulkSpec, SimBulkUse
 from planner.sim.exact.simulate import ExactSimulation, SimDeployment
-from services.cli.plan.offload import read_lengths
+from services.cli.plan.bulk_inputs import read_lengths
 from services.cli.simulate.options import SimulateOptions
 from services.gateway.batches.feeder import LINES_PER_WORKER
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from diptych.errors import ConfigError
+from diptych.extras import require_extra
 from planner.sim.fast import distserve_compat
 from planner.types import JobResult, Parallelism
 from planner.workload.traces import read_trace
-from services.cli.simulate import offload_workers, report
+from services.cli.simulate import bulk_flags, report
 from services.cli.simulate.options import SimulateOptions
 from services.host import output_paths
 from services.host.exit_codes import OK
@@ -50,10 +51,14 @@ def run_simulate(options: SimulateOptions) -> int:
             "it is a flag of --compat simdistserve",
             "add that, or use --placement",
         )
-        if (count := offload_workers.count_bulk_workers(options.placement)) is not None:
-            extra = options.given - offload_workers.FLAGS
+        if (count := bulk_flags.count_bulk_workers(options.placement)) is not None:
+            extra = options.given - bulk_flags.FLAGS
             _refuse_flags(extra, "bulk workers serve no requests", "leave it out, or simulate them apart")
-            return offload_workers.run_bulk_workers(options, count)
+            require_extra("plan", "simulating bulk workers")
+            # Imported only here: the search for a block needs scipy.
+            from services.cli.simulate.offload_workers import run_bulk_workers
+
+            return run_bulk_workers(options, count)
         why = "it is a flag of bulk workers"
         _refuse_flags(options.given & {"bulk_memory", "bulk_disk"}, why, "use a placement such as 1B")
         served = report.simulate_samples(options)

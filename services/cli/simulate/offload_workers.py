@@ -1,42 +1,25 @@
 """Workers for bulk work alone in `diptych simulate`: what `diptych serve --bulk` would choose, and how fast.
 
-Blocks take as long as the programme predicts (`planner.offload`); nothing is simulated step by step.
+Imports scipy, so it is imported only where there are such workers. Blocks take as long as the programme predicts
+(`planner.offload`); nothing is simulated step by step.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from diptych.errors import ConfigError
 from engine.offload.policy import BlockPolicy, format_policy
 from planner.costs.model import dims_on_cpu, find_model
-from services.cli.plan.offload import load_bulk_rates, read_lengths, read_size
+from services.cli.plan.bulk_inputs import load_bulk_rates, read_lengths, read_size
 from services.cli.plan.offload_search import RatedBlocks
 from services.cli.simulate.options import SimulateOptions
 from services.host.exit_codes import OK
 
-FLAGS = {"model", "placement", "profile", "bulk", "bulk_memory", "bulk_disk", "as_json"}
 # More disk than any block needs.
 ANY_DISK = float(1 << 60)
 MIB = 1 << 20
-
-
-def count_bulk_workers(placement: str | None) -> int | None:
-    """The number of bulk workers in a placement such as "2B"; None if it has none.
-
-    Raises:
-        ConfigError: there are others beside them, which `diptych serve` refuses too.
-    """
-    parts = [] if placement is None else [part.strip() for part in placement.split("+")]
-    found = [re.fullmatch(r"(\d+)\s*B", part, re.IGNORECASE) for part in parts]
-    if not any(found):
-        return None
-    if len(found) > 1 or found[0] is None or not int(found[0][1]):
-        why = "bulk workers serve batches alone"
-        raise ConfigError(f"the placement {placement!r} cannot be simulated", why, "use --placement 2B")
-    return int(found[0][1])
 
 
 def run_bulk_workers(options: SimulateOptions, count: int) -> int:

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import httpx
 
 from diptych.errors import ConfigError
+from diptych.extras import require_extra
 from services.gateway.tracing.spans import Attribute, RequestTrace, TraceSpan, build_spans
 
 # Most sequences of traces that wait to be sent.
@@ -190,14 +191,9 @@ def _parse_endpoint(endpoint: str) -> httpx.URL:
 
 def _load_encoder(service: str, version: str) -> Callable[[Sequence[RequestTrace]], bytes]:
     """The function that makes one OTLP message of traces. Raises ConfigError if the package is not installed."""
-    try:
-        from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
-        from opentelemetry.proto.trace.v1 import trace_pb2
-    except ImportError as error:
-        raise ConfigError(
-            "traces cannot be sent", f"the package opentelemetry-proto is missing: {error}",
-            "pip install 'diptych[otel]', or leave out --otlp-traces-endpoint",
-        ) from None  # fmt: skip
+    require_extra("otel", "--otlp-traces-endpoint", ", or leave out --otlp-traces-endpoint")
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+    from opentelemetry.proto.trace.v1 import trace_pb2
 
     def encode(traces: Sequence[RequestTrace]) -> bytes:
         # Spans have times of day. They follow from the monotonic clock, so a clock that is set back hurts no span.

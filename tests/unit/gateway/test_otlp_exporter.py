@@ -96,7 +96,7 @@ def test_without_a_working_collector_traces_are_counted_as_lost(collector: Colle
 
 
 def test_a_missing_package_is_reported_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.proto.trace.v1", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.proto", None)
     with pytest.raises(ConfigError) as caught:
         OtlpExporter("http://127.0.0.1:9", "0.1.0", {}, lambda outcome, number: None)
     assert "diptych[otel]" in caught.value.fix and len(str(caught.value).splitlines()) <= 6

@@ -95,9 +95,6 @@ COMMANDS = {
     "version": CommandEntry("offline", "Versions of diptych and of what matters to it."),
 }
 
-# Former names of commands. They still work and are not shown.
-ALIASES = {"turn": "switch-role"}
-
 
 class LazyCommandGroup(TyperGroup):
     """All commands by name and summary; the one that is called is imported."""
@@ -111,7 +108,6 @@ class LazyCommandGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is named first, with all its flags."""
-        args = [ALIASES.get(args[0], args[0]), *args[1:]]
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else load_command(name), rest
 

@@ -18,13 +18,8 @@ MODULE_PATH = re.compile(r"\b(?:[a-z_]\w*\.)+(?=\w)")
 
 
 def describe_commands() -> list[str]:
-    """All commands in the order of the help, each with its parameters in theirs; and the other names of commands."""
-    root = typer.main.get_command(command_line.app)
-    aliases = getattr(command_line, "ALIASES", {})
-    return [
-        *_describe_command("diptych", root, None),
-        *(f"alias {old} -> {new}" for old, new in sorted(aliases.items())),
-    ]
+    """All commands in the order of the help, each with its parameters in theirs."""
+    return list(_describe_command("diptych", typer.main.get_command(command_line.app), None))
 
 
 def _describe_command(path: str, command: Any, parent: Any) -> Iterator[str]:

@@ -112,7 +112,6 @@ def test_version_names_the_parts_that_matter() -> None:
         (["worker", "prefill"], "`diptych worker` needs --channel"),
         (["serve", "--prot", "1"], "No such option: --prot"),
         (["switch-role", "decode-0", "juggler", "--admin-key", "k"], "there is no role 'juggler'"),
-        (["turn", "decode-0", "decode"], "diptych switch-role needs a key"),
         (["drain", "decode-0"], "diptych drain needs a key"),
         (["drain", "decode-0", "--admin-key", "a\nb"], "the key cannot be sent"),
         (["status", "--api-key", "a\nb"], "the key cannot be sent"),

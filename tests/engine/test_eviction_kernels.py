@@ -226,10 +226,16 @@ def test_what_is_compiled_beside_a_worker_is_all_that_it_needs(
     kernels = runner.list_eviction_kernels()
     assert kernels and all(map(cache.is_stored, kernels))
     runner.warm(evict=False)
+    before = [
+        set(kernel.signatures) for kernel in kernels
+    ]  # earlier tests of this process may have used others
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a kernel is missing")
 
     monkeypatch.setattr(cache._KernelCache, "_load_or_compile", refuse)
     runner.warm(evict=True)
-    assert all(len(kernel.signatures) == 1 for kernel in kernels)
+    assert all(
+        kernel.signatures and len(set(kernel.signatures) - known) <= 1
+        for kernel, known in zip(kernels, before, strict=True)
+    )

@@ -22,8 +22,8 @@ from engine.cpu.offload.loading import BlockFiles, load_block, measure_model, pr
 from engine.cpu.offload.weight_stream import open_index
 from engine.loop import Engine
 from engine.model.checkpoint import Checkpoint
-from engine.offload.block_admission import BlockSchedule
-from engine.offload.engine import BlockEngine
+from engine.offload.block_admission import BlockAdmission
+from engine.offload.engine import OffloadEngine
 from engine.offload.policy import BlockPolicy
 from engine.offload.sizes import BlockModel, predict_needs, trim_policy
 from engine.sampling.sampler import Sampler
@@ -170,8 +170,8 @@ class BulkBench:
             rate=None if rate is None else DiskRate(rate),
         )
         runner = load_block(self.model, policy, files, self.settings.max_model_len)
-        schedule = BlockSchedule(policy, self.settings.max_model_len, max_waiting=count)
-        engine = BlockEngine(runner, schedule, Sampler(runner.vocab_size), runner.vocab_size, SLICE_S)
+        schedule = BlockAdmission(policy, self.settings.max_model_len, max_waiting=count)
+        engine = OffloadEngine(runner, schedule, Sampler(runner.vocab_size), runner.vocab_size, SLICE_S)
         for seq in self.requests(count):
             engine.add(seq, time.monotonic())
         return _time_engine(engine, runner.close, lambda: runner.steps)

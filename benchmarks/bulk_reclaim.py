@@ -46,7 +46,7 @@ def reclaim_times_s(trials: int = TRIALS) -> list[float]:
             number += 1
             asked = SamplingParams(max_tokens=400, seed=number)
             prompt = [draw.randrange(1000) for _ in range(96)]
-            bulk.add(Sequence(f"b{number}", 1, prompt, asked, math.inf, origin=origin), clock())
+            bulk.add(Sequence(f"b{number}", 1, prompt, asked, math.inf, tenancy=origin), clock())
         begun_s = clock()
         bulk.run_unit(online, clock)
         ended_s = clock()

@@ -58,7 +58,7 @@ class FreedMeter:
         self._layout = checkpoint.layout()
         chunks = self._layout.num_chunks(MODEL_LEN) + 2
         pool = KvPool(self._layout, chunks)
-        kinds = read_token_kinds(ModelTokenizer.load(FOLDER), checkpoint.shape.vocab)
+        kinds = read_token_kinds(ModelTokenizer.load(FOLDER), checkpoint.config.vocab)
         runner = CpuModelRunner.load(checkpoint, pool, MODEL_LEN, eviction=EvictionSetup(kinds))
         self._reports: list[EvictionReport] = []
         self._plan = runner.plan_eviction

@@ -240,7 +240,7 @@ def measure_codec(
     coded = ("--kv-cache-codec", codec, *(("--kv-cache-calibration", file) if file else ()))
     layout, evicts = checkpoint.layout(codec=codec_id), questions[0].keep.evicts
     show_progress(f"{codec}: one worker alone")
-    kinds = read_token_kinds(ModelTokenizer.load(FOLDER), checkpoint.shape.vocab)
+    kinds = read_token_kinds(ModelTokenizer.load(FOLDER), checkpoint.config.vocab)
     alone = EngineModel(FOLDER, codec_id, calibration, EvictionSetup(kinds) if evicts else None)
     tokenizer: Any = AutoTokenizer.from_pretrained(FOLDER)
     expected = [alone.answer_greedily(one.prompt, tokens, tokenizer.decode, one.keep) for one in questions]

@@ -64,7 +64,7 @@ class Contestant:
     def decode(self, batch: ForwardBatch) -> None:
         """Attention of all layers."""
         for layer in range(self.layout.layers):
-            self.runner._attentions[0].pages.decode(layer, self.qkv, batch, 0, self.out)
+            self.runner._attentions[0].attention.decode(layer, self.qkv, batch, 0, self.out)
 
     def prefill(self) -> None:
         """A prompt through the whole model, into slabs that the decodes do not read."""
@@ -107,7 +107,7 @@ def make_contestant(codec: str) -> Contestant:
         pool.data[row] = pool.data[first]
     works = [StepWork([0], TOKENS - 1, row.tolist(), "none", 0) for row in slabs]
     shared = [StepWork([0], TOKENS - 1, [*first[:-1], int(row[-1])], "none", 0) for row in slabs]
-    heads = files.shape.heads
+    heads = files.config.heads
     generator = torch.Generator().manual_seed(2)
     qkv = torch.randn(SEQUENCES, (heads + 2 * layout.kv_heads) * layout.head_dim, generator=generator)
     out = torch.empty(SEQUENCES, heads * layout.head_dim)
@@ -120,8 +120,8 @@ def measure(rounds: int, codecs: list[str]) -> dict[str, dict[str, float]]:
     writes: dict[str, TimedWrites] = {}
     for name in codecs:
         (attention,) = sides[name].runner._attentions
-        writes[name] = TimedWrites(attention.pages)
-        sides[name].runner._attentions = [replace(attention, pages=writes[name])]
+        writes[name] = TimedWrites(attention.attention)
+        sides[name].runner._attentions = [replace(attention, attention=writes[name])]
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     for name, side in sides.items():
         calls[name, "alone"] = lambda side=side: side.decode(side.alone)  # type: ignore[misc]

@@ -74,16 +74,16 @@ class RaggedBenchmark:
         setup = EvictionSetup(read_kinds(tokenizer))
         self.runner = CpuModelRunner.load(files, self.pool, CONTEXT, eviction=setup)
         (attention,) = self.runner._attentions
-        assert attention.evictor is not None and isinstance(attention.pages, CpuAttention)
+        assert attention.evictor is not None and isinstance(attention.attention, CpuAttention)
         self.evictor: CpuEvictor = attention.evictor
-        self.pages: CpuAttention = attention.pages
+        self.pages: CpuAttention = attention.attention
         slabs = np.random.default_rng(1).permutation(self.pool.num_slabs).tolist()
         self.whole, self.ragged = list[StepWork](), list[StepWork]()
         self.whole_rows = self.ragged_rows = self.all_rows = self.kept_rows = 0
         for number, prompt in enumerate(self.prompts):
             self._add_sequence(str(number), prompt, slabs)
         self.spare: list[int] = slabs[: self.chunks]
-        shape = files.shape
+        shape = files.config
         generator = torch.Generator().manual_seed(2)
         self.qkv = torch.randn(
             SEQUENCES, (shape.heads + 2 * layout.kv_heads) * layout.head_dim, generator=generator

@@ -195,7 +195,7 @@ class Pair:
         }
         began = time.perf_counter()
         outcome = perform_effects(
-            hand_off(ticket, len(place), ChunkDigester(KEY, ticket.terms).matches_chunk), table
+            hand_off(ticket, len(place), ChunkDigester(KEY, ticket.context).matches_chunk), table
         )
         taken = time.perf_counter() - began
         assert isinstance(outcome, HandoffOutcome) and outcome.error is None and committed == place
@@ -228,7 +228,7 @@ class Pair:
 
 def memcpy(pair: Pair) -> Callable[[], float]:
     """One contiguous copy of fresh bytes per rank of the source, out of its memory: what C's memcpy makes of it."""
-    known = msgspec.msgpack.decode(pair.endpoint, type=shm.ShmEndpoint).parts
+    known = msgspec.msgpack.decode(pair.endpoint, type=shm.ShmEndpoint).shards
     case, theirs = pair.case, [np.frombuffer(attach_memory(address), np.uint8) for _, address in known]
     sizes = [case.layout.shard_layout(shard).chunk_bytes for shard, _ in known]
     if case.here == case.there:
@@ -250,7 +250,7 @@ def memcpy(pair: Pair) -> Callable[[], float]:
 def bare_nixl(pair: Pair) -> Callable[[], float]:
     """One NIXL read of the same slabs: a descriptor per slab, one request, the caller spins until it is done."""
     endpoint = msgspec.msgpack.decode(pair.endpoint, type=NixlEndpoint)
-    (_, memory), (_, far, _) = pair.own[0], endpoint.parts[0]
+    (_, memory), (_, far, _) = pair.own[0], endpoint.shards[0]
     agent = NixlAgent(f"bare-{os.getpid()}", [memory.view], serve=False)
     peer, base, size = (
         agent.add_peer(endpoint.metadata),

@@ -85,18 +85,18 @@ class DecodeWorker:
         self,
         link: GatewayLink,
         engine: Engine,
-        holdings: KvAllocator | KvArenas,
+        kv: KvAllocator | KvArenas,
         layout_of: Callable[[str], KvLayout],
         fetcher: KvFetcher,
         key: bytes,
         fingerprint: str,
         repacker: BagRepacker | None = None,
     ) -> None:
-        self.link, self.engine, self.holdings, self.fetcher = link, engine, holdings, fetcher
+        self.link, self.engine, self.kv, self.fetcher = link, engine, kv, fetcher
         self._repacker = repacker
         self._layout_of = layout_of
         self._key, self._fingerprint = key, fingerprint
-        self._admission = KvAdmission[KvArrival](engine.scheduler, holdings, _renew_arrival)
+        self._admission = KvAdmission[KvArrival](engine.scheduler, kv, _renew_arrival)
         self._corrupt = 0
         # Number of hints and tickets that came after their request had ended.
         self._late = 0
@@ -157,12 +157,12 @@ class DecodeWorker:
             self._expect_bag(arrival, ticket)
         route = self.fetcher.links.route_to(ticket.worker)
         arrival.transport = route.transport if route else ""
-        arrival.digester, arrival.ticket_s = ChunkDigester(self._key, ticket.terms), now_s
+        arrival.digester, arrival.ticket_s = ChunkDigester(self._key, ticket.context), now_s
         arrival.ticket = ticket  # set last, because the fetcher's thread waits for it
 
     def _expect_bag(self, arrival: KvArrival, ticket: tickets.Ticket) -> None:
         """The KV of an arrival comes with the bag of `ticket`. Raises SequenceRefused if it can never fit."""
-        seq, num_pulled = arrival.seq, ticket.terms.num_bag_slabs
+        seq, num_pulled = arrival.seq, ticket.context.num_bag_slabs
         try:
             needed = self._repacker.needs(ticket) if self._repacker is not None else None
         except StaleTicket as error:
@@ -203,7 +203,7 @@ class DecodeWorker:
         except TransferError as error:
             # The request goes on, since hints are not needed.
             self._corrupt += 1
-            ids = ids_of_sequence(message.request, arrival.seq.origin.client_id)
+            ids = ids_of_sequence(message.request, arrival.seq.tenancy.client_id)
             log.warning("%s (%s)", error.what, error.why, extra=about_request(ids))
             return
         if (hint.request, hint.epoch) == (message.request, message.epoch):
@@ -291,7 +291,7 @@ class DecodeWorker:
             self._finish_arrival(arrival, now_s)
 
     def _reserve_slabs(self, seq: Sequence, effect: ReserveSlabs) -> list[int]:
-        return self.holdings.arena_of(seq.kv_class).allocate(seq.key, effect.num_slabs)
+        return self.kv.arena_of(seq.kv_class).allocate(seq.key, effect.num_slabs)
 
     def _finish_arrival(self, arrival: KvArrival, now_s: float) -> None:
         """End a hand-off on the thread that owns the pool: give its slabs to the sequence, or free them."""
@@ -303,7 +303,7 @@ class DecodeWorker:
             self._free_unused(arrival)
             self.engine.adopt(seq, now_s)
 
-        table = {CommitSlabs: commit, FreeSlabs: lambda effect: self.holdings.release(seq.key)}
+        table = {CommitSlabs: commit, FreeSlabs: lambda effect: self.kv.release(seq.key)}
         aborted = self._admission.must_abort(arrival, isinstance(arrival.effect, CommitSlabs))
         error = HandoffAborted("stopped while its KV was on the way") if aborted else None
         outcome = perform_effects(arrival.handoff, table, arrival.effect, error)
@@ -324,7 +324,7 @@ class DecodeWorker:
             unused = seq.bag_slabs[arrival.num_bag_slabs :]
             del seq.slabs[-len(unused) :]
             seq.kept_slabs = arrival.num_bag_slabs + 1
-            self.holdings.arena_of(seq.kv_class).free_slabs(seq.key, unused)
+            self.kv.arena_of(seq.kv_class).free_slabs(seq.key, unused)
 
     def _report_pulled(self, arrival: KvArrival, outcome: HandoffOutcome) -> None:
         seconds = {

@@ -102,21 +102,21 @@ class FailureRule:
     """The HTTP status of a reason, whether its client may retry, and whose fault it is.
 
     `retry_after_s` is after how many seconds the client may send the same request again; None: it should not. `code` is
-    the code for clients and metrics, if it differs from the reason's own name. `whose` must be given for a 429; for
+    the code for clients and metrics, if it differs from the reason's own name. `party` must be given for a 429; for
     any other status None means what the status says: a 4xx is the client's fault, a 5xx the service's.
     """
 
     status: int
     retry_after_s: float | None = None
     code: str = ""
-    whose: Party | None = None
+    party: Party | None = None
 
     @property
     def is_clients_fault(self) -> bool:
         """Whether the client brought the failure about, and not the service."""
-        if self.whose is None:
+        if self.party is None:
             return self.status < 500 and self.status != TOO_MANY_REQUESTS
-        return self.whose is Party.CLIENT
+        return self.party is Party.CLIENT
 
 
 # Retry-After in seconds while a worker restarts: about the time that a restart takes.
@@ -158,28 +158,28 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.WORKER_DRAINING: FailureRule(409),
     FailureReason.SAME_ROLE: FailureRule(409),
     FailureReason.LAST_WORKER: FailureRule(409),
-    FailureReason.TOO_MANY_REQUESTS: FailureRule(429, UNKNOWN_WAIT_S, whose=Party.SERVICE),
+    FailureReason.TOO_MANY_REQUESTS: FailureRule(429, UNKNOWN_WAIT_S, party=Party.SERVICE),
     FailureReason.TENANT_REQUESTS_FULL: FailureRule(
-        429, UNKNOWN_WAIT_S, code="too_many_requests", whose=Party.CLIENT
+        429, UNKNOWN_WAIT_S, code="too_many_requests", party=Party.CLIENT
     ),
-    FailureReason.QUEUE_FULL: FailureRule(429, UNKNOWN_WAIT_S, whose=Party.SERVICE),
-    FailureReason.TENANT_QUEUE_FULL: FailureRule(429, UNKNOWN_WAIT_S, code="queue_full", whose=Party.CLIENT),
-    FailureReason.QUEUE_TOO_LONG: FailureRule(429, UNKNOWN_WAIT_S, whose=Party.SERVICE),
+    FailureReason.QUEUE_FULL: FailureRule(429, UNKNOWN_WAIT_S, party=Party.SERVICE),
+    FailureReason.TENANT_QUEUE_FULL: FailureRule(429, UNKNOWN_WAIT_S, code="queue_full", party=Party.CLIENT),
+    FailureReason.QUEUE_TOO_LONG: FailureRule(429, UNKNOWN_WAIT_S, party=Party.SERVICE),
     # Its tenant has more than its share.
-    FailureReason.DISPLACED: FailureRule(429, UNKNOWN_WAIT_S, whose=Party.CLIENT),
-    FailureReason.TENANT_PREPARATION_FULL: FailureRule(429, 1.0, code="overloaded", whose=Party.CLIENT),
+    FailureReason.DISPLACED: FailureRule(429, UNKNOWN_WAIT_S, party=Party.CLIENT),
+    FailureReason.TENANT_PREPARATION_FULL: FailureRule(429, 1.0, code="overloaded", party=Party.CLIENT),
     FailureReason.PREPARATION_FULL: FailureRule(503, 1.0, code="overloaded"),
     FailureReason.PREPARATION_TIMEOUT: FailureRule(503, code="overloaded"),
     FailureReason.TOO_MANY_CONNECTIONS: FailureRule(503),
     FailureReason.TENANT_CONNECTIONS_FULL: FailureRule(
-        429, 1.0, code="too_many_connections", whose=Party.CLIENT
+        429, 1.0, code="too_many_connections", party=Party.CLIENT
     ),
     FailureReason.BODY_MEMORY_FULL: FailureRule(503, 1.0),
     # Its client asks for more at once than there is memory for.
-    FailureReason.ANSWER_MEMORY_FULL: FailureRule(503, whose=Party.CLIENT),
-    FailureReason.TOO_MANY_UPLOADS: FailureRule(429, 1.0, whose=Party.CLIENT),
-    FailureReason.TOO_MANY_BATCHES: FailureRule(429, 60.0, whose=Party.CLIENT),
-    FailureReason.TENANT_STORAGE_FULL: FailureRule(413, whose=Party.CLIENT),
+    FailureReason.ANSWER_MEMORY_FULL: FailureRule(503, party=Party.CLIENT),
+    FailureReason.TOO_MANY_UPLOADS: FailureRule(429, 1.0, party=Party.CLIENT),
+    FailureReason.TOO_MANY_BATCHES: FailureRule(429, 60.0, party=Party.CLIENT),
+    FailureReason.TENANT_STORAGE_FULL: FailureRule(413, party=Party.CLIENT),
     FailureReason.STORAGE_FULL: FailureRule(507),
     FailureReason.STORAGE_FAILED: FailureRule(500),
     FailureReason.OVERLOADED: FailureRule(503, 1.0),
@@ -189,7 +189,7 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.KV_TRANSFER_FAILED: FailureRule(503, 1.0),
     FailureReason.SERVER_SHUTTING_DOWN: FailureRule(503, 2.0),
     # The request itself is what workers crash on.
-    FailureReason.REQUEST_QUARANTINED: FailureRule(500, whose=Party.CLIENT),
+    FailureReason.REQUEST_QUARANTINED: FailureRule(500, party=Party.CLIENT),
     FailureReason.DEADLINE_EXCEEDED: FailureRule(504),
     FailureReason.INTERNAL_ERROR: FailureRule(500),
 }

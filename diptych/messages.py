@@ -81,7 +81,7 @@ class Prefill(ChannelMessage, frozen=True):
     output: list[int]
     sampling: SamplingParams
     remaining_s: float
-    origin: Tenancy = Tenancy()
+    tenancy: Tenancy = Tenancy()
     stage: bool = False
     # The KV class (`Hello.kv_classes`) that this attempt's KV is in; empty: the worker's first one.
     kv_class: str = ""
@@ -98,7 +98,7 @@ class Generate(ChannelMessage, frozen=True):
     output: list[int]
     sampling: SamplingParams
     remaining_s: float
-    origin: Tenancy = Tenancy()
+    tenancy: Tenancy = Tenancy()
     # As in `Prefill`.
     kv_class: str = ""
     keep: KeepSpec = KEEP_ALL
@@ -120,7 +120,7 @@ class Admit(ChannelMessage, frozen=True):
     sampling: SamplingParams
     ticket: bytes
     remaining_s: float
-    origin: Tenancy = Tenancy()
+    tenancy: Tenancy = Tenancy()
     # As in `Prefill`.
     kv_class: str = ""
     keep: KeepSpec = KEEP_ALL

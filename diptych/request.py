@@ -136,7 +136,7 @@ class Request:
     epoch: int = 0
     stage: RequestStage = RequestStage.ADMITTED
     entered_s: dict[RequestStage, float] = field(default_factory=dict)
-    origin: Tenancy = Tenancy()
+    tenancy: Tenancy = Tenancy()
     # The KV class that it asks for (`diptych.messages.Hello.kv_classes`): its id, its codec's name, or `AUTO_CLASS`.
     # None: that of the workers.
     kv_class: str | None = None

@@ -56,9 +56,9 @@ class _LiveSequence:
     """A sequence that has started, and its sampling row. It stays so while it is preempted."""
 
     seq: Sequence
-    row: SamplingState
+    sampling: SamplingState
     # Log-probabilities of the prompt's tokens so far; None if the request did not ask for them.
-    scores: list[Logprob | None] | None
+    logprobs: list[Logprob | None] | None
 
 
 @dataclass(slots=True)
@@ -72,24 +72,24 @@ class _StepJob:
 class Engine:
     """Runs sequences step by step. `host` is the tier in which preempted sequences may be parked; None: there is none.
 
-    `observer` is called for every sequence and step. `follower` may be set at any time between steps.
+    `observer` is called for every sequence and step. `kv_observer` may be set at any time between steps.
     """
 
     def __init__(
         self,
         runner: StepRunner,
         scheduler: Scheduler,
-        holdings: KvAllocator | KvArenas,
+        kv: KvAllocator | KvArenas,
         sampler: StepSampler,
         host: HostTier | HostArenas | None = None,
         observer: StepObserver | None = None,
     ) -> None:
-        self.runner, self.scheduler, self.holdings, self.sampler = runner, scheduler, holdings, sampler
+        self.runner, self.scheduler, self.kv, self.sampler = runner, scheduler, kv, sampler
         self.host, self._observer = host, observer
-        self.follower: KvObserver | None = None
+        self.kv_observer: KvObserver | None = None
         # Estimates: prompt tokens computed per second, and bytes copied per second to and from the host tier.
         self.prefill_rate, self.copy_rate = MeasuredRate(2000.0), MeasuredRate(1e9)
-        self.table = SequenceTable(scheduler, holdings)
+        self.table = SequenceTable(scheduler, kv)
         self._live: dict[str, _LiveSequence] = {}
         self._masks = MaskBudget()
         self.decisions = DecisionPoints(runner, self.table)
@@ -115,9 +115,9 @@ class Engine:
         if self._observer is not None:
             self._observer.on_sequence_arrived(seq, now_s)
 
-    def admits(self, seq: Sequence, moving: Iterable[Sequence] = ()) -> bool:
-        """Whether `seq`, to be adopted, may take its slabs now (`Scheduler.admits`). `moving` are on their way."""
-        return self.scheduler.admits(seq, self.holdings, moving)
+    def admits(self, seq: Sequence, moving_seqs: Iterable[Sequence] = ()) -> bool:
+        """Whether `seq`, to be adopted, may take its slabs now (`Scheduler.admits`). `moving_seqs` are on their way."""
+        return self.scheduler.admits(seq, self.kv, moving_seqs)
 
     def make_room(self, seq: Sequence, now_s: float) -> bool:
         """Preempt one sequence of a worse priority than `seq`, which is to be adopted; False if none may be."""
@@ -157,7 +157,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would progress now. If not, wait for a message, for slabs, or until `deadline_s`."""
-        return self.scheduler.ready(self.holdings)
+        return self.scheduler.ready(self.kv)
 
     @property
     def deadline_s(self) -> float | None:
@@ -178,8 +178,8 @@ class Engine:
         begun_s = clock()
         outputs, jobs = self._run_step(begun_s, clock)
         if self._observer is not None:
-            ran = [(job.live.seq, job.work) for job in jobs]
-            self._observer.on_step_end(begun_s, clock(), ran, [one.message for one in outputs])
+            works = [(job.live.seq, job.work) for job in jobs]
+            self._observer.on_step_end(begun_s, clock(), works, [one.message for one in outputs])
         return outputs
 
     def _run_step(
@@ -210,7 +210,7 @@ class Engine:
         return outputs, jobs
 
     def _run_jobs(self, jobs: list[_StepJob]) -> list[Any]:
-        """Each job's logits, or its exception. `follower` is called meanwhile with how many layers are done."""
+        """Each job's logits, or its exception. `kv_observer` is called meanwhile with how many layers are done."""
         works, done = [job.work for job in jobs], self._announce_step(jobs)
         if done is None:
             return isolate_failures(self.runner.run, works)
@@ -220,7 +220,7 @@ class Engine:
 
     def _announce_step(self, jobs: list[_StepJob]) -> OnLayersDone | None:
         held = [(job.live.seq, job.work.start + len(job.work.tokens)) for job in jobs if job.live.seq.hold_kv]
-        return self.follower.on_step_begin(held) if self.follower is not None and held else None
+        return self.kv_observer.on_step_begin(held) if self.kv_observer is not None and held else None
 
     def _learn_from_step(self, jobs: list[_StepJob], seconds: float) -> None:
         """Update the estimates of step time and prefill rate from a step that took `seconds`."""
@@ -237,14 +237,14 @@ class Engine:
         rates, arena = (self.prefill_rate, self.copy_rate), self.table.arena_of(seq)
         host = None if self.host is None else self.host.arena_of(seq.kv_class)
         parked = host is not None and park_sequence(seq, host, arena, *rates, clock)
-        if not parked and live is not None and live.scores is not None:
+        if not parked and live is not None and live.logprobs is not None:
             # The tokens are computed again, and their log-probabilities with them.
-            live.scores = [None]
+            live.logprobs = [None]
         self.table.preempt(key, parked)
         if not parked:
             self.decisions.forget(key)
-        if self.follower is not None:
-            self.follower.on_sequence_dropped(key)
+        if self.kv_observer is not None:
+            self.kv_observer.on_sequence_dropped(key)
 
     def _apply_plan(self, plan: StepPlan, clock: Callable[[], float]) -> list[SequenceOutput]:
         """Take the plan's slabs and start the admitted sequences. Returns the failures of those that cannot start."""
@@ -253,16 +253,16 @@ class Engine:
         return [failure for one in admissions if (failure := self._start_sequence(one, clock)) is not None]
 
     def _start_sequence(
-        self, admission: AdmittedSequence, clock: Callable[[], float]
+        self, admitted_seq: AdmittedSequence, clock: Callable[[], float]
     ) -> SequenceOutput | None:
         """Start a sequence that has its slabs, with a row of the sampler. Returns its failure if it gets no row."""
-        seq, cached = admission.seq, admission.cached
+        seq, cached = admitted_seq.seq, admitted_seq.cached
         restored = (
             cached is not None
             and self.host is not None
             and restore_sequence(seq, self.host.arena_of(seq.kv_class), cached, self.copy_rate, clock)
         )
-        self.table.start(admission, clock(), restored)
+        self.table.start(admitted_seq, clock(), restored)
         try:
             if cached is not None and not restored:
                 self.decisions.forget(seq.key)
@@ -282,7 +282,7 @@ class Engine:
         jobs, live = [], self._live
         work = self.table.select_work(plan)
         asked = [*work.decodes, *[seq for seq, _ in work.prefills]]
-        left_out = self._masks.choose_left_out([(seq.key, live[seq.key].row) for seq in asked])
+        left_out = self._masks.choose_left_out([(seq.key, live[seq.key].sampling) for seq in asked])
         for seq in work.decodes:
             if seq.key not in left_out:
                 one = StepWork(
@@ -292,7 +292,7 @@ class Engine:
         for seq, count in work.prefills:
             if not (seq.key in left_out and seq.pending == count):
                 entry = live[seq.key]
-                wanted = choose_logits(seq, count, entry.scores is not None)
+                wanted = choose_logits(seq, count, entry.logprobs is not None)
                 tokens = seq.tokens(seq.computed, count)
                 one = StepWork(tokens, seq.computed, seq.slabs, wanted, seq.prompt[0], kept_work(seq))
                 jobs.append(_StepJob(entry, one))
@@ -363,39 +363,39 @@ class Engine:
 
     def _note_taken(self, slabs: list[int]) -> None:
         """Tell the follower about slabs that are about to be written."""
-        if self.follower is not None and slabs:
-            self.follower.on_slabs_taken(slabs)
+        if self.kv_observer is not None and slabs:
+            self.kv_observer.on_slabs_taken(slabs)
 
     def _sample_rows(self, pairs: list[tuple[_LiveSequence, Logits]]) -> list[SampledToken | Exception]:
-        return self.sampler.sample([logits for _, logits in pairs], [live.row for live, _ in pairs])
+        return self.sampler.sample([logits for _, logits in pairs], [live.sampling for live, _ in pairs])
 
     def _score_prompt(self, live: _LiveSequence, work: StepWork, logits: Logits) -> None:
         """Score a part of the prompt. Row i of the logits predicts token i + 1, so the first token has no score."""
-        if live.scores is None or work.logits != "all":
+        if live.logprobs is None or work.logits != "all":
             return
         following = live.seq.prompt[work.start + 1 : work.start + 1 + len(work.tokens)]
-        live.scores += self.sampler.score(
+        live.logprobs += self.sampler.score(
             logits[: len(following)], following, live.seq.sampling.prompt_logprobs or 0
         )
 
     def _append_token(
-        self, live: _LiveSequence, pick: SampledToken | Exception, now_s: float
+        self, live: _LiveSequence, token: SampledToken | Exception, now_s: float
     ) -> SequenceOutput:
         """Append one sampled token, and finish the sequence if it is the last one."""
         seq = live.seq
-        if isinstance(pick, Exception):
+        if isinstance(token, Exception):
             return self._fail_sequence(
-                seq.key, failure_code(pick), str(pick), isinstance(pick, BadSamplingParams)
+                seq.key, failure_code(token), str(token), isinstance(token, BadSamplingParams)
             )
-        seq.output.append(pick.token)
-        stopped = pick.token in seq.sampling.stop_token_ids
+        seq.output.append(token.token)
+        stopped = token.token in seq.sampling.stop_token_ids
         if not stopped:
             try:
-                live.row.push(pick.token)
+                live.sampling.push(token.token)
             except Exception as error:
                 return self._fail_sequence(seq.key, failure_code(error), str(error))
-        finish = self.table.finish_reason(seq, stopped or live.row.done)
-        return self._emit_output(live, [pick.token], pick.logprob, finish, now_s)
+        finish = self.table.finish_reason(seq, stopped or live.sampling.done)
+        return self._emit_output(live, [token.token], token.logprob, finish, now_s)
 
     def _emit_output(
         self,
@@ -406,15 +406,15 @@ class Engine:
         now_s: float,
     ) -> SequenceOutput:
         """The message with a step's `tokens`. The gateway leaves a final stop token out of the text."""
-        seq, scores = live.seq, live.scores
+        seq, logprobs = live.seq, live.logprobs
         # The prompt's log-probabilities are sent once.
-        live.scores = None
+        live.logprobs = None
         output = Output(
             request=seq.id,
             epoch=seq.epoch,
             tokens=tokens,
             logprobs=[logprob] if logprob else None,
-            prompt_logprobs=scores,
+            prompt_logprobs=logprobs,
             finish=finish,
             seconds=first_output_seconds(seq, now_s) if seq.silent else {},
             cached_tokens=seq.cached if seq.silent else 0,
@@ -444,7 +444,7 @@ class Engine:
         """Forget all that the engine and its host tier hold for a sequence whose slabs were freed."""
         self._live.pop(key, None)
         self.decisions.forget(key)
-        if self.follower is not None:
-            self.follower.on_sequence_dropped(key)
+        if self.kv_observer is not None:
+            self.kv_observer.on_sequence_dropped(key)
         if self.host is not None:
             self.host.drop_slabs(key)

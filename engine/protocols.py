@@ -27,8 +27,8 @@ class StepRunner(Protocol):
     `can_evict`: whether it is an `EvictingRunner` and set up as one. Without it, it cannot evict.
     """
 
-    def run(self, batch: list[Any], done: OnLayersDone | None = None) -> list[Any]:
-        """Compute one step and return the logits of each item of `batch`, in order.
+    def run(self, works: list[Any], done: OnLayersDone | None = None) -> list[Any]:
+        """Compute one step and return the logits of each item of `works`, in order.
 
         Calls `done` with the number of layers whose KV is complete.
         """
@@ -197,7 +197,7 @@ class StepObserver(Protocol):
         self,
         begun_s: float,
         ended_s: float,
-        ran: Sequence[tuple[sequence.Sequence, StepWork]],
+        works: Sequence[tuple[sequence.Sequence, StepWork]],
         messages: Sequence[Output | Failed],
     ) -> None:
         """A step has ended: the works that ran in it (possibly none), and all messages that it produced."""

@@ -57,7 +57,7 @@ class Sequence:
     stage: bool = False
     slabs: list[int] = field(default_factory=list)
     computed: int = 0
-    origin: Tenancy = Tenancy()
+    tenancy: Tenancy = Tenancy()
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list)
     shared: int = 0
@@ -123,7 +123,7 @@ class Sequence:
     @property
     def precedence(self) -> tuple[int, int]:
         """Sort key for memory: sequences with a lower key keep it longer. Priority, then arrival."""
-        return self.origin.priority, self.number
+        return self.tenancy.priority, self.number
 
     @property
     def ready(self) -> bool:

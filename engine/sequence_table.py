@@ -140,9 +140,9 @@ class SequenceTable:
         except OutOfSlabs:
             return None
 
-    def start(self, admission: AdmittedSequence, now_s: float, restored: bool = False) -> None:
+    def start(self, admitted_seq: AdmittedSequence, now_s: float, restored: bool = False) -> None:
         """Let an admitted sequence run; `restored` says that its parked KV is back in its slabs."""
-        seq, cached, first = admission.seq, admission.cached, admission.seq.started_s is None
+        seq, cached, first = admitted_seq.seq, admitted_seq.cached, admitted_seq.seq.started_s is None
         if cached is not None and not restored:
             seq.computed, seq.target, seq.kept_slabs = cached * CHUNK_TOKENS, seq.total, 0
             seq.cached = seq.computed if first else seq.cached
@@ -190,17 +190,17 @@ class SequenceTable:
         self.counters.add_time("evict", seconds)
         if not prompts:
             # Only decisions in answers are predicted. Those at the end of a prompt profile heads, which takes longer.
-            self.scheduler.pace.add_decisions(answers, seconds)
+            self.scheduler.step_time.add_decisions(answers, seconds)
 
     def charge(self, seq: Sequence, count: int) -> None:
         """Count `count` tokens for the sequence's tenant that were computed but failed."""
-        self.scheduler.service.charge_tokens(seq.origin.tenant, count)
+        self.scheduler.token_counter.charge_tokens(seq.tenancy.tenant, count)
 
     def advance(self, seqs: Iterable[Sequence], count: int) -> None:
         """`count` tokens more of each sequence were run and have KV; full chunks are known to all from now on."""
-        charge = self.scheduler.service.charge_tokens
+        charge = self.scheduler.token_counter.charge_tokens
         for seq in seqs:
-            charge(seq.origin.tenant, count)
+            charge(seq.tenancy.tenant, count)
             seq.computed += count
             full, shared = seq.full_chunks(seq.computed), seq.shared
             if full > shared and (seq.root or len(seq.keys) > shared):

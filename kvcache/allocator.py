@@ -26,7 +26,7 @@ TREE_OWNER = "prefix tree"
 @dataclass(slots=True)
 class _SequenceSlabs:
     # The cached chunks that the sequence holds: a path from the root of the prefix tree.
-    shared: list[PrefixNode] = field(default_factory=list)
+    shared_nodes: list[PrefixNode] = field(default_factory=list)
     # The slabs of its own. The dict serves as a set that keeps its order.
     private: dict[int, None] = field(default_factory=dict)
     # Whether it holds them only until another sequence wants them.
@@ -45,7 +45,7 @@ class LentSlabs:
 
 
 class KvAllocator:
-    """Gives out the slabs of `pool` and remembers which sequence holds which.
+    """Gives out the slabs of `ledger` and remembers which sequence holds which.
 
     Slabs that were lent (`kvcache.lending.LentKv`) count as free: `allocate` takes them back when no others are left.
 
@@ -53,8 +53,8 @@ class KvAllocator:
     `prefix_hits` count tokens: all tokens that `attach_prefix` looked up, and the tokens it found.
     """
 
-    def __init__(self, pool: SlabLedger, tree: PrefixTree | None = None) -> None:
-        self.pool, self.tree = pool, tree
+    def __init__(self, ledger: SlabLedger, tree: PrefixTree | None = None) -> None:
+        self.ledger, self.tree = ledger, tree
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._sequences: dict[str, _SequenceSlabs] = {}
@@ -69,7 +69,7 @@ class KvAllocator:
     @property
     def num_slabs(self) -> int:
         """All slabs, free or not."""
-        return self.pool.num_slabs
+        return self.ledger.num_slabs
 
     @property
     def free(self) -> int:
@@ -79,7 +79,7 @@ class KvAllocator:
     @property
     def unused(self) -> int:
         """Slabs that no sequence holds."""
-        return self.pool.free + self.cached
+        return self.ledger.free + self.cached
 
     @property
     def lent(self) -> int:
@@ -89,7 +89,7 @@ class KvAllocator:
     @property
     def used(self) -> int:
         """Slabs held by at least one sequence, lent ones included; 0 at rest."""
-        return self.pool.used - self.cached
+        return self.ledger.used - self.cached
 
     @property
     def cached(self) -> int:
@@ -123,7 +123,7 @@ class KvAllocator:
         self.prefix_hits += len(nodes) * CHUNK_TOKENS
         if nodes:
             self.tree.lock_nodes(nodes, self._lends)
-            self._open_sequence(key).shared.extend(nodes)
+            self._open_sequence(key).shared_nodes.extend(nodes)
         return [node.slab for node in nodes]
 
     def allocate(self, key: str, n: int) -> list[int]:
@@ -136,25 +136,25 @@ class KvAllocator:
         """
         if n > self.free:
             raise OutOfSlabs(
-                f"the KV pool has {self.free} slabs to give of {self.pool.num_slabs}, and {n} were asked for",
+                f"the KV pool has {self.free} slabs to give of {self.ledger.num_slabs}, and {n} were asked for",
                 f"asked for by {key}; {len(self._sequences)} sequences hold {self.used}",
             )
         self._take_back(n)
-        if self.tree is not None and n > self.pool.free:
-            self.pool.give_back(self.tree.evict_chunks(n - self.pool.free), TREE_OWNER)
-        slabs = self.pool.take_slabs(n, key)
+        if self.tree is not None and n > self.ledger.free:
+            self.ledger.give_back(self.tree.evict_chunks(n - self.ledger.free), TREE_OWNER)
+        slabs = self.ledger.take_slabs(n, key)
         if slabs:
-            owned = self._sequences.get(key) or self._open_sequence(key)
-            owned.private.update(dict.fromkeys(slabs))
-            self._count_private(owned, len(slabs))
+            seq_slabs = self._sequences.get(key) or self._open_sequence(key)
+            seq_slabs.private.update(dict.fromkeys(slabs))
+            self._count_private(seq_slabs, len(slabs))
         return slabs
 
     def _open_sequence(self, key: str) -> _SequenceSlabs:
         """A sequence begins to hold slabs."""
-        owned = self._sequences[key] = _SequenceSlabs(lent=self._lends)
+        seq_slabs = self._sequences[key] = _SequenceSlabs(lent=self._lends)
         if self._lends:
             self.lent_slabs.holders.add(key)
-        return owned
+        return seq_slabs
 
     def _take_back(self, n: int) -> None:
         """Take lent slabs back until no sequence holds `n` slabs. Raises OutOfSlabs."""
@@ -163,9 +163,9 @@ class KvAllocator:
             if reclaim is None or not reclaim():
                 raise OutOfSlabs(f"{self.lent} slabs were lent, and nobody gives them back")
 
-    def _count_private(self, owned: _SequenceSlabs, change: int) -> None:
+    def _count_private(self, seq_slabs: _SequenceSlabs, change: int) -> None:
         """Count private slabs of a sequence that were taken, or given back or published (`change` below 0)."""
-        if owned.lent:
+        if seq_slabs.lent:
             self.lent_slabs.private += change
 
     def publish(self, key: str, keys: Sequence[bytes], slabs: list[int]) -> None:
@@ -178,26 +178,29 @@ class KvAllocator:
         Raises:
             ValueError: a slab to be published is not a private slab of `key`; the slabs before it are published.
         """
-        owned = self._sequences.get(key)
-        if self.tree is None or owned is None:
+        seq_slabs = self._sequences.get(key)
+        if self.tree is None or seq_slabs is None:
             return
-        for place in range(len(owned.shared), len(keys)):
+        for place in range(len(seq_slabs.shared_nodes), len(keys)):
             slab, chunk = slabs[place], keys[place]
-            if slab not in owned.private:
+            if slab not in seq_slabs.private:
                 raise ValueError(f"slab {slab} is not a private one of {key}")
-            del owned.private[slab]
-            self._count_private(owned, -1)
+            del seq_slabs.private[slab]
+            self._count_private(seq_slabs, -1)
             known = self.tree.match_prefix((chunk,))
             if known:
-                self.tree.lock_nodes(known, owned.lent)
-                self.pool.give_back((slab,), key)
+                self.tree.lock_nodes(known, seq_slabs.lent)
+                self.ledger.give_back((slab,), key)
                 slabs[place] = known[0].slab
-                owned.shared.append(known[0])
+                seq_slabs.shared_nodes.append(known[0])
             else:
-                self.pool.change_owner((slab,), key, TREE_OWNER)
-                owned.shared.append(
+                self.ledger.change_owner((slab,), key, TREE_OWNER)
+                seq_slabs.shared_nodes.append(
                     self.tree.insert_chunk(
-                        chunk, slab, owned.shared[-1] if owned.shared else None, owned.lent
+                        chunk,
+                        slab,
+                        seq_slabs.shared_nodes[-1] if seq_slabs.shared_nodes else None,
+                        seq_slabs.lent,
                     )
                 )
 
@@ -207,13 +210,13 @@ class KvAllocator:
         Raises:
             ValueError: a slab is not a private slab of `key`, or is listed twice; none was returned.
         """
-        self.pool.give_back(slabs, key)
-        owned = self._sequences.get(key)
-        if owned is not None:
+        self.ledger.give_back(slabs, key)
+        seq_slabs = self._sequences.get(key)
+        if seq_slabs is not None:
             for slab in slabs:
-                del owned.private[slab]
-            self._count_private(owned, -len(slabs))
-            self._drop_if_empty(key, owned)
+                del seq_slabs.private[slab]
+            self._count_private(seq_slabs, -len(slabs))
+            self._drop_if_empty(key, seq_slabs)
 
     def release_tail(self, key: str, slabs: Sequence[int]) -> None:
         """Release the last slabs that sequence `key` holds: private ones become idle, shared chunks stay cached.
@@ -223,23 +226,23 @@ class KvAllocator:
         Raises:
             ValueError: they are not the last chunks and private slabs of `key`; none was released.
         """
-        owned = self._sequences.get(key) or _SequenceSlabs()
-        private = [slab for slab in slabs if slab in owned.private]
-        stay = len(owned.shared) + len(private) - len(slabs)
-        if stay < 0 or [*(node.slab for node in owned.shared[stay:]), *private] != list(slabs):
+        seq_slabs = self._sequences.get(key) or _SequenceSlabs()
+        private = [slab for slab in slabs if slab in seq_slabs.private]
+        stay = len(seq_slabs.shared_nodes) + len(private) - len(slabs)
+        if stay < 0 or [*(node.slab for node in seq_slabs.shared_nodes[stay:]), *private] != list(slabs):
             raise ValueError(f"slabs {slabs} are not the last ones of {key}")
-        gone = owned.shared[stay:]
-        if gone and len(private) < len(owned.private):
+        gone = seq_slabs.shared_nodes[stay:]
+        if gone and len(private) < len(seq_slabs.private):
             raise ValueError(f"private slabs of {key} come after the chunks {slabs}")
-        self.pool.give_back(private, key)
+        self.ledger.give_back(private, key)
         for slab in private:
-            del owned.private[slab]
-        self._count_private(owned, -len(private))
+            del seq_slabs.private[slab]
+        self._count_private(seq_slabs, -len(private))
         if self.tree is not None and gone:
-            self.tree.unlock_nodes(gone, owned.lent)
-            owned.shared = owned.shared[:stay]
+            self.tree.unlock_nodes(gone, seq_slabs.lent)
+            seq_slabs.shared_nodes = seq_slabs.shared_nodes[:stay]
         if key in self._sequences:
-            self._drop_if_empty(key, owned)
+            self._drop_if_empty(key, seq_slabs)
 
     def release(self, key: str, keep: bool = True) -> None:
         """Release every slab that sequence `key` holds: private slabs become idle, shared chunks stay cached.
@@ -248,21 +251,21 @@ class KvAllocator:
         With `keep=False` the tree also forgets the sequence's chunks, except those that another sequence holds or that
         have children in the tree.
         """
-        owned = self._sequences.pop(key, None)
-        if owned is None:
+        seq_slabs = self._sequences.pop(key, None)
+        if seq_slabs is None:
             return
         self.lent_slabs.holders.discard(key)
-        self.pool.give_back(list(owned.private), key)
-        self._count_private(owned, -len(owned.private))
+        self.ledger.give_back(list(seq_slabs.private), key)
+        self._count_private(seq_slabs, -len(seq_slabs.private))
         if self.tree is not None:
-            self.tree.unlock_nodes(owned.shared, owned.lent)
+            self.tree.unlock_nodes(seq_slabs.shared_nodes, seq_slabs.lent)
             if not keep:
-                self.pool.give_back(self.tree.forget_nodes(owned.shared), TREE_OWNER)
+                self.ledger.give_back(self.tree.forget_nodes(seq_slabs.shared_nodes), TREE_OWNER)
 
     def num_held(self, key: str) -> int:
         """How many slabs `key` holds, shared and private."""
-        owned = self._sequences.get(key)
-        return len(owned.shared) + len(owned.private) if owned else 0
+        seq_slabs = self._sequences.get(key)
+        return len(seq_slabs.shared_nodes) + len(seq_slabs.private) if seq_slabs else 0
 
     def shared_nodes(self, key: str) -> list[PrefixNode]:
         """The chunks of the prefix tree that sequence `key` holds, in token order. Do not change the list.
@@ -270,8 +273,8 @@ class KvAllocator:
         Their bytes are immutable. A `PrefixNode` exists as long as the tree knows its chunk, so a caller that keys a
         weak dictionary by the node (such as a cache of hashes) forgets its entry together with the chunk.
         """
-        owned = self._sequences.get(key)
-        return owned.shared if owned else []
+        seq_slabs = self._sequences.get(key)
+        return seq_slabs.shared_nodes if seq_slabs else []
 
     def count_freed_by(self, holders: Sequence[str]) -> int:
         """How many more slabs would be free if all `holders` released theirs: slabs that no other sequence holds.
@@ -279,17 +282,21 @@ class KvAllocator:
         They must not hold lent slabs, which are free already.
         """
         owned_slabs = [self._sequences[key] for key in holders if key in self._sequences]
-        shared = Counter(node.key for owned in owned_slabs for node in owned.shared)
-        refs = {node.key: self._count_keepers(node) for owned in owned_slabs for node in owned.shared}
-        return sum(len(owned.private) for owned in owned_slabs) + sum(
+        shared = Counter(node.key for seq_slabs in owned_slabs for node in seq_slabs.shared_nodes)
+        refs = {
+            node.key: self._count_keepers(node)
+            for seq_slabs in owned_slabs
+            for node in seq_slabs.shared_nodes
+        }
+        return sum(len(seq_slabs.private) for seq_slabs in owned_slabs) + sum(
             refs[key] == n for key, n in shared.items()
         )
 
     def count_freed_tail(self, key: str, slabs: Sequence[int]) -> int:
         """How many more slabs would be free after `release_tail` with the last `slabs` that sequence `key` holds."""
-        owned = self._sequences.get(key) or _SequenceSlabs()
-        alone = {node.slab for node in owned.shared if self._count_keepers(node) == 1}
-        return sum(slab in owned.private or slab in alone for slab in slabs)
+        seq_slabs = self._sequences.get(key) or _SequenceSlabs()
+        alone = {node.slab for node in seq_slabs.shared_nodes if self._count_keepers(node) == 1}
+        return sum(slab in seq_slabs.private or slab in alone for slab in slabs)
 
     def _count_keepers(self, node: PrefixNode) -> int:
         """The holders of a chunk that do not give it back."""
@@ -297,19 +304,25 @@ class KvAllocator:
 
     def count_shared(self, key: str) -> int:
         """How many of the chunks that sequence `key` holds are also held by another sequence."""
-        owned = self._sequences.get(key)
-        return sum(node.refs > 1 for node in owned.shared) if owned else 0
+        seq_slabs = self._sequences.get(key)
+        return sum(node.refs > 1 for node in seq_slabs.shared_nodes) if seq_slabs else 0
 
     def owners(self) -> dict[str, int]:
         """Number of slabs by holder, without holders of 0. A shared slab counts once for each of its holders."""
-        held = Counter({key: len(owned.shared) for key, owned in self._sequences.items() if owned.shared})
-        held.update({owner: n for owner, n in self.pool.count_by_owner().items() if owner != TREE_OWNER})
+        held = Counter(
+            {
+                key: len(seq_slabs.shared_nodes)
+                for key, seq_slabs in self._sequences.items()
+                if seq_slabs.shared_nodes
+            }
+        )
+        held.update({owner: n for owner, n in self.ledger.count_by_owner().items() if owner != TREE_OWNER})
         return dict(held)
 
     def evict_cached(self) -> int:
         """Evict all cached chunks; returns how many."""
         slabs = self.tree.evict_chunks(self.tree.num_unheld) if self.tree is not None else []
-        self.pool.give_back(slabs, TREE_OWNER)
+        self.ledger.give_back(slabs, TREE_OWNER)
         return len(slabs)
 
     def check_books(self) -> None:
@@ -319,37 +332,42 @@ class KvAllocator:
             AssertionError: a slab is lost or has two owners, the number of a chunk's holders is wrong, or the tree's
                 slabs differ from the slabs that the pool lists for it.
         """
-        self.pool.check_books()
+        self.ledger.check_books()
         nodes = list(self.tree) if self.tree is not None else []
         if self.tree is not None:
             self.tree.check_books()
-        refs = Counter(node.key for owned in self._sequences.values() for node in owned.shared)
+        refs = Counter(node.key for seq_slabs in self._sequences.values() for node in seq_slabs.shared_nodes)
         wrong = [node.key.hex() for node in nodes if node.refs != refs.pop(node.key, 0)]
         if wrong or refs:
             raise AssertionError(
                 f"chunks {wrong} have a wrong number of holders; {len(refs)} held chunks are not in the tree"
             )
-        lent = Counter(node.key for owned in self._sequences.values() if owned.lent for node in owned.shared)
-        private = sum(len(owned.private) for owned in self._sequences.values() if owned.lent)
-        if self.lent_slabs.holders != {key for key, owned in self._sequences.items() if owned.lent}:
+        lent = Counter(
+            node.key
+            for seq_slabs in self._sequences.values()
+            if seq_slabs.lent
+            for node in seq_slabs.shared_nodes
+        )
+        private = sum(len(seq_slabs.private) for seq_slabs in self._sequences.values() if seq_slabs.lent)
+        if self.lent_slabs.holders != {key for key, seq_slabs in self._sequences.items() if seq_slabs.lent}:
             raise AssertionError(f"{self.lent_slabs.holders} are listed as holders of lent slabs")
         if private != self.lent_slabs.private or any(node.lent != lent[node.key] for node in nodes):
             raise AssertionError(
                 f"{self.lent_slabs.private} private slabs are counted as lent, not {private}"
             )
-        astray = [node.slab for node in nodes if self.pool.owner_of(node.slab) != TREE_OWNER]
-        if astray or self.pool.count_by_owner().get(TREE_OWNER, 0) != len(nodes):
+        astray = [node.slab for node in nodes if self.ledger.owner_of(node.slab) != TREE_OWNER]
+        if astray or self.ledger.count_by_owner().get(TREE_OWNER, 0) != len(nodes):
             raise AssertionError(f"the tree has {len(nodes)} slabs, and does not own {astray} of them")
-        for key, owned in self._sequences.items():
-            if self.pool.count_by_owner().get(key, 0) != len(owned.private):
+        for key, seq_slabs in self._sequences.items():
+            if self.ledger.count_by_owner().get(key, 0) != len(seq_slabs.private):
                 raise AssertionError(
-                    f"{key} owns {self.pool.count_by_owner().get(key, 0)}, not {len(owned.private)}"
+                    f"{key} owns {self.ledger.count_by_owner().get(key, 0)}, not {len(seq_slabs.private)}"
                 )
-            if any(self.pool.owner_of(slab) != key for slab in owned.private):
+            if any(self.ledger.owner_of(slab) != key for slab in seq_slabs.private):
                 raise AssertionError(f"{key} lists slabs of others as its own")
 
-    def _drop_if_empty(self, key: str, owned: _SequenceSlabs) -> None:
+    def _drop_if_empty(self, key: str, seq_slabs: _SequenceSlabs) -> None:
         """Forget a sequence that holds no slab any more."""
-        if not owned.shared and not owned.private:
+        if not seq_slabs.shared_nodes and not seq_slabs.private:
             del self._sequences[key]
             self.lent_slabs.holders.discard(key)

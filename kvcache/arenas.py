@@ -25,7 +25,7 @@ class KvArenas:
 
     def __init__(self, arenas: Mapping[str, KvAllocator]) -> None:
         self.arenas = dict(arenas)
-        ends = sorted((one.pool.first, one.pool.first + one.pool.num_slabs) for one in arenas.values())
+        ends = sorted((one.ledger.first, one.ledger.first + one.ledger.num_slabs) for one in arenas.values())
         if not ends or any(end > start for (_, end), (start, _) in zip(ends, ends[1:], strict=False)):
             raise ValueError(f"arenas need slab numbers of their own: {ends}")
 

@@ -25,7 +25,7 @@ class LentKv(KvAllocator):
     """The slabs of `lender` as bulk work sees them. What is taken here is lent, and never takes lent slabs back."""
 
     def __init__(self, lender: KvAllocator) -> None:
-        super().__init__(lender.pool, lender.tree)
+        super().__init__(lender.ledger, lender.tree)
         self._sequences, self.lent_slabs = lender._sequences, lender.lent_slabs
         self._lends = True
 

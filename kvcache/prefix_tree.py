@@ -100,13 +100,13 @@ class PrefixTree:
 
     def match_prefix(self, keys: Sequence[bytes]) -> list[PrefixNode]:
         """The chunks of the longest known prefix of `keys`. A look-up does not count as use for eviction."""
-        found: list[PrefixNode] = []
+        nodes: list[PrefixNode] = []
         for key in keys:
             node = self._nodes.get(key)
             if node is None:
                 break
-            found.append(node)
-        return found
+            nodes.append(node)
+        return nodes
 
     def insert_chunk(
         self, key: bytes, slab: int, parent: PrefixNode | None, lent: bool = False
@@ -157,14 +157,16 @@ class PrefixTree:
         if any(not node.refs for node in nodes):
             raise ValueError("a chunk that nobody holds cannot be released")
         # Children are released first. Eviction goes in the order of release, so it then takes leaves first.
-        gone: list[PrefixNode] = []
+        gone_nodes: list[PrefixNode] = []
         for node in reversed(nodes):
             self._count_holder(node, -1, lent)
             if not node.refs:
                 self._unheld[node.key] = node
-                gone.append(node)
+                gone_nodes.append(node)
         # A chunk with other children is not evicted before them.
-        first = takewhile(lambda one: one[1].only_lent and one[1].children == min(one[0], 1), enumerate(gone))
+        first = takewhile(
+            lambda one: one[1].only_lent and one[1].children == min(one[0], 1), enumerate(gone_nodes)
+        )
         for _, node in reversed(list(first)):
             self._unheld.move_to_end(node.key, last=False)
 

@@ -47,13 +47,13 @@ class RankBag:
 
 
 class BagRepacker:
-    """Brings bags of other splits into the form that the ranks of the pool `own` read.
+    """Brings bags of other splits into the form that the ranks of the pool `own_pool` read.
 
     Only the thread that pulls writes to a bag that is repacked, and nothing else reads it yet.
     """
 
-    def __init__(self, own: ShardedPool) -> None:
-        self._own = own
+    def __init__(self, own_pool: ShardedPool) -> None:
+        self._own_pool = own_pool
 
     def needs(self, ticket: Ticket) -> int | None:
         """The slabs of the bag of `ticket` on the ranks here; None if it needs no repacking, as they split alike.
@@ -61,16 +61,16 @@ class BagRepacker:
         Raises:
             StaleTicket: it does not say what each head and page needs, or contradicts itself.
         """
-        terms, layout = ticket.terms, self._own.layout_of(ticket.terms.kv_class)
-        bag = terms.bag
+        context, layout = ticket.context, self._own_pool.layout_of(ticket.context.kv_class)
+        bag = context.bag
         try:
             source = split_layout(layout, bag.tp, bag.pp)
-            if source == self._own.shards:
+            if source == self._own_pool.shards:
                 return None
-            decided = terms.keep.boundary, terms.num_tokens
-            if (found := count_rank_slabs(layout, source, *decided, bag.sizes)) != terms.num_bag_slabs:
-                raise ValueError(f"what its heads need are {found} slabs, not {terms.num_bag_slabs}")
-            return count_rank_slabs(layout, self._own.shards, *decided, bag.sizes)
+            decided = context.keep.boundary, context.num_tokens
+            if (found := count_rank_slabs(layout, source, *decided, bag.sizes)) != context.num_bag_slabs:
+                raise ValueError(f"what its heads need are {found} slabs, not {context.num_bag_slabs}")
+            return count_rank_slabs(layout, self._own_pool.shards, *decided, bag.sizes)
         except ValueError as error:
             what = f"a bag of {bag.tp} x {bag.pp} ranks cannot be read here"
             raise StaleTicket(what, str(error)) from error
@@ -83,14 +83,14 @@ class BagRepacker:
         Raises:
             CorruptChunk: the bag is not what its ticket says.
         """
-        terms, arena = ticket.terms, self._own.arena_at(slabs[0])
-        source = split_layout(arena.layout, terms.bag.tp, terms.bag.pp)
+        context, arena = ticket.context, self._own_pool.arena_at(slabs[0])
+        source = split_layout(arena.layout, context.bag.tp, context.bag.pp)
         try:
-            bags = self._read_bags(arena, source, slabs[: terms.num_bag_slabs])
+            bags = self._read_bags(arena, source, slabs[: context.num_bag_slabs])
             whole = merge_maps(arena.layout, source, [bag.kept for bag in bags])
-            if (whole.boundary, whole.length) != (terms.keep.boundary, terms.num_tokens):
+            if (whole.boundary, whole.length) != (context.keep.boundary, context.num_tokens):
                 raise ValueError(f"it is the map of {whole.length} tokens from {whole.boundary} on")
-            if measure_bag(whole) != terms.bag.sizes:
+            if measure_bag(whole) != context.bag.sizes:
                 raise ValueError("its heads keep other rows than the ticket counts")
             found: dict[tuple[int, int], PagePart] = {}
             for shard, bag in zip(source, bags, strict=True):
@@ -103,7 +103,7 @@ class BagRepacker:
                 frames = join_pages(kept, [found[place] for place in shard_pages(arena.layout, shard)])
                 self._write_frames(arena, rank, slabs[: kept.num_slabs], frames)
         except ValueError as error:
-            what = f"KV of request {terms.request} does not say what its heads kept"
+            what = f"KV of request {context.request} does not say what its heads kept"
             raise CorruptChunk(what, str(error)) from error
 
     def _read_bags(self, arena: PoolArena, source: Sequence[Shard], slabs: Sequence[int]) -> list[RankBag]:
@@ -114,14 +114,14 @@ class BagRepacker:
         for index, slab in enumerate(slabs):
             for move in moves:
                 at = arena.offset_of(slab, move.source) + move.far
-                page = np.frombuffer(self._own.memories[move.source], np.uint8, move.num_bytes, at)
+                page = np.frombuffer(self._own_pool.memories[move.source], np.uint8, move.num_bytes, at)
                 parts[move.target][index, move.own : move.own + move.num_bytes] = page
         return [_read_bag(part, layout) for part, layout in zip(parts, layouts, strict=True)]
 
     def _write_frames(self, arena: PoolArena, rank: int, slabs: Sequence[int], frames: Bytes) -> None:
         """Write the frames of a bag into a rank's part of its slabs."""
         per_slab = frames_per_slab(arena.layout.shard_layout(arena.shards[rank]))
-        memory = np.frombuffer(self._own.memories[rank], np.uint8)
+        memory = np.frombuffer(self._own_pool.memories[rank], np.uint8)
         for index, slab in enumerate(slabs):
             part = frames[index * per_slab : (index + 1) * per_slab].reshape(-1)
             at = arena.offset_of(slab, rank)

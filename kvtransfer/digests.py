@@ -171,21 +171,21 @@ class ChunkDigester:
     `key` is the deployment's secret, which only its workers have.
     """
 
-    def __init__(self, key: bytes, terms: DigestContext) -> None:
+    def __init__(self, key: bytes, context: DigestContext) -> None:
         fields: list[HashField] = [
             "diptych chunk",
-            terms.request,
-            terms.epoch,
-            terms.num_tokens,
-            *terms.layers,
+            context.request,
+            context.epoch,
+            context.num_tokens,
+            *context.layers,
         ]
-        fields += [terms.dtype, *terms.shape, terms.fingerprint]
-        fields += [terms.chunk_bytes, terms.codec, terms.algorithm]
-        fields += [repr(terms.keep.threshold), terms.keep.boundary, terms.num_bag_slabs]
-        fields += [terms.bag.tp, terms.bag.pp]
-        for counts in terms.bag.sizes:
+        fields += [context.dtype, *context.shape, context.fingerprint]
+        fields += [context.chunk_bytes, context.codec, context.algorithm]
+        fields += [repr(context.keep.threshold), context.keep.boundary, context.num_bag_slabs]
+        fields += [context.bag.tp, context.bag.pp]
+        for counts in context.bag.sizes:
             fields += [len(counts), *counts]
-        self.context = terms
+        self.context = context
         self._sealed = hashlib.blake2b(hash_fields(fields), key=_fit_key(key), digest_size=DIGEST_BYTES)
 
     def digest_chunk(self, index: int, payload: bytes) -> bytes:

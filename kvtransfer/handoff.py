@@ -190,7 +190,7 @@ def _verify_payloads(
     for index, payload in zip(indexes, payloads, strict=True):
         if not matches(index, payload, ticket.chunks[index].digest):
             raise CorruptChunk(
-                f"KV of request {ticket.terms.request} is not what was offered",
+                f"KV of request {ticket.context.request} is not what was offered",
                 f"chunk {index} of {len(ticket.chunks)}, from {ticket.worker} slab {ticket.chunks[index].slab}",
             )
 

@@ -69,13 +69,13 @@ def _plan_moves(
     for page, ((source, far), (target, own)) in enumerate(zip(froms, tos, strict=True)):
         if page in starts:
             runs.append([])
-        move, run = PageMove(source, far, target, own, layout.page_bytes), runs[-1]
-        if run and (run[-1].source, run[-1].target) == (source, target):
+        move, page_moves = PageMove(source, far, target, own, layout.page_bytes), runs[-1]
+        if page_moves and (page_moves[-1].source, page_moves[-1].target) == (source, target):
             # Adjacent at both ends: the two moves become one.
-            run[-1] = replace(run[-1], num_bytes=run[-1].num_bytes + move.num_bytes)
+            page_moves[-1] = replace(page_moves[-1], num_bytes=page_moves[-1].num_bytes + move.num_bytes)
         else:
-            run.append(move)
-    return tuple(tuple(run) for run in runs)
+            page_moves.append(move)
+    return tuple(tuple(page_moves) for page_moves in runs)
 
 
 class ArenaSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -122,7 +122,7 @@ class PoolArena:
 
 
 class ShardedPool:
-    """The pool of one worker, with the memory of all its ranks. `parts` are in the order of the ranks.
+    """The pool of one worker, with the memory of all its ranks. `shards` are in the order of the ranks.
 
     A worker with several KV classes has an arena for each: `classes` are their layouts and numbers of slabs, `layout`
     is the first of them. Slab numbers are unique over all arenas. Without `classes` there is one arena of `layout`.
@@ -134,17 +134,17 @@ class ShardedPool:
     def __init__(
         self,
         layout: KvLayout,
-        parts: Sequence[tuple[Shard, memoryview]],
+        shards: Sequence[tuple[Shard, memoryview]],
         classes: Sequence[tuple[KvLayout, int]] = (),
     ) -> None:
         self.layout = layout
-        self.shards = tuple(shard for shard, _ in parts)
-        self.memories = tuple(memory.cast("B") for _, memory in parts)
-        sizes = [(shard, memory.nbytes) for shard, memory in parts]
-        classes = classes or [(layout, count_slabs(layout, sizes))]
+        self.shards = tuple(shard for shard, _ in shards)
+        self.memories = tuple(memory.cast("B") for _, memory in shards)
+        shard_sizes = [(shard, memory.nbytes) for shard, memory in shards]
+        classes = classes or [(layout, count_slabs(layout, shard_sizes))]
         spans, ends = plan_spans(classes, self.shards)
-        if ends != tuple(size for _, size in sizes):
-            raise ValueError(f"arenas of {ends} bytes do not fill the ranks' memory of {sizes}")
+        if ends != tuple(size for _, size in shard_sizes):
+            raise ValueError(f"arenas of {ends} bytes do not fill the ranks' memory of {shard_sizes}")
         self.arenas = tuple(
             PoolArena(one, self.shards, span) for (one, _), span in zip(classes, spans, strict=True)
         )
@@ -196,10 +196,10 @@ class ShardedPool:
 class ArenaMoves:
     """How chunks of one KV class are copied from a source's pool into the own one."""
 
-    def __init__(self, own: PoolArena, source: PoolArena) -> None:
-        self.own, self.source = own, source
-        self.stages = stage_moves(own.layout, source.shards, own.shards)
-        self.layers = layer_moves(own.layout, source.shards, own.shards)
+    def __init__(self, own_arena: PoolArena, source: PoolArena) -> None:
+        self.own_arena, self.source = own_arena, source
+        self.stages = stage_moves(own_arena.layout, source.shards, own_arena.shards)
+        self.layers = layer_moves(own_arena.layout, source.shards, own_arena.shards)
 
 
 class PairedPools:
@@ -215,22 +215,25 @@ class PairedPools:
     """
 
     def __init__(
-        self, own: ShardedPool, sizes: Sequence[tuple[Shard, int]], spans: Sequence[ArenaSpan] = ()
+        self, own_pool: ShardedPool, shard_sizes: Sequence[tuple[Shard, int]], spans: Sequence[ArenaSpan] = ()
     ) -> None:
-        shards = [shard for shard, _ in sizes]
+        shards = [shard for shard, _ in shard_sizes]
         if not spans:
-            num_slabs = count_slabs(own.layout, sizes)
-            spans = [ArenaSpan(own.layout.kv_class, 0, num_slabs, (0,) * len(shards))]
-        self.num_slabs, self.layers = max(span.first + span.num_slabs for span in spans), own.layout.layers
-        if self.num_slabs > min(size for _, size in sizes):
-            raise ValueError(f"{self.num_slabs} slabs do not fit into ranks of {sizes}")
-        self._own = own
+            num_slabs = count_slabs(own_pool.layout, shard_sizes)
+            spans = [ArenaSpan(own_pool.layout.kv_class, 0, num_slabs, (0,) * len(shards))]
+        self.num_slabs, self.layers = (
+            max(span.first + span.num_slabs for span in spans),
+            own_pool.layout.layers,
+        )
+        if self.num_slabs > min(size for _, size in shard_sizes):
+            raise ValueError(f"{self.num_slabs} slabs do not fit into ranks of {shard_sizes}")
+        self._own_pool = own_pool
         theirs = {span.kv_class: span for span in spans}
         self._moves: dict[str, ArenaMoves] = {}
-        for arena in own.arenas:
+        for arena in own_pool.arenas:
             if (span := theirs.get(arena.layout.kv_class)) is not None:
                 source = PoolArena(arena.layout, shards, span)
-                _check_span(source, [size for _, size in sizes])
+                _check_span(source, [size for _, size in shard_sizes])
                 self._moves[span.kv_class] = ArenaMoves(arena, source)
         if not self._moves:
             raise ValueError(f"no KV class is shared: {sorted(theirs)} there")
@@ -242,11 +245,12 @@ class PairedPools:
             TransferError: a slab does not exist, or the two are not of the same class.
         """
         try:
-            moves = self._moves.get(self._own.arena_at(own).layout.kv_class)
+            moves = self._moves.get(self._own_pool.arena_at(own).layout.kv_class)
         except ValueError:
             moves = None
         if moves is None or far not in moves.source:
-            why = f"{self.num_slabs} slabs there, {self._own.num_slabs} here, in {len(self._moves)} classes of both"
+            there, here = self.num_slabs, self._own_pool.num_slabs
+            why = f"{there} slabs there, {here} here, in {len(self._moves)} classes of both"
             raise TransferError(f"slab {far} does not exist, or not for slab {own}", why)
         return moves
 
@@ -271,14 +275,16 @@ def slab_bytes_by_rank(layout: KvLayout, shards: Sequence[Shard]) -> tuple[int, 
     return tuple(layout.shard_layout(shard).chunk_bytes for shard in shards)
 
 
-def count_slabs(layout: KvLayout, sizes: Sequence[tuple[Shard, int]]) -> int:
-    """Number of slabs of a worker whose ranks have pools of these `sizes` in bytes.
+def count_slabs(layout: KvLayout, shard_sizes: Sequence[tuple[Shard, int]]) -> int:
+    """Number of slabs of a worker whose ranks have pools of these `shard_sizes` in bytes.
 
     Raises ValueError if they differ.
     """
-    counts = {divmod(size, layout.shard_layout(shard).chunk_bytes) for shard, size in sizes}
+    counts = {divmod(size, layout.shard_layout(shard).chunk_bytes) for shard, size in shard_sizes}
     if len(counts) != 1 or min(counts)[1]:
-        raise ValueError(f"ranks of {[size for _, size in sizes]} bytes do not have the same number of slabs")
+        raise ValueError(
+            f"ranks of {[size for _, size in shard_sizes]} bytes do not have the same number of slabs"
+        )
     return min(counts)[0]
 
 

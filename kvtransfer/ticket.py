@@ -42,12 +42,12 @@ class OfferedChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An offer of the KV of `terms.request`, held by life `incarnation` of `worker`; `chunks` are in token order.
+    """An offer of the KV of `context.request`, held by life `incarnation` of `worker`; `chunks` are in token order.
 
-    If `terms.keep` drops tokens, the whole chunks come first, and then the slabs of the bag, in the bag's order.
+    If `context.keep` drops tokens, the whole chunks come first, and then the slabs of the bag, in the bag's order.
     """
 
-    terms: DigestContext
+    context: DigestContext
     worker: BoundedText
     incarnation: BoundedText
     chunks: Annotated[tuple[OfferedChunk, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
@@ -56,7 +56,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @property
     def num_bytes(self) -> int:
         """Bytes that are transferred if every chunk is pulled."""
-        return self.terms.chunk_bytes * len(self.chunks)
+        return self.context.chunk_bytes * len(self.chunks)
 
 
 class StagingHint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -79,7 +79,7 @@ class StagingHint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 def issue_ticket(
     key: bytes,
-    terms: DigestContext,
+    context: DigestContext,
     worker: str,
     incarnation: str,
     slabs: Sequence[int],
@@ -88,22 +88,24 @@ def issue_ticket(
     """Digest the slabs of a finished prefill and make its ticket.
 
     `payload(slab, algorithm)` hashes the chunk in a slab (`kvtransfer.resharding.ShardedPool.hash_slab`). The slabs,
-    one per chunk of `terms` in token order, must not change any more.
+    one per chunk of `context` in token order, must not change any more.
 
     Raises:
-        ValueError: the number of slabs is not `terms.num_chunks`, or `terms` contradict what is kept.
+        ValueError: the number of slabs is not `context.num_chunks`, or `context` contradict what is kept.
     """
-    if len(slabs) != terms.num_chunks:
-        raise ValueError(f"{terms.num_tokens} tokens are {terms.num_chunks} chunks, not {len(slabs)} slabs")
-    if not terms.is_keep_sound:
-        what = f"a bag of {terms.num_bag_slabs} slabs and {terms.keep}"
-        raise ValueError(f"{what} contradict each other for {terms.num_tokens} tokens")
-    seal = ChunkDigester(key, terms)
+    if len(slabs) != context.num_chunks:
+        raise ValueError(
+            f"{context.num_tokens} tokens are {context.num_chunks} chunks, not {len(slabs)} slabs"
+        )
+    if not context.is_keep_sound:
+        what = f"a bag of {context.num_bag_slabs} slabs and {context.keep}"
+        raise ValueError(f"{what} contradict each other for {context.num_tokens} tokens")
+    seal = ChunkDigester(key, context)
     chunks = tuple(
-        OfferedChunk(slab, seal.digest_chunk(i, payload(slab, terms.algorithm)))
+        OfferedChunk(slab, seal.digest_chunk(i, payload(slab, context.algorithm)))
         for i, slab in enumerate(slabs)
     )
-    return Ticket(terms, worker, incarnation, chunks)
+    return Ticket(context, worker, incarnation, chunks)
 
 
 def encode_ticket(ticket: Ticket, key: bytes) -> bytes:
@@ -157,19 +159,19 @@ def check_ticket(
     Raises:
         StaleTicket: a field differs; the text names the first one, with both values.
     """
-    terms = ticket.terms
+    context = ticket.context
     pairs: list[tuple[str, object, object]] = [
-        ("request", terms.request, request),
-        ("epoch", terms.epoch, epoch),
-        ("eviction threshold", terms.keep.threshold, keep.threshold),
-        ("eviction boundary", terms.keep.boundary, keep.boundary),
-        ("num_tokens", terms.num_tokens, num_tokens),
-        ("dtype", terms.dtype, layout.dtype),
-        ("chunk shape", tuple(terms.shape), layout.chunk_shape),
-        ("layers", tuple(terms.layers), (0, layout.layers)),
-        ("KV codec", terms.kv_class, layout.kv_class),
-        ("chunk size", terms.chunk_bytes, layout.chunk_bytes),
-        ("model fingerprint", terms.fingerprint, fingerprint),
+        ("request", context.request, request),
+        ("epoch", context.epoch, epoch),
+        ("eviction threshold", context.keep.threshold, keep.threshold),
+        ("eviction boundary", context.keep.boundary, keep.boundary),
+        ("num_tokens", context.num_tokens, num_tokens),
+        ("dtype", context.dtype, layout.dtype),
+        ("chunk shape", tuple(context.shape), layout.chunk_shape),
+        ("layers", tuple(context.layers), (0, layout.layers)),
+        ("KV codec", context.kv_class, layout.kv_class),
+        ("chunk size", context.chunk_bytes, layout.chunk_bytes),
+        ("model fingerprint", context.fingerprint, fingerprint),
     ]
     for name, offered, wanted in pairs:
         if offered != wanted:
@@ -178,16 +180,16 @@ def check_ticket(
 
 def _check_fields(ticket: Ticket) -> None:
     """Raises TransferError if the fields of a ticket contradict each other."""
-    terms = ticket.terms
+    context = ticket.context
     sound = (
-        terms.algorithm in HASH_FUNCTIONS
-        and terms.dtype in DTYPE_BYTES
-        and min(terms.shape) > 0
-        and (terms.codec or terms.chunk_bytes == math.prod(terms.shape) * DTYPE_BYTES[terms.dtype])
-        and terms.layers[0] < terms.layers[1]
-        and terms.layers[1] - terms.layers[0] == terms.shape[0]
-        and terms.is_keep_sound
-        and len(ticket.chunks) == terms.num_chunks
+        context.algorithm in HASH_FUNCTIONS
+        and context.dtype in DTYPE_BYTES
+        and min(context.shape) > 0
+        and (context.codec or context.chunk_bytes == math.prod(context.shape) * DTYPE_BYTES[context.dtype])
+        and context.layers[0] < context.layers[1]
+        and context.layers[1] - context.layers[0] == context.shape[0]
+        and context.is_keep_sound
+        and len(ticket.chunks) == context.num_chunks
         and len({chunk.slab for chunk in ticket.chunks}) == len(ticket.chunks)
     )
     if not sound:

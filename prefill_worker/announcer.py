@@ -42,21 +42,21 @@ class KvAnnouncer:
 
     def __init__(
         self,
-        holdings: KvAllocator | KvArenas,
-        payloads: ChunkHashes,
+        kv: KvAllocator | KvArenas,
+        hashes: ChunkHashes,
         layers: int,
         progress: LayerProgress | None,
         send_hint: SendHint,
     ) -> None:
-        self._holdings, self._payloads, self._layers = holdings, payloads, layers
+        self._kv, self._hashes, self._layers = kv, hashes, layers
         self._progress, self._send_hint = progress, send_hint
-        self._marks: list[int] = [COMPLETE_MARK] * holdings.num_slabs
+        self._marks: list[int] = [COMPLETE_MARK] * kv.num_slabs
         # Number of chunks that were announced of each sequence.
         self._announced: dict[str, int] = {}
         # The sequences of the last step.
         self._in_step: dict[str, Sequence] = {}
         # New marks make void everything that was announced in an earlier life of the worker.
-        self.on_slabs_taken(range(holdings.num_slabs))
+        self.on_slabs_taken(range(kv.num_slabs))
 
     def on_slabs_taken(self, slabs: Many[int]) -> None:
         """Give each of these slabs a new mark before it is written to, so that pullers reject its old content."""
@@ -84,7 +84,7 @@ class KvAnnouncer:
 
     def _announce_chunks(self, seq: Sequence, end: int, progress: LayerProgress) -> list[int]:
         """Announce the chunks of `seq` that are complete now or after this step; returns the slabs of the latter."""
-        first, known = self._announced.get(seq.key, 0), len(self._holdings.shared_nodes(seq.key))
+        first, known = self._announced.get(seq.key, 0), len(self._kv.shared_nodes(seq.key))
         most = count_whole_chunks(seq)
         complete = max(first, min(most, seq.computed // CHUNK_TOKENS))
         last = min(most, num_chunks(end) if end == seq.total else end // CHUNK_TOKENS)
@@ -104,7 +104,7 @@ class KvAnnouncer:
     def hash_full(self) -> None:
         """Hash the chunks that the last step completed, of sequences that are still in the engine."""
         for seq in self._in_step.values():
-            self._payloads.hash_full(seq)
+            self._hashes.hash_full(seq)
         self._in_step.clear()
 
     def finish_sequence(self, seq: Sequence, slabs: Many[int]) -> list[bytes]:
@@ -112,7 +112,7 @@ class KvAnnouncer:
 
         They are those of its whole chunks in token order, and then those of its bag.
         """
-        payloads = self._payloads.hash_offered(seq, slabs)
+        payloads = self._hashes.hash_offered(seq, slabs)
         self.on_sequence_dropped(seq.key)
         return payloads
 
@@ -120,4 +120,4 @@ class KvAnnouncer:
         """Forget the sequence `key`: nothing more is announced for it and its hashes are dropped."""
         self._announced.pop(key, None)
         self._in_step.pop(key, None)
-        self._payloads.drop_sequence(key)
+        self._hashes.drop_sequence(key)

@@ -26,8 +26,8 @@ def count_whole_chunks(seq: Sequence) -> int:
 class ChunkHashes:
     """`read(slab)` hashes the chunk in a slab (`kvtransfer.resharding.ShardedPool`); `num_hashed` counts the calls."""
 
-    def __init__(self, holdings: KvAllocator | KvArenas, read: Callable[[int], bytes]) -> None:
-        self._holdings, self._read_slab = holdings, read
+    def __init__(self, kv: KvAllocator | KvArenas, read: Callable[[int], bytes]) -> None:
+        self._kv, self._read_slab = kv, read
         self._shared: WeakKeyDictionary[PrefixNode, bytes] = WeakKeyDictionary()
         # Slab and hash of each private chunk: sequence key -> chunk index -> (slab, hash).
         self._private: dict[str, dict[int, tuple[int, bytes]]] = {}
@@ -51,7 +51,7 @@ class ChunkHashes:
 
     def _hash_first(self, seq: Sequence, count: int) -> list[bytes]:
         """The payload hashes of the first `count` slabs of `seq`, from memory or computed now."""
-        path = self._holdings.shared_nodes(seq.key)
+        path = self._kv.shared_nodes(seq.key)
         found = [self._hash_node(node) for node in path[:count]]
         own = self._private.setdefault(seq.key, {}) if count > len(path) else {}
         for place in range(len(path), count):

@@ -71,7 +71,7 @@ class TicketIssuer:
         return tickets.encode_hint(hint, self.key)
 
     def sign_ticket(self, seq: Sequence, layout: KvLayout, slabs: Many[int], payloads: Many[bytes]) -> bytes:
-        """Sign the ticket for the `slabs` that a prefilled sequence offers. `payloads` are the hashes of their content.
+        """Sign the ticket for the `slabs` that a prefilled sequence offers. `hashes` are the hashes of their content.
 
         Raises:
             ValueError: the number of hashes or of slabs is not what the sequence has to offer.
@@ -122,7 +122,7 @@ class PrefillWorker:
         self,
         link: GatewayLink,
         engine: Engine,
-        holdings: KvAllocator | KvArenas,
+        kv: KvAllocator | KvArenas,
         pool: ShardedPool,
         ledger: LeaseLedger,
         issuer: TicketIssuer,
@@ -131,11 +131,11 @@ class PrefillWorker:
     ) -> None:
         """`open_transport` opens a transport of this worker and returns its endpoint. It must be safe in any thread."""
         self._open_transport = open_transport
-        self.link, self.engine, self.holdings, self.pool = link, engine, holdings, pool
+        self.link, self.engine, self.kv, self.pool = link, engine, kv, pool
         self.ledger, self.issuer = ledger, issuer
-        payloads = ChunkHashes(holdings, lambda slab: pool.hash_slab(slab, issuer.algorithm))
-        self.announcer = engine.follower = KvAnnouncer(
-            holdings, payloads, pool.layout.layers, progress, self._send_hint
+        hashes = ChunkHashes(kv, lambda slab: pool.hash_slab(slab, issuer.algorithm))
+        self.announcer = engine.kv_observer = KvAnnouncer(
+            kv, hashes, pool.layout.layers, progress, self._send_hint
         )
 
     @property
@@ -190,7 +190,7 @@ class PrefillWorker:
             ticket = self.issuer.sign_ticket(seq, layout, slabs, self.announcer.finish_sequence(seq, slabs))
             older = self.ledger.grant_lease(seq.id, seq.epoch, slabs, now_s)
         except (DiptychError, ValueError) as error:
-            self.holdings.release(seq.key)
+            self.kv.release(seq.key)
             self.link.send(Failed(seq.id, seq.epoch, "internal_error", str(error)))
             return
         self._free_lease(older)
@@ -208,7 +208,7 @@ class PrefillWorker:
         place = seq.keep.boundary_chunks
         if len(seq.slabs) <= place + 1:
             raise ValueError(f"{len(seq.slabs)} slabs do not hold a bag behind {place} chunks")
-        self.holdings.arena_of(seq.kv_class).free_slabs(seq.key, seq.slabs[place : place + 1])
+        self.kv.arena_of(seq.kv_class).free_slabs(seq.key, seq.slabs[place : place + 1])
         return seq.slabs[:place] + seq.slabs[place + 1 :]
 
     def tend_held(self, now_s: float) -> float | None:
@@ -231,8 +231,8 @@ class PrefillWorker:
 
     def close(self) -> None:
         """Stop observing the engine, so that another role can use it."""
-        if self.engine.follower is self.announcer:
-            self.engine.follower = None
+        if self.engine.kv_observer is self.announcer:
+            self.engine.kv_observer = None
 
     def complete_stats(self, stats: WorkerStats) -> WorkerStats:
         """`stats` of the engine, with the counts of leases added."""
@@ -245,4 +245,4 @@ class PrefillWorker:
 
     def _free_lease(self, lease: Lease | None) -> None:
         if lease is not None:
-            self.holdings.release(f"{lease.request}#{lease.epoch}")
+            self.kv.release(f"{lease.request}#{lease.epoch}")

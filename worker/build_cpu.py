@@ -62,7 +62,7 @@ CPU_DTYPES = {"auto": "float32", "float32": "float32"}
 class ResolvedModel:
     """A model that was found, its split over ranks, and how much memory it gets."""
 
-    files: Checkpoint
+    checkpoint: Checkpoint
     plan: MemoryPlan
     dtype: str
     shards: tuple[Shard, ...]  # by rank
@@ -89,7 +89,7 @@ class ResolvedModel:
     @property
     def layouts(self) -> list[KvLayout]:
         """The layout of the whole KV of each class, over all ranks."""
-        return [self.files.layout(self.dtype, one.codec) for one in self.classes]
+        return [self.checkpoint.layout(self.dtype, one.codec) for one in self.classes]
 
     @property
     def kv_classes(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class EngineParts:
     engine: Engine
     # Does bulk work beside `engine`.
     bulk: BulkEngine
-    holdings: KvAllocator | KvArenas
+    kv: KvAllocator | KvArenas
     pool: ShardedPool
     # The processes of the other ranks; None if the worker has one rank.
     ranks: RankProcesses | None
@@ -164,13 +164,13 @@ def resolve_model(spec: WorkerSpec) -> ResolvedModel:
             f"use --max-num-batched-tokens {spec.max_num_seqs} or more, or a smaller --max-num-seqs",
         )
     torch.set_num_threads(spec.threads)
-    files = Checkpoint.resolve(spec.model, spec.revision)
-    classes = resolve_kv_classes(files, spec.kv_cache_codec, spec.kv_cache_calibration)
-    shards = split_ranks(files, classes, spec.tp, spec.pp)
-    plan = files.memory(
+    checkpoint = Checkpoint.resolve(spec.model, spec.revision)
+    classes = resolve_kv_classes(checkpoint, spec.kv_cache_codec, spec.kv_cache_calibration)
+    shards = split_ranks(checkpoint, classes, spec.tp, spec.pp)
+    plan = checkpoint.memory(
         max_model_len=spec.max_model_len,
         kv_bytes=spec.kv_bytes,
-        codec=largest_codec(files, classes),
+        codec=largest_codec(checkpoint, classes),
         coded=any(one.codec for one in classes),
         tp=spec.tp,
         ranks=spec.tp * spec.pp,
@@ -178,14 +178,14 @@ def resolve_model(spec: WorkerSpec) -> ResolvedModel:
         step_rows=spec.max_num_seqs,
         evicting_seqs=spec.max_num_seqs if spec.kv_keep < 1 else 0,
     )
-    layouts = [files.layout(CPU_DTYPES[spec.dtype], one.codec) for one in classes]
-    class_slabs = split_pool(files.name, plan, layouts, [one.share for one in classes])
-    return ResolvedModel(files, plan, CPU_DTYPES[spec.dtype], shards, classes, class_slabs)
+    layouts = [checkpoint.layout(CPU_DTYPES[spec.dtype], one.codec) for one in classes]
+    class_slabs = split_pool(checkpoint.name, plan, layouts, [one.share for one in classes])
+    return ResolvedModel(checkpoint, plan, CPU_DTYPES[spec.dtype], shards, classes, class_slabs)
 
 
 def build_engine(
     spec: WorkerSpec,
-    found: ResolvedModel,
+    model: ResolvedModel,
     memories: Sequence[SharedMemory],
     supervisor: SupervisorPipe,
     observer: StepObserver | None = None,
@@ -198,44 +198,42 @@ def build_engine(
         ModelError: the checkpoint cannot be read.
         StartError: a rank could not start.
     """
-    parts = ShardedPool(
-        found.layout,
-        [(shard, memory.view) for shard, memory in zip(found.shards, memories, strict=True)],
-        found.sized_layouts,
+    pool = ShardedPool(
+        model.layout,
+        [(shard, memory.view) for shard, memory in zip(model.shards, memories, strict=True)],
+        model.sized_layouts,
     )
     # By KV class, then by rank.
-    pools = [_class_pools(parts, arena) for arena in parts.arenas]
-    holdings = _build_arenas(pools, spec.prefix_caching)
+    pools = [_class_pools(pool, arena) for arena in pool.arenas]
+    kv = _build_arenas(pools, spec.prefix_caching)
     ranks = RankProcesses(spec.worker, partial(exit_fatally, supervisor)) if len(memories) > 1 else None
-    tokenizer, packed = load_tokenizer(found.files.path), partial(supervisor.report_progress, "load")
-    eviction = _eviction_setup(found, tokenizer) if _has_eviction_memory(spec, found) else None
+    tokenizer, packed = load_tokenizer(model.checkpoint.path), partial(supervisor.report_progress, "load")
+    eviction = _eviction_setup(model, tokenizer) if _has_eviction_memory(spec, model) else None
     try:
         if ranks is None:
-            runner = _load_single(found, [by_rank[0] for by_rank in pools], eviction, packed)
+            runner = _load_single(model, [by_rank[0] for by_rank in pools], eviction, packed)
         else:
-            runner = load_leader(_leader_spec(spec, found, eviction), found.shards, memories, ranks, packed)
-        sampler = Sampler(runner.vocab_size, load_grammar_tokens(found.files.path, tokenizer))
+            runner = load_leader(_leader_spec(spec, model, eviction), model.shards, memories, ranks, packed)
+        sampler = Sampler(runner.vocab_size, load_grammar_tokens(model.checkpoint.path, tokenizer))
         supervisor.report_progress("load")
         supervisor.report_progress("warm", 0)
         runner.warm(evict=not _evicts_later(spec))
         sampler.warm()
-        scheduler = Scheduler(_engine_limits(spec, found))
+        scheduler = Scheduler(_engine_limits(spec, model))
         supervisor.report_progress("warm")
     except BaseException:
         if ranks is not None:
             ranks.close()
         raise
-    host = _build_host(pools, found, spec.swap_bytes) if spec.swap_bytes else None
-    engine = Engine(runner, scheduler, holdings, sampler, host, observer)
+    host = _build_host(pools, model, spec.swap_bytes) if spec.swap_bytes else None
+    engine = Engine(runner, scheduler, kv, sampler, host, observer)
     alone = UnitThread() if computes_in_one_thread(spec) else None
-    bulk = BulkEngine(
-        runner, scheduler.limits, holdings, sampler, _bulk_time(spec), choose_step_clock(spec), alone
-    )
+    bulk = BulkEngine(runner, scheduler.limits, kv, sampler, _bulk_time(spec), choose_step_clock(spec), alone)
     kernels = None
     if eviction is not None and _evicts_later(spec):
-        kernels = EvictionKernels(_leader_spec(spec, found, None), runner.list_eviction_kernels)
-        engine.decisions.kernels = bulk.decisions.kernels = kernels
-    return EngineParts(engine, bulk, holdings, parts, ranks, found.kv_classes if eviction else (), kernels)
+        kernels = EvictionKernels(_leader_spec(spec, model, None), runner.list_eviction_kernels)
+        engine.decisions.preparation = bulk.decisions.preparation = kernels
+    return EngineParts(engine, bulk, kv, pool, ranks, model.kv_classes if eviction else (), kernels)
 
 
 def _evicts_later(spec: WorkerSpec) -> bool:
@@ -247,26 +245,26 @@ def _evicts_later(spec: WorkerSpec) -> bool:
 
 
 def _load_single(
-    found: ResolvedModel, pools: Sequence[KvPool], eviction: EvictionSetup | None, packed: OnPacked
+    model: ResolvedModel, pools: Sequence[KvPool], eviction: EvictionSetup | None, packed: OnPacked
 ) -> CpuModelRunner:
     """The runner of a worker with one rank, over its pools by KV class. Raises ModelError."""
     return CpuModelRunner.load(
-        found.files,
+        model.checkpoint,
         pools[0],
-        found.plan.max_model_len,
-        found.calibration,
-        found.plan.sink_slots,
-        [(pool, one.calibration) for pool, one in zip(pools[1:], found.classes[1:], strict=True)],
+        model.plan.max_model_len,
+        model.calibration,
+        model.plan.sink_slots,
+        [(pool, one.calibration) for pool, one in zip(pools[1:], model.classes[1:], strict=True)],
         eviction=eviction,
         prepared=machine_kernel_folder(),
         packed=packed,
     )
 
 
-def _class_pools(parts: ShardedPool, arena: PoolArena) -> list[KvPool]:
+def _class_pools(pool: ShardedPool, arena: PoolArena) -> list[KvPool]:
     """The pool of one KV class on each rank."""
     pools = []
-    for rank, (shard, memory) in enumerate(zip(parts.shards, parts.memories, strict=True)):
+    for rank, (shard, memory) in enumerate(zip(pool.shards, pool.memories, strict=True)):
         at, span = arena.span.offsets[rank], arena.span
         view = memory[at : at + span.num_slabs * arena.slab_bytes[rank]]
         pools.append(KvPool(arena.layout.shard_layout(shard), span.num_slabs, view, span.first))
@@ -283,30 +281,30 @@ def _build_arenas(pools: Sequence[Sequence[KvPool]], caching: bool) -> KvAllocat
 
 
 def _build_host(
-    pools: Sequence[Sequence[KvPool]], found: ResolvedModel, swap_bytes: int
+    pools: Sequence[Sequence[KvPool]], model: ResolvedModel, swap_bytes: int
 ) -> HostTier | HostArenas:
     """The host tier; with several classes each has the share of it that it has of the pool."""
     tiers = {
         by_rank[0].layout.kv_class: HostTier(by_rank, int(swap_bytes * one.share), by_rank[0].first)
-        for by_rank, one in zip(pools, found.classes, strict=True)
+        for by_rank, one in zip(pools, model.classes, strict=True)
     }
     return HostArenas(tiers) if len(tiers) > 1 else next(iter(tiers.values()))
 
 
-def _leader_spec(spec: WorkerSpec, found: ResolvedModel, eviction: EvictionSetup | None) -> RankSpec:
+def _leader_spec(spec: WorkerSpec, model: ResolvedModel, eviction: EvictionSetup | None) -> RankSpec:
     """The specification of rank 0, from which those of the other ranks are derived."""
     return RankSpec(
         worker=spec.worker,
-        place=RankPlacement(0, spec.tp, spec.pp),
-        shard=found.shards[0],
-        shape=found.files.shape,
-        weights={name: str(path) for name, path in found.files.weights.items()},
-        prepared=_prepared_source(found.files),
-        dtype=found.dtype,
-        classes=_rank_classes(spec, found),
-        sink_slots=found.plan.sink_slots,
+        placement=RankPlacement(0, spec.tp, spec.pp),
+        shard=model.shards[0],
+        config=model.checkpoint.config,
+        weights={name: str(path) for name, path in model.checkpoint.weights.items()},
+        prepared=_prepared_source(model.checkpoint),
+        dtype=model.dtype,
+        classes=_rank_classes(spec, model),
+        sink_slots=model.plan.sink_slots,
         eviction=None if eviction is None else RankEviction.of(eviction),
-        max_model_len=found.plan.max_model_len,
+        max_model_len=model.plan.max_model_len,
         core=spec.core,
         threads=spec.threads,
         log_level=spec.log_level,
@@ -314,59 +312,59 @@ def _leader_spec(spec: WorkerSpec, found: ResolvedModel, eviction: EvictionSetup
     )
 
 
-def _prepared_source(files: Checkpoint) -> tuple[str, str] | None:
+def _prepared_source(checkpoint: Checkpoint) -> tuple[str, str] | None:
     """The folder of prepared files, and the identity of the weights; None if there is no such folder."""
     folder = machine_kernel_folder()
-    return None if folder is None else (str(folder), files.packing_identity())
+    return None if folder is None else (str(folder), checkpoint.packing_identity())
 
 
-def _rank_classes(spec: WorkerSpec, found: ResolvedModel) -> tuple[RankClass, ...]:
+def _rank_classes(spec: WorkerSpec, model: ResolvedModel) -> tuple[RankClass, ...]:
     """The KV classes as the ranks get them: each rank reads the calibrations itself, from the same file."""
     classes = []
-    for one, num_slabs in zip(found.classes, found.class_slabs, strict=True):
+    for one, num_slabs in zip(model.classes, model.class_slabs, strict=True):
         source = None
         if one.calibration is not None:
-            path = calibration_path(found.files, spec.kv_cache_calibration)
+            path = calibration_path(model.checkpoint, spec.kv_cache_calibration)
             source = (str(path), one.calibration.model)
         classes.append(RankClass(num_slabs, one.codec, source))
     return tuple(classes)
 
 
-def _engine_limits(spec: WorkerSpec, found: ResolvedModel) -> EngineLimits:
+def _engine_limits(spec: WorkerSpec, model: ResolvedModel) -> EngineLimits:
     """The limits of the engine, which are the same in every role."""
     splits = {(spec.tp, spec.pp), *spec.pool_splits}
     return EngineLimits(
-        num_slabs=found.num_slabs,
-        max_model_len=found.plan.max_model_len,
+        num_slabs=model.num_slabs,
+        max_model_len=model.plan.max_model_len,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         chunked_prefill=spec.chunked_prefill,
         tpot_s=None if spec.tpot_ms is None else spec.tpot_ms / 1000,
-        max_evicting=_max_evicting(spec, found),
-        arena_slabs={layout.kv_class: count for layout, count in found.sized_layouts}
-        if len(found.classes) > 1
+        max_evicting=_max_evicting(spec, model),
+        arena_slabs={layout.kv_class: count for layout, count in model.sized_layouts}
+        if len(model.classes) > 1
         else {},
         extra_slabs={
-            layout.kv_class if len(found.classes) > 1 else "": most_rank_extra(
-                layout, splits, found.plan.max_model_len
+            layout.kv_class if len(model.classes) > 1 else "": most_rank_extra(
+                layout, splits, model.plan.max_model_len
             )
-            for layout, _ in found.sized_layouts
+            for layout, _ in model.sized_layouts
         },
     )
 
 
-def _max_evicting(spec: WorkerSpec, found: ResolvedModel) -> int:
+def _max_evicting(spec: WorkerSpec, model: ResolvedModel) -> int:
     """How many sequences may evict at once: those that memory was set aside for, or what is left beside the pool."""
     if spec.kv_keep < 1:
         return spec.max_num_seqs
-    plan, shape = found.plan, found.files.shape
+    plan, config = model.plan, model.checkpoint.config
     spare = plan.max_kv_bytes - plan.kv_bytes - spec.swap_bytes
-    return count_evicting(found.layout, shape.heads, plan.max_model_len, spare, spec.max_num_seqs)
+    return count_evicting(model.layout, config.heads, plan.max_model_len, spare, spec.max_num_seqs)
 
 
-def _has_eviction_memory(spec: WorkerSpec, found: ResolvedModel) -> bool:
+def _has_eviction_memory(spec: WorkerSpec, model: ResolvedModel) -> bool:
     """Whether there is memory for a sequence that evicts; if not, that is logged."""
-    if _max_evicting(spec, found):
+    if _max_evicting(spec, model):
         return True
     log.warning("no KV can be evicted: too little memory is left beside the KV pool (docs/eviction.md)")
     return False
@@ -378,11 +376,11 @@ def _bulk_time(spec: WorkerSpec) -> BulkTime:
     return BulkTime(spec.bulk_slice_ms / 1000, tpot_s)
 
 
-def open_saturation_store(spec: WorkerSpec, found: ResolvedModel, fingerprint: str) -> SaturationStore:
+def open_saturation_store(spec: WorkerSpec, model: ResolvedModel, fingerprint: str) -> SaturationStore:
     """The file in which the measured saturation of such a worker is kept between starts."""
     split = (spec.tp, spec.pp, spec.threads, *_machine_identity())
-    lengths = (spec.max_num_batched_tokens, found.plan.max_model_len, found.class_slabs[0])
-    return SaturationStore(machine_kernel_folder(), fingerprint, *split, *lengths, found.codec)
+    lengths = (spec.max_num_batched_tokens, model.plan.max_model_len, model.class_slabs[0])
+    return SaturationStore(machine_kernel_folder(), fingerprint, *split, *lengths, model.codec)
 
 
 def choose_step_clock(spec: WorkerSpec) -> Callable[[], float]:
@@ -424,8 +422,8 @@ def load_grammar_tokens(folder: Path, tokenizer: ModelTokenizer | None) -> Any:
         return None
 
 
-def _eviction_setup(found: ResolvedModel, tokenizer: ModelTokenizer | None) -> EvictionSetup | None:
+def _eviction_setup(model: ResolvedModel, tokenizer: ModelTokenizer | None) -> EvictionSetup | None:
     """What a worker's runner needs to evict KV; None without a tokenizer."""
     if tokenizer is None:
         return None
-    return EvictionSetup(read_token_kinds(tokenizer, found.files.shape.vocab))
+    return EvictionSetup(read_token_kinds(tokenizer, model.checkpoint.config.vocab))

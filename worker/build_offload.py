@@ -14,15 +14,15 @@ from diptych.kernels.cache import machine_kernel_folder
 from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
 from engine.cpu.offload.loading import BlockFiles, load_block, measure_model, prepare_weights
-from engine.cpu.offload.runner import CpuBlockRunner
+from engine.cpu.offload.runner import CpuOffloadRunner
 from engine.cpu.offload.weight_stream import open_index
 from engine.cpu.weights.decoder_weights import OnPacked, ignore_progress
 from engine.cpu.weights.prepared_name import free_disk_bytes
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.model.memory_plan import available_memory, plan_max_length, return_large_blocks
-from engine.offload.block_admission import BlockSchedule
-from engine.offload.engine import BlockEngine
+from engine.offload.block_admission import BlockAdmission
+from engine.offload.engine import OffloadEngine
 from engine.offload.policy import BlockPolicy, default_policy, names_shape, parse_policy
 from engine.offload.sizes import BlockModel, fit_policy, trim_policy
 from engine.sampling.sampler import Sampler
@@ -37,16 +37,16 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockParts:
+class OffloadParts:
     """What a bulk worker works with."""
 
-    files: Checkpoint
-    engine: BlockEngine
-    schedule: BlockSchedule
-    runner: CpuBlockRunner
+    checkpoint: Checkpoint
+    engine: OffloadEngine
+    schedule: BlockAdmission
+    runner: CpuOffloadRunner
 
 
-def build_block(spec: WorkerSpec, supervisor: SupervisorPipe) -> BlockParts:
+def build_offload_engine(spec: WorkerSpec, supervisor: SupervisorPipe) -> OffloadParts:
     """Prepare the weights, decide what lies where, and put the engine together.
 
     Raises:
@@ -55,26 +55,26 @@ def build_block(spec: WorkerSpec, supervisor: SupervisorPipe) -> BlockParts:
         StartError: the files of bulk work cannot be made.
     """
     torch.set_num_threads(spec.threads)
-    model = Checkpoint.resolve(spec.model, spec.revision)
-    length = plan_max_length(model.name, model.shape, spec.max_model_len)
-    files = _find_files(spec, model, length)
+    checkpoint = Checkpoint.resolve(spec.model, spec.revision)
+    length = plan_max_length(checkpoint.name, checkpoint.config, spec.max_model_len)
+    files = _find_files(spec, checkpoint, length)
     packed = partial(supervisor.report_progress, "load")
-    policy = choose_policy(spec, model, files, length, packed)
+    policy = choose_policy(spec, checkpoint, files, length, packed)
     log.info("the policy of bulk work: %s", policy)
-    runner = load_block(model, policy, files, length, spec.kv_cache_calibration, packed)
-    tokenizer = load_tokenizer(model.path)
-    sampler = Sampler(runner.vocab_size, load_grammar_tokens(model.path, tokenizer))
+    runner = load_block(checkpoint, policy, files, length, spec.kv_cache_calibration, packed)
+    tokenizer = load_tokenizer(checkpoint.path)
+    sampler = Sampler(runner.vocab_size, load_grammar_tokens(checkpoint.path, tokenizer))
     supervisor.report_progress("load")
     supervisor.report_progress("warm", 0)
     sampler.warm()
     return_large_blocks()
     supervisor.report_progress("warm")
-    schedule = BlockSchedule(policy, length, max_waiting=WAITING_SHARE * policy.sequences)
-    engine = BlockEngine(runner, schedule, sampler, runner.vocab_size, spec.bulk_slice_ms / 1000)
-    return BlockParts(model, engine, schedule, runner)
+    schedule = BlockAdmission(policy, length, max_waiting=WAITING_SHARE * policy.sequences)
+    engine = OffloadEngine(runner, schedule, sampler, runner.vocab_size, spec.bulk_slice_ms / 1000)
+    return OffloadParts(checkpoint, engine, schedule, runner)
 
 
-def _find_files(spec: WorkerSpec, model: Checkpoint, length: int) -> BlockFiles:
+def _find_files(spec: WorkerSpec, checkpoint: Checkpoint, length: int) -> BlockFiles:
     """Where the files of bulk work lie, and the caps. Raises StartError if there is no folder."""
     folder = machine_kernel_folder()
     if folder is None:
@@ -87,13 +87,13 @@ def _find_files(spec: WorkerSpec, model: Checkpoint, length: int) -> BlockFiles:
         memory = int(MEMORY_SHARE * available_memory())
     if disk is None:
         kind = parse_policy(spec.bulk_policy, default_policy(length)).weight_kind
-        disk = int(DISK_SHARE * free_disk_bytes(folder, model, kind))
+        disk = int(DISK_SHARE * free_disk_bytes(folder, checkpoint, kind))
     return BlockFiles(folder, folder, memory, disk)
 
 
 def choose_policy(
     spec: WorkerSpec,
-    model: Checkpoint,
+    checkpoint: Checkpoint,
     files: BlockFiles,
     length: int,
     packed: OnPacked = ignore_progress,
@@ -110,13 +110,15 @@ def choose_policy(
     shaped = names_shape(spec.bulk_policy)
     if shaped and not spec.bulk_planned:
         return asked
-    codec, _ = resolve_kv_codec(model, asked.kv_codec or RAW_CLASS, spec.kv_cache_calibration)
-    index = open_index(prepare_weights(model, asked.weight_kind, files.prepared, packed))
-    measure = partial(_measure, model, codec, index, length)
+    codec, _ = resolve_kv_codec(checkpoint, asked.kv_codec or RAW_CLASS, spec.kv_cache_calibration)
+    index = open_index(prepare_weights(checkpoint, asked.weight_kind, files.prepared, packed))
+    measure = partial(_measure, checkpoint, codec, index, length)
     assert files.memory_bytes is not None and files.disk_bytes is not None
     find_policy = trim_policy if shaped else fit_policy
     return find_policy(measure, asked, files.memory_bytes, files.disk_bytes, length)
 
 
-def _measure(model: Checkpoint, codec: str, index: object, length: int, policy: BlockPolicy) -> BlockModel:
-    return measure_model(model, model.layout(codec=codec), index, policy, length)  # type: ignore[arg-type]
+def _measure(
+    checkpoint: Checkpoint, codec: str, index: object, length: int, policy: BlockPolicy
+) -> BlockModel:
+    return measure_model(checkpoint, checkpoint.layout(codec=codec), index, policy, length)  # type: ignore[arg-type]

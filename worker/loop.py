@@ -39,7 +39,7 @@ from diptych.messages import (
 )
 from engine.bulk.engine import BulkEngine
 from engine.loop import Engine, SequenceOutput
-from engine.offload.engine import BlockEngine
+from engine.offload.engine import OffloadEngine
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.prefix_tree import root_key
 from worker.fencing import EpochFence
@@ -165,9 +165,9 @@ class WorkerLoop:
     def __init__(
         self,
         link: GatewayLink,
-        engine: Engine | BlockEngine,
+        engine: Engine | OffloadEngine,
         role: WorkerRole,
-        holdings: SlabBooks,
+        books: SlabBooks,
         latest_stats: LatestStats,
         *,
         fingerprint: str = "",
@@ -178,7 +178,7 @@ class WorkerLoop:
     ) -> None:
         self.bulk = bulk
         self.link, self.engine, self.role = link, engine, role
-        self.holdings, self.latest_stats = holdings, latest_stats
+        self.books, self.latest_stats = books, latest_stats
         engine.notify(link.wake_poll)
         self.epoch_fence = EpochFence()
         self.next_role = ""
@@ -270,7 +270,7 @@ class WorkerLoop:
         return bool(unit or self.engine.has_work) and not self.link.is_congested
 
     @property
-    def _engines(self) -> tuple[Engine | BlockEngine, ...]:
+    def _engines(self) -> tuple[Engine | OffloadEngine, ...]:
         """The engine, and that of bulk work if there is one."""
         return (self.engine,) if self.bulk is None else (self.engine, self.bulk)
 
@@ -292,12 +292,12 @@ class WorkerLoop:
         idle = not self.is_busy
         if idle and not self._idle:
             if (begun_s := self._clock()) >= self._proof_s:
-                self.holdings.check_books()
+                self.books.check_books()
                 ended_s = self._clock()
                 self._proof_s = ended_s + MIN_CHECK_INTERVAL_RATIO * (ended_s - begun_s)
-            if self.holdings.used:
-                owners = self.holdings.owners()
-                raise RuntimeError(f"{self.holdings.used} slabs are used although nothing is held: {owners}")
+            if self.books.used:
+                owners = self.books.owners()
+                raise RuntimeError(f"{self.books.used} slabs are used although nothing is held: {owners}")
         self._idle = idle
 
     @property
@@ -367,18 +367,18 @@ class WorkerLoop:
             order.sampling,
             now_s + order.remaining_s,
             output=list(order.output),
-            origin=order.origin,
-            root=self._prefix_root(order.origin.scope, self._codecs[kv_class]),
+            tenancy=order.tenancy,
+            root=self._prefix_root(order.tenancy.scope, self._codecs[kv_class]),
             kv_class=kv_class,
             keep=order.keep,
         )
         # The sequence's KV may be on the way for a while before the engine gets the sequence.
         self.engine.expect(seq)
         try:
-            if self.bulk is not None and order.origin.bulk and isinstance(order, Generate):
+            if self.bulk is not None and order.tenancy.bulk and isinstance(order, Generate):
                 self.bulk.add(seq, now_s)
             else:
-                if self.bulk is not None and not order.origin.canary:
+                if self.bulk is not None and not order.tenancy.canary:
                     self.bulk.note_request(now_s)
                 self.role.begin_attempt(order, seq, now_s)
         except SequenceRefused as refusal:
@@ -386,7 +386,7 @@ class WorkerLoop:
                 order, refusal.code, "; ".join(part for part in (refusal.what, refusal.why) if part)
             )
         except Exception as error:
-            ids = ids_of_sequence(order.request, order.origin.client_id)
+            ids = ids_of_sequence(order.request, order.tenancy.client_id)
             log.exception("the request cannot begin", extra=about_request(ids))
             self._abort_attempts(order.request, order.epoch)
             self._fail_order(order, "internal_error", f"{type(error).__name__}: {error}")
@@ -398,7 +398,7 @@ class WorkerLoop:
     def _fail_order(self, order: WorkOrder, code: str, message: str) -> None:
         self.link.send(Failed(order.request, order.epoch, code, message))
 
-    def _send_outputs(self, emissions: list[SequenceOutput], engine: Engine | BlockEngine) -> None:
+    def _send_outputs(self, emissions: list[SequenceOutput], engine: Engine | OffloadEngine) -> None:
         """Send one `Step` with all new tokens of `engine`, before any other work, then hand finished sequences to the
         role.
         """

@@ -50,8 +50,8 @@ NUM_EVICTION_SLABS = 8
 
 def precompile_kernels() -> None:
     """Run every kernel that a default start loads once."""
-    files = Checkpoint.resolve(str(EMBEDDED_MODEL))
-    runner = CpuModelRunner.load(files, KvPool(files.layout(), NUM_SLABS), NUM_TOKENS)
+    checkpoint = Checkpoint.resolve(str(EMBEDDED_MODEL))
+    runner = CpuModelRunner.load(checkpoint, KvPool(checkpoint.layout(), NUM_SLABS), NUM_TOKENS)
     runner.warm()
     Sampler(runner.vocab_size).warm()
     room = np.zeros(3 * LINE_BYTES, np.uint8)
@@ -72,14 +72,14 @@ class _RandomWeights(WeightReader):
 
 def precompile_evictions(spec: RankSpec) -> None:
     """Evict KV of each class once, in a small model with the heads of that of `spec`."""
-    layers = min(SMALL_LAYERS, spec.shape.layers)
-    shape = replace(
-        spec.shape, layers=layers, windows=spec.shape.windows[:layers],
+    layers = min(SMALL_LAYERS, spec.config.layers)
+    config = replace(
+        spec.config, layers=layers, windows=spec.config.windows[:layers],
         hidden=SMALL_SIZE, mlp=SMALL_SIZE, vocab=SMALL_SIZE,
     )  # fmt: skip
     pools: list[tuple[KvPool, Calibration | None]] = []
     for one in spec.classes:
-        layout = KvLayout(layers, shape.kv_heads, shape.head_dim, spec.dtype, one.codec)
+        layout = KvLayout(layers, config.kv_heads, config.head_dim, spec.dtype, one.codec)
         calibration = None
         if one.calibration is not None:
             file, model = one.calibration
@@ -87,8 +87,8 @@ def precompile_evictions(spec: RankSpec) -> None:
         pools.append((KvPool(layout, NUM_EVICTION_SLABS, first=NUM_EVICTION_SLABS * len(pools)), calibration))
     (pool, calibration), *others = pools
     with torch.no_grad():
-        decoder = CpuDecoder(shape, read_weights(SectionReader(shape, _RandomWeights({}))), NUM_TOKENS)
-    setup = EvictionSetup(np.zeros(shape.vocab, np.uint8))
+        decoder = CpuDecoder(config, read_weights(SectionReader(config, _RandomWeights({}))), NUM_TOKENS)
+    setup = EvictionSetup(np.zeros(config.vocab, np.uint8))
     CpuModelRunner(
         decoder, pool, NUM_TOKENS, calibration=calibration, others=others, eviction=setup
     ).warm(evict=True)  # fmt: skip

@@ -103,9 +103,9 @@ class RankSpec(msgspec.Struct, frozen=True):
     """Everything that a rank needs to know. Rank 0 has inspected the model, so the other ranks need not."""
 
     worker: str
-    place: RankPlacement
+    placement: RankPlacement
     shard: Shard
-    shape: ModelConfig
+    config: ModelConfig
     # The file of each tensor, by tensor name.
     weights: dict[str, str]
     dtype: str
@@ -170,14 +170,14 @@ class RankProcesses:
         """Process ids, from rank 1 on."""
         return [rank.process.pid for rank in self._ranks]
 
-    def start_ranks(self, orders: Sequence[RankSpec], memories: Sequence[SharedMemory]) -> None:
-        """Start a process for each of `orders`, with its pool; it begins to load.
+    def start_ranks(self, spec: Sequence[RankSpec], memories: Sequence[SharedMemory]) -> None:
+        """Start a process for each of `spec`, with its pool; it begins to load.
 
         The processes end with this thread.
         """
         # The folder is private: no other user can enter it.
         self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
-        for order, memory in zip(orders, memories, strict=True):
+        for order, memory in zip(spec, memories, strict=True):
             self._stall_s = order.stall_s
             ours, theirs = socket.socketpair()
             # A step may be longer than the socket's buffer. Sending it then waits for the rank, so sending has a time
@@ -190,7 +190,7 @@ class RankProcesses:
                     pass_fds=[memory.fd],
                     env=dict(os.environ) | LOOPBACK_ENV,
                 )
-            rank = _RankProcess(order.place.rank, process, Connection(ours.detach()))
+            rank = _RankProcess(order.placement.rank, process, Connection(ours.detach()))
             self._ranks.append(rank)
             rank_spec = msgspec.structs.replace(
                 order, memory=(memory.fd, memory.num_bytes), meeting=str(Path(self._folder) / "meeting")
@@ -303,13 +303,13 @@ def _describe_exit(code: int) -> str:
 
 
 def load_leader(
-    orders: RankSpec,
+    spec: RankSpec,
     shards: Sequence[Shard],
     memories: Sequence[SharedMemory],
     ranks: RankProcesses,
     packed: OnPacked = ignore_progress,
 ) -> CpuModelRunner:
-    """Start the other ranks and load rank 0's shard. `orders` is for rank 0; `shards` and `memories` are by rank.
+    """Start the other ranks and load rank 0's shard. `spec` is for rank 0; `shards` and `memories` are by rank.
 
     `packed` is called while rank 0 packs its weights, as the others do at the same time.
 
@@ -318,27 +318,25 @@ def load_leader(
         StartError: another rank could not load its shard.
     """
     others = [
-        msgspec.structs.replace(orders, place=replace(orders.place, rank=rank), shard=shard)
+        msgspec.structs.replace(spec, placement=replace(spec.placement, rank=rank), shard=shard)
         for rank, shard in enumerate(shards)
     ]
     ranks.start_ranks(others[1:], memories[1:])
-    group = _make_group(orders, lambda error: ranks.fail_worker("an exchange failed", error))
-    runner = _load_runner(orders, group, memories[0].view, ranks, packed)
+    group = _make_group(spec, lambda error: ranks.fail_worker("an exchange failed", error))
+    runner = _load_runner(spec, group, memories[0].view, ranks, packed)
     ranks.join_ranks(group)
     return runner
 
 
-def serve_rank(orders: RankSpec, line: Connection) -> None:
+def serve_rank(spec: RankSpec, line: Connection) -> None:
     """Run one rank: load its shard, connect to the other ranks, and carry out orders until rank 0 hangs up."""
-    torch.set_num_threads(orders.threads)
-    group = _make_group(orders, _exit_broken)
-    descriptor, num_bytes = orders.memory
-    runner = _load_runner(
-        orders, group, memoryview(mmap.mmap(descriptor, PAGE_BYTES + num_bytes))[PAGE_BYTES:]
-    )
+    torch.set_num_threads(spec.threads)
+    group = _make_group(spec, _exit_broken)
+    descriptor, num_bytes = spec.memory
+    runner = _load_runner(spec, group, memoryview(mmap.mmap(descriptor, PAGE_BYTES + num_bytes))[PAGE_BYTES:])
     line.send_bytes(msgspec.msgpack.encode(RankReply()))
-    group.join(Path(orders.meeting))
-    pin_to_core(core_of_rank(orders.core, orders.place.rank))
+    group.join(Path(spec.meeting))
+    pin_to_core(core_of_rank(spec.core, spec.placement.rank))
     while True:
         try:
             order = line.recv_bytes()
@@ -348,8 +346,8 @@ def serve_rank(orders: RankSpec, line: Connection) -> None:
         line.send_bytes(msgspec.msgpack.encode(_perform_order(runner, order)))
 
 
-def _make_group(orders: RankSpec, broken: Callable[[Exception], NoReturn]) -> RankGroup:
-    return RankGroup(orders.place, orders.shape, orders.shard, broken, orders.stall_s)
+def _make_group(spec: RankSpec, broken: Callable[[Exception], NoReturn]) -> RankGroup:
+    return RankGroup(spec.placement, spec.config, spec.shard, broken, spec.stall_s)
 
 
 def _perform_order(runner: CpuModelRunner, data: bytes) -> RankReply:
@@ -365,49 +363,51 @@ def _perform_order(runner: CpuModelRunner, data: bytes) -> RankReply:
 
 
 def _load_runner(
-    orders: RankSpec,
-    wire: RankGroup,
+    spec: RankSpec,
+    group: RankGroup,
     memory: memoryview,
     followers: RankProcesses | None = None,
     packed: OnPacked = ignore_progress,
 ) -> CpuModelRunner:
     """Load the shard of one rank, and bind it to its pools in `memory`."""
-    shape, shard = orders.shape, orders.shard
-    (pool, calibration), *others = _open_pools(orders, memory)
-    files = {name: Path(file) for name, file in orders.weights.items()}
+    config, shard = spec.config, spec.shard
+    (pool, calibration), *others = _open_pools(spec, memory)
+    files = {name: Path(file) for name, file in spec.weights.items()}
     with torch.no_grad(), WeightReader(files) as weights:
-        reader = SectionReader(shape, weights, orders.place, shard, packed=packed)
-        if orders.prepared is None:
+        reader = SectionReader(config, weights, spec.placement, shard, packed=packed)
+        if spec.prepared is None:
             found = read_weights(reader)
         else:
-            folder, identity = orders.prepared
+            folder, identity = spec.prepared
             found = PreparedFolder(Path(folder), identity).load_weights(reader)
-    decoder = CpuDecoder(shape, found, orders.max_model_len, place=orders.place, shard=shard, wire=wire)
+    decoder = CpuDecoder(
+        config, found, spec.max_model_len, placement=spec.placement, shard=shard, communicator=group
+    )
     return CpuModelRunner(
         decoder,
         pool,
-        orders.max_model_len,
+        spec.max_model_len,
         followers,
         calibration=calibration,
         shard=shard,
-        sink_slots=orders.sink_slots,
+        sink_slots=spec.sink_slots,
         others=others,
-        eviction=None if orders.eviction is None else orders.eviction.to_setup(),
+        eviction=None if spec.eviction is None else spec.eviction.to_setup(),
     )
 
 
-def _open_pools(orders: RankSpec, memory: memoryview) -> list[tuple[KvPool, Calibration | None]]:
+def _open_pools(spec: RankSpec, memory: memoryview) -> list[tuple[KvPool, Calibration | None]]:
     """This rank's pool of each KV class in `memory`, one after the other, with the calibration of its codec."""
-    shape = orders.shape
+    config = spec.config
     layouts = [
-        KvLayout(shape.layers, shape.kv_heads, shape.head_dim, orders.dtype, one.codec)
-        for one in orders.classes
+        KvLayout(config.layers, config.kv_heads, config.head_dim, spec.dtype, one.codec)
+        for one in spec.classes
     ]
-    sizes = [one.num_slabs for one in orders.classes]
-    spans, _ = plan_spans(list(zip(layouts, sizes, strict=True)), [orders.shard])
+    sizes = [one.num_slabs for one in spec.classes]
+    spans, _ = plan_spans(list(zip(layouts, sizes, strict=True)), [spec.shard])
     pools: list[tuple[KvPool, Calibration | None]] = []
-    for layout, span, one in zip(layouts, spans, orders.classes, strict=True):
-        part, (start,) = layout.shard_layout(orders.shard), span.offsets
+    for layout, span, one in zip(layouts, spans, spec.classes, strict=True):
+        part, (start,) = layout.shard_layout(spec.shard), span.offsets
         view = memory[start : start + span.num_slabs * part.chunk_bytes]
         calibration = None
         if one.calibration is not None:
@@ -428,11 +428,11 @@ def main() -> int:
     # SIGTERM is ignored, since rank 0 drains first and then closes the connection, which ends this rank.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     line = Connection(os.dup(0))
-    orders = msgspec.json.decode(line.recv_bytes(), type=RankSpec)
-    name = f"{orders.worker} rank {orders.place.rank}"
-    configure_logging(orders.log_level, orders.log_format, name)
+    spec = msgspec.json.decode(line.recv_bytes(), type=RankSpec)
+    name = f"{spec.worker} rank {spec.placement.rank}"
+    configure_logging(spec.log_level, spec.log_format, name)
     try:
-        serve_rank(orders, line)
+        serve_rank(spec, line)
     except DiptychError as error:
         line.send_bytes(msgspec.msgpack.encode(RankReply("start", error.what, error.why, error.fix)))
         return EXIT_EXPECTED

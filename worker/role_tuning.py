@@ -22,11 +22,11 @@ class RoleTuning:
     def __init__(
         self,
         engine: Engine,
-        holdings: KvAllocator | KvArenas,
+        kv: KvAllocator | KvArenas,
         store: SaturationStore,
         clock: Callable[[], float],
     ) -> None:
-        self.engine, self.holdings, self._store, self._clock = engine, holdings, store, clock
+        self.engine, self.kv, self._store, self._clock = engine, kv, store, clock
         self._saturation_tokens: int | None = None
 
     def tune_for(self, role: str) -> None:
@@ -40,7 +40,7 @@ class RoleTuning:
                 self._saturation_tokens = self._store.read_tokens()
             if self._saturation_tokens is None:
                 longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-                arena = self.holdings.arena_of(limits.kv_classes[0])
+                arena = self.kv.arena_of(limits.kv_classes[0])
                 curve = saturation.measure_curve(self.engine.runner.run, arena, longest, self._clock)
                 self._saturation_tokens = saturation.saturation_length(curve)
                 self._store.write_tokens(self._saturation_tokens)

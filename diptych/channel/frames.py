@@ -93,22 +93,22 @@ def _group_outputs(outputs: Sequence[Output]) -> Iterator[list[Output]]:
 
 def _slice_output(output: Output, most: int) -> Iterator[Output]:
     """Split an output into several with the same content, each with at most `most` scored prompt tokens."""
-    scored = output.prompt_logprobs
-    if not scored or len(scored) <= most:
+    logprobs = output.prompt_logprobs
+    if not logprobs or len(logprobs) <= most:
         yield output
         return
-    last = (len(scored) - 1) // most * most
+    last = (len(logprobs) - 1) // most * most
     for begin in range(0, last, most):
-        part = scored[begin : begin + most]
+        part = logprobs[begin : begin + most]
         yield Output(output.request, output.epoch, [], prompt_logprobs=part)
-    yield msgspec.structs.replace(output, prompt_logprobs=scored[last:])
+    yield msgspec.structs.replace(output, prompt_logprobs=logprobs[last:])
 
 
-def _scored_bytes(scored: Sequence[Logprob | None] | None) -> int:
+def _scored_bytes(logprobs: Sequence[Logprob | None] | None) -> int:
     """Upper bound of the encoded size of each scored token, if all have as many alternatives as the last; else 0."""
-    if not scored:
+    if not logprobs:
         return 0
-    return SCORE_BYTES + (ALTERNATIVE_BYTES * len(scored[-1].top) if scored[-1] is not None else 0)
+    return SCORE_BYTES + (ALTERNATIVE_BYTES * len(logprobs[-1].top) if logprobs[-1] is not None else 0)
 
 
 def _pack_step(step: Step) -> list[bytes]:
@@ -127,12 +127,12 @@ def cut_step(step: Step) -> tuple[Step, Step] | tuple[()]:
     """
     if (count := len(step.outputs)) > 1:
         return Step(step.outputs[: count // 2]), Step(step.outputs[count // 2 :])
-    scored = (step.outputs[0].prompt_logprobs if step.outputs else None) or []
-    if len(scored) < 2:
+    logprobs = (step.outputs[0].prompt_logprobs if step.outputs else None) or []
+    if len(logprobs) < 2:
         return ()
-    (output,), middle = step.outputs, len(scored) // 2
-    first = Output(output.request, output.epoch, [], prompt_logprobs=scored[:middle])
-    return Step([first]), Step([msgspec.structs.replace(output, prompt_logprobs=scored[middle:])])
+    (output,), middle = step.outputs, len(logprobs) // 2
+    first = Output(output.request, output.epoch, [], prompt_logprobs=logprobs[:middle])
+    return Step([first]), Step([msgspec.structs.replace(output, prompt_logprobs=logprobs[middle:])])
 
 
 def decode_from_worker(payload: bytes) -> ToGateway:

@@ -9,9 +9,9 @@ bounded by each worker's window (`diptych.channel.frames.WINDOW_FRAMES`, `WINDOW
 full keeps its messages until the loop catches up.
 
 There are no locks: deques have atomic ends, and each attribute is written by one thread only, except two attributes of
-`ChannelSession`. `over` may be set by either thread and is never unset. `beat` is set by this thread when it puts a
-heartbeat into the inbox, and unset by the loop when it takes the heartbeat out; a heartbeat that arrives at this moment
-may be lost, which does no harm, since another follows.
+`ChannelSession`. `over` may be set by either thread and is never unset. `beat_entry` is set by this thread when it puts
+a heartbeat into the inbox, and unset by the loop when it takes the heartbeat out; a heartbeat that arrives at this
+moment may be lost, which does no harm, since another follows.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ ALIVE_PAYLOAD = pack_message(Alive())
 
 @dataclass(eq=False, slots=True)
 class ChannelSession:
-    """One unbroken sequence of frames from a worker (`received`) and to it (`sent`).
+    """One unbroken sequence of frames from a worker (`received`) and to it (`send_window`).
 
     The event loop writes `taken`, `taken_bytes` and `posted_bytes`, and appends to the outbox; both threads write
-    `over` and `beat`; the I/O thread writes everything else.
+    `over` and `beat_entry`; the I/O thread writes everything else.
     """
 
     # ROUTER's id of the connection.
@@ -62,7 +62,7 @@ class ChannelSession:
     worker: str
     # Number of the next frame that the worker will send.
     received: int
-    sent: SendWindow = field(default_factory=SendWindow)
+    send_window: SendWindow = field(default_factory=SendWindow)
     outbox: collections.deque[bytes] = field(default_factory=collections.deque)
     # Total bytes that were ever put into the outbox.
     posted_bytes: int = 0
@@ -75,7 +75,7 @@ class ChannelSession:
     taken: int = 0
     taken_bytes: int = 0
     # The heartbeat in the inbox, if any. Only the latest one matters.
-    beat: InboxEntry | None = None
+    beat_entry: InboxEntry | None = None
     # Number of frames that had been sent at the last check of the connection.
     frames_at_check: int = 0
     over: bool = False
@@ -83,7 +83,7 @@ class ChannelSession:
     def frame_header(self) -> bytes:
         """The header of the next frame to the worker; it also acknowledges the worker's frames that were taken."""
         taken = self.received if self.taken == self.put else self.taken
-        return HEADER.pack(self.name, self.sent.next_number, taken)
+        return HEADER.pack(self.name, self.send_window.next_number, taken)
 
     @property
     def has_unread(self) -> bool:
@@ -113,8 +113,8 @@ class InboxEntry:
     def take_message(self) -> ToGateway:
         """Return the message and record that the loop has taken it out of the inbox."""
         session = self.session
-        if session.beat is self:
-            session.beat = None
+        if session.beat_entry is self:
+            session.beat_entry = None
         if self.number:
             session.taken, session.taken_bytes = self.number, session.taken_bytes + self.size
         return self.message
@@ -175,9 +175,9 @@ class HubThread:
         self._socket, self._refused, self._arrived = socket, refused, arrived
         self._sessions: dict[bytes, ChannelSession] = {}  # by route
         # Sessions with new payloads to send, or that were ended.
-        self._touched: collections.deque[ChannelSession] = collections.deque()
+        self._touched_sessions: collections.deque[ChannelSession] = collections.deque()
         # Sessions that cannot send now: their window is full, or their connection accepts nothing.
-        self._full: set[ChannelSession] = set()
+        self._full_sessions: set[ChannelSession] = set()
         self._closing = self._signalled = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run_guarded, name="channel-hub", daemon=True)
@@ -213,7 +213,7 @@ class HubThread:
 
     def _wake_for(self, session: ChannelSession) -> None:
         """Let the I/O thread look at `session` soon; called by the event loop's thread."""
-        self._touched.append(session)
+        self._touched_sessions.append(session)
         if not self._signalled:
             self._signalled = True
             os.eventfd_write(self._wake, 1)
@@ -255,16 +255,16 @@ class HubThread:
     def _check_connections(self) -> None:
         """Find closed connections (only sending reveals them), and retry the sessions that could not send."""
         for session in list(self._sessions.values()):
-            if session.sent.next_number == session.frames_at_check:
+            if session.send_window.next_number == session.frames_at_check:
                 self._send_payload(session, ALIVE_PAYLOAD)
-            session.frames_at_check = session.sent.next_number
-        for session in list(self._full):
+            session.frames_at_check = session.send_window.next_number
+        for session in list(self._full_sessions):
             self._flush_outbox(session)
 
     def _flush_touched(self) -> None:
         """Send the queued payloads of sessions that got some, and drop sessions that were ended."""
-        while self._touched:
-            session = self._touched.popleft()
+        while self._touched_sessions:
+            session = self._touched_sessions.popleft()
             if session.over:
                 self._drop_session(session)
             else:
@@ -274,11 +274,11 @@ class HubThread:
         """Send a session's queued payloads, as far as its window and its connection allow."""
         outbox = session.outbox
         while outbox and not session.over:
-            if not session.sent.fits(len(outbox[0])) or not self._send_payload(session, outbox[0]):
-                self._full.add(session)
+            if not session.send_window.fits(len(outbox[0])) or not self._send_payload(session, outbox[0]):
+                self._full_sessions.add(session)
                 return
             session.flushed_bytes += len(outbox.popleft())
-        self._full.discard(session)
+        self._full_sessions.discard(session)
 
     def _drain_socket(self) -> bool:
         """Receive the frames that have arrived; True if a message for the event loop was among them."""
@@ -316,7 +316,7 @@ class HubThread:
         if number != session.received:
             return self._refuse_frame("gap", route)
         session.received += 1
-        session.sent.record_taken(taken)
+        session.send_window.record_taken(taken)
         return self._put_message(session, message, len(payload))
 
     def _begin_session(self, session: ChannelSession) -> ChannelSession:
@@ -328,7 +328,7 @@ class HubThread:
 
     def _put_message(self, session: ChannelSession, message: ToGateway, size: int) -> bool:
         """Put a message into the inbox; True if the loop has to be woken for it."""
-        if session in self._full:
+        if session in self._full_sessions:
             self._flush_outbox(session)
         if not isinstance(message, Heartbeat):
             if isinstance(message, Hello):
@@ -340,11 +340,11 @@ class HubThread:
             self.inbox.append(InboxEntry(session, message, session.received, size))
             return not session.is_overrun() or self._refuse_frame("overrun", session.route)
         self._send_payload(session, ALIVE_PAYLOAD)
-        if (waiting := session.beat) is not None:
+        if (waiting := session.beat_entry) is not None:
             waiting.message = message
             return False
-        session.beat = beat = InboxEntry(session, message, 0, 0)
-        self.inbox.append(beat)
+        session.beat_entry = beat_entry = InboxEntry(session, message, 0, 0)
+        self.inbox.append(beat_entry)
         return True
 
     def _refuse_frame(self, reason: str, route: bytes) -> bool:
@@ -358,7 +358,7 @@ class HubThread:
         """Send one frame. False if the connection accepts nothing now, or is closed, which ends the session."""
         if not self._send_frame(session.route, session.frame_header(), payload, session):
             return False
-        session.sent.record_sent(len(payload))
+        session.send_window.record_sent(len(payload))
         return True
 
     def _send_frame(
@@ -378,7 +378,7 @@ class HubThread:
     def _drop_session(self, session: ChannelSession) -> None:
         """Forget a session and its queued payloads; later frames of it are "stale"."""
         session.over = True
-        self._full.discard(session)
+        self._full_sessions.discard(session)
         session.outbox.clear()
         if self._sessions.get(session.route) is session:
             del self._sessions[session.route]

@@ -44,10 +44,10 @@ NUMBER_PATTERN = re.compile(r"\s*([+-]?[0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\
 
 # JSON Schema patterns that accept the same values.
 LIST_ENTRY = r"[^,]*[^,\s][^,]*"
-SOME_TEXT: JsonSchema = {"type": ["string", "number"], "pattern": r"\S"}
+TEXT_SCHEMA: JsonSchema = {"type": ["string", "number"], "pattern": r"\S"}
 KEY_CHAR = r"[^,\x00-\x1f\x7f]"
 KEY_EDGE = r"[^,\s\x00-\x1f\x7f]"
-SECRET_TEXT: JsonSchema = {
+SECRET_SCHEMA: JsonSchema = {
     "type": "string",
     "pattern": rf"^\s*{KEY_EDGE}{KEY_CHAR}{{{MIN_KEY_CHARS - 2},}}{KEY_EDGE}\s*$",
 }
@@ -105,12 +105,14 @@ def _parse_number(value: Any, scales: Mapping[str, float], what: str) -> float:
     return (float(digits) if "." in digits else int(digits)) * scales[match[2]]
 
 
-def _number_schema(number: JsonSchema, scales: Mapping[str, float], negative: bool = False) -> JsonSchema:
+def _number_schema(
+    number_schema: JsonSchema, scales: Mapping[str, float], negative: bool = False
+) -> JsonSchema:
     """A number, or a text of a number with one of these units; the schema cannot bound the number in a text."""
     sign = "[+-]?" if negative else r"\+?"
     units = "|".join(unit for unit in scales if unit)
     text = rf"^\s*{sign}[0-9][0-9_]*(\.[0-9]+)?\s*({units})?\s*$"
-    return {"anyOf": [number, {"type": "string", "pattern": text}]}
+    return {"anyOf": [number_schema, {"type": "string", "pattern": text}]}
 
 
 def _parse_whole(value: Any, scales: dict[str, int], what: str, least: int, most: int | None) -> int:
@@ -237,7 +239,7 @@ def _parse_percentage(value: Any) -> float:
 
 def text(metavar: str = "TEXT") -> ValueKind:
     """Any text. `metavar` stands for the value in the help."""
-    return ValueKind(metavar, _parse_text, SOME_TEXT)
+    return ValueKind(metavar, _parse_text, TEXT_SCHEMA)
 
 
 def _parse_text(value: Any) -> str:
@@ -248,12 +250,12 @@ def _parse_text(value: Any) -> str:
 
 def texts(metavar: str = "TEXT") -> ValueKind:
     """Several texts: the flag repeated, a YAML list, or one value with commas."""
-    entries = {"type": ["string", "number"], "pattern": f"^{LIST_ENTRY}(,{LIST_ENTRY})*$"}
-    return ValueKind(metavar, _parse_texts, _list_schema(entries), many=True)
+    entry_schema = {"type": ["string", "number"], "pattern": f"^{LIST_ENTRY}(,{LIST_ENTRY})*$"}
+    return ValueKind(metavar, _parse_texts, _list_schema(entry_schema), many=True)
 
 
-def _list_schema(entries: JsonSchema) -> JsonSchema:
-    return {"anyOf": [entries, {"type": "array", "items": entries, "uniqueItems": True}]}
+def _list_schema(entry_schema: JsonSchema) -> JsonSchema:
+    return {"anyOf": [entry_schema, {"type": "array", "items": entry_schema, "uniqueItems": True}]}
 
 
 def _parse_texts(value: Any) -> tuple[str, ...]:
@@ -268,12 +270,12 @@ def _parse_texts(value: Any) -> tuple[str, ...]:
 
 def key() -> ValueKind:
     """A secret that a client shows in a header; never repeated in a message. Space around it is not part of it."""
-    return ValueKind("KEY", check_key, SECRET_TEXT)
+    return ValueKind("KEY", check_key, SECRET_SCHEMA)
 
 
 def keys() -> ValueKind:
     """Several secrets: the flag repeated, or a YAML list. One value is one key."""
-    return ValueKind("KEY", _parse_keys, _list_schema(SECRET_TEXT), many=True)
+    return ValueKind("KEY", _parse_keys, _list_schema(SECRET_SCHEMA), many=True)
 
 
 def _parse_keys(value: Any) -> tuple[str, ...]:
@@ -300,13 +302,13 @@ def check_key(value: Any) -> str:
 
 def path(metavar: str = "FILE") -> ValueKind:
     """A path of a file or folder; a leading `~` is the home folder. `metavar` stands for the value in the help."""
-    return ValueKind(metavar, _parse_path, SOME_TEXT)
+    return ValueKind(metavar, _parse_path, TEXT_SCHEMA)
 
 
 def folder_or_none() -> ValueKind:
     """A path of a folder, or the word `none`; a folder of that name is `./none`."""
     return ValueKind(
-        "DIR|none", lambda value: "none" if _parse_text(value) == "none" else _parse_path(value), SOME_TEXT
+        "DIR|none", lambda value: "none" if _parse_text(value) == "none" else _parse_path(value), TEXT_SCHEMA
     )
 
 

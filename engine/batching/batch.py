@@ -77,7 +77,7 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
     slots: list[int] = []
     wanted: list[int] = []
     spans: list[PrefillSpan] = []
-    singles: list[tuple[int, StepWork, int]] = []
+    single_works: list[tuple[int, StepWork, int]] = []
     for work, sink in zip(works, sinks or [0] * len(works), strict=True):
         row, count, start, slabs = len(tokens), len(work.tokens), work.start, work.slabs
         tokens += work.tokens
@@ -87,7 +87,7 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
         elif count == 1:
             positions.append(start)
             slots.append(slabs[start // CHUNK_TOKENS])
-            singles.append((row, work, sink))
+            single_works.append((row, work, sink))
         else:
             positions += range(start, start + count)
             slots += [slabs[place // CHUNK_TOKENS] for place in range(start, start + count)]
@@ -95,7 +95,7 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
             spans.append(PrefillSpan(row, count, start, used, sink))
         if work.logits != "none":
             wanted += range(row if work.logits == "all" else row + count - 1, row + count)
-    rows, lengths, table, plan, row_sinks = _pack_decodes(singles)
+    rows, lengths, table, plan, row_sinks = _pack_decodes(single_works)
     return ForwardBatch(
         tokens=torch.tensor(tokens + [0] * (MIN_ROWS - len(tokens))),
         positions=np.array(positions, np.int64),
@@ -111,14 +111,16 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
     )
 
 
-def _pack_decodes(singles: Sequence[tuple[int, StepWork, int]]) -> tuple[Ints, Ints, Ints, PrefixPlan, Ints]:
+def _pack_decodes(
+    single_works: Sequence[tuple[int, StepWork, int]],
+) -> tuple[Ints, Ints, Ints, PrefixPlan, Ints]:
     """Rows, lengths, table, plan and sinks of the decode rows.
 
     The chunk that a row writes its token to is never shared.
     """
-    full = [work.start // CHUNK_TOKENS for _, work, _ in singles]
-    order = prefix_plan.sort_by_prefix([work.slabs for _, work, _ in singles], full)
-    chosen = [singles[index] for index in order]
+    full = [work.start // CHUNK_TOKENS for _, work, _ in single_works]
+    order = prefix_plan.sort_by_prefix([work.slabs for _, work, _ in single_works], full)
+    chosen = [single_works[index] for index in order]
     table = np.zeros((len(chosen), max((len(work.slabs) for _, work, _ in chosen), default=0)), np.int64)
     for line, (_, work, _) in zip(table, chosen, strict=True):
         line[: len(work.slabs)] = work.slabs

@@ -62,7 +62,7 @@ class BulkScheduler(Scheduler):
     def record_step(self, rows: int, tokens: int, seconds: float) -> None:
         """A unit with `rows` decode rows and `tokens` prompt tokens took `seconds`. Its sequences go to the end."""
         super().record_step(rows, tokens, seconds)
-        self.pace.add_sample(rows, tokens, seconds)
+        self.step_time.add_sample(rows, tokens, seconds)
         for key in self._chosen:
             if key in self.running:
                 self.running[key] = self.running.pop(key)
@@ -82,8 +82,8 @@ class BulkScheduler(Scheduler):
     @property
     def _most_rows(self) -> int:
         """How many decoding sequences fit into the next unit."""
-        pace = self.pace
-        return max(1, int((self._planned_s - pace.base_s) / max(pace.row_s, 1e-7)))
+        step_time = self.step_time
+        return max(1, int((self._planned_s - step_time.base_s) / max(step_time.row_s, 1e-7)))
 
     def schedule(self, stock: KvStock) -> StepPlan:
         """The next unit's plan. It changes nothing."""
@@ -92,19 +92,19 @@ class BulkScheduler(Scheduler):
         grow = tuple([pair for pair in plan.grow if pair[0] not in left_out])
         return replace(plan, decode=plan.decode[:most], grow=grow)
 
-    def _open_adder(self, rooms: dict[str, ArenaRoom], rows: int, handed: list[Sequence]) -> PrefillAdder:
-        adder = super()._open_adder(rooms, rows, handed)
-        decode_s = self.pace.seconds(min(rows, self._most_rows), 0)
-        fit = int((self._planned_s - decode_s) / self.pace.token_s)
+    def _open_adder(self, rooms: dict[str, ArenaRoom], rows: int, new_seqs: list[Sequence]) -> PrefillAdder:
+        adder = super()._open_adder(rooms, rows, new_seqs)
+        decode_s = self.step_time.seconds(min(rows, self._most_rows), 0)
+        fit = int((self._planned_s - decode_s) / self.step_time.token_s)
         adder.budget = min(adder.budget, max(fit, 0 if rows else MIN_PREFILL_TOKENS))
         return adder
 
 
 class BulkBudget:
-    """The time for units of bulk work. `pace` is that of units (`BulkScheduler.pace`)."""
+    """The time for units of bulk work. `step_time` is that of units (`BulkScheduler.step_time`)."""
 
-    def __init__(self, time: BulkTime, pace: StepTimeModel) -> None:
-        self.time, self._pace = time, pace
+    def __init__(self, time: BulkTime, step_time: StepTimeModel) -> None:
+        self.time, self._step_time = time, step_time
         # Estimate of the seconds between two tokens of online answers, without units of bulk work.
         self._online_s = 0.0
         # Clock time at which the last online step ended, and seconds of bulk work since then; None: there was a pause.
@@ -129,7 +129,7 @@ class BulkBudget:
         self._online_s = max(seconds, STEP_MEMORY * self._online_s + (1 - STEP_MEMORY) * seconds)
         self._ended_s, self._since_s = ended_s, 0.0
 
-    def time_left(self, online: Scheduler, has_work: bool) -> float:
+    def time_left(self, online_scheduler: Scheduler, has_work: bool) -> float:
         """Seconds for which bulk work may run now; `has_work`: the online engine could run a step.
 
         With an SLO it is at most `TPOT_SHARE` of it, since a request may arrive at any time. While online sequences
@@ -140,21 +140,23 @@ class BulkBudget:
         most_s = slice_s if tpot_s is None else min(slice_s, TPOT_SHARE * tpot_s)
         if not has_work:
             return most_s
-        prefills = online.waiting or not all(seq.decoding for seq in online.running.values())
+        prefills = online_scheduler.waiting or not all(
+            seq.decoding for seq in online_scheduler.running.values()
+        )
         if tpot_s is None or prefills:
             return 0.0
         return max(0.0, min(slice_s, TPOT_SHARE * tpot_s - self._online_s))
 
-    def begin_unit(self, online: Scheduler, has_work: bool, wanted: bool, now_s: float) -> float:
+    def begin_unit(self, online_scheduler: Scheduler, has_work: bool, wanted: bool, now_s: float) -> float:
         """Seconds for a unit that would begin now; 0 if none may, or none is `wanted`. Others as in `time_left`."""
-        if any(not seq.origin.canary for seq in online.sequences()):
+        if any(not seq.tenancy.canary for seq in online_scheduler.sequences()):
             self.note_request(now_s)
         if not has_work:
             self._ended_s = None
         if not wanted:
             return 0.0
-        left_s = self.time_left(online, has_work)
-        if now_s < self.rests_until_s or (has_work and left_s < self._pace.seconds(1, 0)):
+        left_s = self.time_left(online_scheduler, has_work)
+        if now_s < self.rests_until_s or (has_work and left_s < self._step_time.seconds(1, 0)):
             return 0.0
         return left_s
 

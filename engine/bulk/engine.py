@@ -46,25 +46,25 @@ class DirectUnits:
 class BulkEngine(Engine):
     """The engine of bulk work beside the engine of online requests, which has the same `runner` and `sampler`.
 
-    `holdings` is the pool of the online engine. `cpu_clock` tells the seconds for which the calling thread has had a
-    core (`time.thread_time`); None: bulk work does not notice that others want the cores. `alone` computes units while
-    no online request is near; by default the calling thread does, as it does beside online requests.
+    `kv` is the pool of the online engine. `cpu_clock` tells the seconds for which the calling thread has had a
+    core (`time.thread_time`); None: bulk work does not notice that others want the cores. `unit_runner` computes units
+    while no online request is near; by default the calling thread does, as it does beside online requests.
     """
 
     def __init__(
         self,
         runner: StepRunner,
         limits: EngineLimits,
-        holdings: KvAllocator | KvArenas,
+        kv: KvAllocator | KvArenas,
         sampler: StepSampler,
         time: BulkTime,
         cpu_clock: Callable[[], float] | None = None,
-        alone: UnitRunner | None = None,
+        unit_runner: UnitRunner | None = None,
     ) -> None:
-        self.planner = BulkScheduler(limits)
-        super().__init__(runner, self.planner, lend_pool(holdings, self._give_back), sampler)
-        self.budget, self._max_evicting = BulkBudget(time, self.planner.pace), limits.max_evicting
-        self._cpu_clock, self._alone = cpu_clock, alone or DirectUnits()
+        self.bulk_scheduler = BulkScheduler(limits)
+        super().__init__(runner, self.bulk_scheduler, lend_pool(kv, self._give_back), sampler)
+        self.budget, self._max_evicting = BulkBudget(time, self.bulk_scheduler.step_time), limits.max_evicting
+        self._cpu_clock, self._unit_runner = cpu_clock, unit_runner or DirectUnits()
         # Whether no online request was near when the unit began, and seconds of a core for which its step ran.
         self._is_alone = False
         self._step_core_s: float | None = None
@@ -83,12 +83,12 @@ class BulkEngine(Engine):
         """An online step ran between these clock times."""
         self.budget.record_online(begun_s, ended_s)
 
-    def make_way(self, online: Engine) -> None:
-        """Leave `online` the memory for all its sequences that evict: bulk sequences get what is left."""
+    def make_way(self, online_engine: Engine) -> None:
+        """Leave `online_engine` the memory for all its sequences that evict: bulk sequences get what is left."""
         most, scheduler = self._max_evicting, self.scheduler
         if most is None or not len(scheduler):
             return
-        left = max(0, most - sum(seq.keep.evicts for seq in online.scheduler.sequences()))
+        left = max(0, most - sum(seq.keep.evicts for seq in online_engine.scheduler.sequences()))
         if scheduler.limits.max_evicting != left:
             scheduler.limits = replace(scheduler.limits, max_evicting=left)
         evicting = [seq for seq in self._list_holders() if seq.keep.evicts]
@@ -99,21 +99,23 @@ class BulkEngine(Engine):
         """The sequences that hold memory."""
         return [*self.scheduler.running.values(), *self.scheduler.adopted.values()]
 
-    def run_unit(self, online: Engine, clock: Callable[[], float]) -> list[SequenceOutput]:
+    def run_unit(self, online_engine: Engine, clock: Callable[[], float]) -> list[SequenceOutput]:
         """Run one unit of bulk work if there is time; returns its outputs, and the failures of those that are late."""
         begun_s = clock()
-        unit_s = self.budget.begin_unit(online.scheduler, online.has_work, self.has_work, begun_s)
+        unit_s = self.budget.begin_unit(
+            online_engine.scheduler, online_engine.has_work, self.has_work, begun_s
+        )
         if unit_s <= 0:
             late = self.scheduler.expired_keys(begun_s)
             return [self._fail_sequence(key, *DEADLINE_FAILURE) for key in late]
-        self.planner.unit_s, self._is_alone = unit_s, self.budget.is_alone(begun_s)
-        run = self._alone.run if self._is_alone else DirectUnits().run
+        self.bulk_scheduler.unit_s, self._is_alone = unit_s, self.budget.is_alone(begun_s)
+        run = self._unit_runner.run if self._is_alone else DirectUnits().run
         outputs, core_s = run(lambda: self._measure_core(lambda: self.step(clock)))
         ended_s = clock()
         seconds = ended_s - begun_s
         self.budget.record_unit(seconds, 0.0 if core_s is None else seconds - core_s, ended_s)
         # Units that nobody waits for are as long as they are for want of a core: that says nothing about their plans.
-        self.planner.record_unit(core_s if self._is_alone and core_s is not None else seconds)
+        self.bulk_scheduler.record_unit(core_s if self._is_alone and core_s is not None else seconds)
         self.units += 1
         self.unit_seconds += seconds
         return outputs

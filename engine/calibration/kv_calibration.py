@@ -30,7 +30,7 @@ Progress = Callable[[range, int], None]
 def calibrate_model(
     model: nn.Module,
     sequences: Sequence[torch.Tensor],
-    identity: CalibratedModel,
+    calibrated: CalibratedModel,
     group: int,
     *,
     names: Sequence[str] = CALIBRATED_NAMES,
@@ -55,11 +55,11 @@ def calibrate_model(
     """
     ids = [parse_codec_id(name) for name in names]
     tokens = sum(len(sequence) - NUM_SINKS for sequence in sequences)
-    layer_bytes = SAMPLE_NUMBER_BYTES * tokens * identity.kv_heads * identity.head_dim
+    layer_bytes = SAMPLE_NUMBER_BYTES * tokens * calibrated.kv_heads * calibrated.head_dim
     at_once = max(1, max_sample_bytes // max(1, layer_bytes))
     fitted: list[dict[str, LayerConstants]] = []
-    for first in range(0, identity.layers, at_once):
-        layers = range(first, min(first + at_once, identity.layers))
+    for first in range(0, calibrated.layers, at_once):
+        layers = range(first, min(first + at_once, calibrated.layers))
 
         def tell(done: int, layers: range = layers) -> None:
             if progress is not None:
@@ -70,4 +70,4 @@ def calibrate_model(
             # Samples are let go one by one, before the next layers are captured.
             fitted.append(fit_layer(samples.pop(0), ids, group, weigh))
     constants = {name: tuple(layer[name] for layer in fitted) for name in names}
-    return Calibration(identity, group, tokens, constants)
+    return Calibration(calibrated, group, tokens, constants)

@@ -37,7 +37,7 @@ class PoolAttention:
 
     first: int
     bounds: RunnerBounds
-    pages: PagedAttention
+    attention: PagedAttention
     evictor: CpuEvictor | None = None
 
     def localise(self, work: StepWork) -> StepWork:
@@ -61,10 +61,10 @@ class PoolAttention:
         self, works: Sequence[StepWork], sinks: Sequence[int]
     ) -> tuple[ForwardBatch, PagedAttention]:
         """Pack works in this pool, and the attention for them; see `pack_batch`."""
-        batch, pages = pack_batch(works, sinks), self.pages
+        batch, attention = pack_batch(works, sinks), self.attention
         if self.evictor is not None and any(work.kept is not None for work in works):
-            pages = self.evictor.attend_to(works, sinks)
-        return batch, pages
+            attention = self.evictor.attend_to(works, sinks)
+        return batch, attention
 
     @property
     def has_sinks(self) -> bool:
@@ -78,7 +78,7 @@ class PoolRows:
 
     row: int
     batch: ForwardBatch
-    pages: PagedAttention
+    attention: PagedAttention
 
     @property
     def rows(self) -> slice:
@@ -89,26 +89,26 @@ class PoolRows:
 class GroupedAttention:
     """Attention of a step whose rows are in several pools: `engine.cpu.attention.CpuAttention`, group by group."""
 
-    def __init__(self, groups: Sequence[PoolRows]) -> None:
-        self._groups = list(groups)
+    def __init__(self, pool_rows: Sequence[PoolRows]) -> None:
+        self._pool_rows = list(pool_rows)
 
     def write(
         self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, rotary: tuple[Floats, Floats],
         norms: tuple[Floats, Floats], eps: float,
     ) -> None:  # fmt: skip
         """Store keys and values of all rows, and prepare their queries. `batch` is not used: each group has its own."""
-        for group in self._groups:
-            group.pages.write(layer, qkv[group.rows], group.batch, rotary, norms, eps)
+        for group in self._pool_rows:
+            group.attention.write(layer, qkv[group.rows], group.batch, rotary, norms, eps)
 
     def decode(
         self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, window: int, out: torch.Tensor
     ) -> None:
         """Attention of all rows, those of prefills included. `batch` is not used: each group has its own."""
-        for group in self._groups:
+        for group in self._pool_rows:
             rows, mixed = qkv[group.rows], out[group.rows]
-            group.pages.decode(layer, rows, group.batch, window, mixed)
+            group.attention.decode(layer, rows, group.batch, window, mixed)
             for span in group.batch.spans:
-                group.pages.prefill(layer, rows, span, window, mixed)
+                group.attention.prefill(layer, rows, span, window, mixed)
 
     def prefill(
         self, layer: int, qkv: torch.Tensor, span: PrefillSpan, window: int, out: torch.Tensor
@@ -133,14 +133,14 @@ def pack_groups(
     """
     tokens: list[int] = []
     starts = [0] * len(works)
-    groups: list[PoolRows] = []
+    pool_rows: list[PoolRows] = []
     for number in sorted(set(chosen)):
         mine = [i for i, pool in enumerate(chosen) if pool == number]
         row = len(tokens)
         for i in mine:
             starts[i] = len(tokens)
             tokens += works[i].tokens
-        groups.append(
+        pool_rows.append(
             PoolRows(row, *pools[number].pack_works([works[i] for i in mine], [sinks[i] for i in mine]))
         )
     wanted: list[int] = []
@@ -149,7 +149,7 @@ def pack_groups(
     none = np.empty(0, np.int64)
     return ForwardBatch(
         tokens=torch.tensor(tokens + [0] * (MIN_ROWS - len(tokens))),
-        positions=np.concatenate([group.batch.positions for group in groups]),
+        positions=np.concatenate([group.batch.positions for group in pool_rows]),
         slots=none,
         rows=none,
         lengths=none,
@@ -158,4 +158,4 @@ def pack_groups(
         sinks=none,
         spans=(),
         wanted=torch.tensor(wanted + wanted[:1] * (MIN_ROWS - len(wanted)), dtype=torch.int64),
-    ), GroupedAttention(groups)
+    ), GroupedAttention(pool_rows)

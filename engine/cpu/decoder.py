@@ -34,29 +34,29 @@ class CpuDecoder:
 
     def __init__(
         self,
-        shape: ModelConfig,
+        config: ModelConfig,
         weights: DecoderWeights,
         max_model_len: int,
         *,
-        place: RankPlacement = WHOLE_MODEL,
+        placement: RankPlacement = WHOLE_MODEL,
         shard: Shard | None = None,
-        wire: Communicator | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
-        """`shard` are the layers and KV heads of the rank `place`; `wire` communicates with the other ranks."""
-        shard = shard or Shard((0, shape.layers), (0, shape.kv_heads))
-        self.shape, self.place, self.wire = shape, place, wire or SingleRank()
-        self.heads = (shard.heads[1] - shard.heads[0]) * shape.group
-        self.mlp = len(range(shape.mlp)[place.share(shape.mlp)])
+        """`shard` are the layers and KV heads of the rank `placement`; `communicator` reaches the other ranks."""
+        shard = shard or Shard((0, config.layers), (0, config.kv_heads))
+        self.config, self.placement, self.communicator = config, placement, communicator or SingleRank()
+        self.heads = (shard.heads[1] - shard.heads[0]) * config.group
+        self.mlp = len(range(config.mlp)[placement.share(config.mlp)])
         self.layers = weights.layers
         if weights.embedding is not None:
             self.embedding = weights.embedding
         if weights.norm is not None and weights.head is not None:
             self.norm, self.head = weights.norm, weights.head
-        cos, sin = rope_tables(shape.rope, shape.head_dim, max_model_len)
+        cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
         self.cos, self.sin = cos.numpy(), sin.numpy()
 
     def forward(
-        self, batch: ForwardBatch, pages: PagedAttention, done: OnLayersDone | None = None
+        self, batch: ForwardBatch, attention: PagedAttention, done: OnLayersDone | None = None
     ) -> torch.Tensor | None:
         """Compute a step. Returns the logits of the wanted rows, [wanted, vocab] float32, on rank 0; None elsewhere.
 
@@ -65,7 +65,7 @@ class CpuDecoder:
         x = self._first_activations(batch)  # [rows, hidden]
         delta = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
-            delta = self.compute_layer(index, layer, x, delta, batch, pages, done)
+            delta = self.compute_layer(index, layer, x, delta, batch, attention, done)
         return self._finish_stage(x, delta, batch)
 
     def compute_layer(
@@ -75,21 +75,23 @@ class CpuDecoder:
         x: torch.Tensor,
         delta: torch.Tensor,
         batch: ForwardBatch,
-        pages: PagedAttention,
+        attention: PagedAttention,
         done: OnLayersDone | None = None,
     ) -> torch.Tensor:
         """One layer for the rows of a step. Adds `delta` to `x` [rows, hidden]; returns the change still to be added.
 
-        `index` is the layer's place in `pages`. `done` is as for `forward`.
+        `index` is the layer's place in `attention`. `done` is as for `forward`.
         """
         normed = torch.empty_like(x)
-        add_rms_norm(x.numpy(), delta.numpy(), layer.input_norm, self.shape.eps, normed.numpy())
-        delta = self.wire.sum(layer.out(self._mix_values(index, layer, normed, batch, pages, done)))
-        add_rms_norm(x.numpy(), delta.numpy(), layer.mlp_norm, self.shape.eps, normed.numpy())
+        add_rms_norm(x.numpy(), delta.numpy(), layer.input_norm, self.config.eps, normed.numpy())
+        delta = self.communicator.sum(
+            layer.out(self._mix_values(index, layer, normed, batch, attention, done))
+        )
+        add_rms_norm(x.numpy(), delta.numpy(), layer.mlp_norm, self.config.eps, normed.numpy())
         wide = layer.gate_up(normed)
         narrow = wide.new_empty(wide.shape[0], self.mlp)
         silu_and_mul(wide.numpy(), narrow.numpy())
-        return self.wire.sum(layer.down(narrow))
+        return self.communicator.sum(layer.down(narrow))
 
     def _mix_values(
         self,
@@ -97,16 +99,16 @@ class CpuDecoder:
         layer: CpuLayer,
         normed: torch.Tensor,
         batch: ForwardBatch,
-        pages: PagedAttention,
+        attention: PagedAttention,
         done: OnLayersDone | None,
     ) -> torch.Tensor:
         """Stores the keys and values of a layer's rows, and returns the attention output of all rows."""
         qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]
         rotary, norms = (self.cos, self.sin), (layer.q_norm, layer.k_norm)
-        pages.write(index, qkv, batch, rotary, norms, self.shape.eps)
+        attention.write(index, qkv, batch, rotary, norms, self.config.eps)
         if done is not None:
             done(index + 1)
-        return self._attend_batch(index, layer, qkv, batch, pages)
+        return self._attend_batch(index, layer, qkv, batch, attention)
 
     def embed_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """The input of the model's first layer, [tokens, hidden]."""
@@ -115,29 +117,29 @@ class CpuDecoder:
     def compute_logits(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """The logits [rows, vocab] of rows behind the last layer, whose last change is `delta`."""
         normed = torch.empty_like(x)
-        add_rms_norm(x.numpy(), delta.numpy(), self.norm, self.shape.eps, normed.numpy())
+        add_rms_norm(x.numpy(), delta.numpy(), self.norm, self.config.eps, normed.numpy())
         return self.head(normed) if len(normed) else normed.new_empty(0, self.head.outputs)
 
     def _first_activations(self, batch: ForwardBatch) -> torch.Tensor:
         """The input of this rank's first layer: token embeddings, or the activations of the stage before."""
-        if self.place.first:
+        if self.placement.first:
             return self.embed_tokens(batch.tokens)
-        return self.wire.receive(len(batch.tokens))
+        return self.communicator.receive(len(batch.tokens))
 
     def _finish_stage(self, x: torch.Tensor, delta: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
         """Send the activations to the next stage, or compute the logits from them."""
-        if not self.place.last:
-            self.wire.send(x.add_(delta))
-            return self.wire.collect(None, len(batch.wanted)) if self.place.rank == 0 else None
+        if not self.placement.last:
+            self.communicator.send(x.add_(delta))
+            return self.communicator.collect(None, len(batch.wanted)) if self.placement.rank == 0 else None
         logits = self.compute_logits(x.index_select(0, batch.wanted), delta.index_select(0, batch.wanted))
-        return self.wire.collect(logits, len(logits))
+        return self.communicator.collect(logits, len(logits))
 
     def _attend_batch(
-        self, index: int, layer: CpuLayer, qkv: torch.Tensor, batch: ForwardBatch, pages: PagedAttention
+        self, index: int, layer: CpuLayer, qkv: torch.Tensor, batch: ForwardBatch, attention: PagedAttention
     ) -> torch.Tensor:
         """Attention output of all rows, [rows, heads * head_dim]; padding rows are zero."""
-        mixed = qkv.new_zeros(qkv.shape[0], self.heads * self.shape.head_dim)
-        pages.decode(index, qkv, batch, layer.window, mixed)
+        mixed = qkv.new_zeros(qkv.shape[0], self.heads * self.config.head_dim)
+        attention.decode(index, qkv, batch, layer.window, mixed)
         for span in batch.spans:
-            pages.prefill(index, qkv, span, layer.window, mixed)
+            attention.prefill(index, qkv, span, layer.window, mixed)
         return mixed

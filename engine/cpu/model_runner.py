@@ -74,7 +74,7 @@ class CpuModelRunner:
         eviction: EvictionSetup | None = None,
     ) -> None:
         self.layout: KvLayout = pool.layout
-        self.vocab_size = decoder.shape.vocab
+        self.vocab_size = decoder.config.vocab
         self.max_model_len = max_model_len
         # Seconds of the last run that went into checking and packing the step and sending it to other ranks.
         self.prepare_seconds = 0.0
@@ -85,7 +85,7 @@ class CpuModelRunner:
         shard = shard or Shard((0, pool.layout.layers), (0, pool.layout.kv_heads))
         classes = [(pool, calibration), *others]
         self._pools = [one for one, _ in classes]
-        self._frequencies = rope_frequencies(decoder.shape.rope, pool.layout.head_dim).double().numpy()
+        self._frequencies = rope_frequencies(decoder.config.rope, pool.layout.head_dim).double().numpy()
         coded = any(one.layout.codec for one in self._pools)
         # All coded pools together have one table.
         self._angles = build_angles(self._frequencies, max_model_len) if coded else NO_TABLE
@@ -97,27 +97,27 @@ class CpuModelRunner:
         """The attention over a pool. Raises ConfigError if its codec is of another calibration."""
         decoder, layout = self._decoder, pool.layout
         windows = [layer.window for layer in decoder.layers]
-        pages: PagedAttention
+        attention: PagedAttention
         store: KeptStore
         evictor: CpuEvictor | None = None
         if layout.codec:
             codecs = build_page_codecs(layout, calibration, shard)
             coded = CodedPool(layout, pool.data, codecs, self._frequencies, self._sinks)
-            pages = compiled = CompiledAttention(coded, decoder.heads, self._angles)
+            attention = compiled = CompiledAttention(coded, decoder.heads, self._angles)
             store = CodedStore(pool, compiled, windows)
         else:
-            pages = raw = CpuAttention(layout, pool.data, decoder.heads)
+            attention = raw = CpuAttention(layout, pool.data, decoder.heads)
             store = RawStore(pool, raw, windows)
-        alone = decoder.place.world == 1
+        alone = decoder.placement.world == 1
         if self._eviction is not None:
             evictor = CpuEvictor(pool, store, decoder.heads, windows, self._eviction, alone)
         bounds = RunnerBounds(layout, pool.num_slabs, self.max_model_len, self.vocab_size)
-        return PoolAttention(pool.first, bounds, pages, evictor)
+        return PoolAttention(pool.first, bounds, attention, evictor)
 
     @classmethod
     def load(
         cls,
-        model: Checkpoint,
+        checkpoint: Checkpoint,
         pool: KvPool,
         max_model_len: int,
         calibration: Calibration | None = None,
@@ -138,7 +138,7 @@ class CpuModelRunner:
             ModelError: the checkpoint does not match its config, or the pool is not of this model's layout.
             ConfigError: the pool's codec is of another calibration.
         """
-        expected = model.layout("float32")
+        expected = checkpoint.layout("float32")
         for one in [pool, *[other for other, _ in others]]:
             if replace(one.layout, codec=expected.codec) != expected:
                 raise ModelError(
@@ -146,11 +146,11 @@ class CpuModelRunner:
                     f"pool: {one.layout}\nmodel: {expected}",
                     "make the pool from the model's own layout, in float32 on the CPU",
                 )
-        source = None if prepared is None else PreparedFolder(prepared, model.packing_identity())
-        with torch.no_grad(), WeightReader(model.weights) as weights:
-            reader = SectionReader(model.shape, weights, packed=packed)
+        source = None if prepared is None else PreparedFolder(prepared, checkpoint.packing_identity())
+        with torch.no_grad(), WeightReader(checkpoint.weights) as weights:
+            reader = SectionReader(checkpoint.config, weights, packed=packed)
             found = read_weights(reader) if source is None else source.load_weights(reader)
-        decoder = CpuDecoder(model.shape, found, max_model_len)
+        decoder = CpuDecoder(checkpoint.config, found, max_model_len)
         return cls(
             decoder,
             pool,
@@ -161,7 +161,7 @@ class CpuModelRunner:
             eviction=eviction,
         )
 
-    def run(self, batch: Sequence[StepWork], done: OnLayersDone | None = None) -> list[torch.Tensor]:
+    def run(self, step_works: Sequence[StepWork], done: OnLayersDone | None = None) -> list[torch.Tensor]:
         """Compute a step. Returns logits per work, float32 [rows, vocab] with rows = 1, len(tokens) or 0.
 
         The caller may change the logits. `done` is called after each layer with the number of layers whose KV is
@@ -173,27 +173,31 @@ class CpuModelRunner:
                 table has room for; nothing was computed.
         """
         began_s = time.perf_counter()
-        works, chosen = self._localise_works(batch)
+        works, chosen = self._localise_works(step_works)
         if not works:
             return []
         counts = [work.wanted for work in works]
         sinks = self._plan_sinks(works, chosen)
-        packed, pages = self._pack_works(works, chosen, sinks)
+        packed, attention = self._pack_works(works, chosen, sinks)
         if self._followers is None:
             self.prepare_seconds = time.perf_counter() - began_s
-            logits = self._forward_step(batch, sinks, lambda: self._decoder.forward(packed, pages, done))
+            logits = self._forward_step(
+                step_works, sinks, lambda: self._decoder.forward(packed, attention, done)
+            )
         else:
-            self._followers.send_order(encode_order(RunStep(list(batch), sinks)))
+            self._followers.send_order(encode_order(RunStep(list(step_works), sinks)))
             self.prepare_seconds = time.perf_counter() - began_s
             try:
-                logits = self._forward_step(batch, sinks, lambda: self._decoder.forward(packed, pages, None))
+                logits = self._forward_step(
+                    step_works, sinks, lambda: self._decoder.forward(packed, attention, None)
+                )
             finally:
                 # Also after a failure, so that the other ranks are ready for the next step.
                 replies = self._followers.wait_for_replies()
             if replies.error is not None:
                 raise replies.error
             if done is not None:
-                done(self._decoder.shape.layers)
+                done(self._decoder.config.layers)
         assert logits is not None
         self._sink_slots.keep(sinks)
         return list(torch.split(logits[: sum(counts)], counts))
@@ -211,9 +215,9 @@ class CpuModelRunner:
         self._sink_slots.keep(sinks)
         if not others:
             return first
-        shape, place = self._decoder.shape, self._decoder.place
-        whole = replace(pool.bounds.layout, layers=shape.layers, kv_heads=shape.kv_heads)
-        return merge_reports([first, *others], whole, place.tp, place.pp)
+        config, placement = self._decoder.config, self._decoder.placement
+        whole = replace(pool.bounds.layout, layers=config.layers, kv_heads=config.kv_heads)
+        return merge_reports([first, *others], whole, placement.tp, placement.pp)
 
     def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
         """As `EvictingRunner.apply_eviction`, which says when ValueError is raised."""
@@ -275,22 +279,24 @@ class CpuModelRunner:
             raise ValueError("nothing is evicted from this pool: that takes the tokens' kinds")
         return pool, pool.evictor
 
-    def part(self, batch: Sequence[StepWork], sinks: SinkPlan) -> None:
+    def part(self, step_works: Sequence[StepWork], sinks: SinkPlan) -> None:
         """Compute this rank's shard of a step of rank 0. An error is raised after all ranks have finished the step."""
 
         def forward() -> torch.Tensor | None:
-            works, chosen = self._localise_works(batch)
+            works, chosen = self._localise_works(step_works)
             return self._decoder.forward(*self._pack_works(works, chosen, sinks), None)
 
-        self._forward_step(batch, sinks, forward)
+        self._forward_step(step_works, sinks, forward)
 
-    def _localise_works(self, batch: Sequence[StepWork]) -> tuple[list[StepWork], list[int]]:
+    def _localise_works(self, step_works: Sequence[StepWork]) -> tuple[list[StepWork], list[int]]:
         """The works with slabs numbered within their pools, and the index of each work's pool.
 
         Raises ValueError if one of them cannot be run.
         """
-        chosen = [self._pool_index(work.slabs) for work in batch]
-        works = [self._attentions[index].localise(work) for work, index in zip(batch, chosen, strict=True)]
+        chosen = [self._pool_index(work.slabs) for work in step_works]
+        works = [
+            self._attentions[index].localise(work) for work, index in zip(step_works, chosen, strict=True)
+        ]
         for work, index in zip(works, chosen, strict=True):
             self._attentions[index].check_work(work)
         return works, chosen
@@ -325,7 +331,7 @@ class CpuModelRunner:
         return replace(plan, slots=[next(slots) if kept else 0 for kept in coded])
 
     def _forward_step(
-        self, batch: Sequence[StepWork], sinks: SinkPlan, forward: Callable[[], torch.Tensor | None]
+        self, step_works: Sequence[StepWork], sinks: SinkPlan, forward: Callable[[], torch.Tensor | None]
     ) -> torch.Tensor | None:
         """Call `forward` for a step with its exchanges between ranks; the logits are None on ranks without them.
 
@@ -340,7 +346,7 @@ class CpuModelRunner:
             return forward()
 
         with torch.no_grad():
-            return self._decoder.wire.step(forward_or_fail, *count_rows(batch))
+            return self._decoder.communicator.step(forward_or_fail, *count_rows(step_works))
 
     def _compute_sinks(self, sinks: SinkPlan) -> Exception | None:
         """Compute the missing sinks in a pass of their own; returns its exception, if it failed."""
@@ -355,7 +361,7 @@ class CpuModelRunner:
 
         try:
             with torch.no_grad():
-                decoder.wire.step(forward, *count_rows(works))
+                decoder.communicator.step(forward, *count_rows(works))
         except Exception as error:
             return error
         return None

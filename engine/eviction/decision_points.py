@@ -29,7 +29,7 @@ class DecisionPoints:
     def __init__(self, runner: StepRunner, table: SequenceTable) -> None:
         self._runner, self._table = cast(EvictingRunner, runner), table
         # What sequences that evict wait for; None: nothing.
-        self.kernels: Preparation | None = None
+        self.preparation: Preparation | None = None
         # Keys of the sequences that the runner was given.
         self._known: set[str] = set()
         # Keys of the sequences whose latest decision no output has reported.
@@ -42,14 +42,14 @@ class DecisionPoints:
 
     def expect(self, seq: Sequence) -> None:
         """`seq` will come soon. If it evicts, it is not ready before the kernels are. Idempotent."""
-        if seq.keep.evicts and self.kernels is not None:
-            self.kernels.request()
-            seq.kernels = self.kernels
+        if seq.keep.evicts and self.preparation is not None:
+            self.preparation.request()
+            seq.kernels = self.preparation
 
     def notify(self, wake: Callable[[], None]) -> None:
         """Call `wake`, from another thread, when the kernels are ready."""
-        if self.kernels is not None:
-            self.kernels.notify(wake)
+        if self.preparation is not None:
+            self.preparation.notify(wake)
 
     def note_run(self, seq: Sequence) -> None:
         """The runner is given work of `seq`."""

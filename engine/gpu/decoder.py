@@ -74,26 +74,26 @@ class GpuDecoder:
 
     def __init__(
         self,
-        shape: ModelConfig,
+        config: ModelConfig,
         source: WeightSource,
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.shape, self.dtype = shape, dtype
+        self.config, self.dtype = config, dtype
         # The device with its index, for example cuda:0 instead of cuda.
         self.device = torch.empty(0, device=device).device
-        embedding = source.read_tensor("model.embed_tokens.weight", shape.vocab, shape.hidden)
+        embedding = source.read_tensor("model.embed_tokens.weight", config.vocab, config.hidden)
         self.embedding = embedding.to(device, dtype)
-        self.layers = [self._layer(source, index) for index in range(shape.layers)]
-        self.norm = self._norm(source, "model.norm", shape.hidden)
+        self.layers = [self._layer(source, index) for index in range(config.layers)]
+        self.norm = self._norm(source, "model.norm", config.hidden)
         head = (
             self.embedding
-            if shape.tied
-            else source.read_tensor("lm_head.weight", shape.vocab, shape.hidden).to(device, dtype)
+            if config.tied
+            else source.read_tensor("lm_head.weight", config.vocab, config.hidden).to(device, dtype)
         )
         self.head = CublasLinear(head, None)
-        cos, sin = rope_tables(shape.rope, shape.head_dim, max_model_len)
+        cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
         self.rotary = (cos.to(device), sin.to(device))
 
     @property
@@ -108,56 +108,61 @@ class GpuDecoder:
         )
         return layers + self.head.weight.nbytes
 
-    def forward(self, step: DeviceStep, pages: PagedGpuAttention) -> torch.Tensor:
+    def forward(self, step: DeviceStep, attention: PagedGpuAttention) -> torch.Tensor:
         """Compute a step: logits of the wanted rows, [wanted, vocab] float32. Afterwards the KV of all tokens is
         stored.
 
         Nothing here waits for the device or depends on the values in `step`, so that a CUDA graph can be captured.
         """
-        eps = self.shape.eps
+        eps = self.config.eps
         start = self.embedding.index_select(0, step.tokens)
         x, delta = start.float(), torch.zeros_like(start)  # [rows, hidden]
         for index, layer in enumerate(self.layers):
             normed = add_rms_norm(x, delta, layer.input_norm, eps)
-            delta = layer.out(self._attend(index, layer, normed, step, pages))
+            delta = layer.out(self._attend(index, layer, normed, step, attention))
             normed = add_rms_norm(x, delta, layer.mlp_norm, eps)
             delta = layer.down(silu_and_mul(layer.gate_up(normed)))
         x, delta = x.index_select(0, step.wanted), delta.index_select(0, step.wanted)
         if not len(x):
-            return x.new_empty(0, self.shape.vocab)
+            return x.new_empty(0, self.config.vocab)
         return self.head(add_rms_norm(x, delta, self.norm, eps)).float()
 
     def _attend(
-        self, index: int, layer: GpuLayer, normed: torch.Tensor, step: DeviceStep, pages: PagedGpuAttention
+        self,
+        index: int,
+        layer: GpuLayer,
+        normed: torch.Tensor,
+        step: DeviceStep,
+        attention: PagedGpuAttention,
     ) -> torch.Tensor:
         """Attention output of all rows, [rows, heads * head_dim]; padding rows are zero."""
         qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]
-        pages.write(index, qkv, step, self.rotary, (layer.q_norm, layer.k_norm), self.shape.eps)
-        mixed = qkv.new_empty(qkv.shape[0], self.shape.heads * self.shape.head_dim)
-        pages.decode(index, qkv, step, layer.window, mixed)
-        pages.prefill(index, qkv, step, layer.window, mixed)
+        attention.write(index, qkv, step, self.rotary, (layer.q_norm, layer.k_norm), self.config.eps)
+        mixed = qkv.new_empty(qkv.shape[0], self.config.heads * self.config.head_dim)
+        attention.decode(index, qkv, step, layer.window, mixed)
+        attention.prefill(index, qkv, step, layer.window, mixed)
         return mixed
 
     def _layer(self, source: WeightSource, index: int) -> GpuLayer:
         """Load the weights of layer `index`."""
-        shape, prefix = self.shape, f"model.layers.{index}."
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        config, prefix = self.config, f"model.layers.{index}."
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        mlp = {"gate_proj": shape.mlp, "up_proj": shape.mlp}
+        mlp = {"gate_proj": config.mlp, "up_proj": config.mlp}
         own = f"{prefix}self_attn."
         none = torch.empty(0, dtype=torch.float32, device=self.device)
         return GpuLayer(
-            input_norm=self._norm(source, f"{prefix}input_layernorm", shape.hidden),
-            qkv=self._linear(source, own, attention, shape.hidden, shape.qkv_bias),
-            q_norm=self._norm(source, f"{own}q_norm", shape.head_dim) if shape.qk_norm else none,
-            k_norm=self._norm(source, f"{own}k_norm", shape.head_dim) if shape.qk_norm else none,
-            out=self._linear(source, own, {"o_proj": shape.hidden}, queries, shape.o_bias),
-            mlp_norm=self._norm(source, f"{prefix}post_attention_layernorm", shape.hidden),
-            gate_up=self._linear(source, f"{prefix}mlp.", mlp, shape.hidden, shape.mlp_bias),
+            input_norm=self._norm(source, f"{prefix}input_layernorm", config.hidden),
+            qkv=self._linear(source, own, attention, config.hidden, config.qkv_bias),
+            q_norm=self._norm(source, f"{own}q_norm", config.head_dim) if config.qk_norm else none,
+            k_norm=self._norm(source, f"{own}k_norm", config.head_dim) if config.qk_norm else none,
+            out=self._linear(source, own, {"o_proj": config.hidden}, queries, config.o_bias),
+            mlp_norm=self._norm(source, f"{prefix}post_attention_layernorm", config.hidden),
+            gate_up=self._linear(source, f"{prefix}mlp.", mlp, config.hidden, config.mlp_bias),
             down=self._linear(
-                source, f"{prefix}mlp.", {"down_proj": shape.hidden}, shape.mlp, shape.mlp_bias
+                source, f"{prefix}mlp.", {"down_proj": config.hidden}, config.mlp, config.mlp_bias
             ),
-            window=shape.windows[index],
+            window=config.windows[index],
         )
 
     def _linear(

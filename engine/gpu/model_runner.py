@@ -68,7 +68,7 @@ class PackedStep:
 class DecodeGraph:
     """One captured CUDA graph of a decode step of fixed sizes. Its input and output keep their addresses."""
 
-    def __init__(self, decoder: GpuDecoder, pages: GpuAttention, sizes: StepSizes, pool: Any) -> None:
+    def __init__(self, decoder: GpuDecoder, attention: GpuAttention, sizes: StepSizes, pool: Any) -> None:
         self.ints = torch.zeros(sizes.numbers, dtype=torch.int32, device=decoder.device)
         step = view_step(self.ints, sizes)
         # Padding slots, so that capturing the graph writes no KV.
@@ -77,11 +77,11 @@ class DecodeGraph:
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             # Compiles the kernels and lets cuBLAS choose its algorithms, which cannot be captured.
-            decoder.forward(step, pages)
+            decoder.forward(step, attention)
         torch.cuda.current_stream().wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
-            self.logits = decoder.forward(step, pages)
+            self.logits = decoder.forward(step, attention)
 
     def replay(self, ints: torch.Tensor) -> torch.Tensor:
         """Run the step in host memory `ints`; returns the logits, which the next replay overwrites."""
@@ -130,13 +130,13 @@ class GpuModelRunner:
                 f"a pool of {tuple(data.shape)} {data.dtype} on {data.device} does not fit {layout} on {decoder.device}"
             )
         self.layout, self.data = layout, data
-        self.vocab_size, self.max_model_len = decoder.shape.vocab, max_model_len
+        self.vocab_size, self.max_model_len = decoder.config.vocab, max_model_len
         # Seconds of the last run until the device had work.
         self.prepare_seconds = 0.0
         # Number of steps that were packed while the step before them ran.
         self.guessed = 0
         self._decoder = decoder
-        self._pages = self._build_attention(tuning, calibration, sink_slots)
+        self._attention = self._build_attention(tuning, calibration, sink_slots)
         self._sink_slots = SinkSlots(sink_slots)
         self._bounds = RunnerBounds(layout, data.shape[0], max_model_len, self.vocab_size)
         self._cuda = decoder.device.type == "cuda"
@@ -147,18 +147,18 @@ class GpuModelRunner:
         self, tuning: LaunchTuning | None, calibration: Calibration | None, sink_slots: int
     ) -> GpuAttention:
         """The attention over the pool. Raises ConfigError as the runner does."""
-        layout, shape = self.layout, self._decoder.shape
+        layout, config = self.layout, self._decoder.config
         if not layout.codec:
-            return GpuAttention(layout, self.data, shape.heads, tuning)
+            return GpuAttention(layout, self.data, config.heads, tuning)
         codecs = build_page_codecs(layout, calibration, Shard((0, layout.layers), (0, layout.kv_heads)))
-        frequencies = rope_frequencies(shape.rope, layout.head_dim).double().numpy()
+        frequencies = rope_frequencies(config.rope, layout.head_dim).double().numpy()
         limits = self.max_model_len, sink_slots
-        return CodedGpuAttention(layout, self.data, shape.heads, codecs, frequencies, *limits, tuning)
+        return CodedGpuAttention(layout, self.data, config.heads, codecs, frequencies, *limits, tuning)
 
     @classmethod
     def load(
         cls,
-        shape: ModelConfig,
+        config: ModelConfig,
         source: WeightSource,
         num_slabs: int,
         max_model_len: int,
@@ -175,13 +175,13 @@ class GpuModelRunner:
         """
         kind: torch.dtype = getattr(torch, dtype)
         with torch.no_grad():
-            decoder = GpuDecoder(shape, source, max_model_len, torch.device(device), kind)
-        layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, dtype, codec)
+            decoder = GpuDecoder(config, source, max_model_len, torch.device(device), kind)
+        layout = KvLayout(config.layers, config.kv_heads, config.head_dim, dtype, codec)
         rest, stored = slab_shape(layout)
         data = torch.zeros(num_slabs, *rest, dtype=stored, device=decoder.device)
         return cls(decoder, layout, data, max_model_len, calibration=calibration, sink_slots=sink_slots)
 
-    def run(self, batch: Sequence[StepWork], done: OnLayersDone | None = None) -> list[torch.Tensor]:
+    def run(self, works: Sequence[StepWork], done: OnLayersDone | None = None) -> list[torch.Tensor]:
         """Compute a step. Returns logits per work, float32 [rows, vocab] on the CPU, rows = 1, len(tokens) or 0.
 
         The caller may change the logits. The host does not see the progress of the device: `done` is called once, when
@@ -192,20 +192,24 @@ class GpuModelRunner:
                 of sinks has room for, and nothing was computed; or a key or value that was to be coded is not finite.
         """
         began_s = time.perf_counter()
-        for work in batch:
+        for work in works:
             self._bounds.check(work)
-        if not batch:
+        if not works:
             return []
-        sinks = self._plan_sinks(batch)
-        ready = self._prepare_step(batch, sinks)
+        sinks = self._plan_sinks(works)
+        ready = self._prepare_step(works, sinks)
         self.prepare_seconds = time.perf_counter() - began_s
-        counts = [work.wanted for work in batch]
+        counts = [work.wanted for work in works]
         with torch.no_grad():
             self._compute_sinks(sinks)
             logits = self._fetch(self._launch_step(ready)[: sum(counts)])
-            broken = self._fetch(self._pages.broken) if isinstance(self._pages, CodedGpuAttention) else None
+            broken = (
+                self._fetch(self._attention.broken)
+                if isinstance(self._attention, CodedGpuAttention)
+                else None
+            )
         # The next step is packed while the device computes this one.
-        self._guess = self._pack_next_step(batch, sinks)
+        self._guess = self._pack_next_step(works, sinks)
         if self._cuda:
             torch.cuda.current_stream().synchronize()
         if broken is not None and bool(broken):
@@ -235,13 +239,13 @@ class GpuModelRunner:
         """Bytes of weights that every decode step reads."""
         return self._decoder.weight_bytes
 
-    def replayer(self, batch: Sequence[StepWork]) -> Callable[[], torch.Tensor]:
-        """A function that repeats the device's part of running `batch`, for timing it without the host's part."""
-        sinks = self._plan_sinks(batch)
+    def replayer(self, works: Sequence[StepWork]) -> Callable[[], torch.Tensor]:
+        """A function that repeats the device's part of running `works`, for timing it without the host's part."""
+        sinks = self._plan_sinks(works)
         with torch.no_grad():
             self._compute_sinks(sinks)
         self._sink_slots.keep(sinks)
-        ready = self._pack_step(batch, sinks)
+        ready = self._pack_step(works, sinks)
         return lambda: self._launch_step(ready)
 
     def _plan_sinks(self, works: Sequence[StepWork]) -> SinkPlan:
@@ -254,30 +258,30 @@ class GpuModelRunner:
         """Compute the missing sinks, in a pass of these tokens alone."""
         if not sinks.missing:
             return
-        assert isinstance(self._pages, CodedGpuAttention)
+        assert isinstance(self._attention, CodedGpuAttention)
         works = [StepWork([token], 0, [0], "none") for _, token in sinks.missing]
-        recorder = GpuSinkRecorder(self._pages, [slot for slot, _ in sinks.missing])
-        self._decoder.forward(self._pages.load(pack_batch(works)), recorder)
+        recorder = GpuSinkRecorder(self._attention, [slot for slot, _ in sinks.missing])
+        self._decoder.forward(self._attention.load(pack_batch(works)), recorder)
 
     def _forget_broken(self) -> None:
         """After a step with numbers that are not finite: the next one begins without."""
-        assert isinstance(self._pages, CodedGpuAttention)
-        self._pages.broken.zero_()
+        assert isinstance(self._attention, CodedGpuAttention)
+        self._attention.broken.zero_()
 
-    def _prepare_step(self, batch: Sequence[StepWork], sinks: SinkPlan) -> PackedStep:
+    def _prepare_step(self, works: Sequence[StepWork], sinks: SinkPlan) -> PackedStep:
         """The step in host memory: the guess if it is right, with its tokens filled in, or packed now."""
         guess, self._guess = self._guess, None
-        if guess is None or not guess.fits(batch, sinks.slots):
-            return self._pack_step(batch, sinks)
+        if guess is None or not guess.fits(works, sinks.slots):
+            return self._pack_step(works, sinks)
         self.guessed += 1
         # The tokens come first among the integers.
-        guess.ints.numpy()[: len(batch)] = [work.tokens[0] for work in batch]
+        guess.ints.numpy()[: len(works)] = [work.tokens[0] for work in works]
         return guess
 
     def _pack_step(self, works: Sequence[StepWork], sinks: SinkPlan) -> PackedStep:
         """Pack a step into host memory, padded to the sizes of a graph if it can use one."""
         batch = pack_batch(works, sinks.slots)
-        shared, tiles = self._pages.cut_batch(batch)
+        shared, tiles = self._attention.cut_batch(batch)
         graph = self._cuda and not batch.spans and len(shared.items) <= PADDED_ITEMS[-1]
         sizes = (
             self._padded_sizes(len(batch.tokens), len(shared.items))
@@ -300,13 +304,13 @@ class GpuModelRunner:
         if ready.graph:
             return self._captured_graph(ready.sizes).replay(ready.ints)
         ints = ready.ints.to(self._decoder.device, non_blocking=True)
-        return self._decoder.forward(view_step(ints, ready.sizes), self._pages)
+        return self._decoder.forward(view_step(ints, ready.sizes), self._attention)
 
     def _captured_graph(self, sizes: StepSizes) -> DecodeGraph:
         """The CUDA graph for these sizes, captured at the first use. All graphs share one memory pool."""
         if sizes not in self._graphs:
             pool = next((graph.graph.pool() for graph in self._graphs.values()), None)
-            self._graphs[sizes] = DecodeGraph(self._decoder, self._pages, sizes, pool)
+            self._graphs[sizes] = DecodeGraph(self._decoder, self._attention, sizes, pool)
         return self._graphs[sizes]
 
     def _fetch(self, numbers: torch.Tensor) -> torch.Tensor:

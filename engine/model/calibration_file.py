@@ -10,8 +10,8 @@ from kvcache.codecs.calibration import FILE_NAME, CalibratedModel, Calibration, 
 
 def identify_model(checkpoint: Checkpoint) -> CalibratedModel:
     """What a calibration file says of its model. The same weights in another folder are the same model."""
-    shape = checkpoint.shape
-    return CalibratedModel(checkpoint.hash_weights(), shape.layers, shape.kv_heads, shape.head_dim)
+    config = checkpoint.config
+    return CalibratedModel(checkpoint.hash_weights(), config.layers, config.kv_heads, config.head_dim)
 
 
 def calibration_path(checkpoint: Checkpoint, path: str = "") -> Path:

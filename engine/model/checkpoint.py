@@ -46,7 +46,7 @@ class Checkpoint:
     # The model as the user named it: a folder or a hub id.
     name: str
     path: Path
-    shape: ModelConfig
+    config: ModelConfig
     # The safetensors file of each tensor, by tensor name.
     weights: dict[str, Path]
 
@@ -58,12 +58,12 @@ class Checkpoint:
         Raises:
             ModelError: not found, incomplete (config, tokenizer, weights), or not supported. Remote code never runs.
         """
-        path, shape = find_model(name, revision, CHECKPOINT_FILES)
-        return cls(name, path, shape, _tensor_files(name, path))
+        path, config = find_model(name, revision, CHECKPOINT_FILES)
+        return cls(name, path, config, _tensor_files(name, path))
 
     def layout(self, dtype: str = "float32", codec: str = "") -> KvLayout:
         """The layout of this model's KV in memory; `codec` is a canonical id, or empty."""
-        return KvLayout(self.shape.layers, self.shape.kv_heads, self.shape.head_dim, dtype, codec)
+        return KvLayout(self.config.layers, self.config.kv_heads, self.config.head_dim, dtype, codec)
 
     def split(self, tp: int, pp: int, codec: str = "") -> tuple[Shard, ...]:
         """The shard (layers and KV heads) of each of `tp * pp` ranks.
@@ -73,13 +73,13 @@ class Checkpoint:
             ModelError: `tp` does not divide the heads or cuts a group of heads that `codec` codes together, or there
                 are fewer layers than `pp` stages.
         """
-        shape, layout, cores = self.shape, self.layout(codec=codec), len(os.sched_getaffinity(0))
+        config, layout, cores = self.config, self.layout(codec=codec), len(os.sched_getaffinity(0))
         if tp * pp > MAX_RANKS_PER_CORE * cores:
             why = f"each computes in a process of its own, and there are {cores} cores for them"
             raise ConfigError(
                 f"{tp * pp} ranks are too many for one worker here", why, "use a smaller tp or pp"
             )
-        heads = [n for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0]
+        heads = [n for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
         if layout.pages_per_layer % tp and tp in heads:
             raise self._cuts_group(tp, layout)
         try:
@@ -87,16 +87,16 @@ class Checkpoint:
         except ValueError as error:
             raise ModelError(
                 f"{self.name} cannot be split into {pp} stages of {tp} ranks",
-                f"it has {shape.layers} layers of {shape.heads} heads over {shape.kv_heads} KV heads: {error}",
-                f"use a tp of {', '.join(map(str, heads))}, and a pp of at most {shape.layers}",
+                f"it has {config.layers} layers of {config.heads} heads over {config.kv_heads} KV heads: {error}",
+                f"use a tp of {', '.join(map(str, heads))}, and a pp of at most {config.layers}",
             ) from None
 
     def _cuts_group(self, tp: int, layout: KvLayout) -> ModelError:
         """The error of a split that would cut heads which are coded together."""
-        name, width = layout.codec.partition(".")[0], self.shape.kv_heads // tp * self.shape.head_dim
+        name, width = layout.codec.partition(".")[0], self.config.kv_heads // tp * self.config.head_dim
         return ModelError(
             f"{tp} ranks cannot share KV that is coded as {layout.codec}",
-            f"it codes {layout.page_heads} KV heads together, and each rank has {self.shape.kv_heads // tp}",
+            f"it codes {layout.page_heads} KV heads together, and each rank has {self.config.kv_heads // tp}",
             f"use {name}.g{width}:  diptych calibrate {self.name} --group {width} --out FILE,"
             " then --kv-cache-calibration FILE\n"
             f"or tq4, which codes each head alone, or a tp of at most {layout.pages_per_layer}",
@@ -128,7 +128,7 @@ class Checkpoint:
         available = available_memory() if available_bytes is None else available_bytes
         return plan_memory(
             self.name,
-            self.shape,
+            self.config,
             self.layout(codec=codec),
             max_model_len=max_model_len,
             kv_bytes=kv_bytes,
@@ -216,7 +216,7 @@ def find_model(
     """
     path = locate_folder(name, revision, patterns)
     raw = _read_json_object(path / CONFIG_FILE, name)
-    shape = read_config(name, check_architecture(name, raw), raw)
+    config = read_config(name, check_architecture(name, raw), raw)
     if not (path / TOKENIZER_FILES[0]).is_file():
         slow = [tokenizer for tokenizer in TOKENIZER_FILES[1:] if (path / tokenizer).is_file()]
         raise ModelError(
@@ -226,7 +226,7 @@ def find_model(
             if slow
             else "copy the tokenizer files of the model next to its config",
         )
-    return path, shape
+    return path, config
 
 
 def is_folder_name(name: str) -> bool:

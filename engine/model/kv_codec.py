@@ -170,11 +170,13 @@ def _recorded_loss(checkpoint: Checkpoint, codec: str, quality: MeasuredQuality 
     """The loss of a codec, if it was measured with these parameters."""
     if not codec:
         return 0.0
-    codec_id, shape = parse_codec_id(codec), checkpoint.shape
+    codec_id, config = parse_codec_id(codec), checkpoint.config
     if quality is None or codec_id.name not in quality.codecs:
         return None
     plain = CodecId(codec_id.name)
-    if codec_id.family != CALIBRATED and codec_id != complete_codec_id(plain, shape.kv_heads, shape.head_dim):
+    if codec_id.family != CALIBRATED and codec_id != complete_codec_id(
+        plain, config.kv_heads, config.head_dim
+    ):
         return None
     return quality.codecs[codec_id.name].ppl_delta_pct
 
@@ -234,9 +236,9 @@ def resolve_kv_codec(
     if codec_id.family == CALIBRATED:
         calibration = _find_calibration(checkpoint, codec_id, calibration_file)
         codec_id = replace(codec_id, group=codec_id.group or calibration.group)
-    shape = checkpoint.shape
+    config = checkpoint.config
     digest = None if calibration is None else calibration.digest
-    codec_id = complete_codec_id(codec_id, shape.kv_heads, shape.head_dim, digest)
+    codec_id = complete_codec_id(codec_id, config.kv_heads, config.head_dim, digest)
     if calibration is not None and calibration.group != codec_id.group:
         raise ConfigError(
             f"the KV codec {codec_id} does not fit the calibration",
@@ -248,7 +250,7 @@ def resolve_kv_codec(
     from kvcache.codecs.registry import build_codec  # imports NumPy
 
     # Building the codec of one layer finds whatever else does not fit.
-    build_codec(codec_id, shape.head_dim, calibration)
+    build_codec(codec_id, config.head_dim, calibration)
     return str(codec_id), calibration
 
 

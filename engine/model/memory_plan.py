@@ -103,7 +103,7 @@ def return_large_blocks() -> None:
 
 def plan_memory(
     name: str,
-    shape: ModelConfig,
+    config: ModelConfig,
     layout: KvLayout,
     *,
     max_model_len: int | None,
@@ -128,27 +128,27 @@ def plan_memory(
     Raises:
         ModelError: `max_model_len` exceeds the model's context or is not positive, or the plan does not fit.
     """
-    length = plan_max_length(name, shape, max_model_len)
-    embedding = shape.vocab * shape.hidden
-    weights = (shape.parameters - embedding) * matrix_bytes + tp * embedding * FLOAT_BYTES
+    length = plan_max_length(name, config, max_model_len)
+    embedding = config.vocab * config.hidden
+    weights = (config.parameters - embedding) * matrix_bytes + tp * embedding * FLOAT_BYTES
     one = layout.num_chunks(length) * layout.chunk_bytes
     keeps_sinks = bool(layout.codec) if coded is None else coded
-    sink_slots = sink_table_slots(shape, layout, step_rows) if keeps_sinks else 0
+    sink_slots = sink_table_slots(config, layout, step_rows) if keeps_sinks else 0
     sinks = sink_slots * token_kv_bytes(layout)
     angles = (ranks or tp) * angle_table_bytes(layout.head_dim, length) if keeps_sinks else 0
-    evictions = eviction_bytes(layout, shape.heads, length, evicting_seqs)
+    evictions = eviction_bytes(layout, config.heads, length, evicting_seqs)
     room = int(available * USABLE_SHARE) - weights - sinks - angles - evictions
     pool = kv_bytes if kv_bytes is not None else min(AUTO_POOL_REQUESTS * one, max(room, one))
     if pool < one or pool > room:
         longest = (
             max(0, min(pool, room) if kv_bytes is not None else room) // layout.chunk_bytes * CHUNK_TOKENS
         )
-        longest = min(longest, shape.context)
+        longest = min(longest, config.context)
         asked = kv_bytes is not None
         beside = {"first tokens": sinks, "angles": angles, "evictions": evictions}
         raise _does_not_fit(name, layout, weights, beside, pool, length, available, longest, asked)
     slabs = pool // layout.chunk_bytes
-    step = step_memory_bytes(shape, tokens=step_tokens, rows=step_rows)
+    step = step_memory_bytes(config, tokens=step_tokens, rows=step_rows)
     kv = slabs * layout.chunk_bytes
     return MemoryPlan(length, slabs, kv, weights, step, sink_slots, sinks, angles, room, evictions)
 
@@ -163,42 +163,42 @@ def angle_table_bytes(head_dim: int, max_model_len: int) -> int:
     return FLOAT_BYTES * head_dim * CHUNK_TOKENS * -(-max_model_len // CHUNK_TOKENS)
 
 
-def sink_table_slots(shape: ModelConfig, layout: KvLayout, max_num_seqs: int) -> int:
+def sink_table_slots(config: ModelConfig, layout: KvLayout, max_num_seqs: int) -> int:
     """First tokens whose exact KV a worker keeps beside a pool with a codec.
 
     There is room for `MAX_SINK_BYTES` over all ranks, and at least for one token of every sequence of a step.
     """
-    return min(shape.vocab, max(max_num_seqs, MAX_SINK_BYTES // token_kv_bytes(layout)))
+    return min(config.vocab, max(max_num_seqs, MAX_SINK_BYTES // token_kv_bytes(layout)))
 
 
-def plan_max_length(name: str, shape: ModelConfig, max_model_len: int | None) -> int:
+def plan_max_length(name: str, config: ModelConfig, max_model_len: int | None) -> int:
     """The longest prompt plus answer, in tokens: `max_model_len`, or the model's context if that is None.
 
     Raises:
         ModelError: `max_model_len` exceeds the model's context or is not positive.
     """
-    length = shape.context if max_model_len is None else max_model_len
-    if not 1 <= length <= shape.context:
+    length = config.context if max_model_len is None else max_model_len
+    if not 1 <= length <= config.context:
         raise ModelError(
             f"a maximum length of {length} tokens does not suit {name}",
-            f"the model was made for 1 to {shape.context} tokens",
-            f"use --max-model-len {shape.context} or less",
+            f"the model was made for 1 to {config.context} tokens",
+            f"use --max-model-len {config.context} or less",
         )
     return length
 
 
-def step_memory_bytes(shape: ModelConfig, *, tokens: int, rows: int) -> int:
+def step_memory_bytes(config: ModelConfig, *, tokens: int, rows: int) -> int:
     """The peak memory, in bytes, of a step with `tokens` tokens and `rows` rows of logits.
 
     The peak is in attention (queries, keys, values and their mixture), in the MLP, or at the end: the logits, which the
     sampler copies once.
     """
     # The residual, the change that is added to it, and the normalised sum.
-    stream = 3 * tokens * shape.hidden
-    heads = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    stream = 3 * tokens * config.hidden
+    heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
     attention = tokens * heads
-    mlp = tokens * (3 * shape.mlp + shape.hidden)
-    return FLOAT_BYTES * max(stream + attention, stream + mlp, 2 * rows * shape.vocab)
+    mlp = tokens * (3 * config.mlp + config.hidden)
+    return FLOAT_BYTES * max(stream + attention, stream + mlp, 2 * rows * config.vocab)
 
 
 def _does_not_fit(

@@ -100,29 +100,30 @@ class WeightReader:
         shape = [len(range(size)[columns]) for size in rest]
         out = torch.empty(sum(map(len, ranges)), *shape)
         place = 0
-        for entry, rows in zip(entries, ranges, strict=True):
-            _read_rows(entry, rows, columns, out[place : place + len(rows)])
+        for tensor, rows in zip(entries, ranges, strict=True):
+            _read_rows(tensor, rows, columns, out[place : place + len(rows)])
             place += len(rows)
         return out
 
     def _find_tensor(self, name: str, shape: tuple[int, ...]) -> OpenTensor:
         """The entry of a tensor, after checking its dtype and shape. Raises ModelError."""
-        entry = self._entries.get(name)
-        if entry is None:
+        tensor = self._entries.get(name)
+        if tensor is None:
             raise ModelError(
                 f"the checkpoint has no tensor {name}", f"it holds {len(self._files)} tensors in all"
             )
-        if entry.dtype not in TORCH_DTYPES:
+        if tensor.dtype not in TORCH_DTYPES:
             raise ModelError(
-                f"the tensor {name} is {entry.dtype}", f"readable are {', '.join(TORCH_DTYPES)} (safetensors)"
+                f"the tensor {name} is {tensor.dtype}",
+                f"readable are {', '.join(TORCH_DTYPES)} (safetensors)",
             )
-        if entry.shape != shape:
+        if tensor.shape != shape:
             raise ModelError(
-                f"the tensor {name} has the shape {list(entry.shape)}",
+                f"the tensor {name} has the shape {list(tensor.shape)}",
                 f"config.json asks for {list(shape)}",
                 "check that config.json belongs to these weights",
             )
-        return entry
+        return tensor
 
 
 def _read_header(file: int) -> dict[str, OpenTensor]:
@@ -136,17 +137,17 @@ def _read_header(file: int) -> dict[str, OpenTensor]:
     }
 
 
-def _read_rows(entry: OpenTensor, rows: range, columns: slice, out: torch.Tensor) -> None:
+def _read_rows(tensor: OpenTensor, rows: range, columns: slice, out: torch.Tensor) -> None:
     """Copy rows of a tensor, only these columns, into `out`, piece by piece."""
-    dtype = TORCH_DTYPES[entry.dtype]
-    width = torch.Size(entry.shape[1:]).numel()
+    dtype = TORCH_DTYPES[tensor.dtype]
+    width = torch.Size(tensor.shape[1:]).numel()
     step = max(1, PIECE_BYTES // (width * dtype.itemsize))
     for begin in range(0, len(rows), step):
         some = rows[begin : begin + step]
-        piece = torch.empty(len(some), *entry.shape[1:], dtype=dtype)
+        piece = torch.empty(len(some), *tensor.shape[1:], dtype=dtype)
         view = piece.view(torch.uint8).numpy().data.cast("B")
-        start = entry.start + some.start * width * dtype.itemsize
-        if os.preadv(entry.file, [view], start) != view.nbytes:
+        start = tensor.start + some.start * width * dtype.itemsize
+        if os.preadv(tensor.file, [view], start) != view.nbytes:
             raise OSError("the weights file has become shorter")
         part = piece if piece.dim() == 1 else piece[:, columns]
         out[begin : begin + len(some)].copy_(part)

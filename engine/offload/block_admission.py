@@ -48,7 +48,7 @@ class SequenceStep:
     count: int
 
 
-class BlockSchedule:
+class BlockAdmission:
     """The sequences of one block engine, for a model whose sequences have at most `max_model_len` tokens."""
 
     def __init__(self, policy: BlockPolicy, max_model_len: int, max_waiting: int = 1024) -> None:

@@ -1,6 +1,6 @@
 """The engine of bulk work whose weights or KV do not fit into memory: one block, computed step by step, unit by unit.
 
-    add ──▶ BlockSchedule ──works──▶ BlockRunner ──unit, unit, ...──▶ Sampler ──tokens──▶ SequenceOutput
+    add ──▶ BlockAdmission ──works──▶ OffloadRunner ──unit, unit, ...──▶ Sampler ──tokens──▶ SequenceOutput
 
 `step` computes units for a bounded time and returns what they gave, so that the caller can look at messages in between;
 the step of the block goes on with the next call. It has the parts of `engine.loop.Engine` that a worker's loop uses.
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from diptych.messages import Failed, Logprob, Output, WorkerStats
 from engine.isolation import failure_code, isolate_failures
 from engine.loop import SequenceOutput
-from engine.offload.block_admission import BlockSchedule, SequenceStep
-from engine.offload.units import BlockRunner, UnitResult, WorkFailure, WorkLogits
+from engine.offload.block_admission import BlockAdmission, SequenceStep
+from engine.offload.units import OffloadRunner, UnitResult, WorkFailure, WorkLogits
 from engine.protocols import SampledToken, SamplingState, StepSampler
 from engine.sequence import Sequence, SequenceRefused
 from engine.sequence_table import DEADLINE_FAILURE, first_output_seconds
@@ -35,9 +35,9 @@ class _LiveSequence:
     """A sequence that has had a place in the block, and its sampling row."""
 
     seq: Sequence
-    row: SamplingState
+    sampling: SamplingState
     # Log-probabilities of the prompt's tokens so far; None if the request did not ask for them.
-    scores: list[Logprob | None] | None
+    logprobs: list[Logprob | None] | None
     failures: int = 0
 
 
@@ -54,13 +54,13 @@ class _OpenStep:
     dropped: set[str] = field(default_factory=set)
 
 
-class BlockEngine:
+class OffloadEngine:
     """Runs sequences in one block. A call of `step` takes about `slice_s` seconds, and one unit at least."""
 
     def __init__(
         self,
-        runner: BlockRunner,
-        schedule: BlockSchedule,
+        runner: OffloadRunner,
+        schedule: BlockAdmission,
         sampler: StepSampler,
         vocab_size: int,
         slice_s: float,
@@ -81,7 +81,7 @@ class BlockEngine:
         self.sampler.notify(wake)
 
     def add(self, seq: Sequence, now_s: float) -> None:
-        """Queue a sequence. Raises SequenceRefused and ValueError as `BlockSchedule.add`."""
+        """Queue a sequence. Raises SequenceRefused and ValueError as `BlockAdmission.add`."""
         if not 0 <= min(seq.prompt, default=0) <= max(seq.prompt, default=0) < self._vocab_size:
             raise SequenceRefused("internal_error", f"token ids are not all within 0..{self._vocab_size - 1}")
         self.expect(seq)
@@ -141,7 +141,7 @@ class BlockEngine:
         for seq in self.scheduler.admit(now_s):
             if (live := self._live.get(seq.key)) is not None:
                 # It is computed again, and so is its prompt's score if that was not sent yet.
-                live.scores = None if live.scores is None else [None]
+                live.logprobs = None if live.logprobs is None else [None]
                 continue
             try:
                 row = self.sampler.open(seq)
@@ -161,7 +161,7 @@ class BlockEngine:
     def _build_work(self, one: SequenceStep) -> StepWork:
         seq = one.seq
         live = self._live[seq.key]
-        wanted = choose_logits(seq, one.count, live.scores is not None)
+        wanted = choose_logits(seq, one.count, live.logprobs is not None)
         return StepWork(seq.tokens(seq.computed, one.count), seq.computed, seq.slabs, wanted, seq.prompt[0])
 
     def _is_last_step(self, parts: dict[int, list[tuple[SequenceStep, StepWork]]]) -> bool:
@@ -213,7 +213,7 @@ class BlockEngine:
             return
         picks = isolate_failures(
             lambda pairs: self.sampler.sample(
-                [one.logits for _, one in pairs], [live.row for live, _ in pairs]
+                [one.logits for _, one in pairs], [live.sampling for live, _ in pairs]
             ),
             chosen,
         )
@@ -223,11 +223,11 @@ class BlockEngine:
     def _score_row(self, step: _OpenStep, live: _LiveSequence, work: StepWork, one: WorkLogits) -> None:
         """Score one token of a prompt. Row i of the logits predicts token i + 1."""
         seq, place = live.seq, work.start + one.row + 1
-        if live.scores is None or place >= len(seq.prompt):
+        if live.logprobs is None or place >= len(seq.prompt):
             return
         try:
             top = seq.sampling.prompt_logprobs or 0
-            live.scores += self.sampler.score(one.logits, [seq.prompt[place]], top)
+            live.logprobs += self.sampler.score(one.logits, [seq.prompt[place]], top)
         except Exception as error:
             step.picks[seq.key] = error
 
@@ -241,11 +241,11 @@ class BlockEngine:
                 self.scheduler.release(seq.key)
                 continue
             seq.computed += one.count
-            pick = step.picks.get(seq.key)
-            if isinstance(pick, SampledToken):
-                outputs.append(self._append_token(self._live[seq.key], pick, now_s))
-            elif pick is not None:
-                outputs.append(self._fail(seq.key, failure_code(pick), str(pick)))
+            token = step.picks.get(seq.key)
+            if isinstance(token, SampledToken):
+                outputs.append(self._append_token(self._live[seq.key], token, now_s))
+            elif token is not None:
+                outputs.append(self._fail(seq.key, failure_code(token), str(token)))
             elif seq.pending == 0:
                 outputs.append(self._emit(self._live[seq.key], [], None, "length", now_s))
         return outputs
@@ -270,22 +270,22 @@ class BlockEngine:
 
     # ---- messages
 
-    def _append_token(self, live: _LiveSequence, pick: SampledToken, now_s: float) -> SequenceOutput:
+    def _append_token(self, live: _LiveSequence, token: SampledToken, now_s: float) -> SequenceOutput:
         """Append one sampled token, and finish the sequence if it is the last one."""
         seq = live.seq
-        seq.output.append(pick.token)
-        stopped = pick.token in seq.sampling.stop_token_ids
+        seq.output.append(token.token)
+        stopped = token.token in seq.sampling.stop_token_ids
         if not stopped:
             try:
-                live.row.push(pick.token)
+                live.sampling.push(token.token)
             except Exception as error:
                 return self._fail(seq.key, failure_code(error), str(error))
         finish = None
-        if stopped or live.row.done:
+        if stopped or live.sampling.done:
             finish = "stop"
         elif len(seq.output) >= seq.sampling.max_tokens or seq.total >= self.scheduler.max_model_len:
             finish = "length"
-        return self._emit(live, [pick.token], pick.logprob, finish, now_s)
+        return self._emit(live, [token.token], token.logprob, finish, now_s)
 
     def _emit(
         self,
@@ -295,15 +295,15 @@ class BlockEngine:
         finish: str | None,
         now_s: float,
     ) -> SequenceOutput:
-        seq, scores = live.seq, live.scores
+        seq, logprobs = live.seq, live.logprobs
         # The prompt's log-probabilities are sent once.
-        live.scores = None
+        live.logprobs = None
         output = Output(
             request=seq.id,
             epoch=seq.epoch,
             tokens=tokens,
             logprobs=[logprob] if logprob else None,
-            prompt_logprobs=scores,
+            prompt_logprobs=logprobs,
             finish=finish,
             seconds=first_output_seconds(seq, now_s),
         )

@@ -109,14 +109,14 @@ def names_shape(text: str) -> bool:
     return False
 
 
-def parse_policy(text: str, base: BlockPolicy) -> BlockPolicy:
-    """The policy `base` with what `text` says instead, for example "rows=16,batches=8,weights_in_memory=0.25".
+def parse_policy(text: str, base_policy: BlockPolicy) -> BlockPolicy:
+    """The policy `base_policy` with what `text` says instead, for example "rows=16,batches=8,weights_in_memory=0.25".
 
     Raises:
         ConfigError: a name is unknown, a value cannot be read or is out of its range.
     """
-    kinds: dict[str, Any] = {one.name: type(getattr(base, one.name)) for one in fields(BlockPolicy)}
-    values = {name: getattr(base, name) for name in kinds}
+    kinds: dict[str, Any] = {one.name: type(getattr(base_policy, one.name)) for one in fields(BlockPolicy)}
+    values = {name: getattr(base_policy, name) for name in kinds}
     for part in filter(None, (one.strip() for one in text.split(","))):
         name, equals, value = (one.strip() for one in part.partition("="))
         if name not in kinds or not equals:

@@ -133,14 +133,14 @@ FIT_STEPS = 20
 
 def fit_policy(
     measure: Callable[[BlockPolicy], BlockModel],
-    base: BlockPolicy,
+    base_policy: BlockPolicy,
     memory_bytes: int,
     disk_bytes: int,
     max_sequence_tokens: int,
 ) -> BlockPolicy:
     """The largest block that fits, with as much of it in memory as fits: activations, then weights, then KV.
 
-    Lengths, kinds and overlap are those of `base`. A batch has room for a sequence of `max_sequence_tokens`.
+    Lengths, kinds and overlap are those of `base_policy`. A batch has room for a sequence of `max_sequence_tokens`.
 
     Raises:
         ConfigError: not even the smallest block fits; the error names the least.
@@ -149,9 +149,9 @@ def fit_policy(
         (rows, batches)
         for rows in FIT_ROWS
         for batches in FIT_BATCHES
-        if rows * base.sequence_tokens >= max_sequence_tokens
-    ] or [(-(-max_sequence_tokens // base.sequence_tokens), 1)]
-    on_disk = replace(base, weights_in_memory=0.0, kv_in_memory=0.0, hidden_in_memory=0.0)
+        if rows * base_policy.sequence_tokens >= max_sequence_tokens
+    ] or [(-(-max_sequence_tokens // base_policy.sequence_tokens), 1)]
+    on_disk = replace(base_policy, weights_in_memory=0.0, kv_in_memory=0.0, hidden_in_memory=0.0)
     for rows, batches in sorted(shapes, key=lambda one: (-one[0] * one[1], -one[0])):
         policy = replace(on_disk, rows=rows, batches=batches)
         model = measure(policy)

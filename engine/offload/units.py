@@ -31,8 +31,8 @@ class WorkFailure:
 UnitResult = WorkLogits | WorkFailure
 
 
-class BlockRunner(Protocol):
-    """Computes the steps of a block, in units (`engine.cpu.offload.runner.CpuBlockRunner`)."""
+class OffloadRunner(Protocol):
+    """Computes the steps of a block, in units (`engine.cpu.offload.runner.CpuOffloadRunner`)."""
 
     def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[UnitResult]]:
         """Compute a step of `works` by batch; slabs are numbered within each batch's room for KV.

@@ -25,7 +25,7 @@ class MaskBudget:
 
     def choose_left_out(self, rows: Iterable[tuple[str, SamplingState]]) -> set[str]:
         """Keys of the sequences that the coming step does not sample, among all `rows` that it could sample."""
-        slow = [(key, row.cost_s) for key, row in rows if row.cost_s > SLOW_MASK_S]
+        slow = [(key, sampling.cost_s) for key, sampling in rows if sampling.cost_s > SLOW_MASK_S]
         left_out = set[str]()
         spent_s, before = 0.0, self._left_out
         self._left_out = Counter()

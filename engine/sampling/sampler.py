@@ -228,7 +228,7 @@ class Sampler:
         """Announce a sequence: its grammar is compiled in the background. Idempotent."""
         asked = seq.sampling.grammar
         if asked is not None and self.grammars is not None and seq.matcher is None:
-            seq.matcher = self.grammars.request_matcher(asked, seq.output, seq.origin.tenant)
+            seq.matcher = self.grammars.request_matcher(asked, seq.output, seq.tenancy.tenant)
 
     def notify(self, wake: Callable[[], None]) -> None:
         """Call `wake`, from another thread, whenever an announced sequence has become ready."""
@@ -337,7 +337,7 @@ def _sampled_token(raw: Floats, place: int, row: SamplerRow, token: int) -> Samp
 def _score_rows(logits: Floats, tokens: list[int], top: int) -> list[Logprob]:
     """Log-probabilities of `tokens`, row by row, computed in blocks in float64. Raises ValueError."""
     block = max(1, SCORE_BLOCK_FLOATS // logits.shape[1])
-    scored: list[Logprob] = []
+    logprobs: list[Logprob] = []
     for begin in range(0, len(tokens), block):
         part = logits[begin : begin + block].astype(np.float64)
         peak = part.max(axis=1, keepdims=True)
@@ -345,11 +345,11 @@ def _score_rows(logits: Floats, tokens: list[int], top: int) -> list[Logprob]:
             raise ValueError("the logits are not finite")
         part -= peak + np.log(np.exp(part - peak).sum(axis=1, keepdims=True))
         np.maximum(part, LOWEST_LOGPROB, out=part)
-        scored += [
+        logprobs += [
             Logprob(token, float(row[token]), _top_logprobs(row, top))
             for row, token in zip(part, tokens[begin : begin + block], strict=True)
         ]
-    return scored
+    return logprobs
 
 
 def _top_logprobs(logprobs: NDArray[np.float64], top: int) -> list[tuple[int, float]]:

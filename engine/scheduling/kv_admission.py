@@ -164,7 +164,7 @@ class KvAdmission(Generic[A]):
             raise SequenceRefused("overloaded", f"{len(self.waiting)} requests wait for room already")
         seq.update_keys()
         # Its tenant counts as present from now on, although the engine does not have the sequence yet.
-        self._scheduler.service.enter_tenant(seq.origin.tenant)
+        self._scheduler.token_counter.enter_tenant(seq.tenancy.tenant)
         self._earliest_s = min(self._earliest_s, seq.deadline_s)
         self.waiting[seq.key] = arrival
 
@@ -221,18 +221,18 @@ class KvAdmission(Generic[A]):
         moving = [one for one in self.moving.values() if not one.stopped]
         coming = {key for one in moving if one.ticket is not None for key in one.coming}
         ahead = [one.seq for one in moving]
-        stock, full = RemainingArenas(self._allocator), set[str]()
+        arenas, full = RemainingArenas(self._allocator), set[str]()
         for arrival in self._departure_order():
             if (name := self._arena_name(arrival)) in full:
                 continue
-            arena = stock.arena_of(arrival.seq.kv_class)
+            arena = arenas.arena_of(arrival.seq.kv_class)
             if arena.passed > MAX_PASSED_BY:
                 full.add(name)
                 continue
             if not may_evict(arrival.seq, self._scheduler, ahead):
                 # It waits until another one that evicts has left. Those that keep everything may pass.
                 continue
-            room = yield from self._find_room(arrival, stock, ahead)
+            room = yield from self._find_room(arrival, arenas, ahead)
             if room is None:
                 # Nobody overtakes it in its arena. Requests of other classes need none of the slabs it waits for.
                 full.add(name)
@@ -295,11 +295,11 @@ class KvAdmission(Generic[A]):
         A request whose grammar is still compiled does not depart, to take no memory yet. A recalled request waits for
         its ticket, so that it does not alternate for ever with the request that it made room for.
         """
-        service = self._scheduler.service
+        token_counter = self._scheduler.token_counter
 
         def place(arrival: A) -> tuple[int, float]:
-            origin = arrival.seq.origin
-            return origin.priority, service.served_tokens(origin.tenant)
+            tenancy = arrival.seq.tenancy
+            return tenancy.priority, token_counter.served_tokens(tenancy.tenant)
 
         ready = [
             one
@@ -309,17 +309,17 @@ class KvAdmission(Generic[A]):
         return sorted(ready, key=place)
 
     def _find_room(
-        self, arrival: A, stock: RemainingArenas, ahead: list[Sequence]
+        self, arrival: A, arenas: RemainingArenas, ahead: list[Sequence]
     ) -> Generator[MakeRoom, bool | None, tuple[int, int] | None]:
         """(cached chunks, free slabs needed) of a departure; the slabs include cached chunks without a holder.
 
         None: there is no room. For a request with a ticket, decoding sequences of a worse priority are preempted.
         """
-        keys, arena = arrival.full_keys, stock.arena_of(arrival.seq.kv_class)
+        keys, arena = arrival.full_keys, arenas.arena_of(arrival.seq.kv_class)
         while True:
             known = arena.count_cached(keys)
             need = arrival.num_slabs - known + arena.count_unheld(keys)
-            if need <= arena.free and self._scheduler.admits(arrival.seq, stock, ahead):
+            if need <= arena.free and self._scheduler.admits(arrival.seq, arenas, ahead):
                 return known, need
             if arrival.ticket is None or not (yield MakeRoom(arrival.seq)):
                 return None
@@ -344,7 +344,7 @@ class KvAdmission(Generic[A]):
         """
         if arrival.seq.key in self.waiting:
             del self.waiting[arrival.seq.key]
-            self._scheduler.service.leave_tenant(arrival.seq.origin.tenant)
+            self._scheduler.token_counter.leave_tenant(arrival.seq.tenancy.tenant)
             return True
         arrival.failure, arrival.recalled, arrival.stopped = failure, False, True
         return False
@@ -383,7 +383,7 @@ class KvAdmission(Generic[A]):
                 self.waiting[seq.key] = self._renew(arrival)
                 return FetchEnd("waiting")
         # From here on the engine counts the sequence for its tenant.
-        self._scheduler.service.leave_tenant(seq.origin.tenant)
+        self._scheduler.token_counter.leave_tenant(seq.tenancy.tenant)
         if not code:
             return FetchEnd("adopted")
         # A recalled request is still wanted, so a failure of its fetch is reported.

@@ -10,8 +10,8 @@ not wait until a long one is finished:
 - Half is first offered to other lines of its priority. If the long prompt's tenant has received less service than
   theirs, other tenants get this half less the difference.
 - While any prompt finishes its prefill in this step, the long one gets a quarter at most.
-- If other prompts arrived recently (`gentle`), the long one gets half a step even when alone, unless its tenant has
-  received less service: the next arrival is then served sooner.
+- If other prompts arrived recently (`shares_steps`), the long one gets half a step even when alone, unless its
+  tenant has received less service: the next arrival is then served sooner.
 
 If the next new prompt does not fit into memory, no new prompt starts in this step. So a large prompt is not overtaken
 for ever. Memory is counted per KV class (`kvcache.arenas`): only new prompts of the same class wait for the large one.
@@ -64,15 +64,15 @@ class KvStock(Protocol):
 
 
 class RemainingKv:
-    """The slabs left in an arena: those of `stock` less `aside` slabs that are set aside for `passed` sequences."""
+    """The slabs left in an arena: those of `availability` less `aside` that are set aside for `passed` sequences."""
 
-    def __init__(self, stock: KvAvailability) -> None:
-        self.stock, self.aside, self.passed = stock, 0, 0
+    def __init__(self, availability: KvAvailability) -> None:
+        self.availability, self.aside, self.passed = availability, 0, 0
 
     @property
     def free(self) -> int:
         """Slabs that can be allocated now and are not set aside."""
-        return self.stock.free - self.aside
+        return self.availability.free - self.aside
 
     def set_aside(self, need: int) -> None:
         """Set `need` slabs aside for a sequence that does not take them yet."""
@@ -81,19 +81,19 @@ class RemainingKv:
 
     def count_cached(self, keys: Keys[bytes]) -> int:
         """How many leading chunks of `keys` (chunk hashes) are in the prefix cache."""
-        return self.stock.count_cached(keys)
+        return self.availability.count_cached(keys)
 
     def count_unheld(self, keys: Keys[bytes]) -> int:
         """How many of these cached chunks are held by no sequence, so that reusing them takes free slabs."""
-        return self.stock.count_unheld(keys)
+        return self.availability.count_unheld(keys)
 
     def count_freed_by(self, holders: Keys[str]) -> int:
         """How many slabs become free if the sequences `holders` all give up their memory."""
-        return self.stock.count_freed_by(holders)
+        return self.availability.count_freed_by(holders)
 
 
 class RemainingArenas:
-    """The slabs left in each arena of `stock`, which change as slabs are set aside."""
+    """The slabs left in each arena of `availability`, which change as slabs are set aside."""
 
     def __init__(self, stock: KvStock) -> None:
         self._stock = stock
@@ -127,17 +127,21 @@ class PrefixHit:
         return seq.expected_slabs(tokens, self.chunks >= seq.parked_from) - self.chunks + self.unheld
 
 
-def find_prefix(seq: Sequence, stock: KvAvailability) -> PrefixHit:
+def find_prefix(seq: Sequence, availability: KvAvailability) -> PrefixHit:
     """Look up the cached prefix of a waiting sequence."""
     keys = seq.attachable_keys()
-    return PrefixHit(stock.count_cached(keys), stock.count_unheld(keys)) if keys else PrefixHit(0, 0)
+    return (
+        PrefixHit(availability.count_cached(keys), availability.count_unheld(keys))
+        if keys
+        else PrefixHit(0, 0)
+    )
 
 
 @dataclass(slots=True)
 class ArenaRoom:
     """The room of one arena in one step. `free` slabs can be used in it; `left` are not expected to be needed later."""
 
-    stock: KvAvailability
+    availability: KvAvailability
     free: int
     left: int
     # Whether no sequence holds memory. The first one may then start if its prompt fits, however long its answer may
@@ -153,30 +157,30 @@ class PrefillAdder:
 
     limits: EngineLimits
     rooms: Mapping[str, ArenaRoom]
-    service: VirtualTokenCounter
+    token_counter: VirtualTokenCounter
     running: Mapping[str, Sequence]
     ratio: float
     seats: int
     budget: int
     # Whether other prompts arrived recently while a long one was prefilled.
-    gentle: bool
+    shares_steps: bool
     # How many sequences that evict may start.
     evicting_left: int
     admitted: list[str] = field(default_factory=list)
-    slices: list[PrefillChunk] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
     grow: list[tuple[str, int]] = field(default_factory=list)
     # Whether no more new sequences of any class may start in this step.
     _closed: bool = False
     # Number of tokens of the step that a long prompt gets in any case.
     _keep: int = 1
     # The first prompt that is longer than the rest of the budget.
-    _long: Sequence | None = None
+    _long_seq: Sequence | None = None
     # Number of tokens by which one tenant has received less than every other: the tenant being served, and once there
-    # is a `_long`, its tenant.
+    # is a `_long_seq`, its tenant.
     _owed: float = 0.0
-    # Number of tokens reserved for `_long`.
+    # Number of tokens reserved for `_long_seq`.
     _rest: int = 0
-    # Number of slabs reserved for `_long`.
+    # Number of slabs reserved for `_long_seq`.
     _aside: int = 0
     # Whether a prompt finishes its prefill in this step.
     _ending: bool = False
@@ -195,64 +199,69 @@ class PrefillAdder:
         while lines and self.budget > 0:
             line = min(
                 lines,
-                key=lambda line: (line[0], self.service.served_tokens(line[1]) + given[line[1]], line[1]),
+                key=lambda line: (
+                    line[0],
+                    self.token_counter.served_tokens(line[1]) + given[line[1]],
+                    line[1],
+                ),
             )
-            if self._long is not None and line[0] > self._long.origin.priority:
+            if self._long_seq is not None and line[0] > self._long_seq.tenancy.priority:
                 break
             before = self.budget
-            if self._long is None:
+            if self._long_seq is None:
                 self._owed = self._service_deficit(line, lines, given)
             if not self._serve_next(lines[line]):
                 del lines[line]
             given[line[1]] += before - self.budget
-        if self._long is not None:
-            self._room_of(self._long).free += self._aside
-            gentle = self.gentle and self._owed <= 0
-            most = self._keep if self._ending else half if gentle else limit
-            self._grant_tokens(self._long, min(self.budget + self._rest, most))
+        if self._long_seq is not None:
+            self._room_of(self._long_seq).free += self._aside
+            shares = self.shares_steps and self._owed <= 0
+            most = self._keep if self._ending else half if shares else limit
+            self._grant_tokens(self._long_seq, min(self.budget + self._rest, most))
 
     def _service_deficit(self, line: PromptLine, lines: Iterable[PromptLine], given: Counter[str]) -> float:
         """Tokens by which a line's tenant has received less service than all others of its priority; 0 if alone."""
-        own = self.service.served_tokens(line[1]) + given[line[1]]
+        own = self.token_counter.served_tokens(line[1]) + given[line[1]]
         others = [
-            self.service.served_tokens(name) + given[name]
+            self.token_counter.served_tokens(name) + given[name]
             for level, name, _ in lines
             if name != line[1] and level == line[0]
         ]
         return max(0.0, min(others, default=own) - own)
 
-    def _serve_next(self, line: Iterator[Sequence]) -> bool:
+    def _serve_next(self, seqs: Iterator[Sequence]) -> bool:
         """Serve the next prompt of a line; False if no prompt of it can be served any more."""
-        for seq in line:
+        for seq in seqs:
             if self._is_shut_out(seq):
                 return False
             if self._must_wait(seq):
                 continue
             want, whole = self._wanted_tokens(seq), not self.limits.chunked_prefill
-            if want > self.budget and whole and self.slices:
+            if want > self.budget and whole and self.chunks:
                 # A prompt that must be prefilled whole waits for a step in which it is the only prompt.
                 self.budget = 0
                 return False
             if not self._admit_sequence(seq):
                 return False
-            if want > self.budget and not whole and self._long is None:
-                self._share_budget(seq, want, line)
+            if want > self.budget and not whole and self._long_seq is None:
+                self._share_budget(seq, want, seqs)
                 return False
             if self._grant_tokens(seq, want if whole else min(want, self.budget)):
                 # If it got no tokens, this prompt waits for memory and the next one is tried.
                 return True
         return False
 
-    def _share_budget(self, long: Sequence, want: int, line: Iterator[Sequence]) -> None:
-        """Offer the budget to shorter prompts behind `long`, then to other lines; the rest is reserved for `long`."""
-        keep, budget, room = min(self._keep, self.budget), self.budget, self._room_of(long)
+    def _share_budget(self, long_seq: Sequence, want: int, seqs: Iterator[Sequence]) -> None:
+        """Offer the budget to shorter prompts behind `long_seq`, then to other lines; the rest is reserved for it."""
+        keep, budget, room = min(self._keep, self.budget), self.budget, self._room_of(long_seq)
         self._aside = min(
-            room.free, max(0, long.slabs_for(self._start_position(long) + keep) - self._held_slabs(long))
+            room.free,
+            max(0, long_seq.slabs_for(self._start_position(long_seq) + keep) - self._held_slabs(long_seq)),
         )
         room.free -= self._aside
         behind = [
             seq
-            for seq in islice(line, LOOKAHEAD_PROMPTS)
+            for seq in islice(seqs, LOOKAHEAD_PROMPTS)
             if self._wanted_tokens(seq) < want and not self._must_wait(seq)
         ]
         spare = budget - keep
@@ -262,7 +271,7 @@ class PrefillAdder:
             if not self._is_shut_out(seq) and not self._must_wait(seq) and self._admit_sequence(seq):
                 spare -= self._grant_tokens(seq, min(self._wanted_tokens(seq), spare))
         left, others = self.budget, max(0, budget // 2 - (budget - self.budget) - int(self._owed))
-        self._long, self._rest, self.budget = long, left - others, others
+        self._long_seq, self._rest, self.budget = long_seq, left - others, others
 
     def _grant_tokens(self, seq: Sequence, count: int) -> int:
         """Plan the prefill of up to `count` tokens of `seq`, fewer if slabs are short; returns how many."""
@@ -276,7 +285,7 @@ class PrefillAdder:
             need, count = room.free, (have + room.free) * CHUNK_TOKENS - start
         if count <= 0:
             return 0
-        self.slices.append(PrefillChunk(seq.key, start, count))
+        self.chunks.append(PrefillChunk(seq.key, start, count))
         self._ending = self._ending or start + count >= seq.total
         if need:
             self.grow.append((seq.key, need))
@@ -308,7 +317,7 @@ class PrefillAdder:
         """The cached prefix of `seq`, looked up once per step."""
         found = self._found.get(seq.key)
         if found is None:
-            found = self._found[seq.key] = find_prefix(seq, self._room_of(seq).stock)
+            found = self._found[seq.key] = find_prefix(seq, self._room_of(seq).availability)
         return found
 
     def _room_of(self, seq: Sequence) -> ArenaRoom:
@@ -338,7 +347,7 @@ class PrefillAdder:
         at, keys = self._peek_prefix(seq).chunks, seq.attachable_keys()
         if at >= len(keys):
             return False
-        return self._claimed_chunks().get(keys[at], seq.origin.priority + 1) <= seq.origin.priority
+        return self._claimed_chunks().get(keys[at], seq.tenancy.priority + 1) <= seq.tenancy.priority
 
     def _claimed_chunks(self) -> dict[bytes, int]:
         """The chunks that running prefills compute, with the best priority of these prefills; computed once."""
@@ -351,7 +360,7 @@ class PrefillAdder:
 
     def _claim_chunks(self, seq: Sequence, start: int) -> None:
         """Note that `seq` computes its full chunks from position `start` on."""
-        claims, priority = self._claimed_chunks(), seq.origin.priority
+        claims, priority = self._claimed_chunks(), seq.tenancy.priority
         for key in seq.keys[start // CHUNK_TOKENS : seq.target // CHUNK_TOKENS]:
             claims[key] = min(claims.get(key, priority), priority)
 

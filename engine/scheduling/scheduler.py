@@ -39,7 +39,7 @@ from engine.scheduling.step_time import StepTimeModel
 from engine.sequence import EngineLimits, Sequence, SequenceRefused
 
 # After a prompt has started beside a longer one, more such prompts are expected for this many steps.
-GENTLE_STEPS = 64
+SHARED_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class Scheduler:
         self.waiting_tokens = 0
         # Number of tokens that each waiting sequence contributes to `waiting_tokens`.
         self._pending: dict[str, int] = {}
-        self.service, self.ratio, self.pace = VirtualTokenCounter(), NewTokenRatio(), StepTimeModel()
+        self.token_counter, self.ratio = VirtualTokenCounter(), NewTokenRatio()
+        self.step_time = StepTimeModel()
         # The waiting sequences of each line, in order of arrival.
         self._lines: dict[PromptLine, dict[str, Sequence]] = {}
         # Waiting sequences that have run before.
@@ -80,7 +81,7 @@ class Scheduler:
         # Number of times that a running sequence gave its seat to another one.
         self.seat_pauses = 0
         # Number of steps for which a long prompt still leaves room for shorter prompts.
-        self._company = 0
+        self._shared_steps = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.adopted) + len(self.running)
@@ -154,7 +155,7 @@ class Scheduler:
     def _register_arrival(self, seq: Sequence, now_s: float) -> None:
         self._arrivals += 1
         seq.number, seq.arrived_s = self._arrivals, now_s
-        self.service.enter_tenant(seq.origin.tenant)
+        self.token_counter.enter_tenant(seq.tenancy.tenant)
         if seq.deadline_s < float("inf"):
             heappush(self._deadlines, (seq.deadline_s, seq.key))
 
@@ -173,7 +174,7 @@ class Scheduler:
             }
 
     def _line_of(self, seq: Sequence) -> PromptLine:
-        return seq.origin.priority, seq.origin.tenant, self.limits.arena_name(seq)
+        return seq.tenancy.priority, seq.tenancy.tenant, self.limits.arena_name(seq)
 
     # ---- moves between the queues
 
@@ -183,7 +184,7 @@ class Scheduler:
         seq.parked = False
         pending = seq.pending
         if any(other.pending > pending and not other.decoding for other in self.running.values()):
-            self._company = GENTLE_STEPS
+            self._shared_steps = SHARED_STEPS
         seq.started_s = now_s if seq.started_s is None else seq.started_s
         self.running[key] = seq
         return seq
@@ -214,7 +215,7 @@ class Scheduler:
             seq = self._dequeue_sequence(key)
         else:
             seq = (self.adopted if key in self.adopted else self.running).pop(key)
-        self.service.leave_tenant(seq.origin.tenant)
+        self.token_counter.leave_tenant(seq.tenancy.tenant)
         if len(self._deadlines) > 2 * len(self) + 64:
             self._deadlines = [item for item in self._deadlines if item[1] in self]
             heapify(self._deadlines)
@@ -232,11 +233,11 @@ class Scheduler:
 
     def record_step(self, rows: int, tokens: int, seconds: float) -> None:
         """A step with `rows` decode rows and `tokens` prompt tokens took `seconds`."""
-        self._company = max(0, self._company - 1)
+        self._shared_steps = max(0, self._shared_steps - 1)
         if rows:
             self.ratio.decay_once()
         if self.limits.tpot_s is not None:
-            self.pace.add_sample(rows, tokens, seconds)
+            self.step_time.add_sample(rows, tokens, seconds)
 
     # ---- deadlines
 
@@ -263,7 +264,7 @@ class Scheduler:
         """Whether a step would do anything now, deadlines aside; if not, only an event can change that."""
         return any(self.is_arena_ready(name, stock.arena_of(name)) for name in self.limits.kv_classes)
 
-    def is_arena_ready(self, name: str, stock: KvAvailability) -> bool:
+    def is_arena_ready(self, name: str, availability: KvAvailability) -> bool:
         """Whether a step would do anything for the sequences of one arena."""
         select = self.limits.select_arena
         running, adopted = select(self.running.values(), name), select(self.adopted.values(), name)
@@ -271,7 +272,7 @@ class Scheduler:
             if len(running) + len(adopted) > 1:
                 # If no sequence can go on, the one with the worst precedence is preempted and makes room.
                 return True
-            return any(self._needed_slabs(seq) <= stock.free for seq in chain(running, adopted))
+            return any(self._needed_slabs(seq) <= availability.free for seq in chain(running, adopted))
         if len(self.running) >= self.limits.max_num_seqs:
             # Sequences of other arenas have all seats.
             return False
@@ -279,22 +280,23 @@ class Scheduler:
             self._lines[line].values() for line in self._line_order() if line[2] == name
         )
         head = next((seq for seq in waiting if seq.ready and may_evict(seq, self)), None)
-        return head is not None and find_prefix(head, stock).slab_cost(head, head.total) <= stock.free
+        free = availability.free
+        return head is not None and find_prefix(head, availability).slab_cost(head, head.total) <= free
 
-    def admits(self, seq: Sequence, stock: KvStock, moving: Iterable[Sequence] = ()) -> bool:
+    def admits(self, seq: Sequence, stock: KvStock, moving_seqs: Iterable[Sequence] = ()) -> bool:
         """Whether a sequence whose KV is to come from elsewhere may take slabs now: `chunks(seq.total)` in all.
 
-        There must be room for it and its expected growth beside all sequences that hold memory here; of these, `moving`
-        are not in the scheduler, since their KV is on the way. Sequences preempted here come back first, unless their
-        priority is worse. Whether the prefix of `seq` is attached already makes no difference.
+        There must be room for it and its expected growth beside all sequences that hold memory here; of these,
+        `moving_seqs` are not in the scheduler, since their KV is on the way. Sequences preempted here come back first,
+        unless their priority is worse. Whether the prefix of `seq` is attached already makes no difference.
         """
         name, arena = self.limits.arena_name(seq), stock.arena_of(seq.kv_class)
         returning = self.limits.select_arena([self.waiting[key] for key in self._preempted], name)
-        if any(other.origin.priority <= seq.origin.priority for other in returning):
+        if any(other.tenancy.priority <= seq.tenancy.priority for other in returning):
             return False
         seq.update_keys()
         found = find_prefix(seq, arena)
-        coming = [other for other in moving if self.limits.arena_name(other) == name]
+        coming = [other for other in moving_seqs if self.limits.arena_name(other) == name]
         if not (coming or any(True for _ in self._memory_holders(name))):
             return found.slab_cost(seq, seq.total) <= arena.free
         on_the_way = sum(
@@ -316,18 +318,17 @@ class Scheduler:
 
         Every decoding sequence gets its one token, then prompts are prefilled with the rest of the budget.
         """
-        seats = self.limits.max_num_seqs
-        running, adopted = self.running.values(), self.adopted.values()
-        if paused := choose_yielding(running, adopted, self.service, seats):
+        seats, running, adopted = self.limits.max_num_seqs, self.running.values(), self.adopted.values()
+        if paused := choose_yielding(running, adopted, self.token_counter, seats):
             return StepPlan(paused=paused)
-        handed = choose_startable(running, adopted, self.service, seats)
+        new_seqs = choose_startable(running, adopted, self.token_counter, seats)
         decode = [seq for seq in self.running.values() if seq.decoding]
-        decode += [seq for seq in handed if seq.pending == 1]
+        decode += [seq for seq in new_seqs if seq.pending == 1]
         growing = [seq for seq in decode if seq.computed >= seq.capacity]
         rooms: dict[str, ArenaRoom] = {}
         for name in self.limits.kv_classes:
             arena, mine = stock.arena_of(name), self.limits.select_arena(growing, name)
-            if self._is_short(name, len(mine), arena, decode, handed):
+            if self._is_short(name, len(mine), arena, decode, new_seqs):
                 holders = list(self._memory_holders(name))
                 if len(holders) > 1:
                     return StepPlan(preempted=max(holders, key=lambda seq: seq.precedence).key)
@@ -335,30 +336,30 @@ class Scheduler:
                 growing, mine = [seq for seq in growing if seq not in mine], []
             rooms[name] = ArenaRoom(arena, arena.free - len(mine), 0, alone=False)
         grow = [(seq.key, 1) for seq in growing]
-        if len(decode) == len(self.running) + len(handed) and not self.waiting:
+        if len(decode) == len(self.running) + len(new_seqs) and not self.waiting:
             return StepPlan(
-                admitted=tuple([seq.key for seq in handed]),
+                admitted=tuple([seq.key for seq in new_seqs]),
                 grow=tuple(grow),
                 decode=tuple([seq.key for seq in decode]),
             )
-        adder = self._open_adder(rooms, len(decode), handed)
-        adder.add_prompts(self._open_lines(handed))
+        adder = self._open_adder(rooms, len(decode), new_seqs)
+        adder.add_prompts(self._open_lines(new_seqs))
         for room in rooms.values():
             if room.blocked is not None and (victim := self.victim_for(room.blocked, stock)) is not None:
                 return StepPlan(preempted=victim)
         return StepPlan(
-            admitted=tuple(seq.key for seq in handed) + tuple(adder.admitted),
+            admitted=tuple(seq.key for seq in new_seqs) + tuple(adder.admitted),
             grow=tuple(grow + adder.grow),
             decode=tuple(seq.key for seq in decode),
-            prefill=tuple(adder.slices),
+            prefill=tuple(adder.chunks),
         )
 
     def _is_short(
-        self, name: str, growing: int, arena: KvAvailability, decode: list[Sequence], handed: list[Sequence]
+        self, name: str, growing: int, arena: KvAvailability, decode: list[Sequence], new_seqs: list[Sequence]
     ) -> bool:
         """Whether an arena lacks the slabs for its decoding sequences and for its most deserving prefill."""
         select = self.limits.select_arena
-        seated = len(select(self.running.values(), name)) + len(select(handed, name))
+        seated = len(select(self.running.values(), name)) + len(select(new_seqs, name))
         prefills = len(select(decode, name)) < seated
         return bool(growing or prefills) and growing + self._prefill_need(name) > arena.free
 
@@ -368,7 +369,7 @@ class Scheduler:
         Only sequences of a worse priority make room, those with the worst precedence first, and only if that is enough.
         """
         holders, arena = self._memory_holders(self.limits.arena_name(seq)), stock.arena_of(seq.kv_class)
-        worse = [other for other in holders if other.origin.priority > seq.origin.priority]
+        worse = [other for other in holders if other.tenancy.priority > seq.tenancy.priority]
         if not worse:
             return None
         room = arena.free + arena.count_freed_by([other.key for other in worse])
@@ -392,8 +393,7 @@ class Scheduler:
 
     def _needed_slabs(self, seq: Sequence) -> int:
         """Slabs that a running sequence must take for its next step."""
-        ahead = 1 if seq.decoding or self.limits.chunked_prefill else seq.pending
-        return seq.needed_slabs(ahead)
+        return seq.needed_slabs(1 if seq.decoding or self.limits.chunked_prefill else seq.pending)
 
     def _expected_tokens(self, seq: Sequence) -> int:
         return self.limits.expected_tokens(seq, self.ratio.value)
@@ -403,35 +403,35 @@ class Scheduler:
         grown, ratio, holders = self.limits.expected_tokens, self.ratio.value, self._memory_holders(name)
         return sum([max(0, seq.expected_slabs(grown(seq, ratio)) - len(seq.slabs)) for seq in holders])
 
-    def _open_adder(self, rooms: dict[str, ArenaRoom], rows: int, handed: list[Sequence]) -> PrefillAdder:
+    def _open_adder(self, rooms: dict[str, ArenaRoom], rows: int, new_seqs: list[Sequence]) -> PrefillAdder:
         limits = self.limits
-        seats = limits.max_num_seqs - len(self.running) - len(handed)
+        seats = limits.max_num_seqs - len(self.running) - len(new_seqs)
         budget = limits.max_num_batched_tokens - rows
         if rows and limits.tpot_s is not None:
             decided = sum(seq.computed + 1 for seq in self.running.values() if seq.decides_next)
-            budget = min(budget, self.pace.prefill_budget(rows, limits.tpot_s, decided))
+            budget = min(budget, self.step_time.prefill_budget(rows, limits.tpot_s, decided))
         if not rows and limits.saturation_tokens:
             budget = min(budget, limits.saturation_tokens)
         for name, room in rooms.items():
             if self.waiting and seats > 0:
-                room.left = room.stock.free - self._expected_growth(name)
+                room.left = room.availability.free - self._expected_growth(name)
             room.alone = not any(True for _ in self._memory_holders(name))
         return PrefillAdder(
             limits=limits,
             rooms=rooms,
-            service=self.service,
-            running={**self.running, **{seq.key: seq for seq in handed}} if handed else self.running,
+            token_counter=self.token_counter,
+            running={**self.running, **{seq.key: seq for seq in new_seqs}} if new_seqs else self.running,
             ratio=self.ratio.value,
             seats=seats,
             budget=budget,
-            gentle=self._company > 0,
+            shares_steps=self._shared_steps > 0,
             evicting_left=count_evicting_left(self),
         )
 
-    def _open_lines(self, handed: list[Sequence]) -> dict[PromptLine, Iterator[Sequence]]:
-        """The sequences in prefill, also among those `handed` a seat now, then the waiting ones, by line."""
+    def _open_lines(self, new_seqs: list[Sequence]) -> dict[PromptLine, Iterator[Sequence]]:
+        """The sequences in prefill, also of `new_seqs`, which get a seat now, then the waiting ones, by line."""
         reading: dict[PromptLine, list[Sequence]] = {}
-        for seq in chain(self.running.values(), handed):
+        for seq in chain(self.running.values(), new_seqs):
             if not seq.decoding:
                 reading.setdefault(self._line_of(seq), []).append(seq)
         lines: dict[PromptLine, Iterator[Sequence]] = {}
@@ -446,4 +446,5 @@ class Scheduler:
         return lines
 
     def _line_order(self) -> list[PromptLine]:
-        return sorted(self._lines, key=lambda line: (line[0], self.service.served_tokens(line[1]), line[1]))
+        served = self.token_counter.served_tokens
+        return sorted(self._lines, key=lambda line: (line[0], served(line[1]), line[1]))

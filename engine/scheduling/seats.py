@@ -41,7 +41,7 @@ class SequenceQueues(Protocol):
 def choose_startable(
     running: Collection[Sequence],
     adopted: Collection[Sequence],
-    service: VirtualTokenCounter,
+    token_counter: VirtualTokenCounter,
     num_seats: int,
 ) -> list[Sequence]:
     """The adopted sequences that take the free seats, in order. They take precedence over the queue.
@@ -51,22 +51,22 @@ def choose_startable(
     free = num_seats - len(running)
     if not adopted or free <= 0:
         return []
-    order = _adopted_order(adopted, service)
+    order = _adopted_order(adopted, token_counter)
     if len(order) <= free:
         return order
     seated, share = _count_seats(running, order, num_seats)
     beyond: list[bool] = []
     for seq in order:
-        beyond.append(seated[seq.origin.tenant] >= share)
-        seated[seq.origin.tenant] += 1
-    ranked = sorted(range(len(order)), key=lambda i: (order[i].origin.priority, beyond[i], i))
+        beyond.append(seated[seq.tenancy.tenant] >= share)
+        seated[seq.tenancy.tenant] += 1
+    ranked = sorted(range(len(order)), key=lambda i: (order[i].tenancy.priority, beyond[i], i))
     return [order[i] for i in ranked[:free]]
 
 
 def choose_yielding(
     running: Collection[Sequence],
     adopted: Collection[Sequence],
-    service: VirtualTokenCounter,
+    token_counter: VirtualTokenCounter,
     num_seats: int,
 ) -> tuple[str, ...]:
     """Keys of the running sequences that give their seats to adopted sequences, when no seat is left.
@@ -76,7 +76,7 @@ def choose_yielding(
     """
     if not adopted or len(running) < num_seats:
         return ()
-    order = _adopted_order(adopted, service)
+    order = _adopted_order(adopted, token_counter)
     seated, share = _count_seats(running, order, num_seats)
     seats = {seq.key: seq for seq in running if seq.decoding}
     yielding = []
@@ -85,16 +85,16 @@ def choose_yielding(
             continue
         yielding.append(loser.key)
         del seats[loser.key]
-        seated[loser.origin.tenant] -= 1
-        seated[seq.origin.tenant] += 1
+        seated[loser.tenancy.tenant] -= 1
+        seated[seq.tenancy.tenant] += 1
     return tuple(yielding)
 
 
-def _adopted_order(adopted: Collection[Sequence], service: VirtualTokenCounter) -> list[Sequence]:
+def _adopted_order(adopted: Collection[Sequence], token_counter: VirtualTokenCounter) -> list[Sequence]:
     """The adopted sequences that are ready: by priority, then the tenant with the least service, then arrival."""
     return sorted(
         [seq for seq in adopted if seq.ready],
-        key=lambda seq: (seq.origin.priority, service.served_tokens(seq.origin.tenant), seq.number),
+        key=lambda seq: (seq.tenancy.priority, token_counter.served_tokens(seq.tenancy.tenant), seq.number),
     )
 
 
@@ -102,8 +102,8 @@ def _count_seats(
     running: Collection[Sequence], adopted: Iterable[Sequence], num_seats: int
 ) -> tuple[Counter[str], int]:
     """Number of seats by tenant, and how many each tenant may have while others want one."""
-    seated = Counter([seq.origin.tenant for seq in running])
-    tenants = len(seated.keys() | {seq.origin.tenant for seq in adopted})
+    seated = Counter([seq.tenancy.tenant for seq in running])
+    tenants = len(seated.keys() | {seq.tenancy.tenant for seq in adopted})
     return seated, max(1, num_seats // max(1, tenants))
 
 
@@ -111,25 +111,25 @@ def _choose_loser(
     seq: Sequence, seats: Iterable[Sequence], seated: Counter[str], share: int
 ) -> Sequence | None:
     """The running sequence whose seat `seq` may take: the one with the least precedence; None if there is none."""
-    mine, under = seq.origin.priority, seated[seq.origin.tenant] < share
+    mine, under = seq.tenancy.priority, seated[seq.tenancy.tenant] < share
     losers = [
         other
         for other in seats
-        if other.origin.priority > mine
-        or (under and other.origin.priority == mine and seated[other.origin.tenant] > share)
+        if other.tenancy.priority > mine
+        or (under and other.tenancy.priority == mine and seated[other.tenancy.tenant] > share)
     ]
     return max(losers, key=lambda other: other.precedence, default=None)
 
 
-def count_evicting_left(queues: SequenceQueues, moving: Iterable[Sequence] = ()) -> int:
-    """How many more sequences that evict may get KV. Parked ones have theirs, and `moving` ones on its way."""
+def count_evicting_left(queues: SequenceQueues, moving_seqs: Iterable[Sequence] = ()) -> int:
+    """How many more sequences that evict may get KV. Parked ones have theirs, and `moving_seqs` ones on its way."""
     if queues.limits.max_evicting is None:
         return ANY_NUMBER
     parked = [seq for seq in queues.waiting.values() if seq.parked]
-    holders = chain(queues.running.values(), queues.adopted.values(), parked, moving)
+    holders = chain(queues.running.values(), queues.adopted.values(), parked, moving_seqs)
     return queues.limits.max_evicting - sum(seq.keep.evicts for seq in holders)
 
 
-def may_evict(seq: Sequence, queues: SequenceQueues, moving: Iterable[Sequence] = ()) -> bool:
+def may_evict(seq: Sequence, queues: SequenceQueues, moving_seqs: Iterable[Sequence] = ()) -> bool:
     """Whether a sequence without slabs may get some, as far as `EngineLimits.max_evicting` goes. A parked one may."""
-    return not seq.keep.evicts or seq.parked or count_evicting_left(queues, moving) > 0
+    return not seq.keep.evicts or seq.parked or count_evicting_left(queues, moving_seqs) > 0

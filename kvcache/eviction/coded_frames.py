@@ -61,13 +61,16 @@ class HeadRows:
         )
 
     @staticmethod
-    def join(pieces: Sequence[HeadRows]) -> HeadRows:
+    def join(row_pieces: Sequence[HeadRows]) -> HeadRows:
         """The rows of several pieces, one after the other."""
         return HeadRows(
-            tuple(np.concatenate(parts) for parts in zip(*(one.parts for one in pieces), strict=True)),
-            np.concatenate([one.tokens for one in pieces]),
-            np.concatenate([one.counts for one in pieces]),
-            np.concatenate([one.outliers for one in pieces]),
+            tuple(
+                np.concatenate(parts)
+                for parts in zip(*(head_rows.parts for head_rows in row_pieces), strict=True)
+            ),
+            np.concatenate([head_rows.tokens for head_rows in row_pieces]),
+            np.concatenate([head_rows.counts for head_rows in row_pieces]),
+            np.concatenate([head_rows.outliers for head_rows in row_pieces]),
         )
 
 
@@ -153,7 +156,7 @@ class RowMover:
             parts, tokens, counts, self._find_entries(slabs, kept.outlier_frame, entries, form.outlier_bytes)
         )
 
-    def pack_frames(self, planned: KeptRows, heads: Sequence[HeadRows]) -> tuple[KeptRows, Bytes]:
+    def pack_frames(self, kept_rows: KeptRows, heads: Sequence[HeadRows]) -> tuple[KeptRows, Bytes]:
         """The frames of a bag, [frames, frame_bytes], and its map, which says how many outliers there are.
 
         Args:
@@ -161,24 +164,26 @@ class RowMover:
             heads: what each head keeps, those of layer 0 first.
         """
         form = self.form
-        counts, per_page = [len(one.outliers) for one in heads], self._layout.page_heads
+        counts, per_page = [len(head_rows.outliers) for head_rows in heads], self._layout.page_heads
         by_page = [sum(counts[first : first + per_page]) for first in range(0, len(counts), per_page)]
-        kept = replace(planned, page_outliers=tuple(by_page) if form.slots else ())
+        kept = replace(kept_rows, page_outliers=tuple(by_page) if form.slots else ())
         frames = np.zeros((kept.num_frames, form.frame_bytes), np.uint8)
         frames[: kept.lead].reshape(-1)[:] = np.frombuffer(kept.encode(), np.uint8)
         begin = 0
-        for first, one in zip(kept.first_frames.reshape(-1).tolist(), heads, strict=True):
-            count = -(-len(one.counts) // FRAME_TOKENS)
+        for first, head_rows in zip(kept.first_frames.reshape(-1).tolist(), heads, strict=True):
+            count = -(-len(head_rows.counts) // FRAME_TOKENS)
             mine = frames[first : first + count]
-            for (start, size), part in zip(self.frame_sections, one.parts, strict=True):
+            for (start, size), part in zip(self.frame_sections, head_rows.parts, strict=True):
                 mine[:, start : start + FRAME_TOKENS * size] = _in_frames(part, count)
             if form.slots:
-                self._pack_counts(mine, one, begin)
-                begin += len(one.outliers)
+                self._pack_counts(mine, head_rows, begin)
+                begin += len(head_rows.outliers)
         if form.is_split:
             self._pack_tokens(frames[kept.table_frame : kept.outlier_frame], kept, heads)
             if kept.outliers:
-                entries = np.concatenate([one.outliers for one in heads if len(one.outliers)])
+                entries = np.concatenate(
+                    [head_rows.outliers for head_rows in heads if len(head_rows.outliers)]
+                )
                 fill_entries(frames[kept.outlier_frame :], np.arange(len(entries)), entries)
         return kept, frames
 
@@ -225,10 +230,10 @@ class RowMover:
         found: Bytes = data[which, numbers % per_frame]
         return found
 
-    def _pack_counts(self, frames: Bytes, one: HeadRows, begin: int) -> None:
+    def _pack_counts(self, frames: Bytes, head_rows: HeadRows, begin: int) -> None:
         """Fill in the numbers of outliers of a head's frames, whose first outlier is number `begin`."""
         _, _, first, last = self.form.offsets
-        counts = _in_frames(one.counts, len(frames))
+        counts = _in_frames(head_rows.counts, len(frames))
         frames[:, first:last] = pack_codes(counts, self.form.count_bits)
         sums = counts.sum(axis=1, dtype=np.int64)
         starts = begin + np.cumsum(sums) - sums
@@ -236,7 +241,7 @@ class RowMover:
 
     def _pack_tokens(self, frames: Bytes, kept: KeptRows, heads: Sequence[HeadRows]) -> None:
         """Fill in the table of tokens. Heads of a page have the same entry of a token."""
-        fill_entries(frames, kept.number_tokens(), np.concatenate([one.tokens for one in heads]))
+        fill_entries(frames, kept.number_tokens(), np.concatenate([head_rows.tokens for head_rows in heads]))
 
 
 def _plain_rows(parts: tuple[Bytes, ...]) -> HeadRows:

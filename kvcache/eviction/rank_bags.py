@@ -97,22 +97,22 @@ def most_rank_extra(layout: KvLayout, splits: Iterable[tuple[int, int]], tokens:
     return max(most_extra_slabs(part, tokens) for part in parts)
 
 
-def merge_maps(layout: KvLayout, shards: Sequence[Shard], maps: Sequence[KeptRows]) -> KeptRows:
+def merge_maps(layout: KvLayout, shards: Sequence[Shard], kept_rows: Sequence[KeptRows]) -> KeptRows:
     """The map of all heads from those of the ranks; `layout` is that of all ranks together.
 
     Raises:
         ValueError: the maps are of different decisions, or not of ranks with these shards.
     """
-    first = maps[0]
-    if any((one.boundary, one.length) != (first.boundary, first.length) for one in maps):
+    first = kept_rows[0]
+    if any((one.boundary, one.length) != (first.boundary, first.length) for one in kept_rows):
         raise ValueError("the maps of the ranks are those of different decisions")
     policies = np.zeros((layout.layers, layout.kv_heads), np.uint8)
     rows: dict[tuple[int, int], NDArray[np.int32]] = {}
-    for shard, one in zip(shards, maps, strict=True):
+    for shard, one in zip(shards, kept_rows, strict=True):
         policies[slice(*shard.layers), slice(*shard.heads)] = one.policies
         own = [one.head_positions(layer, head) for layer, head in np.ndindex(one.counts.shape)]
         rows |= dict(zip(shard_heads(shard), own, strict=True))
-    outliers = merge_sizes(layout, shards, [measure_bag(one) for one in maps]).page_outliers
+    outliers = merge_sizes(layout, shards, [measure_bag(one) for one in kept_rows]).page_outliers
     positions = [rows[place] for place in sorted(rows)]
     return KeptRows.from_heads(layout, first.boundary, first.length, policies, positions, outliers)
 

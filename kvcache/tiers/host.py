@@ -18,15 +18,15 @@ class SlabMemory(Protocol):
 
 
 class HostTier:
-    """Stores up to `capacity_bytes`. `slab_bytes` is the size of one slab, summed over `pools` (one per rank).
+    """Stores up to `capacity_bytes`. `slab_bytes` is the size of one slab, summed over `memories` (one per rank).
 
     `first` is the number of the pools' first slab.
     """
 
-    def __init__(self, pools: Sequence[SlabMemory], capacity_bytes: int, first: int = 0) -> None:
+    def __init__(self, memories: Sequence[SlabMemory], capacity_bytes: int, first: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
-        self._pools = list(pools)
-        self.slab_bytes = sum(pool.slab_bytes(first).nbytes for pool in self._pools)
+        self._memories = list(memories)
+        self.slab_bytes = sum(pool.slab_bytes(first).nbytes for pool in self._memories)
         self._held: dict[str, list[bytearray]] = {}
         self.used_bytes = 0
 
@@ -75,7 +75,7 @@ class HostTier:
         """A copy of one slab's bytes, from all ranks' pools one after the other."""
         content = bytearray(self.slab_bytes)
         at = 0
-        for pool in self._pools:
+        for pool in self._memories:
             window = pool.slab_bytes(slab)
             content[at : at + window.nbytes] = window
             at += window.nbytes
@@ -84,7 +84,7 @@ class HostTier:
     def _write_slab(self, slab: int, content: bytearray) -> None:
         """Write bytes from `_read_slab` back into a slab of all ranks' pools."""
         at = 0
-        for pool in self._pools:
+        for pool in self._memories:
             window = pool.slab_bytes(slab)
             window[:] = memoryview(content)[at : at + window.nbytes]
             at += window.nbytes

@@ -57,14 +57,14 @@ class MeasuredRoute:
 
 def open_sources(
     transports: Sequence[str],
-    parts: Sequence[tuple[Shard, SharedMemory]],
+    shards: Sequence[tuple[Shard, SharedMemory]],
     name: str,
-    progress: SharedMemory | None = None,
+    progress_memory: SharedMemory | None = None,
     spans: Sequence[ArenaSpan] = (),
 ) -> dict[str, KvSource]:
     """Offer a worker's pool over each of `transports`; a transport that does not start is logged and left out.
 
-    `parts` are the memory and the shard of every rank, in order; `progress` is the memory of the worker's
+    `shards` are the memory and the shard of every rank, in order; `progress_memory` is the memory of the worker's
     `kvtransfer.layer_progress.LayerProgress`, if KV may be pulled while it is computed; `spans` say where the slabs of
     each KV class are, if there are several.
 
@@ -76,7 +76,7 @@ def open_sources(
     why = []
     for transport in _check_transports(transports):
         try:
-            opened[transport] = SOURCES[transport](parts, name, progress, spans)
+            opened[transport] = SOURCES[transport](shards, name, progress_memory, spans)
         except TransferError as error:
             log.warning("transport %s is not offered: %s (%s)", transport, error.what, error.why)
             why.append(f"{transport}: {error.what} ({error.why})")
@@ -95,9 +95,9 @@ class OfferedTransports:
     def __init__(
         self,
         transports: Sequence[str],
-        parts: Sequence[tuple[Shard, SharedMemory]],
+        shards: Sequence[tuple[Shard, SharedMemory]],
         name: str,
-        progress: SharedMemory | None = None,
+        progress_memory: SharedMemory | None = None,
         spans: Sequence[ArenaSpan] = (),
     ) -> None:
         """Open the transports that are not opened on demand; the arguments are those of `open_sources`.
@@ -108,7 +108,7 @@ class OfferedTransports:
             ConfigError: there is no transport of that name.
             TransferError: none of them starts.
         """
-        self._what = (parts, name, progress, spans)
+        self._what = (shards, name, progress_memory, spans)
         self._lock, self._closed = threading.Lock(), False
         # Serialises opening, which takes long. `_lock` is only held briefly.
         self._opening = threading.Lock()
@@ -179,11 +179,11 @@ class TransportNotOpen(TransferError):
 class TransportLinks:
     """All links of one decode worker to prefill workers, over `transports` in order of preference.
 
-    `own` is the own pool, `algorithm` the payload hash. Only one thread may pull; another may link.
+    `own_pool` is the own pool, `algorithm` the payload hash. Only one thread may pull; another may link.
     """
 
-    def __init__(self, transports: Sequence[str], own: ShardedPool, algorithm: str = "xxh3") -> None:
-        self._pullers = {name: PULLERS[name](own, algorithm) for name in _check_transports(transports)}
+    def __init__(self, transports: Sequence[str], own_pool: ShardedPool, algorithm: str = "xxh3") -> None:
+        self._pullers = {name: PULLERS[name](own_pool, algorithm) for name in _check_transports(transports)}
         self._routes: dict[str, MeasuredRoute] = {}
         self._lock = threading.Lock()
         self.hasher = STREAM_HASHERS[algorithm]

@@ -67,7 +67,7 @@ class NixlEndpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     metadata: Annotated[bytes, Meta(max_length=1 << 16)]
     # Shard, address and size in bytes of each rank's pool.
-    parts: Annotated[list[tuple[Shard, int, int]], Meta(min_length=1)]
+    shards: Annotated[list[tuple[Shard, int, int]], Meta(min_length=1)]
     # Address of the layer progress; 0 if there is none.
     board: int
     spans: tuple[ArenaSpan, ...] = ()
@@ -79,21 +79,23 @@ class NixlSource:
 
     def __init__(
         self,
-        parts: Sequence[tuple[Shard, SharedMemory]],
+        shards: Sequence[tuple[Shard, SharedMemory]],
         name: str,
-        board: SharedMemory | None = None,
+        progress_memory: SharedMemory | None = None,
         spans: Sequence[ArenaSpan] = (),
     ) -> None:
-        self._parts, self._board, self._spans = parts, board, tuple(spans)
-        regions = [memory.view for _, memory in parts] + ([board.view] if board is not None else [])
+        self._shards, self._progress_memory, self._spans = shards, progress_memory, tuple(spans)
+        regions = [memory.view for _, memory in shards] + (
+            [progress_memory.view] if progress_memory is not None else []
+        )
         self._agent = NixlAgent(f"{name}-{uuid.uuid4().hex}", regions, serve=True)
 
     def endpoint(self) -> bytes:
         """An encoded `NixlEndpoint`, with which pullers reach this source."""
-        parts = [(shard, address_of(memory.view), memory.num_bytes) for shard, memory in self._parts]
-        board = address_of(self._board.view) if self._board is not None else 0
+        shards = [(shard, address_of(memory.view), memory.num_bytes) for shard, memory in self._shards]
+        board = address_of(self._progress_memory.view) if self._progress_memory is not None else 0
         known = self._agent.agent.getLocalMD()
-        return msgspec.msgpack.encode(NixlEndpoint(known, parts, board, self._spans))
+        return msgspec.msgpack.encode(NixlEndpoint(known, shards, board, self._spans))
 
     def close(self) -> None:
         """Stop serving reads."""
@@ -107,16 +109,16 @@ class NixlConnection:
     """
 
     def __init__(
-        self, own: ShardedPool, scratch: memoryview, endpoint: NixlEndpoint, stall_s: Callable[[], float]
+        self, own_pool: ShardedPool, scratch: memoryview, endpoint: NixlEndpoint, stall_s: Callable[[], float]
     ) -> None:
-        self._own, self._endpoint, self._stall_s, self._scratch = own, endpoint, stall_s, scratch
+        self._own_pool, self._endpoint, self._stall_s, self._scratch = own_pool, endpoint, stall_s, scratch
         self._pools = PairedPools(
-            own, [(shard, num_bytes) for shard, _, num_bytes in endpoint.parts], endpoint.spans
+            own_pool, [(shard, num_bytes) for shard, _, num_bytes in endpoint.shards], endpoint.spans
         )
         self.layers, self.num_slabs = self._pools.layers, self._pools.num_slabs
         self._bases, self._targets = (
-            [base for _, base, _ in endpoint.parts],
-            [address_of(memory) for memory in own.memories],
+            [base for _, base, _ in endpoint.shards],
+            [address_of(memory) for memory in own_pool.memories],
         )
         # The layer progress as last read.
         self._notes = memoryview(bytearray(self.num_slabs * ENTRY_BYTES))
@@ -131,12 +133,12 @@ class NixlConnection:
         """Read a little of every rank's pool, to check the connection. Raises TransferError."""
         here = address_of(self._scratch)
         yield from self._run_read(
-            [(base, here, min(4096, size)) for _, base, size in self._endpoint.parts], None
+            [(base, here, min(4096, size)) for _, base, size in self._endpoint.shards], None
         )
 
     def measure_speed(self) -> CoopTask[tuple[float, float]]:
         """Measure reads into scratch memory; returns (GB/s, µs for one page)."""
-        _, base, num_bytes = self._endpoint.parts[0]
+        _, base, num_bytes = self._endpoint.shards[0]
         speed, latency = 0.0, 0.0
         for size, times in PROBE_SIZES:
             size, taken = min(size, num_bytes), []
@@ -190,7 +192,7 @@ class NixlConnection:
         )
         yield from self._run_read(segments, stop)
         for copy in copies:
-            self._own.hash_layers(copy.payload, copy.own, copy.first, copy.end)
+            self._own_pool.hash_layers(copy.payload, copy.own, copy.first, copy.end)
             yield RUN_NOW
 
     def close(self) -> None:
@@ -200,12 +202,12 @@ class NixlConnection:
         self._agent = None
 
     def _read_segments(
-        self, moves: ArenaMoves, source: int, target: int, run: Sequence[PageMove]
+        self, moves: ArenaMoves, source: int, target: int, page_moves: Sequence[PageMove]
     ) -> Iterator[ReadSegment]:
-        """The reads of the moves `run` from slab `source` of the peer into the own slab `target`."""
-        for move in run:
+        """The reads of the moves `page_moves` from slab `source` of the peer into the own slab `target`."""
+        for move in page_moves:
             far = self._bases[move.source] + moves.source.offset_of(source, move.source) + move.far
-            own = self._targets[move.target] + moves.own.offset_of(target, move.target) + move.own
+            own = self._targets[move.target] + moves.own_arena.offset_of(target, move.target) + move.own
             yield far, own, move.num_bytes
 
     def _run_read(self, segments: Iterable[ReadSegment], stop: Callable[[], bool] | None) -> CoopTask[None]:
@@ -216,8 +218,8 @@ class NixlConnection:
         agent: NixlAgent | None = None
         try:
             agent = yield from self._started_agent()
-            with self._pulse.watch_read(self._stall_s, time.monotonic()) as watch:
-                yield from self._drive_batches(agent, cut_batches(segments), watch, stop)
+            with self._pulse.watch_read(self._stall_s, time.monotonic()) as watchdog:
+                yield from self._drive_batches(agent, cut_batches(segments), watchdog, stop)
         except HandoffAborted:
             raise  # raised only after all posted reads have arrived
         except TransferError:
@@ -239,7 +241,7 @@ class NixlConnection:
         self,
         agent: NixlAgent,
         batches: Iterator[list[ReadSegment]],
-        watch: StallWatchdog,
+        watchdog: StallWatchdog,
         stop: Callable[[], bool] | None,
     ) -> CoopTask[None]:
         """Keep `MAX_BATCHES_IN_FLIGHT` batches posted until all are done.
@@ -266,10 +268,10 @@ class NixlConnection:
                 del in_flight[handle]
             if over:
                 pause_s = MIN_POLL_S
-                watch.record_progress(time.monotonic())
+                watchdog.record_progress(time.monotonic())
                 continue
-            if watch.is_check_due(now_s := time.monotonic()):
-                watch.check_progress(sum(words.count_reached() for words in in_flight.values()), now_s)
+            if watchdog.is_check_due(now_s := time.monotonic()):
+                watchdog.check_progress(sum(words.count_reached() for words in in_flight.values()), now_s)
             yield pause_s
             pause_s = min(2 * pause_s, MAX_POLL_S)
         if stopped:
@@ -280,7 +282,7 @@ class NixlConnection:
         if self._agent is not None:
             return self._agent
         if self._joining is None:
-            regions = [*self._own.memories, self._scratch, self._notes]
+            regions = [*self._own_pool.memories, self._scratch, self._notes]
             name, metadata = f"pull-{uuid.uuid4().hex}", self._endpoint.metadata
             self._joining = PeerConnector(
                 lambda: NixlAgent(name, regions, serve=False), lambda agent: agent.add_peer(metadata)
@@ -300,7 +302,7 @@ class NixlConnection:
 
 
 class NixlPuller(BlockingPuller):
-    """Decode side: reads slabs of linked workers into the `own` pool and hashes the copies.
+    """Decode side: reads slabs of linked workers into the `own_pool` pool and hashes the copies.
 
     A read without a byte for `stall_s` seconds is given up; a slow read is not. One thread may link while another
     pulls: the linking thread uses an agent only until it is in the table, the pulling thread only afterwards.
@@ -308,14 +310,14 @@ class NixlPuller(BlockingPuller):
 
     name = "nixl"
 
-    def __init__(self, own: ShardedPool, algorithm: str = "xxh3", stall_s: float = 2.0) -> None:
-        self._own, self._algorithm, self._stall_s = own, algorithm, stall_s
+    def __init__(self, own_pool: ShardedPool, algorithm: str = "xxh3", stall_s: float = 2.0) -> None:
+        self._own_pool, self._algorithm, self._stall_s = own_pool, algorithm, stall_s
         self._scratch = memoryview(bytearray(PROBE_BYTES))
         self._table = threading.Lock()
         self._links: dict[str, tuple[str, NixlConnection]] = {}
         # Unlinked connections. A later `link_task` frees them, since its thread may block and ending an agent takes a
         # while.
-        self._dropped: list[NixlConnection] = []
+        self._dropped_connections: list[NixlConnection] = []
 
     def link_task(self, worker: str, incarnation: str, endpoint: bytes) -> CoopTask[None]:
         """Connect to the source at `endpoint`; replaces a link to an earlier life of the worker.
@@ -325,7 +327,7 @@ class NixlPuller(BlockingPuller):
         """
         try:
             known = msgspec.msgpack.decode(endpoint, type=NixlEndpoint)
-            connection = NixlConnection(self._own, self._scratch, known, lambda: self._stall_s)
+            connection = NixlConnection(self._own_pool, self._scratch, known, lambda: self._stall_s)
         except (
             ValueError,
             MemoryError,
@@ -334,7 +336,7 @@ class NixlPuller(BlockingPuller):
             raise TransferError(f"no NIXL link to {worker}", f"malformed endpoint: {error}") from error
         yield from connection.probe_parts()
         with self._table:
-            self._dropped.clear()
+            self._dropped_connections.clear()
             self._links[worker] = (incarnation, connection)
 
     def pull_task(
@@ -354,7 +356,7 @@ class NixlPuller(BlockingPuller):
         yield from self.connection_to(worker, incarnation).pull_chunks(pairs, stop)
         payloads = []
         for _, own in pairs:
-            payloads.append(self._own.hash_slab(own, self._algorithm))
+            payloads.append(self._own_pool.hash_slab(own, self._algorithm))
             yield RUN_NOW
         return payloads
 
@@ -368,7 +370,7 @@ class NixlPuller(BlockingPuller):
         """Forget a worker; its connection is freed after the last pull over it. Idempotent."""
         with self._table:
             if worker in self._links:
-                self._dropped.append(self._links.pop(worker)[1])
+                self._dropped_connections.append(self._links.pop(worker)[1])
 
     def close(self) -> None:
         """End all connections. Call it when no pull runs any more."""
@@ -376,7 +378,7 @@ class NixlPuller(BlockingPuller):
             for _, connection in self._links.values():
                 connection.close()
             self._links.clear()
-            self._dropped.clear()
+            self._dropped_connections.clear()
 
     def connection_to(self, worker: str, incarnation: str) -> NixlConnection:
         """The connection to this life of the worker. Raises StaleTicket if it is not linked."""

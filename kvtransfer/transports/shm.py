@@ -42,7 +42,7 @@ class ShmEndpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     `spans` say where the slabs of each KV class are; without them all slabs are of the puller's own first class.
     """
 
-    parts: Annotated[list[tuple[Shard, SharedMemoryAddress]], Meta(min_length=1)]
+    shards: Annotated[list[tuple[Shard, SharedMemoryAddress]], Meta(min_length=1)]
     progress: SharedMemoryAddress | None
     spans: tuple[ArenaSpan, ...] = ()
     version: Annotated[int, Meta(ge=3, le=3)] = 3
@@ -53,18 +53,18 @@ class ShmSource:
 
     def __init__(
         self,
-        parts: Sequence[tuple[Shard, SharedMemory]],
+        shards: Sequence[tuple[Shard, SharedMemory]],
         name: str,
-        progress: SharedMemory | None = None,
+        progress_memory: SharedMemory | None = None,
         spans: Sequence[ArenaSpan] = (),
     ) -> None:
-        self._parts, self._progress, self._spans = parts, progress, tuple(spans)
+        self._shards, self._progress_memory, self._spans = shards, progress_memory, tuple(spans)
 
     def endpoint(self) -> bytes:
         """The addresses of all parts of the pool and of the layer progress, as msgpack."""
-        progress = self._progress.address() if self._progress is not None else None
+        progress = self._progress_memory.address() if self._progress_memory is not None else None
         return msgspec.msgpack.encode(
-            ShmEndpoint([(shard, part.address()) for shard, part in self._parts], progress, self._spans)
+            ShmEndpoint([(shard, part.address()) for shard, part in self._shards], progress, self._spans)
         )
 
     def close(self) -> None:
@@ -74,19 +74,22 @@ class ShmSource:
 class ShmConnection:
     """The mapped pool of one life of a source, and the moves that copy its chunks, by stage and by layer."""
 
-    def __init__(self, own: ShardedPool, endpoint: ShmEndpoint) -> None:
+    def __init__(self, own_pool: ShardedPool, endpoint: ShmEndpoint) -> None:
         self._pools = PairedPools(
-            own, [(shard, at.num_bytes) for shard, at in endpoint.parts], endpoint.spans
+            own_pool, [(shard, at.num_bytes) for shard, at in endpoint.shards], endpoint.spans
         )
         self.layers, self.num_slabs = self._pools.layers, self._pools.num_slabs
-        self.memories = tuple(as_array(attach_memory(address)) for _, address in endpoint.parts)
+        self.memories = tuple(as_array(attach_memory(address)) for _, address in endpoint.shards)
         self._bases = tuple(memory.ctypes.data for memory in self.memories)
         self._progress = (
             view_entries(attach_memory(endpoint.progress)) if endpoint.progress is not None else None
         )
         if self._progress is not None and len(self._progress) != self.num_slabs:
             raise ValueError(f"{len(self._progress)} progress entries for {self.num_slabs} slabs")
-        self._own, self._targets = own, [as_array(memory).ctypes.data for memory in own.memories]
+        self._own_pool, self._targets = (
+            own_pool,
+            [as_array(memory).ctypes.data for memory in own_pool.memories],
+        )
 
     def pull_chunks(
         self,
@@ -126,13 +129,18 @@ class ShmConnection:
             yield RUN_NOW
 
     def _copy_pages(
-        self, moves: ArenaMoves, source: int, target: int, run: Sequence[PageMove], payload: PayloadHasher
+        self,
+        moves: ArenaMoves,
+        source: int,
+        target: int,
+        page_moves: Sequence[PageMove],
+        payload: PayloadHasher,
     ) -> None:
-        """Copy the moves `run` of one slab in pieces; each piece is hashed in its copy."""
-        memories, bases = self._own.memories, self._targets
-        for move in run:
+        """Copy the moves `page_moves` of one slab in pieces; each piece is hashed in its copy."""
+        memories, bases = self._own_pool.memories, self._targets
+        for move in page_moves:
             far = moves.source.offset_of(source, move.source) + move.far
-            own = moves.own.offset_of(target, move.target) + move.own
+            own = moves.own_arena.offset_of(target, move.target) + move.own
             there, here, memory = self._bases[move.source], bases[move.target], memories[move.target]
             for at in range(0, move.num_bytes, PIECE_BYTES):
                 size = min(PIECE_BYTES, move.num_bytes - at)
@@ -141,7 +149,7 @@ class ShmConnection:
 
 
 class ShmPuller(BlockingPuller):
-    """Decode side: copies slabs of linked workers into the `own` pool and hashes the copies.
+    """Decode side: copies slabs of linked workers into the `own_pool` pool and hashes the copies.
 
     `algorithm` is a key of `STREAM_HASHERS`. The lock guards only the table of links, so a link can be dropped during a
     pull: the pull keeps its mapping alive.
@@ -149,8 +157,8 @@ class ShmPuller(BlockingPuller):
 
     name = "shm"
 
-    def __init__(self, own: ShardedPool, algorithm: str = "xxh3") -> None:
-        self._own, self._hash = own, STREAM_HASHERS[algorithm]
+    def __init__(self, own_pool: ShardedPool, algorithm: str = "xxh3") -> None:
+        self._own_pool, self._hash = own_pool, STREAM_HASHERS[algorithm]
         self._lock = threading.Lock()
         self._links: dict[str, tuple[str, ShmConnection]] = {}
 
@@ -161,7 +169,7 @@ class ShmPuller(BlockingPuller):
             TransferError: the pool is on another host, not readable for us, not as announced, or not of our layout.
         """
         try:
-            connection = ShmConnection(self._own, msgspec.msgpack.decode(endpoint, type=ShmEndpoint))
+            connection = ShmConnection(self._own_pool, msgspec.msgpack.decode(endpoint, type=ShmEndpoint))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise TransferError(f"no shared memory with {worker}", str(error)) from error
         with self._lock:

@@ -92,7 +92,7 @@ class Attempts:
             chunks = named.get(id(request.prompt), request.chunks)
             if chunks is None:
                 chunks = named[id(request.prompt)] = pairs.index.name_chunks(
-                    request.prompt, request.origin.scope
+                    request.prompt, request.tenancy.scope
                 )
             state.chunks = chunks
             state.expected_tokens = answers.expected_tokens(request.sampling.max_tokens)
@@ -149,10 +149,10 @@ class Attempts:
         remaining_s = request.deadline_s - now_s
         if pair.prefill:
             kv = state.staged, version.kv_class, request.keep
-            order: ToWorker = Prefill(request.id, request.epoch, *what, remaining_s, request.origin, *kv)
+            order: ToWorker = Prefill(request.id, request.epoch, *what, remaining_s, request.tenancy, *kv)
         else:
             kept = version.kv_class, request.keep
-            order = Generate(request.id, request.epoch, *what, remaining_s, request.origin, *kept)
+            order = Generate(request.id, request.epoch, *what, remaining_s, request.tenancy, *kept)
         self.send_message(first, order)
         state.holders = {first}
         self.effects.append(
@@ -310,7 +310,7 @@ class Attempts:
         what = list(request.prompt), list(request.output), request.sampling, state.ticket
         remaining_s = request.deadline_s - now_s
         kv = "" if state.attempt_version is None else state.attempt_version.kv_class, request.keep
-        self.send_message(decode, Admit(request.id, request.epoch, *what, remaining_s, request.origin, *kv))
+        self.send_message(decode, Admit(request.id, request.epoch, *what, remaining_s, request.tenancy, *kv))
         state.target, state.offered_s = decode, now_s
         state.holders.add(decode)
         state.contacted_lives.add(self.pairs.fleet.workers[decode].hello.incarnation)

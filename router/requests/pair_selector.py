@@ -279,11 +279,11 @@ class PairSelector:
         if request.stage is RequestStage.DECODING and pair is not None and not request.keep.evicts:
             # The last token has no KV.
             text = request.prompt, request.output[:-1]
-            names = self.index.extend_names(state.chunks, *text, request.origin.scope)
+            names = self.index.extend_names(state.chunks, *text, request.tenancy.scope)
             self.expect_chunks(pair.decode, names, state.attempt_need.kv_class)
 
     def book_load(self, state: RequestState) -> None:
         """Record the load that the request puts on each of its workers now, in place of the earlier entries."""
         state.booked_tokens = state.room_tokens
         kv_class = None if state.attempt_version is None else state.attempt_version.kv_class
-        self.ledger.book_shares(state.request.id, state.shares, state.request.origin.priority, kv_class)
+        self.ledger.book_shares(state.request.id, state.shares, state.request.tenancy.priority, kv_class)

@@ -36,7 +36,7 @@ class RequestQueue:
     def enqueue_request(self, state: RequestState) -> None:
         """Add a waiting request, ordered by its arrival. Its tokens are not in flight any more."""
         self.remove_request(state.request.id)
-        origin = state.request.origin
+        origin = state.request.tenancy
         group = origin.priority, not state.request.output, origin.tenant
         self._waiting[state.request.id] = group, state
         insort(self._groups.setdefault(group, []), state, key=_place_in_group)
@@ -44,7 +44,7 @@ class RequestQueue:
     def start_request(self, state: RequestState) -> None:
         """The request leaves the queue and starts: its tokens are in flight now."""
         self.remove_request(state.request.id)
-        tenant, tokens = state.request.origin.tenant, state.room_tokens
+        tenant, tokens = state.request.tenancy.tenant, state.room_tokens
         self._in_flight[state.request.id] = state.bulk, tenant, tokens
         if state.bulk:
             self._bulk_tokens[tenant] += tokens
@@ -72,7 +72,7 @@ class RequestQueue:
         """Whether its tenant has fewer tokens in flight than an equal share. Always False without API keys, and for
         bulk work.
         """
-        tenant = "" if state.bulk else state.request.origin.tenant
+        tenant = "" if state.bulk else state.request.tenancy.tenant
         tenants = len(self._tokens) + (tenant not in self._tokens)
         return bool(tenant) and self._tokens[tenant] * tenants < self._total
 

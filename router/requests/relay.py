@@ -214,7 +214,7 @@ class Relay:
         """If admission refuses the sequences, fail all of them and return True. It does not apply to bulk work."""
         if states[0].bulk:
             return False
-        refusal = self.admission.find_refusal(*total_demand(states), now_s, states[0].request.origin.tenant)
+        refusal = self.admission.find_refusal(*total_demand(states), now_s, states[0].request.tenancy.tenant)
         if refusal is None:
             return False
         for state in states:
@@ -225,7 +225,7 @@ class Relay:
         """Admit all sequences. Requests of other tenants are failed if they must make room."""
         if states[0].bulk:
             return
-        first, tenant = states[0].request, states[0].request.origin.tenant
+        first, tenant = states[0].request, states[0].request.tenancy.tenant
         for name in self.admission.requests_to_displace(*total_demand(states), tenant):
             self.attempts.fail_request(self.live[name], self.admission.displacement_refusal(now_s), now_s)
         for state in states:

@@ -140,7 +140,7 @@ class RequestState:
     @property
     def bulk(self) -> bool:
         """Whether this is bulk work."""
-        return self.request.origin.bulk
+        return self.request.tenancy.bulk
 
     @property
     def source(self) -> str | None:
@@ -221,7 +221,7 @@ class RequestState:
             self.room_tokens,
             fingerprint,
             self.chunks,
-            request.origin.priority,
+            request.tenancy.priority,
             kv_class=self.kv_class,
             whole_tokens=request.keep.boundary if request.keep.evicts else None,
             handed_tokens=self.handed_tokens if request.keep.evicts else None,

@@ -141,7 +141,7 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
     for layout, slabs, share in zip(layouts, counts, shares, strict=True):
         _check_evicting_pool(question, memory, layout, slabs, share)
     _check_swap_space(question, memory, available)
-    shape = files.shape
+    shape = files.config
     # A tied table counts twice in `parameters`.
     again = shape.vocab * shape.hidden if shape.tied else 0
     description = (

@@ -11,14 +11,14 @@ if __name__ == "__main__":
 
 from diptych.specs import WorkerSpec
 from services.worker.model_worker import build_worker
-from services.worker.offload_worker import run_block_worker
+from services.worker.offload_worker import run_offload_worker
 from services.worker.role_lifecycle import run_worker
 
 
 def main(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
     """Build a worker and run it until it is drained; returns the exit status."""
     if spec.bulk_only:
-        return run_block_worker(spec, supervisor)
+        return run_offload_worker(spec, supervisor)
     return run_worker(spec, supervisor, build_worker(spec, supervisor))
 
 

@@ -28,10 +28,10 @@ def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
     memories = [SharedMemory(size) for size in found.pool_sizes]
     recorder = StepRecorder(StepLog(spec.step_log, spec.worker)) if spec.step_log else None
     body = build_engine(spec, found, memories, supervisor, recorder)
-    fingerprint, identity = found.files.fingerprint(found.dtype)
+    fingerprint, identity = found.checkpoint.fingerprint(found.dtype)
     close = body.close
     suit: Callable[[str], None] = RoleTuning(
-        body.engine, body.holdings, open_saturation_store(spec, found, fingerprint), choose_step_clock(spec)
+        body.engine, body.kv, open_saturation_store(spec, found, fingerprint), choose_step_clock(spec)
     ).tune_for
     if recorder is not None:
         close = _run_both(recorder.log.close, close)
@@ -39,7 +39,7 @@ def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
     return WorkerParts(
         engine=body.engine,
         bulk=body.bulk,
-        holdings=body.holdings,
+        holdings=body.kv,
         parts=body.pool,
         memories=memories,
         fingerprint=fingerprint,

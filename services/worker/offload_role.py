@@ -1,20 +1,20 @@
 """The role of a worker that only does bulk work, in blocks: it prefills and decodes lines, and hands nothing over.
 
-Its engine is `engine.offload.engine.BlockEngine`. To the gateway it is a decode worker without prefill workers.
+Its engine is `engine.offload.engine.OffloadEngine`. To the gateway it is a decode worker without prefill workers.
 """
 
 from __future__ import annotations
 
 from diptych.messages import Generate, ToWorker, WorkerStats
-from engine.offload.engine import BlockEngine
+from engine.offload.engine import OffloadEngine
 from engine.sequence import Sequence, SequenceRefused
 from worker.loop import WorkOrder
 
 
-class BulkWorker:
+class OffloadRole:
     """Gives lines to the engine of a block. All that a line holds, the engine holds."""
 
-    def __init__(self, engine: BlockEngine) -> None:
+    def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
 
     @property

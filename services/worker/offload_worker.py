@@ -14,8 +14,8 @@ from diptych.messages import Hello
 from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, pin_to_core
 from diptych.specs import WorkerSpec
 from engine.offload.policy import format_policy
-from services.worker.offload_role import BulkWorker
-from worker.build_offload import BlockParts, build_block
+from services.worker.offload_role import OffloadRole
+from worker.build_offload import OffloadParts, build_offload_engine
 from worker.loop import LatestStats, WorkerLoop
 from worker.watchdog import EngineWatchdog
 
@@ -23,7 +23,7 @@ from worker.watchdog import EngineWatchdog
 EXTRA_SHARE = 0.25
 
 
-def run_block_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
+def run_offload_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
     """Build the block, and serve the lines of batches until drained. Returns the exit status.
 
     Raises:
@@ -31,19 +31,19 @@ def run_block_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
         ModelError: the model is not found, or not supported.
         StartError: the files of bulk work cannot be made.
     """
-    built = build_block(spec, supervisor)
+    built = build_offload_engine(spec, supervisor)
     fatal, runner = partial(exit_fatally, supervisor), built.runner
     latest = LatestStats(EngineWatchdog(fatal, spec.worker, progress=lambda: runner.progress))
     with ExitStack() as owned:
         owned.callback(runner.close)
         link = ChannelLink(
-            spec.gateway, load_worker_keys(spec.keys_dir), make_block_hello(spec, built), latest.read_stats
+            spec.gateway, load_worker_keys(spec.keys_dir), make_offload_hello(spec, built), latest.read_stats
         )
         layout = runner.layout
         loop = WorkerLoop(
             link,
             built.engine,
-            BulkWorker(built.engine),
+            OffloadRole(built.engine),
             built.schedule,
             latest,
             codecs={layout.kv_class: layout.codec},
@@ -65,10 +65,10 @@ def run_block_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
     return 0 if ending else EXIT_RETIRED
 
 
-def make_block_hello(spec: WorkerSpec, built: BlockParts) -> Hello:
+def make_offload_hello(spec: WorkerSpec, built: OffloadParts) -> Hello:
     """The `Hello` by which the gateway learns of the worker: a decode worker with the room of its block."""
     layout, policy = built.runner.layout, built.schedule.policy
-    fingerprint, identity = built.files.fingerprint(weight_kind=policy.weight_kind)
+    fingerprint, identity = built.checkpoint.fingerprint(weight_kind=policy.weight_kind)
     num_slabs = int((1 + EXTRA_SHARE) * built.schedule.num_chunks)
     return Hello(
         worker=spec.worker,
@@ -84,7 +84,7 @@ def make_block_hello(spec: WorkerSpec, built: BlockParts) -> Hello:
         endpoints={},
         ended=spec.ended,
         kv_classes={layout.kv_class: (num_slabs, layout.chunk_bytes)},
-        raw_chunk_bytes=built.files.layout().chunk_bytes,
+        raw_chunk_bytes=built.checkpoint.layout().chunk_bytes,
         log_file=spec.log_file,
         block_sequences=policy.sequences,
         block_tokens=policy.sequences * policy.prompt_tokens,

@@ -182,7 +182,7 @@ class Late:
 def test_a_sequence_that_evicts_waits_while_others_decode() -> None:
     late = Late()
     bench = EvictingEngine()
-    bench.engine.decisions.kernels = late
+    bench.engine.decisions.preparation = late
     bench.engine.notify(lambda: None)
     evicting, plain = bench.request(1), bench.request(0)
     plain.keep = type(plain.keep)()
@@ -198,7 +198,7 @@ def test_a_sequence_that_evicts_waits_while_others_decode() -> None:
 
 def test_a_sequence_waits_until_its_deadline_at_most() -> None:
     bench = EvictingEngine()
-    bench.engine.decisions.kernels = Late()
+    bench.engine.decisions.preparation = Late()
     evicting = bench.request(1)
     evicting.deadline_s = 5.0
     bench.engine.add(evicting, 0.0)

@@ -33,7 +33,7 @@ NUMBERS = 6 * 2 * 4 * 32 * 64
 
 def fit(model: Checkpoint, group: int) -> Calibration:
     """Constants of `nuq4-1%` from random numbers, as if they were the model's."""
-    rng, shape, codec_id = np.random.default_rng(1), model.shape, parse_codec_id("nuq4-1%")
+    rng, shape, codec_id = np.random.default_rng(1), model.config, parse_codec_id("nuq4-1%")
     layers = [
         fit_layer(random_sample(rng, 64, shape.kv_heads, shape.head_dim), [codec_id], group)[codec_id.name]
         for _ in range(shape.layers)
@@ -186,7 +186,7 @@ def test_every_class_is_split_over_the_ranks(model: Checkpoint, tmp_path: Path) 
 def test_the_codec_is_no_part_of_the_fingerprint(model: Checkpoint, file: Path) -> None:
     """So that a new calibration can be rolled out: workers are paired on classes."""
     found = [resolve_model(worker(model, codec)) for codec in ("raw", "tq4")]
-    assert len({one.files.fingerprint(one.dtype)[0] for one in found}) == 1
+    assert len({one.checkpoint.fingerprint(one.dtype)[0] for one in found}) == 1
 
 
 def test_the_room_of_a_pool_is_counted_in_coded_bytes(model: Checkpoint) -> None:

@@ -38,7 +38,7 @@ def ask(name: str, length: int, temperature: float, origin: Tenancy, max_tokens:
     draw = torch.Generator().manual_seed(sum(name.encode()))
     first, own = torch.arange(3, 3 + SHARED), torch.randint(3, 259, (length,), generator=draw)
     asked = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=length, logprobs=0)
-    return Sequence(name, 1, torch.cat([first, own]).tolist(), asked, math.inf, root=ROOT, origin=origin)
+    return Sequence(name, 1, torch.cat([first, own]).tolist(), asked, math.inf, root=ROOT, tenancy=origin)
 
 
 class TwoEngines:

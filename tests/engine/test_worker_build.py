@@ -146,8 +146,11 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"transformers"
 def test_kv_can_be_evicted_where_there_is_a_tokenizer(folder: Path, tmp_path: Path) -> None:
     tiny = spec(ROOT / "models" / "tiny", kv_bytes=64 << 20)
     found = resolve_model(tiny)
-    tokenizer = load_tokenizer(found.files.path)
+    tokenizer = load_tokenizer(found.checkpoint.path)
     setup = _eviction_setup(found, tokenizer)
     assert tokenizer is not None and setup is not None
-    assert setup.kinds.shape == (found.files.shape.vocab,) and setup.kinds[: len(tokenizer.special_ids)].all()
+    assert (
+        setup.kinds.shape == (found.checkpoint.config.vocab,)
+        and setup.kinds[: len(tokenizer.special_ids)].all()
+    )
     assert load_tokenizer(tmp_path) is None and _eviction_setup(found, None) is None

@@ -125,7 +125,7 @@ class PullTarget:
             early = PipelinedPull(effect.slabs, self.links.hasher)
             offered.append(script(early))
             ticket = offered[0].ticket
-            self.seal = ChunkDigester(KEY, ticket.terms)
+            self.seal = ChunkDigester(KEY, ticket.context)
             lane = self.links.connection_to(ticket.worker, ticket.incarnation)
             return TicketArrived(
                 ticket, self.run_task(early.finish_with_ticket(lane, ticket, lambda: False), between)
@@ -166,7 +166,7 @@ class PullTarget:
     def _converse(
         self, ticket: Ticket | None, num_slabs: int, ahead: Callable[[PullAhead], Any], between: BetweenSteps
     ) -> tuple[HandoffOutcome, list[int]]:
-        self.seal = ChunkDigester(KEY, ticket.terms) if ticket else None
+        self.seal = ChunkDigester(KEY, ticket.context) if ticket else None
         decoded: list[int] = []
         table: dict[type[Any], Callable[[Any], Any]] = {
             ReserveSlabs: lambda effect: self.pool.take_slabs(effect.num_slabs, "request"),

@@ -170,7 +170,7 @@ def test_a_whole_ticket_of_another_attempt_is_refused(pair: tuple[str, RemoteSou
     for number in range(1, FOREIGN + 1):
         old, new = offer_kv(source, number, "same"), offer_kv(source, number + 1, "same")
         assert target.pull_late(old) == "caught" and target.pull_late(new) == "exact"
-        for request, epoch in (("other", new.ticket.terms.epoch), ("same", number)):
+        for request, epoch in (("other", new.ticket.context.epoch), ("same", number)):
             with pytest.raises(StaleTicket):
                 tickets.check_ticket(
                     new.ticket,
@@ -178,7 +178,7 @@ def test_a_whole_ticket_of_another_attempt_is_refused(pair: tuple[str, RemoteSou
                     epoch=epoch,
                     num_tokens=TOKENS,
                     layout=source.layout,
-                    fingerprint=new.ticket.terms.fingerprint,
+                    fingerprint=new.ticket.context.fingerprint,
                 )
     done["replayed tickets"] += FOREIGN
 

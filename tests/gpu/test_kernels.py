@@ -92,10 +92,10 @@ def test_the_whole_decoder_equals_that_of_the_cpu(device: torch.device, tmp_path
     """Prefills, mixed steps, and decode steps, which replay graphs: twice, so that captured ones are used again."""
     files = Checkpoint.resolve(str(save_model(tmp_path, make_oracle("llama"))))
     pool = KvPool(files.layout(), 12)
-    cpu = CpuModelRunner.load(files, pool, files.shape.context)
+    cpu = CpuModelRunner.load(files, pool, files.config.context)
     with WeightReader(files.weights) as weights:
         ours = model_runner.GpuModelRunner.load(
-            files.shape, weights, 12, files.shape.context, str(device), "float32"
+            files.config, weights, 12, files.config.context, str(device), "float32"
         )
     ours.warm([2])
     prompt = torch.randint(3, 300, (140,)).tolist()

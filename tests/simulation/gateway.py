@@ -95,7 +95,7 @@ class VirtualGateway:
     def ask(self, client: VirtualClient) -> None:
         request = Request(
             client.name, list(client.prompt), client.sampling, client.deadline_s,
-            origin=client.origin, kv_class=client.asked_class, keep=client.keep,
+            tenancy=client.origin, kv_class=client.asked_class, keep=client.keep,
         )  # fmt: skip
         self.clients[client.name] = client
         self.handle(RequestArrived(request))

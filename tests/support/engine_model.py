@@ -54,7 +54,7 @@ class EngineModel:
         eviction: EvictionSetup | None = None,
     ) -> None:
         checkpoint = Checkpoint.resolve(str(folder))
-        layout, context = checkpoint.layout(codec=codec), checkpoint.shape.context
+        layout, context = checkpoint.layout(codec=codec), checkpoint.config.context
         pool = KvPool(layout, layout.num_chunks(context) + most_extra_slabs(layout, context))
         self._slabs = list(range(pool.num_slabs))
         self._runner = CpuModelRunner.load(checkpoint, pool, context, calibration, eviction=eviction)

@@ -102,7 +102,7 @@ class Script:
     async def _answer(self, request: Request, reader: SequenceSink, prompt: str) -> None:
         pause_s = 0.03 if "SLOW" in prompt else 0.0
         ids, sampling = self.tokens.encode(self.text, False), request.sampling
-        seen = self.prompts.setdefault(request.origin.scope, [])
+        seen = self.prompts.setdefault(request.tenancy.scope, [])
         ids_of_prompt = list(request.prompt)
         known_tokens = 64 * ((len(ids_of_prompt) - 1) // 64) if ids_of_prompt in seen else 0
         seen.append(ids_of_prompt)

@@ -495,7 +495,7 @@ def test_a_better_priority_is_for_keys_that_may(folder: Path) -> None:
                     error = answer.json()["error"]
                     assert (error["code"], error["param"]) == ("priority_not_allowed", "priority")
                     assert "--priority-keys" in error["message"]
-        assert [request.origin.priority for request in running.script.seen] == 2 * [0, 10, 0, -10]
+        assert [request.tenancy.priority for request in running.script.seen] == 2 * [0, 10, 0, -10]
     with (
         scripted(folder) as running,
         httpx.Client(base_url=running.url, trust_env=False, timeout=60) as http,

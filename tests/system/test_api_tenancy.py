@@ -35,7 +35,7 @@ def test_origin_reaches_the_backend_from_both_routes(http: httpx.Client, gateway
     extra = {"model": "toy", "max_tokens": 1, "cache_salt": "s", "priority": 4, "n": 2}
     http.post("/v1/chat/completions", json={"messages": HI, **extra}).raise_for_status()
     http.post("/v1/completions", json={"prompt": "hi", **extra}).raise_for_status()
-    origins = {request.origin for request in gateway.script.seen}
+    origins = {request.tenancy for request in gateway.script.seen}
     assert len(gateway.script.seen) == 4 and len(origins) == 1
     (origin,) = origins
     assert (origin.tenant, origin.priority) == ("", 4) and origin.scope
@@ -52,5 +52,5 @@ def test_keys_are_tenants_and_their_scopes_are_apart(folder: Path) -> None:
             answer = http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
             details = answer.raise_for_status().json()["usage"]["prompt_tokens_details"]
             assert details["cached_tokens"] == (64 if len(running.script.seen) == 3 else 0)
-        one, two, again = (request.origin for request in running.script.seen)
+        one, two, again = (request.tenancy for request in running.script.seen)
         assert one == again and one.tenant != two.tenant and one.scope != two.scope

@@ -375,7 +375,7 @@ def test_whatever_is_rightly_signed_is_sound_or_refused(kind: str, raw: bytes) -
         sound += 1
         slabs = [chunk.slab for chunk in got.chunks] if kind == "ticket" else list(got.slabs)
         assert 0 < len(slabs) == len(set(slabs)) <= tickets.MAX_CHUNKS and min(slabs) >= 0
-        assert kind == "hint" or len(slabs) == got.terms.num_chunks
+        assert kind == "hint" or len(slabs) == got.context.num_chunks
     assert sound < 4_000
 
 

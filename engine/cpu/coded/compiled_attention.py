@@ -72,8 +72,8 @@ def find_family(codecs: Sequence[Sequence[Codec]], head_dim: int) -> PageFamily:
     heads = [
         np.concatenate([nuq_frames.head_constants(one, first.shape) for one in layer]) for layer in constants
     ]
-    form = FrameFormat.of_calibrated(first.codec_id, head_dim)
-    return PageFamily(kernels, page, constants, nuq_frames.frame_figures(page, form), heads)
+    frame_format = FrameFormat.of_calibrated(first.codec_id, head_dim)
+    return PageFamily(kernels, page, constants, nuq_frames.frame_figures(page, frame_format), heads)
 
 
 def _find_kernels(codec: Codec, head_dim: int) -> tuple[PageKernels, int]:
@@ -225,16 +225,16 @@ class CompiledAttention(CodedAttention):
         return out
 
     def attend_kept(
-        self, layer: int, qkv: torch.Tensor, rows: Any, one: EvictedWork, window: int, out: torch.Tensor
+        self, layer: int, qkv: torch.Tensor, rows: Any, work: EvictedWork, window: int, out: torch.Tensor
     ) -> None:
         """Attention of the rows of an evicted sequence, into the same rows of `out`.
 
         `rows` are their numbers, their positions, and how many kept rows of each head they skip, [rows, kv_heads].
         """
         self._kernels.ragged(
-            qkv.numpy(), rows, np.asarray(one.chunks, np.int64), one.ring, one.bag.kept.length,
-            self._sinks.of_layer(layer)[one.sink], self._place(layer), self._find_frames(layer, one.bag),
-            _find_rows(layer, one.bag), self._read_angles, window, out.numpy(),
+            qkv.numpy(), rows, np.asarray(work.chunks, np.int64), work.ring, work.bag.kept.length,
+            self._sinks.of_layer(layer)[work.sink], self._place(layer), self._find_frames(layer, work.bag),
+            _find_rows(layer, work.bag), self._read_angles, window, out.numpy(),
         )  # fmt: skip
 
     def _find_frames(self, layer: int, bag: KeptBag) -> tuple[Any, ...]:

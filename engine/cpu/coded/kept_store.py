@@ -45,10 +45,10 @@ class CodedColumns:
     """
 
     def __init__(
-        self, pages: CompiledAttention, mover: RowMover, chunks: Sequence[int], length: int, sink: int,
+        self, attention: CompiledAttention, mover: RowMover, chunks: Sequence[int], length: int, sink: int,
         bag: KeptBag | None = None, ring: int = 0,
     ) -> None:  # fmt: skip
-        self._pages, self._mover, self._sink = pages, mover, sink
+        self._attention, self._mover, self._sink = attention, mover, sink
         self._chunks, self._length = np.asarray(chunks, np.int64), length
         self._bag, self._ring = bag, ring
         first = length if bag is None else bag.kept.length
@@ -71,7 +71,7 @@ class CodedColumns:
         prefix, newest = (keys[:, head] for keys in self._keys)
         if self._bag is None:
             return np.ascontiguousarray(prefix)
-        kept = self._pages.expand_kept(layer, head, self._bag, self._sink)[:, 0]
+        kept = self._attention.expand_kept(layer, head, self._bag, self._sink)[:, 0]
         return np.concatenate([prefix, kept, newest])
 
     def read_rows(self, layer: int, head: int, places: Ints) -> HeadRows:
@@ -91,7 +91,7 @@ class CodedColumns:
 
     def _expand_layer(self, layer: int) -> tuple[Floats, Floats]:
         """Keys of the chunks and of the ring, [columns, kv_heads, head_dim]."""
-        chunks = self._pages.expand_chunks(layer, self._chunks, 0, self._length, self._sink)
+        chunks = self._attention.expand_chunks(layer, self._chunks, 0, self._length, self._sink)
         prefix = _keys_of(chunks).reshape(-1, *chunks.shape[1:2], chunks.shape[-1])[: self._length]
         if self._bag is None:
             return prefix, prefix[:0]
@@ -99,7 +99,8 @@ class CodedColumns:
         first, ring = int(self._newest[0]), np.array([self._ring])
         chunk, end = first // CHUNK_TOKENS, first + CHUNK_TOKENS
         both = [
-            _keys_of(self._pages.expand_chunks(layer, ring, chunk + n, end, self._sink))[0] for n in range(2)
+            _keys_of(self._attention.expand_chunks(layer, ring, chunk + n, end, self._sink))[0]
+            for n in range(2)
         ]
         split = first % CHUNK_TOKENS
         return prefix, np.concatenate([both[0][split:], both[1][:split]])
@@ -108,10 +109,10 @@ class CodedColumns:
 class CodedStore:
     """`KeptStore` of a pool with a codec, with its attention and the sliding window of each layer (0: none)."""
 
-    def __init__(self, pool: KvPool, pages: CompiledAttention, windows: Sequence[int]) -> None:
-        self._pages, self._windows = pages, list(windows)
+    def __init__(self, pool: KvPool, attention: CompiledAttention, windows: Sequence[int]) -> None:
+        self._attention, self._windows = attention, list(windows)
         memory = pool.data.view(-1).numpy().reshape(pool.num_slabs, -1)
-        self._mover = RowMover(pool.layout, memory, pages.first_codec)
+        self._mover = RowMover(pool.layout, memory, attention.first_codec)
 
     def open_bag(self, kept: KeptRows, slabs: Sequence[int]) -> KeptBag:
         """As `KeptStore.open_bag`."""
@@ -119,52 +120,52 @@ class CodedStore:
 
     def prompt_columns(self, slabs: Sequence[int], length: int, sink: int) -> CodedColumns:
         """As `KeptStore.prompt_columns`."""
-        return CodedColumns(self._pages, self._mover, slabs, length, sink)
+        return CodedColumns(self._attention, self._mover, slabs, length, sink)
 
     def answer_columns(self, bag: KeptBag, chunks: Sequence[int], ring: int, sink: int) -> CodedColumns:
         """As `KeptStore.answer_columns`."""
-        return CodedColumns(self._pages, self._mover, chunks, bag.kept.boundary, sink, bag, ring)
+        return CodedColumns(self._attention, self._mover, chunks, bag.kept.boundary, sink, bag, ring)
 
     def pack_frames(
-        self, planned: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
+        self, kept_rows: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
     ) -> tuple[KeptRows, Bytes]:
         """As `KeptStore.pack_frames`."""
         assert isinstance(source, CodedColumns)
-        places = np.ndindex(planned.counts.shape)
+        places = np.ndindex(kept_rows.counts.shape)
         rows = [
             source.read_rows(layer, head, columns.places)
             for (layer, head), columns in zip(places, heads, strict=True)
         ]
-        return self._mover.pack_frames(planned, rows)
+        return self._mover.pack_frames(kept_rows, rows)
 
     def list_kernels(self) -> list[Any]:
         """As `KeptStore.list_kernels`."""
-        return self._pages.list_kept_kernels()
+        return self._attention.list_kept_kernels()
 
     def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
         """As `KeptStore.attend_to`."""
-        return RaggedCodes(self._pages, evicted, records, self._windows)
+        return RaggedCodes(self._attention, evicted, records, self._windows)
 
 
 class RaggedCodes:
-    """Attention of a step with evicted sequences: `pages` for the ordinary rows, and the rows of these sequences."""
+    """Attention of a step with evicted sequences: `attention` for the ordinary rows, and these sequences' rows."""
 
     def __init__(
         self,
-        pages: CompiledAttention,
+        attention: CompiledAttention,
         evicted: Sequence[EvictedWork],
         records: Sequence[QueryRecord],
         windows: Sequence[int],
     ) -> None:
-        self._pages, self._evicted, self._records = pages, list(evicted), list(records)
-        self._skips = [one.count_skipped(windows) for one in evicted]
+        self._attention, self._evicted, self._records = attention, list(evicted), list(records)
+        self._skips = [work.count_skipped(windows) for work in evicted]
 
     def write(
         self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, rotary: tuple[Floats, Floats],
         norms: tuple[Floats, Floats], eps: float,
     ) -> None:  # fmt: skip
         """As `CompiledAttention.write`; the queries that a decision needs are recorded."""
-        self._pages.write(layer, qkv, batch, rotary, norms, eps)
+        self._attention.write(layer, qkv, batch, rotary, norms, eps)
         for record in self._records:
             record.store(layer, qkv.numpy())
 
@@ -172,16 +173,16 @@ class RaggedCodes:
         self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, window: int, out: torch.Tensor
     ) -> None:
         """Attention of the decode rows, and of the rows of evicted sequences, into the same rows of `out`."""
-        self._pages.decode(layer, qkv, batch, window, out)
-        for one, skips in zip(self._evicted, self._skips, strict=True):
-            rows: Any = (one.rows, one.positions, np.ascontiguousarray(skips[:, layer]))
-            self._pages.attend_kept(layer, qkv, rows, one, window, out)
+        self._attention.decode(layer, qkv, batch, window, out)
+        for work, skips in zip(self._evicted, self._skips, strict=True):
+            rows: Any = (work.rows, work.positions, np.ascontiguousarray(skips[:, layer]))
+            self._attention.attend_kept(layer, qkv, rows, work, window, out)
 
     def prefill(
         self, layer: int, qkv: torch.Tensor, span: PrefillSpan, window: int, out: torch.Tensor
     ) -> None:
         """As `CompiledAttention.prefill`."""
-        self._pages.prefill(layer, qkv, span, window, out)
+        self._attention.prefill(layer, qkv, span, window, out)
 
 
 def _keys_of(chunks: Floats) -> Floats:

@@ -82,10 +82,10 @@ def expand_frame(
         _add_outliers(data, slab, at, frames, tokens.shape[0], scratch, width)
 
 
-def frame_figures(page: NDArray[np.int64], form: FrameFormat) -> NDArray[np.int64]:
+def frame_figures(page: NDArray[np.int64], frame_format: FrameFormat) -> NDArray[np.int64]:
     """The figures of a frame, from those of the page."""
-    rest = [*form.offsets, form.outlier_bytes, form.count_bits]
-    return np.array([form.frame_bytes, 1, *page[KEY_BITS:SECTIONS], *rest], np.int64)
+    rest = [*frame_format.offsets, frame_format.outlier_bytes, frame_format.count_bits]
+    return np.array([frame_format.frame_bytes, 1, *page[KEY_BITS:SECTIONS], *rest], np.int64)
 
 
 def head_constants(page: NDArray[np.float32], shape: PageShape) -> NDArray[np.float32]:

@@ -37,12 +37,12 @@ def expand_page(
 ) -> None:
     """As `engine.cpu.coded.page_kernels`."""
     literally(width)
-    brain = page[DETAIL] == 1
+    bfloat = page[DETAIL] == 1
     for side in range(2):
         numbers, o = at + page[SECTIONS + side], side * CHUNK_TOKENS * width
         # A page has 64 rows, so whole vectors cover it for every width. The last one may go beyond `count` rows.
         for i in range(0, count * width, LANES):
-            if brain:
+            if bfloat:
                 store(scratch, o + i, load_bfloats(data, numbers + 2 * i))
             else:
                 store(scratch, o + i, load_halves(data, numbers + 2 * i))
@@ -58,10 +58,10 @@ def _round_bfloat(number: Any) -> Any:
 
 
 @jit_exact
-def _encode_side(x: Any, data: Any, at: Any, brain: bool) -> None:
+def _encode_side(x: Any, data: Any, at: Any, bfloat: bool) -> None:
     """Numbers x, rounded to 16 bits, to data[at:]."""
     for i in range(x.shape[0]):
-        bits = _round_bfloat(x[i]) if brain else round_half(x[i])
+        bits = _round_bfloat(x[i]) if bfloat else round_half(x[i])
         data[at + 2 * i] = np.uint8(bits & np.int32(0xFF))
         data[at + 2 * i + 1] = np.uint8((bits >> np.int32(8)) & np.int32(0xFF))
 
@@ -71,9 +71,9 @@ def encode_row(
     keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
 ) -> None:
     """As `engine.cpu.coded.page_kernels`."""
-    brain = page[DETAIL] == 1
-    _encode_side(keys, data, at + page[SECTIONS] + 2 * row * width, brain)
-    _encode_side(values, data, at + page[SECTIONS + 1] + 2 * row * width, brain)
+    bfloat = page[DETAIL] == 1
+    _encode_side(keys, data, at + page[SECTIONS] + 2 * row * width, bfloat)
+    _encode_side(values, data, at + page[SECTIONS + 1] + 2 * row * width, bfloat)
 
 
 register_functions(PLAIN, expand_page, encode_row)

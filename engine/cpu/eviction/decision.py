@@ -196,8 +196,8 @@ class HeadDecider:
             columns, policy = point.source.find_columns(layer, head), int(policies[layer, head])
             positions, scores = columns.positions, None
             if policy != FULL and "frequent" in self._rule.policy_parts(policy):
-                seen, visible = self._find_rows(point, positions, self._windows[layer])
-                scores = self._sum_columns(point, columns, layer, head, seen) / visible
+                row_columns, visible = self._find_rows(point, positions, self._windows[layer])
+                scores = self._sum_columns(point, columns, layer, head, row_columns) / visible
             mask = kept_mask(
                 policy, point.kinds[positions], positions, scores, point.length, point.prompt_tokens,
                 point.spec.boundary, self._rule,
@@ -209,8 +209,8 @@ class HeadDecider:
     def _find_rows(self, point: DecisionPoint, positions: Ints, window: int) -> tuple[RowColumns, Ints]:
         """Which of the columns at `positions` each row sees; and how many rows see each column, 1 if none does."""
         near = self._rule.window_tokens(point.prompt_tokens, point.spec.boundary)
-        seen = RowColumns.of_positions(point.rows, positions, window, near)
-        return seen, np.maximum(seen.count_rows(len(positions)), 1)
+        row_columns = RowColumns.of_positions(point.rows, positions, window, near)
+        return row_columns, np.maximum(row_columns.count_rows(len(positions)), 1)
 
     def _prepare_trial(self, point: DecisionPoint, positions: Ints, window: int) -> PolicyTrial:
         """What all heads of layers with this sliding window share at the end of a prompt."""
@@ -230,9 +230,9 @@ class HeadDecider:
         )
 
     def _sum_columns(
-        self, point: DecisionPoint, columns: HeadColumns, layer: int, head: int, seen: RowColumns
+        self, point: DecisionPoint, columns: HeadColumns, layer: int, head: int, row_columns: RowColumns
     ) -> Floats:
         """The attention of each column of a head, as `sum_attention`."""
         queries = point.queries[layer, point.rows % CHUNK_TOKENS]
         keys = point.source.read_keys(layer, head, columns)
-        return sum_attention(queries, head, self._group, keys, seen)
+        return sum_attention(queries, head, self._group, keys, row_columns)

@@ -181,20 +181,20 @@ class CpuEvictor:
         else:
             policies = bag.kept.policies
             kept = self._decider.apply_policies(point, policies)
-        planned = KeptRows.from_heads(
+        kept_rows = KeptRows.from_heads(
             self._layout, spec.boundary, length, policies, [one.positions.astype(np.int32) for one in kept]
         )
         # The plan before it, if it was not applied, goes first.
         self._plan = None
-        planned, frames = self._store.pack_frames(planned, kept, source)
-        self._plan = order.key, planned, frames
+        kept_rows, frames = self._store.pack_frames(kept_rows, kept, source)
+        self._plan = order.key, kept_rows, frames
         names = Counter(self._rule.policy_names[policy] for policy in policies.reshape(-1))
         return EvictionReport(
-            planned.num_slabs,
-            planned.num_rows,
-            planned.all_rows,
+            kept_rows.num_slabs,
+            kept_rows.num_rows,
+            kept_rows.all_rows,
             dict(names),
-            measure_bag(planned),
+            measure_bag(kept_rows),
         )
 
     def apply_eviction(self, key: str, slabs: list[int]) -> None:

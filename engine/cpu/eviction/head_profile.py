@@ -283,7 +283,7 @@ def list_profile_kernels(width: int) -> list[Any]:
 
 
 def attend_columns(
-    queries: Floats, head: int, group: int, keys: Floats, seen: RowColumns, strip: Floats | None = None
+    queries: Floats, head: int, group: int, keys: Floats, row_columns: RowColumns, strip: Floats | None = None
 ) -> Floats:
     """The strip of one KV head, flat.
 
@@ -307,7 +307,7 @@ def attend_columns(
         padded[:columns] = keys
     strip = make_strip(len(queries), columns) if strip is None else strip
     build_profile_kernel(width)(
-        queries, head, group, padded.reshape(-1), seen.lows, seen.highs, strip
+        queries, head, group, padded.reshape(-1), row_columns.lows, row_columns.highs, strip
     )  # fmt: skip
     return strip
 
@@ -322,12 +322,12 @@ def pad_columns(columns: int) -> int:
     return -(-columns // UNROLL) * UNROLL
 
 
-def sum_attention(queries: Floats, head: int, group: int, keys: Floats, seen: RowColumns) -> Floats:
+def sum_attention(queries: Floats, head: int, group: int, keys: Floats, row_columns: RowColumns) -> Floats:
     """The attention that each column of a KV head gets from all rows, [columns]. Arguments as `attend_columns`.
 
     Every row adds 1 to the sum of all columns.
     """
-    return sum_strip(attend_columns(queries, head, group, keys, seen), len(keys))
+    return sum_strip(attend_columns(queries, head, group, keys, row_columns), len(keys))
 
 
 def sum_strip(strip: Floats, columns: int) -> Floats:
@@ -353,7 +353,7 @@ class PolicyTrial:
     Memory for a strip is here too: heads use it one after the other.
     """
 
-    seen: RowColumns
+    row_columns: RowColumns
     visible: Ints
     plain: Bools
     candidates: Bools
@@ -363,7 +363,7 @@ class PolicyTrial:
     strip: Floats = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strip", make_strip(len(self.seen.highs), len(self.visible)))
+        object.__setattr__(self, "strip", make_strip(len(self.row_columns.highs), len(self.visible)))
 
     def run(self, queries: Floats, head: int, group: int, keys: Floats) -> tuple[NDArray[np.float64], Bools]:
         """Try one KV head; arguments as `attend_columns`.
@@ -372,13 +372,13 @@ class PolicyTrial:
             The recovered mass of policies up to the first that suffices, then NaN, [4]; and the columns that the last
             of these policies keeps, its window aside, [columns].
         """
-        columns, strip = len(keys), attend_columns(queries, head, group, keys, self.seen, self.strip)
+        columns, strip = len(keys), attend_columns(queries, head, group, keys, self.row_columns, self.strip)
         masses, kept = np.full(len(self.local), np.nan), np.empty(columns, np.bool_)
         _try_policies(
             strip,
             pad_columns(columns),
             len(queries),
-            self.seen.nears,
+            self.row_columns.nears,
             sum_strip(strip, columns) / self.visible,
             self.plain,
             self.candidates,

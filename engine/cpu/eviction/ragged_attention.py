@@ -135,7 +135,7 @@ class KeptStore(Protocol):
         """The columns of an evicted sequence: those of `chunks`, of its bag, and of a ring full of new tokens."""
 
     def pack_frames(
-        self, planned: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
+        self, kept_rows: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
     ) -> tuple[KeptRows, Bytes]:
         """The map of a bag, and its frames, [frames, frame_bytes]: that map, and a copy of the rows of each head.
 
@@ -332,8 +332,8 @@ def build_ragged_kernel(width: int) -> Callable[..., None]:
 class RawStore:
     """`KeptStore` of a raw pool, with its attention and the sliding window of each layer (0: none)."""
 
-    def __init__(self, pool: KvPool, pages: CpuAttention, windows: Sequence[int]) -> None:
-        self._layout, self._pages, self._windows = pool.layout, pages, list(windows)
+    def __init__(self, pool: KvPool, attention: CpuAttention, windows: Sequence[int]) -> None:
+        self._layout, self._attention, self._windows = pool.layout, attention, list(windows)
         # [rows, head_dim]: every key and value of the pool.
         self._rows = pool.data.view(-1, self._layout.head_dim).numpy()
 
@@ -353,18 +353,18 @@ class RawStore:
         return BagColumns(prefix, bag.kept, bag.slabs, last)
 
     def pack_frames(
-        self, planned: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
+        self, kept_rows: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
     ) -> tuple[KeptRows, Bytes]:
         """As `KeptStore.pack_frames`."""
-        scratch = np.zeros((planned.num_frames * ROWS_PER_FRAME, self._layout.head_dim), np.float32)
-        frames = scratch.view(np.uint8).reshape(planned.num_frames, -1)
-        frames[: planned.lead].reshape(-1)[:] = np.frombuffer(planned.encode(), np.uint8)
-        for first, columns in zip(planned.first_frames.reshape(-1), heads, strict=True):
+        scratch = np.zeros((kept_rows.num_frames * ROWS_PER_FRAME, self._layout.head_dim), np.float32)
+        frames = scratch.view(np.uint8).reshape(kept_rows.num_frames, -1)
+        frames[: kept_rows.lead].reshape(-1)[:] = np.frombuffer(kept_rows.encode(), np.uint8)
+        for first, columns in zip(kept_rows.first_frames.reshape(-1), heads, strict=True):
             places = np.arange(len(columns.positions))
             rows = (first + places // FRAME) * ROWS_PER_FRAME + places % FRAME
             scratch[rows] = self._rows[columns.places[:, 0]]
             scratch[rows + FRAME] = self._rows[columns.places[:, 1]]
-        return planned, frames
+        return kept_rows, frames
 
     def list_kernels(self) -> list[Any]:
         """As `KeptStore.list_kernels`."""
@@ -372,24 +372,24 @@ class RawStore:
 
     def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
         """As `KeptStore.attend_to`."""
-        return RaggedAttention(self._pages, self._pack_rows(evicted) if evicted else None, records)
+        return RaggedAttention(self._attention, self._pack_rows(evicted) if evicted else None, records)
 
     def _pack_rows(self, evicted: Sequence[EvictedWork]) -> RaggedRows:
         """The ragged rows of a step."""
-        bags = [one.bag for one in evicted]
+        bags = [work.bag for work in evicted]
         return RaggedRows(
-            rows=np.concatenate([one.rows for one in evicted]),
-            positions=np.concatenate([one.positions for one in evicted]),
-            owners=np.repeat(np.arange(len(evicted)), [len(one.work.tokens) for one in evicted]),
+            rows=np.concatenate([work.rows for work in evicted]),
+            positions=np.concatenate([work.positions for work in evicted]),
+            owners=np.repeat(np.arange(len(evicted)), [len(work.work.tokens) for work in evicted]),
             starts=np.array([bag.kept.length for bag in bags], np.int64),
-            prefixes=np.array([len(one.chunks) for one in evicted], np.int64),
-            rings=np.array([one.ring for one in evicted], np.int64),
-            chunks=_pad_table([one.chunks for one in evicted]),
+            prefixes=np.array([len(work.chunks) for work in evicted], np.int64),
+            rings=np.array([work.ring for work in evicted], np.int64),
+            chunks=_pad_table([work.chunks for work in evicted]),
             bags=_pad_table([bag.slabs for bag in bags]),
             counts=np.stack([bag.counts for bag in bags], axis=1),
             frames=np.stack([bag.frames for bag in bags], axis=1),
             skips=np.ascontiguousarray(
-                np.concatenate([one.count_skipped(self._windows) for one in evicted]).swapaxes(0, 1)
+                np.concatenate([work.count_skipped(self._windows) for work in evicted]).swapaxes(0, 1)
             ),
         )
 
@@ -403,23 +403,23 @@ def _pad_table(lists: Sequence[list[int]]) -> Ints:
 
 
 class RaggedAttention:
-    """Attention of a step with sequences whose KV is evicted: `pages` for the ordinary rows, and the ragged rows.
+    """Attention of a step with sequences whose KV is evicted: `attention` for the ordinary rows, and the ragged rows.
 
     It is made for one step. `records` say which queries the step records.
     """
 
     def __init__(
-        self, pages: CpuAttention, ragged: RaggedRows | None, records: Sequence[QueryRecord]
+        self, attention: CpuAttention, ragged: RaggedRows | None, records: Sequence[QueryRecord]
     ) -> None:
-        self._pages, self._ragged, self._records = pages, ragged, list(records)
-        self._kernel = build_ragged_kernel(pages.layout.head_dim)
+        self._attention, self._ragged, self._records = attention, ragged, list(records)
+        self._kernel = build_ragged_kernel(attention.layout.head_dim)
 
     def write(
         self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, rotary: tuple[Floats, Floats],
         norms: tuple[Floats, Floats], eps: float,
     ) -> None:  # fmt: skip
         """As `CpuAttention.write`; the queries that a decision needs are recorded."""
-        self._pages.write(layer, qkv, batch, rotary, norms, eps)
+        self._attention.write(layer, qkv, batch, rotary, norms, eps)
         for record in self._records:
             record.store(layer, qkv.numpy())
 
@@ -427,19 +427,19 @@ class RaggedAttention:
         self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, window: int, out: torch.Tensor
     ) -> None:
         """Attention of the decode rows, and of the ragged rows, into the same rows of `out`."""
-        self._pages.decode(layer, qkv, batch, window, out)
+        self._attention.decode(layer, qkv, batch, window, out)
         if self._ragged is None:
             return
-        one, layout, itemsize = self._ragged, self._pages.layout, self._pages.layout.itemsize
+        one, layout, itemsize = self._ragged, self._attention.layout, self._attention.layout.itemsize
         self._kernel(
             qkv.numpy(), one.rows, one.positions, one.owners, one.starts, one.prefixes, one.rings, one.chunks,
             one.bags, one.counts[layer], one.frames[layer], one.skips[layer],
-            self._pages.data.view(-1).numpy(), layout.chunk_bytes // itemsize,
-            layer * layout.layer_bytes // itemsize, self._pages.heads, layout.kv_heads, window, out.numpy(),
+            self._attention.data.view(-1).numpy(), layout.chunk_bytes // itemsize,
+            layer * layout.layer_bytes // itemsize, self._attention.heads, layout.kv_heads, window, out.numpy(),
         )  # fmt: skip
 
     def prefill(
         self, layer: int, qkv: torch.Tensor, span: PrefillSpan, window: int, out: torch.Tensor
     ) -> None:
         """As `CpuAttention.prefill`."""
-        self._pages.prefill(layer, qkv, span, window, out)
+        self._attention.prefill(layer, qkv, span, window, out)

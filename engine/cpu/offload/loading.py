@@ -16,7 +16,7 @@ from engine.cpu.decoder import CpuDecoder
 from engine.cpu.offload.block_kv import BlockKv, KvCoding, build_coding
 from engine.cpu.offload.disk_file import DirectFile, DiskRate
 from engine.cpu.offload.hidden_rooms import HiddenRooms
-from engine.cpu.offload.runner import BlockTiers, CpuBlockRunner
+from engine.cpu.offload.runner import BlockTiers, CpuOffloadRunner
 from engine.cpu.offload.weight_stream import WeightStream, open_index
 from engine.cpu.weights.decoder_weights import (
     FIRST_SECTION,
@@ -57,34 +57,36 @@ class BlockFiles:
 
 
 def measure_model(
-    model: Checkpoint, layout: KvLayout, index: PreparedIndex, policy: BlockPolicy, max_model_len: int
+    checkpoint: Checkpoint, layout: KvLayout, index: PreparedIndex, policy: BlockPolicy, max_model_len: int
 ) -> BlockModel:
     """The sizes of a model whose weights are in a prepared file; `layout` is that of the KV of all layers."""
     sections = index.sections
-    shape = model.shape
-    tables = 2 * FLOAT_BYTES * max_model_len * shape.head_dim // 2
+    config = checkpoint.config
+    tables = 2 * FLOAT_BYTES * max_model_len * config.head_dim // 2
     if layout.codec:
         tables += angle_table_bytes(layout.head_dim, max_model_len)
-        tables += max(MIN_SLOTS, sink_slots(model, policy)) * token_kv_bytes(layout)
+        tables += max(MIN_SLOTS, sink_slots(checkpoint, policy)) * token_kv_bytes(layout)
         # A prompt's KV in one layer is expanded while it is attended to.
         raw = replace(layout, codec="").layer_bytes
         tables += min(batch_chunks(policy), num_chunks(max_model_len)) * raw
     return BlockModel(
-        layer_bytes=[sections[layer_section(one)].num_bytes for one in range(shape.layers)],
+        layer_bytes=[sections[layer_section(one)].num_bytes for one in range(config.layers)],
         end_bytes=sections[FIRST_SECTION].num_bytes + sections[LAST_SECTION].num_bytes,
         chunk_bytes=round_up(layout.layer_bytes),
-        hidden_bytes=shape.hidden * FLOAT_BYTES,
-        step_bytes=step_memory_bytes(shape, tokens=policy.step_tokens, rows=LOGIT_ROWS),
+        hidden_bytes=config.hidden * FLOAT_BYTES,
+        step_bytes=step_memory_bytes(config, tokens=policy.step_tokens, rows=LOGIT_ROWS),
         table_bytes=tables,
     )
 
 
-def sink_slots(model: Checkpoint, policy: BlockPolicy) -> int:
+def sink_slots(checkpoint: Checkpoint, policy: BlockPolicy) -> int:
     """How many different first tokens a step of the block may have."""
-    return min(model.shape.vocab, policy.sequences)
+    return min(checkpoint.config.vocab, policy.sequences)
 
 
-def prepare_weights(model: Checkpoint, kind: str, folder: Path, packed: OnPacked = ignore_progress) -> Path:
+def prepare_weights(
+    checkpoint: Checkpoint, kind: str, folder: Path, packed: OnPacked = ignore_progress
+) -> Path:
     """The prepared file of a model's weights of a kind, which is made if there is none. `packed` is called meanwhile.
 
     Raises:
@@ -92,22 +94,22 @@ def prepare_weights(model: Checkpoint, kind: str, folder: Path, packed: OnPacked
         StartError: the file cannot be written.
     """
     try:
-        with torch.no_grad(), WeightReader(model.weights) as weights:
-            reader = SectionReader(model.shape, weights, layer_kind=layer_kind(kind), packed=packed)
-            return PreparedFolder(folder, model.packing_identity()).prepare_file(reader)
+        with torch.no_grad(), WeightReader(checkpoint.weights) as weights:
+            reader = SectionReader(checkpoint.config, weights, layer_kind=layer_kind(kind), packed=packed)
+            return PreparedFolder(folder, checkpoint.packing_identity()).prepare_file(reader)
     except OSError as error:
         fix = "make room there, or set NUMBA_CACHE_DIR to a folder on another disk"
         raise StartError("the weights cannot be prepared for bulk work", str(error), fix) from error
 
 
 def load_block(
-    model: Checkpoint,
+    checkpoint: Checkpoint,
     policy: BlockPolicy,
     files: BlockFiles,
     max_model_len: int,
     calibration_file: str = "",
     packed: OnPacked = ignore_progress,
-) -> CpuBlockRunner:
+) -> CpuOffloadRunner:
     """Prepare the weights, check the caps, and build the runner.
 
     `calibration_file` is that of the policy's codec, if it takes one; empty: the one beside the model. `packed` is
@@ -118,30 +120,30 @@ def load_block(
         ModelError: the checkpoint does not match its config, or the calibration is damaged or of another model.
         StartError: a file cannot be made.
     """
-    codec, calibration = resolve_kv_codec(model, policy.kv_codec or RAW_CLASS, calibration_file)
-    layout = model.layout(codec=codec)
-    path = prepare_weights(model, policy.weight_kind, files.prepared, packed)
+    codec, calibration = resolve_kv_codec(checkpoint, policy.kv_codec or RAW_CLASS, calibration_file)
+    layout = checkpoint.layout(codec=codec)
+    path = prepare_weights(checkpoint, policy.weight_kind, files.prepared, packed)
     try:
-        sizes = measure_model(model, layout, open_index(path), policy, max_model_len)
+        sizes = measure_model(checkpoint, layout, open_index(path), policy, max_model_len)
         needs = check_caps(sizes, policy, files.memory_bytes, files.disk_bytes)
         with ExitStack() as opened:
-            resident = policy.resident_layers(model.shape.layers)
-            stream = WeightStream(path, model.shape, resident, overlap=policy.overlap, rate=files.rate)
+            resident = policy.resident_layers(checkpoint.config.layers)
+            stream = WeightStream(path, checkpoint.config, resident, overlap=policy.overlap, rate=files.rate)
             opened.callback(stream.close)
             kv_file = _make_scratch(files, needs.disk["KV"], opened)
             hidden_file = _make_scratch(files, needs.disk["activations"], opened)
-            decoder = CpuDecoder(model.shape, stream.ends, max_model_len)
+            decoder = CpuDecoder(checkpoint.config, stream.ends, max_model_len)
             table, coding = _build_coding(
-                decoder, layout, calibration, sink_slots(model, policy), max_model_len
+                decoder, layout, calibration, sink_slots(checkpoint, policy), max_model_len
             )
             kv = BlockKv(layout, decoder.heads, policy, kv_file, coding)
-            hidden = HiddenRooms(model.shape.hidden, model.shape.layers, policy, hidden_file)
+            hidden = HiddenRooms(checkpoint.config.hidden, checkpoint.config.layers, policy, hidden_file)
             opened.pop_all()
     except (OSError, ValueError) as error:
         fix = f"make room in {files.scratch}, or lower --bulk-disk-bytes"
         raise StartError("the files of bulk work cannot be used", str(error), fix) from error
-    tiers = BlockTiers(stream, kv, hidden, table, sink_slots(model, policy))
-    return CpuBlockRunner(decoder, layout, policy, tiers, needs)
+    tiers = BlockTiers(stream, kv, hidden, table, sink_slots(checkpoint, policy))
+    return CpuOffloadRunner(decoder, layout, policy, tiers, needs)
 
 
 def _make_scratch(files: BlockFiles, num_bytes: int, opened: ExitStack) -> DirectFile | None:
@@ -160,6 +162,6 @@ def _build_coding(
     table = SinkTable(layout, slots if layout.codec else MIN_SLOTS)
     if not layout.codec:
         return table, None
-    frequencies = rope_frequencies(decoder.shape.rope, layout.head_dim).double().numpy()
+    frequencies = rope_frequencies(decoder.config.rope, layout.head_dim).double().numpy()
     angles = build_angles(frequencies, max_model_len)
     return table, build_coding(layout, calibration, frequencies, angles, table)

@@ -87,9 +87,13 @@ class MeasuredRates:
 
 
 def measure_rates(
-    model: Checkpoint, folder: Path, threads: int, say: Callable[[str], None], sizes: ProbeSizes | None = None
+    checkpoint: Checkpoint,
+    folder: Path,
+    threads: int,
+    say: Callable[[str], None],
+    sizes: ProbeSizes | None = None,
 ) -> MeasuredRates:
-    """Measure the rates of blocks of `model` with `threads` threads; the disk is that of `folder`.
+    """Measure the rates of blocks of `checkpoint` with `threads` threads; the disk is that of `folder`.
 
     `say` is told what is measured. With one thread, computing is measured in time of the core, so that other programs
     make it less wrong.
@@ -102,7 +106,7 @@ def measure_rates(
     torch.set_num_threads(threads)
     try:
         with torch.no_grad():
-            return _LayerProbe(model, threads, sizes).measure(folder, say)
+            return _LayerProbe(checkpoint, threads, sizes).measure(folder, say)
     finally:
         torch.set_num_threads(before)
 
@@ -110,73 +114,75 @@ def measure_rates(
 class _LayerProbe:
     """The measurements of one model."""
 
-    def __init__(self, model: Checkpoint, threads: int, sizes: ProbeSizes) -> None:
-        self.model, self.sizes, self._threads = model, sizes, threads
+    def __init__(self, checkpoint: Checkpoint, threads: int, sizes: ProbeSizes) -> None:
+        self.checkpoint, self.sizes, self._threads = checkpoint, sizes, threads
         self._clock = time.thread_time if threads == 1 else time.perf_counter
         longest = max(*sizes.contexts, *sizes.prompts, max(sizes.rows)) + 1
-        self._context = min(longest, model.shape.context)
-        self.decoder = CpuDecoder(model.shape, DecoderWeights((), None, None, None), self._context)
-        self._steps = StepProbe(model, self._context, self._clock, sizes.rounds)
+        self._context = min(longest, checkpoint.config.context)
+        self.decoder = CpuDecoder(checkpoint.config, DecoderWeights((), None, None, None), self._context)
+        self._steps = StepProbe(checkpoint, self._context, self._clock, sizes.rounds)
 
     def measure(self, folder: Path, say: Callable[[str], None]) -> MeasuredRates:
-        shape = self.model.shape
+        config = self.checkpoint.config
         say("products of a layer")
-        section = _read_layer(self.model, None)
+        section = _read_layer(self.checkpoint, None)
         weights = sum(one.outputs * one.inputs for one in section.matrices.values())
         # Of a large vocabulary only a part is in the steps.
-        more = shape.vocab / self._steps.outputs - 1
-        found = MeasuredRates(weights, more * self._measure_logits(), True)
-        self._measure_layers(found, "exact", section)
+        more = config.vocab / self._steps.outputs - 1
+        rates = MeasuredRates(weights, more * self._measure_logits(), True)
+        self._measure_layers(rates, "exact", section)
         try:
-            self._measure_layers(found, "int4", _read_layer(self.model, "int4"))
+            self._measure_layers(rates, "int4", _read_layer(self.checkpoint, "int4"))
         except ModelError as error:
             say(f"no weights of 4 bits: {error.why}")
         del section
         say("steps")
-        found.steps = self._steps.measure_steps()
+        rates.steps = self._steps.measure_steps()
         say("attention")
-        self._measure_attention(found, say)
+        self._measure_attention(rates, say)
         say("copies and the disk")
-        found.copies = self._measure_copies()
-        self._measure_disk(folder, found)
-        return found
+        rates.copies = self._measure_copies()
+        self._measure_disk(folder, rates)
+        return rates
 
     # ---- products
 
-    def _measure_layers(self, found: MeasuredRates, kind: str, section: WeightSection) -> None:
+    def _measure_layers(self, rates: MeasuredRates, kind: str, section: WeightSection) -> None:
         """(rows, seconds) of units in a layer of a kind of weights, which come from memory."""
-        window = self.model.shape.windows[0]
-        layers = [build_layer(section, window), *_copy_layers(section, window, self.model.shape.layers)]
+        window = self.checkpoint.config.windows[0]
+        layers = [build_layer(section, window), *_copy_layers(section, window, self.checkpoint.config.layers)]
         rows = self.sizes.rows
-        found.products[kind] = [
+        rates.products[kind] = [
             (count, self._steps.measure_decode(layers, count)) for count in rows if count <= MAX_DECODE_ROWS
         ]
-        found.prompts[kind] = [
+        rates.prompts[kind] = [
             (count, self._steps.measure_prompts(layers, count)) for count in rows if count >= MAX_DECODE_ROWS
         ]
 
     def _measure_logits(self) -> float:
         """Seconds of a row's logits, of as many outputs as steps have."""
         weight = (
-            torch.randn(self._steps.outputs, self.model.shape.hidden).to(torch.bfloat16).to(torch.float32)
+            torch.randn(self._steps.outputs, self.checkpoint.config.hidden)
+            .to(torch.bfloat16)
+            .to(torch.float32)
         )
         product, rows = PackedLinear.pack(weight), 16
-        x = torch.randn(rows, self.model.shape.hidden)
+        x = torch.randn(rows, self.checkpoint.config.hidden)
         return self._best_s(lambda: product(x)) / rows
 
     # ---- attention
 
-    def _measure_attention(self, found: MeasuredRates, say: Callable[[str], None]) -> None:
-        raw = replace(self.model.layout(), layers=1)
-        pages = self._raw_pages(raw)
+    def _measure_attention(self, rates: MeasuredRates, say: Callable[[str], None]) -> None:
+        raw = replace(self.checkpoint.layout(), layers=1)
+        attention = self._raw_pages(raw)
         for context in self._contexts():
             read = ATTENDING_ROWS * context * raw.layer_bytes // CHUNK_TOKENS
-            found.attention.append((read, self._decode_s(pages, context)))
-        shape = self.model.shape
-        prompts = {count: self._prompt_s(pages, count) for count in self._prompts()}
+            rates.attention.append((read, self._decode_s(attention, context)))
+        config = self.checkpoint.config
+        prompts = {count: self._prompt_s(attention, count) for count in self._prompts()}
         for count, seconds in prompts.items():
-            flops = count * (count + 1) // 2 * 4 * shape.heads * shape.head_dim
-            found.prompt_attention.append((flops, seconds))
+            flops = count * (count + 1) // 2 * 4 * config.heads * config.head_dim
+            rates.prompt_attention.append((flops, seconds))
         try:
             coded, stored = self._coded_pages()
         except (ConfigError, ModelError) as error:
@@ -184,9 +190,9 @@ class _LayerProbe:
             return
         for context in self._contexts():
             read = ATTENDING_ROWS * context * stored.layer_bytes // CHUNK_TOKENS
-            found.coded_attention.append((read, self._decode_s(coded, context)))
+            rates.coded_attention.append((read, self._decode_s(coded, context)))
         for count, seconds in prompts.items():
-            found.coded_rows.append((count, self._prompt_s(coded, count) - seconds))
+            rates.coded_rows.append((count, self._prompt_s(coded, count) - seconds))
 
     def _contexts(self) -> list[int]:
         return sorted({min(one, self._context - 1) for one in self.sizes.contexts})
@@ -201,22 +207,22 @@ class _LayerProbe:
 
     def _raw_pages(self, layout: KvLayout) -> PagedAttention:
         data = torch.randn(self._chunks, *layout.chunk_shape)
-        return CpuAttention(layout, data, self.model.shape.heads)
+        return CpuAttention(layout, data, self.checkpoint.config.heads)
 
     def _coded_pages(self) -> tuple[PagedAttention, KvLayout]:
         """Attention over a pool of KV in 4 bits, and its layout. Raises ConfigError or ModelError."""
-        shape = self.model.shape
-        codec, calibration = resolve_kv_codec(self.model, KV_CODEC)
-        layout = replace(self.model.layout(codec=codec), layers=1)
-        frequencies = rope_frequencies(shape.rope, layout.head_dim).double().numpy()
+        config = self.checkpoint.config
+        codec, calibration = resolve_kv_codec(self.checkpoint, KV_CODEC)
+        layout = replace(self.checkpoint.layout(codec=codec), layers=1)
+        frequencies = rope_frequencies(config.rope, layout.head_dim).double().numpy()
         sinks = SinkTable(layout)
         angles = build_angles(frequencies, self._context)
         coding = build_coding(layout, calibration, frequencies, angles, sinks)
         data = torch.zeros(self._chunks, 1, layout.pages_per_layer, layout.page_bytes, dtype=torch.uint8)
         pool = CodedPool(layout, data, coding.codecs, frequencies, sinks)
-        return CompiledAttention(pool, shape.heads, angles), layout
+        return CompiledAttention(pool, config.heads, angles), layout
 
-    def _decode_s(self, pages: PagedAttention, context: int) -> float:
+    def _decode_s(self, attention: PagedAttention, context: int) -> float:
         """Seconds for which rows at a context are attended to."""
         chunks = -(-context // CHUNK_TOKENS)
         works = [
@@ -224,37 +230,39 @@ class _LayerProbe:
             for row in range(ATTENDING_ROWS)
         ]
         batch = pack_batch(works)
-        self._fill_pages(pages, works, context)
+        self._fill_pages(attention, works, context)
         qkv = self._random_qkv(ATTENDING_ROWS)
-        mixed = torch.zeros(ATTENDING_ROWS, self.model.shape.heads * self.model.shape.head_dim)
-        return self._best_s(lambda: pages.decode(0, qkv, batch, 0, mixed))
+        mixed = torch.zeros(ATTENDING_ROWS, self.checkpoint.config.heads * self.checkpoint.config.head_dim)
+        return self._best_s(lambda: attention.decode(0, qkv, batch, 0, mixed))
 
-    def _fill_pages(self, pages: PagedAttention, works: list[StepWork], context: int) -> None:
+    def _fill_pages(self, attention: PagedAttention, works: list[StepWork], context: int) -> None:
         """Write the keys and values of all rows."""
         for work in works:
             batch = pack_batch([StepWork([1] * context, 0, work.slabs, "none", 1)])
-            self._write(pages, self._random_qkv(context), batch)
+            self._write(attention, self._random_qkv(context), batch)
 
-    def _prompt_s(self, pages: PagedAttention, count: int) -> float:
+    def _prompt_s(self, attention: PagedAttention, count: int) -> float:
         """Seconds of writing and attending to a prompt of `count` tokens."""
         batch = pack_batch([StepWork([1] * count, 0, list(range(-(-count // CHUNK_TOKENS))), "none", 1)])
-        qkv, shape = self._random_qkv(count), self.model.shape
-        mixed = torch.zeros(count, shape.heads * shape.head_dim)
+        qkv, config = self._random_qkv(count), self.checkpoint.config
+        mixed = torch.zeros(count, config.heads * config.head_dim)
 
         def attend() -> None:
-            self._write(pages, qkv, batch)
+            self._write(attention, qkv, batch)
             for span in batch.spans:
-                pages.prefill(0, qkv, span, 0, mixed)
+                attention.prefill(0, qkv, span, 0, mixed)
 
         return self._best_s(attend)
 
-    def _write(self, pages: PagedAttention, qkv: torch.Tensor, batch: ForwardBatch) -> None:
+    def _write(self, attention: PagedAttention, qkv: torch.Tensor, batch: ForwardBatch) -> None:
         none = np.empty(0, np.float32)
-        pages.write(0, qkv, batch, (self.decoder.cos, self.decoder.sin), (none, none), self.model.shape.eps)
+        attention.write(
+            0, qkv, batch, (self.decoder.cos, self.decoder.sin), (none, none), self.checkpoint.config.eps
+        )
 
     def _random_qkv(self, rows: int) -> torch.Tensor:
-        shape = self.model.shape
-        return torch.randn(rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+        config = self.checkpoint.config
+        return torch.randn(rows, (config.heads + 2 * config.kv_heads) * config.head_dim)
 
     # ---- memory and disk
 
@@ -263,7 +271,7 @@ class _LayerProbe:
         target = torch.empty_like(source)
         return [(self.sizes.copy_bytes, self._best_s(lambda: target.copy_(source)))]
 
-    def _measure_disk(self, folder: Path, found: MeasuredRates) -> None:
+    def _measure_disk(self, folder: Path, rates: MeasuredRates) -> None:
         """Fill in how fast the disk of `folder` is written and read, piece after piece. Raises ConfigError."""
         size = -(-self.sizes.disk_bytes // PIECE_BYTES) * PIECE_BYTES
         try:
@@ -275,9 +283,9 @@ class _LayerProbe:
             raise ConfigError(f"the disk of {folder} cannot be measured", str(error), fix) from error
         memory = allocate_memory(PIECE_BYTES)
         memory[:] = os.urandom(DISK_BLOCK) * (PIECE_BYTES // DISK_BLOCK)
-        found.disk_direct = file.direct
+        rates.disk_direct = file.direct
         try:
-            for points, move in ((found.writes, file.write_from), (found.reads, file.read_into)):
+            for points, move in ((rates.writes, file.write_from), (rates.reads, file.read_into)):
                 # The first round of writing makes the file's blocks.
                 for counted in (False, True):
                     begun_s = time.perf_counter()
@@ -302,10 +310,10 @@ class _LayerProbe:
         return max(best, 1e-9)
 
 
-def _read_layer(model: Checkpoint, kind: str | None) -> WeightSection:
+def _read_layer(checkpoint: Checkpoint, kind: str | None) -> WeightSection:
     """The first layer's weights. Raises ModelError: the checkpoint does not match, or the kind cannot be had."""
-    with WeightReader(model.weights) as weights:
-        sections = SectionReader(model.shape, weights, layer_kind=kind).read_sections()
+    with WeightReader(checkpoint.weights) as weights:
+        sections = SectionReader(checkpoint.config, weights, layer_kind=kind).read_sections()
         return next(section for name, section in sections if name == layer_section(0))
 
 

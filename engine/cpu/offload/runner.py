@@ -64,14 +64,14 @@ class _Piece:
         return found
 
 
-class CpuBlockRunner:
+class CpuOffloadRunner:
     """Computes the steps of one block; only one thread may use it. `needs` is what was predicted for it."""
 
     def __init__(
         self, decoder: CpuDecoder, layout: KvLayout, policy: BlockPolicy, tiers: BlockTiers, needs: BlockNeeds
     ) -> None:
         self.policy, self.layout, self.needs, self.tiers = policy, layout, needs, tiers
-        self.vocab_size = decoder.shape.vocab
+        self.vocab_size = decoder.config.vocab
         self._decoder, self._sinks = decoder, SinkSlots(tiers.sink_slots)
         # Steps that were begun.
         self.steps = 0
@@ -91,7 +91,7 @@ class CpuBlockRunner:
         return moves + faults - own
 
     def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[UnitResult]]:
-        """As `engine.offload.units.BlockRunner.run_step`."""
+        """As `engine.offload.units.OffloadRunner.run_step`."""
         self.steps += 1
         sinks = self._plan_sinks(works)
         pieces = self._pack_pieces(works, sinks)
@@ -121,13 +121,13 @@ class CpuBlockRunner:
             if sink_rows is not None:
                 sink_rows = self._compute_sinks(index, layer, sink_rows, sinks)
             for batch, mine in pieces.items():
-                pages = tiers.kv.enter(index, batch)
+                attention = tiers.kv.enter(index, batch)
                 hidden = tiers.hidden.enter(batch, rows[batch])
                 for piece in mine:
                     x = hidden[piece.first : piece.end]
                     if index == 0:
                         x.copy_(decoder.embed_tokens(piece.batch.tokens))
-                    delta, failed = self._compute_piece(layer, x, piece, pages)
+                    delta, failed = self._compute_piece(layer, x, piece, attention)
                     failures = [WorkFailure(batch, work, error) for work, error in failed]
                     if index < layers - 1:
                         x.add_(delta)
@@ -140,7 +140,7 @@ class CpuBlockRunner:
                 tiers.hidden.leave(batch)
 
     def _compute_piece(
-        self, layer: CpuLayer, x: torch.Tensor, piece: _Piece, pages: PagedAttention
+        self, layer: CpuLayer, x: torch.Tensor, piece: _Piece, attention: PagedAttention
     ) -> tuple[torch.Tensor, list[tuple[int, Exception]]]:
         """One layer for the rows `x` of a piece: the change still to be added, and the works that failed.
 
@@ -150,7 +150,7 @@ class CpuBlockRunner:
         failed: list[tuple[int, Exception]] = []
         while True:
             try:
-                delta = self._decoder.compute_layer(0, layer, x, torch.zeros_like(x), piece.batch, pages)
+                delta = self._decoder.compute_layer(0, layer, x, torch.zeros_like(x), piece.batch, attention)
             except NonFiniteKv as error:
                 found = piece.find_parts(error.rows)
                 if not any(x[rows].any() for _, rows in found):

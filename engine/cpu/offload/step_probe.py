@@ -26,12 +26,12 @@ from engine.cpu.decoder import CpuDecoder
 from engine.cpu.linear import PackedLinear
 from engine.cpu.offload.block_kv import BlockKv
 from engine.cpu.offload.hidden_rooms import HiddenRooms
-from engine.cpu.offload.runner import BlockTiers, CpuBlockRunner
+from engine.cpu.offload.runner import BlockTiers, CpuOffloadRunner
 from engine.cpu.offload.weight_stream import WeightStream
 from engine.cpu.weights.decoder_weights import CpuLayer, DecoderWeights
 from engine.model.checkpoint import Checkpoint
-from engine.offload.block_admission import BlockSchedule
-from engine.offload.engine import BlockEngine
+from engine.offload.block_admission import BlockAdmission
+from engine.offload.engine import OffloadEngine
 from engine.offload.policy import BlockPolicy
 from engine.offload.sizes import BlockNeeds
 from engine.sampling.sampler import Sampler
@@ -52,10 +52,10 @@ FIRST_TOKENS = 4
 class _ProbeDecoder(CpuDecoder):
     """A decoder with a random embedding and product to logits. Without `computes` its layers do nothing."""
 
-    def __init__(self, model: Checkpoint, context: int) -> None:
-        super().__init__(model.shape, DecoderWeights((), None, None, None), context)
-        self.outputs, self.computes = min(model.shape.vocab, MAX_OUTPUTS), True
-        self._table = torch.randn(self.outputs, model.shape.hidden)
+    def __init__(self, checkpoint: Checkpoint, context: int) -> None:
+        super().__init__(checkpoint.config, DecoderWeights((), None, None, None), context)
+        self.outputs, self.computes = min(checkpoint.config.vocab, MAX_OUTPUTS), True
+        self._table = torch.randn(self.outputs, checkpoint.config.hidden)
         self._product = PackedLinear.pack(self._table.to(torch.bfloat16).to(torch.float32))
 
     def embed_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -69,11 +69,13 @@ class _ProbeDecoder(CpuDecoder):
         x: torch.Tensor,
         delta: torch.Tensor,
         batch: ForwardBatch,
-        pages: PagedAttention,
+        attention: PagedAttention,
         done: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """As of any decoder, if this one computes."""
-        return super().compute_layer(index, layer, x, delta, batch, pages, done) if self.computes else delta
+        return (
+            super().compute_layer(index, layer, x, delta, batch, attention, done) if self.computes else delta
+        )
 
     def compute_logits(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """Random logits, for as long as real ones take."""
@@ -98,9 +100,9 @@ class _CycledLayers:
 class StepProbe:
     """Measures steps of a model with `clock`: medians of `rounds` or more. No sequence is longer than `context`."""
 
-    def __init__(self, model: Checkpoint, context: int, clock: Callable[[], float], rounds: int) -> None:
-        self._model, self._clock, self._rounds = model, clock, rounds
-        self._decoder = _ProbeDecoder(model, context)
+    def __init__(self, checkpoint: Checkpoint, context: int, clock: Callable[[], float], rounds: int) -> None:
+        self._checkpoint, self._clock, self._rounds = checkpoint, clock, rounds
+        self._decoder = _ProbeDecoder(checkpoint, context)
         self._prompt = min(UNIT_PROMPT_TOKENS, context - 1)
 
     @property
@@ -162,8 +164,8 @@ class StepProbe:
         runner, found = self._build_runner([cast(CpuLayer, None)], policy, 1), list[float]()
         outputs = self._decoder.outputs
         for attempt in range(self._rounds):
-            schedule = BlockSchedule(policy, policy.sequence_tokens, max_waiting=policy.sequences)
-            engine = BlockEngine(runner, schedule, Sampler(outputs), outputs, 0.0)
+            schedule = BlockAdmission(policy, policy.sequence_tokens, max_waiting=policy.sequences)
+            engine = OffloadEngine(runner, schedule, Sampler(outputs), outputs, 0.0)
             for number in range(policy.sequences):
                 asked = SamplingParams(STEPS + 1, 0, temperature=0.0)
                 name = f"{attempt}-{number}"
@@ -176,12 +178,12 @@ class StepProbe:
             found.append((self._clock() - begun_s) / max(1, engine.steps - steps))
         return median(found)
 
-    def _build_runner(self, layers: Iterable[CpuLayer], policy: BlockPolicy, count: int) -> CpuBlockRunner:
+    def _build_runner(self, layers: Iterable[CpuLayer], policy: BlockPolicy, count: int) -> CpuOffloadRunner:
         """A runner of `count` layers in memory."""
-        layout = replace(self._model.layout(), layers=count)
+        layout = replace(self._checkpoint.layout(), layers=count)
         weights = cast(WeightStream, _CycledLayers(layers))
         kv = BlockKv(layout, self._decoder.heads, policy, None)
-        hidden = HiddenRooms(self._model.shape.hidden, count, policy, None)
+        hidden = HiddenRooms(self._checkpoint.config.hidden, count, policy, None)
         tiers = BlockTiers(weights, kv, hidden, SinkTable(layout), 1)
         needs: Any = BlockNeeds({}, {})
-        return CpuBlockRunner(self._decoder, layout, policy, tiers, needs)
+        return CpuOffloadRunner(self._decoder, layout, policy, tiers, needs)

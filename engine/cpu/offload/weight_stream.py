@@ -44,18 +44,18 @@ class WeightStream:
     def __init__(
         self,
         path: Path,
-        shape: ModelConfig,
+        config: ModelConfig,
         resident: frozenset[int],
         *,
         overlap: bool = True,
         rate: DiskRate | None = None,
     ) -> None:
-        self._shape = shape
+        self._config = config
         self.index = open_index(path)
         self.file = DirectFile.open_existing(path, rate)
         sections = self.index.sections
-        self.streamed = [index for index in range(shape.layers) if index not in resident]
-        self._resident = _map_resident(path, self.index, shape, resident)
+        self.streamed = [index for index in range(config.layers) if index not in resident]
+        self._resident = _map_resident(path, self.index, config, resident)
         size = max((sections[layer_section(index)].num_bytes for index in self.streamed), default=0)
         self._buffers = [allocate_memory(size) for _ in range(2 if overlap else 1)] if self.streamed else []
         self._reader = ThreadPoolExecutor(1, "weights") if overlap and self.streamed else None
@@ -85,7 +85,7 @@ class WeightStream:
             self._begin_read(following, 1 - slot)
         section = self._section(index)
         view = view_section(self._buffers[slot][: section.num_bytes], section)
-        return build_layer(view, self._shape.windows[index])
+        return build_layer(view, self._config.windows[index])
 
     def _section(self, index: int) -> StoredSection:
         return self.index.sections[layer_section(index)]
@@ -143,7 +143,7 @@ def open_index(path: Path) -> PreparedIndex:
 
 
 def _map_resident(
-    path: Path, index: PreparedIndex, shape: ModelConfig, resident: frozenset[int]
+    path: Path, index: PreparedIndex, config: ModelConfig, resident: frozenset[int]
 ) -> tuple[dict[int, CpuLayer], DecoderWeights]:
     """The layers that stay in memory, and the ends. All processes that map the file share them. Raises OSError."""
     names = [FIRST_SECTION, *(layer_section(one) for one in sorted(resident)), LAST_SECTION]
@@ -152,7 +152,7 @@ def _map_resident(
         found = {name: _map_section(file, index.sections[name]) for name in names}
     finally:
         os.close(file)
-    layers = {one: build_layer(found[layer_section(one)], shape.windows[one]) for one in resident}
+    layers = {one: build_layer(found[layer_section(one)], config.windows[one]) for one in resident}
     return layers, build_ends(found)
 
 

@@ -120,20 +120,20 @@ class RankGroup:
 
     def __init__(
         self,
-        place: RankPlacement,
-        shape: ModelConfig,
+        placement: RankPlacement,
+        config: ModelConfig,
         shard: Shard,
         broken: Callable[[Exception], NoReturn],
         stall_s: float = EXCHANGE_TIMEOUT_S,
     ) -> None:
-        """`shard` are the layers and heads of the rank `place` of a model with this `shape`."""
-        self.place, self._stall_s = place, stall_s
-        self._hidden, self._vocab, self._broken = shape.hidden, shape.vocab, broken
+        """`shard` are the layers and heads of the rank `placement` of a model with this `config`."""
+        self.placement, self._stall_s = placement, stall_s
+        self._hidden, self._vocab, self._broken = config.hidden, config.vocab, broken
         self._script = (
-            ["receive"] * (not place.first)
+            ["receive"] * (not placement.first)
             + ["sum"] * 2 * (shard.layers[1] - shard.layers[0])
-            + ["send"] * (not place.last)
-            + ["collect"] * (place.last or place.rank == 0)
+            + ["send"] * (not placement.last)
+            + ["collect"] * (placement.last or placement.rank == 0)
         )
         self._left: deque[str] = deque()
 
@@ -142,18 +142,20 @@ class RankGroup:
 
         gloo listens on the interface in `GLOO_SOCKET_IFNAME`: the loopback interface, for ranks of one host.
         """
-        place, limit = self.place, timedelta(seconds=self._stall_s)
+        placement, limit = self.placement, timedelta(seconds=self._stall_s)
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",
-            rank=place.rank,
-            world_size=place.world,
+            rank=placement.rank,
+            world_size=placement.world,
             timeout=timedelta(seconds=max(EXCHANGE_TIMEOUT_S, self._stall_s)),
         )
-        self._all = dist.new_group(list(range(place.world)), timeout=limit, backend=backend)
-        stages = [list(range(first, first + place.tp)) for first in range(0, place.world, place.tp)]
+        self._all = dist.new_group(list(range(placement.world)), timeout=limit, backend=backend)
+        stages = [
+            list(range(first, first + placement.tp)) for first in range(0, placement.world, placement.tp)
+        ]
         groups = [dist.new_group(ranks, timeout=limit, backend=backend) for ranks in stages]
-        self._stage = groups[place.rank // place.tp]
+        self._stage = groups[placement.rank // placement.tp]
         # When all ranks have joined, the file is no longer needed.
         dist.barrier()
 
@@ -194,27 +196,27 @@ class RankGroup:
                 case "send":
                     self.send(x)
                 case _:
-                    share = self.place.share(self._vocab)
+                    share = self.placement.share(self._vocab)
                     slim = torch.zeros(wanted, share.stop - share.start)
-                    self.collect(slim if self.place.last else None, wanted)
+                    self.collect(slim if self.placement.last else None, wanted)
 
     def receive(self, rows: int) -> torch.Tensor:
         """Receive the activations [rows, hidden] of the previous stage."""
         x = torch.empty(rows, self._hidden)
-        self._exchange("receive", lambda: dist.recv(x, self.place.rank - self.place.tp, self._all))
+        self._exchange("receive", lambda: dist.recv(x, self.placement.rank - self.placement.tp, self._all))
         return x
 
     def send(self, x: torch.Tensor) -> None:
         """Send the activations `x` [rows, hidden] to the next stage."""
-        self._exchange("send", lambda: dist.send(x, self.place.rank + self.place.tp, self._all))
+        self._exchange("send", lambda: dist.send(x, self.placement.rank + self.placement.tp, self._all))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Add up the partial sums `x` of this stage's ranks, in the order of lanes, so that all get the same bits."""
-        if self.place.tp <= 2:
+        if self.placement.tp <= 2:
             # The sum of two numbers does not depend on their order.
-            self._exchange("sum", lambda: self.place.tp > 1 and dist.all_reduce(x, group=self._stage))
+            self._exchange("sum", lambda: self.placement.tp > 1 and dist.all_reduce(x, group=self._stage))
             return x
-        parts = [torch.empty_like(x) for _ in range(self.place.tp)]
+        parts = [torch.empty_like(x) for _ in range(self.placement.tp)]
         self._exchange("sum", lambda: dist.all_gather(parts, x, group=self._stage))
         for part in parts[1:]:
             parts[0].add_(part)
@@ -230,20 +232,20 @@ class RankGroup:
         Returns:
             The complete logits [rows, vocab] on rank 0, None elsewhere.
         """
-        place, whole = self.place, None
-        if place.rank == 0:
+        placement, whole = self.placement, None
+        if placement.rank == 0:
             whole = torch.empty(rows, self._vocab)
             self._exchange("collect", lambda: self._gather_logits(logits, whole) if rows else None)
-        elif place.last:
+        elif placement.last:
             assert logits is not None
             self._exchange("collect", lambda: dist.send(logits, 0, self._all) if rows else None)
         return whole
 
     def _gather_logits(self, own: torch.Tensor | None, whole: torch.Tensor) -> None:
         """Receive the slices of all lanes of the last stage into `whole`; `own` is rank 0's slice, if any."""
-        for lane in range(self.place.tp):
-            rank = self.place.world - self.place.tp + lane
-            share = RankPlacement(rank, self.place.tp, self.place.pp).share(self._vocab)
+        for lane in range(self.placement.tp):
+            rank = self.placement.world - self.placement.tp + lane
+            share = RankPlacement(rank, self.placement.tp, self.placement.pp).share(self._vocab)
             part = own
             if rank != 0:
                 part = torch.empty(len(whole), share.stop - share.start)

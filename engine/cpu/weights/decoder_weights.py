@@ -86,19 +86,19 @@ class SectionReader:
 
     def __init__(
         self,
-        shape: ModelConfig,
+        config: ModelConfig,
         weights: WeightReader,
-        place: RankPlacement = WHOLE_MODEL,
+        placement: RankPlacement = WHOLE_MODEL,
         shard: Shard | None = None,
         layer_kind: str | None = None,
         packed: OnPacked = ignore_progress,
     ) -> None:
-        self.shape, self.place, self.layer_kind, self._packed = shape, place, layer_kind, packed
-        self.shard = shard or Shard((0, shape.layers), (0, shape.kv_heads))
+        self.config, self.placement, self.layer_kind, self._packed = config, placement, layer_kind, packed
+        self.shard = shard or Shard((0, config.layers), (0, config.kv_heads))
         self._weights = weights
-        start, end = (head * shape.head_dim for head in self.shard.heads)
-        self._keys, self._queries = slice(start, end), slice(start * shape.group, end * shape.group)
-        self._mlp = place.share(shape.mlp)
+        start, end = (head * config.head_dim for head in self.shard.heads)
+        self._keys, self._queries = slice(start, end), slice(start * config.group, end * config.group)
+        self._mlp = placement.share(config.mlp)
 
     def read_sections(self) -> Iterator[tuple[str, WeightSection]]:
         """The sections in the order in which a step needs them, each with its name. Only one is held at a time.
@@ -113,46 +113,48 @@ class SectionReader:
     def note_packed(self, done: int) -> None:
         """So many sections are packed, here or by another process."""
         start, end = self.shard.layers
-        self._packed(done, end - start + self.place.first + self.place.last + 1)
+        self._packed(done, end - start + self.placement.first + self.placement.last + 1)
 
     def _read_sections(self) -> Iterator[tuple[str, WeightSection]]:
-        shape, place = self.shape, self.place
-        if place.first:
+        config, placement = self.config, self.placement
+        if placement.first:
             yield FIRST_SECTION, WeightSection({"embedding": self._read_embedding()})
         for index in range(*self.shard.layers):
             yield layer_section(index), self._read_layer(index)
-        if place.last:
-            name = EMBEDDING if shape.tied else HEAD
-            part = place.share(shape.vocab)
-            head = self._weights.read_tensor(name, shape.vocab, shape.hidden, rows=part)
-            norm = self._weights.read_tensor(NORM, shape.hidden).numpy()
+        if placement.last:
+            name = EMBEDDING if config.tied else HEAD
+            part = placement.share(config.vocab)
+            head = self._weights.read_tensor(name, config.vocab, config.hidden, rows=part)
+            norm = self._weights.read_tensor(NORM, config.hidden).numpy()
             yield LAST_SECTION, WeightSection({"norm": norm}, {"head": PackedMatrix.pack(head)})
 
     def _read_embedding(self) -> Floats:
-        found: Floats = self._weights.read_tensor(EMBEDDING, self.shape.vocab, self.shape.hidden).numpy()
+        found: Floats = self._weights.read_tensor(EMBEDDING, self.config.vocab, self.config.hidden).numpy()
         return found
 
     def _read_layer(self, index: int) -> WeightSection:
         """The weights of the model's layer `index`, only this rank's part of them."""
-        shape, prefix = self.shape, f"model.layers.{index}."
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        config, prefix = self.config, f"model.layers.{index}."
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         attention = [
             (f"{prefix}self_attn.q_proj", queries, self._queries),
             (f"{prefix}self_attn.k_proj", keys, self._keys),
             (f"{prefix}self_attn.v_proj", keys, self._keys),
         ]
-        mlp = [(f"{prefix}mlp.{name}_proj", shape.mlp, self._mlp) for name in ("gate", "up")]
+        mlp = [(f"{prefix}mlp.{name}_proj", config.mlp, self._mlp) for name in ("gate", "up")]
         norms = {
-            "input_norm": self._read_norm(f"{prefix}input_layernorm", shape.hidden),
-            "mlp_norm": self._read_norm(f"{prefix}post_attention_layernorm", shape.hidden),
+            "input_norm": self._read_norm(f"{prefix}input_layernorm", config.hidden),
+            "mlp_norm": self._read_norm(f"{prefix}post_attention_layernorm", config.hidden),
         }
-        for name in ("q_norm", "k_norm") if shape.qk_norm else ():
-            norms[name] = self._read_norm(f"{prefix}self_attn.{name}", shape.head_dim)
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            norms[name] = self._read_norm(f"{prefix}self_attn.{name}", config.head_dim)
         matrices = {
-            "qkv": self._read_split_outputs(attention, shape.qkv_bias),
-            "out": self._read_split_inputs(f"{prefix}self_attn.o_proj", queries, self._queries, shape.o_bias),
-            "gate_up": self._read_split_outputs(mlp, shape.mlp_bias),
-            "down": self._read_split_inputs(f"{prefix}mlp.down_proj", shape.mlp, self._mlp, shape.mlp_bias),
+            "qkv": self._read_split_outputs(attention, config.qkv_bias),
+            "out": self._read_split_inputs(
+                f"{prefix}self_attn.o_proj", queries, self._queries, config.o_bias
+            ),
+            "gate_up": self._read_split_outputs(mlp, config.mlp_bias),
+            "down": self._read_split_inputs(f"{prefix}mlp.down_proj", config.mlp, self._mlp, config.mlp_bias),
         }
         return WeightSection(norms, matrices)
 
@@ -165,16 +167,16 @@ class SectionReader:
         weight = [(f"{name}.weight", outputs, rows) for name, outputs, rows in parts]
         added = [(f"{name}.bias", outputs, rows) for name, outputs, rows in parts]
         stack = self._weights.read_stacked
-        return self._pack(stack(weight, self.shape.hidden), stack(added) if bias else None)
+        return self._pack(stack(weight, self.config.hidden), stack(added) if bias else None)
 
     def _read_split_inputs(self, name: str, inputs: int, part: slice, bias: bool) -> PackedMatrix:
         """A matrix that is split by its inputs.
 
         The lanes' results are added up, so only the first lane has the bias.
         """
-        hidden = self.shape.hidden
+        hidden = self.config.hidden
         weight = self._weights.read_tensor(f"{name}.weight", hidden, inputs, columns=part)
-        added = bias and self.place.lane == 0
+        added = bias and self.placement.lane == 0
         return self._pack(weight, self._weights.read_tensor(f"{name}.bias", hidden) if added else None)
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
@@ -202,9 +204,9 @@ def build_layer(section: WeightSection, window: int) -> CpuLayer:
     )
 
 
-def build_weights(sections: dict[str, WeightSection], shape: ModelConfig, shard: Shard) -> DecoderWeights:
+def build_weights(sections: dict[str, WeightSection], config: ModelConfig, shard: Shard) -> DecoderWeights:
     """The weights of a rank from all its sections, by name."""
-    layers = [build_layer(sections[layer_section(i)], shape.windows[i]) for i in range(*shard.layers)]
+    layers = [build_layer(sections[layer_section(i)], config.windows[i]) for i in range(*shard.layers)]
     return build_ends(sections, layers)
 
 
@@ -221,4 +223,4 @@ def build_ends(sections: dict[str, WeightSection], layers: Sequence[CpuLayer] = 
 
 def read_weights(reader: SectionReader) -> DecoderWeights:
     """Read the weights of a rank into memory of this process. Raises ModelError as `SectionReader.read_sections`."""
-    return build_weights(dict(reader.read_sections()), reader.shape, reader.shard)
+    return build_weights(dict(reader.read_sections()), reader.config, reader.shard)

@@ -182,7 +182,7 @@ def view_section(memory: memoryview, section: StoredSection) -> WeightSection:
         ValueError: an array does not fit into the memory.
     """
     arrays = {one.name: _view_array(memory, one.dtype, one.shape, one.at) for one in section.arrays}
-    return WeightSection(arrays, {one.name: _view_matrix(memory, one) for one in section.matrices})
+    return WeightSection(arrays, {matrix.name: _view_matrix(memory, matrix) for matrix in section.matrices})
 
 
 def _view_array(memory: memoryview, dtype: str, shape: tuple[int, ...], at: int) -> NDArray[np.float32]:
@@ -190,9 +190,11 @@ def _view_array(memory: memoryview, dtype: str, shape: tuple[int, ...], at: int)
     return found
 
 
-def _view_matrix(memory: memoryview, one: StoredMatrix) -> PackedMatrix:
-    """The matrix that `one` describes. Raises ValueError if it does not fit into the memory."""
-    items = padded_outputs(one.outputs) // PANEL_OUTPUTS * panel_items(one.kind, one.inputs)
-    panels: NDArray[np.generic] = np.ndarray((items,), one.dtype, memory, one.at)
-    bias: NDArray[np.float32] = np.ndarray((padded_outputs(one.outputs),), np.float32, memory, one.bias_at)
-    return PackedMatrix(one.kind, one.outputs, one.inputs, panels, bias)
+def _view_matrix(memory: memoryview, matrix: StoredMatrix) -> PackedMatrix:
+    """The matrix that `matrix` describes. Raises ValueError if it does not fit into the memory."""
+    items = padded_outputs(matrix.outputs) // PANEL_OUTPUTS * panel_items(matrix.kind, matrix.inputs)
+    panels: NDArray[np.generic] = np.ndarray((items,), matrix.dtype, memory, matrix.at)
+    bias: NDArray[np.float32] = np.ndarray(
+        (padded_outputs(matrix.outputs),), np.float32, memory, matrix.bias_at
+    )
+    return PackedMatrix(matrix.kind, matrix.outputs, matrix.inputs, panels, bias)

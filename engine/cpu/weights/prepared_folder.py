@@ -98,9 +98,9 @@ class PreparedFolder:
 
     def _key(self, reader: SectionReader) -> str:
         """The name of the file of a rank's weights."""
-        place, ends = reader.place, (reader.place.first, reader.place.last)
-        lane = (place.lane, place.tp)
-        return prepared_key(self._identity, reader.shape, reader.shard, lane, ends, reader.layer_kind)
+        placement, ends = reader.placement, (reader.placement.first, reader.placement.last)
+        lane = (placement.lane, placement.tp)
+        return prepared_key(self._identity, reader.config, reader.shard, lane, ends, reader.layer_kind)
 
     def _make_file(self, path: Path, reader: SectionReader, lock: int) -> DecoderWeights:
         """Pack the weights into the file `path`, and map it. Raises OSError if it cannot be written.
@@ -164,7 +164,7 @@ def _has_room(folder: Path, num_bytes: int) -> bool:
 def _map_weights(path: Path, reader: SectionReader) -> DecoderWeights | None:
     """The weights in the file `path`; None if there is none, or (logged) if it has to be made anew."""
     try:
-        found = build_weights(map_sections(path, path.stem), reader.shape, reader.shard)
+        found = build_weights(map_sections(path, path.stem), reader.config, reader.shard)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:

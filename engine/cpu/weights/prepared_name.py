@@ -24,7 +24,7 @@ STAT_BLOCK = 512
 
 def prepared_key(
     identity: str,
-    shape: ModelConfig,
+    config: ModelConfig,
     shard: Shard,
     lane: tuple[int, int],
     ends: tuple[bool, bool],
@@ -40,7 +40,7 @@ def prepared_key(
         ends: whether the rank is in the first stage, and in the last one.
         layer_kind: as for `engine.cpu.weights.decoder_weights.SectionReader`.
     """
-    rank = repr((shape, shard, *lane, *ends, layer_kind))
+    rank = repr((config, shard, *lane, *ends, layer_kind))
     return hash_fields([MAGIC, identity, LANES, PANEL_OUTPUTS, rank]).hex()[:KEY_CHARS]
 
 
@@ -54,17 +54,19 @@ def layer_kind(weight_kind: str) -> str | None:
     return None if weight_kind == "exact" else weight_kind
 
 
-def free_disk_bytes(folder: Path, model: Checkpoint, weight_kind: str) -> int:
-    """The disk that a block of the whole `model` may take: what is free, and what its prepared file has already.
+def free_disk_bytes(folder: Path, checkpoint: Checkpoint, weight_kind: str) -> int:
+    """The disk that a block of the whole `checkpoint` may take: what is free, and what its prepared file has already.
 
     A file that is being made counts as well, and so does what a killed process has left of one.
 
     Raises:
         OSError: the folder, or the model's files, cannot be looked at.
     """
-    shape = model.shape
-    whole = Shard((0, shape.layers), (0, shape.kv_heads))
-    key = prepared_key(model.packing_identity(), shape, whole, (0, 1), (True, True), layer_kind(weight_kind))
+    config = checkpoint.config
+    whole = Shard((0, config.layers), (0, config.kv_heads))
+    key = prepared_key(
+        checkpoint.packing_identity(), config, whole, (0, 1), (True, True), layer_kind(weight_kind)
+    )
     free, whole_file = shutil.disk_usage(folder).free, prepared_path(folder, key)
     for file in (whole_file, *whole_file.parent.glob(f"{key}.*{FRESH_SUFFIX}")):
         with contextlib.suppress(FileNotFoundError):

@@ -19,22 +19,22 @@ class GpuSinkRecorder:
     of the tokens of the pass, in order.
     """
 
-    def __init__(self, pages: CodedGpuAttention, slots: list[int]) -> None:
-        self._pages, self._slots = pages, torch.tensor(slots, device=pages.data.device)
+    def __init__(self, attention: CodedGpuAttention, slots: list[int]) -> None:
+        self._attention, self._slots = attention, torch.tensor(slots, device=attention.data.device)
 
     def write(
         self, layer: int, qkv: torch.Tensor, step: DeviceStep, rotary: tuple[torch.Tensor, torch.Tensor],
         norms: tuple[torch.Tensor, torch.Tensor], eps: float,
     ) -> None:  # fmt: skip
         """Keep the normalised keys, and the values. At position 0 rotation changes nothing."""
-        self._pages.normalise(layer, qkv, step, norms, eps)
+        self._attention.normalise(layer, qkv, step, norms, eps)
         keys, values = self._split_rows(qkv)
-        self._pages.keep_sinks(layer, self._slots, keys, values)
+        self._attention.keep_sinks(layer, self._slots, keys, values)
 
     def decode(self, layer: int, qkv: torch.Tensor, step: DeviceStep, window: int, out: torch.Tensor) -> None:
         """A token that attends to itself alone gets its own values."""
         _, values = self._split_rows(qkv)
-        group = self._pages.heads // self._pages.layout.kv_heads
+        group = self._attention.heads // self._attention.layout.kv_heads
         out[: len(values)] = values.repeat_interleave(group, dim=1).view(len(values), -1)
 
     def prefill(
@@ -44,7 +44,7 @@ class GpuSinkRecorder:
 
     def _split_rows(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the pass's tokens, each [tokens, kv_heads, head_dim]."""
-        count, layout = len(self._slots), self._pages.layout
-        start = self._pages.heads * layout.head_dim
+        count, layout = len(self._slots), self._attention.layout
+        start = self._attention.heads * layout.head_dim
         rows = qkv[:count, start:].view(count, 2, layout.kv_heads, layout.head_dim)
         return rows[:, 0], rows[:, 1]

@@ -57,7 +57,7 @@ class SimBulkEngine(SimEngine):
             online.limits, online.stages, False, False, online.work, scheduler=self._planner, holdings=lent
         )
         self._online, self._spec, self._wanted = online, spec, wanted
-        self.budget = BulkBudget(BulkTime(spec.slice_s, spec.tpot_s), self._planner.pace)
+        self.budget = BulkBudget(BulkTime(spec.slice_s, spec.tpot_s), self._planner.step_time)
         self._made = self._ended = self._computed = 0
         self._seconds = 0.0
 
@@ -111,7 +111,7 @@ class SimBulkEngine(SimEngine):
                 SamplingParams(spec.output, 0),
                 inf,
                 output=cast(list[int], range(0)),
-                origin=BULK_ORIGIN,
+                tenancy=BULK_ORIGIN,
                 max_output=spec.output,
                 size=spec.prompt,
                 kv_class=next(iter(self.limits.kv_classes)),

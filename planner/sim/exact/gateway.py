@@ -285,7 +285,7 @@ class SimGateway:
             output=cast(list[int], range(len(order.output))),
             hold_kv=isinstance(order, Prefill),
             stage=isinstance(order, Prefill) and order.stage,
-            origin=order.origin,
+            tenancy=order.tenancy,
             keys=list(entry.names),
             max_output=job.output,
             size=job.prompt,

@@ -136,7 +136,7 @@ class SimFetcher:
         ticket = make_ticket(order, num_tokens, task.keep) if order.ticket else None
         if ticket is not None and task.keep.evicts:
             # The bag, and a slab for the tokens since the decision.
-            task.kept_slabs = ticket.terms.num_bag_slabs + 1
+            task.kept_slabs = ticket.context.num_bag_slabs + 1
         self.admission.enqueue(SimArrival(task, num_tokens, now_s, ticket, ticket_s=now_s))
 
     def hint(self, message: Staging) -> None:

@@ -49,8 +49,8 @@ def run_calibration(options: CalibrateOptions) -> int:
     out = options.out or checkpoint.path / FILE_NAME
     _check_output(out, options.force)
     group, tokens = (
-        choose_group(checkpoint.shape, options.group),
-        choose_tokens(checkpoint.shape, options.tokens),
+        choose_group(checkpoint.config, options.group),
+        choose_tokens(checkpoint.config, options.tokens),
     )
     device = choose_device(options.device)
     _check_memory(checkpoint, device)
@@ -127,7 +127,7 @@ def choose_device(device: str) -> torch.device:
 
 def _check_memory(checkpoint: Checkpoint, device: torch.device) -> None:
     """Weights in float32 and samples must fit; activations come on top and depend on the length of sequences."""
-    weights, available = FLOAT_BYTES * checkpoint.shape.parameters, available_memory()
+    weights, available = FLOAT_BYTES * checkpoint.config.parameters, available_memory()
     needed = MAX_SAMPLE_BYTES + (0 if device.type == "cuda" else weights)
     if device.type == "cuda" and weights > torch.cuda.mem_get_info()[0]:
         needed, available = weights, torch.cuda.mem_get_info()[0]
@@ -199,7 +199,7 @@ def _calibrate(
             f"{checkpoint.name} cannot be read", reason, "check the files of the model"
         ) from error
     model.eval().to(device)
-    sequences, total = _to_tensors(text.sequences), checkpoint.shape.layers
+    sequences, total = _to_tensors(text.sequences), checkpoint.config.layers
 
     def tell(layers: range, done: int) -> None:
         say(f"layers {layers.start + 1} to {layers.stop} of {total}: {done} of {len(sequences)} sequences")

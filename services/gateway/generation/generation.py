@@ -285,7 +285,7 @@ class SequenceStream:
             self.answer.prompt.tokens,
             self.sampling,
             deadline_s,
-            origin=self._generation.ask.origin,
+            tenancy=self._generation.ask.origin,
             kv_class=self._generation.ask.kv,
             default_class=self._generation.ask.default_kv,
             keep=self._generation.ask.keep,

@@ -48,7 +48,7 @@ class BulkTelemetry:
 
     def add_request(self, request: Request) -> None:
         """A request has arrived; it may be of any kind."""
-        if request.origin.bulk:
+        if request.tenancy.bulk:
             self._prompts[request.id] = len(request.prompt)
 
     def on_effect(self, effect: RelayEffect) -> None:

@@ -160,7 +160,7 @@ class RequestLog:
             request.id,
             prompt_tokens=len(request.prompt),
             max_tokens=request.sampling.max_tokens,
-            priority=request.origin.priority,
+            priority=request.tenancy.priority,
             canary=canary,
         )
 

@@ -70,9 +70,9 @@ class RelayTelemetry:
         self._speaker = event.worker if isinstance(event, WorkerSaid) else None
         if isinstance(event, RequestArrived):
             for request in event.requests:
-                ids = self._ids[request.id] = ids_of_sequence(request.id, request.origin.client_id)
+                ids = self._ids[request.id] = ids_of_sequence(request.id, request.tenancy.client_id)
                 self.bulk.add_request(request)
-                if self._request_log is not None and not request.origin.bulk:
+                if self._request_log is not None and not request.tenancy.bulk:
                     self._request_log.log_arrival(request, ids, event.pinned_pair is not None)
 
     def on_effect(self, effect: RelayEffect, now_s: float) -> None:

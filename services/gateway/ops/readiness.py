@@ -361,7 +361,7 @@ class CanaryProber:
             list(self._prompt),
             sampling,
             deadline_s,
-            origin=Tenancy(canary=True),
+            tenancy=Tenancy(canary=True),
             kv_class=route.kv_class,
         )
         self.backend.submit_canary(request, canary, pair)

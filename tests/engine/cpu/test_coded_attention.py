@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def calibrate(files: Checkpoint, group: int = HEADS * HEAD_DIM) -> Calibration:
     rng, names = np.random.default_rng(5), ("nuq4-1%", "nuq4", "nuq3-1%", "nuq2-1%")
     sample = random_sample(rng, 400, HEADS, HEAD_DIM)
-    layers = [fit_layer(sample, map(parse_codec_id, names), group) for _ in range(files.shape.layers)]
+    layers = [fit_layer(sample, map(parse_codec_id, names), group) for _ in range(files.config.layers)]
     constants = {name: tuple(layer[name] for layer in layers) for name in names}
     return Calibration(identify_model(files), group, 400, constants)
 
@@ -142,7 +142,7 @@ def test_a_failed_pass_for_sinks_makes_all_exchanges_of_the_step(
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    runner._decoder.wire = Wire()
+    runner._decoder.communicator = Wire()
     monkeypatch.setattr(runner._sinks, "write", fail)
     with pytest.raises(MemoryError, match="no room"):
         runner.run([StepWork([5, 6], 0, [0], "last")])
@@ -196,7 +196,7 @@ def test_no_kernel_is_compiled_after_warming_up(folders: dict[str, Path], name: 
     layout = replace(files.layout(), codec=str(complete(name, calibration)))
     runner = CpuModelRunner.load(files, KvPool(layout, SLABS), CONTEXT, calibration)
     runner.warm()
-    pages = runner._attentions[0].pages
+    pages = runner._attentions[0].attention
     assert isinstance(pages, CompiledAttention)
     made = pages._kernels
     kernels = (made.encode, made.decode, made.expand, made.shared, pages._span)

@@ -65,7 +65,7 @@ def open_runner(path: Path, num_slabs: int = 12) -> tuple[CpuModelRunner, KvPool
     files = Checkpoint.resolve(str(path))
     pool = KvPool(files.layout(), num_slabs)
     pool.data.fill_(float("nan"))  # whatever is read before it was written shows
-    return CpuModelRunner.load(files, pool, files.shape.context), pool
+    return CpuModelRunner.load(files, pool, files.config.context), pool
 
 
 def logits_of(oracle: Any, tokens: list[int]) -> torch.Tensor:

@@ -35,7 +35,7 @@ def ready(
     path = make_folder(tmp_path_factory.mktemp("exact"), request.param, **ODD)
     files = Checkpoint.resolve(str(path))
     pool = KvPool(files.layout(), 4 * SEQUENCES + 40)
-    runner = CpuModelRunner.load(files, pool, files.shape.context)
+    runner = CpuModelRunner.load(files, pool, files.config.context)
     rng = random.Random(5)
     works = []
     for index in range(SEQUENCES):
@@ -98,7 +98,7 @@ def test_short_products_are_refused() -> None:
 def test_greedy_tokens_do_not_depend_on_chunking(tmp_path: Path) -> None:
     files = Checkpoint.resolve(str(make_folder(tmp_path, "llama")))
     pool = KvPool(files.layout(), 8)
-    runner = CpuModelRunner.load(files, pool, files.shape.context)
+    runner = CpuModelRunner.load(files, pool, files.config.context)
     prompt = [random.Random(8).randrange(300) for _ in range(150)]
     answers = set()
     for chunk in (1, 7, 64, 100, 150):

@@ -94,12 +94,12 @@ def test_a_model_computes_as_its_quantised_checkpoint(tmp_path: Path) -> None:
     found = []
     for prepared in (None, tmp_path):
         with torch.no_grad(), WeightReader(plain.weights) as weights:
-            reader = SectionReader(plain.shape, weights, layer_kind="int4")
+            reader = SectionReader(plain.config, weights, layer_kind="int4")
             source = PreparedFolder(tmp_path, plain.packing_identity())
             packed = read_weights(reader) if prepared is None else source.load_weights(reader)
         assert packed.layers[0].qkv.kind == "int4" and packed.head is not None and packed.head.kind != "int4"
         pool = KvPool(plain.layout(), 1)
-        runner = CpuModelRunner(CpuDecoder(plain.shape, packed, 64), pool, 64)
+        runner = CpuModelRunner(CpuDecoder(plain.config, packed, 64), pool, 64)
         found += runner.run([StepWork(work, 0, pool.take_slabs(1, "a"), "all")])
     pool = KvPool(plain.layout(), 1)
     exact = CpuModelRunner.load(quantised, pool, 64)

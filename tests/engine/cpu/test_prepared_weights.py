@@ -93,7 +93,7 @@ def test_every_rank_has_a_file_of_its_own(tmp_path: Path) -> None:
     source = PreparedFolder(tmp_path, files.packing_identity())
     with WeightReader(files.weights) as weights:
         for rank, shard in enumerate(files.split(2, 2)):
-            reader = SectionReader(files.shape, weights, RankPlacement(rank, 2, 2), shard)
+            reader = SectionReader(files.config, weights, RankPlacement(rank, 2, 2), shard)
             source.load_weights(reader)
             (file,) = [one for one in packed_files(tmp_path) if one.stem == source._key(reader)]
             found = map_sections(file, file.stem)
@@ -172,7 +172,7 @@ def test_a_process_waits_for_another_as_long_as_that_packs(
     files, steps = Checkpoint.resolve(str(make_folder(tmp_path / "model"))), list[tuple[int, int]]()
     source = PreparedFolder(tmp_path, files.packing_identity())
     with WeightReader(files.weights) as weights:
-        reader = SectionReader(files.shape, weights, packed=lambda *step: steps.append(step))
+        reader = SectionReader(files.config, weights, packed=lambda *step: steps.append(step))
         lock = tmp_path / "weights" / f"{source._key(reader)}.lock"
         other = PackingProcess(lock, 3)
         monkeypatch.setattr(prepared_folder, "time", other)

@@ -94,9 +94,9 @@ def pair(classes: tuple[tuple[KvClassChoice, ...], Path]) -> Iterator[ClassWorke
     ranks = RankProcesses("test", lost.put)
     spec = RankSpec(
         worker="test",
-        place=RankPlacement(0, 2, 1),
+        placement=RankPlacement(0, 2, 1),
         shard=shards[0],
-        shape=model.shape,
+        config=model.config,
         weights={name: str(path) for name, path in model.weights.items()},
         dtype="float32",
         max_model_len=CONTEXT,
@@ -110,7 +110,7 @@ def pair(classes: tuple[tuple[KvClassChoice, ...], Path]) -> Iterator[ClassWorke
     try:
         steps = list[tuple[int, int]]()
         runner = load_leader(spec, shards, memories, ranks, lambda *step: steps.append(step))
-        sections = model.shape.layers + 2
+        sections = model.config.layers + 2
         assert steps == [(done, sections + 1) for done in range(1, sections + 1)]
         parts = [(shard, memory.view) for shard, memory in zip(shards, memories, strict=True)]
         yield ClassWorker(runner, ShardedPool(sized[0][0], parts, sized))

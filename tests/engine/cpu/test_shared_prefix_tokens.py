@@ -109,15 +109,15 @@ def test_two_hundred_requests_say_the_same_with_and_without_sharing(
 ) -> None:
     plain, shared = make_talks(), make_talks()
     pool = KvPool(files.layout(), SEATS * 8)
-    desk = GreedyServer(CpuModelRunner.load(files, pool, files.shape.context), KvAllocator(pool), seed=5)
+    desk = GreedyServer(CpuModelRunner.load(files, pool, files.config.context), KvAllocator(pool), seed=5)
     desk.serve(plain)
     assert desk.cached == 0 and desk.margin > MARGIN  # no token hangs by a rounding error
 
     small = KvPool(files.layout(), SEATS * 6)
-    runner = CpuModelRunner.load(files, small, files.shape.context)
+    runner = CpuModelRunner.load(files, small, files.config.context)
     desk = GreedyServer(runner, KvAllocator(small, PrefixTree()), seed=6)
     read: list[int] = []
-    pages = runner._attentions[0].pages
+    pages = runner._attentions[0].attention
     assert isinstance(pages, CpuAttention)
     kernel = pages._shared
 
@@ -136,7 +136,7 @@ def test_two_hundred_requests_say_the_same_with_and_without_sharing(
 def test_a_prefix_computed_before_gives_the_same_bits(files: Checkpoint, tmp_path: Path) -> None:
     """Chunked, cached or in one go: attention goes page by page, whoever computed the pages."""
     pool = KvPool(files.layout(), 16)
-    runner = CpuModelRunner.load(files, pool, files.shape.context)
+    runner = CpuModelRunner.load(files, pool, files.config.context)
     prompt = [random.Random(9).randrange(300) for _ in range(300)]
     slabs = pool.take_slabs(5, "whole")
     (whole,) = runner.run([StepWork(prompt, 0, slabs, "all")])

@@ -75,9 +75,9 @@ def orders(files: Checkpoint, tp: int, pp: int) -> RankSpec:
     """Rank 0's."""
     return RankSpec(
         worker="test",
-        place=RankPlacement(0, tp, pp),
+        placement=RankPlacement(0, tp, pp),
         shard=files.split(tp, pp)[0],
-        shape=files.shape,
+        config=files.config,
         weights={name: str(file) for name, file in files.weights.items()},
         dtype="float32",
         max_model_len=CONTEXT,
@@ -220,12 +220,12 @@ def test_a_rank_that_cannot_load_reports_why(folders: dict[str, Path]) -> None:
     files = Checkpoint.resolve(str(folders["llama"]))
     first = orders(files, 2, 1)
     missing = dict.fromkeys(first.weights, "/nowhere/model.safetensors")
-    second = replace(first, place=RankPlacement(1, 2, 1), shard=files.split(2, 1)[1], weights=missing)
+    second = replace(first, placement=RankPlacement(1, 2, 1), shard=files.split(2, 1)[1], weights=missing)
     memory = SharedMemory(SLABS * files.layout().shard_layout(second.shard).chunk_bytes)
     ranks = RankProcesses("test", lambda error: pytest.fail(str(error)))
     try:
         ranks.start_ranks([second], [memory])
-        group = RankGroup(first.place, first.shape, first.shard, lambda error: pytest.fail(str(error)))
+        group = RankGroup(first.placement, first.config, first.shard, lambda error: pytest.fail(str(error)))
         with pytest.raises(StartError, match="/nowhere/model.safetensors cannot be read"):
             ranks.join_ranks(group)
     finally:

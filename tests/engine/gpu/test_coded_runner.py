@@ -50,7 +50,7 @@ def open_device(
 ) -> GpuModelRunner:
     with WeightReader(model.weights) as weights:
         runner = GpuModelRunner.load(
-            model.shape, weights, SLABS, CONTEXT, "cpu", "float32", codec=str(complete(name, calibration)),
+            model.config, weights, SLABS, CONTEXT, "cpu", "float32", codec=str(complete(name, calibration)),
             calibration=calibration, sink_slots=sink_slots,
         )  # fmt: skip
     runner.data.fill_(255)  # whatever is read before it was written shows
@@ -110,14 +110,14 @@ def test_padding_changes_nothing(model: Checkpoint, calibration: Calibration) ->
     works = steps()[2]
     plain, stored = device.run(works), device.data.clone()
     batch = pack_batch(works, device._plan_sinks(works).slots)
-    shared, tiles = device._pages.cut_batch(batch)
+    shared, tiles = device._attention.cut_batch(batch)
     sizes = replace(
         device._padded_sizes(len(batch.tokens), len(shared.items)), items=len(shared.items) + 1, chunks=3
     )
     ints = torch.empty(sizes.numbers, dtype=torch.int32)
     fill_step(ints.numpy(), sizes, batch, shared, tiles)
     with torch.no_grad():
-        logits = device._decoder.forward(view_step(ints, sizes), device._pages)
+        logits = device._decoder.forward(view_step(ints, sizes), device._attention)
     torch.testing.assert_close(logits[: len(works)], torch.cat(plain))
     assert torch.equal(device.data, stored)
 
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused(model: Checkpoint, calibration: Calibratio
 
 def test_memory_beside_the_pool_is_what_the_plan_says(model: Checkpoint, calibration: Calibration) -> None:
     device = open_device(model, calibration, "nuq4-1%")
-    pages = device._pages
+    pages = device._attention
     assert isinstance(pages, CodedGpuAttention)
     step = pages.load(pack_batch([StepWork([0] * 130, 0, [0, 1, 2], "none")]))
     taken = pages.sinks.nbytes + sum(table.nbytes for table in pages._angles)

@@ -42,7 +42,7 @@ def open_device(path: Path, num_slabs: int = 12, dtype: str = "float32") -> mode
     files = Checkpoint.resolve(str(path))
     with WeightReader(files.weights) as weights:
         runner = model_runner.GpuModelRunner.load(
-            files.shape, weights, num_slabs, files.shape.context, "cpu", dtype
+            files.config, weights, num_slabs, files.config.context, "cpu", dtype
         )
     runner.data.fill_(float("nan"))  # whatever is read before it was written shows
     return runner
@@ -104,7 +104,7 @@ def steps() -> list[list[StepWork]]:
 def test_steps_equal_those_of_the_cpu(folder: Path) -> None:
     device, files = open_device(folder), Checkpoint.resolve(str(folder))
     pool = KvPool(files.layout(), 12)
-    cpu = CpuModelRunner.load(files, pool, files.shape.context)
+    cpu = CpuModelRunner.load(files, pool, files.config.context)
     guessed = []
     for works in steps():
         for found, expected in zip(device.run(works), cpu.run(works), strict=True):
@@ -135,7 +135,7 @@ def test_padding_changes_nothing(folder: Path) -> None:
             padded.run(works)
             continue
         batch = pack_batch(works)
-        shared, tiles = padded._pages.cut_batch(batch)
+        shared, tiles = padded._attention.cut_batch(batch)
         sizes = padded._padded_sizes(len(batch.tokens), len(shared.items))
         assert sizes.rows > len(works) and sizes.items > len(shared.items) > 0
         ints = torch.empty(sizes.numbers, dtype=torch.int32)
@@ -145,7 +145,7 @@ def test_padding_changes_nothing(folder: Path) -> None:
             getattr(step, field.name).data_ptr() % 16 == ints.data_ptr() % 16 for field in fields(step)
         )
         with torch.no_grad():
-            logits = padded._decoder.forward(step, padded._pages)
+            logits = padded._decoder.forward(step, padded._attention)
         torch.testing.assert_close(logits[: len(works)], torch.cat(plain))
     torch.testing.assert_close(device.data, padded.data, equal_nan=True)
 
@@ -172,7 +172,7 @@ def test_warm_leaves_the_pool_as_it_was(folder: Path) -> None:
 def test_a_pool_of_another_layout_is_refused(folder: Path) -> None:
     files = Checkpoint.resolve(str(folder))
     with WeightReader(files.weights) as weights:
-        decoder = GpuDecoder(files.shape, weights, 64, torch.device("cpu"), torch.float32)
+        decoder = GpuDecoder(files.config, weights, 64, torch.device("cpu"), torch.float32)
     layout = files.layout("float16")
     with pytest.raises(ValueError, match="does not fit"):
         model_runner.GpuModelRunner(

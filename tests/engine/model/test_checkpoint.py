@@ -62,7 +62,7 @@ def refused(path: str | Path) -> ModelError:
 
 def test_a_complete_folder(folder: Path) -> None:
     found = Checkpoint.resolve(str(folder))
-    assert found.path == folder and found.shape.layers == 2 and found.shape.head_dim == 12
+    assert found.path == folder and found.config.layers == 2 and found.config.head_dim == 12
     assert found.layout().chunk_shape == (2, 2, 2, 64, 12)
     assert set(found.weights.values()) == {folder / "model.safetensors"}
 
@@ -186,7 +186,7 @@ def test_the_announced_figure_is_what_is_held(dtype: torch.dtype, matrix_bytes: 
     embedding = 300 * 48
     for tp in (1, 2):
         plan = files.memory(max_model_len=None, kv_bytes=None, tp=tp)
-        matrices = files.shape.parameters - embedding
+        matrices = files.config.parameters - embedding
         assert plan.weight_bytes == matrices * matrix_bytes + tp * embedding * 4
         assert plan.total_bytes == plan.weight_bytes + plan.kv_bytes + plan.step_bytes
     narrow = files.memory(max_model_len=None, kv_bytes=None, step_tokens=64)
@@ -199,13 +199,13 @@ def test_first_tokens_beside_a_coded_pool_are_planned_with(folder: Path) -> None
     one = 2 * 2 * 2 * 12 * 4  # layers, K and V, heads, width, bytes
     raw, coded = (model.memory(max_model_len=None, kv_bytes=None, codec=codec) for codec in ("", "fp16"))
     assert (raw.sink_slots, raw.sink_bytes) == (0, 0)
-    assert (coded.sink_slots, coded.sink_bytes) == (model.shape.vocab, model.shape.vocab * one)
+    assert (coded.sink_slots, coded.sink_bytes) == (model.config.vocab, model.config.vocab * one)
     assert (raw.angle_bytes, coded.angle_bytes) == (0, 512 * 12 * 4), "a cosine and a sine of six pairs"
     beside = coded.sink_bytes + coded.angle_bytes
     assert coded.total_bytes == coded.weight_bytes + coded.kv_bytes + beside + coded.step_bytes
     spread = model.memory(max_model_len=100, kv_bytes=None, codec="fp16", tp=2, ranks=4)
     assert spread.angle_bytes == 4 * 128 * 12 * 4, "each rank has them, for whole chunks"
-    large = replace(model.shape, vocab=1 << 30)
+    large = replace(model.config, vocab=1 << 30)
     assert sink_table_slots(large, model.layout(codec="fp16"), 64) == (64 << 20) // one
     wide = replace(model.layout(codec="fp16"), layers=80, kv_heads=8, head_dim=128)
     assert sink_table_slots(large, wide, 64) == (64 << 20) // (80 * 2 * 8 * 128 * 4) == 102
@@ -280,7 +280,7 @@ def test_memory_plans_fit_or_name_a_context_that_does(
 
     def plan(length: int | None) -> int:
         found = plan_memory(
-            "m", model.shape, model.layout(), max_model_len=length, kv_bytes=kv_bytes, available=available
+            "m", model.config, model.layout(), max_model_len=length, kv_bytes=kv_bytes, available=available
         )
         assert found.weight_bytes + found.kv_bytes <= available * USABLE_SHARE
         assert found.num_slabs >= model.layout().num_chunks(found.max_model_len)

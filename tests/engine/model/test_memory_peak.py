@@ -30,7 +30,7 @@ def serve(path: str, slabs: int) -> dict[str, int]:
     plan = files.memory(max_model_len=None, kv_bytes=slabs * files.layout().chunk_bytes)
     pool = KvPool(files.layout(), plan.num_slabs)
     pool.data.fill_(0.5)
-    runner = CpuModelRunner.load(files, pool, files.shape.context)
+    runner = CpuModelRunner.load(files, pool, files.config.context)
     taken = pool.take_slabs(PROMPT // 64 + 1, "r")
     for start in (0, PROMPT - 40):  # behind a prefix as well
         runner.run([StepWork([1] * (PROMPT - start), start, taken, "last")])

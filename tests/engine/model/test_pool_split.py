@@ -26,7 +26,7 @@ def divide(codecs: str, kv_bytes: int | None, max_model_len: int, pool_room: int
         MODEL.layout(codec="" if one.codec_id.name == "raw" else f"{one.codec_id.name}.s0") for one in shares
     ]
     largest = max(layouts, key=lambda layout: layout.chunk_bytes)
-    plan_of = partial(plan_memory, "tiny", MODEL.shape, largest, max_model_len=max_model_len, coded=True)
+    plan_of = partial(plan_memory, "tiny", MODEL.config, largest, max_model_len=max_model_len, coded=True)
     beside = plan_of(kv_bytes=None, available=1 << 40).fixed_bytes
     plan = plan_of(kv_bytes=kv_bytes, available=ceil((beside + pool_room) / USABLE_SHARE))
     return split_pool("tiny", plan, layouts, [one.share for one in shares], asked=kv_bytes is not None)

@@ -15,12 +15,12 @@ from diptych.messages import Failed, Output
 from diptych.request import SamplingParams
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.offload.loading import BlockFiles, load_block
-from engine.cpu.offload.runner import CpuBlockRunner
+from engine.cpu.offload.runner import CpuOffloadRunner
 from engine.loop import Engine, SequenceOutput
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
-from engine.offload.block_admission import BlockSchedule
-from engine.offload.engine import BlockEngine
+from engine.offload.block_admission import BlockAdmission
+from engine.offload.engine import OffloadEngine
 from engine.offload.policy import BlockPolicy
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler import Scheduler
@@ -89,11 +89,11 @@ class BlockRun:
     def __init__(self, model: Checkpoint, policy: BlockPolicy, folder: Path, **caps: Any) -> None:
         folder.mkdir(exist_ok=True)
         files = BlockFiles(folder, folder, **caps)
-        self.runner: CpuBlockRunner = load_block(model, policy, files, MODEL_LEN)
+        self.runner: CpuOffloadRunner = load_block(model, policy, files, MODEL_LEN)
         vocab = self.runner.vocab_size
-        self.schedule = BlockSchedule(policy, MODEL_LEN)
+        self.schedule = BlockAdmission(policy, MODEL_LEN)
         # One unit per call, since time passes by itself.
-        self.engine = BlockEngine(self.runner, self.schedule, Sampler(vocab), vocab, 0.5)
+        self.engine = OffloadEngine(self.runner, self.schedule, Sampler(vocab), vocab, 0.5)
         self._ticks = itertools.count()
         self.outputs: list[SequenceOutput] = []
 

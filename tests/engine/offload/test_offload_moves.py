@@ -323,7 +323,7 @@ def test_the_process_takes_no_more_memory_than_predicted(
 def test_weights_that_stay_are_read_at_the_start(model: Checkpoint, prepared: Path) -> None:
     """And not in the first step, whose lines would wait for the disk."""
     path = prepare_weights(model, "exact", prepared)
-    stream = WeightStream(path, model.shape, frozenset(range(model.shape.layers)))
+    stream = WeightStream(path, model.config, frozenset(range(model.config.layers)))
     found, here = dict[str, int](), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, rest = line.partition(":")

@@ -9,7 +9,7 @@ import pytest
 
 from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
-from services.worker.offload_worker import make_block_hello
+from services.worker.offload_worker import make_offload_hello
 from tests.support.factories import make_folder
 from worker import build_offload
 
@@ -31,7 +31,7 @@ def test_the_longest_line_is_what_a_batch_has_room_for(
         bulk_only=True,
         bulk_policy=policy,
     )
-    built = build_offload.build_block(spec, SupervisorPipe(io.StringIO()))
+    built = build_offload.build_offload_engine(spec, SupervisorPipe(io.StringIO()))
     built.runner.close()
     # The model takes 512 tokens; a batch has two rows of two chunks.
-    assert make_block_hello(spec, built).max_model_len == 2 * 2 * 64
+    assert make_offload_hello(spec, built).max_model_len == 2 * 2 * 64

@@ -358,7 +358,7 @@ class Compiles:
 
 def asking(asked: Grammar, name: str = "r", tenant: str = "") -> Sequence:
     sampling = SamplingParams(400, 7, stop_token_ids=(END,), grammar=asked)
-    return Sequence(name, 1, [1], sampling, math.inf, origin=Tenancy(tenant))
+    return Sequence(name, 1, [1], sampling, math.inf, tenancy=Tenancy(tenant))
 
 
 def test_equal_grammars_are_compiled_once_and_beside_the_engine(

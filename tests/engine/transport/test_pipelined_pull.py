@@ -72,7 +72,7 @@ class PullDriver:
         return arrival
 
     def present(self, arrival: KvArrival, ticket: Ticket) -> None:
-        arrival.digester = ChunkDigester(KEY, ticket.terms)
+        arrival.digester = ChunkDigester(KEY, ticket.context)
         arrival.ticket = ticket
         self.courier.wake_fetches()
 
@@ -224,7 +224,7 @@ def test_a_stalled_source_delays_nobody_else(start: Callable[[str], RemoteSource
                 "ticket"
             ]
             ticket = tickets.decode_ticket(bytes.fromhex(raw), KEY)
-            elsewhere = Ticket(ticket.terms, "prefill-1", ticket.incarnation, ticket.chunks)
+            elsewhere = Ticket(ticket.context, "prefill-1", ticket.incarnation, ticket.chunks)
             desk.depart(f"b{number}", 1, elsewhere)
             arrival, outcome = desk.land()
             assert arrival.seq.id == f"b{number}" and outcome.error is None

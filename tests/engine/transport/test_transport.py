@@ -109,7 +109,7 @@ class DecodeSide:
         def commit(effect: CommitSlabs) -> None:
             self.decoding = list(effect.slabs)
 
-        owner = f"{ticket.terms.request}#{ticket.terms.epoch}"
+        owner = f"{ticket.context.request}#{ticket.context.epoch}"
         table: dict[type[Any], Callable[[Any], Any]] = {
             ReserveSlabs: lambda effect: self.pool.take_slabs(effect.num_slabs, owner),
             PullChunks: lambda effect: self.links.pull_slabs(effect.ticket, effect.pairs),
@@ -117,7 +117,7 @@ class DecodeSide:
             FreeSlabs: lambda effect: self.pool.give_back(list(effect.slabs), owner),
         }
         self.decoding = []
-        seal = ChunkDigester(KEY, ticket.terms)
+        seal = ChunkDigester(KEY, ticket.context)
         outcome = perform_effects(hand_off(ticket, len(ticket.chunks) + extra, seal.matches_chunk), table)
         self.pool.check_books()
         assert isinstance(outcome, HandoffOutcome)
@@ -125,7 +125,7 @@ class DecodeSide:
         return outcome
 
     def finish(self, ticket: Any) -> None:
-        self.pool.give_back(self.decoding, f"{ticket.terms.request}#{ticket.terms.epoch}")
+        self.pool.give_back(self.decoding, f"{ticket.context.request}#{ticket.context.epoch}")
 
 
 def own_memory(shard: Shard, layout: KvLayout) -> memoryview:
@@ -370,7 +370,7 @@ def test_two_threads_hand_the_conversation_over(living: Callable[[str], RemoteSo
     decoder.links.link_worker(WORKER, source.incarnation, source.endpoints)
     for aborted in (False, True):
         ticket = source.offer("a", int(aborted), 64, [5], 1)
-        steps = hand_off(ticket, 2, ChunkDigester(KEY, ticket.terms).matches_chunk)
+        steps = hand_off(ticket, 2, ChunkDigester(KEY, ticket.context).matches_chunk)
         reached = perform_effects(
             steps, {ReserveSlabs: lambda effect: decoder.pool.take_slabs(effect.num_slabs, "a")}
         )

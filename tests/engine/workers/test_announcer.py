@@ -32,7 +32,7 @@ def read(
 
 def verify(bench: WorkerBench, ticket: tickets.Ticket) -> None:
     """Every digest is that of what lies in its slab."""
-    seal, content = ChunkDigester(KEY, ticket.terms), bench.prefill.pool.slab_bytes
+    seal, content = ChunkDigester(KEY, ticket.context), bench.prefill.pool.slab_bytes
     for place, chunk in enumerate(ticket.chunks):
         assert seal.matches_chunk(place, HASH_FUNCTIONS["xxh3"](content(chunk.slab)), chunk.digest)
 
@@ -143,4 +143,4 @@ def test_marks_of_an_aborted_attempt_are_over_before_its_slabs_are_written_again
 def test_a_role_that_is_closed_follows_no_more() -> None:
     bench = WorkerBench()
     bench.prefill.role.close()  # type: ignore[attr-defined]
-    assert bench.prefill.engine.follower is None
+    assert bench.prefill.engine.kv_observer is None

@@ -320,7 +320,7 @@ def test_a_bag_that_can_never_fit_is_refused(late: bool) -> None:
     """A hostile ticket may offer more slabs than heads that keep everything need."""
     bench = KeptBench(decode_slabs=9)
     offered = tickets.decode_ticket(prefill(bench, "a", [], tokens=2), KEY)
-    terms = msgspec.structs.replace(offered.terms, num_bag_slabs=7)
+    terms = msgspec.structs.replace(offered.context, num_bag_slabs=7)
     large = tickets.issue_ticket(
         KEY, terms, "prefill-0", "life", range(9), lambda slab, algorithm: bytes(DIGEST_BYTES)
     )

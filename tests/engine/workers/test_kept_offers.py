@@ -65,9 +65,13 @@ def test_whole_chunks_and_bag_are_offered_as_of_the_last_decision(delivered: int
     slabs = [chunk.slab for chunk in ticket.chunks]
     assert slabs == seq.slabs[:2] + seq.slabs[3:] and ring not in slabs
     decided = 300 + 64 * (delivered // 64)
-    assert (ticket.terms.keep, ticket.terms.num_bag_slabs, ticket.terms.num_tokens) == (KEEP, 2, decided)
+    assert (ticket.context.keep, ticket.context.num_bag_slabs, ticket.context.num_tokens) == (
+        KEEP,
+        2,
+        decided,
+    )
     assert (offer.num_tokens, offer.num_slabs, offer.num_bytes) == (decided, 4, 4 * LAYOUT.chunk_bytes)
-    seal = ChunkDigester(KEY, ticket.terms)
+    seal = ChunkDigester(KEY, ticket.context)
     for index, chunk in enumerate(ticket.chunks):
         payload = HASH_FUNCTIONS["xxh3"](bench.prefill.pool.slab_bytes(chunk.slab))
         assert seal.matches_chunk(index, payload, chunk.digest)
@@ -103,7 +107,7 @@ def test_a_bag_in_a_slab_that_held_a_hashed_chunk_is_hashed_anew() -> None:
     bench = OfferBench()
     keep = KeepSpec(0.95, 0)
     seq = bench.evicted("a", keep=keep)
-    payloads, before = bench.role.announcer._payloads, bench.prefill.pool.slab_bytes
+    payloads, before = bench.role.announcer._hashes, bench.prefill.pool.slab_bytes
     seq.keep, seq.computed = KeepSpec(), 3 * 64  # as if it kept everything
     payloads.hash_full(seq)
     assert payloads.num_hashed == 3
@@ -111,7 +115,7 @@ def test_a_bag_in_a_slab_that_held_a_hashed_chunk_is_hashed_anew() -> None:
         before(slab)[:] = os.urandom(LAYOUT.chunk_bytes)
     seq.keep, seq.computed = keep, 300
     ticket = bench.take_over(seq)
-    seal = ChunkDigester(KEY, ticket.terms)
+    seal = ChunkDigester(KEY, ticket.context)
     for index, chunk in enumerate(ticket.chunks):
         assert seal.matches_chunk(index, HASH_FUNCTIONS["xxh3"](before(chunk.slab)), chunk.digest)
 
@@ -129,18 +133,16 @@ def test_only_chunks_below_the_boundary_are_announced_and_hashed_ahead(delivered
         if isinstance(message, Staged)
     ]
     assert (hint.start, list(hint.slabs)) == (0, seq.slabs[:2])
-    assert bench.role.announcer._payloads.num_hashed == 2
+    assert bench.role.announcer._hashes.num_hashed == 2
     bench.take_over(seq)
-    assert bench.role.announcer._payloads.num_hashed == 4, (
-        "no whole chunk is hashed twice, and the ring never"
-    )
+    assert bench.role.announcer._hashes.num_hashed == 4, "no whole chunk is hashed twice, and the ring never"
 
 
 def test_whole_chunks_of_two_requests_are_hashed_once() -> None:
     bench = OfferBench()
     bench.take_over(bench.evicted("a"))
     bench.take_over(bench.evicted("b"))
-    assert bench.role.announcer._payloads.num_hashed == 2 + 2 + 2
+    assert bench.role.announcer._hashes.num_hashed == 2 + 2 + 2
     assert bench.prefill.holdings.used == 2 + 2 + 2
 
 

@@ -269,7 +269,7 @@ def test_a_tenant_that_sends_much_does_not_keep_others_waiting() -> None:
         bench.courier.land()
         bench.decode.work()
     assert order == ["much-0", "little", "much-1", "much-2"]
-    service = bench.decode.engine.scheduler.service
+    service = bench.decode.engine.scheduler.token_counter
     service.enter_tenant("gone")  # everybody has left: nothing is remembered of anyone
     service.enter_tenant("much")
     service.enter_tenant("new")

@@ -37,13 +37,13 @@ class OtherRanks(BagRepacker):
         self.error: Exception | None = None
 
     def needs(self, ticket: Ticket) -> int:
-        return ticket.terms.num_bag_slabs + self._more
+        return ticket.context.num_bag_slabs + self._more
 
     def repack(self, ticket: Ticket, slabs: Sequence[int]) -> None:
         if self.error is not None:
             raise self.error
         needed = self.needs(ticket)
-        assert len(slabs) == max(needed, ticket.terms.num_bag_slabs)
+        assert len(slabs) == max(needed, ticket.context.num_bag_slabs)
         self._bench.decoder.write_rest(list(slabs[:needed]))
 
 

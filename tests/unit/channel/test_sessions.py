@@ -207,7 +207,7 @@ def test_an_address_in_use_is_reported(folder: Path) -> None:
 async def test_a_worker_that_missed_an_order_begins_anew(hub: ChannelHub, dial: Dial) -> None:
     link = dial(hub)
     await meet_each_other(hub, link)
-    hub._accepted["decode-0"].sent.next_number += 1  # as if a frame had been lost on its way
+    hub._accepted["decode-0"].send_window.next_number += 1  # as if a frame had been lost on its way
     hub.send("decode-0", Abort("r", 0))
     await meet_each_other(hub, link)
     assert link.num_broken_sessions == 1

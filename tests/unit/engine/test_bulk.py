@@ -73,7 +73,7 @@ class BulkBench(EngineBench):
         self.out.setdefault(message.request, []).extend(message.tokens)
 
     def add_bulk(self, name: str, prompt: int, max_tokens: int = 8) -> Sequence:
-        seq = sequence(name, prompt, sampling(max_tokens), origin=BULK)
+        seq = sequence(name, prompt, sampling(max_tokens), tenancy=BULK)
         self.bulk.add(seq, self.now_s)
         return seq
 
@@ -203,7 +203,7 @@ def test_an_online_request_takes_lent_slabs_at_once_and_bulk_work_goes_on_later(
 
 def test_a_late_bulk_sequence_fails_though_there_is_no_time_for_bulk_work() -> None:
     bench = BulkBench(num_slabs=100)
-    late, other = (sequence(name, 50, sampling(40), origin=BULK) for name in ("late", "other"))
+    late, other = (sequence(name, 50, sampling(40), tenancy=BULK) for name in ("late", "other"))
     late.deadline_s = 1.0
     for seq in (late, other):
         bench.bulk.add(seq, 0.0)
@@ -223,7 +223,7 @@ def test_a_late_bulk_sequence_fails_though_there_is_no_time_for_bulk_work() -> N
 
 def test_sequences_of_bulk_work_that_evict_leave_the_memory_for_it_to_online_ones() -> None:
     bench, some = BulkBench(num_slabs=60, max_evicting=3), KeepSpec(0.5)
-    work = [sequence(f"b{i}", 100, sampling(200), origin=BULK, keep=some) for i in range(4)]
+    work = [sequence(f"b{i}", 100, sampling(200), tenancy=BULK, keep=some) for i in range(4)]
     for seq in work:
         bench.bulk.add(seq, 0.0)
     while len(bench.bulk.scheduler.running) < 3 or not all(
@@ -301,7 +301,7 @@ def test_canaries_are_no_requests_that_somebody_waits_for() -> None:
     bench = BulkBench(num_slabs=100)
     bench.add_bulk("b", 100, 400)
     for origin, is_alone in ((Tenancy(canary=True), True), (Tenancy(), False)):
-        bench.engine.add(sequence("online", 4, sampling(3), origin=origin), bench.now_s)
+        bench.engine.add(sequence("online", 4, sampling(3), tenancy=origin), bench.now_s)
         while len(bench.scheduler):
             bench.unit()
             bench.online_step()
@@ -336,7 +336,7 @@ def test_units_are_given_to_the_other_thread_only_while_no_online_request_is_nea
             return unit()
 
     bench, below = BulkBench(num_slabs=100), NotedUnits()
-    bench.bulk._alone = below
+    bench.bulk._unit_runner = below
     bench.add_bulk("b", 100, 400)
     for _ in range(5):
         assert bench.unit()

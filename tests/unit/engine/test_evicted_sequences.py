@@ -271,7 +271,7 @@ def test_a_runner_that_fails_at_a_decision_fails_that_sequence_alone() -> None:
 def test_slabs_of_a_bag_are_announced_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a decode worker could copy a slab that changes, with a mark that says it does not."""
     bench, follower = EngineBench(), RecordingObserver()
-    bench.engine.follower = follower
+    bench.engine.kv_observer = follower
     write, written = bench.runner.apply_eviction, list[int]()
 
     def watched(key: str, bag_slabs: list[int]) -> None:

@@ -37,7 +37,7 @@ def test_a_parked_sequence_counts_and_comes_back_before_others_that_evict() -> N
     bench.engine.step(bench.clock)
     bench.engine._preempt_sequence(parked.key, bench.clock)
     assert parked.parked
-    first = sequence("first", 100, sampling(80), keep=SOME, origin=Tenancy("a", "", -1))
+    first = sequence("first", 100, sampling(80), keep=SOME, tenancy=Tenancy("a", "", -1))
     bench.engine.add(first, 0.0)
     assert bench.engine.has_work
     bench.engine.step(bench.clock)
@@ -51,7 +51,7 @@ def test_a_parked_sequence_counts_and_comes_back_before_others_that_evict() -> N
 def test_arrivals_wait_without_preempting_anything() -> None:
     """A worse priority's memory would not help: what is lacking is not slabs."""
     bench = EngineBench(max_num_batched_tokens=512, max_evicting=1)
-    worse = sequence("worse", 100, sampling(80), keep=SOME, origin=Tenancy("a", "", 5))
+    worse = sequence("worse", 100, sampling(80), keep=SOME, tenancy=Tenancy("a", "", 5))
     bench.engine.add(worse, 0.0)
     bench.engine.step(bench.clock)
     admission = KvAdmission[RemoteKv](bench.scheduler, bench.holdings, lambda arrival: arrival)
@@ -82,7 +82,7 @@ def test_a_crowd_keeps_within_the_limit() -> None:
             origin = Tenancy(rng.choice("ab"), "", rng.choice([0, 0, 1, -1]))
             keep = rng.choice([SOME, SOME, KeepSpec(0.5, 64), KEEP_ALL])
             seqs.append(
-                sequence(f"s{at}", rng.choice([70, 130, 190]), sampling(100), keep=keep, origin=origin)
+                sequence(f"s{at}", rng.choice([70, 130, 190]), sampling(100), keep=keep, tenancy=origin)
             )
         for at in range(4000):
             if at % 20 == 0 and at // 20 < len(seqs):

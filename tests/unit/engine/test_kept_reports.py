@@ -52,7 +52,7 @@ def test_decisions_are_a_part_of_steps_and_make_room_for_themselves_beside_promp
     bench.engine.add(seq, 0.0)
     bench.engine.step(bench.clock)
     first = bench.engine.stats.step_parts["evict"]
-    pace, due = bench.scheduler.pace, list[int]()
+    pace, due = bench.scheduler.step_time, list[int]()
     assert first > 0 and pace.decision_s(400) == 0
     while bench.engine.has_work:
         due += [seq.computed + 1] if seq.decides_next else []

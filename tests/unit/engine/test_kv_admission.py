@@ -60,7 +60,7 @@ class AdmissionBench:
     ) -> RemoteKv:
         prompt = sequence(name, length).prompt if family is None else FAMILIES[family][:length]
         origin = Tenancy(tenant, "", priority)
-        seq = sequence(name, prompt, sampling(new), origin=origin, deadline_s=deadline_s)
+        seq = sequence(name, prompt, sampling(new), tenancy=origin, deadline_s=deadline_s)
         arrival = RemoteKv(seq, length, self.now_s)
         if ticket:
             self.present(arrival)
@@ -132,7 +132,7 @@ def test_the_most_urgent_departs_first_then_who_was_served_least_then_who_came_f
     bench.offer("second", 64, "a")
     bench.offer("other", 64, "b")
     bench.offer("urgent", 64, "a", priority=-1)
-    bench.scheduler.service.charge_tokens("a", 100)
+    bench.scheduler.token_counter.charge_tokens("a", 100)
     assert bench.depart() == ["urgent", "other", "first", "second"]
 
 
@@ -296,9 +296,9 @@ class AdmissionMachine(RuleBasedStateMachine):
         places = {key: number for number, key in enumerate(admission.waiting)}
 
         def place_of(arrival: RemoteKv) -> tuple[int, float, int]:
-            tenant = arrival.seq.origin.tenant
-            served = bench.scheduler.service.served_tokens(tenant)
-            return arrival.seq.origin.priority, served, places[arrival.seq.key]
+            tenant = arrival.seq.tenancy.tenant
+            served = bench.scheduler.token_counter.served_tokens(tenant)
+            return arrival.seq.tenancy.priority, served, places[arrival.seq.key]
 
         perform_departures(admission.departures(bench.now_s), checked)
 
@@ -331,7 +331,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         bench = self.bench
         if here := list(bench.scheduler.sequences()):
             seq = here[which % len(here)]
-            bench.scheduler.service.charge_tokens(seq.origin.tenant, tokens)
+            bench.scheduler.token_counter.charge_tokens(seq.tenancy.tenant, tokens)
             bench.scheduler.remove(seq.key)
             bench.allocator.release(seq.key)
 
@@ -344,10 +344,10 @@ class AdmissionMachine(RuleBasedStateMachine):
         for key, arrival in admission.moving.items():
             assert held[key] == arrival.num_slabs == len(bench.reserved[key])
         assert not admission.waiting.keys() & admission.moving.keys()
-        tenants = Counter(one.seq.origin.tenant for one in (*admission.waiting.values(),))
-        tenants.update(one.seq.origin.tenant for one in admission.moving.values())
-        tenants.update(seq.origin.tenant for seq in bench.scheduler.sequences())
-        assert bench.scheduler.service._present == tenants
+        tenants = Counter(one.seq.tenancy.tenant for one in (*admission.waiting.values(),))
+        tenants.update(one.seq.tenancy.tenant for one in admission.moving.values())
+        tenants.update(seq.tenancy.tenant for seq in bench.scheduler.sequences())
+        assert bench.scheduler.token_counter._present == tenants
 
     def teardown(self) -> None:
         """When tickets come, fetches land and answers end, every request ends, and nothing is held."""

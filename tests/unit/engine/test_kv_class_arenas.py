@@ -96,12 +96,12 @@ def test_who_outgrows_an_arena_is_preempted_there() -> None:
 def test_a_better_priority_takes_memory_of_its_own_class_only() -> None:
     bench = ClassBench(raw=4, coded=4)
     for name, kv_class in (("r", RAW), ("c", CODED)):
-        bench.add(name, kv_class, 3 * CHUNK_TOKENS - 10, new=5, origin=Tenancy(priority=1))
+        bench.add(name, kv_class, 3 * CHUNK_TOKENS - 10, new=5, tenancy=Tenancy(priority=1))
     for _ in range(6):
         bench.step()
         if bench.running() == {"r", "c"}:
             break
-    bench.add("urgent", CODED, 3 * CHUNK_TOKENS, new=1, origin=Tenancy(priority=-1))
+    bench.add("urgent", CODED, 3 * CHUNK_TOKENS, new=1, tenancy=Tenancy(priority=-1))
     bench.step()
     assert bench.preempted == ["c#1"]
 

@@ -142,7 +142,12 @@ def adopt_from_elsewhere(bench: EngineBench, name: str, origin: Tenancy | None =
     slabs = bench.holdings.allocate(seq.key, 1)
     for row in range(5):
         bench.runner.kv[slabs[0], row] = seq.prompt[: row + 1]
-    fields = {"output": [following(seq.prompt)], "computed": 5, "slabs": slabs, "origin": origin or Tenancy()}
+    fields = {
+        "output": [following(seq.prompt)],
+        "computed": 5,
+        "slabs": slabs,
+        "tenancy": origin or Tenancy(),
+    }
     adopted = sequence(name, 5, sampling(6), **fields)
     bench.engine.adopt(adopted, 0.0)
     return adopted
@@ -254,11 +259,11 @@ def slow(name: str, **rest: object) -> Sequence:
 
 def test_a_grammar_that_is_being_compiled_stops_nobody_else() -> None:
     bench = EngineBench(num_slabs=8, max_num_seqs=2)
-    late = [slow(f"s{i}", origin=Tenancy("a")) for i in range(4)]
+    late = [slow(f"s{i}", tenancy=Tenancy("a")) for i in range(4)]
     for seq in late:
         bench.engine.add(seq, 0.0)
     assert finish_of(bench) == []  # it waits for them, and does not spin
-    other = sequence("other", 70, origin=Tenancy("b"))
+    other = sequence("other", 70, tenancy=Tenancy("b"))
     bench.engine.add(other, 0.0)
     emitted: list[SequenceOutput] = []
     while not any(output.finish for output in outputs(emitted, "other")):
@@ -363,7 +368,7 @@ class RecordingObserver:
 
 def test_who_follows_held_sequences_hears_what_each_step_will_do() -> None:
     bench, follower = EngineBench(max_num_batched_tokens=100), RecordingObserver()
-    bench.engine.follower = follower
+    bench.engine.kv_observer = follower
     bench.engine.add(sequence("a", 230, hold_kv=True), 0.0)
     emitted = finish(bench)
     bench.engine.add(sequence("b", 30, sampling(3)), 0.0)
@@ -377,7 +382,7 @@ def test_who_follows_held_sequences_hears_what_each_step_will_do() -> None:
 
 def test_layers_of_a_failed_step_are_not_reported_again() -> None:
     bench, follower = EngineBench(), RecordingObserver()
-    bench.engine.follower = follower
+    bench.engine.kv_observer = follower
     for name, prompt in (("bad", [1, 99]), ("good", [1, 2])):
         bench.engine.add(sequence(name, prompt, hold_kv=True), 0.0)
     bench.runner.poison = {99}

@@ -91,7 +91,7 @@ class Conservation(RuleBasedStateMachine):
         prompt = FAMILIES[family][: min(length, common)]
         prompt += sequence(name, length - len(prompt)).prompt
         asked = sampling(new, prompt_logprobs=0 if scored else None)
-        plain = sequence(name, prompt, asked, origin=origin, keep=keep)
+        plain = sequence(name, prompt, asked, tenancy=origin, keep=keep)
         whole = alone(plain, MODEL_LEN)
         output = whole[: min(earlier, max(0, len(whole) - 1))]
         deadline_s = self.first.now_s + patience
@@ -103,7 +103,7 @@ class Conservation(RuleBasedStateMachine):
             hold_kv=hold_kv,
             stage=hold_kv,
             deadline_s=deadline_s,
-            origin=origin,
+            tenancy=origin,
             keep=keep,
         )
         try:
@@ -134,7 +134,7 @@ class Conservation(RuleBasedStateMachine):
             return
         seq, bench = self.held[which % len(self.held)], self.second
         computed = decision_tokens(len(seq.prompt), seq.computed) if seq.keep.evicts else seq.computed
-        fields = {"output": list(seq.output), "computed": computed, "origin": seq.origin, "keep": seq.keep}
+        fields = {"output": list(seq.output), "computed": computed, "tenancy": seq.tenancy, "keep": seq.keep}
         copy = sequence(seq.id, seq.prompt, seq.sampling, kept_slabs=seq.kept_slabs, **fields)
         if bench.scheduler.limits.max_slabs(copy) > 6 or not bench.engine.admits(copy):
             return
@@ -238,7 +238,9 @@ class Conservation(RuleBasedStateMachine):
             if victim := book.schedule(bench.holdings).preempted:
                 holders = [*book.running.values(), *book.adopted.values()]
                 first = min(holders, key=lambda seq: seq.precedence)
-                waits = [seq for seq in book.waiting.values() if seq.origin.priority < first.origin.priority]
+                waits = [
+                    seq for seq in book.waiting.values() if seq.tenancy.priority < first.tenancy.priority
+                ]
                 assert victim != first.key or waits
 
     @invariant()

@@ -67,7 +67,7 @@ class BoardReader:
         self.payloads = ChunkHashes(bench.holdings, self.content)
         board = LayerProgress(bench.pool.num_slabs, self.memory)
         self.stager = KvAnnouncer(bench.holdings, self.payloads, LAYERS, board, self.hear)
-        bench.engine.follower = self.stager
+        bench.engine.kv_observer = self.stager
         watched = WatchedRunner(bench.pool.num_slabs)
         watched.kv, watched.look = bench.runner.kv, self.check
         bench.runner = bench.engine.runner = watched

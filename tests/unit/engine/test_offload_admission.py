@@ -10,7 +10,7 @@ import pytest
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import KeepSpec
 from diptych.request import SamplingParams
-from engine.offload.block_admission import BlockSchedule
+from engine.offload.block_admission import BlockAdmission
 from engine.offload.policy import BlockPolicy
 from engine.offload.sizes import BlockModel, batch_chunks, check_caps, predict_needs, smallest_policy
 from engine.offload.units import cut_works
@@ -27,7 +27,7 @@ def ask(name: str, prompt: int, max_tokens: int = 8) -> Sequence:
 
 
 def test_sequences_take_places_in_order_of_arrival_and_small_ones_pass() -> None:
-    schedule = BlockSchedule(POLICY, 1000)
+    schedule = BlockAdmission(POLICY, 1000)
     # A batch has room for four chunks.
     assert batch_chunks(POLICY) == 4
     for name, prompt in (("a", 150), ("b", 150), ("c", 150), ("d", 100), ("e", 20)):
@@ -40,7 +40,7 @@ def test_sequences_take_places_in_order_of_arrival_and_small_ones_pass() -> None
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_a_long_line_is_passed_by_no_more_than_a_block_of_others(batches: int) -> None:
-    schedule = BlockSchedule(BlockPolicy(2, batches, 100, 28), 1000)
+    schedule = BlockAdmission(BlockPolicy(2, batches, 100, 28), 1000)
     passed: list[str] = []
     # There are always short lines, and no batch is ever empty by itself.
     for number in range(2 * batches + 1):
@@ -62,7 +62,7 @@ def test_a_long_line_is_passed_by_no_more_than_a_block_of_others(batches: int) -
 
 
 def test_a_batch_is_no_longer_kept_for_a_line_that_left() -> None:
-    schedule = BlockSchedule(BlockPolicy(2, 1, 100, 28), 1000)
+    schedule = BlockAdmission(BlockPolicy(2, 1, 100, 28), 1000)
     for name, length in (("a", 100), ("long", 240), ("b", 100), ("c", 100), ("d", 100)):
         schedule.add(ask(name, length), 0.0)
     assert [seq.id for seq in schedule.admit(0.0)] == ["a", "b"]
@@ -75,7 +75,7 @@ def test_a_batch_is_no_longer_kept_for_a_line_that_left() -> None:
 
 
 def test_a_step_has_a_token_of_each_that_decodes_and_prompts_within_the_room() -> None:
-    schedule = BlockSchedule(BlockPolicy(2, 1, 100, 60), 1000)
+    schedule = BlockAdmission(BlockPolicy(2, 1, 100, 60), 1000)
     for name, prompt in (("long", 180), ("short", 50)):
         schedule.add(ask(name, prompt), 0.0)
     schedule.admit(0.0)
@@ -90,7 +90,7 @@ def test_a_step_has_a_token_of_each_that_decodes_and_prompts_within_the_room() -
 
 
 def test_what_can_never_run_is_refused() -> None:
-    schedule = BlockSchedule(POLICY, 300, max_waiting=1)
+    schedule = BlockAdmission(POLICY, 300, max_waiting=1)
     for seq, code in (
         (ask("large", 248), None),
         (ask("longer", 257), "internal_error"),
@@ -106,21 +106,21 @@ def test_what_can_never_run_is_refused() -> None:
     evicting = ask("evicting", 10)
     evicting.keep = KeepSpec(0.5)
     with pytest.raises(SequenceRefused):
-        BlockSchedule(POLICY, 300).add(evicting, 0.0)
+        BlockAdmission(POLICY, 300).add(evicting, 0.0)
     with pytest.raises(ValueError, match="already here"):
         schedule.add(ask("large", 10), 0.0)
 
 
 def test_the_longest_sequence_is_what_the_model_takes_and_a_batch_has_room_for() -> None:
-    assert BlockSchedule(POLICY, 200).max_model_len == 200
-    schedule = BlockSchedule(POLICY, 100_000)
+    assert BlockAdmission(POLICY, 200).max_model_len == 200
+    schedule = BlockAdmission(POLICY, 100_000)
     assert schedule.max_model_len == batch_chunks(POLICY) * CHUNK_TOKENS == 256
     # A line without max_tokens, whose answer may have all that the context has left.
     schedule.add(ask("open", 20, max_tokens=100_000 - 20), 0.0)
     assert [seq.id for seq in schedule.admit(0.0)] == ["open"]
 
 
-def decode(schedule: BlockSchedule) -> None:
+def decode(schedule: BlockAdmission) -> None:
     """One step of all that have a place: each gets a token, and those that have all of theirs leave."""
     for step in schedule.plan_step():
         step.seq.computed += step.count
@@ -134,7 +134,7 @@ def decode(schedule: BlockSchedule) -> None:
 
 
 def test_lines_without_max_tokens_share_a_batch_and_all_end() -> None:
-    schedule = BlockSchedule(BlockPolicy(rows=4, batches=1, prompt_tokens=40, output_tokens=24), 1000)
+    schedule = BlockAdmission(BlockPolicy(rows=4, batches=1, prompt_tokens=40, output_tokens=24), 1000)
     names = [f"r{i}" for i in range(6)]
     for name in names:
         schedule.add(ask(name, 30, max_tokens=1000 - 30), 0.0)
@@ -157,7 +157,7 @@ def test_lines_without_max_tokens_share_a_batch_and_all_end() -> None:
 
 
 def test_no_room_is_lost_or_given_twice() -> None:
-    draw, schedule, count = random.Random(1), BlockSchedule(POLICY, 1000), 0
+    draw, schedule, count = random.Random(1), BlockAdmission(POLICY, 1000), 0
     for _ in range(2000):
         kind = draw.randrange(4)
         if kind == 0:

@@ -11,8 +11,8 @@ import pytest
 
 from diptych.messages import Failed, Output
 from diptych.request import Grammar
-from engine.offload.block_admission import BlockSchedule
-from engine.offload.engine import BlockEngine
+from engine.offload.block_admission import BlockAdmission
+from engine.offload.engine import OffloadEngine
 from engine.offload.policy import BlockPolicy
 from engine.offload.sizes import batch_chunks
 from engine.offload.units import UnitResult, WorkFailure, WorkLogits, cut_works
@@ -25,7 +25,7 @@ LAYERS = 3
 BAD = VOCAB
 
 
-class FakeBlockRunner:
+class FakeOffloadRunner:
     """The hash model in a block: KV by batch, written in the last layer. A step that fails spoils what it changes."""
 
     def __init__(self, policy: BlockPolicy, draw: random.Random) -> None:
@@ -34,7 +34,7 @@ class FakeBlockRunner:
         self.disk_fails, self.open_steps = 0.0, 0
 
     def run_step(self, works: dict[int, list[StepWork]], last: bool) -> Generator[Sequence[UnitResult]]:
-        """As `engine.offload.units.BlockRunner.run_step`."""
+        """As `engine.offload.units.OffloadRunner.run_step`."""
         self.open_steps += 1
         assert self.open_steps == 1
         finished = False
@@ -111,8 +111,8 @@ def run_storm(seed: int) -> Counter[str]:
         rows=draw.choice((1, 3, 4)), batches=draw.choice((1, 2, 3)), prompt_tokens=draw.choice((40, 150)),
         output_tokens=draw.choice((4, 40)), step_tokens=draw.choice((16, 100)),
     )  # fmt: skip
-    runner, schedule = FakeBlockRunner(policy, draw), BlockSchedule(policy, 300)
-    engine = BlockEngine(runner, schedule, FakeSampler(), VOCAB + 1, slice_s=3.0)
+    runner, schedule = FakeOffloadRunner(policy, draw), BlockAdmission(policy, 300)
+    engine = OffloadEngine(runner, schedule, FakeSampler(), VOCAB + 1, slice_s=3.0)
     now_s, lines, gone = 0.0, dict[str, Line](), set[str]()
     begun: dict[str, list[int]] = {}
     answers: dict[str, list[int]] = {}

@@ -48,7 +48,7 @@ def test_all_end_as_if_alone_though_memory_is_short(caching: bool, parks: bool) 
 def test_the_latest_of_the_worst_priority_makes_room() -> None:
     book = Scheduler(EngineLimits(1000, 4096, 8, 1000))
     for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", 0)):
-        book.add(sequence(name, 64, sampling(100), origin=Tenancy(priority=priority)), 0.0)
+        book.add(sequence(name, 64, sampling(100), tenancy=Tenancy(priority=priority)), 0.0)
         book.start(f"{name}#1", 0.0)
     for seq in book.running.values():
         seq.slabs, seq.computed, seq.output = [0], 64, [1]
@@ -193,12 +193,12 @@ def test_those_preempted_come_back_before_others_arrive() -> None:
 
 def test_one_who_is_more_urgent_does_not_wait_for_those_preempted() -> None:
     bench = EngineBench(30)
-    (seq,) = crowd(bench, 1, origin=Tenancy(priority=1))
+    (seq,) = crowd(bench, 1, tenancy=Tenancy(priority=1))
     bench.engine.step(bench.clock)
     bench.engine._preempt_sequence(seq.key, bench.clock)
-    assert not bench.engine.admits(arrival("a", 10, 10, origin=Tenancy(priority=2)))
-    assert not bench.engine.admits(arrival("a", 10, 10, origin=Tenancy(priority=1)))
-    assert bench.engine.admits(arrival("a", 10, 10, origin=Tenancy(priority=0)))
+    assert not bench.engine.admits(arrival("a", 10, 10, tenancy=Tenancy(priority=2)))
+    assert not bench.engine.admits(arrival("a", 10, 10, tenancy=Tenancy(priority=1)))
+    assert bench.engine.admits(arrival("a", 10, 10, tenancy=Tenancy(priority=0)))
 
 
 def test_what_is_known_here_costs_an_arrival_nothing_if_it_is_held() -> None:
@@ -275,10 +275,10 @@ def test_the_host_tier_keeps_every_ranks_bytes_within_its_bound() -> None:
 def test_an_arrival_of_a_better_priority_takes_memory_from_worse_ones_that_run(parks: bool) -> None:
     bench = EngineBench(6, caching=False, swap=20)
     bench.engine.copy_rate = FixedRate(1e15 if parks else 1e-15)
-    worse = crowd(bench, origin=Tenancy(priority=1))
+    worse = crowd(bench, tenancy=Tenancy(priority=1))
     emitted = [e for _ in range(9) for e in bench.engine.step(bench.clock)]
     assert bench.holdings.free == 0 and len(bench.scheduler.running) == 3
-    urgent = sequence("urgent", 100, sampling(20), origin=Tenancy(priority=0))
+    urgent = sequence("urgent", 100, sampling(20), tenancy=Tenancy(priority=0))
     bench.engine.add(urgent, 9.0)
     emitted += bench.engine.step(bench.clock)
     assert set(bench.scheduler.running) == {"r0#1", "r1#1", "urgent#1"}  # the latest of the worst made room
@@ -291,11 +291,11 @@ def test_an_arrival_of_a_better_priority_takes_memory_from_worse_ones_that_run(p
 
 def test_equals_and_betters_keep_their_memory() -> None:
     bench = EngineBench(6, caching=False)
-    crowd(bench, 2, origin=Tenancy(priority=0))
+    crowd(bench, 2, tenancy=Tenancy(priority=0))
     crowd(bench, 0)
     for _ in range(4):
         bench.engine.step(bench.clock)
-    late = sequence("late", 300, sampling(9), origin=Tenancy(priority=0))
+    late = sequence("late", 300, sampling(9), tenancy=Tenancy(priority=0))
     bench.engine.add(late, 9.0)
     bench.engine.step(bench.clock)
     assert set(bench.scheduler.running) == {"r0#1", "r1#1"}
@@ -304,11 +304,11 @@ def test_equals_and_betters_keep_their_memory() -> None:
 def test_nobody_is_preempted_where_that_would_not_be_enough() -> None:
     bench = EngineBench(6, caching=False)
     bench.scheduler.ratio = EAGER
-    bench.engine.add(sequence("better", 250, sampling(6), origin=Tenancy(priority=0)), 0.0)
-    bench.engine.add(sequence("worse", 60, sampling(99), origin=Tenancy(priority=2)), 0.0)
+    bench.engine.add(sequence("better", 250, sampling(6), tenancy=Tenancy(priority=0)), 0.0)
+    bench.engine.add(sequence("worse", 60, sampling(99), tenancy=Tenancy(priority=2)), 0.0)
     while not all(seq.decoding for seq in bench.scheduler.running.values()) or not bench.scheduler.running:
         bench.engine.step(bench.clock)
-    bench.engine.add(sequence("urgent", 250, sampling(9), origin=Tenancy(priority=1)), 9.0)
+    bench.engine.add(sequence("urgent", 250, sampling(9), tenancy=Tenancy(priority=1)), 9.0)
     bench.engine.step(bench.clock)
     assert set(bench.scheduler.running) == {"better#1", "worse#1"} and not bench.engine.stats.preemptions
 
@@ -317,7 +317,7 @@ def test_shared_slabs_are_freed_once_and_only_by_all_who_hold_them() -> None:
     bench = EngineBench(15, max_num_seqs=8)
     bench.scheduler.ratio = EAGER
     prompt = sequence("x", 256).prompt
-    worse = [sequence(f"w{i}", [*prompt, i], sampling(50), origin=Tenancy(priority=1)) for i in range(4)]
+    worse = [sequence(f"w{i}", [*prompt, i], sampling(50), tenancy=Tenancy(priority=1)) for i in range(4)]
     for seq in worse:
         seq.root = b"root"
         bench.engine.add(seq, 0.0)
@@ -326,7 +326,7 @@ def test_shared_slabs_are_freed_once_and_only_by_all_who_hold_them() -> None:
     assert bench.holdings.used == 4 + 4
     keys = [seq.key for seq in worse]
     assert bench.holdings.count_freed_by(keys) == 8 and bench.holdings.count_freed_by(keys[:2]) == 2
-    large = sequence("large", 15 * 64 - 20, sampling(5), origin=Tenancy(priority=0))
+    large = sequence("large", 15 * 64 - 20, sampling(5), tenancy=Tenancy(priority=0))
     bench.holdings.allocate("others", bench.holdings.free)
     before = bench.engine.stats.preemptions
     bench.engine.add(large, 0.0)  # it needs 15 slabs, and could get 8

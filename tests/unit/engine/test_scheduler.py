@@ -225,16 +225,16 @@ def test_steps_that_only_read_are_filled_to_saturation() -> None:
 def test_priority_comes_before_arrival() -> None:
     book = scheduler(seqs=2)
     for name, priority in (("a", 0), ("b", 1), ("c", -1)):
-        book.add(sequence(name, 60, origin=Tenancy(priority=priority)), 0.0)
+        book.add(sequence(name, 60, tenancy=Tenancy(priority=priority)), 0.0)
     assert book.schedule(FakeAvailability(100)).admitted == ("c#1", "a#1")
 
 
 def test_tenants_alternate_whoever_came_first() -> None:
     book = scheduler(seqs=4)
     for i in range(6):
-        book.add(sequence(f"many{i}", 20, origin=Tenancy("many")), 0.0)
+        book.add(sequence(f"many{i}", 20, tenancy=Tenancy("many")), 0.0)
     for i in range(2):
-        book.add(sequence(f"few{i}", 20, origin=Tenancy("few")), 0.0)
+        book.add(sequence(f"few{i}", 20, tenancy=Tenancy("few")), 0.0)
     assert set(book.schedule(FakeAvailability(100)).admitted) == {"many0#1", "many1#1", "few0#1", "few1#1"}
 
 
@@ -295,10 +295,10 @@ def test_nobody_computes_what_another_is_computing() -> None:
 def test_one_that_is_served_sooner_does_not_wait_for_one_that_is_served_later() -> None:
     book, shelf = scheduler(budget=100), FakeAvailability(100)
     prompt = sequence("common", 1000).prompt
-    book.add(sequence("low", prompt, origin=Tenancy(priority=1)), 0.0)
+    book.add(sequence("low", prompt, tenancy=Tenancy(priority=1)), 0.0)
     advance(book.schedule(shelf), book)
     book.add(sequence("high", prompt), 0.0)
-    book.add(sequence("lower", prompt, origin=Tenancy(priority=2)), 0.0)
+    book.add(sequence("lower", prompt, tenancy=Tenancy(priority=2)), 0.0)
     assert counts(book.schedule(shelf)) == {"high": 100}
 
 
@@ -307,7 +307,7 @@ def test_one_that_is_served_sooner_does_not_wait_for_one_that_is_served_later() 
 
 def handed_over(book: Scheduler, name: str, tenant: str = "", priority: int = 0) -> None:
     """One whose KV has come from elsewhere; it takes a seat as soon as it gets one."""
-    seq = sequence(name, 100, sampling(50), output=[0], computed=100, origin=Tenancy(tenant, "", priority))
+    seq = sequence(name, 100, sampling(50), output=[0], computed=100, tenancy=Tenancy(tenant, "", priority))
     seq.slabs = [0, 0]
     book.adopt(seq, 0.0)
 
@@ -394,7 +394,7 @@ def test_every_plan_keeps_the_limits_and_everything_ends(
     if eager:
         book.ratio = NewTokenRatio(0.0, 0.0, 0.0, 0.0)
     todo = [
-        (delay, sequence(f"r{i}", length, sampling(new), hold_kv=hold_kv, origin=origin, root=b""))
+        (delay, sequence(f"r{i}", length, sampling(new), hold_kv=hold_kv, tenancy=origin, root=b""))
         for i, (length, new, hold_kv, delay, origin) in enumerate(wanted)
     ]
     for _ in range(8000):

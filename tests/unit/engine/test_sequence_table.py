@@ -169,7 +169,7 @@ def test_every_sequence_ends_once_and_nothing_is_held(
     live: dict[str, Sequence] = {}
     for number, (length, new, hold_kv, tenant, priority) in enumerate(requests):
         origin = Tenancy(tenant, "", priority)
-        seq = sequence(f"r{number}", length, sampling(new), hold_kv=hold_kv, origin=origin)
+        seq = sequence(f"r{number}", length, sampling(new), hold_kv=hold_kv, tenancy=origin)
         live[seq.id] = seq
         table.scheduler.add(seq, 0.0)
     for _ in range(3000):

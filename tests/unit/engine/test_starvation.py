@@ -71,7 +71,7 @@ def play(arrivals: list[Arrival], **limits: object) -> Played:
         for key, count in work:
             seq = book.running[key]
             seq.computed += count
-            book.service.charge_tokens(seq.origin.tenant, count)
+            book.token_counter.charge_tokens(seq.tenancy.tenant, count)
             if seq.pending == 0:
                 seq.output.append(0)
                 played.first.setdefault(seq.id, now_s - seq.arrived_s)
@@ -88,7 +88,7 @@ def shorts(per_s: float, tenant: str = "", hold_kv: bool = True, seed: int = 7) 
     while (at_s := at_s + draw.expovariate(per_s)) < SECONDS:
         name = f"short{len(arrivals)}{tenant}"
         seq = sequence(
-            name, draw.randint(20, 100), sampling(16), hold_kv=hold_kv, root=b"", origin=Tenancy(tenant)
+            name, draw.randint(20, 100), sampling(16), hold_kv=hold_kv, root=b"", tenancy=Tenancy(tenant)
         )
         arrivals.append(Arrival(at_s, seq))
     return arrivals
@@ -98,7 +98,7 @@ def longs(per_s: float, tenant: str = "", hold_kv: bool = True, tokens: int = 20
     return [
         Arrival(
             0.5 + i / per_s,
-            sequence(f"long{i}", tokens, sampling(16), hold_kv=hold_kv, root=b"", origin=Tenancy(tenant)),
+            sequence(f"long{i}", tokens, sampling(16), hold_kv=hold_kv, root=b"", tenancy=Tenancy(tenant)),
         )
         for i in range(int(SECONDS * per_s))
     ]
@@ -144,7 +144,7 @@ def prompts(per_s: float, tenant: str) -> list[Arrival]:
                 sampling(16),
                 hold_kv=True,
                 root=b"",
-                origin=Tenancy(tenant),
+                tenancy=Tenancy(tenant),
             ),
         )
         for i in range(int(SECONDS * per_s))

@@ -85,7 +85,7 @@ def test_a_sequence_that_is_preempted_by_its_decision_counts_with_its_tokens(
     bench = EngineBench(observer=observer, caching=False, max_num_batched_tokens=512)
     bench.engine.add(seq := fakes.sequence("a", 100, sampling(70), keep=KeepSpec(0.5)), 0.0)
     bench.engine.step(bench.clock)
-    assert bench.scheduler.pace.decision_s(100) == 0, "a prompt's end says nothing of answers"
+    assert bench.scheduler.step_time.decision_s(100) == 0, "a prompt's end says nothing of answers"
     room, refused = bench.engine.table.has_room_for_bag, iter([False])
     monkeypatch.setattr(
         bench.engine.table, "has_room_for_bag", lambda *asked: next(refused, True) and room(*asked)
@@ -94,4 +94,4 @@ def test_a_sequence_that_is_preempted_by_its_decision_counts_with_its_tokens(
         bench.engine.step(bench.clock)
     assert seq.computed < 164 and observer.decided[-1][0] == (0, 164)
     seconds = observer.decided[-1][1]
-    assert bench.scheduler.pace.decision_s(164) == pytest.approx(seconds) and seconds > 0
+    assert bench.scheduler.step_time.decision_s(164) == pytest.approx(seconds) and seconds > 0

@@ -59,7 +59,7 @@ def test_bulk_work_is_counted_by_its_own_metrics_alone() -> None:
         for name, one in (("line", sink), ("gone", gone)):
             sampling = SamplingParams(max_tokens=2, seed=1)
             origin = Tenancy("t", "s", BULK_PRIORITY)
-            request = Request(name, [1, 2, 3], sampling, backend.clock() + 1e5, origin=origin)
+            request = Request(name, [1, 2, 3], sampling, backend.clock() + 1e5, tenancy=origin)
             backend.submit_requests([(request, one)])
         seen["open"] = backend.bulk_report
         channel.say("decode-0", Step([Output("line", 0, [70])]))

@@ -82,7 +82,7 @@ def sequence(
 def test_every_failure_is_somebody_s_fault_and_it_fits_its_status(reason: FailureReason) -> None:
     rule = RULES[reason]
     if rule.status == 429:
-        assert rule.whose is (Party.SERVICE if reason in SERVICE_IS_FULL else Party.CLIENT), (
+        assert rule.party is (Party.SERVICE if reason in SERVICE_IS_FULL else Party.CLIENT), (
             "a 429 says it itself"
         )
     else:

@@ -28,7 +28,7 @@ def finished(num_slabs: int = 8) -> tuple[KvAllocator, list[int]]:
 def test_full_chunks_outlive_their_sequence_and_its_tail_does_not() -> None:
     holdings, slabs = finished()
     assert (holdings.used, holdings.cached, holdings.free) == (0, 4, 8)
-    assert holdings.pool.count_by_owner() == {TREE_OWNER: 4}
+    assert holdings.ledger.count_by_owner() == {TREE_OWNER: 4}
     assert holdings.attach_prefix("b#0", KEYS[:3]) == slabs[:3]
     assert (holdings.used, holdings.cached, holdings.free) == (3, 1, 5)
     assert (holdings.prefix_queries, holdings.prefix_hits) == (192, 192)
@@ -53,7 +53,7 @@ def test_what_is_not_to_be_kept_goes_unless_others_need_it() -> None:
     holdings.release("c#0", keep=False)
     assert holdings.count_cached(KEYS) == 2 and holdings.cached == 0, "the other one holds these"
     holdings.release("b#0", keep=False)
-    assert holdings.count_cached(KEYS) == holdings.pool.used == 0
+    assert holdings.count_cached(KEYS) == holdings.ledger.used == 0
     holdings.check_books()
 
 
@@ -78,7 +78,7 @@ def test_sharing_again_changes_nothing() -> None:
         holdings.publish("a#0", KEYS[:count], before)
         assert before == slabs
     holdings.check_books()
-    assert holdings.pool.count_by_owner() == {TREE_OWNER: 3}
+    assert holdings.ledger.count_by_owner() == {TREE_OWNER: 3}
 
 
 def test_only_private_slabs_can_be_shared_or_given() -> None:
@@ -113,14 +113,14 @@ def test_without_a_tree_nothing_is_shared_or_kept() -> None:
     assert (holdings.used, holdings.cached, holdings.prefix_queries, holdings.evict_cached()) == (4, 0, 0, 0)
     holdings.check_books()
     holdings.release("a#0")
-    assert holdings.pool.used == 0
+    assert holdings.ledger.used == 0
 
 
 def test_clear_forgets_what_nobody_holds() -> None:
     holdings, _ = finished()
     holdings.attach_prefix("b#0", KEYS[:1])
     assert holdings.evict_cached() == 3
-    assert (holdings.count_cached(KEYS), holdings.used, holdings.pool.used) == (1, 1, 1)
+    assert (holdings.count_cached(KEYS), holdings.used, holdings.ledger.used) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("damage", ["refs", "gone", "astray", "extra", "private"])
@@ -138,9 +138,9 @@ def test_check_finds_what_pool_and_tree_do_not_agree_on(damage: str) -> None:
     elif damage == "astray":
         node.slab = slabs[1]
     elif damage == "extra":
-        holdings.pool.take_slabs(1, TREE_OWNER)
+        holdings.ledger.take_slabs(1, TREE_OWNER)
     else:
-        holdings.pool.give_back(slabs[1:2], "a#0")
+        holdings.ledger.give_back(slabs[1:2], "a#0")
     with pytest.raises(AssertionError):
         holdings.check_books()
 

@@ -235,15 +235,15 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.holdings.count_cached(addresses(seq.scope, seq.word)) >= seq.shared
         for (scope, word), known in self.known.items():
             assert self.written[known.slab] == (scope, word)
-            assert self.holdings.pool.owner_of(known.slab) == TREE_OWNER
+            assert self.holdings.ledger.owner_of(known.slab) == TREE_OWNER
 
     def teardown(self) -> None:
         for key in [*self.seqs]:
             self.end(key)
-        assert self.holdings.used == 0 and self.holdings.pool.used == self.holdings.cached
+        assert self.holdings.used == 0 and self.holdings.ledger.used == self.holdings.cached
         self.holdings.evict_cached()
         self.holdings.check_books()
-        assert self.holdings.pool.used == 0
+        assert self.holdings.ledger.used == 0
 
 
 @pytest.mark.timeout(900)

@@ -28,7 +28,7 @@ def test_a_number_says_in_which_arena_a_slab_is() -> None:
     with pytest.raises(OutOfSlabs):
         arenas.arena_of("raw").allocate("c#0", 1)
     assert (arenas.used, arenas.num_slabs, arenas.owners()) == (6, 10, {"a#0": 4, "b#0": 2})
-    ledger = arenas.arena_of("tq4.s0").pool
+    ledger = arenas.arena_of("tq4.s0").ledger
     assert ledger.owner_of(4) == "b#0" and ledger.owner_of(9) is None
     for slab in (3, 10):
         with pytest.raises(ValueError, match="no slab"):

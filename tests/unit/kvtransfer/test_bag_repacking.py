@@ -241,8 +241,8 @@ def test_a_bag_that_is_not_what_its_ticket_says_is_corrupt(
         part_of(source, lost, slabs[0])[:] = 1
     # More slabs than the ticket names, so that a larger bag is here, too.
     pull(source, own, slabs, slabs)
-    terms = structs.replace(ticket.terms, num_bag_slabs=len(slabs))
-    whole = structs.replace(ticket, terms=terms)
+    terms = structs.replace(ticket.context, num_bag_slabs=len(slabs))
+    whole = structs.replace(ticket, context=terms)
     if not why:
         BagRepacker(own).repack(whole, slabs)
         return
@@ -255,7 +255,11 @@ def test_a_ticket_that_does_not_say_what_heads_need_is_refused_before_anything_i
     bag = make_bag(3, 0, 200)
     source = make_pool((2, 1))
     ticket = offer(source, (2, 1), bag, list(range(slabs_of(source.shards, bag))))
-    terms, frames, repacker = ticket.terms, measure_bag(bag.kept).head_frames, BagRepacker(make_pool((1, 1)))
+    terms, frames, repacker = (
+        ticket.context,
+        measure_bag(bag.kept).head_frames,
+        BagRepacker(make_pool((1, 1))),
+    )
     wrong = [
         structs.replace(terms, bag=BagSplit(2, 1)),
         structs.replace(terms, bag=BagSplit(2, 1, frames[:-1])),
@@ -265,7 +269,7 @@ def test_a_ticket_that_does_not_say_what_heads_need_is_refused_before_anything_i
     ]
     for one in wrong:
         with pytest.raises(StaleTicket, match="cannot be read here"):
-            repacker.needs(structs.replace(ticket, terms=one))
+            repacker.needs(structs.replace(ticket, context=one))
 
 
 def test_a_ticket_of_codes_that_miscounts_tokens_or_outliers_is_refused() -> None:
@@ -280,14 +284,14 @@ def test_a_ticket_of_codes_that_miscounts_tokens_or_outliers_is_refused() -> Non
     ):
         split = BagSplit(2, 1, sizes.head_frames, tokens, outliers)
         with pytest.raises(StaleTicket, match="cannot be read here"):
-            repacker.needs(structs.replace(ticket, terms=structs.replace(ticket.terms, bag=split)))
+            repacker.needs(structs.replace(ticket, context=structs.replace(ticket.context, bag=split)))
     # As many in all, so that only the map says otherwise.
     write_bag(source, bag, slabs)
     pull(source, own, slabs, slabs)
     moved = (sizes.page_outliers[0] - 1, sizes.page_outliers[1] + 1, *sizes.page_outliers[2:])
     split = BagSplit(2, 1, sizes.head_frames, sizes.page_tokens, moved)
     with pytest.raises(CorruptChunk) as caught:
-        repacker.repack(structs.replace(ticket, terms=structs.replace(ticket.terms, bag=split)), slabs)
+        repacker.repack(structs.replace(ticket, context=structs.replace(ticket.context, bag=split)), slabs)
     assert "than the ticket counts" in caught.value.why
 
 

@@ -228,7 +228,7 @@ def test_whatever_the_source_does_only_what_the_ticket_says_is_decoded(
         elif kind == "steal":
             lane.compute(slab, value % LAYERS, value)
     ticket = ticket_of(lane, [place[chunk] for chunk in own])
-    seal.append(ChunkDigester(KEY, ticket.terms))
+    seal.append(ChunkDigester(KEY, ticket.context))
     answer = TicketArrived(ticket, run_to_end(early.finish_with_ticket(lane, ticket, never)))
 
     def pull(effect: PullChunks) -> list[bytes]:

@@ -177,7 +177,7 @@ def test_chunks_move_between_the_arenas_of_their_class(here: tuple[int, int], th
         before = {slab: own.hash_slab(slab, "xxh3") for slab in range(6)}
         for move in (move for stage in moves.stages for move in stage):
             at = moves.source.offset_of(source, move.source) + move.far
-            to = moves.own.offset_of(target, move.target) + move.own
+            to = moves.own_arena.offset_of(target, move.target) + move.own
             own.memories[move.target][to : to + move.num_bytes] = far.memories[move.source][
                 at : at + move.num_bytes
             ]

@@ -169,7 +169,7 @@ def test_another_key_and_too_much_are_refused() -> None:
 )
 def test_fields_that_contradict_each_other_are_refused(change: dict[str, object]) -> None:
     ticket = written()
-    bad = msgspec.structs.replace(ticket, terms=msgspec.structs.replace(ticket.terms, **change))
+    bad = msgspec.structs.replace(ticket, context=msgspec.structs.replace(ticket.context, **change))
     with pytest.raises(TransferError):
         tickets.decode_ticket(tickets.encode_ticket(bad, KEY), KEY)
 
@@ -177,9 +177,9 @@ def test_fields_that_contradict_each_other_are_refused(change: dict[str, object]
 def test_the_slabs_of_an_evicted_sequence_follow_from_prefix_and_bag() -> None:
     ticket = tickets.decode_ticket(tickets.encode_ticket(evicted(), KEY), KEY)
     assert ticket == evicted() and ticket.num_bytes == 3 * SLAB_BYTES
-    assert [ticket.terms.valid_tokens(index) for index in range(3)] == [64, 0, 0]
-    longer = msgspec.structs.replace(ticket, terms=msgspec.structs.replace(ticket.terms, num_tokens=1000))
-    assert longer.terms.num_chunks == 3
+    assert [ticket.context.valid_tokens(index) for index in range(3)] == [64, 0, 0]
+    longer = msgspec.structs.replace(ticket, context=msgspec.structs.replace(ticket.context, num_tokens=1000))
+    assert longer.context.num_chunks == 3
     tickets.check_ticket(ticket, **expected_terms(keep=KeepSpec(0.95, 64)))
 
 
@@ -207,13 +207,13 @@ def test_fields_of_an_evicted_sequence_that_contradict_each_other_are_refused(
 ) -> None:
     """Among them: a bag without a slab for its map, one that needs more than its tokens do, another chunk size."""
     ticket = evicted()
-    bad = msgspec.structs.replace(ticket, terms=msgspec.structs.replace(ticket.terms, **change))
+    bad = msgspec.structs.replace(ticket, context=msgspec.structs.replace(ticket.context, **change))
     with pytest.raises(TransferError):
         tickets.decode_ticket(tickets.encode_ticket(bad, KEY), KEY)
-    if min(bad.terms.num_chunks, bad.terms.num_tokens) > 0 and bad.terms.num_chunks < 1000:
+    if min(bad.context.num_chunks, bad.context.num_tokens) > 0 and bad.context.num_chunks < 1000:
         with pytest.raises(ValueError):
             slabs = list(range(3))
-            tickets.issue_ticket(KEY, bad.terms, "prefill-0", "life-1", slabs, payload)
+            tickets.issue_ticket(KEY, bad.context, "prefill-0", "life-1", slabs, payload)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_fields_of_an_evicted_sequence_that_contradict_each_other_are_refused(
     ],  # fmt: skip
 )
 def test_a_bag_with_an_impossible_split_is_refused(split: BagSplit) -> None:
-    bad = msgspec.structs.replace(evicted(), terms=msgspec.structs.replace(evicted().terms, bag=split))
+    bad = msgspec.structs.replace(evicted(), context=msgspec.structs.replace(evicted().context, bag=split))
     with pytest.raises(TransferError):
         tickets.decode_ticket(tickets.encode_ticket(bad, KEY), KEY)
 

@@ -78,7 +78,7 @@ def make_hello(
 
 def make_request(name: str, prompt: int = 10, max_tokens: int = 8, deadline_s: float = 1e9) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, seed=1)
-    return Request(name, list(range(prompt)), sampling, deadline_s, origin=tenancy_of(name))
+    return Request(name, list(range(prompt)), sampling, deadline_s, tenancy=tenancy_of(name))
 
 
 def tenancy_of(name: str) -> Tenancy:
@@ -180,7 +180,7 @@ class FakeDeployment:
         if isinstance(event, RequestArrived):
             for one in event.requests:
                 self.arrived.append(one.id)
-                self.origins[one.id] = one.origin
+                self.origins[one.id] = one.tenancy
         effects = self.relay.handle_event(event, self.now_s)
         for effect in effects:
             self.apply(effect)
@@ -311,7 +311,7 @@ class FakeDeployment:
         if isinstance(message, Prefill | Generate | Admit):
             assert message.request not in self.terminal, f"{message} after the end"
             assert message.remaining_s > 0
-            assert message.origin == self.origins[message.request]
+            assert message.tenancy == self.origins[message.request]
             order = type(message), message.request, message.epoch, worker.hello.incarnation
             assert order not in self.orders, "an attempt begins once at a worker"
             self.orders.add(order)

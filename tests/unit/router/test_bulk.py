@@ -30,7 +30,7 @@ def bulk_request(
 ) -> Request:
     origin = Tenancy(tenant, "scope", BULK_PRIORITY)
     sampling = SamplingParams(max_tokens=max_tokens, seed=1)
-    return Request(name, list(range(prompt)), sampling, deadline_s, origin=origin)
+    return Request(name, list(range(prompt)), sampling, deadline_s, tenancy=origin)
 
 
 def submit(

@@ -64,7 +64,7 @@ def test_64_sequences_of_a_prompt_cost_as_much_as_one(hashes: HashCounter, has_b
 def test_a_prompt_that_comes_with_names_is_not_hashed(hashes: HashCounter) -> None:
     world, request = linked_deployment(*PAIR, slabs=1000), make_request("r")
     request.prompt = list(PROMPT)
-    request.chunks = name_chunks(request.prompt, request.origin.scope)
+    request.chunks = name_chunks(request.prompt, request.tenancy.scope)
     hashed = hashes.bytes
     world.do(RequestArrived(request))
     assert hashes.bytes == hashed

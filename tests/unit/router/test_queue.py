@@ -120,7 +120,7 @@ def test_few_steps_of_prompts_wait_at_a_worker_the_rest_in_the_gateway() -> None
     for index in range(8):
         asked = make_request(f"r{index}", 400)
         asked.prompt = [index] * 400  # nothing in common
-        asked.origin = Tenancy("tenant", "scope", 0)
+        asked.tenancy = Tenancy("tenant", "scope", 0)
         world.do(RequestArrived(asked))
     there = [name for name in world.arrived if started(world, name)]
     assert len(there) == 6 and 6 * 400 >= MAX_CREDIT_TOKENS > 5 * 400
@@ -134,7 +134,7 @@ def test_a_tenant_below_its_share_does_not_wait_for_the_credit_of_another() -> N
     def arrive(name: str, tenant: str, number: int) -> None:
         asked = make_request(name, 400)
         asked.prompt = [number] * 400  # nothing in common
-        asked.origin = Tenancy(tenant, "scope", 0)
+        asked.tenancy = Tenancy(tenant, "scope", 0)
         world.do(RequestArrived(asked))
 
     for index in range(10):
@@ -153,10 +153,10 @@ def test_without_api_keys_there_are_no_shares() -> None:
         RequestState(make_request(name, 400), number) for number, name in enumerate(("loud", "other"))
     )
     for one in (loud, other):
-        one.request.origin = Tenancy("", "scope", 0)
+        one.request.tenancy = Tenancy("", "scope", 0)
     queue.start_request(loud)
     assert not queue.is_underserved(other)
-    other.request.origin = Tenancy("b", "scope", 0)
+    other.request.tenancy = Tenancy("b", "scope", 0)
     assert queue.is_underserved(other)
     queue.start_request(other)
     assert not queue.is_underserved(other), "both have the same"
@@ -222,7 +222,7 @@ def make_states(*requests: tuple[str, str, int, list[int]]) -> list[RequestState
     made = []
     for number, (name, tenant, priority, output) in enumerate(requests):
         asked = make_request(name, 10, 10)
-        asked.origin, asked.output = Tenancy(tenant, "", priority), output
+        asked.tenancy, asked.output = Tenancy(tenant, "", priority), output
         made.append(RequestState(asked, number, expected_tokens=10))
     return made
 
@@ -323,7 +323,7 @@ def test_leaving_the_queue_does_not_look_at_everybody_in_it() -> None:
     waiting = []
     for number in range(many):
         asked = make_request(f"r{number}", 10, 10)
-        asked.origin = Tenancy("a", "", 0)
+        asked.tenancy = Tenancy("a", "", 0)
         waiting.append(CountedState(asked, number, expected_tokens=10))
         queue.enqueue_request(waiting[-1])
     CountedState.looks = 0

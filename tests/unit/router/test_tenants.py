@@ -24,7 +24,7 @@ PAIR = ("prefill-0", "decode-0")
 
 def asked(name: str, tenant: str, prompt: int = 10, deadline_s: float = 1e9) -> Request:
     made = make_request(name, prompt, deadline_s=deadline_s)
-    made.origin = Tenancy(tenant)
+    made.tenancy = Tenancy(tenant)
     return made
 
 

@@ -167,10 +167,10 @@ def test_a_role_that_does_not_let_go_ends_the_process(
 
 
 def test_slabs_that_are_left_end_the_process(line: FakeGatewayLink, shell: WorkerLoop) -> None:
-    assert isinstance(shell.holdings, KvAllocator)
+    assert isinstance(shell.books, KvAllocator)
     line.orders = [[SwitchRole("prefill")]]
     shell.run_until_drained()
-    shell.holdings.allocate("nobody", 1)
+    shell.books.allocate("nobody", 1)
     with pytest.raises(RuntimeError, match="slabs are used"):
         shell.check_settled()
 

@@ -34,7 +34,7 @@ def open_runner(folder: Path) -> tuple[CpuModelRunner, KvPool]:
     files = Checkpoint.resolve(str(folder))
     pool = KvPool(files.layout(), 24)
     pool.data.fill_(float("nan"))
-    return CpuModelRunner.load(files, pool, files.shape.context, eviction=SETUP), pool
+    return CpuModelRunner.load(files, pool, files.config.context, eviction=SETUP), pool
 
 
 def run(folder: Path, spec: KeepSpec) -> tuple[EvictedRun, torch.Tensor, torch.Tensor]:

@@ -196,7 +196,7 @@ async def measure_folder(path: Path, num_ended: int, num_open: int, rounds: int)
         costs = await measure_store(store, await fill(store, num_ended, num_open), rounds)
         return costs | {
             "start": await measure_start(store, rounds),
-            "database_mb": store.folder.database.stat().st_size / 1e6,
+            "database_mb": store.data_dir.database.stat().st_size / 1e6,
         }
     finally:
         store.close()

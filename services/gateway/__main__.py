@@ -107,7 +107,7 @@ def main() -> int:
     return 0
 
 
-def make_request_rules(spec: GatewaySpec, tokens: GatewayTokenizer) -> RequestRules:
+def make_request_rules(spec: GatewaySpec, tokenizer: GatewayTokenizer) -> RequestRules:
     """The rules that every request of this deployment is checked against."""
     limits = RequestLimits(
         max_body_bytes=spec.max_body_bytes,
@@ -115,10 +115,10 @@ def make_request_rules(spec: GatewaySpec, tokens: GatewayTokenizer) -> RequestRu
         # has more than fit at the moment, it is refused for now (429).
         max_sequences=min(MAX_SEQUENCES, admission_limits(spec).max_group),
     )
-    context_tokens = min(spec.max_model_len or tokens.context_tokens, tokens.context_tokens)
+    context_tokens = min(spec.max_model_len or tokenizer.context_tokens, tokenizer.context_tokens)
     defaults = load_sampling_defaults(spec)
     return RequestRules(
-        tokens, spec.served_names, context_tokens, limits, defaults, spec.kv_keep, spec.prefix_caching
+        tokenizer, spec.served_names, context_tokens, limits, defaults, spec.kv_keep, spec.prefix_caching
     )
 
 

@@ -246,8 +246,8 @@ class ApiRoutes:
         if self.admin is not None:
             posts["/admin/workers/{name}/drain"] = self.admin.drain
             posts["/admin/workers/{name}/turn"] = self.admin.switch_role
-            if self.admin.replanning is not None:
-                posts["/admin/replan"] = self.admin.replanning.exchange_report
+            if self.admin.replan_route is not None:
+                posts["/admin/replan"] = self.admin.replan_route.exchange_report
         return [
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
@@ -279,9 +279,9 @@ def build_app(
     api: ApiRoutes,
     keys: BearerKeys,
     host: str,
-    admin: BearerKeys | None = None,
-    operator: Mapping[str, BearerKeys] | None = None,
-    urgent: BearerKeys | None = None,
+    admin_keys: BearerKeys | None = None,
+    operator_keys: Mapping[str, BearerKeys] | None = None,
+    urgent_keys: BearerKeys | None = None,
     tracer: RequestTracer | None = None,
 ) -> ASGIApp:
     """The whole application with its middleware.
@@ -306,11 +306,11 @@ def build_app(
     limits = api.service.rules.limits
     # If keys are required, pages of other sites cannot send requests, so a missing content type is harmless.
     api.lenient = bool(keys)
-    api.page = render_page(needs_key=bool(keys or (operator or {}).get("/status")))
+    api.page = render_page(needs_key=bool(keys or (operator_keys or {}).get("/status")))
     layered: ASGIApp = RequestBodyMiddleware(
         app, BodyMemory(limits.max_bodies_bytes), limits.max_body_bytes, limits.body_s
     )
-    layered = AuthMiddleware(layered, keys, host, admin, operator, urgent)
+    layered = AuthMiddleware(layered, keys, host, admin_keys, operator_keys, urgent_keys)
     if not keys:
         layered = CrossOriginMiddleware(layered)
     layered = CORSMiddleware(

@@ -69,7 +69,7 @@ class GatewayService:
     metrics: GatewayMetrics
     preparers: PreparerPool
     fingerprint: Callable[[], str | None]
-    patience: RequestTimeouts = RequestTimeouts()
+    timeouts: RequestTimeouts = RequestTimeouts()
     draining: bool = False
     open: set[Generation] = field(default_factory=set)
     errors: RecentErrors = field(default_factory=RecentErrors)
@@ -168,25 +168,25 @@ class GatewayService:
         assert isinstance(prepared, PreparedReply)
         return Response(prepared.body, media_type=JSON_TYPE)
 
-    def _response_head(self, prefix: str, ask: ResolvedRequest, caller: Caller) -> ResponseHead:
+    def _response_head(self, prefix: str, resolved: ResolvedRequest, caller: Caller) -> ResponseHead:
         """The head of an answer. Its id contains the HTTP request's id, so that logs can be searched for it."""
         name = answer_id(prefix, caller.request_id)
         fingerprint = self.fingerprint()
-        return ResponseHead(name, int(time.time()), ask.model, fingerprint, keep=ask.keep.threshold)
+        return ResponseHead(name, int(time.time()), resolved.model, fingerprint, keep=resolved.keep.threshold)
 
     def _generation_response(
-        self, head: ResponseHead, ask: ResolvedRequest, view: OutputFormat, caller: Caller
+        self, head: ResponseHead, resolved: ResolvedRequest, output_format: OutputFormat, caller: Caller
     ) -> Response:
         """The response that runs and writes the generation. Raises RequestError if the server is shutting down."""
         if self.draining:
             raise RequestError(SHUTTING_DOWN)
-        patience = self.patience
-        own_deadline = caller.timeout_s is not None and caller.timeout_s < patience.request_s
-        allowed_s = min(patience.request_s, caller.timeout_s or patience.request_s)
+        timeouts = self.timeouts
+        own_deadline = caller.timeout_s is not None and caller.timeout_s < timeouts.request_s
+        allowed_s = min(timeouts.request_s, caller.timeout_s or timeouts.request_s)
         max_bytes = self.rules.limits.max_stream_bytes
         generation = Generation(
             head.id,
-            ask,
+            resolved,
             self.rules.tokenizer,
             self.backend,
             self.metrics,
@@ -196,12 +196,12 @@ class GatewayService:
         )
         return GenerationResponse(
             generation,
-            view,
+            output_format,
             self.open,
             arrived_s=caller.arrived_s,
             deadline_s=caller.arrived_s + allowed_s,
-            stall_s=patience.stall_s,
-            ping_s=patience.ping_s,
+            stall_s=timeouts.stall_s,
+            ping_s=timeouts.ping_s,
             timings=caller.timings,
             own_deadline=own_deadline,
         )

@@ -53,7 +53,7 @@ class LiveHealthProbes(HealthProbes):
         service: GatewayService,
         backend: RelayBackend,
         prober: CanaryProber,
-        replanning: ReplanRoute | None = None,
+        replan_route: ReplanRoute | None = None,
         plan_note: str = "",
         feeder: BatchFeeder | None = None,
         bulk_plan: BulkPlan | None = None,
@@ -68,7 +68,7 @@ class LiveHealthProbes(HealthProbes):
         self._bulk_plan = bulk_plan
         self._feeder, self._batches_off = feeder, batches_off
         self._service, self._backend, self._prober = service, backend, prober
-        self._replanning, self._plan_note = replanning, plan_note
+        self._replanning, self._plan_note = replan_route, plan_note
 
     def is_alive(self) -> bool:
         """Whether the relay's clock task ran lately."""

@@ -195,8 +195,8 @@ def scripted(
         ApiRoutes(service, HealthProbes(), "0.0.0-test", 1_700_000_000, admin, batches or BatchesOff()),
         BearerKeys(keys),
         "127.0.0.1",
-        admin=BearerKeys([admin_key] if admin_key else []),
-        urgent=BearerKeys(urgent),
+        admin_keys=BearerKeys([admin_key] if admin_key else []),
+        urgent_keys=BearerKeys(urgent),
     )
     bound = open_listener("127.0.0.1", 0)
     server = GatewayServer(app, service, drain_s, max_connections=max_connections)

@@ -194,7 +194,7 @@ def provoke_full(running: Running, seen: Provoked) -> None:
 def provoke_batches(running: Running, http: httpx.Client, seen: Provoked, patch: pytest.MonkeyPatch) -> None:
     """Refusals of a gateway with a folder for files and batches, and what its disk does to them."""
     assert running.batches is not None
-    folder = running.batches.store.folder
+    folder = running.batches.store.data_dir
 
     def upload(content: bytes = THREE) -> httpx.Response:
         return http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)})

@@ -73,7 +73,7 @@ def report_batches(feeder: BatchFeeder | None, off: str = "", named: bool = True
     store = feeder.store
     return {
         "enabled": True,
-        "data_dir": str(store.folder.path),
+        "data_dir": str(store.data_dir.path),
         "held_bytes": store.held_bytes,
         # Why no lines are started; empty if they are.
         "stopped": store.trouble,

@@ -82,7 +82,7 @@ def open_batch_service(
         service,
         metrics=GatewayMetrics(),
         outcomes=RequestOutcomes(),
-        patience=RequestTimeouts(request_s=2.0 * MAX_WINDOW_S),
+        timeouts=RequestTimeouts(request_s=2.0 * MAX_WINDOW_S),
         open=set(),
         only_batches=False,
         errors=RecentErrors(),

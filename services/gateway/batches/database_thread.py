@@ -54,8 +54,8 @@ class StorageError(Exception):
 class ResultFiles:
     """The files that results are appended to, open while their batches run."""
 
-    def __init__(self, folder: DataDir) -> None:
-        self._folder = folder
+    def __init__(self, data_dir: DataDir) -> None:
+        self._folder = data_dir
         self._open: dict[str, int] = {}
         self._written: set[str] = set()
         self._unused: list[str] = []
@@ -175,15 +175,15 @@ class DatabaseThread:
     `trouble` says why nothing can be written at the moment; "" if it can.
     """
 
-    def __init__(self, folder: DataDir) -> None:
+    def __init__(self, data_dir: DataDir) -> None:
         """Open the database, or make it.
 
         Raises:
             StartError: it is not ours, of another version, or cannot be read.
         """
         self.trouble = ""
-        self.files = ResultFiles(folder)
-        self._db = open_database(folder)
+        self.files = ResultFiles(data_dir)
+        self._db = open_database(data_dir)
         # The time that was settled when the last process ended, in Unix seconds.
         self.settled_s = tables.read_clock(self._db)
         self._jobs: queue.SimpleQueue[_QueuedJob | None] = queue.SimpleQueue()
@@ -218,13 +218,13 @@ class DatabaseThread:
         """The thread's main function."""
         closing = False
         while not closing:
-            group: list[_QueuedJob] = []
-            closing = self._gather_jobs(group)
+            queued_jobs: list[_QueuedJob] = []
+            closing = self._gather_jobs(queued_jobs)
             # What fails together may succeed alone: a job that only reads needs no room on the disk.
-            if group and not self._run_group(group) and len(group) > 1:
-                for job in group:
+            if queued_jobs and not self._run_group(queued_jobs) and len(queued_jobs) > 1:
+                for job in queued_jobs:
                     self._run_group([job])
-            for job in group:
+            for job in queued_jobs:
                 with contextlib.suppress(RuntimeError):  # the event loop is closed
                     job.done.get_loop().call_soon_threadsafe(_report_job, job)
         # Without it the next process trusts the clock an hour later.
@@ -233,22 +233,22 @@ class DatabaseThread:
         self.files.close()
         self._db.close()
 
-    def _gather_jobs(self, group: list[_QueuedJob]) -> bool:
+    def _gather_jobs(self, queued_jobs: list[_QueuedJob]) -> bool:
         """Wait for a job, and take all that wait with it. Returns whether the thread shall end."""
         job = self._jobs.get()
         while job is not None:
-            group.append(job)
-            if len(group) == MAX_GROUP or self._jobs.empty():
+            queued_jobs.append(job)
+            if len(queued_jobs) == MAX_GROUP or self._jobs.empty():
                 return False
             job = self._jobs.get()
         return True
 
-    def _run_group(self, group: list[_QueuedJob]) -> bool:
+    def _run_group(self, queued_jobs: list[_QueuedJob]) -> bool:
         """Run jobs in one transaction. Returns False if it failed; then nothing is kept."""
         before = self._db.total_changes
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            for job in group:
+            for job in queued_jobs:
                 self._run_alone(job)
             self.files.sync_written()
             self._db.execute("COMMIT")
@@ -259,7 +259,7 @@ class DatabaseThread:
             if not self.trouble:
                 log.error("writing files and batches failed; what waits is tried again: %s", error)
             self.trouble = "the disk is full" if is_disk_full(error) else f"the disk failed: {error}"
-            for job in group:
+            for job in queued_jobs:
                 job.error = StorageError(error)
             return False
         if self._db.total_changes > before:

@@ -119,7 +119,7 @@ class BatchFeeder:
         found = await persist_change(self.store.recover)
         running = self.lines.running
         with contextlib.closing(self._checker), contextlib.closing(running):
-            await asyncio.to_thread(running.open, self.store.folder.path / RUNNING_NAME)
+            await asyncio.to_thread(running.open, self.store.data_dir.path / RUNNING_NAME)
             async with asyncio.TaskGroup() as self._tasks:
                 # Those that were made meanwhile are known. All are known before a client can change another one.
                 adopted = [self.batches.add(record) for record in found if record.id not in self.open]

@@ -41,16 +41,16 @@ class _Progress:
     lines: list[InputLine] = field(default_factory=list)
     problems: list[BatchProblem] = field(default_factory=list)
 
-    def add_slice(self, found: CheckedSlice) -> None:
+    def add_slice(self, checked: CheckedSlice) -> None:
         """Take what a slice has found."""
-        seen = self.state.seen + found.state.seen
-        self.state = structs.replace(found.state, seen=seen)
-        packed = array("q", found.lines)
+        seen = self.state.seen + checked.state.seen
+        self.state = structs.replace(checked.state, seen=seen)
+        packed = array("q", checked.lines)
         self.lines += [
             InputLine(number, offset, num_bytes)
             for number, offset, num_bytes in zip(packed[::3], packed[1::3], packed[2::3], strict=True)
         ]
-        self.problems += found.problems
+        self.problems += checked.problems
 
 
 class FileChecks:
@@ -127,9 +127,9 @@ class FileChecks:
         progress = self._progress[batch_id] = _Progress(rules)
         return progress
 
-    def _describe_failure(self, batch_id: str, found: FileUnreadable) -> BatchProblem:
-        log.error("the input of batch %s cannot be read: %s", batch_id, found.error)
-        if found.no_memory:
+    def _describe_failure(self, batch_id: str, unreadable: FileUnreadable) -> BatchProblem:
+        log.error("the input of batch %s cannot be read: %s", batch_id, unreadable.error)
+        if unreadable.no_memory:
             return BatchProblem("check_failed", "a line of the input file needs too much memory")
         return BatchProblem("file_unreadable", "the server cannot read the input file")
 

@@ -163,13 +163,13 @@ def result_text(result: LineResult) -> bytes:
     return escape_line_ends(msgspec.json.encode(result)) + b"\n"
 
 
-def spooled_result(custom_id: str, status: int, request_id: str, body: AnswerSpool) -> SpooledResult:
+def spooled_result(custom_id: str, status: int, request_id: str, spool: AnswerSpool) -> SpooledResult:
     """The line of a result whose answer has this body."""
     # Nothing else in the line has these digits.
     place = b'"%s"' % secrets.token_hex(16).encode()
     response = LineResponse(status, request_id, msgspec.Raw(place))
     before, _, after = result_text(LineResult(new_line_id(), custom_id, response)).partition(place)
-    return SpooledResult(before, body, after)
+    return SpooledResult(before, spool, after)
 
 
 def new_line_id() -> str:

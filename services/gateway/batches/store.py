@@ -51,22 +51,22 @@ class BatchStore:
 
     def __init__(
         self,
-        folder: DataDir,
+        data_dir: DataDir,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         shares: StorageShares | None = None,
         tenants: Collection[str] | None = None,
     ) -> None:
-        """Open what lies in `folder`. `clock` gives Unix seconds, `monotonic` seconds that never jump.
+        """Open what lies in `data_dir`. `clock` gives Unix seconds, `monotonic` seconds that never jump.
 
         `tenants` are those whose keys are accepted; None: everybody's.
 
         Raises:
             StartError: it cannot be read, or is of another version.
         """
-        self.folder, self.shares, self._tenants = folder, shares or StorageShares(), tenants
+        self.data_dir, self.shares, self._tenants = data_dir, shares or StorageShares(), tenants
         self._clock, self._monotonic = clock, monotonic
-        self._thread = DatabaseThread(folder)
+        self._thread = DatabaseThread(data_dir)
         self._settled, self._kept_clock_s = SettledClock(self._thread.settled_s), float("-inf")
         self.by_status: dict[str, int] = {}
         self.held_bytes = 0
@@ -96,7 +96,7 @@ class BatchStore:
     def close(self) -> None:
         """Finish what is being written, and let others use the folder. Idempotent."""
         self._thread.close(self.settled_s)
-        self.folder.close()
+        self.data_dir.close()
 
     async def probe(self) -> None:
         """Write something small. Raises StorageError while nothing can be written."""
@@ -111,7 +111,7 @@ class BatchStore:
         now = int(self.settled_s)
 
         def work(db: sqlite3.Connection, files: ResultFiles) -> tuple[list[BatchRecord], list[int]]:
-            found = results.recover_batches(db, files, self.folder, self._tenants, now)
+            found = results.recover_batches(db, files, self.data_dir, self._tenants, now)
             self._uses = tables.tenant_uses(db)
             return found, results.leftover_lines(db)
 
@@ -124,7 +124,7 @@ class BatchStore:
 
     async def add_file(self, record: FileRecord) -> None:
         """Add a file whose content is in its place. Raises RequestError (413) if its tenant may not keep it."""
-        free_bytes = self.folder.spare_bytes() + record.bytes
+        free_bytes = self.data_dir.spare_bytes() + record.bytes
 
         def work(db: sqlite3.Connection, files: ResultFiles) -> None:
             refusal = find_refusal(
@@ -195,7 +195,7 @@ class BatchStore:
 
     def content_path(self, file_id: str) -> Path:
         """Where the content of a file lies."""
-        return self.folder.content_path(file_id)
+        return self.data_dir.content_path(file_id)
 
     # ---- tenants
 
@@ -209,12 +209,12 @@ class BatchStore:
 
     def upload_refusal(self, tenant: str, num_bytes: int) -> RequestFailure | None:
         """Why a tenant may not upload so many bytes, which are on disk already; None if it may."""
-        free_bytes = self.folder.spare_bytes() + num_bytes
+        free_bytes = self.data_dir.spare_bytes() + num_bytes
         return find_refusal(self.shares, self._use_of(tenant), num_bytes, 1, free_bytes)
 
     def line_refusal(self, tenant: str) -> RequestFailure | None:
         """Why no other line of a tenant may have a result; None if it may, as of its last change."""
-        return find_line_refusal(self.shares, self._use_of(tenant), self.folder.spare_bytes())
+        return find_line_refusal(self.shares, self._use_of(tenant), self.data_dir.spare_bytes())
 
     def _use_of(self, tenant: str) -> TenantUse:
         return self._uses.get(tenant, TenantUse())
@@ -228,7 +228,7 @@ class BatchStore:
             RequestError: 404, its input is no file of the tenant; 400, it is not for batches; 429, too many are open;
                 413, its results may not be kept; 507, the disk is full.
         """
-        now, free_bytes = int(self.settled_s), self.folder.spare_bytes()
+        now, free_bytes = int(self.settled_s), self.data_dir.spare_bytes()
 
         def work(db: sqlite3.Connection, files: ResultFiles) -> None:
             source = found_file(
@@ -246,7 +246,7 @@ class BatchStore:
                 raise RequestError(refusal)
             tables.add_batch(db, record, source.bytes)
 
-        self.folder.check_space(0)
+        self.data_dir.check_space(0)
         await self._change(work, record.tenant)
 
     async def find_batch(self, tenant: str | None, batch_id: str) -> BatchRecord:
@@ -434,11 +434,11 @@ class BatchStore:
         use = self._uses[tenant] = tables.tenant_use(db, tenant)
         return use
 
-    async def _change(self, work: Job[T], tenant: str | None = None) -> T:
+    async def _change(self, job: Job[T], tenant: str | None = None) -> T:
         """Run a job that changes files or batches, and read the totals; those of `tenant` too."""
 
         def counted(db: sqlite3.Connection, files: ResultFiles) -> T:
-            result = work(db, files)
+            result = job(db, files)
             if tenant is not None:
                 self._note_use(db, tenant)
             self.by_status, self.held_bytes = tables.count_batches(db), tables.sum_bytes(db)

@@ -38,8 +38,8 @@ class ChatFormat:
     """
 
     head: ResponseHead
-    ask: ResolvedRequest
-    names: LogprobJson
+    resolved: ResolvedRequest
+    logprob_json: LogprobJson
 
     def begin_chunks(self, choice: int, used: UsageField = UNSET) -> list[ChatChunk]:
         """The chunk with the assistant's role."""
@@ -63,9 +63,9 @@ class ChatFormat:
         )
 
     def full_body_parts(
-        self, answers: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
+        self, texts: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
     ) -> Iterator[bytes]:
-        """The JSON of a whole response, in parts. Takes the text out of `answers`.
+        """The JSON of a whole response, in parts. Takes the text out of `texts`.
 
         Log-probabilities are written `MAX_WRITTEN_TOKENS` tokens at a time, so that each part takes only milliseconds.
         """
@@ -73,24 +73,24 @@ class ChatFormat:
         body = ChatCompletion(head.id, head.created, head.model, [], usage, head.fingerprint, diptych=details)
         before, after = split_at_field(body, b"choices", b"[]")
         yield before + b"["
-        for index, answer in enumerate(answers):
+        for index, answer in enumerate(texts):
             yield from self._choice_parts(index, answer)
         yield b"]" + after
 
-    def _choice_parts(self, index: int, answer: OutputText) -> Iterator[bytes]:
+    def _choice_parts(self, index: int, text: OutputText) -> Iterator[bytes]:
         """The JSON of one choice, in parts: its text, and then its log-probabilities."""
-        piece = answer.take_piece()
-        choice = ChatChoice(index, ChatMessage(piece.text), answer.finish or "stop")
+        piece = text.take_piece()
+        choice = ChatChoice(index, ChatMessage(piece.text), text.finish or "stop")
         before, after = split_at_field(choice, b"logprobs", b"null")
         yield b"," * (index > 0) + before
-        if self.ask.logprobs is None:
+        if self.resolved.logprobs is None:
             yield b"null" + after
             return
         yield b'{"content":['
         for part in piece.split_pieces(MAX_WRITTEN_TOKENS):
             yield (
                 b"," * (part.start > 0)
-                + self.names.chat_entries(part.iter_rows(), self.ask.logprobs).encode()
+                + self.logprob_json.chat_entries(part.iter_rows(), self.resolved.logprobs).encode()
             )
         yield b'],"refusal":null}' + after
 
@@ -104,12 +104,12 @@ class ChatFormat:
             [choice],
             head.fingerprint,
             usage=used,
-            obfuscation=obfuscation_padding(self.ask, text) if text else UNSET,
+            obfuscation=obfuscation_padding(self.resolved, text) if text else UNSET,
         )
 
     def _logprobs_json(self, piece: OutputPiece) -> Raw | None:
         """The JSON of a piece's log-probabilities; None if the client did not ask for them."""
-        if self.ask.logprobs is None:
+        if self.resolved.logprobs is None:
             return None
-        content = self.names.chat_entries(piece.iter_rows(), self.ask.logprobs)
+        content = self.logprob_json.chat_entries(piece.iter_rows(), self.resolved.logprobs)
         return Raw(f'{{"content":[{content}],"refusal":null}}'.encode())

@@ -25,8 +25,8 @@ class CompletionFormat:
     """The completions format of `OutputFormat`. Chunks and whole bodies have the same shape."""
 
     head: ResponseHead
-    ask: ResolvedRequest
-    names: LogprobJson
+    resolved: ResolvedRequest
+    logprob_json: LogprobJson
 
     def begin_chunks(self, choice: int, used: UsageField = UNSET) -> list[Completion]:
         """No chunks: a completion begins with its text."""
@@ -48,9 +48,9 @@ class CompletionFormat:
         )
 
     def full_body_parts(
-        self, answers: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
+        self, texts: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
     ) -> Iterator[bytes]:
-        """The JSON of a whole response, in parts. Takes the text out of `answers`.
+        """The JSON of a whole response, in parts. Takes the text out of `texts`.
 
         Log-probabilities are written `MAX_WRITTEN_TOKENS` tokens at a time, so that each part takes only milliseconds.
         """
@@ -60,7 +60,7 @@ class CompletionFormat:
         )
         before, after = split_at_field(body, b"choices", b"[]")
         yield before + b"["
-        for index, answer in enumerate(answers):
+        for index, answer in enumerate(texts):
             piece = answer.take_piece()
             choice = CompletionChoice(piece.text, index, None, answer.finish)
             head_bytes, tail_bytes = split_at_field(choice, b"logprobs", b"null")
@@ -79,25 +79,25 @@ class CompletionFormat:
             [choice],
             head.fingerprint,
             usage=used,
-            obfuscation=obfuscation_padding(self.ask, choice.text) if choice.text else UNSET,
+            obfuscation=obfuscation_padding(self.resolved, choice.text) if choice.text else UNSET,
         )
 
     def _logprobs_json(self, piece: OutputPiece) -> Raw | None:
         """The JSON of a piece's log-probabilities; None if the client did not ask for them."""
-        return None if self.ask.logprobs is None else Raw(b"".join(self._logprob_parts(piece)))
+        return None if self.resolved.logprobs is None else Raw(b"".join(self._logprob_parts(piece)))
 
     def _logprob_parts(self, piece: OutputPiece) -> Iterator[bytes]:
         """The JSON of `logprobs`, in parts: four lists of the same length."""
-        most = self.ask.logprobs
+        most = self.resolved.logprobs
         if most is None:
             yield b"null"
             return
         lists: dict[str, Callable[[OutputPiece], str]] = {
-            "tokens": lambda part: self.names.token_names(part.iter_rows()),
+            "tokens": lambda part: self.logprob_json.token_names(part.iter_rows()),
             "token_logprobs": lambda part: ",".join(
                 [_logprob_number(row.logprob) for row in part.iter_rows()]
             ),
-            "top_logprobs": lambda part: self.names.completion_tops(part.iter_rows(), most),
+            "top_logprobs": lambda part: self.logprob_json.completion_tops(part.iter_rows(), most),
             "text_offset": lambda part: ",".join([str(row.offset) for row in part.iter_rows()]),
         }
         for i, (name, write) in enumerate(lists.items()):

@@ -84,27 +84,27 @@ class OutputFormat(Protocol):
         """The chunk with the usage and the timings of the whole request, as far as they were asked for."""
 
     def full_body_parts(
-        self, answers: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
+        self, texts: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
     ) -> Iterator[bytes]:
-        """The JSON of a whole response, in parts that each take some milliseconds. Takes the text out of `answers`."""
+        """The JSON of a whole response, in parts that each take some milliseconds. Takes the text out of `texts`."""
 
 
-def best_answers(ask: ResolvedRequest, answers: Sequence[OutputText]) -> list[OutputText]:
+def best_answers(resolved: ResolvedRequest, texts: Sequence[OutputText]) -> list[OutputText]:
     """The `n` answers of each prompt with the highest mean log-probability; all in order if `best_of` is `n`."""
-    if ask.best_of == ask.n:
-        return list(answers)
-    groups = (answers[i : i + ask.best_of] for i in range(0, len(answers), ask.best_of))
-    return [answer for group in groups for answer in _best_of_prompt(group, ask.n)]
+    if resolved.best_of == resolved.n:
+        return list(texts)
+    groups = (texts[i : i + resolved.best_of] for i in range(0, len(texts), resolved.best_of))
+    return [answer for group in groups for answer in _best_of_prompt(group, resolved.n)]
 
 
-def _best_of_prompt(group: Iterable[OutputText], n: int) -> list[OutputText]:
+def _best_of_prompt(texts: Iterable[OutputText], n: int) -> list[OutputText]:
     """The `n` answers with the highest mean log-probability per token, best first."""
-    return sorted(group, key=lambda answer: -answer.sum_logprob / max(1, answer.num_tokens))[:n]
+    return sorted(texts, key=lambda answer: -answer.sum_logprob / max(1, answer.num_tokens))[:n]
 
 
-def obfuscation_padding(ask: ResolvedRequest, text: str) -> str | UnsetType:
+def obfuscation_padding(resolved: ResolvedRequest, text: str) -> str | UnsetType:
     """Random characters that hide the length of `text` from observers who see only packet sizes."""
-    if not ask.obfuscate:
+    if not resolved.obfuscate:
         return UNSET
     return secrets.token_urlsafe(OBFUSCATION_CHARS)[
         : OBFUSCATION_CHARS - len(text.encode()) % OBFUSCATION_CHARS

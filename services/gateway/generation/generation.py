@@ -79,15 +79,15 @@ class Generation:
     def __init__(
         self,
         name: str,
-        ask: ResolvedRequest,
-        tokens: GatewayTokenizer,
+        resolved: ResolvedRequest,
+        tokenizer: GatewayTokenizer,
         backend: GenerationBackend,
         metrics: GatewayMetrics,
         max_bytes: int,
         memory: AnswerMemory,
         outcomes: RequestOutcomes | None = None,
     ) -> None:
-        self.name, self.ask = name, ask
+        self.name, self.resolved = name, resolved
         self.outcomes = outcomes or RequestOutcomes()
         self._memory, self._held_bytes = memory, 0
         self.failure: RequestFailure | None = None
@@ -95,13 +95,13 @@ class Generation:
         self.flooded = False
         self.backend, self.metrics, self._max_bytes = backend, metrics, max_bytes
         self._news = asyncio.Event()
-        plan = [(prompt, i) for prompt in ask.prompts for i in range(ask.best_of)]
+        plan = [(prompt, i) for prompt in resolved.prompts for i in range(resolved.best_of)]
         self.streams = [
             SequenceStream(
                 self,
                 f"{name}.{index}" if len(plan) > 1 else name,
-                OutputText(ask, index, prompt, tokens),
-                ask.sampling_for(prompt, i),
+                OutputText(resolved, index, prompt, tokenizer),
+                resolved.sampling_for(prompt, i),
             )
             for index, (prompt, i) in enumerate(plan)
         ]
@@ -116,7 +116,7 @@ class Generation:
 
         `own_deadline` says that the client set the deadline, and not the service.
         """
-        self.metrics.params_n.labels(self.ask.model).observe(self.ask.n)
+        self.metrics.params_n.labels(self.resolved.model).observe(self.resolved.n)
         self.backend.submit_requests(
             [(stream.make_request(arrived_s, deadline_s, own_deadline), stream) for stream in self.streams]
         )
@@ -156,7 +156,7 @@ class Generation:
 
     def notify_writer(self) -> None:
         """Wake the task that writes the response. Cancels the request if its client reads too slowly."""
-        if self.ask.stream and self._held_bytes > self._max_bytes and not self.flooded:
+        if self.resolved.stream and self._held_bytes > self._max_bytes and not self.flooded:
             self.flooded = sum(stream.answer.waiting_bytes for stream in self.streams) > self._max_bytes
             if self.flooded:
                 self.cancel_sequences(Ending.SLOW_READER)
@@ -166,7 +166,7 @@ class Generation:
         """Count `num_bytes` more (or fewer) of this request's answers. Fails the request if they are too many."""
         self._held_bytes += num_bytes
         try:
-            self._memory.hold_bytes(self.ask.origin.tenant, num_bytes)
+            self._memory.hold_bytes(self.resolved.origin.tenant, num_bytes)
         except RequestError as error:
             self.fail_request(error.failure)
 
@@ -175,7 +175,7 @@ class Generation:
 
         `drop` disconnects the client. It must call `release_bytes`.
         """
-        return self._memory.wait_for_reader(self.ask.origin.tenant, drop)
+        return self._memory.wait_for_reader(self.resolved.origin.tenant, drop)
 
     def release_bytes(self) -> None:
         """Stop counting the memory of all answers, which are no longer kept."""
@@ -197,7 +197,7 @@ class Generation:
             stream.record.ended_s = now_s
             stream.end_once(Ending.ANSWERED)
         longest = max(stream.record.tokens for stream in self.streams)
-        self.metrics.max_generation.labels(self.ask.model).observe(longest)
+        self.metrics.max_generation.labels(self.resolved.model).observe(longest)
 
     @property
     def usage(self) -> Usage:
@@ -206,12 +206,12 @@ class Generation:
         Prompt tokens count once per prompt, and cached tokens as the prompt's first sequence found them. New tokens
         count for every sequence.
         """
-        cached = sum(stream.answer.cached_tokens for stream in self.streams[:: self.ask.best_of])
+        cached = sum(stream.answer.cached_tokens for stream in self.streams[:: self.resolved.best_of])
         new = sum(stream.answer.num_tokens for stream in self.streams)
         return Usage(
-            prompt_tokens=self.ask.prompt_tokens,
+            prompt_tokens=self.resolved.prompt_tokens,
             completion_tokens=new,
-            total_tokens=self.ask.prompt_tokens + new,
+            total_tokens=self.resolved.prompt_tokens + new,
             prompt_tokens_details=PromptDetails(cached_tokens=cached),
             diptych=self.kv or UNSET,
         )
@@ -220,7 +220,7 @@ class Generation:
     def kv(self) -> KvDetails | None:
         """What the answer tells of the request's KV, if anything. Its sequences have one class."""
         details = next((stream.kv for stream in self.streams if stream.kv is not None), None)
-        return describe_kv(details, self.ask.keep, [stream.record.kv.kept for stream in self.streams])
+        return describe_kv(details, self.resolved.keep, [stream.record.kv.kept for stream in self.streams])
 
     def usage_so_far(self, choice: int) -> Usage | None | UnsetType:
         """The `usage` field of a chunk of one choice.
@@ -228,9 +228,9 @@ class Generation:
         It holds the choice's counts so far if the client asked for usage in every chunk. It is null if usage comes
         only at the end, and absent if the client did not ask for usage.
         """
-        if not self.ask.include_usage:
+        if not self.resolved.include_usage:
             return UNSET
-        if not self.ask.continuous_usage:
+        if not self.resolved.continuous_usage:
             return None
         answer = self.streams[choice].answer
         prompt, new = len(answer.prompt.tokens), answer.num_tokens
@@ -242,10 +242,10 @@ class SequenceStream:
     """The `SequenceSink` of one sequence: feeds its answer and records its times."""
 
     def __init__(
-        self, generation: Generation, request: str, answer: OutputText, sampling: SamplingParams
+        self, generation: Generation, request: str, text: OutputText, sampling: SamplingParams
     ) -> None:
-        self.request, self.answer, self.sampling = request, answer, sampling
-        self.record = SequenceRecord(generation.ask.model, len(answer.prompt.tokens))
+        self.request, self.answer, self.sampling = request, text, sampling
+        self.record = SequenceRecord(generation.resolved.model, len(text.prompt.tokens))
         self.timeline = SequenceTimeline()
         self._generation, self._metrics = generation, generation.metrics
         # Whether the backend has the sequence; and whether it arrived and its outcome is not known yet.
@@ -257,7 +257,7 @@ class SequenceStream:
     @property
     def kv(self) -> KvDetails | None:
         """What the answer tells of the sequence's KV, if anything."""
-        return describe_kv(self._kv, self._generation.ask.keep, [self.record.kv.kept])
+        return describe_kv(self._kv, self._generation.resolved.keep, [self.record.kv.kept])
 
     async def pack_logprobs(self) -> None:
         """Pack the prompt's log-probabilities into arrays, with pauses in which other tasks run."""
@@ -285,10 +285,10 @@ class SequenceStream:
             self.answer.prompt.tokens,
             self.sampling,
             deadline_s,
-            tenancy=self._generation.ask.origin,
-            kv_class=self._generation.ask.kv,
-            default_class=self._generation.ask.default_kv,
-            keep=self._generation.ask.keep,
+            tenancy=self._generation.resolved.origin,
+            kv_class=self._generation.resolved.kv,
+            default_class=self._generation.resolved.default_kv,
+            keep=self._generation.resolved.keep,
             chunks=self.answer.prompt.chunks,
         )
         request.entered_s[request.stage] = arrived_s

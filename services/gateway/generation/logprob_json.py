@@ -20,34 +20,34 @@ MAX_CACHED_NAMES = 1 << 16
 class LogprobJson:
     """Writes one model's tokens and their log-probabilities in the form of either route."""
 
-    def __init__(self, tokens: GatewayTokenizer) -> None:
-        self._tokens = tokens
+    def __init__(self, tokenizer: GatewayTokenizer) -> None:
+        self._tokens = tokenizer
         self._chat: dict[int, tuple[str, str]] = {}
         self._names: dict[int, str] = {}
 
-    def chat_entries(self, rows: Iterable[ScoredToken], most: int) -> str:
+    def chat_entries(self, scored_tokens: Iterable[ScoredToken], most: int) -> str:
         """The elements of `logprobs.content` of chats, separated by commas, with up to `most` alternatives each."""
         return ",".join(
             f'{{{self._chat_entry(row.token, row.logprob)},"top_logprobs":['
             + ",".join([f"{{{self._chat_entry(token, value)}}}" for token, value in row.top[:most]])
             + "]}"
-            for row in rows
+            for row in scored_tokens
         )
 
-    def token_names(self, rows: Iterable[ScoredToken]) -> str:
+    def token_names(self, scored_tokens: Iterable[ScoredToken]) -> str:
         """The elements of `logprobs.tokens` of completions, separated by commas."""
-        return ",".join([self._name(row.token) for row in rows])
+        return ",".join([self._name(row.token) for row in scored_tokens])
 
-    def completion_tops(self, rows: Iterable[ScoredToken], most: int) -> str:
+    def completion_tops(self, scored_tokens: Iterable[ScoredToken], most: int) -> str:
         """The elements of `logprobs.top_logprobs` of completions: up to `most` alternatives, and the token itself."""
-        return ",".join([self._top_logprobs(row, most) for row in rows])
+        return ",".join([self._top_logprobs(row, most) for row in scored_tokens])
 
-    def _top_logprobs(self, row: ScoredToken, most: int) -> str:
+    def _top_logprobs(self, scored_token: ScoredToken, most: int) -> str:
         """One element of `logprobs.top_logprobs` of completions; null for the first token of a prompt."""
-        if row.logprob is None:
+        if scored_token.logprob is None:
             return "null"
-        values = {self._name(token): value for token, value in row.top[:most]}
-        values[self._name(row.token)] = row.logprob
+        values = {self._name(token): value for token, value in scored_token.top[:most]}
+        values[self._name(scored_token.token)] = scored_token.logprob
         return "{" + ",".join([f"{name}:{floor_logprob(value)!r}" for name, value in values.items()]) + "}"
 
     def _chat_entry(self, token: int, logprob: float | None) -> str:

@@ -52,15 +52,17 @@ class OutputText:
     a limited number at a time.
     """
 
-    def __init__(self, ask: ResolvedRequest, index: int, prompt: Prompt, tokens: GatewayTokenizer) -> None:
-        """With `ask.echo`, `prompt` has its text and, if log-probabilities are asked for, its tokens' text offsets."""
+    def __init__(
+        self, resolved: ResolvedRequest, index: int, prompt: Prompt, tokenizer: GatewayTokenizer
+    ) -> None:
+        """With `resolved.echo`, `prompt` has its text; and its tokens' offsets, if log-probabilities are asked for."""
         self.index, self.prompt = index, prompt
         self.finish: str | None = None
         self.num_tokens = self.cached_tokens = 0
         self.sum_logprob = 0.0
-        self._ask = ask
-        self._detokenizer = tokens.new_detokenizer(ask.skip_special)
-        self._stops = StopStrings(ask.stops, ask.keep_stop)
+        self._ask = resolved
+        self._detokenizer = tokenizer.new_detokenizer(resolved.skip_special)
+        self._stops = StopStrings(resolved.stops, resolved.keep_stop)
         # Number of characters that the detokenizer has returned.
         self._num_detokenized = 0
         # Number of characters that `StopStrings` has returned. They cannot become part of a stop string, so they can
@@ -69,12 +71,12 @@ class OutputText:
         self._texts: list[str] = []
         self._chars = 0
         # The answer's tokens with their log-probabilities. Those whose text can be shown come first.
-        self._scored = ScoredTokens(ask.logprobs or 0)
-        self._echoed = not ask.echo
+        self._scored = ScoredTokens(resolved.logprobs or 0)
+        self._echoed = not resolved.echo
         # The log-probabilities of the echoed prompt as a worker sent them. Empty: there are none.
         self._prompt_logprobs: Sequence[Logprob | None] = ()
         # The prompt's log-probabilities that `pack_logprobs` has put into arrays so far.
-        self._packed_prompt_logprobs = ScoredTokens(ask.logprobs or 0)
+        self._packed_prompt_logprobs = ScoredTokens(resolved.logprobs or 0)
         self._offsets = array("I", prompt.offsets or b"")
         # Number of characters of the echoed prompt that wait to be taken.
         self._prompt_chars = 0
@@ -189,22 +191,22 @@ class OutputText:
             self._scored = self._scored.remove_first(self._num_ready)
         self.finish = reason
 
-    def _echo_prompt(self, scores: list[Logprob | None] | None) -> None:
+    def _echo_prompt(self, logprobs: list[Logprob | None] | None) -> None:
         """Put the prompt before the answer, with its own log-probabilities when they were asked for."""
         self._echoed = True
         text = self.prompt.text or ""
         if self._ask.logprobs is not None:
-            self._prompt_logprobs = scores or [None] * len(self.prompt.tokens)
+            self._prompt_logprobs = logprobs or [None] * len(self.prompt.tokens)
         self._append_text(text)
         self._num_detokenized = self._num_final = self._prompt_chars = len(text)
 
 
-def with_echo(prompt: Prompt, tokens: GatewayTokenizer, skip_special: bool) -> Prompt:
+def with_echo(prompt: Prompt, tokenizer: GatewayTokenizer, skip_special: bool) -> Prompt:
     """`prompt` with what an answer that echoes it needs: its text, and the offset of each token in the text.
 
     Takes time: some microseconds for every token of the prompt.
     """
-    detokeniser = tokens.new_detokenizer(skip_special)
+    detokeniser = tokenizer.new_detokenizer(skip_special)
     offsets, texts, length = array("I"), list[str](), 0
     for token in prompt.tokens:
         offsets.append(length)

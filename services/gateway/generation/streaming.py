@@ -56,7 +56,7 @@ def sse_event(body: object) -> bytes:
 
 
 class GenerationResponse(Response):
-    """Runs `generation` and writes it in the format of `view`.
+    """Runs `generation` and writes it in `output_format`.
 
     The generation is in `running` while it is being written. `arrived_s` and `deadline_s` say when the request came and
     when it must have ended, on the monotonic clock. A client that reads too little for `stall_s` seconds is
@@ -67,7 +67,7 @@ class GenerationResponse(Response):
     def __init__(
         self,
         generation: Generation,
-        view: OutputFormat,
+        output_format: OutputFormat,
         running: set[Generation],
         *,
         arrived_s: float,
@@ -79,7 +79,7 @@ class GenerationResponse(Response):
     ) -> None:
         super().__init__()
         self._timings = timings
-        self.generation, self.view, self._running = generation, view, running
+        self.generation, self.output_format, self._running = generation, output_format, running
         self._arrived_s, self._deadline_s, self._own_deadline = arrived_s, deadline_s, own_deadline
         self._stall_s, self._ping_s = stall_s, ping_s
         # The time at which this task last let other tasks run.
@@ -140,29 +140,31 @@ class GenerationResponse(Response):
         """The `extra` of log records about this request."""
         return about_request(request_ids_of(scope, self.generation.name))
 
-    async def _reset_connection(self, wire: ResponseWriter, left: asyncio.Task[None]) -> None:
+    async def _reset_connection(self, writer: ResponseWriter, left: asyncio.Task[None]) -> None:
         """Reset the connection if a response was begun, so that the client does not take it for complete."""
-        if wire.started:
-            wire.abort()
+        if writer.started:
+            writer.abort()
             # uvicorn notices the reset a moment later. If this task ended before, uvicorn would log an error.
             await asyncio.wait((left,), timeout=1.0)
 
-    async def _run_generation(self, wire: ResponseWriter, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run_generation(
+        self, writer: ResponseWriter, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Submit the sequences and write the response, or an error if nothing was written before."""
         log.info("generates %d sequences", len(self.generation.streams), extra=self._log_ids(scope))
         self.generation.submit_sequences(self._arrived_s, self._deadline_s, self._own_deadline)
         try:
-            if self.generation.ask.stream:
-                await self._write_stream(wire)
+            if self.generation.resolved.stream:
+                await self._write_stream(writer)
             else:
-                await self._write_whole(wire)
+                await self._write_whole(writer)
         except RequestError as error:
             await error_response(error.failure, self.generation.name)(scope, receive, send)
         else:
             if self.generation.failure is not None:
                 log_failure(scope, self.generation.failure, self.generation.name)
 
-    async def _write_whole(self, wire: ResponseWriter) -> None:
+    async def _write_whole(self, writer: ResponseWriter) -> None:
         """Write the answers as one JSON body once all are complete. Raises RequestError if one fails."""
         generation = self.generation
         await generation.wait_until_complete()
@@ -172,45 +174,45 @@ class GenerationResponse(Response):
         details = self._describe_answer()
         if details is not UNSET:
             headers.append((SERVER_TIMING_HEADER.encode(), server_timing(details.timings)))
-        answers = best_answers(generation.ask, generation.answers)
-        pieces = self.view.full_body_parts(answers, generation.usage, details)
+        answers = best_answers(generation.resolved, generation.answers)
+        pieces = self.output_format.full_body_parts(answers, generation.usage, details)
         with generation.wait_for_reader(self._drop_answer):
-            await self._write_pieces(wire, pieces, headers)
+            await self._write_pieces(writer, pieces, headers)
         generation.mark_completed()
-        await wire.end_response()
+        await writer.end_response()
 
     async def _write_pieces(
-        self, wire: ResponseWriter, pieces: Iterator[bytes], headers: list[tuple[bytes, bytes]]
+        self, writer: ResponseWriter, pieces: Iterator[bytes], headers: list[tuple[bytes, bytes]]
     ) -> None:
         """Write a body that consists of these pieces."""
         body, complete = await _gather_pieces(pieces, MAX_FULL_BODY_BYTES)
         if complete:
             headers.append((b"content-length", str(len(body)).encode()))
-        await wire.start_response(200, headers)
-        await wire.write_body(body)
+        await writer.start_response(200, headers)
+        await writer.write_body(body)
         # Further parts are encoded only as fast as the client reads.
         while not complete:
             body, complete = await _gather_pieces(pieces, MAX_FULL_BODY_BYTES)
-            await wire.write_body(body)
+            await writer.write_body(body)
 
     def _name_kv_class(self) -> list[tuple[bytes, bytes]]:
         """Write the KV class, which is known now, into the head of all bodies; returns the headers that name it."""
-        head, kv = self.view.head, self.generation.kv
+        head, kv = self.output_format.head, self.generation.kv
         head.kv_class = "" if kv is None or kv.kv_class == RAW_CLASS else kv.kv_class
         return head.headers
 
-    async def _write_stream(self, wire: ResponseWriter) -> None:
+    async def _write_stream(self, writer: ResponseWriter) -> None:
         """Write the stream. Raises RequestError only while nothing has been written."""
         generation, streams = self.generation, self.generation.streams
         # No pings are sent here, since they would need a status first. The request's own deadline bounds the wait.
         await generation.wait_for_news(None)
         if generation.failure is not None:
             raise RequestError(generation.failure)
-        await wire.start_response(200, [*SSE_HEADERS, *self._name_kv_class()])
+        await writer.start_response(200, [*SSE_HEADERS, *self._name_kv_class()])
         frames = [
             sse_event(body)
             for choice in range(len(streams))
-            for body in self.view.begin_chunks(choice, self.generation.usage_so_far(choice))
+            for body in self.output_format.begin_chunks(choice, self.generation.usage_so_far(choice))
         ]
         open_streams = dict(enumerate(streams))
         while True:
@@ -222,7 +224,7 @@ class GenerationResponse(Response):
             over = generation.failure is not None or not open_streams
             frames += self._closing_frames() if over and not self._timings else []
             with generation.wait_for_reader(self._drop_answer):
-                await wire.write_body(b"".join(frames) or SSE_PING)
+                await writer.write_body(b"".join(frames) or SSE_PING)
             for choice, choice_frames in new_frames.items():
                 if choice_frames:
                     streams[choice].mark_written(time.monotonic())
@@ -234,10 +236,10 @@ class GenerationResponse(Response):
                 raise ClientStalled
         if self._timings:
             # They say when the frames before them were written.
-            await wire.write_body(b"".join(self._closing_frames()))
+            await writer.write_body(b"".join(self._closing_frames()))
         if generation.failure is None:
             generation.mark_completed()
-        await wire.end_response()
+        await writer.end_response()
 
     async def _new_frames(self, choice: int, stream: SequenceStream) -> tuple[list[bytes], bool]:
         """The new events of one choice, and whether its end is among them.
@@ -249,12 +251,12 @@ class GenerationResponse(Response):
         usage = self.generation.usage_so_far(choice)
         frames = []
         for part in piece.split_pieces(MAX_WRITTEN_TOKENS) if piece else ():
-            frames.append(sse_event(self.view.delta_chunk(choice, part, usage)))
+            frames.append(sse_event(self.output_format.delta_chunk(choice, part, usage)))
             if part.start or self._paused_s + PAUSE_S < time.monotonic():
                 await asyncio.sleep(0)
                 self._paused_s = time.monotonic()
         if ended is not None:
-            frames.append(sse_event(self.view.end_chunk(choice, ended, usage)))
+            frames.append(sse_event(self.output_format.end_chunk(choice, ended, usage)))
         return frames, ended is not None
 
     def _closing_frames(self) -> list[bytes]:
@@ -262,10 +264,10 @@ class GenerationResponse(Response):
         generation = self.generation
         if generation.failure is not None:
             return [sse_event(generation.failure.error_body()), SSE_DONE]
-        if not generation.ask.include_usage and not self._timings:
+        if not generation.resolved.include_usage and not self._timings:
             return [SSE_DONE]
-        usage = generation.usage if generation.ask.include_usage else UNSET
-        return [sse_event(self.view.final_chunk(usage, self._describe_answer())), SSE_DONE]
+        usage = generation.usage if generation.resolved.include_usage else UNSET
+        return [sse_event(self.output_format.final_chunk(usage, self._describe_answer())), SSE_DONE]
 
     def _describe_answer(self) -> DetailsField:
         """What the answer says about how it was made; UNSET if the client did not ask for that."""

@@ -58,10 +58,10 @@ class BearerKeys:
 class AuthMiddleware:
     """ASGI middleware that refuses requests without an accepted key.
 
-    `admin` keys open the routes under `ADMIN_PREFIX`; `operator` has the keys of single routes, by path: of those that
-    show the requests of all tenants, and the machines. If such keys are given, no other key opens these routes, and
-    they open nothing else. `urgent` are the API keys that may ask for a better priority than the default; without API
-    keys, every client may.
+    `admin_keys` open the routes under `ADMIN_PREFIX`; `operator_keys` has those of single routes, by path: of those
+    that show the requests of all tenants, and the machines. If such keys are given, no other key opens these routes,
+    and they open nothing else. `urgent_keys` are the API keys that may ask for a better priority than the default;
+    without API keys, every client may.
 
     Without any key on a loopback address, only requests for loopback names are answered (against DNS rebinding).
     """
@@ -71,14 +71,14 @@ class AuthMiddleware:
         app: ASGIApp,
         keys: BearerKeys,
         host: str,
-        admin: BearerKeys | None = None,
-        operator: Mapping[str, BearerKeys] | None = None,
-        urgent: BearerKeys | None = None,
+        admin_keys: BearerKeys | None = None,
+        operator_keys: Mapping[str, BearerKeys] | None = None,
+        urgent_keys: BearerKeys | None = None,
     ) -> None:
-        self.app, self.keys, self.admin = app, keys, admin or BearerKeys(())
-        self.operator, self.urgent = operator or {}, urgent or BearerKeys(())
+        self.app, self.keys, self.admin_keys = app, keys, admin_keys or BearerKeys(())
+        self.operator_keys, self.urgent_keys = operator_keys or {}, urgent_keys or BearerKeys(())
         self._loopback_only = not keys and is_loopback(host)
-        named = [self.admin, *self.operator.values()]
+        named = [self.admin_keys, *self.operator_keys.values()]
         # Whether there may be more than one tenant, among which connections are shared.
         self._has_tenants = len(keys) + sum(map(len, named)) > 1 if keys else False
 
@@ -94,7 +94,7 @@ class AuthMiddleware:
         state["tenant"] = tenant = self.keys.tenant_of_headers(scope["headers"])
         if not self._begin_request(scope, tenant, key):
             return await error_response(TENANT_FULL)(scope, receive, send)
-        state["urgent"] = not self.keys or self.urgent.accepts_key(key)
+        state["urgent"] = not self.keys or self.urgent_keys.accepts_key(key)
         asked = self._keys_for_route("/status")
         # Whether the client may see worker names.
         state["known"] = not asked or asked.accepts_key(key)
@@ -134,9 +134,9 @@ class AuthMiddleware:
 
     def _keys_for_route(self, path: str) -> BearerKeys:
         """The keys that open a route; empty if no key is required."""
-        if self.admin and path.startswith(ADMIN_PREFIX):
-            return self.admin
-        return self.operator.get(path) or self.keys
+        if self.admin_keys and path.startswith(ADMIN_PREFIX):
+            return self.admin_keys
+        return self.operator_keys.get(path) or self.keys
 
 
 def bearer_token(headers: Headers) -> bytes:

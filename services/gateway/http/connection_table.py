@@ -216,13 +216,13 @@ class ConnectionTable:
         self._evict(oldest)
         return True
 
-    def _is_fresh(self, idle: EvictableConnection) -> bool:
+    def _is_fresh(self, idle_connections: EvictableConnection) -> bool:
         """Whether a request may still be on its way on a connection that is idle.
 
         A crowd of idle connections is not waited for: it would displace clients that send or read.
         """
         crowded = 2 * len(self._idle) > self.max_connections
-        return not crowded and self._clock() < self._idle[idle] + FRESH_S
+        return not crowded and self._clock() < self._idle[idle_connections] + FRESH_S
 
     def _count_open(self, tenant: str | None) -> int:
         return 0 if tenant is None else self.open_by_tenant[tenant]

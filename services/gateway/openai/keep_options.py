@@ -24,12 +24,12 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def resolve_keep(
-    body: GenerationFields, lengths: Collection[int], system_tokens: int, rules: RequestRules
+    fields: GenerationFields, lengths: Collection[int], system_tokens: int, rules: RequestRules
 ) -> KeepSpec:
     """What a request keeps of its KV. A boundary is a number of whole chunks; others are refused, not rounded.
 
     Args:
-        body: the request.
+        fields: the request.
         lengths: the tokens of each prompt.
         system_tokens: tokens up to the end of the system message, which give the boundary if the request does not.
         rules: its `keep_threshold` counts for requests without one.
@@ -38,7 +38,7 @@ def resolve_keep(
         RequestError: 400, the boundary is not a number of whole chunks, or beyond a prompt, or without a threshold
             though the default keeps everything.
     """
-    asked = None if body.diptych is None else body.diptych.keep
+    asked = None if fields.diptych is None else fields.diptych.keep
     options = asked if isinstance(asked, KeepOptions) else KeepOptions(asked)
     threshold = rules.keep_threshold if options.threshold is None else options.threshold
     boundary = options.boundary

@@ -112,7 +112,7 @@ class ResolvedRequest:
 
 
 def resolve_chat(
-    body: ChatRequest,
+    request: ChatRequest,
     prompt: Prompt,
     grammar: Grammar | None,
     rules: RequestRules,
@@ -127,31 +127,31 @@ def resolve_chat(
     Raises:
         RequestError: the length is invalid, the context is too short for the request, or what it keeps is beyond it.
     """
-    newer = body.max_completion_tokens is not None
-    wanted = body.max_completion_tokens if newer else body.max_tokens
+    newer = request.max_completion_tokens is not None
+    wanted = request.max_completion_tokens if newer else request.max_tokens
     name = "max_completion_tokens" if newer else "max_tokens"
     if wanted == 0:
         raise invalid_value_error(name, "must be at least 1")
     most = _max_new_tokens([prompt], wanted, ("messages", name), rules)
     if wanted is None:
         most = min(most, rules.defaults.max_new_tokens or most)
-    top = (body.top_logprobs or 0) if body.logprobs else None
+    top = (request.top_logprobs or 0) if request.logprobs else None
     return ResolvedRequest(
-        model=body.model,
+        model=request.model,
         prompts=[prompt],
-        sampling=_resolve_sampling(body, most, top, None, grammar, rules),
+        sampling=_resolve_sampling(request, most, top, None, grammar, rules),
         context_tokens=rules.context_tokens,
-        origin=tenancy_of_body(body, tenant),
-        n=body.n or 1,
-        best_of=body.n or 1,
+        origin=tenancy_of_body(request, tenant),
+        n=request.n or 1,
+        best_of=request.n or 1,
         logprobs=top,
-        keep=resolve_keep(body, [len(prompt.tokens)], system_tokens, rules),
-        **_output_options(body),
+        keep=resolve_keep(request, [len(prompt.tokens)], system_tokens, rules),
+        **_output_options(request),
     )
 
 
 def resolve_completion(
-    body: CompletionRequest,
+    request: CompletionRequest,
     prompts: list[Prompt],
     grammar: Grammar | None,
     rules: RequestRules,
@@ -164,32 +164,32 @@ def resolve_completion(
     Raises:
         RequestError: the length is invalid, the context is too short for the request, or what it keeps is beyond it.
     """
-    n, echo = body.n or 1, bool(body.echo)
-    best_of = body.best_of or n
-    if body.max_tokens == 0 and not echo:
+    n, echo = request.n or 1, bool(request.echo)
+    best_of = request.best_of or n
+    if request.max_tokens == 0 and not echo:
         raise invalid_value_error("max_tokens", "may be 0 only together with 'echo'")
-    most = _max_new_tokens(prompts, body.max_tokens, ("prompt", "max_tokens"), rules)
+    most = _max_new_tokens(prompts, request.max_tokens, ("prompt", "max_tokens"), rules)
     # Answers are ranked by mean log-probability, which is then needed.
     ranked = 0 if best_of > n else None
     return ResolvedRequest(
-        model=body.model,
+        model=request.model,
         prompts=prompts,
         sampling=_resolve_sampling(
-            body,
-            min(most, _default_tokens(rules)) if body.max_tokens is None else most,
-            ranked if body.logprobs is None else body.logprobs,
-            body.logprobs if echo else None,
+            request,
+            min(most, _default_tokens(rules)) if request.max_tokens is None else most,
+            ranked if request.logprobs is None else request.logprobs,
+            request.logprobs if echo else None,
             grammar,
             rules,
         ),
         context_tokens=rules.context_tokens,
-        origin=tenancy_of_body(body, tenant),
+        origin=tenancy_of_body(request, tenant),
         n=n,
         best_of=best_of,
         echo=echo,
-        logprobs=body.logprobs,
-        keep=resolve_keep(body, [len(prompt.tokens) for prompt in prompts], 0, rules),
-        **_output_options(body),
+        logprobs=request.logprobs,
+        keep=resolve_keep(request, [len(prompt.tokens) for prompt in prompts], 0, rules),
+        **_output_options(request),
     )
 
 
@@ -198,59 +198,59 @@ def _default_tokens(rules: RequestRules) -> int:
     return min(DEFAULT_COMPLETION_LENGTH, rules.defaults.max_new_tokens or DEFAULT_COMPLETION_LENGTH)
 
 
-def fit_worker_context(ask: ResolvedRequest, context_tokens: int) -> ResolvedRequest:
+def fit_worker_context(resolved: ResolvedRequest, context_tokens: int) -> ResolvedRequest:
     """The request for workers that take `context_tokens`, which may be fewer than it was checked against.
 
     Raises:
         RequestError: `context_length_exceeded`, it is longer than the workers can take.
     """
-    if context_tokens >= ask.context_tokens:
-        return ask
-    lengths, wanted = [len(prompt.tokens) for prompt in ask.prompts], ask.sampling.max_tokens
+    if context_tokens >= resolved.context_tokens:
+        return resolved
+    lengths, wanted = [len(prompt.tokens) for prompt in resolved.prompts], resolved.sampling.max_tokens
     if max(lengths) + min(wanted, 1) > context_tokens:
         raise context_length_error(f"has {max(lengths)} prompt tokens", context_tokens, None)
     # The request set no length.
-    unbounded = wanted == ask.context_tokens - min(lengths)
+    unbounded = wanted == resolved.context_tokens - min(lengths)
     if not unbounded and max(lengths) + wanted > context_tokens:
         problem = f"asks for {max(lengths) + wanted} ({max(lengths)} in the prompt, {wanted} to be generated)"
         raise context_length_error(problem, context_tokens, None)
-    return replace(ask, context_tokens=context_tokens)
+    return replace(resolved, context_tokens=context_tokens)
 
 
-def check_kv_class(ask: ResolvedRequest, served: Collection[str], auto: Collection[str] = ()) -> None:
+def check_kv_class(resolved: ResolvedRequest, served: Collection[str], auto: Collection[str] = ()) -> None:
     """Check that workers have a KV class that the request asks for, if it asks for one.
 
     If a name fits several, for example two calibrations during an upgrade, the router takes one that the chosen workers
     have. While no worker is up the request passes: it waits, or fails, like any other one.
 
     Args:
-        ask: the request.
+        resolved: the request.
         served: the classes that workers have.
         auto: those of them that the router may choose by itself.
 
     Raises:
         RequestError: 400, the workers do not have the class, or the name is not one of a codec.
     """
-    if ask.kv is None or not served:
+    if resolved.kv is None or not served:
         return
-    if any(names_class(ask.kv, one) for one in (auto if ask.kv == AUTO_CLASS else served)):
+    if any(names_class(resolved.kv, one) for one in (auto if resolved.kv == AUTO_CLASS else served)):
         return
-    problem = f"asks for '{ask.kv}', and the workers have {' and '.join(sorted(served))}"
-    if ask.kv == AUTO_CLASS:
+    problem = f"asks for '{resolved.kv}', and the workers have {' and '.join(sorted(served))}"
+    if resolved.kv == AUTO_CLASS:
         problem += ", none with a recorded loss within --kv-quality-budget"
     raise unsupported_error(KV_FIELD, problem)
 
 
-def fit_kv_class(ask: ResolvedRequest, classes: ServedClasses) -> ResolvedRequest:
+def fit_kv_class(resolved: ResolvedRequest, classes: ServedClasses) -> ResolvedRequest:
     """The request for workers that have `classes`: one that evicts gets its class here, if it asks for none.
 
     Raises:
         RequestError: 400, the workers do not have the class that it asks for, or cannot evict in its class.
     """
-    check_kv_class(ask, classes.served, classes.auto)
-    if not ask.keep.evicts:
-        return ask
-    return replace(ask, kv=choose_keep_class(ask.kv, classes), default_kv=ask.kv is None)
+    check_kv_class(resolved, classes.served, classes.auto)
+    if not resolved.keep.evicts:
+        return resolved
+    return replace(resolved, kv=choose_keep_class(resolved.kv, classes), default_kv=resolved.kv is None)
 
 
 def _max_new_tokens(
@@ -277,35 +277,35 @@ def _max_new_tokens(
 
 
 def _resolve_sampling(
-    body: GenerationFields,
+    fields: GenerationFields,
     most: int,
     logprobs: int | None,
     scored: int | None,
     grammar: Grammar | None,
     rules: RequestRules,
 ) -> SamplingParams:
-    fewest = body.min_tokens or 0
+    fewest = fields.min_tokens or 0
     if fewest > most:
         raise invalid_value_error(
             "min_tokens", f"({fewest}) is more than the {most} tokens the answer may have"
         )
-    ends = () if body.ignore_eos else rules.tokenizer.end_ids
+    ends = () if fields.ignore_eos else rules.tokenizer.end_ids
     defaults = rules.defaults
     return SamplingParams(
         max_tokens=most,
-        seed=secrets.randbelow(NUM_SEEDS) if body.seed is None else body.seed % NUM_SEEDS,
+        seed=secrets.randbelow(NUM_SEEDS) if fields.seed is None else fields.seed % NUM_SEEDS,
         min_tokens=fewest,
-        temperature=_first_given(body.temperature, defaults.temperature, 1.0),
-        top_p=_first_given(body.top_p, defaults.top_p, 1.0),
-        top_k=max(0, _first_given(body.top_k, defaults.top_k, 0)),
-        min_p=_first_given(body.min_p, defaults.min_p, 0.0),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=_first_given(body.repetition_penalty, defaults.repetition_penalty, 1.0),
-        logit_bias=body.logit_bias or {},
+        temperature=_first_given(fields.temperature, defaults.temperature, 1.0),
+        top_p=_first_given(fields.top_p, defaults.top_p, 1.0),
+        top_k=max(0, _first_given(fields.top_k, defaults.top_k, 0)),
+        min_p=_first_given(fields.min_p, defaults.min_p, 0.0),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=_first_given(fields.repetition_penalty, defaults.repetition_penalty, 1.0),
+        logit_bias=fields.logit_bias or {},
         logprobs=logprobs,
         prompt_logprobs=scored,
-        stop_token_ids=tuple(sorted({*ends, *(body.stop_token_ids or ())})),
+        stop_token_ids=tuple(sorted({*ends, *(fields.stop_token_ids or ())})),
         grammar=grammar,
     )
 
@@ -314,15 +314,15 @@ def _first_given(asked: Number | None, default: Number | None, otherwise: Number
     return asked if asked is not None else default if default is not None else otherwise
 
 
-def _output_options(body: GenerationFields) -> dict[str, Any]:
-    options = body.stream_options
+def _output_options(fields: GenerationFields) -> dict[str, Any]:
+    options = fields.stream_options
     return {
-        "stops": stop_strings(body),
-        "keep_stop": bool(body.include_stop_str_in_output),
-        "skip_special": body.skip_special_tokens is not False,
-        "stream": bool(body.stream),
+        "stops": stop_strings(fields),
+        "keep_stop": bool(fields.include_stop_str_in_output),
+        "skip_special": fields.skip_special_tokens is not False,
+        "stream": bool(fields.stream),
         "include_usage": options is not None and bool(options.include_usage),
         "continuous_usage": options is not None and bool(options.continuous_usage_stats),
-        "kv": None if body.diptych is None else body.diptych.kv,
+        "kv": None if fields.diptych is None else fields.diptych.kv,
         "obfuscate": options is not None and bool(options.include_obfuscation),
     }

@@ -83,15 +83,15 @@ def parse_timings_header(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     return given == [b"1"]
 
 
-def check_priority(body: GenerationFields, caller: Caller) -> None:
+def check_priority(fields: GenerationFields, caller: Caller) -> None:
     """Check that the caller may ask for this priority.
 
     Raises:
         RequestError: 403, the priority is better than the default, and this API key may not ask for that.
     """
-    if (body.priority or 0) < 0 and not caller.urgent:
+    if (fields.priority or 0) < 0 and not caller.urgent:
         problem = (
-            f"this API key may not ask for a 'priority' below 0, and {body.priority} was asked for; "
+            f"this API key may not ask for a 'priority' below 0, and {fields.priority} was asked for; "
             "lower numbers are served before all others, and --priority-keys names the keys that may use them"
         )
         raise RequestError(RequestFailure(FailureReason.PRIORITY_NOT_ALLOWED, problem, "priority"))
@@ -107,11 +107,11 @@ def tenants_of_keys(keys: Iterable[str]) -> frozenset[str]:
     return frozenset(tenant_of_key(key.encode()) for key in keys) or frozenset({""})
 
 
-def tenancy_of_body(body: GenerationFields, tenant: str) -> Tenancy:
+def tenancy_of_body(fields: GenerationFields, tenant: str) -> Tenancy:
     """The origin of a request of `tenant` ("" if no key is required).
 
     Its scope is shared by all who send the same `cache_salt`. Without a salt the scope is the tenant's own.
     """
-    named = ["salt", body.cache_salt] if body.cache_salt is not None else ["tenant", tenant]
-    scope = hash_fields(named).hex()[:SCOPE_HEX] if body.cache_salt is not None or tenant else ""
-    return Tenancy(tenant, scope, body.priority or 0)
+    named = ["salt", fields.cache_salt] if fields.cache_salt is not None else ["tenant", tenant]
+    scope = hash_fields(named).hex()[:SCOPE_HEX] if fields.cache_salt is not None or tenant else ""
+    return Tenancy(tenant, scope, fields.priority or 0)

@@ -67,14 +67,14 @@ def check_model_name(name: str | None, rules: RequestRules) -> str:
     return name or rules.served_names[0]
 
 
-def check_chat_fields(body: ChatRequest, rules: RequestRules) -> None:
+def check_chat_fields(request: ChatRequest, rules: RequestRules) -> None:
     """Refuse fields that are invalid, or that would change the meaning of the answer and are not supported.
 
     Raises:
         RequestError: 400, or 404 for an unknown model.
     """
-    _check_generation_fields(body, body.n or 1, 1, rules)
-    if body.top_logprobs and not body.logprobs:
+    _check_generation_fields(request, request.n or 1, 1, rules)
+    if request.top_logprobs and not request.logprobs:
         raise invalid_value_error("top_logprobs", "needs 'logprobs' to be true")
     for field in (
         "audio",
@@ -84,37 +84,39 @@ def check_chat_fields(body: ChatRequest, rules: RequestRules) -> None:
         "prompt_cache_options",
         "chat_template",
     ):
-        if getattr(body, field) is not None:
+        if getattr(request, field) is not None:
             raise unsupported_error(field)
-    if body.store:
+    if request.store:
         raise unsupported_error("store", "cannot be true: nothing is stored here")
-    if body.modalities is not None and body.modalities != ["text"]:
+    if request.modalities is not None and request.modalities != ["text"]:
         raise unsupported_error("modalities", "other than text are not supported")
-    if body.reasoning_effort not in (None, "none"):
+    if request.reasoning_effort not in (None, "none"):
         raise unsupported_error("reasoning_effort", "is not supported by this model")
     for field, choice in (("tools", "tool_choice"), ("functions", "function_call")):
-        if getattr(body, choice) not in (None, "none", "auto"):
+        if getattr(request, choice) not in (None, "none", "auto"):
             raise unsupported_error(choice, "other than 'none' is not supported")
-        if getattr(body, field) and getattr(body, choice) != "none":
+        if getattr(request, field) and getattr(request, choice) != "none":
             raise unsupported_error(
                 field, f"are not supported yet; send '{choice}': \"none\" to have them ignored"
             )
-    if body.continue_final_message and (body.add_generation_prompt or body.messages[-1].role != "assistant"):
+    if request.continue_final_message and (
+        request.add_generation_prompt or request.messages[-1].role != "assistant"
+    ):
         raise invalid_value_error(
             "continue_final_message", "needs an assistant message at the end and no 'add_generation_prompt'"
         )
 
 
-def check_completion_fields(body: CompletionRequest, num_prompts: int, rules: RequestRules) -> None:
+def check_completion_fields(request: CompletionRequest, num_prompts: int, rules: RequestRules) -> None:
     """The same as `check_chat_fields`, for `/v1/completions`. Raises RequestError: 400 or 404."""
-    n = body.n or 1
-    if body.suffix:
+    n = request.n or 1
+    if request.suffix:
         raise unsupported_error("suffix")
-    if body.best_of is not None and body.best_of < n:
-        raise invalid_value_error("best_of", f"({body.best_of}) must not be below 'n' ({n})")
-    if body.best_of is not None and body.best_of > n and body.stream:
+    if request.best_of is not None and request.best_of < n:
+        raise invalid_value_error("best_of", f"({request.best_of}) must not be below 'n' ({n})")
+    if request.best_of is not None and request.best_of > n and request.stream:
         raise invalid_value_error("best_of", "above 'n' cannot be streamed")
-    _check_generation_fields(body, body.best_of or n, num_prompts, rules)
+    _check_generation_fields(request, request.best_of or n, num_prompts, rules)
 
 
 def split_prompts(prompt: str | list[Any] | None, rules: RequestRules) -> list[str | list[int]]:
@@ -157,19 +159,19 @@ def context_length_error(problem: str, context_tokens: int, param: str | None) -
     return RequestError(RequestFailure(FailureReason.CONTEXT_LENGTH_EXCEEDED, text, param))
 
 
-def build_grammar(asked: ResponseFormat | None, limits: RequestLimits) -> Grammar | None:
+def build_grammar(response_format: ResponseFormat | None, limits: RequestLimits) -> Grammar | None:
     """The grammar of `response_format`; None for plain text. Whether it compiles is checked in a preparer.
 
     Raises:
         RequestError: the schema is missing, too large, nested too deep, or has a pattern that is too long.
     """
-    if asked is None or asked.type == "text":
+    if response_format is None or response_format.type == "text":
         return None
-    if asked.type == "json_object":
+    if response_format.type == "json_object":
         return Grammar(kind="json_object")
-    if asked.json_schema is None:
+    if response_format.json_schema is None:
         raise missing_parameter_error("response_format.json_schema")
-    schema = {} if asked.json_schema.schema is None else asked.json_schema.schema
+    schema = {} if response_format.json_schema.schema is None else response_format.json_schema.schema
     text = msgspec.json.encode(schema)
     where = "response_format.json_schema.schema"
     if len(text) > limits.max_schema_bytes:
@@ -200,25 +202,25 @@ def _schema_patterns(node: Any) -> Iterable[str]:
 
 
 def _check_generation_fields(
-    body: GenerationFields, best_of: int, num_prompts: int, rules: RequestRules
+    fields: GenerationFields, best_of: int, num_prompts: int, rules: RequestRules
 ) -> None:
-    check_model_name(body.model, rules)
+    check_model_name(fields.model, rules)
     limits = rules.limits
-    if (body.n or 1) > limits.max_n:
+    if (fields.n or 1) > limits.max_n:
         raise invalid_value_error("n", f"is at most {limits.max_n} here")
     if best_of * num_prompts > limits.max_sequences:
         raise invalid_value_error(
             "n",
             f"times prompts is {best_of * num_prompts}; at most {limits.max_sequences} are served at once",
         )
-    options = body.stream_options
-    if options is not None and not body.stream:
+    options = fields.stream_options
+    if options is not None and not fields.stream:
         raise invalid_value_error("stream_options", "needs 'stream' to be true")
-    stops = stop_strings(body)
+    stops = stop_strings(fields)
     if any(not stop or len(stop) > limits.max_stop_chars for stop in stops):
         raise invalid_value_error("stop", f"strings must have 1 to {limits.max_stop_chars} characters")
-    _check_token_ids(body.stop_token_ids or [], "stop_token_ids", rules)
-    _check_token_ids(body.logit_bias or {}, "logit_bias", rules)
+    _check_token_ids(fields.stop_token_ids or [], "stop_token_ids", rules)
+    _check_token_ids(fields.logit_bias or {}, "logit_bias", rules)
 
 
 def _check_token_ids(ids: Iterable[int], field: str, rules: RequestRules) -> None:
@@ -229,6 +231,6 @@ def _check_token_ids(ids: Iterable[int], field: str, rules: RequestRules) -> Non
         )
 
 
-def stop_strings(body: GenerationFields) -> tuple[str, ...]:
+def stop_strings(fields: GenerationFields) -> tuple[str, ...]:
     """The stop strings of a body, which may have one, several or none."""
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())

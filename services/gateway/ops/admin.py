@@ -54,9 +54,9 @@ class AdminRoutes:
     Raises RequestError: 404 for an unknown worker; 409 if it is the last of its role or cannot follow the order.
     """
 
-    def __init__(self, backend: RelayBackend, replanning: ReplanRoute | None = None) -> None:
-        """`replanning` handles `/admin/replan`; None without `--replan`."""
-        self._backend, self.replanning = backend, replanning
+    def __init__(self, backend: RelayBackend, replan_route: ReplanRoute | None = None) -> None:
+        """`replan_route` handles `/admin/replan`; None without `--replan`."""
+        self._backend, self.replan_route = backend, replan_route
 
     async def drain(self, request: Request) -> Response:
         """Order a worker to finish its requests and take no others.

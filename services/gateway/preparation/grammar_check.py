@@ -21,11 +21,11 @@ MAX_REASON_CHARS = 300
 class GrammarChecker:
     """Checks grammars with llguidance. To make one takes about a second for a vocabulary of 150,000 tokens."""
 
-    def __init__(self, tokens: GatewayTokenizer) -> None:
+    def __init__(self, tokenizer: GatewayTokenizer) -> None:
         self._tokenizer: LLTokenizer | None = None
         self._unable = ""
         try:
-            self._tokenizer = build_tokenizer(tokens.backend, tokens.end_ids)
+            self._tokenizer = build_tokenizer(tokenizer.backend, tokenizer.end_ids)
         except GrammarError as error:
             self._unable = error.what
 

@@ -208,67 +208,68 @@ def _split_lines(content: BinaryIO, number: int, max_bytes: int) -> Iterator[tup
         yield number, begin, text
 
 
-def _check_text(part: _Slice, number: int, offset: int, text: bytes) -> None:
+def _check_text(file_slice: _Slice, number: int, offset: int, text: bytes) -> None:
     """Check one line of the file; blank ones are skipped."""
     if text.isspace():
         return
-    max_bytes = part.rules.max_body_bytes + ENVELOPE_BYTES
+    max_bytes = file_slice.rules.max_body_bytes + ENVELOPE_BYTES
     if len(text) > max_bytes:
-        part.add_problem("line_too_long", f"the line is longer than {max_bytes} bytes", number)
+        file_slice.add_problem("line_too_long", f"the line is longer than {max_bytes} bytes", number)
         return
-    line = _parse_text(part, number, text)
+    line = _parse_text(file_slice, number, text)
     if line is not None:
-        _check_line(part, number, line)
-        part.add_line(number, offset, len(text), line.custom_id)
+        _check_line(file_slice, number, line)
+        file_slice.add_line(number, offset, len(text), line.custom_id)
 
 
-def _parse_text(part: _Slice, number: int, text: bytes) -> BatchLine | None:
+def _parse_text(file_slice: _Slice, number: int, text: bytes) -> BatchLine | None:
     """The line, or None after its problem was noted."""
     try:
         text.decode()
         return parse_line(text)
     except UnicodeDecodeError as error:
-        part.add_problem("invalid_json_line", f"the line is not UTF-8: byte {error.start} of it", number)
+        file_slice.add_problem(
+            "invalid_json_line", f"the line is not UTF-8: byte {error.start} of it", number
+        )
     except msgspec.ValidationError as error:
         field_name = str(error).partition("`$.")[2].rstrip("`") or None
         problem = shorten_text(str(error), MAX_MESSAGE_CHARS).replace("`", "'")
         code = "missing_custom_id" if "missing required field 'custom_id'" in problem else "invalid_request"
-        part.add_problem(code, problem[0].lower() + problem[1:], number, field_name)
+        file_slice.add_problem(code, problem[0].lower() + problem[1:], number, field_name)
     except (msgspec.DecodeError, RecursionError) as error:
         why = str(error) if isinstance(error, msgspec.DecodeError) else "it is nested too deeply"
-        part.add_problem("invalid_json_line", f"the line is not valid JSON: {why}", number)
+        file_slice.add_problem("invalid_json_line", f"the line is not valid JSON: {why}", number)
     return None
 
 
-def _check_line(part: _Slice, number: int, line: BatchLine) -> None:
+def _check_line(file_slice: _Slice, number: int, line: BatchLine) -> None:
     """Note what does not fit the batch in a line."""
-    endpoint = part.rules.endpoint
+    endpoint = file_slice.rules.endpoint
     if line.method != "POST":
         problem = f"the method must be 'POST', not {quote_text(line.method, 32)}"
-        part.add_problem("invalid_method", problem, number, "method")
+        file_slice.add_problem("invalid_method", problem, number, "method")
     if line.url != endpoint:
         problem = f"the url must be the endpoint of the batch, {endpoint!r}, not {quote_text(line.url, 64)}"
-        part.add_problem("url_mismatch", problem, number, "url")
+        file_slice.add_problem("url_mismatch", problem, number, "url")
     try:
         head = msgspec.json.decode(line.body, type=_BodyHead)
     except (msgspec.DecodeError, RecursionError):
         # Its own check says what is wrong with it.
         return
     if bytes(head.stream) == b"true":
-        part.add_problem("invalid_request", "a line cannot be streamed", number, "body.stream")
-    model = _find_model(head.model, part.rules.default_model)
+        file_slice.add_problem("invalid_request", "a line cannot be streamed", number, "body.stream")
+    model = _find_model(head.model, file_slice.rules.default_model)
     if model is None:
         return
     if len(model) > MAX_MODEL_CHARS:
         problem = f"the name of the model has more than {MAX_MODEL_CHARS} characters"
-        return part.add_problem("invalid_request", problem, number, "body.model")
-    if part.model is None:
-        part.model = model
-    if model != part.model:
-        problem = (
-            f"the model {quote_text(model, 64)} is not that of the lines before, {quote_text(part.model, 64)}"
-        )
-        part.add_problem("model_mismatch", problem, number, "body.model")
+        return file_slice.add_problem("invalid_request", problem, number, "body.model")
+    if file_slice.model is None:
+        file_slice.model = model
+    if model != file_slice.model:
+        before = quote_text(file_slice.model, 64)
+        problem = f"the model {quote_text(model, 64)} is not that of the lines before, {before}"
+        file_slice.add_problem("model_mismatch", problem, number, "body.model")
 
 
 def _find_model(raw: msgspec.Raw, default_model: str) -> str | None:

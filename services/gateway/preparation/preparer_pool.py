@@ -196,10 +196,10 @@ class PreparerPool:
                 continue
             try:
                 while not preparer.retired:
-                    found: asyncio.Future[tuple[str, _WaitingJob]] = loop.create_future()
-                    self._idle.append(found)
+                    waiting_job: asyncio.Future[tuple[str, _WaitingJob]] = loop.create_future()
+                    self._idle.append(waiting_job)
                     self._match_jobs()
-                    tenant, waiting = await found
+                    tenant, waiting = await waiting_job
                     try:
                         await self._run_job(preparer, waiting)
                     finally:

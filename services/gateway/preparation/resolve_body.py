@@ -127,104 +127,112 @@ def _tokenize_source(source: str | list[int] | Conversation, special: bool, rule
     return make_prompt(rules.tokenizer.encode(text, special), text)
 
 
-def _render_conversation(chat: Conversation, rules: RequestRules) -> str:
-    return rules.tokenizer.render_conversation(chat.messages, chat.generate, chat.resume, chat.options)
+def _render_conversation(conversation: Conversation, rules: RequestRules) -> str:
+    return rules.tokenizer.render_conversation(
+        conversation.messages, conversation.generate, conversation.resume, conversation.options
+    )
 
 
-def _validate_chat(body: ChatRequest, caller: Caller, rules: RequestRules) -> ValidBody:
-    check_priority(body, caller)
-    check_chat_fields(body, rules)
-    grammar = build_grammar(body.response_format, rules.limits)
-    return ValidBody([_validate_conversation(body, body.messages)], bool(body.add_special_tokens), grammar)
+def _validate_chat(request: ChatRequest, caller: Caller, rules: RequestRules) -> ValidBody:
+    check_priority(request, caller)
+    check_chat_fields(request, rules)
+    grammar = build_grammar(request.response_format, rules.limits)
+    return ValidBody(
+        [_validate_conversation(request, request.messages)], bool(request.add_special_tokens), grammar
+    )
 
 
-def _validate_conversation(body: ChatRequest | TokenizeRequest, messages: list[Message]) -> Conversation:
-    resume = bool(body.continue_final_message)
-    generate = body.add_generation_prompt is not False and not resume
-    return Conversation(parse_chat_messages(messages), generate, resume, body.chat_template_kwargs)
+def _validate_conversation(request: ChatRequest | TokenizeRequest, messages: list[Message]) -> Conversation:
+    resume = bool(request.continue_final_message)
+    generate = request.add_generation_prompt is not False and not resume
+    return Conversation(parse_chat_messages(messages), generate, resume, request.chat_template_kwargs)
 
 
 def _resolve_chat(
-    body: ChatRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
+    request: ChatRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
 ) -> ResolvedRequest:
     [source], [prompt] = valid.sources, prompts
     assert isinstance(source, Conversation)
     system_tokens = (
-        _count_system_tokens(source, prompt, valid.special, rules) if _may_evict(body, rules) else 0
+        _count_system_tokens(source, prompt, valid.special, rules) if _may_evict(request, rules) else 0
     )
     plain = Prompt(prompt.ids)
-    return resolve_chat(body, plain, valid.grammar, rules, caller.tenant, system_tokens)
+    return resolve_chat(request, plain, valid.grammar, rules, caller.tenant, system_tokens)
 
 
-def _may_evict(body: ChatRequest, rules: RequestRules) -> bool:
+def _may_evict(request: ChatRequest, rules: RequestRules) -> bool:
     """Whether it may count where the system message ends: only requests that drop KV need to know."""
-    return rules.keep_threshold < 1 or (body.diptych is not None and body.diptych.keep is not None)
+    return rules.keep_threshold < 1 or (request.diptych is not None and request.diptych.keep is not None)
 
 
-def _count_system_tokens(chat: Conversation, prompt: Prompt, special: bool, rules: RequestRules) -> int:
+def _count_system_tokens(
+    conversation: Conversation, prompt: Prompt, special: bool, rules: RequestRules
+) -> int:
     """The tokens of a rendered conversation up to the end of its system message."""
     assert prompt.text is not None
-    end = find_system_end(chat.messages, prompt.text)
+    end = find_system_end(conversation.messages, prompt.text)
     if not end:
         return 0
     return count_shared_tokens(rules.tokenizer.encode(prompt.text[:end], special), prompt.tokens)
 
 
-def _validate_completion(body: CompletionRequest, caller: Caller, rules: RequestRules) -> ValidBody:
-    check_priority(body, caller)
-    prompts = split_prompts(body.prompt, rules)
-    check_completion_fields(body, len(prompts), rules)
-    grammar = build_grammar(body.response_format, rules.limits)
-    return ValidBody([*prompts], body.add_special_tokens is not False, grammar)
+def _validate_completion(request: CompletionRequest, caller: Caller, rules: RequestRules) -> ValidBody:
+    check_priority(request, caller)
+    prompts = split_prompts(request.prompt, rules)
+    check_completion_fields(request, len(prompts), rules)
+    grammar = build_grammar(request.response_format, rules.limits)
+    return ValidBody([*prompts], request.add_special_tokens is not False, grammar)
 
 
 def _resolve_completion(
-    body: CompletionRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
+    request: CompletionRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
 ) -> ResolvedRequest:
-    start, skip_special = make_prompt([rules.tokenizer.start_id]), body.skip_special_tokens is not False
-    if body.echo:
+    start, skip_special = make_prompt([rules.tokenizer.start_id]), request.skip_special_tokens is not False
+    if request.echo:
         prompts = [
             with_echo(Prompt(prompt.ids or start.ids, prompt.text), rules.tokenizer, skip_special)
             for prompt in prompts
         ]
     else:
         prompts = [Prompt(prompt.ids or start.ids) for prompt in prompts]
-    return resolve_completion(body, prompts, valid.grammar, rules, caller.tenant)
+    return resolve_completion(request, prompts, valid.grammar, rules, caller.tenant)
 
 
-def _validate_tokenize(body: TokenizeRequest, caller: Caller, rules: RequestRules) -> ValidBody:
-    check_model_name(body.model, rules)
-    if (body.prompt is None) == (body.messages is None):
+def _validate_tokenize(request: TokenizeRequest, caller: Caller, rules: RequestRules) -> ValidBody:
+    check_model_name(request.model, rules)
+    if (request.prompt is None) == (request.messages is None):
         raise invalid_value_error("prompt", "or 'messages' must be given, and not both")
-    if body.messages is not None:
-        return ValidBody([_validate_conversation(body, body.messages)], bool(body.add_special_tokens))
-    return ValidBody([body.prompt or ""], body.add_special_tokens is not False)
+    if request.messages is not None:
+        return ValidBody(
+            [_validate_conversation(request, request.messages)], bool(request.add_special_tokens)
+        )
+    return ValidBody([request.prompt or ""], request.add_special_tokens is not False)
 
 
 def _resolve_tokenize(
-    body: TokenizeRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
+    request: TokenizeRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
 ) -> bytes:
     ids = prompts[0].tokens.tolist()
     if len(ids) > rules.context_tokens:
-        param = "prompt" if body.messages is None else "messages"
+        param = "prompt" if request.messages is None else "messages"
         raise context_length_error(f"has {len(ids)} tokens", rules.context_tokens, param)
-    names = [rules.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
+    names = [rules.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
     return msgspec.json.encode(Tokenized(len(ids), rules.context_tokens, ids, names))
 
 
-def _validate_detokenize(body: DetokenizeRequest, caller: Caller, rules: RequestRules) -> ValidBody:
-    check_model_name(body.model, rules)
-    if len(body.tokens) > rules.context_tokens:
-        raise context_length_error(f"has {len(body.tokens)} tokens", rules.context_tokens, "tokens")
-    if any(token >= rules.tokenizer.size for token in body.tokens):
+def _validate_detokenize(request: DetokenizeRequest, caller: Caller, rules: RequestRules) -> ValidBody:
+    check_model_name(request.model, rules)
+    if len(request.tokens) > rules.context_tokens:
+        raise context_length_error(f"has {len(request.tokens)} tokens", rules.context_tokens, "tokens")
+    if any(token >= rules.tokenizer.size for token in request.tokens):
         raise invalid_value_error("tokens", f"holds ids beyond the vocabulary of {rules.tokenizer.size}")
     return ValidBody([])
 
 
 def _resolve_detokenize(
-    body: DetokenizeRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
+    request: DetokenizeRequest, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
 ) -> bytes:
-    text = rules.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
+    text = rules.tokenizer.decode(request.tokens, bool(request.skip_special_tokens))
     return msgspec.json.encode(Detokenized(text))
 
 

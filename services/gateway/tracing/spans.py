@@ -105,7 +105,7 @@ def _request_attributes(trace: RequestTrace) -> dict[str, Attribute]:
     return found
 
 
-def _sequence_spans(traced: TracedSequence, root: TraceSpan) -> Iterator[TraceSpan]:
+def _sequence_spans(traced: TracedSequence, root_span: TraceSpan) -> Iterator[TraceSpan]:
     """The spans of one sequence: stages of its first token, and its attempts."""
     record, named = traced.record, {"diptych.sequence": traced.name}
     stages = ttft_breakdown(record) if record.first_written_s is not None else {}
@@ -115,9 +115,9 @@ def _sequence_spans(traced: TracedSequence, root: TraceSpan) -> Iterator[TraceSp
         now_s += seconds
     for stage, (start_s, end_s) in placed.items():
         if stage not in ATTEMPT_STAGES and (stage != "retry" or end_s > start_s):
-            yield TraceSpan(stage, start_s, end_s, root.span_id, dict(named))
+            yield TraceSpan(stage, start_s, end_s, root_span.span_id, dict(named))
     for attempt in traced.timeline.attempts:
-        span = _attempt_span(attempt, root, named)
+        span = _attempt_span(attempt, root_span, named)
         if record.kv.kept is not None and attempt is traced.timeline.attempts[-1]:
             span.attributes["diptych.kept_rows"] = record.kv.kept.kept_rows
             span.attributes["diptych.all_rows"] = record.kv.kept.all_rows
@@ -127,7 +127,7 @@ def _sequence_spans(traced: TracedSequence, root: TraceSpan) -> Iterator[TraceSp
             yield child
 
 
-def _attempt_span(attempt: AttemptTimes, root: TraceSpan, named: dict[str, str]) -> TraceSpan:
+def _attempt_span(attempt: AttemptTimes, root_span: TraceSpan, named: dict[str, str]) -> TraceSpan:
     began, moved = attempt.began, attempt.moved
     attributes: dict[str, Attribute] = {
         **named,
@@ -142,8 +142,8 @@ def _attempt_span(attempt: AttemptTimes, root: TraceSpan, named: dict[str, str])
         attributes["diptych.prefill_worker"] = began.pair.prefill
     if attempt.local_reason:
         attributes["diptych.local_prefill"] = attempt.local_reason
-    end_s = root.end_s if attempt.ended_s is None else attempt.ended_s
-    span = TraceSpan("attempt", attempt.begun_s, end_s, root.span_id, attributes)
+    end_s = root_span.end_s if attempt.ended_s is None else attempt.ended_s
+    span = TraceSpan("attempt", attempt.begun_s, end_s, root_span.span_id, attributes)
     if attempt.retried is not None:
         attributes["diptych.delivered_tokens"] = attempt.retried.delivered
         attributes["error.type"] = span.error = attempt.retried.code

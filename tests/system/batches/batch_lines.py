@@ -33,7 +33,7 @@ def client_of(gateway: Running, key: str) -> Iterator[openai.OpenAI]:
 
 def kept(gateway: Running) -> set[Path]:
     assert gateway.batches is not None
-    folder = gateway.batches.store.folder
+    folder = gateway.batches.store.data_dir
     return {*folder.files.iterdir(), *folder.uploads.iterdir()}
 
 

@@ -264,7 +264,7 @@ def test_while_the_disk_is_full_batches_wait_and_requests_go_on(
     wait_for(lambda: store.trouble == "the disk is full")
     assert http.post(CHAT, json=chat_body()).status_code == 200
     assert client.batches.retrieve(batch.id).request_counts.completed == 0  # type: ignore[union-attr]
-    monkeypatch.setattr(store.folder, "free_bytes", lambda: 0)
+    monkeypatch.setattr(store.data_dir, "free_bytes", lambda: 0)
     with pytest.raises(openai.InternalServerError) as refused:
         client.files.create(file=("in", THREE), purpose="batch")
     assert (refused.value.status_code, refused.value.code) == (507, "storage_full")

@@ -55,7 +55,7 @@ async def written_text() -> str:
 
     generation = SimpleNamespace(
         streams=[FakeSequenceStream()],
-        ask=SimpleNamespace(include_usage=False),
+        resolved=SimpleNamespace(include_usage=False),
         failure=None,
         flooded=False,
         usage_so_far=lambda choice: None,

@@ -134,7 +134,7 @@ class FileRoutes:
                 headers.get("content-type", ""),
                 headers.get("content-length", ""),
                 request.receive,
-                self._store.folder,
+                self._store.data_dir,
                 file_id,
                 self._max_file_bytes,
                 self._stall_s,
@@ -162,7 +162,7 @@ class FileRoutes:
             with storage_errors():
                 await self._store.add_file(record)
         except BaseException:
-            self._store.folder.remove_content(file_id)
+            self._store.data_dir.remove_content(file_id)
             raise
         return record
 
@@ -222,20 +222,20 @@ def parse_limit(query: Mapping[str, str], default: int, most: int) -> int:
     return int(given)
 
 
-async def list_answer(found: Sequence[FileRecord | BatchRecord], limit: int) -> Response:
+async def list_answer(records: Sequence[FileRecord | BatchRecord], limit: int) -> Response:
     """A page (200) of records, of which one more than `limit` may have been found.
 
     It may have megabytes, so other tasks run in between.
     """
     pieces, num_bytes = list[msgspec.Raw](), 0
-    for record in found[:limit]:
+    for record in records[:limit]:
         pieces.append(msgspec.Raw(msgspec.json.encode(record.to_object())))
         num_bytes += len(pieces[-1])
         if num_bytes > PIECE_BYTES:
             num_bytes = 0
             await asyncio.sleep(0)
-    first, last = (found[0].id, found[min(limit, len(found)) - 1].id) if found else (None, None)
-    page = {"data": pieces, "has_more": len(found) > limit, "first_id": first, "last_id": last}
+    first, last = (records[0].id, records[min(limit, len(records)) - 1].id) if records else (None, None)
+    page = {"data": pieces, "has_more": len(records) > limit, "first_id": first, "last_id": last}
     return json_answer(page | {"object": "list"})
 
 

@@ -58,7 +58,7 @@ async def receive_upload(
     content_type: str,
     announced: str,
     receive: Receive,
-    folder: DataDir,
+    data_dir: DataDir,
     file_id: str,
     max_bytes: int,
     stall_s: float,
@@ -78,20 +78,20 @@ async def receive_upload(
     ):
         raise _too_large_error(max_bytes)
     form = UploadForm(content_type)
-    path = folder.uploads / file_id
+    path = data_dir.uploads / file_id
     try:
-        folder.check_space(int(announced) if announced else 0)
+        data_dir.check_space(int(announced) if announced else 0)
         check_share(0)
         file, num_bytes = _UploadFile(path), 0
         async for chunks in _file_chunks(form, receive, max_bytes, stall_s):
             more = sum(map(len, chunks))
             check_share(num_bytes + more)
-            with folder.claim_space(more):
+            with data_dir.claim_space(more):
                 num_bytes += await asyncio.to_thread(_write_chunks, file, num_bytes, chunks)
         name, expiry_s = form.finish()
         await asyncio.to_thread(_sync_file, file)
         del file
-        await asyncio.to_thread(_move_file, path, folder, file_id)
+        await asyncio.to_thread(_move_file, path, data_dir, file_id)
     except OSError as error:
         raise RequestError(storage_failure(error)) from error
     finally:
@@ -139,10 +139,10 @@ def _sync_file(file: _UploadFile) -> None:
     os.fsync(file.descriptor)
 
 
-def _move_file(path: os.PathLike[str], folder: DataDir, file_id: str) -> None:
+def _move_file(path: os.PathLike[str], data_dir: DataDir, file_id: str) -> None:
     """Put a complete upload into its place, for good. Called in a thread. Raises OSError."""
-    os.replace(path, folder.content_path(file_id))
-    sync_folder(folder.files)
+    os.replace(path, data_dir.content_path(file_id))
+    sync_folder(data_dir.files)
 
 
 def _timeout_error(problem: str) -> RequestError:

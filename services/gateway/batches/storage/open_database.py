@@ -23,20 +23,20 @@ INCREMENTAL = 2  # the value of `auto_vacuum`
 log = logging.getLogger(__name__)
 
 
-def open_database(folder: DataDir) -> sqlite3.Connection:
+def open_database(data_dir: DataDir) -> sqlite3.Connection:
     """The database with its tables. Raises StartError if it is not ours, of another version, or cannot be read."""
     db: sqlite3.Connection | None = None
     try:
-        os.close(os.open(folder.database, NEW_FILE_FLAGS, 0o600))
+        os.close(os.open(data_dir.database, NEW_FILE_FLAGS, 0o600))
         # Transactions are begun and ended by hand; the thread is the only user after this function.
-        db = sqlite3.connect(folder.database, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(data_dir.database, isolation_level=None, check_same_thread=False)
         # One connection alone needs no index in a file, so the database can be opened while the disk is full.
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         version: int = db.execute("PRAGMA user_version").fetchone()[0]
         tables: int = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         is_new = not version and not tables
         if is_new or version == VERSION or version in MIGRATIONS:
-            _prepare(db, folder, version, is_new)
+            _prepare(db, data_dir, version, is_new)
             return db
     except (OSError, sqlite3.Error) as error:
         if db is not None:
@@ -44,23 +44,23 @@ def open_database(folder: DataDir) -> sqlite3.Connection:
         if is_disk_full(error):
             raise StartError(
                 "the disk of the data directory is full",
-                f"{folder.database}: {error}",
+                f"{data_dir.database}: {error}",
                 "make room on it; nothing is lost",
             ) from error
         raise StartError(
             "the data directory cannot be read",
-            f"{folder.database}: {error}",
+            f"{data_dir.database}: {error}",
             f"move {DATABASE_NAME} away to begin anew, or restore it from a copy",
         ) from error
     db.close()
     raise StartError(
         "the data directory is of another version of Diptych",
-        f"{folder.database} has version {version}, and this gateway reads versions 1 to {VERSION}",
+        f"{data_dir.database} has version {version}, and this gateway reads versions 1 to {VERSION}",
         "start the version that wrote it, or give --data-dir an empty folder",
     )
 
 
-def _prepare(db: sqlite3.Connection, folder: DataDir, version: int, is_new: bool) -> None:
+def _prepare(db: sqlite3.Connection, data_dir: DataDir, version: int, is_new: bool) -> None:
     """Set the modes of the database, and make or bring up its tables. Raises OSError and sqlite3.Error."""
     if is_new:
         # Rows that are removed give their room back to the disk (`tables.give_back`). It must be set before tables.
@@ -71,7 +71,7 @@ def _prepare(db: sqlite3.Connection, folder: DataDir, version: int, is_new: bool
     db.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
     if is_new:
         db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
-        sync_folder(folder.path)
+        sync_folder(data_dir.path)
     while version in MIGRATIONS:
         log.warning(
             "the database of files and batches is brought from version %d to %d", version, version + 1
@@ -79,12 +79,12 @@ def _prepare(db: sqlite3.Connection, folder: DataDir, version: int, is_new: bool
         db.executescript(f"BEGIN; {MIGRATIONS[version]} COMMIT;")
         version += 1
     if db.execute("PRAGMA auto_vacuum").fetchone()[0] != INCREMENTAL:
-        _rewrite(db, folder)
+        _rewrite(db, data_dir)
 
 
-def _rewrite(db: sqlite3.Connection, folder: DataDir) -> None:
+def _rewrite(db: sqlite3.Connection, data_dir: DataDir) -> None:
     """Rewrite a database of an older version, so that it can give room back, if the disk has room for two copies."""
-    if folder.free_bytes() < 3 * folder.database.stat().st_size:
+    if data_dir.free_bytes() < 3 * data_dir.database.stat().st_size:
         log.warning(
             "the database of files and batches gives no room back: the disk is too full to rewrite it"
         )

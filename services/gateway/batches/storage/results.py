@@ -70,14 +70,14 @@ def publish_results(db: sqlite3.Connection, files: ResultFiles, batch: BatchReco
 
 
 def recover_batches(
-    db: sqlite3.Connection, files: ResultFiles, folder: DataDir, tenants: Collection[str] | None, now: int
+    db: sqlite3.Connection, files: ResultFiles, data_dir: DataDir, tenants: Collection[str] | None, now: int
 ) -> list[BatchRecord]:
     """Bring files and rows together after a start; returns the batches that have not ended.
 
     Batches of others than `tenants` (None: of nobody) are cancelled: no line of them runs.
     """
     tables.release_deleted(db, now)
-    folder.remove_others(tables.known_contents(db))
+    data_dir.remove_others(tables.known_contents(db))
     found = [_recover_batch(db, files, record) for record in tables.open_batches(db)]
     strange = [record for record in found if tenants is not None and record.tenant not in tenants]
     if strange:

@@ -26,7 +26,7 @@ class EmptyStore:
     def __init__(self) -> None:
         self.by_status: dict[str, int] = {}
         self.held_bytes, self.trouble = 0, ""
-        self.folder = SimpleNamespace(path="")
+        self.data_dir = SimpleNamespace(path="")
 
 
 class InlineChecker(FileChecker):

@@ -143,7 +143,7 @@ async def test_a_line_of_26_mb_is_never_in_memory(store: BatchStore, monkeypatch
     monkeypatch.setattr(database_thread, "write_whole", write)
     tracemalloc.start()
     try:
-        answer = await run_line(store.folder.uploads, 104)
+        answer = await run_line(store.data_dir.uploads, 104)
         text = answer.to_text("c1")
         await store.end_lines(batch.id, [LineEnd(number=1, succeeded=True, text=text)])
         _, peak_bytes = tracemalloc.get_traced_memory()
@@ -179,7 +179,7 @@ async def test_a_long_result_is_written_once_whatever_fails(
 ) -> None:
     batch = await add_batch(store)
     await store.end_lines(batch.id, [end(1)])
-    text = (await run_line(store.folder.uploads, 8)).to_text("c2")
+    text = (await run_line(store.data_dir.uploads, 8)).to_text("c2")
     calls = 0
 
     def break_once(descriptor: int, data: bytes, offset: int) -> None:

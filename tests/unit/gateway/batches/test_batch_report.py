@@ -15,7 +15,7 @@ from tests.unit.gateway.batches.idle_feeder import idle_feeder
 
 def busy_feeder() -> BatchFeeder:
     feeder = idle_feeder()
-    feeder.store.folder.path = "/data"  # type: ignore[assignment]
+    feeder.store.data_dir.path = "/data"  # type: ignore[assignment]
     feeder.store.by_status = {"in_progress": 1, "completed": 4}
     record = BatchRecord(
         id="batch_1",

@@ -75,7 +75,7 @@ async def test_a_batch_of_version_1_goes_on(tmp_path: Path) -> None:
     failed = (await store.find_batch("a", "batch_0")).to_object()
     assert b"more_errors" in json.encode(failed.errors) and len(json.encode(failed)) < 2000
     assert await store.count_check("batch_1") == 1
-    path = str(store.folder.path)
+    path = str(store.data_dir.path)
     store.close()
     store = BatchStore(DataDir(path), lambda: 1000.0)
     assert await store.count_check("batch_1") == 2
@@ -85,7 +85,7 @@ async def test_a_batch_of_version_1_goes_on(tmp_path: Path) -> None:
 async def test_a_database_of_version_1_gives_room_back_too(tmp_path: Path) -> None:
     store = BatchStore(make_version_1(tmp_path), lambda: 1000.0)
     store.close()
-    db = sqlite3.connect(store.folder.database)
+    db = sqlite3.connect(store.data_dir.database)
     assert db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2
     assert db.execute("PRAGMA user_version").fetchone()[0] == VERSION
     tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}

@@ -56,7 +56,7 @@ async def store(tmp_path: Path, clock: Clock) -> AsyncIterator[BatchStore]:
 
 def reopen(store: BatchStore, clock: Clock) -> BatchStore:
     store.close()
-    return BatchStore(DataDir(str(store.folder.path)), clock, clock)
+    return BatchStore(DataDir(str(store.data_dir.path)), clock, clock)
 
 
 async def add_file(
@@ -154,15 +154,15 @@ async def test_what_was_not_committed_is_cut_off(store: BatchStore, clock: Clock
     await store.end_lines(batch.id, [end(1)])
     with store.content_path(batch.output_file).open("ab") as file:
         file.write(text_of(end(2))[:-7])
-    stray = store.folder.files / "file-stray"
+    stray = store.data_dir.files / "file-stray"
     stray.write_bytes(b"an upload whose row was never committed")
-    (store.folder.uploads / "half").write_bytes(b"half an upload")
+    (store.data_dir.uploads / "half").write_bytes(b"half an upload")
     again = reopen(store, clock)
     try:
         (found,) = await again.recover()
         assert (found.id, found.status, found.completed) == (batch.id, "in_progress", 1)
         assert results(again, found.output_file) == ["c1"]
-        assert not stray.exists() and not list(again.folder.uploads.iterdir())
+        assert not stray.exists() and not list(again.data_dir.uploads.iterdir())
         assert [one.number for one in await again.waiting_lines(batch.id, -1, 9)] == [2, 3]
         await again.end_lines(batch.id, [end(2, size=3), end(3)])
         await again.finalize_batch(batch.id, "completed")
@@ -391,12 +391,12 @@ def test_a_database_of_another_version_or_kind_is_refused(tmp_path: Path) -> Non
 async def test_everything_is_for_the_owner_alone(store: BatchStore) -> None:
     batch = await add_batch(store)
     await store.end_lines(batch.id, [end(1)])
-    assert {path.name for path in store.folder.path.iterdir()} >= {
+    assert {path.name for path in store.data_dir.path.iterdir()} >= {
         "lock",
         DATABASE_NAME,
         f"{DATABASE_NAME}-wal",
     }
-    modes = {path: path.stat().st_mode & 0o777 for path in store.folder.path.rglob("*")}
-    assert store.folder.path.stat().st_mode & 0o777 == 0o700
+    modes = {path: path.stat().st_mode & 0o777 for path in store.data_dir.path.rglob("*")}
+    assert store.data_dir.path.stat().st_mode & 0o777 == 0o700
     ours = {path: mode for path, mode in modes.items() if path.name != batch.input_file}
     assert {path: mode for path, mode in ours.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}

@@ -238,7 +238,7 @@ async def test_a_batch_that_had_half_begun_begins_again(
         await store.begin_batch(batch.id, lines, "toy")
     assert await in_database(store, "SELECT count(*) FROM lines") == [(22,)]
     store.close()
-    again = BatchStore(DataDir(str(store.folder.path)), clock, clock)
+    again = BatchStore(DataDir(str(store.data_dir.path)), clock, clock)
     try:
         found = {one.id: one for one in await again.recover()}
         assert (found[batch.id].status, found[batch.id].total) == ("validating", 0)
@@ -320,7 +320,7 @@ async def test_batches_of_keys_that_are_not_accepted_are_cancelled(store: BatchS
         ({"me"}, {"in_progress": 1, "cancelling": 2}),
         ({""}, {"cancelling": 3}),
     ):
-        again = BatchStore(DataDir(str(store.folder.path)), clock, clock, tenants=tenants)
+        again = BatchStore(DataDir(str(store.data_dir.path)), clock, clock, tenants=tenants)
         found = await again.recover()
         assert len(found) == 3 and again.by_status == expected
         assert all((one.status == "cancelling") == (one.outcome == "cancelled") for one in found)

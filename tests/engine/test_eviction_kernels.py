@@ -20,7 +20,7 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from kvcache.pool import KvPool
 from tests.engine.cpu.eviction.evicted_runs import FOLDER, SETUP
-from tests.engine.test_loop_evicted import EvictingEngine, answers
+from tests.engine.evicting_engine import EvictingEngine, answers
 from worker import eviction_kernels
 from worker.build_cpu import _leader_spec, resolve_model
 from worker.eviction_kernels import EvictionKernels

@@ -25,7 +25,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.request import SamplingParams
 from engine.sequence import Sequence
 from kvcache.prefix_tree import root_key
-from tests.engine.test_loop_coded import Answers, CodedEngine, answers, check_same
+from tests.engine.coded_engine import Answers, CodedEngine, answers, check_same
 from tests.unit.engine.fakes import FixedRate
 
 # Every sequence takes one more slab after its first token.

@@ -23,7 +23,7 @@ from kvcache.arenas import KvArenas
 from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree, root_key
 from kvcache.tiers.host import HostArenas, HostTier
-from tests.engine.test_loop_coded import ALL, MODEL_LEN, TINY, Answers, CodedEngine, answers, check_same
+from tests.engine.coded_engine import ALL, MODEL_LEN, TINY, Answers, CodedEngine, answers, check_same
 
 CODED = "nuq4-1%"
 

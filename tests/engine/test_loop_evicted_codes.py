@@ -15,7 +15,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.scheduling.new_token_ratio import NewTokenRatio
 from tests.engine.cpu.eviction.evicted_runs import SETUP
-from tests.engine.test_loop_evicted import (
+from tests.engine.evicting_engine import (
     ALL,
     MODEL_LEN,
     NEW_TOKENS,

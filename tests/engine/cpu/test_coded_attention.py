@@ -19,25 +19,28 @@ from engine.cpu.coded.compiled_attention import CompiledAttention
 from engine.cpu.coded.sink_table import SinkPlan, SinkSlots, SinkTable
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.tensor_parallel import SingleRank
-from engine.model.calibration_file import identify_model
 from engine.model.checkpoint import Checkpoint
 from engine.step_work import StepWork
 from kvcache.codecs.calibration import Calibration
-from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, parse_codec_id
-from kvcache.codecs.fitting import fit_layer
 from kvcache.codecs.registry import build_codec
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
+from tests.engine.cpu.coded_runs import (
+    CONTEXT,
+    HEAD_DIM,
+    HEADS,
+    MOST_ROWS,
+    SAME,
+    SHAPE,
+    SLABS,
+    calibrate,
+    complete,
+    rows_that_differ,
+)
 from tests.support.factories import make_folder, make_oracle
-from tests.unit.codecs.oracles import random_sample
 
-SHAPE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-HEADS, HEAD_DIM = 2, 16
 NAMES = ("fp16", "bf16", "int8", "int4", "tq4", "tq-k8v4", "nuq4-1%", "nuq4", "nuq3-1%", "nuq2-1%")
 TOKENS = np.random.default_rng(3).integers(3, 300, 150).tolist()
-CONTEXT, SLABS = 256, 16
-# A flipped code changes logits by more than rounding does, but few codes flip.
-SAME, MOST_ROWS = 2e-3, 0.9
 
 
 @pytest.fixture(scope="module")
@@ -49,32 +52,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def calibrate(files: Checkpoint, group: int = HEADS * HEAD_DIM) -> Calibration:
-    rng, names = np.random.default_rng(5), ("nuq4-1%", "nuq4", "nuq3-1%", "nuq2-1%")
-    sample = random_sample(rng, 400, HEADS, HEAD_DIM)
-    layers = [fit_layer(sample, map(parse_codec_id, names), group) for _ in range(files.config.layers)]
-    constants = {name: tuple(layer[name] for layer in layers) for name in names}
-    return Calibration(identify_model(files), group, 400, constants)
-
-
 @cache
 def load(folder: Path, name: str, group: int = HEADS * HEAD_DIM) -> tuple[CpuModelRunner, Calibration]:
     files = Checkpoint.resolve(str(folder))
     calibration = calibrate(files, group)
     layout = replace(files.layout(), codec=str(complete(name, calibration)) if name else "")
     return CpuModelRunner.load(files, KvPool(layout, SLABS), CONTEXT, calibration), calibration
-
-
-def complete(name: str, calibration: Calibration) -> CodecId:
-    codec_id = parse_codec_id(name)
-    if codec_id.family == CALIBRATED:
-        codec_id = replace(codec_id, group=calibration.group)
-    return complete_codec_id(codec_id, HEADS, HEAD_DIM, calibration.digest)
-
-
-def rows_that_differ(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Share of rows whose logits differ by more than rounding."""
-    return float(((found - expected).abs().amax(dim=1) > SAME).float().mean())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,13 @@ import torch
 
 from engine.batching.batch import pack_batch
 from engine.cpu.attention import worthwhile_plan
-from engine.cpu.coded.attention import CodedAttention, CodedPool
 from engine.cpu.coded.compiled_attention import CompiledAttention, build_angles
 from engine.cpu.coded.exact import load_half, round_half
-from engine.cpu.coded.sink_table import SinkTable
 from engine.cpu.jit import jit
 from engine.model.memory_plan import angle_table_bytes
 from engine.step_work import StepWork
-from kvcache.codecs.codec_id import CALIBRATED, complete_codec_id, parse_codec_id
-from kvcache.codecs.datatype import LayerConstants
-from kvcache.codecs.fitting import fit_layer
-from kvcache.codecs.nuq import NuqCodec
-from kvcache.codecs.page import Codec, PageShape, to_half
-from kvcache.codecs.registry import build_codec
-from kvcache.layout import KvLayout
-from tests.unit.codecs.oracles import outlier_rows, random_sample
+from kvcache.codecs.page import to_half
+from tests.engine.cpu.coded_pages import LAYER, NO_NORMS, QUERIES, make_pair, make_qkv, write
 
 CALIBRATED_NAMES = ("nuq4-1%", "nuq4", "nuq3-1%", "nuq3", "nuq2-1%", "nuq2")
 CALIBRATED_SHAPES = ((2, 16), (4, 32), (3, 8), (2, 64), (8, 64))
@@ -36,81 +27,6 @@ GRID = (
     *((name, 2, 16) for name in (*NAMES, "int4.g8", "int8.g8", "tq4.s7")),
     *((name, *shape) for name in ("tq4", "tq3", "tq-k8v4") for shape in ((3, 24), (1, 48))),
 )
-DIGEST = "0123456789abcdef"
-LAYERS, QUERIES, CHUNKS, LAYER = 2, 2, 12, 1
-MAX_LEN = 320
-NO_NORMS = (np.empty(0, np.float32), np.empty(0, np.float32))
-
-
-@cache
-def fit(name: str, heads: int, width: int) -> LayerConstants:
-    """Constants of one layer for one page of all heads."""
-    kind = parse_codec_id(name)
-    sample = random_sample(np.random.default_rng(7), 300, heads, width)
-    return fit_layer(sample, [kind], heads * width)[name]
-
-
-def make_codec(name: str, heads: int, width: int) -> Codec:
-    """The codec of a page, which has all heads for `nuq*` and one for all others."""
-    codec_id = complete_codec_id(parse_codec_id(name), heads, width, DIGEST)
-    if codec_id.family == CALIBRATED:
-        return NuqCodec(codec_id, PageShape(heads, width), fit(name, heads, width))
-    return build_codec(codec_id, width)
-
-
-def make_rows(rng: np.random.Generator, tokens: int, heads: int, width: int) -> tuple[Any, Any]:
-    """Rows with outliers, more of them than slots, equal ones, constant ones, zeros, and numbers beyond float16."""
-    keys, values = outlier_rows(rng, tokens, heads, width)
-    keys[3] *= 50
-    keys[4], values[4] = 0, 0
-    keys[5], values[5] = 100, 3.25
-    values[6, :, ::2], values[6, :, 1::2] = 2, -2
-    keys[7], values[7, :, 1] = -1e6, 1e6
-    values[8] *= 1e-7
-    values[9, :, : width // 2] = -0.0
-    return keys, values
-
-
-def make_pair(
-    name: str, heads: int, width: int, groups: int = 1, *, chunks: int = CHUNKS, max_len: int = MAX_LEN
-) -> tuple[CodedAttention, CompiledAttention]:
-    """The slow and the fast attention, each over its own empty pool of `chunks` slabs, with equal random sinks."""
-    codec = make_codec(name, heads, width)
-    pages = heads // codec.shape.heads * groups
-    layout = KvLayout(LAYERS, heads * groups, width, "float32", str(codec.codec_id))
-    codecs = ((codec,) * pages,) * LAYERS
-    frequencies = 10000.0 ** -(np.arange(width // 2) / (width // 2))
-    sinks, rng = SinkTable(layout), np.random.default_rng(1)
-    for layer in range(LAYERS):
-        first = rng.standard_normal((2, 3, heads * groups, width)).astype(np.float32)
-        sinks.write([0, 1, 2], layer, first[0], first[1])
-    pools = (torch.zeros(chunks, LAYERS, pages, layout.page_bytes, dtype=torch.uint8) for _ in range(2))
-    query_heads = QUERIES * heads * groups
-    slow, fast = pools
-    return (
-        CodedAttention(CodedPool(layout, slow, codecs, frequencies, sinks), query_heads),
-        CompiledAttention(
-            CodedPool(layout, fast, codecs, frequencies, sinks),
-            query_heads,
-            build_angles(frequencies, max_len),
-        ),
-    )
-
-
-def make_qkv(heads: int, width: int, tokens: int, *, extreme: bool = False) -> torch.Tensor:
-    """Queries, keys and values of `tokens` tokens with `heads` KV heads; with `extreme` rows."""
-    rng = np.random.default_rng(tokens)
-    make = make_rows if extreme else outlier_rows
-    keys, values = make(rng, tokens, heads, width)
-    queries = rng.standard_normal((tokens, QUERIES * heads * width)).astype(np.float32)
-    return torch.from_numpy(np.hstack([queries, keys.reshape(tokens, -1), values.reshape(tokens, -1)]))
-
-
-def write(pages: CodedAttention, qkv: torch.Tensor, works: list[StepWork]) -> torch.Tensor:
-    """Write a step's rows; returns them with rotated queries."""
-    rows = qkv.clone()
-    pages.write(LAYER, rows, pack_batch(works), NO_NORMS, NO_NORMS, 1e-5)
-    return rows
 
 
 @pytest.mark.parametrize(("name", "heads", "width"), GRID)

@@ -23,14 +23,12 @@ from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
 from kvtransfer.resharding import ShardedPool, plan_spans
 from kvtransfer.shared_memory import SharedMemory
+from tests.engine.cpu.spread_model import CLOSE, FAR
 from tests.system.transformers_oracle import TINY, read_text
 from worker.ranks import RankClass, RankProcesses, RankSpec, load_leader
 
 SLABS, CONTEXT, LENGTH, PREFILLED, PIECE = 16, 512, 448, 384, 96
 RAW_ERROR = 1e-4
-# Two ranks add in another order, which moves a number over the edge of a code now and then. What follows from it is
-# different, too (docs/codecs.md), so the differences of one text are few and large, or many and small.
-CLOSE, FAR = 1e-2, 0.25
 CODECS = "raw:0.3,tq4:0.3,nuq4-1%.g64"
 
 Scores = list[torch.Tensor]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from diptych.errors import DiptychError, StartError
@@ -23,66 +19,13 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.tensor_parallel import RankGroup, RankPlacement
 from engine.model.checkpoint import Checkpoint
 from engine.step_work import StepWork
-from kvcache.layout import Shard
 from kvcache.pool import KvPool
 from kvtransfer.shared_memory import SharedMemory
+from tests.engine.cpu.spread_model import CONTEXT, SLABS, SpreadModel, orders, spread
 from tests.support.factories import make_folder
-from worker.ranks import RankClass, RankProcesses, RankSpec, load_leader
+from worker.ranks import RankProcesses
 
-SLABS, CONTEXT = 12, 512
 WAIT_S = 120.0
-
-
-@dataclass
-class SpreadModel:
-    """A model over several ranks, this process being rank 0."""
-
-    runner: CpuModelRunner
-    ranks: RankProcesses
-    pools: list[tuple[Shard, KvPool]]
-    lost: queue.SimpleQueue[DiptychError]  # what the worker would have ended with
-
-
-@contextmanager
-def spread(
-    folder: Path, tp: int, pp: int, module: str = "worker.ranks", slabs: int = SLABS,
-    kv: RankClass | None = None, **changes: Any,
-) -> Iterator[SpreadModel]:  # fmt: skip
-    """Started, and gone at the end; `changes` go to the orders of all ranks. `kv` is the class of the KV, with
-    its slabs; raw without it.
-    """
-    files, kv = Checkpoint.resolve(str(folder)), kv or RankClass(slabs)
-    layout, parts, slabs = files.layout(codec=kv.codec), files.split(tp, pp, kv.codec), kv.num_slabs
-    memories = [SharedMemory(slabs * layout.shard_layout(shard).chunk_bytes) for shard in parts]
-    pools = [
-        (shard, KvPool(layout.shard_layout(shard), slabs, memory.view))
-        for shard, memory in zip(parts, memories, strict=True)
-    ]
-    lost: queue.SimpleQueue[DiptychError] = queue.SimpleQueue()
-    ranks = RankProcesses("test", lost.put, module)
-    try:
-        first = replace(orders(files, tp, pp), classes=(kv,), **changes)
-        runner = load_leader(first, parts, memories, ranks)
-        yield SpreadModel(runner, ranks, pools, lost)
-    finally:
-        ranks.close()
-        assert not dist.is_initialized()
-        for memory in memories:
-            memory.close()
-
-
-def orders(files: Checkpoint, tp: int, pp: int) -> RankSpec:
-    """Rank 0's."""
-    return RankSpec(
-        worker="test",
-        placement=RankPlacement(0, tp, pp),
-        shard=files.split(tp, pp)[0],
-        config=files.config,
-        weights={name: str(file) for name, file in files.weights.items()},
-        dtype="float32",
-        max_model_len=CONTEXT,
-        classes=(RankClass(SLABS),),
-    )
 
 
 def random_tokens(count: int, seed: int = 1) -> list[int]:

@@ -24,7 +24,7 @@ from engine.gpu.launch import LaunchTuning
 from engine.gpu.triton_kernel import INTERPRETED
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
-from tests.engine.cpu.test_coded_kernels import (
+from tests.engine.cpu.coded_pages import (
     CHUNKS,
     LAYER,
     LAYERS,

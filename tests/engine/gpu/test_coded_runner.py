@@ -26,7 +26,7 @@ from engine.model.weights import WeightReader
 from engine.step_work import StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.pool import KvPool
-from tests.engine.cpu.test_coded_attention import CONTEXT, SHAPE, calibrate, complete, rows_that_differ
+from tests.engine.cpu.coded_runs import CONTEXT, SHAPE, calibrate, complete, rows_that_differ
 from tests.support.factories import make_folder
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the kernels are compiled here: tests/gpu runs them")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from diptych.errors import CorruptChunk
-from tests.engine.transport.test_transport import DecodeSide
+from tests.engine.transport.decode_side import DecodeSide
 from tests.engine.transport.transport_source import (
     CODED_LAYOUT,
     KEY,

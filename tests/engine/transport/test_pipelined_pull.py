@@ -28,7 +28,7 @@ from kvtransfer.handoff import (
 )
 from kvtransfer.layer_progress import COMPLETE_MARK
 from kvtransfer.ticket import StagingHint, Ticket
-from tests.engine.transport.test_transport import TRANSPORTS, DecodeSide, wait_for_state
+from tests.engine.transport.decode_side import TRANSPORTS, DecodeSide, wait_for_state
 from tests.engine.transport.transport_source import KEY, LAYOUT, WORKER, RemoteSource, content
 
 LONG_S = 60.0

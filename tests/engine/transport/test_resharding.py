@@ -17,7 +17,7 @@ from kvtransfer.resharding import ShardedPool, unsharded_pool
 from kvtransfer.shared_memory import SharedMemory
 from kvtransfer.transports import shm
 from kvtransfer.transports.links import TransportLinks
-from tests.engine.transport.test_transport import NUM_SLABS, TRANSPORTS, DecodeSide
+from tests.engine.transport.decode_side import NUM_SLABS, TRANSPORTS, DecodeSide
 from tests.engine.transport.transport_source import (
     LAYOUT,
     WORKER,

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,8 +15,7 @@ import numpy as np
 import pytest
 
 from diptych.errors import ConfigError, OutOfSlabs, StaleTicket, TransferError
-from kvcache.layout import KvLayout, Shard, split_layout
-from kvcache.slab_ledger import SlabLedger
+from kvcache.layout import split_layout
 from kvtransfer.digests import HASH_FUNCTIONS, ChunkDigester
 from kvtransfer.handoff import (
     CommitSlabs,
@@ -29,24 +27,20 @@ from kvtransfer.handoff import (
     hand_off,
     perform_effects,
 )
-from kvtransfer.resharding import ShardedPool, unsharded_pool
+from kvtransfer.resharding import unsharded_pool
 from kvtransfer.shared_memory import SharedMemory, SharedMemoryAddress, attach_memory
 from kvtransfer.stream_copy import LINE_BYTES, copy_bytes, copy_bytes_at
 from kvtransfer.transports import nixl, shm
 from kvtransfer.transports.links import TransportLinks, open_sources
+from tests.engine.transport.decode_side import NUM_SLABS, TRANSPORTS, DecodeSide, wait_for_state
 from tests.engine.transport.transport_source import (
     KEY,
     LAYOUT,
     SLAB_BYTES,
-    WHOLE,
     WORKER,
     RemoteSource,
-    SpreadChunks,
     content,
 )
-
-TRANSPORTS = ["shm", "nixl"]
-NUM_SLABS = 16
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,61 +79,6 @@ def start() -> Iterator[Callable[[str], RemoteSource]]:
     yield one
     for remote in started:
         remote.close()
-
-
-class DecodeSide:
-    """The decode side as the worker has it: a pool, links, and a hand-off per ticket."""
-
-    def __init__(self, *transports: str, split: tuple[int, int] = WHOLE, layout: KvLayout = LAYOUT) -> None:
-        self.pool = SlabLedger(NUM_SLABS)
-        parts = [(shard, own_memory(shard, layout)) for shard in split_layout(layout, *split)]
-        self.memories = [memory for _, memory in parts]
-        self.links = TransportLinks(transports, ShardedPool(layout, parts))
-        self.spread = SpreadChunks(layout, parts)
-        self.decoding: list[int] = []
-        self.stall(60.0)  # a machine that is busy with other things does not stall a read
-
-    def stall(self, after_s: float) -> None:
-        """When a read over NIXL is given up."""
-        for puller in self.links._pullers.values():
-            if isinstance(puller, nixl.NixlPuller):
-                puller._stall_s = after_s
-
-    def fetch(self, ticket: Any, extra: int = 1) -> HandoffOutcome:
-        def commit(effect: CommitSlabs) -> None:
-            self.decoding = list(effect.slabs)
-
-        owner = f"{ticket.context.request}#{ticket.context.epoch}"
-        table: dict[type[Any], Callable[[Any], Any]] = {
-            ReserveSlabs: lambda effect: self.pool.take_slabs(effect.num_slabs, owner),
-            PullChunks: lambda effect: self.links.pull_slabs(effect.ticket, effect.pairs),
-            CommitSlabs: commit,
-            FreeSlabs: lambda effect: self.pool.give_back(list(effect.slabs), owner),
-        }
-        self.decoding = []
-        seal = ChunkDigester(KEY, ticket.context)
-        outcome = perform_effects(hand_off(ticket, len(ticket.chunks) + extra, seal.matches_chunk), table)
-        self.pool.check_books()
-        assert isinstance(outcome, HandoffOutcome)
-        assert bool(self.decoding) == (outcome.error is None)
-        return outcome
-
-    def finish(self, ticket: Any) -> None:
-        self.pool.give_back(self.decoding, f"{ticket.context.request}#{ticket.context.epoch}")
-
-
-def own_memory(shard: Shard, layout: KvLayout) -> memoryview:
-    """A rank's part of the pool."""
-    return memoryview(bytearray(NUM_SLABS * layout.shard_layout(shard).chunk_bytes))
-
-
-def wait_for_state(pid: int, state: str) -> None:
-    """Until every thread of a process is in `state` (T: stopped), as the kernel tells it."""
-    while any(
-        Path(f"/proc/{pid}/task/{task}/stat").read_text().rsplit(")", 1)[1].split()[0] != state
-        for task in os.listdir(f"/proc/{pid}/task")
-    ):
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

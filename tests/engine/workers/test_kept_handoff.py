@@ -12,66 +12,22 @@ import pytest
 
 from diptych.errors import TransferError
 from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
-from diptych.messages import Abort, Admit, Failed, Fetch, Generate, Prefill, Release, Staging
+from diptych.messages import Abort, Admit, Fetch, Generate, Prefill, Release, Staging
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import DIGEST_BYTES
 from tests.engine.workers.kept_bench import KeptBench, count_bag_slabs, kept_alone
+from tests.engine.workers.kept_steps import BAG, PROMPT, TOKENS, WHOLE, admit, failures, moving, prefill
 from tests.engine.workers.worker_bench import (
     KEY,
     LAYOUT,
     LEASE_S,
     VOCAB,
-    BenchWorker,
     WorkerBench,
     sampling,
 )
 
-PROMPT = [(7 * place) % VOCAB for place in range(300)]
 OTHER = [(11 * place + 1) % VOCAB for place in range(300)]
-WHOLE = KeepSpec(0.95, 128)  # 2 whole chunks
 KEEPS = [WHOLE, KeepSpec(0.75)]
-TOKENS = 200
-BAG = count_bag_slabs(len(PROMPT), WHOLE)
-
-
-def prefill(
-    bench: KeptBench,
-    name: str,
-    delivered: list[int],
-    tokens: int = TOKENS,
-    prompt: list[int] = PROMPT,
-    keep: KeepSpec = WHOLE,
-    epoch: int = 0,
-) -> bytes:
-    """Let the prefill worker read a prompt, and tokens that were delivered before; returns the ticket it offers."""
-    order = Prefill(name, epoch, prompt, delivered, sampling(tokens), 60.0, keep=keep)
-    bench.prefill.tell(order)
-    bench.prefill.work()
-    return bench.prefill.offers(name)[-1].ticket
-
-
-def admit(
-    bench: KeptBench,
-    name: str,
-    ticket: bytes,
-    delivered: list[int],
-    tokens: int = TOKENS,
-    prompt: list[int] = PROMPT,
-    keep: KeepSpec = WHOLE,
-    epoch: int = 0,
-) -> None:
-    output = delivered + bench.prefill.tokens(name, epoch)
-    bench.decode.tell(Admit(name, epoch, prompt, output, sampling(tokens), ticket, 60.0, keep=keep))
-
-
-def moving(bench: KeptBench, name: str = "a") -> None:
-    """A request whose KV is on its way, and stays there."""
-    admit(bench, name, prefill(bench, name, []), [])
-    assert len(bench.courier.under_way) == 1
-
-
-def failures(half: BenchWorker, name: str) -> list[Failed]:
-    return [one for one in half.line.said if isinstance(one, Failed) and one.request == name]
 
 
 @pytest.mark.parametrize("keep", KEEPS, ids=str)

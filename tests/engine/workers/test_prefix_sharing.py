@@ -8,7 +8,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Abort, Generate, Release
 from diptych.request import Tenancy
 from engine.scheduling.prefill_adder import RemainingKv
-from tests.engine.workers.test_roles import (
+from tests.engine.workers.role_steps import (
     ANYBODY,
     CHUNK_BYTES,
     LONG,

@@ -14,7 +14,7 @@ from kvtransfer.bag_repacking import BagRepacker
 from kvtransfer.resharding import unsharded_pool
 from kvtransfer.ticket import Ticket
 from tests.engine.workers.kept_bench import KeptBench, kept_alone
-from tests.engine.workers.test_kept_handoff import (
+from tests.engine.workers.kept_steps import (
     BAG,
     PROMPT,
     TOKENS,

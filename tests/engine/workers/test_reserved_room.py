@@ -8,8 +8,8 @@ from diptych.errors import StaleTicket
 from diptych.messages import Abort, Release
 from diptych.request import Tenancy
 from kvtransfer.cooperative import RUN_NOW, CoopTask
-from tests.engine.workers.test_pipelined_pull import LONGEST, StagedRequest, finish
-from tests.engine.workers.test_roles import LONG, OTHER, PROMPT, admit, offered
+from tests.engine.workers.role_steps import LONG, OTHER, PROMPT, admit, offered
+from tests.engine.workers.staged_request import LONGEST, StagedRequest, finish
 from tests.engine.workers.worker_bench import WorkerBench
 
 

@@ -20,7 +20,7 @@ from engine.step_work import KeptWork, StepWork
 from kvcache.eviction.kept_rows import FrameFormat, KeptRows, frame_bytes, frames_per_slab, most_bag_slabs
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
-from tests.engine.cpu.test_coded_kernels import LAYER, QUERIES, make_pair, make_qkv, write
+from tests.engine.cpu.coded_pages import LAYER, QUERIES, make_pair, make_qkv, write
 from tests.support import reference_attention
 
 # Pages of several heads, whose codes are whole bytes or not, several pages, and places of outliers that are two bytes.

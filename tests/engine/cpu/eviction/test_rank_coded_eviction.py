@@ -24,7 +24,7 @@ from kvtransfer.digests import BagSplit, DigestContext
 from kvtransfer.resharding import ShardedPool, stage_moves, unsharded_pool
 from kvtransfer.ticket import issue_ticket
 from tests.engine.cpu.eviction.evicted_runs import CONTEXT, FOLDER, SETUP, EvictedRun
-from tests.engine.cpu.eviction.test_rank_eviction import (
+from tests.engine.cpu.eviction.rank_runs import (
     COUNTS,
     PROMPT,
     SLABS,
@@ -34,9 +34,8 @@ from tests.engine.cpu.eviction.test_rank_eviction import (
     assert_same_rows,
     release,
 )
-from tests.engine.cpu.test_rank_classes import CLOSE, FAR
-from tests.engine.cpu.test_tensor_parallel import SpreadModel, spread
-from tests.engine.test_loop_evicted import Answers, EvictingEngine, answers
+from tests.engine.cpu.spread_model import CLOSE, FAR, SpreadModel, spread
+from tests.engine.evicting_engine import Answers, EvictingEngine, answers
 from tests.unit.engine.fakes import FixedRate
 from worker.ranks import RankClass, RankEviction
 

@@ -1,0 +1,42 @@
+"""A small model over coded pages: its calibration, and the rows in which two runs differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.model.calibration_file import identify_model
+from engine.model.checkpoint import Checkpoint
+from kvcache.codecs.calibration import Calibration
+from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, parse_codec_id
+from kvcache.codecs.fitting import fit_layer
+from tests.unit.codecs.oracles import random_sample
+
+SHAPE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+HEADS, HEAD_DIM = 2, 16
+CONTEXT, SLABS = 256, 16
+# A flipped code changes logits by more than rounding does, but few codes flip.
+SAME, MOST_ROWS = 2e-3, 0.9
+
+
+def calibrate(files: Checkpoint, group: int = HEADS * HEAD_DIM) -> Calibration:
+    rng, names = np.random.default_rng(5), ("nuq4-1%", "nuq4", "nuq3-1%", "nuq2-1%")
+    sample = random_sample(rng, 400, HEADS, HEAD_DIM)
+    layers = [fit_layer(sample, map(parse_codec_id, names), group) for _ in range(files.config.layers)]
+    constants = {name: tuple(layer[name] for layer in layers) for name in names}
+    return Calibration(identify_model(files), group, 400, constants)
+
+
+def complete(name: str, calibration: Calibration) -> CodecId:
+    codec_id = parse_codec_id(name)
+    if codec_id.family == CALIBRATED:
+        codec_id = replace(codec_id, group=calibration.group)
+    return complete_codec_id(codec_id, HEADS, HEAD_DIM, calibration.digest)
+
+
+def rows_that_differ(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Share of rows whose logits differ by more than rounding."""
+    return float(((found - expected).abs().amax(dim=1) > SAME).float().mean())

@@ -10,9 +10,8 @@ import pytest
 
 from diptych.chunks import RAW_CLASS
 from diptych.request import BULK_PRIORITY, SamplingParams, Tenancy
-from tests.simulation import test_class_storms, test_kept_storms
 from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
-from tests.simulation.test_storms import run_storm
+from tests.simulation.storms import run_class_storm, run_kept_storm, run_storm
 from tests.simulation.virtual_laws import DONE, InvariantChecker, settle_world
 from tests.simulation.virtual_model import CODED
 from tests.simulation.world import VirtualWorld
@@ -43,7 +42,7 @@ def test_every_law_holds_with_bulk_work_beside() -> None:
     assert sum(ends[end] for end in DONE) > ends.total() / 2, ends
 
 
-@pytest.mark.parametrize("run", [test_class_storms.run_storm, test_kept_storms.run_storm])
+@pytest.mark.parametrize("run", [run_class_storm, run_kept_storm])
 def test_every_law_holds_beside_classes_and_evicted_kv(run: Callable[..., object]) -> None:
     """Bulk work of both KV classes, and such that drops KV, is preempted and moves on as well."""
     seen = Counter[str]()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import msgspec
@@ -18,38 +17,14 @@ from diptych.messages import Generate, Prefill
 from engine.step_work import StepWork
 from router.effects import RelayEffect, RelayEvent, SendMessage
 from router.requests.relay import Relay
-from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
-from tests.simulation.virtual_laws import DONE, InvariantBroken, InvariantChecker, settle_world
+from tests.simulation.faults import FAULTS
+from tests.simulation.storms import run_class_storm
+from tests.simulation.virtual_laws import DONE, InvariantBroken
 from tests.simulation.virtual_model import CODED, VirtualClassRunner, VirtualRunner
-from tests.simulation.world import VirtualWorld
 
-BOTH = f"{RAW_CLASS},{CODED}"
-POOLS = [(2, 2), (1, 1), (0, 2), (1, 2)]
 SEEDS = range(6)
 # A law breaks within the first few.
 TRIES = range(12)
-STORM_S = 6.0
-# Of both classes together: so few that sequences are preempted in each.
-NUM_SLABS = 24
-
-
-def run_storm(
-    seed: int, kinds: list[str], bulk: float = 0.0, **parts: type
-) -> tuple[VirtualWorld, InvariantChecker]:
-    """Requests of both classes at once, through a storm to rest; `bulk` is the share of bulk work.
-
-    Raises InvariantBroken.
-    """
-    pools = POOLS[seed % len(POOLS)]
-    world = VirtualWorld(seed, *pools, num_slabs=NUM_SLABS, kv_class=BOTH, **parts)  # type: ignore[arg-type]
-    laws, rng = InvariantChecker(world), Random(seed)
-    assert world.run(lambda: world.whole, 5.0)
-    until_s = world.agenda.now_s + STORM_S
-    ClientLoad(world, rng, ClientMix(rate=16.0 / (1 - bulk), bulk=bulk), until_s)
-    FaultStorm(world, rng, 1.0, until_s, kinds)
-    world.run(lambda: world.agenda.now_s >= until_s, 2 * STORM_S, laws.check_running)
-    settle_world(world, laws)
-    return world, laws
 
 
 def test_no_law_is_broken_with_two_classes_in_each_worker() -> None:
@@ -58,7 +33,7 @@ def test_no_law_is_broken_with_two_classes_in_each_worker() -> None:
     done, preempted = Counter[str](), 0
     for seed in SEEDS:
         try:
-            world, _ = run_storm(seed, sorted(FAULTS))
+            world, _ = run_class_storm(seed, sorted(FAULTS))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         for client in world.clients:
@@ -103,7 +78,7 @@ class ForgetfulRelay(Relay):
 def test_who_takes_one_class_for_the_other_is_seen(parts: dict[str, Any]) -> None:
     with pytest.raises(InvariantBroken, match="has got"):
         for seed in TRIES:
-            run_storm(seed, ["kill", "drain", "slow"], **parts)
+            run_class_storm(seed, ["kill", "drain", "slow"], **parts)
 
 
 def test_a_step_that_mixes_up_its_pools_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,4 +96,4 @@ def test_a_step_that_mixes_up_its_pools_is_seen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(VirtualClassRunner, "_runner_of", first_runner)
     with pytest.raises(InvariantBroken, match="has got"):
         for seed in TRIES:
-            run_storm(seed, ["slow"])
+            run_class_storm(seed, ["slow"])

@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from random import Random
 
 import pytest
 
 from engine.protocols import EvictionOrder
 from kvcache.eviction.kept_rows import KeptRows
 from tests.simulation.dropping_model import DroppingRunner, KeptState
-from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
-from tests.simulation.virtual_laws import DONE, InvariantBroken, InvariantChecker, settle_world
-from tests.simulation.world import VirtualWorld
+from tests.simulation.faults import FAULTS
+from tests.simulation.storms import run_kept_storm
+from tests.simulation.virtual_laws import DONE, InvariantBroken
 
-POOLS = [(2, 2), (1, 1), (0, 2), (1, 2)]
 SEEDS = range(8)
-STORM_S = 6.0
-# So few that sequences are preempted.
-NUM_SLABS = 20
-
-
-def run_storm(
-    seed: int, kinds: list[str], runners: type[DroppingRunner] = DroppingRunner, bulk: float = 0.0
-) -> VirtualWorld:
-    """Requests with and without eviction at once, through a storm to rest; `bulk` is the share of bulk work.
-
-    Raises InvariantBroken.
-    """
-    world = VirtualWorld(seed, *POOLS[seed % len(POOLS)], num_slabs=NUM_SLABS, runners=runners)
-    laws, rng = InvariantChecker(world), Random(seed)
-    assert world.run(lambda: world.whole, 5.0)
-    until_s = world.agenda.now_s + STORM_S
-    ClientLoad(world, rng, ClientMix(rate=16.0 / (1 - bulk), dropping=0.6, bulk=bulk), until_s)
-    FaultStorm(world, rng, 1.0, until_s, kinds)
-    world.run(lambda: world.agenda.now_s >= until_s, 2 * STORM_S, laws.check_running)
-    settle_world(world, laws)
-    for process in world.living():
-        runner = process.engine.runner
-        assert isinstance(runner, DroppingRunner)
-        assert not runner.states, f"{process.name} remembers {sorted(runner.states)} at rest"
-    return world
 
 
 def test_no_law_is_broken_while_heads_drop_rows() -> None:
@@ -48,7 +21,7 @@ def test_no_law_is_broken_while_heads_drop_rows() -> None:
     seen = Counter[str]()
     for seed in SEEDS:
         try:
-            world = run_storm(seed, sorted(FAULTS))
+            world = run_kept_storm(seed, sorted(FAULTS))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         for client in world.clients:
@@ -88,4 +61,4 @@ class HistoricalRunner(DroppingRunner):
 def test_a_runner_that_goes_on_differently_elsewhere_is_seen(runners: type[DroppingRunner]) -> None:
     with pytest.raises(InvariantBroken, match="has got"):
         for seed in SEEDS:
-            run_storm(seed, ["slow"], runners)
+            run_kept_storm(seed, ["slow"], runners)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from random import Random
 
-from diptych.chunks import RAW_CLASS
-from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
-from tests.simulation.virtual_laws import DONE, InvariantChecker, settle_world
-from tests.simulation.virtual_model import CODED
+from tests.simulation.faults import FAULTS
+from tests.simulation.storms import CLASSES, run_storm
+from tests.simulation.virtual_laws import DONE, InvariantChecker
 from tests.simulation.world import VirtualWorld
 
-STORM_S = 8.0
 STEPS = 100_000  # at least so many happen, over all seeds
 SEEDS = range(27)
-QUIET_S = 5.0
-CLASSES = (RAW_CLASS, CODED)
-# So few that sequences are preempted.
-NUM_SLABS = 24
 
 
 @dataclass
@@ -48,23 +41,6 @@ class EventTally:
         for process in world.living():
             self.preempted[kv_class] += sum(process.engine.stats.preemptions.values())
             self.cached[kv_class] += process.holdings.prefix_hits
-
-
-def run_storm(
-    seed: int, kinds: list[str] | None = None, crowd: ClientMix | None = None
-) -> tuple[VirtualWorld, InvariantChecker]:
-    """One run, from a whole deployment through a storm to rest, with raw or coded KV. Raises Broken."""
-    pools = [(2, 2), (1, 2), (2, 2), (0, 2), (1, 1), (3, 3)][seed % 6]
-    kv_class = CLASSES[seed // 6 % 2]
-    world = VirtualWorld(seed, *pools, shared=seed % 4 < 2, num_slabs=NUM_SLABS, kv_class=kv_class)
-    laws, rng = InvariantChecker(world), Random(seed)
-    assert world.run(lambda: world.whole, QUIET_S)
-    until_s = world.agenda.now_s + STORM_S
-    ClientLoad(world, rng, crowd or ClientMix(), until_s)
-    FaultStorm(world, rng, 1.0, until_s, kinds or sorted(FAULTS))
-    world.run(lambda: world.agenda.now_s >= until_s, 2 * STORM_S, laws.check_running)
-    settle_world(world, laws)
-    return world, laws
 
 
 def test_no_law_is_broken() -> None:

@@ -77,8 +77,7 @@ def test_what_a_killed_process_has_left_behind_is_removed(net: NamespaceBridge) 
 # Runs in a network namespace of its own, whose firewall forwards nothing, as where a container engine runs.
 FILTERED = """
 import subprocess, sys
-from tests.support.network_namespaces import run_command, running_bridge
-from tests.faults.test_partition import talks
+from tests.support.network_namespaces import run_command, running_bridge, talks
 run_command("ip", "link", "set", "lo", "up")
 if sys.argv[1:]:
     run_command(sys.argv[1], "-P", "FORWARD", "DROP")
@@ -88,13 +87,6 @@ with running_bridge() as net:
     assert bridges.strip() in ("", "[]"), f"the firewall of this namespace filters {bridges}"
     assert talks(one, other.address) and talks(other, net.address)
 """
-
-
-def talks(house: NamespaceHost, address: str) -> bool:
-    """Whether an answer comes back from there: a connection to a port without a listener is refused at once."""
-    script = f"import socket; socket.create_connection(('{address}', 9), 10)"
-    done = subprocess.run(house.command([sys.executable, "-c", script]), capture_output=True, text=True)
-    return "ConnectionRefusedError" in done.stderr
 
 
 @pytest.mark.usefixtures("net")

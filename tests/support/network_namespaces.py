@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -273,3 +274,10 @@ def running_bridge() -> Iterator[NamespaceBridge]:
         yield net
     finally:
         net.close()
+
+
+def talks(house: NamespaceHost, address: str) -> bool:
+    """Whether an answer comes back from there: a connection to a port without a listener is refused at once."""
+    script = f"import socket; socket.create_connection(('{address}', 9), 10)"
+    done = subprocess.run(house.command([sys.executable, "-c", script]), capture_output=True, text=True)
+    return "ConnectionRefusedError" in done.stderr

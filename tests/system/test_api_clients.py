@@ -11,8 +11,8 @@ import pytest
 
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 from tests.support.model_folder import make_folder
+from tests.system.api_answers import HI, check_error, events
 from tests.system.scripted_gateway import Running, scripted
-from tests.system.test_api import HI, check_error, events
 from tests.unit.gateway.chat_template_samples import THINKING
 
 

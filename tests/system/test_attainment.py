@@ -21,11 +21,11 @@ from services.gateway.metrics.traffic_feed import ENDED, FAILED, REFUSED, Traffi
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.openai.tenancy import tenant_of_key
 from services.gateway.preparation.preparation_job import PreparationJob
+from tests.support.metric_values import values
 from tests.support.model_folder import make_folder
 from tests.support.waiting import wait_for
 from tests.system.batches.batch_lines import chat_body, client_of, finished, input_file, start
 from tests.system.scripted_gateway import Running, scripted
-from tests.unit.gateway.test_prometheus import values
 
 WAIT_S = 90.0
 # A client that leaves early, or has a short deadline, gives up long before these, and a late one long after: so a busy

@@ -18,8 +18,8 @@ from services.gateway.http.connection import HttpConnection
 from tests.support.gateway_process import serving
 from tests.support.model_folder import make_folder
 from tests.support.waiting import wait_for
+from tests.system.held_connections import held, port_of
 from tests.system.scripted_gateway import scripted
-from tests.system.test_connections import held, port_of
 
 WAIT_S = 90.0
 FIRST, SECOND = "sk-" + "a" * 40, "sk-" + "b" * 40

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
@@ -23,30 +22,10 @@ from tests.system.batches.batch_lines import (
     results,
     start,
 )
+from tests.system.bulk_lines import completion_lines
 
 MEMORY = 24 << 20
 BULK = ("--bulk", "1", "--prefill", "0", "--decode", "0")
-KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0},
-    {"temperature": 1, "seed": 11},
-    {"temperature": 0.7, "top_p": 0.9, "seed": 5},
-    {"temperature": 0, "stop": ["e", "zz"]},
-    {"temperature": 0, "logprobs": 1, "echo": True},
-)
-
-
-def completion_lines(count: int, **fields: Any) -> dict[str, dict[str, Any]]:
-    """Bodies by custom_id, of many kinds."""
-    return {
-        f"text-{number}": {
-            "model": "tiny",
-            "prompt": f"def f_{number}(x):" * (1 + number % 9),
-            "max_tokens": 6,
-        }
-        | KINDS[number % len(KINDS)]
-        | fields
-        for number in range(count)
-    }
 
 
 @pytest.fixture(scope="module")

@@ -36,9 +36,9 @@ from tests.support.cluster_driver import Driver, ask, run_serve
 from tests.support.deployment import wait_for
 from tests.support.ray_nodes import RayCluster, RayNode, running_cluster
 from tests.system.batches.batch_lines import COMPLETION, finished, input_file, results, start
-from tests.system.test_bulk_serving import completion_lines
-from tests.system.test_replan import COST, HUMANEVAL, SHORT, Load, decisions, steered
-from tests.system.test_serve_plan import PREDICTED
+from tests.system.bulk_lines import completion_lines
+from tests.system.plan_files import PREDICTED
+from tests.system.replan_load import COST, HUMANEVAL, SHORT, Load, decisions, steered
 
 pytestmark = pytest.mark.timeout(900)
 TOKENS = 24

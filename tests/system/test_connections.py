@@ -22,9 +22,9 @@ from services.gateway.service import RequestTimeouts
 from tests.support.gateway_process import serving
 from tests.support.model_folder import make_folder
 from tests.support.waiting import wait_for
+from tests.system.held_connections import WAIT_S, held, port_of
 from tests.system.scripted_gateway import Running, scripted
 
-WAIT_S = 90.0  # far beyond what anything takes
 KEY = "sk-" + "k" * 40
 SHORT_S = 0.3
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
@@ -115,28 +115,6 @@ def ends(connections: list[socket.socket], deadline_s: float) -> int:
                         selector.unregister(key.fileobj)
         left = len(selector.get_map())
     return len(connections) - left
-
-
-@contextlib.contextmanager
-def held(
-    port: int, count: int, behave: Callable[[socket.socket], None], receive_bytes: int | None = None
-) -> Iterator[list[socket.socket]]:
-    """So many connections to this port, each of which has behaved so."""
-    with contextlib.ExitStack() as opened:
-        connections = []
-        for _ in range(count):
-            connection = opened.enter_context(socket.socket())
-            if receive_bytes is not None:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-            connection.settimeout(WAIT_S)
-            connection.connect(("127.0.0.1", port))
-            behave(connection)
-            connections.append(connection)
-        yield connections
-
-
-def port_of(url: str) -> int:
-    return int(url.rsplit(":", 1)[1])
 
 
 @pytest.fixture(scope="module")

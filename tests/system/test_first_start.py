@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from tests.support.deployment import Served, serve_parts
-from tests.system.test_keep_serving import complete
+from tests.system.kept_answers import complete
 
 pytestmark = pytest.mark.timeout(900)
 

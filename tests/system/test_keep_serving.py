@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,12 +15,11 @@ from planner.costs.profile_file import built_in_profile
 from planner.sim.exact.simulate import build_deployment, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Job, KvKeep, LinkSpec, Parallelism, Placement
 from tests.support.deployment import Served, serve_parts
+from tests.system.kept_answers import CONTEXT, NEW_TOKENS, SLOTS, KeptAnswer, complete
 from tests.system.transformers_oracle import TINY, read_text
 
 pytestmark = pytest.mark.timeout(600)
 
-# Past the first two decision points of the answer.
-NEW_TOKENS, CONTEXT, SLOTS = 140, 1024, 6 * 4
 LENGTHS = (16, 200, 448)
 # Low, so that heads of this model drop something.
 LOW = 0.75
@@ -30,45 +28,11 @@ CODEC = "nuq3-1%"
 SIZED = ("--max-model-len", str(CONTEXT), "--kv-cache-codec", f"raw:0.6,{CODEC}")
 
 
-@dataclass(frozen=True, slots=True)
-class KeptAnswer:
-    """A greedy answer, what it tells of its KV, and how many tokens of its prompt were cached."""
-
-    tokens: list[str]
-    kv: dict[str, Any] | None
-    fingerprint: str
-    cached: int
-
-    @property
-    def keep(self) -> dict[str, Any]:
-        assert self.kv is not None
-        found: dict[str, Any] = self.kv["keep"]
-        return found
-
-
 @cache
 def prompts() -> list[list[int]]:
     """Real text, each prompt cut from another place."""
     text, rng = read_text(), random.Random(17)
     return [text[start : start + n] for n in LENGTHS for start in [rng.randrange(len(text) - n)]]
-
-
-def complete(
-    served: Served, prompt: list[int], keep: Any, num_tokens: int = NEW_TOKENS, **options: Any
-) -> KeptAnswer:
-    """`options` are of the field `diptych`."""
-    options["keep"] = keep
-    with served.client(timeout=300) as client:
-        done = client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=num_tokens, temperature=0, logprobs=0,
-            extra_body={"ignore_eos": True, "skip_special_tokens": False, "diptych": options},
-        )  # fmt: skip
-    logprobs, usage = done.choices[0].logprobs, done.usage
-    assert logprobs is not None and logprobs.tokens is not None and usage is not None
-    details = usage.prompt_tokens_details
-    assert details is not None
-    kv = (usage.model_extra or {}).get("diptych")
-    return KeptAnswer(list(logprobs.tokens), kv, str(done.system_fingerprint), details.cached_tokens or 0)
 
 
 @pytest.fixture(scope="module")

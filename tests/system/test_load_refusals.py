@@ -11,8 +11,8 @@ import pytest
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.slo import Slo
+from tests.support.metric_values import values
 from tests.system.scripted_gateway import Running, scripted
-from tests.unit.gateway.test_prometheus import values
 
 WAIT_S = 60.0
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}

@@ -14,7 +14,6 @@ from planner.placement.plan_file import (
     VERSION,
     PlanFile,
     PlanPool,
-    PlanPrediction,
     PlanSlo,
     PlanTraffic,
     save_plan,
@@ -22,15 +21,8 @@ from planner.placement.plan_file import (
 from services.host.ports import claim_port
 from tests.support.terminal import Terminal, run
 from tests.system import stub_child
+from tests.system.plan_files import PREDICTED
 
-PREDICTED = PlanPrediction(
-    goodput_rps=7.5,
-    goodput_per_device_rps=3.75,
-    interval_rps=(7.0, 8.0),
-    attainment=0.92,
-    requests=600,
-    seeds=3,
-)
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a plan for two cores needs them"),

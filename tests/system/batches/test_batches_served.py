@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 from openai.types import Batch
 
@@ -28,6 +27,7 @@ from tests.system.batches.batch_lines import (
     results,
     start,
 )
+from tests.system.batches.gateway_process import gateway_pid
 
 SCHEMA = {
     "type": "json_schema",
@@ -89,17 +89,6 @@ def served(data: Path) -> Iterator[Served]:
     options = ("--data-dir", str(data / "batches"), "--request-log", str(data / "requests.jsonl"))
     with serve_parts("--prefill", "1", "--decode", "1", *options) as running:
         yield running
-
-
-def gateway_pid(served: Served) -> int | None:
-    """The process of the gateway: that which listens. None while there is none."""
-    port = int(served.url.rpartition(":")[2])
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            listens = [one.laddr.port for one in process.net_connections("tcp") if one.status == "LISTEN"]
-            if port in listens:
-                return int(process.pid)
-    return None
 
 
 def pid_of(served: Served, part: str) -> int | None:

@@ -18,7 +18,7 @@ from services.gateway.batches.line_attempts import MAX_LINE_CRASHES
 from services.gateway.preparation.fork_server import LOWEST_NICE
 from tests.support.deployment import Served, serve_parts, wait_for
 from tests.system.batches.batch_lines import COMPLETION, ENDED, input_file, results, start
-from tests.system.batches.test_batches_served import gateway_pid
+from tests.system.batches.gateway_process import gateway_pid
 
 # A line that is nested as deeply as its size allows costs most to check.
 LINE_BYTES, LINES = 7 << 20, 24

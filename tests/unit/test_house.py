@@ -10,15 +10,12 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    "diptych", "kvcache", "kvtransfer", "engine", "router", "worker", "prefill_worker", "decode_worker", "planner",
-    "services",
-)  # fmt: skip
+from tests.support.product_trees import PACKAGES, ROOT, trees
+
 MIN_WORDS = 1.5  # per function name, on average
 MAX_SHARED_CLASS_NAMES = 10
 MAX_FUNCTION_LINES = 60
@@ -29,13 +26,6 @@ OUR_FOLDERS = (*PACKAGES, "benchmarks", "models", "tests")
 # Each has had several meanings here, where the field has a word for each.
 BANNED_WORDS = {"told", "turn", "heard", "crew", "judge"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@cache
-def trees() -> Mapping[Path, ast.Module]:
-    """Every source file of the product, parsed; paths are relative to the repository."""
-    files = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
-    return {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
 def words_of(name: str) -> list[str]:

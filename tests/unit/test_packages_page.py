@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_house import trees
+from tests.support.product_trees import trees
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)

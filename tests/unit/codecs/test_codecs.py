@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from diptych.errors import ConfigError
-from kvcache.codecs.calibration import CalibratedModel, Calibration
-from kvcache.codecs.codec_id import CODE_BITS, ROTATED, complete_codec_id, parse_codec_id
+from kvcache.codecs.codec_id import ROTATED, parse_codec_id
 from kvcache.codecs.datatype import Datatype, LayerConstants, assign_codes
-from kvcache.codecs.fitting import fit_layer
 from kvcache.codecs.hadamard import (
     lloyd_max_levels,
     random_signs,
@@ -26,32 +22,10 @@ from kvcache.codecs.registry import build_codec
 from kvcache.codecs.sinks import restore_sink
 from kvcache.codecs.turbo import norm_scales
 from tests.unit.codecs import oracles
-from tests.unit.codecs.oracles import Floats, outlier_rows, random_sample
+from tests.unit.codecs.oracles import Floats, outlier_rows
+from tests.unit.codecs.sample_codecs import HEAD_DIM, HEADS, NAMES, NUQ, calibration, make_codec
 
-HEADS, HEAD_DIM = 4, 32
-NAMES = tuple(CODE_BITS)
-NUQ = tuple(name for name in NAMES if name.startswith("nuq"))
 OTHERS = tuple(name for name in NAMES if not name.startswith("nuq"))
-
-
-@cache
-def calibration(heads: int = HEADS, head_dim: int = HEAD_DIM) -> Calibration:
-    """Two layers, fitted to random tensors with outlier channels."""
-    rng = np.random.default_rng(7)
-    layers = [
-        fit_layer(random_sample(rng, 400, heads, head_dim), map(parse_codec_id, NUQ), heads * head_dim)
-        for _ in range(2)
-    ]
-    model = CalibratedModel("model", 2, heads, head_dim)
-    return Calibration(
-        model, heads * head_dim, 400, {name: tuple(one[name] for one in layers) for name in NUQ}
-    )
-
-
-def make_codec(name: str, heads: int = HEADS, head_dim: int = HEAD_DIM) -> Codec:
-    known = calibration(heads, head_dim)
-    codec_id = complete_codec_id(parse_codec_id(name), heads, head_dim, known.digest)
-    return build_codec(codec_id, head_dim, known, layer=1)
 
 
 def draw_rows(codec: Codec, seed: int = 1, tokens: int = 64) -> tuple[Floats, Floats]:

@@ -16,7 +16,7 @@ from kvcache.codecs.storage import (
     outliers_per_side,
 )
 from kvcache.layout import KvLayout
-from tests.unit.codecs.test_codecs import make_codec
+from tests.unit.codecs.sample_codecs import make_codec
 
 HASH = "0" * 16
 

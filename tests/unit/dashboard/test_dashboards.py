@@ -15,7 +15,7 @@ from services.dashboard.panels import metric_names, select_job
 from services.dashboard.rules import OBJECTIVES, alerts, recording_rules, rule_file
 from services.dashboard.write import list_dashboards, render_files
 from services.host.exit_codes import USAGE
-from tests.unit.test_docs import exported
+from tests.unit.gateway.exported_metrics import exported
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/dashboards.md"

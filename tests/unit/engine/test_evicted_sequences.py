@@ -17,9 +17,9 @@ from diptych.request import Tenancy
 from engine.eviction.decision_points import DecisionPoints
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.sequence import Sequence, SequenceRefused, num_chunks
+from tests.unit.engine.conservation import Conservation
 from tests.unit.engine.fakes import EngineBench, FakeRunner, FixedRate, alone, sampling, sequence
-from tests.unit.engine.test_loop import RecordingObserver
-from tests.unit.engine.test_loop_machine import Conservation
+from tests.unit.engine.loop_outputs import RecordingObserver
 
 SOME, BEHIND = KeepSpec(0.5), KeepSpec(0.5, 64)
 SEEDS = range(40)

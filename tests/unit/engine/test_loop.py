@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Keys
 from types import SimpleNamespace
 
 import pytest
 
-from diptych.messages import Failed, Output
+from diptych.messages import Failed
 from diptych.request import Grammar, Tenancy
 from engine.loop import SequenceOutput
-from engine.protocols import OnLayersDone
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.allocator import KvAllocator
 from kvcache.slab_ledger import SlabLedger
 from tests.unit.engine.fakes import EngineBench, alone, following, sampling, sequence
-
-
-def finish(bench: EngineBench, limit: int = 10_000) -> list[SequenceOutput]:
-    """Step until nothing is left."""
-    emitted: list[SequenceOutput] = []
-    while len(bench.scheduler):
-        assert bench.engine.has_work and limit, "stuck"
-        emitted += bench.engine.step(bench.clock)
-        limit -= 1
-    return emitted
-
-
-def outputs(emitted: list[SequenceOutput], name: str) -> list[Output]:
-    return [e.message for e in emitted if isinstance(e.message, Output) and e.message.request == name]
-
-
-def written(emitted: list[SequenceOutput], name: str) -> list[int]:
-    return [token for output in outputs(emitted, name) for token in output.tokens]
+from tests.unit.engine.loop_outputs import RecordingObserver, finish, outputs, written
 
 
 def failures(emitted: list[SequenceOutput]) -> dict[str, str]:
@@ -344,26 +325,6 @@ def test_abort_frees_this_epoch_and_older_ones_only() -> None:
     emitted = finish(bench)
     assert {(e.message.request, e.message.epoch) for e in emitted} == {("a", 3), ("b", 1)}
     assert written(emitted, "a") == alone(sequence("a", 100)) and bench.holdings.used == 0
-
-
-class RecordingObserver:
-    """Notes what it is given."""
-
-    def __init__(self) -> None:
-        self.taken: list[int] = []
-        self.parts: list[tuple[str, int, int]] = []
-        self.layers: list[int] = []
-        self.gone: list[str] = []
-
-    def on_slabs_taken(self, slabs: Keys[int]) -> None:
-        self.taken += slabs
-
-    def on_step_begin(self, parts: Keys[tuple[Sequence, int]]) -> OnLayersDone | None:
-        self.parts += [(seq.id, seq.computed, end) for seq, end in parts]
-        return self.layers.append
-
-    def on_sequence_dropped(self, key: str) -> None:
-        self.gone.append(key)
 
 
 def test_who_follows_held_sequences_hears_what_each_step_will_do() -> None:

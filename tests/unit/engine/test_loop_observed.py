@@ -25,8 +25,8 @@ from engine.step_work import StepWork
 from kvtransfer.layer_progress import COMPLETE_MARK, LayerProgress
 from prefill_worker.announcer import KvAnnouncer
 from prefill_worker.chunk_hashes import ChunkHashes
+from tests.unit.engine.conservation import Conservation
 from tests.unit.engine.fakes import LAYERS, EngineBench, EvictingFakeRunner, sampling, sequence
-from tests.unit.engine.test_loop_machine import Conservation
 
 SEEN: Counter[str] = Counter()
 

@@ -15,7 +15,7 @@ from kvcache.prefix_tree import PrefixTree
 from kvcache.slab_ledger import SlabLedger
 from kvcache.tiers.host import HostTier
 from tests.unit.engine.fakes import EngineBench, FixedRate, alone, sampling, sequence
-from tests.unit.engine.test_loop import finish, outputs, written
+from tests.unit.engine.loop_outputs import finish, outputs, written
 
 EAGER = NewTokenRatio(0.0, 0.0, 0.0, 0.0)  # admits whatever fits now
 

@@ -12,8 +12,8 @@ from diptych.request import BULK_PRIORITY, Request, SamplingParams, Tenancy
 from router.requests.relay import Relay
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
-from tests.unit.gateway.test_prometheus import values
-from tests.unit.gateway.test_relay_backend import Channel, until
+from tests.support.metric_values import values
+from tests.unit.gateway.recorded_channel import Channel, until
 
 
 class BulkSink:

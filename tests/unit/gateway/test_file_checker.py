@@ -21,7 +21,7 @@ from services.gateway.preparation.fork_server import LOWEST_NICE
 from services.gateway.preparation.line_check import CheckedSlice, CheckState, FileRules
 from services.gateway.preparation.preparation_job import PreparationJob
 from services.gateway.preparation.preparer_pool import MAX_INLINE_BYTES, PreparerPool
-from tests.unit.gateway.test_preparer_pool import Gaps, within
+from tests.unit.gateway.preparing import Gaps, within
 
 URL = "/v1/completions"
 

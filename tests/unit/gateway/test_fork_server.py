@@ -16,7 +16,7 @@ from services.gateway.openai.validate import RequestRules
 from services.gateway.preparation import preparer_pool
 from services.gateway.preparation.preparation_job import PreparedRequest
 from services.gateway.preparation.preparer_pool import PreparerPool
-from tests.unit.gateway.test_preparer_pool import Gaps, completion, within
+from tests.unit.gateway.preparing import Gaps, completion, within
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -34,8 +34,8 @@ from services.gateway.openai.schemas.request_schema import CompletionRequest
 from services.gateway.openai.schemas.response_schema import Completion, Usage
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes
-from tests.unit.gateway.test_prometheus import values
-from tests.unit.gateway.test_relay_backend import Channel, until
+from tests.support.metric_values import values
+from tests.unit.gateway.recorded_channel import Channel, until
 
 
 class Gateway:

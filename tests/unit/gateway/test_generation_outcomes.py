@@ -28,7 +28,7 @@ from services.gateway.openai.resolve import make_prompt, resolve_completion
 from services.gateway.openai.schemas.request_schema import CompletionRequest
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes
-from tests.unit.gateway.test_outcomes import Watcher
+from tests.unit.gateway.outcome_watcher import Watcher
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 SEQUENCES = 3

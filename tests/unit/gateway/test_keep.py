@@ -33,8 +33,8 @@ from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes
 from services.gateway.preparation.resolve_body import resolve_body
-from tests.unit.gateway.test_prometheus import values
-from tests.unit.gateway.test_relay_backend import Channel, until
+from tests.support.metric_values import values
+from tests.unit.gateway.recorded_channel import Channel, until
 
 RAW, TQ4 = "raw", "tq4.s0"
 USER = {"role": "user", "content": "What is it?"}

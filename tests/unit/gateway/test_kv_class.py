@@ -27,8 +27,8 @@ from services.gateway.openai.resolve import ResolvedRequest, check_kv_class, mak
 from services.gateway.openai.schemas.request_schema import CompletionRequest
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes
-from tests.unit.gateway.test_prometheus import values
-from tests.unit.gateway.test_relay_backend import Channel, until
+from tests.support.metric_values import values
+from tests.unit.gateway.recorded_channel import Channel, until
 
 TQ4 = "tq4.s0"
 # 64 tokens of 144 bytes; without a codec they would have 1,024 bytes each.

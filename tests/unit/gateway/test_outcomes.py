@@ -16,16 +16,15 @@ from services.gateway.batches.line_window import LineWindow, LineWindowSink
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_history import RecentHistory
 from services.gateway.outcomes import (
-    EndedSequence,
     Ending,
     Outcome,
-    OutcomeSink,
     RequestOutcomes,
     SequenceRecord,
     check_sequence,
     known_outcomes,
 )
-from tests.unit.gateway.test_prometheus import values
+from tests.support.metric_values import values
+from tests.unit.gateway.outcome_watcher import Watcher
 
 BOTH_SLOS = Slo(ttft_s=1.0, tpot_s=0.1)
 MET, MISSED, NOT_COUNTED = Outcome.MET, Outcome.MISSED, Outcome.NOT_COUNTED
@@ -37,23 +36,6 @@ SERVICE_IS_FULL = {
 }
 # Failures with a 5xx that the client brought about: it asks for too much at once, or for what workers crash on.
 CLIENTS_5XX = {FailureReason.ANSWER_MEMORY_FULL, FailureReason.REQUEST_QUARANTINED}
-
-
-class Watcher(OutcomeSink):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.arrived, self.ended = list[SequenceRecord](), list[EndedSequence]()
-
-    def on_arrived(self, record: SequenceRecord, now_s: float) -> None:
-        self.arrived.append(record)
-
-    def on_ended(self, ended: EndedSequence) -> None:
-        self.ended.append(ended)
-
-    @property
-    def counts(self) -> Counter[tuple[str, str]]:
-        return Counter((one.checked.outcome.value, one.checked.reason) for one in self.ended)
 
 
 def failure(reason: FailureReason) -> RequestFailure:

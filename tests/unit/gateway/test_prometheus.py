@@ -8,7 +8,6 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import WorkerStats
@@ -29,18 +28,9 @@ from services.gateway.ops.readiness import CanaryProber
 from services.gateway.ops.replan_endpoint import ReplanRoute
 from services.gateway.outcomes import Ending, RequestOutcomes, SequenceRecord
 from services.replan.roster import FLIP, START, STOP
+from tests.support.metric_values import values
 
 seconds = st.floats(0, 100, allow_nan=False)
-
-
-def values(metrics: GatewayMetrics) -> dict[str, float]:
-    """Every sample by its name and labels, as in the exposition."""
-    found = {}
-    for family in text_string_to_metric_families(metrics.render_text().decode()):
-        for sample in family.samples:
-            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}"] = sample.value
-    return found
 
 
 def record(**changes: float) -> SequenceRecord:

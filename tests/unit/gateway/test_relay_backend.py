@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from diptych.channel.hub import ChannelHub
 from diptych.failure_statuses import RequestFailure
-from diptych.messages import Abort, Hello, Linked, Logprob, Output, Step, ToGateway, ToWorker
+from diptych.messages import Abort, Logprob, Output, Step
 from diptych.request import Request, SamplingParams
 from router.effects import TelemetryEffect
 from router.requests.admission import Admission, AdmissionLimits
@@ -19,41 +18,8 @@ from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.request_log import RequestLog, RequestLogFile
 from services.gateway.openai.schemas.response_schema import KvDetails
-from tests.unit.gateway.test_prometheus import values
-
-WAIT_S = 60.0
-
-
-class Channel:
-    """A hub without sockets: a prefill and a decode worker that hear and say nothing of themselves."""
-
-    def __init__(self, **extra: Any) -> None:
-        """`extra` fields of each worker's introduction."""
-        self.inbox: asyncio.Queue[tuple[str, ToGateway]] = asyncio.Queue()
-        self.sent: list[tuple[str, ToWorker]] = []
-        self.closed: list[str] = []
-        for name in ("prefill-0", "decode-0"):
-            self.say(name, Hello(name, name[:-2], "life", "same", {}, "here", 1, 64, 4096, 256, {}, **extra))
-        self.say("decode-0", Linked("prefill-0", "life", "shm", 9.0, 12.0))
-
-    def say(self, worker: str, message: ToGateway) -> None:
-        self.inbox.put_nowait((worker, message))
-
-    async def receive_message(self) -> tuple[str, ToGateway]:
-        return await self.inbox.get()
-
-    def send(self, worker: str, message: ToWorker) -> bool:
-        self.sent.append((worker, message))
-        return True
-
-    def accept_session(self, worker: str, link: str) -> bool:
-        return True
-
-    def take_ended(self) -> list[str]:
-        ended, self.closed = self.closed, []
-        return ended
-
-    def end_session(self, worker: str) -> None: ...
+from tests.support.metric_values import values
+from tests.unit.gateway.recorded_channel import WAIT_S, Channel, until
 
 
 class Client:
@@ -81,12 +47,6 @@ def ask(backend: RelayBackend, name: str) -> Client:
     request = Request(name, [1, 2], SamplingParams(max_tokens=4, seed=0), backend.clock() + WAIT_S)
     backend.submit_requests([(request, client)])
     return client
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 def test_a_closed_connection_is_a_loss_within_a_tick(tmp_path: Path) -> None:

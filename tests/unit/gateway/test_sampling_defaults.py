@@ -20,7 +20,7 @@ from services.gateway.openai.sampling_defaults import SamplingDefaults
 from services.gateway.openai.validate import RequestRules
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 from services.host.model_probe import ProbedModel
-from tests.unit.gateway.test_validate import chat, completion
+from tests.unit.gateway.resolved_bodies import chat, completion
 
 VALUES = {
     "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05, "max_new_tokens": 12,

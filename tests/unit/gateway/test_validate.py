@@ -12,9 +12,8 @@ from diptych.failure_statuses import RequestFailure
 from diptych.request import SamplingParams, Tenancy
 from services.gateway.openai.chat_messages import parse_chat_messages
 from services.gateway.openai.request_limits import RequestLimits
-from services.gateway.openai.resolve import ResolvedRequest, make_prompt, resolve_chat, resolve_completion
+from services.gateway.openai.resolve import make_prompt, resolve_completion
 from services.gateway.openai.schemas.request_schema import (
-    ChatRequest,
     CompletionRequest,
     Message,
     ResponseFormat,
@@ -22,31 +21,12 @@ from services.gateway.openai.schemas.request_schema import (
 from services.gateway.openai.validate import (
     RequestRules,
     build_grammar,
-    check_chat_fields,
-    check_completion_fields,
     check_model_name,
     check_text_length,
     split_prompts,
 )
 from tests.support.model_folder import CONTEXT, END, END_OF_TEXT
-
-USER_MESSAGE = {"role": "user", "content": "hi"}
-
-
-def chat(rules: RequestRules, prompt_tokens: int = 10, **fields: Any) -> ResolvedRequest:
-    body = msgspec.convert({"model": "toy", "messages": [USER_MESSAGE], **fields}, ChatRequest)
-    check_chat_fields(body, rules)
-    grammar = build_grammar(body.response_format, rules.limits)
-    return resolve_chat(body, make_prompt([5] * prompt_tokens, "x"), grammar, rules)
-
-
-def completion(
-    rules: RequestRules, prompts: int = 1, prompt_tokens: int = 10, **fields: Any
-) -> ResolvedRequest:
-    body = msgspec.convert({"model": "toy", **fields}, CompletionRequest)
-    check_completion_fields(body, prompts, rules)
-    grammar = build_grammar(body.response_format, rules.limits)
-    return resolve_completion(body, [make_prompt([5] * prompt_tokens, "x")] * prompts, grammar, rules)
+from tests.unit.gateway.resolved_bodies import chat, completion
 
 
 def refused(call: Any, *arguments: Any, **fields: Any) -> RequestFailure:

@@ -22,7 +22,7 @@ from planner.offload.measured import (
 from planner.offload.programme import search_placement, solve_shares
 from planner.offload.terms import BlockShape
 from planner.types import BulkRates, LayerTime
-from tests.unit.planner.test_offload import HOST, LLAMA, WORK
+from tests.unit.planner.offload_samples import HOST, LLAMA, WORK
 
 RATES = BulkRates(
     threads=1,

@@ -16,17 +16,11 @@ from diptych.messages import (
     Unpeer,
     WorkerStats,
 )
-from router.effects import FleetChange, RejectSession, SendMessage, WorkerDown, WorkerUnfit, WorkerUp
+from router.effects import RejectSession, SendMessage, WorkerDown, WorkerUnfit, WorkerUp
 from router.requests.relay import Relay
 from router.routing.fleet import LINK_RETRY_S, RIVAL_GRACE_S, Fleet, describe_mismatch
 from tests.unit.router.fake_deployment import make_hello
-
-
-def met(*workers: str) -> Fleet:
-    fleet = Fleet()
-    for worker in workers:
-        fleet.on_message(worker, make_hello(worker), 0.0)
-    return fleet
+from tests.unit.router.fleet_messages import beat, kinds, met
 
 
 def linked(peer: str, life: int = 1, error: str = "") -> Linked:
@@ -193,10 +187,6 @@ def test_a_loss_of_another_life_is_ignored() -> None:
     assert [type(change) for change in fleet.remove_worker("decode-0", "test", "decode-0/1")] == [WorkerDown]
 
 
-def beat(worker: str, life: int = 1, **stats: float | bool) -> Heartbeat:
-    return Heartbeat(worker, f"{worker}/{life}", WorkerStats(**stats))  # type: ignore[arg-type]
-
-
 def test_a_worker_that_drains_says_so_itself() -> None:
     fleet = met("prefill-0", "decode-0")
     fleet.on_message("decode-0", linked("prefill-0"), 0.0)
@@ -300,10 +290,6 @@ def test_a_stranger_is_unfit_until_it_has_a_role() -> None:
 
 
 # ---- one worker of a name
-
-
-def kinds(changes: list[FleetChange]) -> list[str]:
-    return [type(change).__name__ for change in changes]
 
 
 def twin(link: str = "2") -> Hello:

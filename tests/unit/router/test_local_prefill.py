@@ -19,7 +19,7 @@ from router.routing.policy import (
     local_prefill_pairs,
 )
 from tests.unit.router.fake_deployment import PAIR, FakeDeployment, linked_deployment, messages_to
-from tests.unit.router.test_policy import fleet_of, view
+from tests.unit.router.fleet_views import fleet_of, view
 
 LONG = RoutingNeed(prompt_tokens=1000, room_tokens=1100)
 TOKEN_S, STEP_S = 1e-4, 0.01

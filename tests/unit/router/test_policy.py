@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.messages import Heartbeat, Linked, WorkerStats
+from diptych.messages import Heartbeat, WorkerStats
 from router.effects import ChosenPair
 from router.routing.credits import pairs_with_credit
 from router.routing.fleet import Fleet
@@ -24,27 +24,9 @@ from router.routing.policy import (
 )
 from router.routing.policy import choose_pair as best
 from router.routing.prefix_index import PrefixIndex
-from tests.unit.router.fake_deployment import make_hello
+from tests.unit.router.fleet_views import fleet_of, view
 
 NEED = RoutingNeed(prompt_tokens=100, room_tokens=200)
-
-
-def fleet_of(*workers: str, links: dict[tuple[str, str], float] | None = None) -> Fleet:
-    """Workers, and gb_per_s by (prefill, decode); all linked at 10 GB/s if no links are named."""
-    fleet = Fleet()
-    for worker in workers:
-        fleet.on_message(worker, make_hello(worker), 0.0)
-    everywhere = {(p, d): 10.0 for p in workers for d in workers if p.startswith("p") and d.startswith("d")}
-    for (source, target), gb_per_s in (everywhere if links is None else links).items():
-        fleet.on_message(target, Linked(source, f"{source}/1", "shm", gb_per_s, 5.0), 0.0)
-    return fleet
-
-
-def view(fleet: Fleet, split: bool = True, **loads: WorkerLoad) -> RoutingView:
-    ledger = LoadLedger()
-    for name, load in loads.items():
-        ledger.book_shares(f"on {name}", {name.replace("_", "-"): load})
-    return RoutingView(fleet, ledger, split)
 
 
 def choose(need: RoutingNeed, view: RoutingView, avoid: str | None = None) -> ChosenPair | None:

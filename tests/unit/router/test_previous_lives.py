@@ -15,9 +15,9 @@ from router.routing.fleet import MAX_UNFIT, RIVAL_GRACE_S, Fleet
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.ops.readiness import CanaryProber
-from tests.unit.gateway.test_relay_backend import Channel
+from tests.unit.gateway.recorded_channel import Channel
 from tests.unit.router.fake_deployment import make_hello
-from tests.unit.router.test_fleet import beat, kinds, met
+from tests.unit.router.fleet_messages import beat, kinds, met
 
 
 def retire(fleet: Fleet, worker: str, drained: bool = True) -> None:

@@ -36,7 +36,7 @@ from tests.unit.router.fake_deployment import (
     make_request,
     messages_to,
 )
-from tests.unit.router.test_policy import fleet_of
+from tests.unit.router.fleet_views import fleet_of
 
 SLABS = 8  # of each pool in these stories: 512 tokens
 

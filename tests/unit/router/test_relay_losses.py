@@ -10,20 +10,17 @@ from diptych.messages import (
     Admit,
     Drain,
     Failed,
-    Heartbeat,
     Offer,
     Output,
     Prefill,
     Step,
     SwitchRole,
-    WorkerStats,
 )
 from diptych.request import RequestStage
 from router.effects import (
     AttemptRetried,
     ChosenPair,
     ClientGone,
-    ClockTick,
     FailRequest,
     FinishRequest,
     WorkerCommand,
@@ -33,7 +30,6 @@ from router.requests.attempts import MAX_LOSSES
 from tests.unit.router.fake_deployment import (
     PAIR,
     RECOVERY_S,
-    FakeDeployment,
     bring_to_decode,
     bring_to_transfer,
     is_at_rest,
@@ -41,6 +37,7 @@ from tests.unit.router.fake_deployment import (
     make_hello,
     messages_to,
 )
+from tests.unit.router.passing_time import wait
 
 
 @pytest.mark.parametrize("code", ["transfer_failed", "kv_corrupt", "stale_ticket"])
@@ -135,16 +132,6 @@ def test_what_may_break_every_worker_is_not_tried_again(code: str, status: int) 
         and (end.failure.status, end.failure.client_may_retry) == (status, False)
         and is_at_rest(world)
     )
-
-
-def wait(world: FakeDeployment, seconds: float, silent: str = "") -> None:
-    """Time passes; whoever is alive and not `silent` beats."""
-    for _ in range(round(seconds / 0.25)):
-        world.now_s += 0.25
-        for name, worker in world.workers.items():
-            if worker.alive and name != silent and name in world.relay.fleet.workers:
-                world.say(name, Heartbeat(name, worker.hello.incarnation, WorkerStats()))
-        world.do(ClockTick())
 
 
 def test_prefill_worker_lost_before_a_token_goes_to_another() -> None:

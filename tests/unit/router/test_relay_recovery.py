@@ -34,7 +34,7 @@ from tests.unit.router.fake_deployment import (
     make_request,
     messages_to,
 )
-from tests.unit.router.test_relay_losses import wait
+from tests.unit.router.passing_time import wait
 
 KEY = ("r", 0)
 

@@ -15,7 +15,7 @@ from kvcache.allocator import KvAllocator
 from kvcache.prefix_tree import PrefixTree
 from kvcache.slab_ledger import SlabLedger
 from tests.unit.engine.fakes import FakeRunner, FakeSampler
-from tests.unit.worker.test_loop import FakeGatewayLink, FakeRole
+from tests.unit.worker.fake_role import FakeGatewayLink, FakeRole
 from worker.loop import LatestStats, WorkerLoop, WorkOrder
 
 BULK, CANARY = Tenancy("batch", "", BULK_PRIORITY), Tenancy(canary=True)

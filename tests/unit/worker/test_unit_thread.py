@@ -10,12 +10,8 @@ import threading
 
 import pytest
 
+from tests.unit.worker.thread_priority import niceness
 from worker.unit_thread import MAX_NICE, UNIT_NICE, UnitThread
-
-
-def niceness() -> int:
-    """The nice level of the calling thread."""
-    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def test_units_run_below_the_thread_that_waits_for_them() -> None:
@@ -55,7 +51,7 @@ def test_no_privilege_is_needed() -> None:
         pytest.skip("the test process has no privileges to give up")
     program = """
 import os, sys
-from tests.unit.worker.test_unit_thread import niceness
+from tests.unit.worker.thread_priority import niceness
 from worker.unit_thread import UnitThread
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)

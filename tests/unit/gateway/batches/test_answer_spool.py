@@ -33,9 +33,7 @@ from services.gateway.batches.store import BatchStore
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.openai.schemas.batch_schema import LineResponse, LineResult
 from services.gateway.service import GatewayService
-from tests.unit.gateway.batches.test_store import add_batch, clock, end, reopen, results, store
-
-__all__ = ["clock", "store"]
+from tests.unit.gateway.batches.stored_batches import add_batch, end, reopen, results
 
 CHAT = "/v1/chat/completions"
 PART = b'"' + b"x" * (PIECE_BYTES - 3) + b'",'

@@ -19,13 +19,13 @@ from services.gateway.batches.storage.settled_clock import STAND_S
 from services.gateway.batches.store import BatchStore
 from services.gateway.preparation import line_check
 from tests.unit.gateway.batches.idle_feeder import InlineChecker
-from tests.unit.gateway.batches.test_feeder import feeding, until
-from tests.unit.gateway.batches.test_file_checks import (
+from tests.unit.gateway.batches.scripted_checker import (
     ScriptedChecker,
     add_lines,
     feeder_of,
     open_store,
 )
+from tests.unit.gateway.batches.scripted_runners import feeding, until
 
 
 async def test_a_batch_above_the_share_of_lines_has_failed_for_good(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from services.gateway.batches.open_batch import FETCHED_LINES, OpenBatches
 from services.gateway.batches.records import BatchRecord, InputLine, LineEnd
 from services.gateway.batches.store import BatchStore
 from tests.unit.gateway.batches.idle_feeder import InlineChecker
-from tests.unit.gateway.batches.test_feeder import HeldRunner, add_batch, feeding, until
+from tests.unit.gateway.batches.scripted_runners import HeldRunner, add_batch, feeding, until
 
 
 def record_of(number: int, tenant: str = "t", status: str = "in_progress") -> BatchRecord:

@@ -9,7 +9,7 @@ import pytest
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.storage.settled_clock import STAND_S, TOLERANCE_S, SettledClock
 from services.gateway.batches.store import BatchStore
-from tests.unit.gateway.batches.test_store import add_batch, add_file
+from tests.unit.gateway.batches.stored_batches import add_batch, add_file
 
 DAY = 86400.0
 NOW = 1_800_000_000.0

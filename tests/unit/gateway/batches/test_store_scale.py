@@ -33,7 +33,7 @@ from services.gateway.batches.store import BatchStore
 from services.gateway.openai.schemas.batch_schema import BatchProblem, LineFailure
 from services.gateway.preparation.file_checker import FileChecker
 from services.gateway.preparation.file_job import FileJobResult, ReadLinesJob, run_file_job
-from tests.unit.gateway.batches.test_store import Clock, add_batch, add_file, end, results
+from tests.unit.gateway.batches.stored_batches import Clock, add_batch, add_file, end, results
 
 LATE = LineFailure("batch_expired", "too late")
 # Steps of SQLite's virtual machine that one call of the counter stands for.

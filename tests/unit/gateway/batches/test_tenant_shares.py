@@ -28,7 +28,7 @@ from services.gateway.batches.storage.tenant_shares import (
     find_refusal,
 )
 from services.gateway.batches.store import BatchStore
-from tests.unit.gateway.batches.test_store import Clock, add_batch, add_file
+from tests.unit.gateway.batches.stored_batches import Clock, add_batch, add_file
 
 HEAD = (
     b'--B\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'

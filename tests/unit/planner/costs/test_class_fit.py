@@ -10,21 +10,8 @@ from diptych.errors import ConfigError
 from planner.costs.class_fit import class_batch, fit_class_work
 from planner.costs.profiler import MeasuredStep, fit_kv_class
 from planner.costs.step import StepCost
-from planner.types import KvClassWork, StepBatch
-
-COST = StepCost((2e-3, 1.5e-4, 1e-7), ((1e-3, 2e-6, 3e-4), (4e-3, 1e-6, 3e-4)), shared=0.8, cross=1e-7)
-WORK = KvClassWork(token=1.25, square=0.7, context=1.8)
-
-
-def batches(rng: Random, count: int = 120) -> list[StepBatch]:
-    """Prefill, decode and mixed steps of many sizes."""
-    found = []
-    for number in range(count):
-        tokens, rows = rng.randrange(32, 900), rng.randrange(1, 24)
-        prefill = (tokens, float(tokens) ** 2) if number % 3 else (0, 0.0)
-        decode = (rows, rows * rng.randrange(50, 1500)) if number % 3 != 1 else (0, 0)
-        found.append(StepBatch(*prefill, *decode))
-    return found
+from planner.types import StepBatch
+from tests.unit.planner.costs.class_batches import COST, WORK, batches
 
 
 def test_known_ratios_are_found_again() -> None:

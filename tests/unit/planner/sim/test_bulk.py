@@ -13,8 +13,8 @@ from planner.sim.exact.engine import PipelineStages, SimEngine
 from planner.sim.exact.simulate import ExactSimulation
 from planner.types import BOTH, DECODE, PREFILL, Job, JobResult, KvKeep, Parallelism, Placement, StepBatch
 from planner.workload.workload import Workload
-from tests.unit.engine.test_bulk import BASE_S, ROW_S, SLICE_S, TOKEN_S, BulkBench
-from tests.unit.planner.sim.test_exact import MACHINE, of, placed
+from tests.unit.engine.bulk_bench import BASE_S, ROW_S, SLICE_S, TOKEN_S, BulkBench
+from tests.unit.planner.sim.exact_samples import MACHINE, of, placed
 
 LINES = SimBulkSpec(100, 20, 32, SLICE_S)
 SPLIT, WHOLE = placed((PREFILL, 1), (DECODE, 1)), placed((BOTH, 1))

@@ -9,7 +9,6 @@ from itertools import islice
 from math import inf
 from random import Random
 from statistics import mean
-from typing import Any
 
 import pytest
 
@@ -19,14 +18,13 @@ from engine.scheduling.scheduler import StepPlan
 from planner.attainment import AttainmentCounter
 from planner.costs.profile import analytic_profile
 from planner.costs.profile_file import built_in_profile
-from planner.costs.step import StepCost, StepVariation
+from planner.costs.step import StepVariation
 from planner.sim.exact.engine import SimEngine, StepRun
 from planner.sim.exact.event_queue import EventQueue
 from planner.sim.exact.links import SimLinks
 from planner.sim.exact.prompts import SimPrompt, chunk_names
 from planner.sim.exact.simulate import (
     ExactSimulation,
-    InstanceSpec,
     SimDeployment,
     build_deployment,
     saturation_tokens,
@@ -47,18 +45,7 @@ from planner.types import (
 )
 from planner.workload.workload import Workload, synthetic_workload
 from router.requests.admission import AdmissionLimits as Bounds
-
-COST = StepCost((5e-3, 5e-5, 2e-9), ((4e-3, 1e-7, 5e-5),))
-MACHINE = InstanceSpec(COST, 64 * 400, max_num_batched_tokens=512, max_num_seqs=64)
-
-
-def placed(*pools: tuple[str, int], split: Parallelism = Parallelism(), affinity: str = "high") -> Placement:  # noqa: B008
-    return Placement(tuple(InstancePool(role, split, count) for role, count in pools), affinity)
-
-
-def of(placement: Placement, machine: InstanceSpec = MACHINE, **rest: Any) -> SimDeployment:
-    settings: dict[str, Any] = {"hop_s": 2e-4, "gateway_s": 1e-3, "max_model_len": 4096} | rest
-    return SimDeployment(placement, tuple(machine for _ in placement.pools), **settings)
+from tests.unit.planner.sim.exact_samples import COST, MACHINE, of, placed
 
 
 def poisson(count: int, per_s: float, seed: int = 1, prompt: float = 5.0, output: float = 3.5) -> list[Job]:

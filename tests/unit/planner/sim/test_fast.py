@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf, sqrt
@@ -27,6 +26,7 @@ from planner.types import (
     Placement,
     StepBatch,
 )
+from tests.unit.planner.sim.fast_samples import ODD, apart, jobs
 
 ONE_EACH = Placement((InstancePool(PREFILL, Parallelism()), InstancePool(DECODE, Parallelism())))
 COLOCATED = Placement((InstancePool(BOTH, Parallelism(), 2),))
@@ -38,7 +38,6 @@ HYBRID = Placement(
         InstancePool(DECODE, Parallelism()),
     )
 )
-ODD = LinkSpec(2.0137e8, 0.00113)  # nothing ends just when something else does
 
 
 @dataclass(frozen=True)
@@ -59,23 +58,6 @@ class Lines:
 
 def cost(pool: InstancePool) -> CostModel:
     return Lines(pool.split.pp)
-
-
-def jobs(count: int, rate: float, seed: int = 1, prompt: int = 900, output: int = 120) -> list[Job]:
-    """Poisson arrivals, some of them several at a time; lengths uniform up to these."""
-    chance, at_s, made = random.Random(seed), 0.0, []
-    for _ in range(count):
-        at_s += chance.expovariate(rate) if chance.random() < 0.9 else 0.0
-        made.append(Job(at_s, chance.randint(1, prompt), chance.randint(1, output)))
-    return made
-
-
-def apart(one: list[JobResult], other: list[JobResult]) -> float:
-    """The largest difference of any time."""
-    return max(
-        max(abs(a.ttft_s - b.ttft_s), abs(a.tpot_s - b.tpot_s), abs(a.ended_s - b.ended_s))
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 @pytest.mark.parametrize("seed", range(3))

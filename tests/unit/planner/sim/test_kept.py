@@ -24,8 +24,8 @@ from planner.types import (
     Parallelism,
     Placement,
 )
-from tests.unit.planner.sim.test_fast import jobs
-from tests.unit.planner.sim.test_kv_classes import CLASSES, COST, PAIR
+from tests.unit.planner.sim.class_samples import CLASSES, COST, PAIR
+from tests.unit.planner.sim.fast_samples import jobs
 
 KEEP = KvKeep(0.95, 0.3, 2e-6, 1e-6, KvClassWork(context=0.4))
 COLOCATED = Placement((InstancePool(BOTH, Parallelism(), 2),))

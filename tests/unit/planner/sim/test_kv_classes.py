@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from planner.costs.step import StepCost
 from planner.sim.exact.simulate import (
     ExactSimulation,
     InstanceSpec,
@@ -20,26 +19,18 @@ from planner.sim.fast.cluster import simulate_fast
 from planner.sim.fast.instance import InstanceLimits
 from planner.types import (
     BOTH,
-    DECODE,
-    PREFILL,
     InstancePool,
     Job,
     JobResult,
-    KvClass,
     KvClassWork,
     LinkSpec,
     Parallelism,
     Placement,
 )
 from planner.workload.kv_mix import draw_classes
-from tests.unit.planner.sim.test_fast import ODD, apart, jobs
+from tests.unit.planner.sim.class_samples import CLASSES, CODED, COST, PAIR
+from tests.unit.planner.sim.fast_samples import ODD, apart, jobs
 
-COST = StepCost((0.0101, 1.02e-4, 1.01e-9), ((0.0201, 5.03e-7, 1.01e-4),))
-# Raw KV, and KV of a seventh of its bytes: its tokens cost more to prefill, and less to attend to.
-RAW = KvClass("raw", 0.5, 700.0, 0.5)
-CODED = KvClass("tq4", 0.5, 100.0, 3.5, KvClassWork(token=1.5, square=1.25, context=0.5))
-CLASSES = (RAW, CODED)
-PAIR = Placement((InstancePool(PREFILL, Parallelism()), InstancePool(DECODE, Parallelism())))
 COLOCATED = Placement((InstancePool(BOTH, Parallelism(), 2),))
 ROOM = 40_000
 

@@ -17,7 +17,7 @@ from planner.costs.profiler import MeasuredStep, fit_kv_keep, parse_step_log
 from planner.types import KvClassWork, KvKeep, StepBatch
 from services.worker.step_log import StepLog, StepRecorder
 from tests.unit.engine.fakes import EngineBench, sampling, sequence
-from tests.unit.planner.costs.test_class_fit import COST, WORK, batches
+from tests.unit.planner.costs.class_batches import COST, WORK, batches
 from tests.unit.planner.small_problems import profile
 
 KEEP = KvKeep(0.95, 0.4, 2e-6, 1e-6, KvClassWork(context=0.5))

@@ -24,7 +24,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.gpu_decode import LLAMA_8B, Place, Random, open_pages
 from engine.batching.batch import pack_batch
 from engine.gpu import attention, rowwise
 from engine.gpu.coded import attention as coded_attention
@@ -32,6 +31,7 @@ from engine.gpu.decoder import GpuDecoder
 from engine.gpu.launch import LaunchTuning
 from engine.gpu.triton_kernel import UNSPECIALIZED
 from engine.step_work import StepWork
+from tests.support.gpu_pages import LLAMA_8B, Place, Random, open_pages
 
 TARGET = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")

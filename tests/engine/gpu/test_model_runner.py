@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
-from benchmarks import gpu_decode
 from engine.batching.batch import pack_batch
 from engine.cpu.model_runner import CpuModelRunner
 from engine.gpu import model_runner
@@ -181,26 +180,3 @@ def test_a_pool_of_another_layout_is_refused(folder: Path) -> None:
     other = KvLayout(3, 2, 12, "float32")
     with pytest.raises(ValueError, match="does not fit"):
         model_runner.GpuModelRunner(decoder, other, torch.zeros(1, *files.layout().chunk_shape), 64)
-
-
-def test_the_gpu_benchmark_measures_all_it_says(tmp_path: Path) -> None:
-    """Its arithmetic and its calls, on a toy shape: on this machine the figures themselves mean nothing."""
-    shape = replace(
-        gpu_decode.LLAMA_8B,
-        layers=1,
-        hidden=32,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        mlp=32,
-        vocab=50,
-        windows=(0,),
-    )
-    place = gpu_decode.Place(torch.device("cpu"), "float32", rounds=1, copy_bytes=1 << 12, layers=1)
-    with torch.no_grad():
-        found = gpu_decode.figures(shape, place, batch=2, tokens=64, context=70)
-        saved = gpu_decode.profile(shape, place, [1], [70], [65])
-    coded = {f"coded_{codec}" for codec in gpu_decode.CODECS}
-    assert set(found) == {"attention_ratio", "tpp_4096", "tpp_4096_pages", "step_ratio", "run_ratio", *coded}
-    assert all(value > 0 for value in found.values())
-    assert set(saved) == {"device", "dtype", "tp", "pp", "decode", "prefill"}

@@ -1,4 +1,4 @@
-"""The placement programme: its optimum, its limits, and the paper's own machine."""
+"""The placement programme: its optimum and its limits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.offload_table import (
-    T4_MACHINE,
-    TABLE_BLOCKS,
-    TABLE_MODELS,
-    TABLE_TOKENS_PER_S,
-    TABLE_WORKLOAD,
-)
 from diptych.errors import ConfigError
 from planner.costs.model import ModelDims
 from planner.offload.machines import OffloadMachine
@@ -49,15 +42,6 @@ def capacities(machine: OffloadMachine, block: BlockShape) -> dict[str, float]:
     return {one.name: one.capacity for one in machine.block_costs(LLAMA, WORK, block).memories}
 
 
-def test_it_is_within_two_percent_of_a_grid_on_a_device() -> None:
-    for name, block in (("OPT-30B", BlockShape(48, 3)), ("OPT-175B", BlockShape(32, 8))):
-        model = TABLE_MODELS[name]
-        found = solve_shares(T4_MACHINE, model, TABLE_WORKLOAD, block)
-        assert found is not None
-        grid = brute_force(T4_MACHINE, model, TABLE_WORKLOAD, block, 10)
-        assert found.seconds <= grid * 1.0001
-
-
 def test_the_programme_never_says_less_than_its_shares_take() -> None:
     chance = random.Random(5)
     for _ in range(40):
@@ -78,12 +62,6 @@ def test_the_programme_never_says_less_than_its_shares_take() -> None:
         assert np.allclose(found.shares.reshape(3, 3).sum(1), 1)
         for one in costs.memories:
             assert one.needed.evaluate(found.shares) <= one.capacity * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("name", TABLE_MODELS)
-def test_the_paper_s_machine_gives_the_paper_s_throughput(name: str) -> None:
-    found = search_placement(T4_MACHINE, [TABLE_MODELS[name]], TABLE_WORKLOAD, TABLE_BLOCKS)
-    assert 0.7 <= found.tokens_per_s / TABLE_TOKENS_PER_S[name] <= 1.3
 
 
 def test_more_of_anything_is_never_worse() -> None:

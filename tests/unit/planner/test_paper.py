@@ -6,45 +6,31 @@ decides, several seeds are averaged; where a figure is a goodput, attainment is 
 
 from __future__ import annotations
 
-import csv
-import functools
-import json
 import random
 from statistics import fmean
 
 import pytest
 
-from benchmarks.planner import PAPER, SCALES, least_scale
 from diptych.slo import Slo
 from planner.sim.fast import cluster, distserve_compat
 from planner.types import BOTH, DECODE, PREFILL, InstancePool, Job, JobResult, Parallelism, Placement
-from planner.workload.workload import Workload
 from services.bench.goodput import find_rate
-from tests.unit.planner.paper_data import distserve
+from tests.unit.planner.paper_runs import (
+    CHAT,
+    CODING,
+    LARGE,
+    LONG,
+    PAPER_LARGE,
+    PAPER_SMALL,
+    SEEDS,
+    SMALL,
+    fits,
+    lengths,
+)
 
-SMALL, LARGE = "facebook/opt-13b", "facebook/opt-66b"
 CHAT_SMALL, CHAT_LARGE = Slo(0.25, 0.1), Slo(2.5, 0.15)
 STRICT = Slo(0.4, 0.1)  # that of the paper's table 2, as far as can be seen
 CODE, SUMMARY = Slo(0.125, 0.2), Slo(15.0, 0.15)
-SEEDS = range(5)
-
-
-@functools.cache
-def fits(backend: str) -> dict[str, dict[str, object]]:
-    file = distserve(f"profile_data/profiler-a100-80g.{backend}.json")
-    found: dict[str, dict[str, object]] = json.loads(file.read_text())
-    return found
-
-
-@functools.cache
-def lengths(name: str) -> Workload:
-    """Of a CSV with prompt_len and output_len."""
-    with distserve(name).open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return Workload.of([Job(0.0, int(row["prompt_len"]), int(row["output_len"])) for row in rows])
-
-
-CHAT, CODING, LONG = (f"synth_lengths/{name}_like.csv" for name in ("sharegpt", "humaneval", "longbench"))
 
 
 def share(served: list[JobResult], slo: Slo) -> float:
@@ -67,8 +53,6 @@ def attained(
     return share(served, slo)
 
 
-PAPER_SMALL = (Parallelism(2), Parallelism(1))
-PAPER_LARGE = (Parallelism(4), Parallelism(2, 2))
 VLLM_LARGE = (Parallelism(4),)
 
 
@@ -141,38 +125,6 @@ def test_the_other_workloads_attain_as_in_the_paper() -> None:
     assert 0.88 <= code <= 0.97
     summary = fmean(attained(LARGE, PAPER_LARGE, LONG, 0.375, 200, SUMMARY, seed) for seed in SEEDS)
     assert summary >= 0.95
-
-
-@pytest.mark.parametrize(
-    ("row", "model", "splits", "lengths_of", "low", "high"),
-    [
-        ("13b_sharegpt", SMALL, PAPER_SMALL, CHAT, 0.9, 1.1),
-        ("66b_sharegpt", LARGE, PAPER_LARGE, CHAT, 0.9, 1.1),
-        ("66b_humaneval", LARGE, PAPER_LARGE, CODING, 0.9, 1.1),
-        (
-            "66b_longbench",
-            LARGE,
-            PAPER_LARGE,
-            LONG,
-            0.5,
-            0.7,
-        ),  # measured, one in twenty misses whatever is promised
-    ],
-)
-def test_objectives_may_be_as_tight_as_in_figures_8_and_9(
-    row: str, model: str, splits: tuple[Parallelism, ...], lengths_of: str, low: float, high: float
-) -> None:
-    """The least multiple of both that 90 % keep at the rate of the figure, over the paper's."""
-    rate, requests, crossing = SCALES[row]
-    devices, slo = sum(split.devices for split in splits), PAPER[row][2]
-    found = []
-    for seed in SEEDS:
-        jobs = lengths(lengths_of).sample(requests, rate * devices, seed)
-        served = distserve_compat.simulate_distserve(
-            jobs, fits("distserve"), "distserve", model, splits[0], splits[-1]
-        )
-        found.append(least_scale(served, slo))
-    assert low <= fmean(found) / crossing <= high
 
 
 # ---- S8, S16: colocation

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 
-from benchmarks.replanning.elastic_fleet import smallest_fleet
 from planner.replan.attainment_cache import AttainmentCache, FleetSize
 from planner.replan.decide import (
     DRAINING,
@@ -24,15 +22,10 @@ from planner.replan.decide import (
     count_fleet,
     decide_fleet,
 )
-from planner.replan.traffic_windows import LengthMix, bin_of
+from planner.replan.traffic_windows import LengthMix
 from planner.types import BOTH, DECODE, PREFILL
 from tests.unit.planner.replan.closed_form import Rates
-
-SHORT = LengthMix(
-    (("", bin_of(100), bin_of(64), 1.0),)
-)  # reads little, writes much: 10 rps a reader, 1.56 a writer
-LONG = LengthMix((("", bin_of(1024), bin_of(32), 1.0),))  # 0.98 rps a reader, 3.1 a writer
-POLICY = ReplanPolicy(budget=8)
+from tests.unit.planner.replan.length_mixes import LONG, POLICY, SHORT
 
 
 def ready_workers(prefill: int, decode: int, both: int = 0) -> tuple[FleetWorker, ...]:
@@ -176,19 +169,6 @@ def test_promises_that_hold_for_every_decision(seed: int) -> None:
     assert decision.target.can_serve
     assert {w.role for w in ready} == {PREFILL, DECODE}, "each role goes on"
     assert set(touched) <= {w.name for w in workers if w.state in (READY, STARTING)}
-
-
-def test_least_is_what_trying_all_finds() -> None:
-    for mix, rate in itertools.product((SHORT, LONG), (0.5, 1.7, 3.1, 4.4)):
-        rates = Rates()
-        fleets = [FleetSize(p, d) for p, d in itertools.product(range(1, 8), repeat=2) if p + d <= 8]
-        good = [fleet for fleet in fleets if rates.attainment(fleet, mix, rate, 1.0) >= 0.92]
-        found = smallest_fleet(POLICY, AttainmentCache(Rates()), mix, rate)
-        if good:
-            assert POLICY.held(found) == min(map(POLICY.held, good)), (rate, found)
-            assert found in good
-    assert smallest_fleet(POLICY, AttainmentCache(Rates()), SHORT, 4.0, colocated=True) == FleetSize(both=3)
-    assert POLICY.held(smallest_fleet(POLICY, AttainmentCache(Rates()), SHORT, 99.0)) == 8
 
 
 def test_an_evaluator_is_not_asked_what_follows() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.replanning.day_trace import WORKDAY, cut_windows, stretch_over_day
 from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner.types import Job
@@ -26,11 +25,10 @@ from planner.workload.workload import (
     rescale_arrivals,
     synthetic_workload,
 )
+from tests.unit.planner.workload.sample_jobs import JOBS, talk
 
 SHARED = Path(os.environ.get("DIPTYCH_SHARED", Path(__file__).resolve().parents[4] / ".." / "shared"))
 MEANS = {"sharegpt": (755.5, 200.3), "humaneval": (171.3, 98.2), "longbench": (1738.3, 90.7)}
-
-JOBS = [Job(float(i), 10 * (i % 5 + 1), i % 5 + 1, "chat") for i in range(50)]
 
 
 def prefix_hit_rate(jobs: Sequence[Job]) -> float:
@@ -99,16 +97,6 @@ def test_a_replay_keeps_order_and_burstiness_at_another_rate() -> None:
         synthetic_workload("sharegpt").scaled(1.0)
     with pytest.raises(ConfigError, match="no arrival times"):
         rescale_arrivals([Job(0.0, 1, 1), Job(0.0, 1, 1)], 1.0)
-
-
-def talk(messages: int, clients: int) -> list[Job]:
-    """Clients that share a first block and alternate; each message begins with the one before."""
-    jobs = list[Job]()
-    for message in range(messages):
-        for client in range(clients):
-            path = (0, *(1000 * client + block for block in range(1, 3 * message + 3)))
-            jobs.append(Job(len(jobs) * 0.1, 64 * len(path) + 7, 5, "", path))
-    return jobs
 
 
 def test_what_prompts_share_is_measured_against_all_before() -> None:
@@ -265,32 +253,6 @@ def test_mistakes_are_named() -> None:
     for rate, cv in ((0.0, 1.0), (math.nan, 1.0), (1.0, -1.0), (1.0, 1e-200), (1.0, 1e200), (1.0, math.nan)):
         with pytest.raises(ConfigError, match="arrivals"):
             synthetic_workload("sharegpt").sample(1, rate, 1, cv)
-
-
-def test_windows_cover_time_without_gaps() -> None:
-    jobs = [Job(at_s, 1, 1) for at_s in (0.0, 0.5, 1.0, 3.5)]
-    cut = list(cut_windows(jobs, 1.0))
-    assert [(start_s, len(held)) for start_s, held in cut] == [(0.0, 2), (1.0, 1), (2.0, 0), (3.0, 1)]
-
-
-def test_a_day_has_its_shape_and_the_traces_burstiness() -> None:
-    jobs = list(stretch_over_day(JOBS, rate=0.5, seed=1))
-    assert len(jobs) == pytest.approx(0.5 * 86_400, rel=0.001)
-    assert [job.at_s for job in jobs] == sorted(job.at_s for job in jobs)
-    hours = [len(held) / 1800 for _, held in cut_windows(jobs, 3600.0)]
-    assert hours == pytest.approx(list(WORKDAY), abs=0.01)
-    assert statistics.fmean(WORKDAY) == pytest.approx(1.0, abs=0.003)
-    assert len(list(stretch_over_day(JOBS, 10.0, 1, shape=(0.0, 1.0), length_s=100.0))) == 1000
-    with pytest.raises(ConfigError, match="shape"):
-        list(stretch_over_day(JOBS, 1.0, 1, shape=()))
-
-
-def test_a_days_rounds_share_no_prefix() -> None:
-    jobs = list(stretch_over_day(talk(3, 5), 1.0, 1, shape=(1.0,), length_s=44.5))
-    assert len(jobs) == 45
-    assert not {name for job in jobs[:15] for name in job.prefix} & {
-        n for job in jobs[15:] for n in job.prefix
-    }
 
 
 def test_requests_longer_than_a_context_are_counted_and_left_out() -> None:

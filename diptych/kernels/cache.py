@@ -50,6 +50,8 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 
+from diptych.launch.own_packages import PACKAGES
+
 if "scipy.linalg" not in sys.modules:
     # Numba searches scipy.linalg for a BLAS library for `np.dot` in kernels. Our kernels do not use `np.dot`, and the
     # search takes a third of the time of importing numba.
@@ -60,8 +62,8 @@ if "scipy.linalg" not in sys.modules:
 F = TypeVar("F", bound=Callable[..., Any])
 _PR_SET_PDEATHSIG = 1
 CONSTANT_TYPES = (bool, int, float, str, np.generic)
-# The packages whose modules kernels are compiled from.
-OWN_PACKAGES = frozenset({"diptych", "engine", "kvcache", "kvtransfer"})
+# The packages whose changes make kernels new.
+OWN_PACKAGES = frozenset(PACKAGES)
 # Seconds to wait for one kernel: for its lock, and for its compiler.
 MAX_COMPILE_S = 120.0
 HEX_PATTERN = "[0-9a-f]" * 16

@@ -1,21 +1,38 @@
-"""The product's source files, parsed."""
+"""The product's packages, and their source files, parsed."""
 
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    "diptych", "kvcache", "kvtransfer", "engine", "router", "worker", "prefill_worker", "decode_worker", "planner",
-    "services",
-)  # fmt: skip
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+# What is installed, from the bottom: a package imports none that comes after it.
+WHEEL_PACKAGES: tuple[str, ...] = tuple(_PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+# All of them but the embedded model, whose programs no package imports.
+PACKAGES = tuple(name for name in WHEEL_PACKAGES if name != "models")
 
 
 @cache
 def trees() -> Mapping[Path, ast.Module]:
     """Every source file of the product, parsed; paths are relative to the repository."""
-    files = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+    return parsed_files(*PACKAGES)
+
+
+def parsed_files(*folders: str) -> Mapping[Path, ast.Module]:
+    """Every source file below these folders, parsed; paths are relative to the repository."""
+    files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
     return {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+def dotted(path: Path) -> str:
+    """The name under which a file is imported."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def called_name(call: ast.Call) -> str:
+    """The last name of what is called: `b` of `a.b()`; empty if it has none."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

@@ -10,11 +10,11 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from tests.support.product_trees import PACKAGES, ROOT, trees
+from tests.support.product_trees import PACKAGES, ROOT, called_name, dotted, trees
 
 MIN_WORDS = 1.5  # per function name, on average
 MAX_SHARED_CLASS_NAMES = 10
@@ -86,30 +86,53 @@ def raised(function: Function) -> set[str]:
     return found - {"AssertionError", "NotImplementedError", "StopIteration"}
 
 
-def imported(path: Path, tree: ast.Module) -> set[str]:
-    """Modules of the product that a module imports when it is imported."""
+def imported(path: Path, tree: ast.AST) -> set[str]:
+    """Modules of the product that a module imports at any time, also by name."""
     found = set[str]()
-    for node in _outside_functions(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    found |= imported_by_name(tree)
     return {name for name in found if name in modules() and name != dotted(path)}
 
 
-def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, Function) or (
-            isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
-        ):
-            continue
-        yield child
-        yield from _outside_functions(child)
+def imported_by_name(tree: ast.AST) -> set[str]:
+    """Modules of the product that calls of `import_module` may mean; what an f-string fills in may be anything."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and called_name(node) == "import_module":
+            pattern = _module_pattern(node.args[0])
+            found |= {name for name in modules() if re.fullmatch(pattern, name)}
+    return found
 
 
-def dotted(path: Path) -> str:
-    """The name under which a file is imported."""
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+def _module_pattern(name: ast.expr) -> str:
+    """A pattern of the names that an expression may have; of none if it is neither a constant nor an f-string."""
+    parts = name.values if isinstance(name, ast.JoinedStr) else [name]
+    texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+    if not any(texts):
+        return ""
+    return "".join(r"[\w.]+" if text is None else re.escape(str(text)) for text in texts)
+
+
+def circular(edges: Mapping[str, set[str]]) -> list[str]:
+    """The modules that import each other in circles, and all that lie between two circles."""
+    left = dict(edges)
+    for needs_of in (_needs, _needed_by):
+        while ends := [name for name in left if not needs_of(name, left)]:
+            for name in ends:
+                del left[name]
+    return sorted(left)
+
+
+def _needs(name: str, left: Mapping[str, set[str]]) -> set[str]:
+    return left[name] & left.keys()
+
+
+def _needed_by(name: str, left: Mapping[str, set[str]]) -> set[str]:
+    return {other for other, needs in left.items() if name in needs}
 
 
 @cache
@@ -175,28 +198,31 @@ def test_public_functions_are_documented() -> None:
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    edges = {dotted(path): imported(path, tree) for path, tree in trees().items() if tree.body}
-    left = dict(edges)
-    while leaves := [name for name, needs in left.items() if not needs & left.keys()]:
-        for name in leaves:
-            del left[name]
-    assert sorted(left) == []
+    """Neither when it is imported, nor later, nor for types only."""
+    assert circular({dotted(path): imported(path, tree) for path, tree in trees().items() if tree.body}) == []
+
+
+def test_one_module_imports_upwards_by_name() -> None:
+    """`.importlinter` does not see such imports. The entry point checks all packages, and imports the commands then."""
+    upwards = [
+        (str(path), name)
+        for path, tree in trees().items()
+        for name in imported_by_name(tree)
+        if PACKAGES.index(name.partition(".")[0]) > PACKAGES.index(path.parts[0])
+    ]
+    assert upwards == [("diptych/launch/entry.py", "services.cli.main")]
 
 
 def test_planner_and_router_are_all_in_use() -> None:
     """Everything in them is reached from a service."""
     edges = dict[str, set[str]]()
     for path, tree in trees().items():
-        everywhere = ast.Module(
-            body=[node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import)],
-            type_ignores=[],
-        )
         named = {
             node.value
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in modules()
         }
-        edges[dotted(path)] = imported(path, everywhere) | named
+        edges[dotted(path)] = imported(path, tree) | named
     seen, todo = set[str](), [name for name in modules() if name.startswith("services.")]
     while todo:
         name = todo.pop()
@@ -213,3 +239,21 @@ def test_the_rules_can_fail() -> None:
     tree = ast.parse("def one():\n    def two():\n        raise KeyError\n    raise ValueError('x')")
     (function,) = tree.body
     assert isinstance(function, ast.FunctionDef) and raised(function) == {"ValueError"}
+
+
+def test_imports_at_any_time_are_seen() -> None:
+    source = """
+def run():
+    import router.effects
+if TYPE_CHECKING:
+    from engine.loop import Engine
+importlib.import_module("services.cli.main")
+import_module(f"services.cli.{name}.flags")
+import_module(name)
+"""
+    found = imported(Path("planner/types.py"), ast.parse(source))
+    assert {"router.effects", "engine.loop", "services.cli.main", "services.cli.plan.flags"} < found
+    assert all(name.startswith("services.cli.") for name in found - {"router.effects", "engine.loop"})
+    assert "services.cli.main" in imported_by_name(ast.parse("import_module('services.cli.main')"))
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set[str](), "e": {"d", "c"}}
+    assert circular(edges) == ["b", "c"] and circular({"a": {"b"}, "b": set()}) == []

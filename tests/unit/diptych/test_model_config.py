@@ -10,13 +10,10 @@ import pytest
 
 from diptych.model_config import FAMILIES, load_model_config
 from planner.costs.model import find_model
+from tests.support.product_trees import PACKAGES
 
 ROOT = Path(__file__).parents[3]
 READER = ROOT / "diptych" / "model_config.py"
-PACKAGES = (
-    *("diptych", "kvcache", "kvtransfer", "engine", "router"),
-    *("worker", "prefill_worker", "decode_worker", "planner", "services"),
-)
 PARSERS = {"loads", "load", "decode", "read_json_object", "convert"}
 
 
@@ -35,11 +32,7 @@ def parses_config(source: str) -> bool:
 
 
 def test_one_module_parses_config_json() -> None:
-    files = [
-        file
-        for package in (*PACKAGES, "prefill_worker", "decode_worker")
-        for file in (ROOT / package).rglob("*.py")
-    ]
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     assert [file for file in files if parses_config(file.read_text(encoding="utf-8"))] == [READER]
 
 

@@ -36,6 +36,7 @@ from services.host.supervision.supervisor import (
     restart_delay_s,
     start_error,
 )
+from tests.support.product_trees import WHEEL_PACKAGES
 from tests.support.terminal import traps
 from tests.support.waiting import wait_for
 from tests.system import stub_child
@@ -457,7 +458,7 @@ def test_a_child_that_the_kernel_kills_for_memory_is_known_by_it(memory_group: P
 
 # ---- what a child imports
 
-OURS = ("decode_worker", "diptych", "engine", "models", "router", "services", "worker")
+OURS = WHEEL_PACKAGES
 NAMED = f"import importlib, json; print(json.dumps([importlib.import_module(n).__path__[0] for n in {OURS}]))"
 
 

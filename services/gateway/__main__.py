@@ -39,7 +39,8 @@ from router.requests.admission import AdmissionLimits as Openings
 from router.requests.relay import Relay
 from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
-from services.gateway.app import ApiRoutes, build_app
+from services.gateway.api_routes import ApiRoutes
+from services.gateway.app import build_app
 from services.gateway.batches.batch_service import BatchesOff, BatchService, open_batch_service
 from services.gateway.batches.feeder import LINES_PER_WORKER
 from services.gateway.generation.relay_backend import RelayBackend

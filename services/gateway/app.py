@@ -10,30 +10,22 @@ itself, after every check that can refuse the request without reading it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
-import msgspec
 from fastapi import FastAPI
-from msgspec import structs
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
-from diptych.failure_statuses import FailureReason, RequestFailure
-from services.gateway.batches.batch_service import BatchesOff, BatchService
-from services.gateway.batches.routes.admin_routes import admin_batch_handlers
+from services.gateway.api_routes import ApiRoutes
 from services.gateway.generation.formats import KV_CLASS_HEADER
 from services.gateway.generation.timings import SERVER_TIMING_HEADER
 from services.gateway.http.auth import AuthMiddleware, BearerKeys
 from services.gateway.http.cross_origin import LOCAL_ORIGINS, CrossOriginMiddleware
 from services.gateway.http.error_response import (
-    JSON_TYPE,
     error_response,
     internal_failure,
     method_not_allowed_failure,
@@ -41,238 +33,16 @@ from services.gateway.http.error_response import (
 )
 from services.gateway.http.request_body import (
     BodyMemory,
-    RequestBody,
     RequestBodyMiddleware,
     UnreadBodyMiddleware,
 )
 from services.gateway.http.request_id import RequestIdMiddleware
 from services.gateway.http.request_pacing import RequestPacingMiddleware
 from services.gateway.http.trace_requests import TraceMiddleware
-from services.gateway.openai.openapi import docs_page, openapi_document
-from services.gateway.openai.request_limits import MAX_BATCH_BYTES
-from services.gateway.openai.schemas.response_schema import ModelCard, ModelList, Readiness, Version
-from services.gateway.openai.tenancy import Caller, parse_timeout_header, parse_timings_header
-from services.gateway.openai.validate import check_model_name
-from services.gateway.ops.admin import AdminRoutes
-from services.gateway.ops.status_body import StatusBody, accepted_age_s
-from services.gateway.page.web_page import WebPage, render_page
-from services.gateway.service import GatewayService
+from services.gateway.page.web_page import render_page
 from services.gateway.tracing.tracer import RequestTracer
 
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 TRACED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-BATCHES_OFF = BatchesOff()
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-T = TypeVar("T")
-
-
-class HealthProbes:
-    """The gateway's reports about its own health.
-
-    These defaults describe a gateway without workers, as tests use it.
-    """
-
-    def is_alive(self) -> bool:
-        """Whether the gateway's event loop still makes progress."""
-        return True
-
-    async def check_readiness(self, known: bool = True) -> Readiness:
-        """Whether requests can be served, and why not.
-
-        Worker names are in the reasons only if the client is `known`.
-        """
-        return Readiness(ready=True, reasons=[])
-
-    def status_report(self) -> Mapping[str, Any]:
-        """The body of `/status`, ready to be written as JSON."""
-        return {}
-
-
-class ApiRoutes:
-    """The handlers of all routes, one method per route. Errors leave them as `RequestError`; see `build_app`."""
-
-    def __init__(
-        self,
-        service: GatewayService,
-        probes: HealthProbes,
-        version: str,
-        created: int,
-        admin: AdminRoutes | None = None,
-        batches: BatchService | BatchesOff = BATCHES_OFF,
-    ) -> None:
-        """`created` is the models' creation time in Unix seconds. Without `admin` there are no `/admin` routes.
-        If `batches` are off, the routes of files and batches say why, and how to turn them on.
-
-        With `lenient`, a body without a content type is taken for JSON. `page` is the document at `/`.
-        """
-        self.lenient = False
-        self.page: WebPage = render_page(needs_key=False)
-        self.service, self.probes, self.admin, self.batches = service, probes, admin, batches
-        self._status = StatusBody(probes.status_report)
-        self._version, self._created = version, created
-        document = openapi_document(version)
-        self._document, self._docs = msgspec.json.encode(document), docs_page(document)
-
-    async def create_chat_completion(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`. Raises RequestError if the request is refused."""
-        with self.service.outcomes.count_refusals():
-            self.service.check_admission(request.state.tenant)
-            async with self._body(request) as body:
-                return await self.service.create_chat_completion(body, _caller_of(request))
-
-    async def create_completion(self, request: Request) -> Response:
-        """`POST /v1/completions`. Raises RequestError if the request is refused."""
-        with self.service.outcomes.count_refusals():
-            self.service.check_admission(request.state.tenant)
-            async with self._body(request) as body:
-                return await self.service.create_completion(body, _caller_of(request))
-
-    async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`. Raises RequestError if the request is refused."""
-        self.service.check_admission(request.state.tenant)
-        async with self._body(request) as body:
-            return await self.service.tokenize(body, _caller_of(request))
-
-    async def detokenize(self, request: Request) -> Response:
-        """`POST /detokenize`. Raises RequestError if the request is refused."""
-        self.service.check_admission(request.state.tenant)
-        async with self._body(request) as body:
-            return await self.service.detokenize(body, _caller_of(request))
-
-    async def create_batch(self, request: Request) -> Response:
-        """`POST /v1/batches`. Raises RequestError if the batch is refused."""
-        assert isinstance(self.batches, BatchService)
-        async with self._body(request).limit_bytes(MAX_BATCH_BYTES) as body:
-            asked = await self.service.check_batch(body, _caller_of(request))
-        return await self.batches.batches.create_batch(request, asked)
-
-    async def refuse_batches(self, request: Request) -> Response:
-        """The answer of all routes of files and batches where they are off."""
-        assert isinstance(self.batches, BatchesOff)
-        problem = f"files and batches are off: {self.batches.what}; --data-dir DIR turns them on"
-        return error_response(RequestFailure(FailureReason.BATCHES_NOT_ENABLED, problem))
-
-    async def list_models(self, request: Request) -> Response:
-        """`GET /v1/models`: one entry per served name."""
-        return json_response(ModelList([self._model_card(name) for name in self.service.rules.served_names]))
-
-    async def get_model(self, request: Request) -> Response:
-        """`GET /v1/models/{id}`. Raises RequestError (404) for a name that is not served."""
-        return json_response(
-            self._model_card(check_model_name(request.path_params["id"], self.service.rules))
-        )
-
-    async def show_page(self, request: Request) -> Response:
-        """`GET /`: the operators' page, which holds no data; 304 for a client that has it already."""
-        page = self.page
-        if page.is_known(request.headers.get("if-none-match", "")):
-            return Response(status_code=304, headers=page.headers)
-        return Response(page.body, headers=page.headers)
-
-    async def health(self, request: Request) -> Response:
-        """`GET /health` and `GET /ping`: 200 while the gateway is alive, else 503. Workers do not matter here."""
-        return Response(status_code=200 if self.probes.is_alive() else 503)
-
-    async def ready(self, request: Request) -> Response:
-        """`GET /ready`: 200 if requests can be served, else 503, with the reasons."""
-        state = await self.probes.check_readiness(request.state.known)
-        return json_response(state, 200 if state.ready else 503)
-
-    async def status(self, request: Request) -> Response:
-        """`GET /status`: workers, links and queues, for operators. It may be as old as the client accepts."""
-        body, age_s = self._status.read(accepted_age_s(request.headers.get("cache-control", "")))
-        return Response(body, headers={"age": str(int(age_s))}, media_type=JSON_TYPE)
-
-    async def metrics(self, request: Request) -> Response:
-        """`GET /metrics`: all metrics in Prometheus' text format."""
-        return Response(self.service.metrics.render_text(), headers={"content-type": METRICS_TYPE})
-
-    async def version(self, request: Request) -> Response:
-        """`GET /version`."""
-        return json_response(Version(self._version))
-
-    async def show_openapi(self, request: Request) -> Response:
-        """`GET /openapi.json`: the description of this API."""
-        return Response(self._document, media_type=JSON_TYPE)
-
-    async def show_docs(self, request: Request) -> Response:
-        """`GET /docs`: the same description as an HTML page."""
-        return Response(self._docs, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
-
-    def _body(self, request: Request) -> RequestBody:
-        """The request's body. Entering it reads the bytes, which count as held memory until it is left.
-
-        Raises:
-            RequestError: 415 if the content type is not JSON, or if it is missing and no API key protects the server.
-        """
-        named = request.headers.get("content-type", JSON_TYPE if self.lenient else "")
-        kind = named.partition(";")[0].strip().lower()
-        if kind != JSON_TYPE and not kind.endswith("+json"):
-            problem = f"the content type must be {JSON_TYPE}"
-            raise RequestError(RequestFailure(FailureReason.UNSUPPORTED_MEDIA_TYPE, problem, "content-type"))
-        body: RequestBody = request.state.body
-        return body
-
-    def _model_card(self, name: str) -> ModelCard:
-        """The entry of a served name in `/v1/models`."""
-        rules, classes = self.service.rules, self.service.kv_classes().served
-        card = ModelCard(name, self._created, rules.served_names[0], self.service.context_tokens)
-        return card if classes in ([], [RAW_CLASS]) else structs.replace(card, kv_classes=classes)
-
-    def make_routes(self) -> list[Route]:
-        """All routes with their handlers. The `/admin` routes exist only if there is an admin key."""
-        gets: dict[str, Endpoint] = {
-            "/": self.show_page,
-            "/v1/models": self.list_models,
-            "/v1/models/{id:path}": self.get_model,
-            "/health": self.health,
-            "/ping": self.health,
-            "/ready": self.ready,
-            "/status": self.status,
-            "/metrics": self.metrics,
-            "/version": self.version,
-            "/openapi.json": self.show_openapi,
-            "/docs": self.show_docs,
-        }
-        posts: dict[str, Endpoint] = {
-            "/v1/chat/completions": self.create_chat_completion,
-            "/v1/completions": self.create_completion,
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
-        }
-        if self.admin is not None:
-            posts["/admin/workers/{name}/drain"] = self.admin.drain
-            posts["/admin/workers/{name}/turn"] = self.admin.switch_role
-            if self.admin.replan_route is not None:
-                posts["/admin/replan"] = self.admin.replan_route.exchange_report
-        return [
-            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
-            *self._batch_routes(),
-        ]
-
-    def _batch_routes(self) -> list[Route]:
-        """The routes of files and batches."""
-        found, refuse_batches = self.batches, self.refuse_batches
-        files, batches = (None, None) if isinstance(found, BatchesOff) else (found.files, found.batches)
-        handlers: list[tuple[str, str, Endpoint]] = [
-            ("POST", "/v1/files", files.upload_file if files else refuse_batches),
-            ("GET", "/v1/files", files.list_files if files else refuse_batches),
-            ("GET", "/v1/files/{id}", files.get_file if files else refuse_batches),
-            ("DELETE", "/v1/files/{id}", files.delete_file if files else refuse_batches),
-            ("GET", "/v1/files/{id}/content", files.get_content if files else refuse_batches),
-            ("POST", "/v1/batches", self.create_batch if batches else refuse_batches),
-            ("GET", "/v1/batches", batches.list_batches if batches else refuse_batches),
-            ("GET", "/v1/batches/{id}", batches.get_batch if batches else refuse_batches),
-            ("POST", "/v1/batches/{id}/cancel", batches.cancel_batch if batches else refuse_batches),
-        ]
-        if self.admin is not None:
-            admin = None if isinstance(found, BatchesOff) else found.admin
-            handlers += admin_batch_handlers(admin, refuse_batches)
-        return [Route(path, endpoint, methods=[method]) for method, path, endpoint in handlers]
 
 
 def build_app(
@@ -334,25 +104,6 @@ def build_app(
     layered = RequestPacingMiddleware(layered)
     enveloped = RequestIdMiddleware(layered, api.service.metrics, paths, api.service.errors)
     return UnreadBodyMiddleware(enveloped)
-
-
-def _caller_of(request: Request) -> Caller:
-    """The facts about the client that the service needs: arrival, tenant, timeout, priority right, and request id."""
-    state, headers = request.state, request.scope["headers"]
-    return Caller(
-        state.arrived_s,
-        state.tenant,
-        parse_timeout_header(headers),
-        state.urgent,
-        getattr(state, "request_id", ""),
-        parse_timings_header(headers),
-        getattr(state, "client_id", ""),
-    )
-
-
-def json_response(body: Any, status: int = 200) -> Response:
-    """A response with `body` as JSON. `body` is a struct or anything else that msgspec can encode."""
-    return Response(msgspec.json.encode(body), status, media_type=JSON_TYPE)
 
 
 async def _request_error_response(request: Request, error: Exception) -> Response:

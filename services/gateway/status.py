@@ -10,7 +10,6 @@ import msgspec
 
 from diptych.messages import WorkerStats
 from diptych.specs import BulkPlan
-from services.gateway.app import HealthProbes
 from services.gateway.batches.batch_report import report_batches
 from services.gateway.batches.feeder import BatchFeeder
 from services.gateway.generation.relay_backend import RelayBackend
@@ -45,7 +44,7 @@ def _classes_ready(states: Mapping[CanaryRoute, bool]) -> dict[str, bool]:
     return ready
 
 
-class LiveHealthProbes(HealthProbes):
+class LiveHealthProbes:
     """The probes of a gateway with workers."""
 
     def __init__(

@@ -19,7 +19,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from diptych.slo import Slo
-from services.gateway.app import ApiRoutes
+from services.gateway.api_routes import ApiRoutes
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.request_log import RequestLog
 from tests.support.surface_structs import example_calls

@@ -23,7 +23,8 @@ from diptych.request import Request
 from diptych.slo import Slo
 from diptych.specs import StorageShares
 from router.effects import StageDurations
-from services.gateway.app import ApiRoutes, HealthProbes, build_app
+from services.gateway.api_routes import ApiRoutes
+from services.gateway.app import build_app
 from services.gateway.batches.batch_service import BatchesOff, BatchService, open_batch_service
 from services.gateway.generation.generation import SequenceSink
 from services.gateway.generation.relay_backend import RelayBackend
@@ -38,6 +39,7 @@ from services.gateway.preparation.preparer_pool import PreparerPool
 from services.gateway.server import MAX_CONNECTIONS, GatewayServer, open_listener
 from services.gateway.service import GatewayService, RequestTimeouts
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
+from tests.support.healthy_probes import HealthyProbes
 
 SCRIPT = "Grüße, 世界! 👩‍👩‍👧 One two three four five. STOP here {and} there."
 CAUSE = "the cause is for the log"
@@ -192,7 +194,7 @@ def scripted(
     )
     admin = AdminRoutes(cast(RelayBackend, None)) if admin_key else None
     app = build_app(
-        ApiRoutes(service, HealthProbes(), "0.0.0-test", 1_700_000_000, admin, batches or BatchesOff()),
+        ApiRoutes(service, HealthyProbes(), "0.0.0-test", 1_700_000_000, admin, batches or BatchesOff()),
         BearerKeys(keys),
         "127.0.0.1",
         admin_keys=BearerKeys([admin_key] if admin_key else []),

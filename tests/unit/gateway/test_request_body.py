@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message, Scope
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
-from services.gateway.app import ApiRoutes, HealthProbes, build_app
+from services.gateway.api_routes import ApiRoutes
+from services.gateway.app import build_app
 from services.gateway.http.auth import BearerKeys
 from services.gateway.http.request_body import BodyMemory, RequestBody
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -22,6 +23,7 @@ from services.gateway.openai.validate import RequestRules
 from services.gateway.preparation.preparer_pool import PreparerPool
 from services.gateway.service import GatewayService
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
+from tests.support.healthy_probes import HealthyProbes
 from tests.system.scripted_gateway import Script
 
 KEY = "sk-" + "k" * 40
@@ -74,7 +76,7 @@ async def service(tokens: GatewayTokenizer, rules: RequestRules) -> AsyncIterato
 
 
 def client(service: GatewayService, keys: Sequence[str] = (), body: bytes = b"{}") -> Client:
-    return Client(build_app(ApiRoutes(service, HealthProbes(), "0", 0), BearerKeys(keys), "127.0.0.1"), body)
+    return Client(build_app(ApiRoutes(service, HealthyProbes(), "0", 0), BearerKeys(keys), "127.0.0.1"), body)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

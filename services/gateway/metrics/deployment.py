@@ -1,11 +1,14 @@
-"""Metrics about the deployment as a whole: what was started, how it is built, and how many workers it should have."""
+"""Metrics about the deployment as a whole: how it is built, how many workers it should have, what replanning did."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from prometheus_client import Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from services.gateway.metrics.metric_registry import MetricRegistry
 
 
 class DeploymentCollector(Collector):
@@ -38,3 +41,24 @@ class DeploymentCollector(Collector):
         for role, count in self._wanted_workers().items():
             wanted.add_metric([role], count)
         yield from (build, wanted)
+
+
+class ReplanCounters:
+    """Reports of the replanner (`diptych serve --replan`)."""
+
+    def __init__(self, registry: MetricRegistry) -> None:
+        self.decisions = registry.counter("diptych:replan_decisions", "Reviews of the plan", "trigger")
+        self.alarms = registry.counter("diptych:replan_alarms", "Changes of traffic detected", "what")
+        self.actions = registry.counter("diptych:replan_actions", "Changes of the fleet", "action", "outcome")
+        self.target = Gauge(
+            "diptych:replan_target_workers",
+            "Workers in the fleet last decided",
+            ["role"],
+            registry=registry,
+        )
+        self.expected = registry.gauge(
+            "diptych:replan_expected_attainment", "Expected attainment of the fleet last decided"
+        )
+        self.dropped = registry.counter(
+            "diptych:replan_unheard_events", "Traffic events dropped before the replanner fetched them"
+        )

@@ -12,10 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import (
-    CollectorRegistry,
-    Counter,
     Gauge,
-    Histogram,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
@@ -34,7 +31,9 @@ from services.gateway.metrics.buckets import (
     bucket_bounds_s,
 )
 from services.gateway.metrics.bulk import BulkCounters
+from services.gateway.metrics.deployment import ReplanCounters
 from services.gateway.metrics.kv_counters import KvCounters
+from services.gateway.metrics.metric_registry import MetricRegistry
 from services.gateway.metrics.recent_history import RecentHistory
 from services.gateway.metrics.vllm_transfers import NixlHistograms
 from services.gateway.metrics.workers import LinkSpeed, WorkerCollector, WorkerSnapshot
@@ -62,14 +61,14 @@ class GatewayMetrics(OutcomeSink):
         self.slo = slo or Slo()
         self.history = RecentHistory()
         self._limits_s = self.slo.limits_s()
-        self.registry = CollectorRegistry()
+        self.registry = MetricRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self._define_requests()
         self._define_stages()
         self._define_service()
         self._define_failures()
-        self._define_replanning()
+        self.replan = ReplanCounters(self.registry)
         self._attained: dict[str, deque[bool]] = {
             name: deque(maxlen=SLO_WINDOW) for name in ("ttft", "tpot", BOTH)
         }
@@ -88,30 +87,13 @@ class GatewayMetrics(OutcomeSink):
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _histogram(
-        self, name: str, help_text: str, buckets: Iterable[float], label: str = "model_name"
-    ) -> Histogram:
-        """A histogram with one label."""
-        return Histogram(name, help_text, [label], registry=self.registry, buckets=list(buckets))
-
-    def _plain_histogram(self, name: str, help_text: str, buckets_ms: Iterable[float]) -> Histogram:
-        """A histogram of seconds without labels; bucket bounds are in milliseconds."""
-        return Histogram(name, help_text, registry=self.registry, buckets=bucket_bounds_s(buckets_ms))
-
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        """A gauge without labels."""
-        return Gauge(name, help_text, registry=self.registry)
-
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        """A counter with any labels."""
-        return Counter(name, help_text, labels, registry=self.registry)
-
     def _define_requests(self) -> None:
         """Metrics that vLLM has too."""
+        counter = self.registry.counter
         ttft = bucket_bounds_s(TTFT_BUCKETS_MS, self._limits_s["ttft"])
         tpot = bucket_bounds_s(ITL_BUCKETS_MS, self._limits_s["tpot"])
         request = bucket_bounds_s(REQUEST_BUCKETS_MS)
-        seconds = self._histogram
+        seconds = self.registry.histogram
         self.ttft = seconds(
             "vllm:time_to_first_token_seconds", "From arrival until the first token was written", ttft
         )
@@ -141,58 +123,59 @@ class GatewayMetrics(OutcomeSink):
         self.params_max = seconds(
             "vllm:request_params_max_tokens", "The most tokens a sequence may have", TOKEN_BUCKETS
         )
-        self.prompt_tokens = self._counter(
+        self.prompt_tokens = counter(
             "vllm:prompt_tokens",
             "Prompt tokens processed, cached ones included",
             "model_name",
         )
-        self.cached_tokens = self._counter(
+        self.cached_tokens = counter(
             "vllm:prompt_tokens_cached", "Prompt tokens found in a cache", "model_name"
         )
-        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated", "model_name")
-        self.success = self._counter(
-            "vllm:request_success", "Answered sequences", "model_name", "finished_reason"
-        )
-        self.kv = KvCounters(self._counter)
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated", "model_name")
+        self.success = counter("vllm:request_success", "Answered sequences", "model_name", "finished_reason")
+        self.kv = KvCounters(self.registry.counter)
         self.bulk = BulkCounters(self.registry)
-        self.rejections = self._counter(
-            "vllm:admission_rejections", "Requests refused because of load", "reason"
-        )
+        self.rejections = counter("vllm:admission_rejections", "Requests refused because of load", "reason")
 
     def _define_stages(self) -> None:
         """How long the stages of a sequence take. The stages up to the first token add up to TTFT."""
-        self.ttft_stage = self._histogram(
+        counter, histogram, plain_histogram = (
+            self.registry.counter,
+            self.registry.histogram,
+            self.registry.plain_histogram,
+        )
+        self.ttft_stage = histogram(
             "diptych:ttft_stage_seconds",
             "Stages of the time to first token; they sum to it",
             bucket_bounds_s(STAGE_BUCKETS_MS),
             "stage",
         )
-        self.handoff_stage = self._histogram(
+        self.handoff_stage = histogram(
             "diptych:handoff_stage_seconds",
             "Stages between the first token and the second",
             bucket_bounds_s(STAGE_BUCKETS_MS),
             "stage",
         )
-        self.transfer_seconds = self._histogram(
+        self.transfer_seconds = histogram(
             "diptych:transfer_seconds",
             "Moving one request's KV",
             bucket_bounds_s(STAGE_BUCKETS_MS),
             "transport",
         )
         self.nixl = NixlHistograms(self.registry)
-        self.transfer_bytes = self._counter("diptych:transfer_bytes", "KV moved", "transport")
-        self.transfer_parts = self._counter(
+        self.transfer_bytes = counter("diptych:transfer_bytes", "KV moved", "transport")
+        self.transfer_parts = counter(
             "diptych:transfer_part_seconds", "Moving KV, before and after it was complete", "part"
         )
-        self.queue_wait = self._plain_histogram(
+        self.queue_wait = plain_histogram(
             "diptych:queue_wait_seconds", "Waiting in the gateway, for room or for workers", STAGE_BUCKETS_MS
         )
-        self.loop_lag = self._plain_histogram(
+        self.loop_lag = plain_histogram(
             "diptych:event_loop_lag_seconds",
             "How late the gateway's event loop was, 50 times a second",
             LAG_BUCKETS_MS,
         )
-        self.loop_work = self._plain_histogram(
+        self.loop_work = plain_histogram(
             "diptych:event_loop_work_seconds",
             "How much of that is processor time of the loop itself",
             LAG_BUCKETS_MS,
@@ -206,24 +189,23 @@ class GatewayMetrics(OutcomeSink):
 
     def _define_service(self) -> None:
         """HTTP requests, failures, open requests, readiness, SLO attainment and goodput."""
-        self.http = self._counter("diptych:http_requests", "HTTP requests answered", "route", "status")
-        self.failures = self._counter("diptych:request_failures", "Sequences that failed", "code")
-        self.retries = self._counter("diptych:request_retries", "Attempts given up for another", "code")
-        self.cancelled = self._counter("diptych:requests_cancelled", "Sequences whose client left")
-        self.cut = self._counter(
-            "diptych:slow_readers_cut", "Answers ended because the client read too slowly"
-        )
-        self.lost = self._counter("diptych:workers_lost", "Workers that went down, for whatever reason")
-        self.open = self._gauge("diptych:open_requests", "HTTP requests being generated")
-        self.ready = self._gauge("diptych:ready", "1 when a canary went through every stage")
+        counter, gauge = self.registry.counter, self.registry.gauge
+        self.http = counter("diptych:http_requests", "HTTP requests answered", "route", "status")
+        self.failures = counter("diptych:request_failures", "Sequences that failed", "code")
+        self.retries = counter("diptych:request_retries", "Attempts given up for another", "code")
+        self.cancelled = counter("diptych:requests_cancelled", "Sequences whose client left")
+        self.cut = counter("diptych:slow_readers_cut", "Answers ended because the client read too slowly")
+        self.lost = counter("diptych:workers_lost", "Workers that went down, for whatever reason")
+        self.open = gauge("diptych:open_requests", "HTTP requests being generated")
+        self.ready = gauge("diptych:ready", "1 when a canary went through every stage")
         self.attainment = Gauge(
             "diptych:slo_attainment",
             f"Share of the last {SLO_WINDOW} within the SLO",
             ["objective"],
             registry=self.registry,
         )
-        self.offered = self._counter("diptych:offered_requests", "Sequences asked for, refused ones included")
-        self.refused = self._counter("diptych:refused_requests", "Of these, refused because of load", "code")
+        self.offered = counter("diptych:offered_requests", "Sequences asked for, refused ones included")
+        self.refused = counter("diptych:refused_requests", "Of these, refused because of load", "code")
         for reason, rule in RULES.items():
             if rule.status == TOO_MANY_REQUESTS:
                 self.refused.labels(rule.code or reason.value)
@@ -233,14 +215,14 @@ class GatewayMetrics(OutcomeSink):
         self.target = Gauge(
             "diptych:slo_target_ratio", "Share that shall meet the SLO", ["objective"], registry=self.registry
         )
-        self.checked = self._counter(
+        self.checked = counter(
             "diptych:slo_requests", "Sequences with an SLO, by whether they met it", "objective", "met"
         )
-        self.outcomes = self._counter(
+        self.outcomes = counter(
             "diptych:slo_outcomes", "Sequences offered, by what they count as, and why", "outcome", "reason"
         )
-        self.good_requests = self._counter("diptych:goodput_requests", "Sequences within all SLOs")
-        self.good_tokens = self._counter("diptych:goodput_tokens", "Tokens of sequences within all SLOs")
+        self.good_requests = counter("diptych:goodput_requests", "Sequences within all SLOs")
+        self.good_tokens = counter("diptych:goodput_tokens", "Tokens of sequences within all SLOs")
         for name, bound in self._limits_s.items():
             if bound is not None:
                 self.objective.labels(name).set(bound)
@@ -255,55 +237,28 @@ class GatewayMetrics(OutcomeSink):
 
     def _define_failures(self) -> None:
         """The gateway's queue, and the outcome of requests whose workers failed."""
-        self.queued = self._gauge("diptych:queued_requests", "Sequences waiting in the gateway")
-        self.unprefilled_tokens = self._gauge(
+        counter, gauge = self.registry.counter, self.registry.gauge
+        self.queued = gauge("diptych:queued_requests", "Sequences waiting in the gateway")
+        self.unprefilled_tokens = gauge(
             "diptych:unread_prompt_tokens", "Prompt tokens of admitted requests that are not prefilled yet"
         )
-        self.foreseen = self._gauge(
+        self.foreseen = gauge(
             "diptych:predicted_wait_seconds", "Predicted TTFT of a request that arrives now"
         )
-        self.migrated = self._counter(
+        self.migrated = counter(
             "diptych:migrated_streams", "Streams continued by another worker after tokens were sent", "code"
         )
-        self.local = self._counter(
-            "diptych:local_prefills", "Prompts that decode workers prefilled", "reason"
-        )
-        self.quarantined = self._counter(
+        self.local = counter("diptych:local_prefills", "Prompts that decode workers prefilled", "reason")
+        self.quarantined = counter(
             "diptych:quarantined_requests", "Requests refused because they crashed workers"
         )
-        self.suspects = self._gauge(
+        self.suspects = gauge(
             "diptych:suspected_requests", "Requests that were open at a crash and are not cleared yet"
         )
-        self.late = self._counter(
-            "diptych:gateway_late_messages", "Messages of attempts that had ended", "kind"
-        )
-        self.links_given_up = self._counter(
-            "diptych:links_given_up", "Links given up because KV arrived corrupt"
-        )
-        self.log_lines = self._counter("diptych:request_log_lines", "Lines of the request log", "outcome")
-        self.traces = self._counter(
-            "diptych:traces", "Traced requests, by what became of the trace", "outcome"
-        )
-
-    def _define_replanning(self) -> None:
-        """Reports of the replanner (`diptych serve --replan`) about itself."""
-        self.replan_decisions = self._counter("diptych:replan_decisions", "Reviews of the plan", "trigger")
-        self.replan_alarms = self._counter("diptych:replan_alarms", "Changes of traffic detected", "what")
-        self.replan_actions = self._counter(
-            "diptych:replan_actions", "Changes of the fleet", "action", "outcome"
-        )
-        self.replan_target = Gauge(
-            "diptych:replan_target_workers",
-            "Workers in the fleet last decided",
-            ["role"],
-            registry=self.registry,
-        )
-        self.replan_expected = self._gauge(
-            "diptych:replan_expected_attainment", "Expected attainment of the fleet last decided"
-        )
-        self.replan_dropped = self._counter(
-            "diptych:replan_unheard_events", "Traffic events dropped before the replanner fetched them"
-        )
+        self.late = counter("diptych:gateway_late_messages", "Messages of attempts that had ended", "kind")
+        self.links_given_up = counter("diptych:links_given_up", "Links given up because KV arrived corrupt")
+        self.log_lines = counter("diptych:request_log_lines", "Lines of the request log", "outcome")
+        self.traces = counter("diptych:traces", "Traced requests, by what became of the trace", "outcome")
 
     @property
     def _has_slo(self) -> bool:

@@ -29,7 +29,7 @@ class ReplanRoute:
         # From 0 on: what a series begins with is no increase to Prometheus.
         for action in ACTIONS:
             for outcome in OUTCOMES:
-                metrics.replan_actions.labels(action, outcome)
+                metrics.replan.actions.labels(action, outcome)
         self._totals = CounterTotals()
         # The replanner's last report; None before the first.
         self.report: ReplanReport | None = None
@@ -40,7 +40,7 @@ class ReplanRoute:
             report = parse_body(body or b"{}", ReplanReport, MAX_BODY_DEPTH)
         self._apply_report(report)
         traffic = self._traffic.events_since(report.boot, report.after)
-        self._metrics.replan_dropped.inc(traffic.lost)
+        self._metrics.replan.dropped.inc(traffic.lost)
         return Response(msgspec.json.encode(traffic), media_type=JSON_TYPE)
 
     def _apply_report(self, report: ReplanReport) -> None:
@@ -50,13 +50,13 @@ class ReplanRoute:
         if report.pools is not None:
             self._prober.expect_workers(report.pools)
         for trigger, total in report.decisions.items():
-            metrics.replan_decisions.labels(trigger).inc(increase(("decision", trigger), total))
+            metrics.replan.decisions.labels(trigger).inc(increase(("decision", trigger), total))
         for what, total in report.alarms.items():
-            metrics.replan_alarms.labels(what).inc(increase(("alarm", what), total))
+            metrics.replan.alarms.labels(what).inc(increase(("alarm", what), total))
         for action, outcomes in report.actions.items():
             for outcome, total in outcomes.items():
-                metrics.replan_actions.labels(action, outcome).inc(increase((action, outcome), total))
+                metrics.replan.actions.labels(action, outcome).inc(increase((action, outcome), total))
         for role, count in report.target.items():
-            metrics.replan_target.labels(role).set(count)
+            metrics.replan.target.labels(role).set(count)
         if report.attainment is not None:
-            metrics.replan_expected.set(report.attainment)
+            metrics.replan.expected.set(report.attainment)

@@ -30,7 +30,7 @@ def exported() -> dict[str, Entry]:
     )
     named = {
         own._name: frozenset(own._labelnames)
-        for own in (*vars(metrics).values(), *vars(metrics.kv).values())
+        for own in (*vars(metrics).values(), *vars(metrics.kv).values(), *vars(metrics.replan).values())
         if isinstance(own, Counter | Gauge | Histogram)
     }
     found = {}

@@ -13,21 +13,19 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from diptych.errors import RequestError
-from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.failure_statuses import RequestFailure
 from diptych.specs import StorageShares
 from services.gateway.batches import tables
 from services.gateway.batches.data_dir import DataDir
 from services.gateway.batches.database_thread import DatabaseThread, Job, ResultFiles
-from services.gateway.batches.records import BATCH_PURPOSE, BatchRecord, FileRecord, InputLine, LineEnd
+from services.gateway.batches.records import BatchRecord, FileRecord, InputLine, LineEnd
+from services.gateway.batches.storage import batch_changes as changes
 from services.gateway.batches.storage import results
 from services.gateway.batches.storage.lookups import found_batch, found_file, num_waiting
 from services.gateway.batches.storage.settled_clock import SettledClock
 from services.gateway.batches.storage.tenant_shares import (
     TenantUse,
-    find_batch_refusal,
     find_line_refusal,
     find_refusal,
 )
@@ -230,24 +228,10 @@ class BatchStore:
         """
         now, free_bytes = int(self.settled_s), self.data_dir.spare_bytes()
 
-        def work(db: sqlite3.Connection, files: ResultFiles) -> None:
-            source = found_file(
-                tables.find_file(db, record.tenant, record.input_file, now), record.input_file
-            )
-            if source.purpose != BATCH_PURPOSE:
-                raise invalid_value_error(
-                    "input_file_id", "names a file that was not uploaded with purpose 'batch'"
-                )
-            use = tables.tenant_use(db, record.tenant)
-            refusal = find_batch_refusal(self.shares, use) or find_refusal(
-                self.shares, use, source.bytes, 2, free_bytes
-            )
-            if refusal is not None:
-                raise RequestError(refusal)
-            tables.add_batch(db, record, source.bytes)
-
         self.data_dir.check_space(0)
-        await self._change(work, record.tenant)
+        await self._change(
+            lambda db, _: changes.add_batch(db, record, self.shares, now, free_bytes), record.tenant
+        )
 
     async def find_batch(self, tenant: str | None, batch_id: str) -> BatchRecord:
         """A batch of a tenant. Raises RequestError (404) if there is none."""
@@ -264,17 +248,7 @@ class BatchStore:
     async def cancel_batch(self, tenant: str | None, batch_id: str) -> BatchRecord:
         """Have a batch cancelled. Raises RequestError: 404 if there is none, 409 if it has ended or is about to."""
         now = self.now
-
-        def work(db: sqlite3.Connection, files: ResultFiles) -> BatchRecord:
-            record = found_batch(tables.find_batch(db, batch_id, tenant), batch_id)
-            if record.status == "cancelling":
-                return record
-            if record.status not in ("validating", "in_progress"):
-                problem = f"a batch with status '{record.status}' cannot be cancelled"
-                raise RequestError(RequestFailure(FailureReason.BATCH_HAS_ENDED, problem))
-            return tables.cancel_batch(db, batch_id, now)
-
-        return await self._change(work)
+        return await self._change(lambda db, _: changes.cancel_batch(db, tenant, batch_id, now))
 
     async def count_check(self, batch_id: str) -> int:
         """Count that the check of an input file begins; returns how often it has begun, this time included.
@@ -292,7 +266,9 @@ class BatchStore:
             assert record is not None
             if record.status != "validating":
                 return record
-            return self._fail(db, files, record, problems, now)
+            failed = changes.fail_batch(db, files, record, problems, now)
+            self._note_use(db, record.tenant)
+            return failed
 
         return await self._change(work)
 
@@ -314,7 +290,9 @@ class BatchStore:
                     f"this file they would be above the share of a key, {most} (--max-tenant-lines); wait until "
                     "one has ended, or cancel one"
                 )
-                failed = self._fail(db, files, record, [BatchProblem("line_share_full", problem)], now)
+                problems = [BatchProblem("line_share_full", problem)]
+                failed = changes.fail_batch(db, files, record, problems, now)
+                self._note_use(db, record.tenant)
                 return tables.number_of(db, batch_id), failed
             return tables.number_of(db, batch_id), tables.update_batch(db, batch_id, total=len(lines))
 
@@ -363,17 +341,7 @@ class BatchStore:
         A batch that was cancelled before it was complete ends as cancelled.
         """
         now = self.now
-
-        def work(db: sqlite3.Connection, files: ResultFiles) -> BatchRecord:
-            record = tables.find_batch(db, batch_id)
-            assert record is not None
-            late = outcome == "completed" and record.status == "cancelling"
-            values: dict[str, Any] = {"outcome": "cancelled" if late else outcome, "finalizing_at": now}
-            if values["outcome"] != "cancelled":
-                values["status"] = "finalizing"
-            return tables.update_batch(db, batch_id, **values)
-
-        return await self._change(work)
+        return await self._change(lambda db, _: changes.finalize_batch(db, batch_id, outcome, now))
 
     async def end_batch(self, batch_id: str) -> BatchRecord:
         """The results are complete: publish them, and end the batch with its outcome."""
@@ -387,35 +355,13 @@ class BatchStore:
                 return tables.number_of(db, batch_id), record
             results.publish_results(db, files, record, now)
             ended = tables.end_batch(db, batch_id, record.outcome, now)
-            self._release_input(db, files, ended, now)
+            changes.release_input(db, files, ended, now)
+            self._note_use(db, ended.tenant)
             return tables.number_of(db, batch_id), ended
 
         number, ended = await self._change(work)
         await self._drop_lines(number)
         return ended
-
-    def _fail(
-        self,
-        db: sqlite3.Connection,
-        files: ResultFiles,
-        record: BatchRecord,
-        problems: Sequence[BatchProblem],
-        now: int,
-    ) -> BatchRecord:
-        for file_id in (record.output_file, record.error_file):
-            files.remove_content(file_id)
-        errors = msgspec.json.encode(list(problems)).decode()
-        failed = tables.end_batch(db, record.id, "failed", now, errors=errors)
-        self._release_input(db, files, failed, now)
-        return failed
-
-    def _release_input(
-        self, db: sqlite3.Connection, files: ResultFiles, record: BatchRecord, now: int
-    ) -> None:
-        """The batch does not read its input any more, which may have been deleted meanwhile."""
-        if tables.release_file(db, record.input_file, now):
-            files.remove_later(record.input_file)
-        self._note_use(db, record.tenant)
 
     async def _drop_lines(self, batch: int) -> None:
         """Forget all lines of a batch that has ended or not begun, in pieces."""

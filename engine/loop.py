@@ -13,21 +13,28 @@ the caller's to free (`KvAllocator.release`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diptych.errors import CorruptChunk
-from diptych.messages import Failed, Logprob, Output, WorkerStats
+from diptych.messages import WorkerStats
 from engine.eviction.decision_points import DecisionPoints
 from engine.isolation import BadSamplingParams, failure_code, isolate_failures
+from engine.outputs import (
+    LiveSequence,
+    SequenceOutput,
+    append_token,
+    build_failure,
+    build_output,
+    open_live,
+    score_prompt,
+)
 from engine.parking import park_sequence, restore_sequence
 from engine.protocols import (
     KvObserver,
     Logits,
     OnLayersDone,
     SampledToken,
-    SamplingState,
     StepObserver,
     StepRunner,
     StepSampler,
@@ -36,37 +43,38 @@ from engine.sampling.mask_budget import MaskBudget
 from engine.scheduling.new_token_ratio import MeasuredRate
 from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
-from engine.sequence_table import DEADLINE_FAILURE, AdmittedSequence, SequenceTable, first_output_seconds
+from engine.sequence_table import DEADLINE_FAILURE, AdmittedSequence, SequenceTable, StepWorkload
 from engine.step_work import StepWork, choose_logits, kept_work
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.tiers.host import HostArenas, HostTier
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """The message about one sequence after a step. `held` is the sequence if it leaves the engine with its slabs."""
-
-    message: Output | Failed
-    held: Sequence | None = None
-
-
-@dataclass(slots=True)
-class _LiveSequence:
-    """A sequence that has started, and its sampling row. It stays so while it is preempted."""
-
-    seq: Sequence
-    sampling: SamplingState
-    # Log-probabilities of the prompt's tokens so far; None if the request did not ask for them.
-    logprobs: list[Logprob | None] | None
-
-
 @dataclass(slots=True)
 class _StepJob:
-    live: _LiveSequence
+    live: LiveSequence
     work: StepWork
     # Whether this is one decoding token of a sequence whose prefill is complete.
     decodes: bool = False
+
+
+def build_jobs(workload: StepWorkload, live: Mapping[str, LiveSequence], masks: MaskBudget) -> list[_StepJob]:
+    """The jobs of a step: those that decode, then prefills. Sequences whose masks take too long are left out."""
+    jobs = []
+    asked = [*workload.decodes, *[seq for seq, _ in workload.prefills]]
+    left_out = masks.choose_left_out([(seq.key, live[seq.key].sampling) for seq in asked])
+    for seq in workload.decodes:
+        if seq.key not in left_out:
+            work = StepWork(seq.output[-1:], seq.computed, seq.slabs, "last", seq.prompt[0], kept_work(seq))
+            jobs.append(_StepJob(live[seq.key], work, decodes=True))
+    for seq, count in workload.prefills:
+        if not (seq.key in left_out and seq.pending == count):
+            entry = live[seq.key]
+            wanted = choose_logits(seq, count, entry.logprobs is not None)
+            tokens = seq.tokens(seq.computed, count)
+            work = StepWork(tokens, seq.computed, seq.slabs, wanted, seq.prompt[0], kept_work(seq))
+            jobs.append(_StepJob(entry, work))
+    return jobs
 
 
 class Engine:
@@ -90,7 +98,7 @@ class Engine:
         # Estimates: prompt tokens computed per second, and bytes copied per second to and from the host tier.
         self.prefill_rate, self.copy_rate = MeasuredRate(2000.0), MeasuredRate(1e9)
         self.table = SequenceTable(scheduler, kv)
-        self._live: dict[str, _LiveSequence] = {}
+        self._live: dict[str, LiveSequence] = {}
         self._masks = MaskBudget()
         self.decisions = DecisionPoints(runner, self.table)
 
@@ -139,13 +147,9 @@ class Engine:
         self.scheduler.adopt(seq, now_s)
         if seq.kept_slabs:
             try:
-                self.decisions.load(seq)
-            except Exception as error:
+                self.decisions.load_adopted(seq)
+            except Exception:
                 self.table.withdraw(seq.key)
-                self.decisions.forget(seq.key)
-                if isinstance(error, ValueError):
-                    what = f"KV of request {seq.id} does not say what its heads kept"
-                    raise CorruptChunk(what, str(error)) from error
                 raise
         if self._observer is not None:
             self._observer.on_sequence_arrived(seq, now_s)
@@ -153,6 +157,10 @@ class Engine:
     def abort(self, request: str, epoch: int) -> list[Sequence]:
         """Drop the request's sequences of this epoch and older ones, and what they hold. Nothing is emitted."""
         return [self._drop_sequence(key) for key in self.table.keys_of(request, epoch)]
+
+    def sequences(self) -> Iterable[Sequence]:
+        """All sequences, running ones first."""
+        return self.scheduler.sequences()
 
     @property
     def has_work(self) -> bool:
@@ -186,13 +194,14 @@ class Engine:
         self, begun_s: float, clock: Callable[[], float]
     ) -> tuple[list[SequenceOutput], list[_StepJob]]:
         """The messages of a step, and the jobs that ran in it."""
-        outputs = [
-            self._fail_sequence(key, *DEADLINE_FAILURE) for key in self.scheduler.expired_keys(begun_s)
-        ]
+        expired = self.scheduler.expired_keys(begun_s)
+        outputs = [self._fail_sequence(key, *DEADLINE_FAILURE) for key in expired]
         plan = self.table.plan_step(lambda key: self._preempt_sequence(key, clock))
         outputs += self._apply_plan(plan, clock)
         decided_s = clock()
-        jobs = self._build_jobs(plan)
+        jobs = build_jobs(self.table.select_work(plan), self._live, self._masks)
+        for job in jobs:
+            self.decisions.note_run(job.live.seq)
         if not jobs:
             return outputs, jobs
         ready_s = clock()
@@ -253,16 +262,16 @@ class Engine:
         return [failure for one in admissions if (failure := self._start_sequence(one, clock)) is not None]
 
     def _start_sequence(
-        self, admitted_seq: AdmittedSequence, clock: Callable[[], float]
+        self, admitted: AdmittedSequence, clock: Callable[[], float]
     ) -> SequenceOutput | None:
         """Start a sequence that has its slabs, with a row of the sampler. Returns its failure if it gets no row."""
-        seq, cached = admitted_seq.seq, admitted_seq.cached
+        seq, cached = admitted.seq, admitted.cached
         restored = (
             cached is not None
             and self.host is not None
             and restore_sequence(seq, self.host.arena_of(seq.kv_class), cached, self.copy_rate, clock)
         )
-        self.table.start(admitted_seq, clock(), restored)
+        self.table.start(admitted, clock(), restored)
         try:
             if cached is not None and not restored:
                 self.decisions.forget(seq.key)
@@ -272,70 +281,48 @@ class Engine:
             if seq.key in self._live:
                 # The sequence was preempted earlier and keeps its row of the sampler.
                 return None
-            row = self.sampler.open(seq)
+            self._live[seq.key] = open_live(seq, self.sampler)
         except Exception as error:
             return self._fail_sequence(seq.key, failure_code(error), str(error))
-        self._live[seq.key] = _LiveSequence(seq, row, [None] if seq.scores_prompt else None)
         return None
-
-    def _build_jobs(self, plan: StepPlan) -> list[_StepJob]:
-        jobs, live = [], self._live
-        work = self.table.select_work(plan)
-        asked = [*work.decodes, *[seq for seq, _ in work.prefills]]
-        left_out = self._masks.choose_left_out([(seq.key, live[seq.key].sampling) for seq in asked])
-        for seq in work.decodes:
-            if seq.key not in left_out:
-                one = StepWork(
-                    seq.output[-1:], seq.computed, seq.slabs, "last", seq.prompt[0], kept_work(seq)
-                )
-                jobs.append(_StepJob(live[seq.key], one, decodes=True))
-        for seq, count in work.prefills:
-            if not (seq.key in left_out and seq.pending == count):
-                entry = live[seq.key]
-                wanted = choose_logits(seq, count, entry.logprobs is not None)
-                tokens = seq.tokens(seq.computed, count)
-                one = StepWork(tokens, seq.computed, seq.slabs, wanted, seq.prompt[0], kept_work(seq))
-                jobs.append(_StepJob(entry, one))
-        for job in jobs:
-            self.decisions.note_run(job.live.seq)
-        return jobs
 
     def _account_results(
         self, jobs: list[_StepJob], results: list[Any], now_s: float, clock: Callable[[], float]
     ) -> list[SequenceOutput]:
         """Advance every sequence by the tokens that ran, let some drop KV, and sample for those without prefill."""
         # The output of each sequence, in the order of the step's jobs. None: the sequence has nothing to report.
-        verdicts: dict[str, SequenceOutput | None] = {}
-        chosen: list[tuple[_LiveSequence, Logits]] = []
+        outputs: dict[str, SequenceOutput | None] = {}
+        chosen: list[tuple[LiveSequence, Logits]] = []
         for job, result in zip(jobs, results, strict=True):
             live, seq, count = job.live, job.live.seq, len(job.work.tokens)
-            verdicts[seq.key] = None
+            outputs[seq.key] = None
             try:
                 if isinstance(result, Exception):
                     raise result
-                self._score_prompt(live, job.work, result)
+                if job.work.logits == "all":
+                    score_prompt(live, job.work.start, count, result, self.sampler)
             except Exception as error:
                 self.table.charge(seq, count)
-                verdicts[seq.key] = self._fail_sequence(seq.key, failure_code(error), str(error))
+                outputs[seq.key] = self._fail_sequence(seq.key, failure_code(error), str(error))
                 continue
             self.table.advance((seq,), count)
             if seq.wants_token:
                 chosen.append((live, result[-1:]))
             elif seq.pending == 0:
-                verdicts[seq.key] = self._emit_output(live, [], None, "length", now_s)
+                outputs[seq.key] = self._emit_output(live, None, "length", now_s)
         if deciding := [job.live.seq for job in jobs if job.live.seq.must_decide]:
             begun_s, unused = clock(), {live.seq.key for live, _ in chosen}.union(seq.key for seq in deciding)
             # Counted now: a sequence that is preempted for room has fewer tokens afterwards.
             counts = self.table.count_decided(deciding)
-            verdicts.update(self._decide_kept(deciding, unused, clock))
+            outputs.update(self._decide_kept(deciding, unused, clock))
             self.table.record_decisions(*counts, decided_s := clock() - begun_s)
             if self._observer is not None:
                 self._observer.on_decisions(*counts, decided_s)
             chosen = [pair for pair in chosen if pair[0].seq.key in self.scheduler.running]
         picks = isolate_failures(self._sample_rows, chosen) if chosen else []
         for (live, _), pick in zip(chosen, picks, strict=True):
-            verdicts[live.seq.key] = self._append_token(live, pick, now_s)
-        return [verdict for verdict in verdicts.values() if verdict]
+            outputs[live.seq.key] = self._append_token(live, pick, now_s)
+        return [output for output in outputs.values() if output]
 
     def _decide_kept(
         self, deciding: list[Sequence], unused: set[str], clock: Callable[[], float]
@@ -366,60 +353,29 @@ class Engine:
         if self.kv_observer is not None and slabs:
             self.kv_observer.on_slabs_taken(slabs)
 
-    def _sample_rows(self, pairs: list[tuple[_LiveSequence, Logits]]) -> list[SampledToken | Exception]:
+    def _sample_rows(self, pairs: list[tuple[LiveSequence, Logits]]) -> list[SampledToken | Exception]:
         return self.sampler.sample([logits for _, logits in pairs], [live.sampling for live, _ in pairs])
 
-    def _score_prompt(self, live: _LiveSequence, work: StepWork, logits: Logits) -> None:
-        """Score a part of the prompt. Row i of the logits predicts token i + 1, so the first token has no score."""
-        if live.logprobs is None or work.logits != "all":
-            return
-        following = live.seq.prompt[work.start + 1 : work.start + 1 + len(work.tokens)]
-        live.logprobs += self.sampler.score(
-            logits[: len(following)], following, live.seq.sampling.prompt_logprobs or 0
-        )
-
     def _append_token(
-        self, live: _LiveSequence, token: SampledToken | Exception, now_s: float
+        self, live: LiveSequence, token: SampledToken | Exception, now_s: float
     ) -> SequenceOutput:
         """Append one sampled token, and finish the sequence if it is the last one."""
-        seq = live.seq
-        if isinstance(token, Exception):
-            return self._fail_sequence(
-                seq.key, failure_code(token), str(token), isinstance(token, BadSamplingParams)
-            )
-        seq.output.append(token.token)
-        stopped = token.token in seq.sampling.stop_token_ids
-        if not stopped:
-            try:
-                live.sampling.push(token.token)
-            except Exception as error:
-                return self._fail_sequence(seq.key, failure_code(error), str(error))
-        finish = self.table.finish_reason(seq, stopped or live.sampling.done)
-        return self._emit_output(live, [token.token], token.logprob, finish, now_s)
+        try:
+            if isinstance(token, Exception):
+                raise token
+            ends = append_token(live, token)
+        except Exception as error:
+            sound = isinstance(error, BadSamplingParams)
+            return self._fail_sequence(live.seq.key, failure_code(error), str(error), sound)
+        return self._emit_output(live, token, self.table.finish_reason(live.seq, ends), now_s)
 
     def _emit_output(
-        self,
-        live: _LiveSequence,
-        tokens: list[int],
-        logprob: Logprob | None,
-        finish: str | None,
-        now_s: float,
+        self, live: LiveSequence, token: SampledToken | None, finish: str | None, now_s: float
     ) -> SequenceOutput:
-        """The message with a step's `tokens`. The gateway leaves a final stop token out of the text."""
-        seq, logprobs = live.seq, live.logprobs
-        # The prompt's log-probabilities are sent once.
-        live.logprobs = None
-        output = Output(
-            request=seq.id,
-            epoch=seq.epoch,
-            tokens=tokens,
-            logprobs=[logprob] if logprob else None,
-            prompt_logprobs=logprobs,
-            finish=finish,
-            seconds=first_output_seconds(seq, now_s) if seq.silent else {},
-            cached_tokens=seq.cached if seq.silent else 0,
-            kept=self.decisions.take_report(seq),
-        )
+        """The message with a step's token; the sequence leaves if it has finished, or is held."""
+        seq = live.seq
+        cached_tokens, kept = seq.cached if seq.silent else 0, self.decisions.take_report(seq)
+        output = build_output(live, token, finish, now_s, cached_tokens, kept)
         held = self.table.settle_output(seq, finish)
         if finish:
             self._forget_sequence(seq.key)
@@ -432,8 +388,7 @@ class Engine:
     def _fail_sequence(self, key: str, code: str, message: str, sound: bool = False) -> SequenceOutput:
         # After an internal error (for example logits that are not finite) its KV may be bad, so no other request may
         # reuse it.
-        seq = self._drop_sequence(key, keep=sound or code != "internal_error")
-        return SequenceOutput(Failed(seq.id, seq.epoch, code, message))
+        return build_failure(self._drop_sequence(key, sound or code != "internal_error"), code, message)
 
     def _drop_sequence(self, key: str, keep: bool = True) -> Sequence:
         seq = self.table.drop(key, keep)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from diptych.eviction_spec import KeepSpec
-from diptych.messages import Failed, Logprob, Output
+from diptych.messages import Failed, Logprob, Output, WorkerStats
 from engine import sequence
 from engine.step_work import StepWork
 from kvcache.eviction.bag_sizes import BagSizes
@@ -201,3 +201,49 @@ class StepObserver(Protocol):
         messages: Sequence[Output | Failed],
     ) -> None:
         """A step has ended: the works that ran in it (possibly none), and all messages that it produced."""
+
+
+class EngineOutput(Protocol):
+    """The message about one sequence after a step (`engine.outputs.SequenceOutput`)."""
+
+    @property
+    def message(self) -> Output | Failed:
+        """The message for the gateway."""
+
+    @property
+    def held(self) -> sequence.Sequence | None:
+        """The sequence, if it leaves the engine with its slabs."""
+
+
+class WorkerEngine(Protocol):
+    """An engine as a worker's loop uses it: `engine.loop.Engine`, `engine.offload.engine.OffloadEngine`."""
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from another thread, whenever a sequence has become ready (`Sequence.ready`)."""
+
+    def expect(self, seq: sequence.Sequence) -> None:
+        """Announce a sequence that will be added soon, so that slow preparation can begin. Idempotent."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would progress now."""
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The earliest deadline of all sequences; a step after it reports that sequence as failed."""
+
+    def step(self, clock: Callable[[], float]) -> Sequence[EngineOutput]:
+        """Run one step, or a part of one, and return its messages."""
+
+    def abort(self, request: str, epoch: int) -> list[sequence.Sequence]:
+        """Drop the request's sequences of this epoch and older ones, and what they hold. Nothing is emitted."""
+
+    @property
+    def stats(self) -> WorkerStats:
+        """The engine's part of a worker's statistics."""
+
+    def record_send_time(self, seconds: float) -> None:
+        """Record that sending messages to the gateway took `seconds`."""
+
+    def sequences(self) -> Iterable[sequence.Sequence]:
+        """All sequences of the engine."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from typing import Protocol
 
 import msgspec
@@ -38,8 +39,8 @@ from diptych.messages import (
     WorkerStats,
 )
 from engine.bulk.engine import BulkEngine
-from engine.loop import Engine, SequenceOutput
-from engine.offload.engine import OffloadEngine
+from engine.loop import Engine
+from engine.protocols import EngineOutput, WorkerEngine
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.prefix_tree import root_key
 from worker.fencing import EpochFence
@@ -159,13 +160,13 @@ class WorkerLoop:
     has returned. `fingerprint` identifies the model for prefix caching; if it is empty, prefixes are not shared.
     `codecs` are those of the pool's layouts (`kvcache.layout.KvLayout.codec`) by KV class, the first one for attempts
     that name no class. The codec is part of every prefix's address. `bulk` does bulk work in the time that `engine`
-    leaves; without it bulk work is done by `engine`, which may be that of a block.
+    leaves; without it bulk work is done by `engine`, which may be that of models larger than memory.
     """
 
     def __init__(
         self,
         link: GatewayLink,
-        engine: Engine | OffloadEngine,
+        engine: WorkerEngine,
         role: WorkerRole,
         books: SlabBooks,
         latest_stats: LatestStats,
@@ -258,7 +259,7 @@ class WorkerLoop:
         if self._ending_s is None:
             assert isinstance(self.engine, Engine)
             return self._send_outputs(bulk.run_unit(self.engine, self._clock), bulk)
-        for seq in list(bulk.scheduler.sequences()):
+        for seq in list(bulk.sequences()):
             bulk.abort(seq.id, seq.epoch)
             self.link.send(Failed(seq.id, seq.epoch, "draining", "the worker is about to end"))
 
@@ -270,14 +271,14 @@ class WorkerLoop:
         return bool(unit or self.engine.has_work) and not self.link.is_congested
 
     @property
-    def _engines(self) -> tuple[Engine | OffloadEngine, ...]:
+    def _engines(self) -> tuple[WorkerEngine, ...]:
         """The engine, and that of bulk work if there is one."""
         return (self.engine,) if self.bulk is None else (self.engine, self.bulk)
 
     @property
     def is_busy(self) -> bool:
         """Whether any attempt is alive in the engines or the role."""
-        return any(len(engine.scheduler) for engine in self._engines) or self.role.is_busy
+        return any(True for engine in self._engines for _ in engine.sequences()) or self.role.is_busy
 
     def _check_books(self) -> None:
         """When the last attempt has ended, check that no slab is held (cached chunks have no holder).
@@ -398,7 +399,7 @@ class WorkerLoop:
     def _fail_order(self, order: WorkOrder, code: str, message: str) -> None:
         self.link.send(Failed(order.request, order.epoch, code, message))
 
-    def _send_outputs(self, emissions: list[SequenceOutput], engine: Engine | OffloadEngine) -> None:
+    def _send_outputs(self, emissions: Many[EngineOutput], engine: WorkerEngine) -> None:
         """Send one `Step` with all new tokens of `engine`, before any other work, then hand finished sequences to the
         role.
         """
@@ -427,7 +428,7 @@ class WorkerLoop:
 
     def _abandon_all(self) -> list[tuple[str, int]]:
         """Free everything that the engines and the role hold."""
-        ended = [(seq.id, seq.epoch) for engine in self._engines for seq in engine.scheduler.sequences()]
+        ended = [(seq.id, seq.epoch) for engine in self._engines for seq in engine.sequences()]
         for request, epoch in ended:
             for engine in self._engines:
                 engine.abort(request, epoch)

@@ -43,7 +43,7 @@ from msgspec import Meta
 
 from diptych.errors import DiptychError, StartError
 from diptych.logs.log_format import configure_logging
-from engine.cpu.coded.sink_table import DEFAULT_SLOTS
+from engine.batching.sink_slots import DEFAULT_SLOTS
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from diptych.chunks import CHUNK_TOKENS
 from engine.batching import prefix_plan
 from engine.batching.prefix_plan import PrefixPlan
-from engine.cpu.linear import MIN_ROWS
 from engine.step_work import StepWork
 
 Ints = NDArray[np.int64]
+# The least rows of a matrix product.
+MIN_ROWS = 1
 
 
 @dataclass(frozen=True, slots=True)

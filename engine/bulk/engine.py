@@ -17,7 +17,8 @@ import msgspec
 
 from diptych.messages import WorkerStats
 from engine.bulk.budget import BulkBudget, BulkScheduler, BulkTime
-from engine.loop import Engine, SequenceOutput
+from engine.loop import Engine
+from engine.outputs import SequenceOutput
 from engine.protocols import StepRunner, StepSampler
 from engine.sequence import EngineLimits, Sequence
 from engine.sequence_table import DEADLINE_FAILURE

@@ -19,10 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batching import prefix_plan
-from engine.batching.batch import ForwardBatch, PrefillSpan, pack_batch
+from engine.batching.batch import MIN_ROWS, ForwardBatch, PrefillSpan, pack_batch
 from engine.cpu.attention import PagedAttention
 from engine.cpu.eviction.evictor import CpuEvictor
-from engine.cpu.linear import MIN_ROWS
 from engine.step_work import RunnerBounds, StepWork
 
 Floats = NDArray[np.float32]

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from diptych.errors import ModelError
+from engine.batching.batch import MIN_ROWS
 from engine.cpu.matmul import HALVES, PANEL_OUTPUTS, multiply_panels, pack_panels, panel_items, tile_rows
 
-MIN_ROWS = 1
 NARROW_DTYPES = {"bfloat16": torch.bfloat16} | ({"float16": torch.float16} if HALVES else {})
 # Matrix products with fewer weights use one thread, since they end before a second thread has started.
 MIN_THREADED_WEIGHTS = 1 << 17

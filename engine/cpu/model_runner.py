@@ -14,12 +14,13 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
 from diptych.eviction_spec import KeepSpec
 from engine.batching.batch import ForwardBatch, count_rows, pack_batch
+from engine.batching.sink_slots import DEFAULT_SLOTS, SinkPlan, SinkSlots
 from engine.cpu.arenas import PoolAttention, pack_groups
 from engine.cpu.attention import CpuAttention, PagedAttention
-from engine.cpu.coded.attention import CodedPool, SinkRecorder, build_page_codecs
+from engine.cpu.coded.attention import CodedPool, SinkRecorder
 from engine.cpu.coded.compiled_attention import NO_TABLE, CompiledAttention, build_angles
 from engine.cpu.coded.kept_store import CodedStore
-from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots, SinkTable
+from engine.cpu.coded.sink_table import SinkTable
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.eviction.evictor import CpuEvictor, EvictionSetup
 from engine.cpu.eviction.ragged_attention import KeptStore, RawStore
@@ -42,6 +43,7 @@ from engine.protocols import EvictionOrder, EvictionReport, OnLayersDone
 from engine.step_work import KeptWork, RunnerBounds, StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.layout import KvLayout, Shard
+from kvcache.page_codecs import build_page_codecs
 from kvcache.pool import KvPool
 
 # Imported for types only: the module imports transformers, which ranks that get their configuration from rank 0 do

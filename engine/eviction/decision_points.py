@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import cast
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.errors import CorruptChunk
 from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import decision_tokens
 from engine.protocols import EvictingRunner, EvictionOrder, Preparation, StepRunner
@@ -103,6 +104,22 @@ class DecisionPoints:
         self._known.add(seq.key)
         decided = decision_tokens(len(seq.prompt), seq.computed)
         self._runner.load_kept(seq.key, seq.keep.boundary, decided, seq.bag_slabs)
+
+    def load_adopted(self, seq: Sequence) -> None:
+        """As `load`, for a sequence that is being adopted: nothing is kept of it if that fails.
+
+        Raises:
+            CorruptChunk: its bag has no valid map, or that of another decision.
+            Exception: the runner could not read the map for want of memory, for example.
+        """
+        try:
+            self.load(seq)
+        except Exception as error:
+            self.forget(seq.key)
+            if isinstance(error, ValueError):
+                what = f"KV of request {seq.id} does not say what its heads kept"
+                raise CorruptChunk(what, str(error)) from error
+            raise
 
     def forget(self, key: str) -> None:
         """The runner keeps nothing of a sequence any more. It hears of it once, and only if it was given any."""

@@ -23,8 +23,7 @@ import torch
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.batching.batch import pack_batch
-from engine.cpu.coded.attention import build_page_codecs
-from engine.cpu.coded.sink_table import DEFAULT_SLOTS, SinkPlan, SinkSlots
+from engine.batching.sink_slots import DEFAULT_SLOTS, SinkPlan, SinkSlots
 from engine.gpu.attention import GpuAttention
 from engine.gpu.batch import StepSizes, fill_step, measure_sizes, view_step
 from engine.gpu.coded.attention import CodedGpuAttention
@@ -37,6 +36,7 @@ from engine.protocols import OnLayersDone
 from engine.step_work import RunnerBounds, StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.layout import KvLayout, Shard
+from kvcache.page_codecs import build_page_codecs
 
 # Numbers to which the number of shared items is padded. A step with more items is launched without a graph.
 PADDED_ITEMS = (0, 64, 512)

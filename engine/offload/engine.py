@@ -16,29 +16,26 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 
-from diptych.messages import Failed, Logprob, Output, WorkerStats
+from diptych.messages import WorkerStats
 from engine.isolation import failure_code, isolate_failures
-from engine.loop import SequenceOutput
 from engine.offload.block_admission import BlockAdmission, SequenceStep
 from engine.offload.units import OffloadRunner, UnitResult, WorkFailure, WorkLogits
-from engine.protocols import SampledToken, SamplingState, StepSampler
+from engine.outputs import (
+    LiveSequence,
+    SequenceOutput,
+    append_token,
+    build_failure,
+    build_output,
+    open_live,
+    score_prompt,
+)
+from engine.protocols import SampledToken, StepSampler
 from engine.sequence import Sequence, SequenceRefused
-from engine.sequence_table import DEADLINE_FAILURE, first_output_seconds
+from engine.sequence_table import DEADLINE_FAILURE
 from engine.step_work import StepWork, choose_logits
 
 # Failed steps after which a sequence is not tried again.
 MAX_FAILURES = 3
-
-
-@dataclass(slots=True)
-class _LiveSequence:
-    """A sequence that has had a place in the block, and its sampling row."""
-
-    seq: Sequence
-    sampling: SamplingState
-    # Log-probabilities of the prompt's tokens so far; None if the request did not ask for them.
-    logprobs: list[Logprob | None] | None
-    failures: int = 0
 
 
 @dataclass(slots=True)
@@ -67,7 +64,7 @@ class OffloadEngine:
     ) -> None:
         self.runner, self.scheduler, self.sampler, self.slice_s = runner, schedule, sampler, slice_s
         self._vocab_size = vocab_size
-        self._live: dict[str, _LiveSequence] = {}
+        self._live: dict[str, LiveSequence] = {}
         self._open: _OpenStep | None = None
         self.steps = self.units = self.tokens = self.failed_steps = 0
         self.seconds = 0.0
@@ -93,6 +90,10 @@ class OffloadEngine:
         for seq in seqs:
             self._drop(seq.key)
         return seqs
+
+    def sequences(self) -> Iterable[Sequence]:
+        """All sequences, those in the block first."""
+        return self.scheduler.sequences()
 
     @property
     def has_work(self) -> bool:
@@ -144,11 +145,9 @@ class OffloadEngine:
                 live.logprobs = None if live.logprobs is None else [None]
                 continue
             try:
-                row = self.sampler.open(seq)
+                self._live[seq.key] = open_live(seq, self.sampler)
             except Exception as error:
                 failures.append(self._fail(seq.key, failure_code(error), str(error)))
-                continue
-            self._live[seq.key] = _LiveSequence(seq, row, [None] if seq.scores_prompt else None)
         parts: dict[int, list[tuple[SequenceStep, StepWork]]] = {}
         for one in self.scheduler.plan_step():
             parts.setdefault(one.batch, []).append((one, self._build_work(one)))
@@ -191,7 +190,7 @@ class OffloadEngine:
 
         A sequence that has failed in this step gets no token any more.
         """
-        chosen: list[tuple[_LiveSequence, WorkLogits]] = []
+        chosen: list[tuple[LiveSequence, WorkLogits]] = []
         for one in found:
             part, work = step.parts[one.batch][one.index]
             key = part.seq.key
@@ -202,8 +201,10 @@ class OffloadEngine:
                 step.picks[key] = one.error
                 continue
             if work.logits == "all":
-                self._score_row(step, live, work, one)
-                if key in step.picks:
+                try:
+                    score_prompt(live, work.start + one.row, 1, one.logits, self.sampler)
+                except Exception as error:
+                    step.picks[key] = error
                     continue
             is_last = one.row == work.wanted - 1 and part.count == part.seq.pending
             # A prompt that is only scored asks for 0 tokens.
@@ -219,17 +220,6 @@ class OffloadEngine:
         )
         for (live, _), pick in zip(chosen, picks, strict=True):
             step.picks[live.seq.key] = pick
-
-    def _score_row(self, step: _OpenStep, live: _LiveSequence, work: StepWork, one: WorkLogits) -> None:
-        """Score one token of a prompt. Row i of the logits predicts token i + 1."""
-        seq, place = live.seq, work.start + one.row + 1
-        if live.logprobs is None or place >= len(seq.prompt):
-            return
-        try:
-            top = seq.sampling.prompt_logprobs or 0
-            live.logprobs += self.sampler.score(one.logits, [seq.prompt[place]], top)
-        except Exception as error:
-            step.picks[seq.key] = error
 
     def _end_step(self, step: _OpenStep, now_s: float) -> list[SequenceOutput]:
         """Advance all sequences of a step by what it computed; returns their messages."""
@@ -247,7 +237,7 @@ class OffloadEngine:
             elif token is not None:
                 outputs.append(self._fail(seq.key, failure_code(token), str(token)))
             elif seq.pending == 0:
-                outputs.append(self._emit(self._live[seq.key], [], None, "length", now_s))
+                outputs.append(self._emit(self._live[seq.key], None, "length", now_s))
         return outputs
 
     def _fail_step(self, step: _OpenStep, error: Exception) -> list[SequenceOutput]:
@@ -270,53 +260,30 @@ class OffloadEngine:
 
     # ---- messages
 
-    def _append_token(self, live: _LiveSequence, token: SampledToken, now_s: float) -> SequenceOutput:
+    def _append_token(self, live: LiveSequence, token: SampledToken, now_s: float) -> SequenceOutput:
         """Append one sampled token, and finish the sequence if it is the last one."""
         seq = live.seq
-        seq.output.append(token.token)
-        stopped = token.token in seq.sampling.stop_token_ids
-        if not stopped:
-            try:
-                live.sampling.push(token.token)
-            except Exception as error:
-                return self._fail(seq.key, failure_code(error), str(error))
-        finish = None
-        if stopped or live.sampling.done:
-            finish = "stop"
-        elif len(seq.output) >= seq.sampling.max_tokens or seq.total >= self.scheduler.max_model_len:
-            finish = "length"
-        return self._emit(live, [token.token], token.logprob, finish, now_s)
+        try:
+            ends = append_token(live, token)
+        except Exception as error:
+            return self._fail(seq.key, failure_code(error), str(error))
+        full = len(seq.output) >= seq.sampling.max_tokens or seq.total >= self.scheduler.max_model_len
+        return self._emit(live, token, "stop" if ends else "length" if full else None, now_s)
 
     def _emit(
-        self,
-        live: _LiveSequence,
-        tokens: list[int],
-        logprob: Logprob | None,
-        finish: str | None,
-        now_s: float,
+        self, live: LiveSequence, token: SampledToken | None, finish: str | None, now_s: float
     ) -> SequenceOutput:
-        seq, logprobs = live.seq, live.logprobs
-        # The prompt's log-probabilities are sent once.
-        live.logprobs = None
-        output = Output(
-            request=seq.id,
-            epoch=seq.epoch,
-            tokens=tokens,
-            logprobs=[logprob] if logprob else None,
-            prompt_logprobs=logprobs,
-            finish=finish,
-            seconds=first_output_seconds(seq, now_s),
-        )
-        seq.silent = False
+        output = build_output(live, token, finish, now_s)
+        live.seq.silent = False
         if finish:
-            self._drop(seq.key)
+            self._drop(live.seq.key)
         return SequenceOutput(output)
 
     def _fail(self, key: str, code: str, message: str) -> SequenceOutput:
         seq = self.scheduler.find(key)
         assert seq is not None, key
         self._drop(key)
-        return SequenceOutput(Failed(seq.id, seq.epoch, code, message))
+        return build_failure(seq, code, message)
 
     def _drop(self, key: str) -> None:
         """Forget a sequence; the room of one that is being computed is free when the step has ended."""

@@ -1,13 +1,13 @@
 """Divides one step's token budget among prompts: which are prefilled, by how much, and which new ones start.
 
-    line (priority, tenant, KV class): prompts that are being prefilled, then waiting ones, each in order of arrival
-    served: best priority first, then the tenant with the least service, until budget, memory or lines end
+    queue (priority, tenant, KV class): prompts that are being prefilled, then waiting ones, each in order of arrival
+    served: best priority first, then the tenant with the least service, until budget, memory or queues end
 
 A prompt that is longer than the remaining budget takes the remainder, with these exceptions, so that short prompts need
 not wait until a long one is finished:
 
-- Three quarters of the remainder are first offered to shorter prompts behind it in its line, the shortest first.
-- Half is first offered to other lines of its priority. If the long prompt's tenant has received less service than
+- Three quarters of the remainder are first offered to shorter prompts behind it in its queue, the shortest first.
+- Half is first offered to other queues of its priority. If the long prompt's tenant has received less service than
   theirs, other tenants get this half less the difference.
 - While any prompt finishes its prefill in this step, the long one gets a quarter at most.
 - If other prompts arrived recently (`shares_steps`), the long one gets half a step even when alone, unless its
@@ -28,6 +28,7 @@ from typing import Protocol
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.scheduling.fairness import VirtualTokenCounter
+from engine.scheduling.prompt_queues import PromptQueueKey
 from engine.sequence import EngineLimits, Sequence
 
 # Most tokens per step of a prompt with `prompt_logprobs`. Each needs a float32 row of logits over the whole
@@ -35,8 +36,6 @@ from engine.sequence import EngineLimits, Sequence
 MAX_SCORED_ROWS = 256
 # Most prompts that are examined behind a long one, and most waiting prompts per step whose prefix is looked up.
 LOOKAHEAD_PROMPTS = 64
-
-PromptLine = tuple[int, str, str]  # priority, tenant, KV class
 
 
 class KvAvailability(Protocol):
@@ -188,49 +187,51 @@ class PrefillAdder:
     # The chunks being computed, and the best priority of the sequences that compute each of them.
     _computing: dict[bytes, int] | None = None
 
-    def add_prompts(self, lines: dict[PromptLine, Iterator[Sequence]]) -> None:
-        """Serve the lines in order of service, one prompt at a time.
+    def add_prompts(self, queues: dict[PromptQueueKey, Iterator[Sequence]]) -> None:
+        """Serve the queues in order of service, one prompt at a time.
 
         Tokens given in this step count as service at once.
         """
         given: Counter[str] = Counter()
         limit = self.budget
         self._keep, half = max(1, limit // 4), max(1, limit // 2)
-        while lines and self.budget > 0:
-            line = min(
-                lines,
-                key=lambda line: (
-                    line[0],
-                    self.token_counter.served_tokens(line[1]) + given[line[1]],
-                    line[1],
+        while queues and self.budget > 0:
+            key = min(
+                queues,
+                key=lambda key: (
+                    key[0],
+                    self.token_counter.served_tokens(key[1]) + given[key[1]],
+                    key[1],
                 ),
             )
-            if self._long_seq is not None and line[0] > self._long_seq.tenancy.priority:
+            if self._long_seq is not None and key[0] > self._long_seq.tenancy.priority:
                 break
             before = self.budget
             if self._long_seq is None:
-                self._owed = self._service_deficit(line, lines, given)
-            if not self._serve_next(lines[line]):
-                del lines[line]
-            given[line[1]] += before - self.budget
+                self._owed = self._service_deficit(key, queues, given)
+            if not self._serve_next(queues[key]):
+                del queues[key]
+            given[key[1]] += before - self.budget
         if self._long_seq is not None:
             self._room_of(self._long_seq).free += self._aside
             shares = self.shares_steps and self._owed <= 0
             most = self._keep if self._ending else half if shares else limit
             self._grant_tokens(self._long_seq, min(self.budget + self._rest, most))
 
-    def _service_deficit(self, line: PromptLine, lines: Iterable[PromptLine], given: Counter[str]) -> float:
-        """Tokens by which a line's tenant has received less service than all others of its priority; 0 if alone."""
-        own = self.token_counter.served_tokens(line[1]) + given[line[1]]
+    def _service_deficit(
+        self, key: PromptQueueKey, queues: Iterable[PromptQueueKey], given: Counter[str]
+    ) -> float:
+        """Tokens by which a queue's tenant has received less service than all others of its priority; 0 if alone."""
+        own = self.token_counter.served_tokens(key[1]) + given[key[1]]
         others = [
             self.token_counter.served_tokens(name) + given[name]
-            for level, name, _ in lines
-            if name != line[1] and level == line[0]
+            for level, name, _ in queues
+            if name != key[1] and level == key[0]
         ]
         return max(0.0, min(others, default=own) - own)
 
     def _serve_next(self, seqs: Iterator[Sequence]) -> bool:
-        """Serve the next prompt of a line; False if no prompt of it can be served any more."""
+        """Serve the next prompt of a queue; False if no prompt of it can be served any more."""
         for seq in seqs:
             if self._is_shut_out(seq):
                 return False
@@ -252,7 +253,7 @@ class PrefillAdder:
         return False
 
     def _share_budget(self, long_seq: Sequence, want: int, seqs: Iterator[Sequence]) -> None:
-        """Offer the budget to shorter prompts behind `long_seq`, then to other lines; the rest is reserved for it."""
+        """Offer the budget to shorter prompts behind `long_seq`, then to other queues; the rest is reserved for it."""
         keep, budget, room = min(self._keep, self.budget), self.budget, self._room_of(long_seq)
         self._aside = min(
             room.free,

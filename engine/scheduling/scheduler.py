@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from itertools import chain, islice
+from itertools import chain
 
+from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.fairness import VirtualTokenCounter
 from engine.scheduling.new_token_ratio import NewTokenRatio
 from engine.scheduling.prefill_adder import (
@@ -31,9 +31,9 @@ from engine.scheduling.prefill_adder import (
     KvStock,
     PrefillAdder,
     PrefillChunk,
-    PromptLine,
     find_prefix,
 )
+from engine.scheduling.prompt_queues import PromptQueues
 from engine.scheduling.seats import choose_startable, choose_yielding, count_evicting_left, may_evict
 from engine.scheduling.step_time import StepTimeModel
 from engine.sequence import EngineLimits, Sequence, SequenceRefused
@@ -58,30 +58,53 @@ class StepPlan:
     prefill: tuple[PrefillChunk, ...] = ()
 
 
+def check_limits(seq: Sequence, limits: EngineLimits, prompts: PromptQueues) -> None:
+    """Check that a sequence can run within `limits`, and that there is a place for it among those that wait.
+
+    Raises:
+        SequenceRefused: the queue is full ("overloaded"), or the sequence can never run here ("out_of_memory",
+            "internal_error").
+    """
+    if not 0 < seq.total <= limits.max_model_len:
+        raise SequenceRefused(
+            "internal_error", f"{seq.total} tokens are not within 1 to {limits.max_model_len}"
+        )
+    if (need := limits.max_slabs(seq)) > (most := limits.slabs_for(seq)):
+        raise SequenceRefused("out_of_memory", f"it needs {need} KV slabs, and this worker has {most} in all")
+    num_waiting, tokens = len(prompts.waiting), prompts.num_tokens
+    if num_waiting >= limits.max_waiting or tokens + seq.total > limits.max_waiting_tokens:
+        why = f"{num_waiting} sequences with {tokens} tokens are waiting"
+        raise SequenceRefused("overloaded", "the worker's queue is full", why)
+
+
 class Scheduler:
     """The queues of one engine: by priority, then fair among tenants, then first come first served."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
-        self.waiting: dict[str, Sequence] = {}
+        self.prompts = PromptQueues(limits)
         self.adopted: dict[str, Sequence] = {}
         self.running: dict[str, Sequence] = {}
-        self.waiting_tokens = 0
-        # Number of tokens that each waiting sequence contributes to `waiting_tokens`.
-        self._pending: dict[str, int] = {}
         self.token_counter, self.ratio = VirtualTokenCounter(), NewTokenRatio()
         self.step_time = StepTimeModel()
-        # The waiting sequences of each line, in order of arrival.
-        self._lines: dict[PromptLine, dict[str, Sequence]] = {}
         # Waiting sequences that have run before.
         self._preempted: set[str] = set()
-        # A heap of (deadline, sequence key). Some of these sequences may be gone already.
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines = Deadlines()
         self._arrivals = 0
         # Number of times that a running sequence gave its seat to another one.
         self.seat_pauses = 0
         # Number of steps for which a long prompt still leaves room for shorter prompts.
         self._shared_steps = 0
+
+    @property
+    def waiting(self) -> dict[str, Sequence]:
+        """The sequences that hold no memory, by key."""
+        return self.prompts.waiting
+
+    @property
+    def waiting_tokens(self) -> int:
+        """The tokens that waiting sequences are to prefill."""
+        return self.prompts.num_tokens
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.adopted) + len(self.running)
@@ -109,28 +132,11 @@ class Scheduler:
         """
         if seq.key in self or seq.computed or seq.slabs:
             raise ValueError(f"{seq.key} is already here or already has KV")
-        self._check_limits(seq)
+        check_limits(seq, self.limits, self.prompts)
         seq.update_keys()
         seq.target = seq.total
         self._register_arrival(seq, now_s)
-        self._enqueue_sequence(seq)
-
-    def _check_limits(self, seq: Sequence) -> None:
-        limits, need = self.limits, self.limits.max_slabs(seq)
-        if not 0 < seq.total <= limits.max_model_len:
-            raise SequenceRefused(
-                "internal_error", f"{seq.total} tokens are not within 1 to {limits.max_model_len}"
-            )
-        if need > (most := limits.slabs_for(seq)):
-            raise SequenceRefused(
-                "out_of_memory", f"it needs {need} KV slabs, and this worker has {most} in all"
-            )
-        if (
-            len(self.waiting) >= limits.max_waiting
-            or self.waiting_tokens + seq.total > limits.max_waiting_tokens
-        ):
-            why = f"{len(self.waiting)} sequences with {self.waiting_tokens} tokens are waiting"
-            raise SequenceRefused("overloaded", "the worker's queue is full", why)
+        self.prompts.add(seq)
 
     def adopt(self, seq: Sequence, now_s: float) -> None:
         """Take over a sequence whose slabs hold its KV (`Sequence.is_adoptable`). It needs a seat.
@@ -156,25 +162,7 @@ class Scheduler:
         self._arrivals += 1
         seq.number, seq.arrived_s = self._arrivals, now_s
         self.token_counter.enter_tenant(seq.tenancy.tenant)
-        if seq.deadline_s < float("inf"):
-            heappush(self._deadlines, (seq.deadline_s, seq.key))
-
-    def _enqueue_sequence(self, seq: Sequence) -> None:
-        self.waiting[seq.key] = seq
-        self._pending[seq.key] = seq.pending
-        self.waiting_tokens += seq.unprefilled_tokens
-        name = self._line_of(seq)
-        line = self._lines.setdefault(name, {})
-        late = not line or next(reversed(line.values())).number < seq.number
-        line[seq.key] = seq
-        if not late:
-            # A sequence that waited before returns to its place in the order of arrival.
-            self._lines[name] = {
-                other.key: other for other in sorted(line.values(), key=lambda seq: seq.number)
-            }
-
-    def _line_of(self, seq: Sequence) -> PromptLine:
-        return seq.tenancy.priority, seq.tenancy.tenant, self.limits.arena_name(seq)
+        self._deadlines.add(seq)
 
     # ---- moves between the queues
 
@@ -200,7 +188,7 @@ class Scheduler:
             seq.computed, seq.target, seq.kept_slabs = 0, seq.total, 0
         seq.update_keys()
         self._preempted.add(key)
-        self._enqueue_sequence(seq)
+        self.prompts.add(seq)
         self.ratio.raise_for_preemption()
         return seq
 
@@ -216,20 +204,12 @@ class Scheduler:
         else:
             seq = (self.adopted if key in self.adopted else self.running).pop(key)
         self.token_counter.leave_tenant(seq.tenancy.tenant)
-        if len(self._deadlines) > 2 * len(self) + 64:
-            self._deadlines = [item for item in self._deadlines if item[1] in self]
-            heapify(self._deadlines)
+        self._deadlines.prune(self.find, len(self))
         return seq
 
     def _dequeue_sequence(self, key: str) -> Sequence:
-        seq = self.waiting.pop(key)
-        self.waiting_tokens -= self._pending.pop(key)
         self._preempted.discard(key)
-        name = self._line_of(seq)
-        del self._lines[name][key]
-        if not self._lines[name]:
-            del self._lines[name]
-        return seq
+        return self.prompts.remove(key)
 
     def record_step(self, rows: int, tokens: int, seconds: float) -> None:
         """A step with `rows` decode rows and `tokens` prompt tokens took `seconds`."""
@@ -244,13 +224,7 @@ class Scheduler:
     @property
     def deadline_s(self) -> float | None:
         """The earliest deadline of all sequences here."""
-        while self._deadlines:
-            deadline_s, key = self._deadlines[0]
-            seq = self.find(key)
-            if seq is not None and seq.deadline_s == deadline_s:
-                return deadline_s
-            heappop(self._deadlines)
-        return None
+        return self._deadlines.find_earliest(self.find)
 
     def expired_keys(self, now_s: float) -> list[str]:
         """Keys of the sequences whose time is up."""
@@ -276,9 +250,7 @@ class Scheduler:
         if len(self.running) >= self.limits.max_num_seqs:
             # Sequences of other arenas have all seats.
             return False
-        waiting = chain.from_iterable(
-            self._lines[line].values() for line in self._line_order() if line[2] == name
-        )
+        waiting = self.prompts.list_arena(name, self.token_counter)
         head = next((seq for seq in waiting if seq.ready and may_evict(seq, self)), None)
         free = availability.free
         return head is not None and find_prefix(head, availability).slab_cost(head, head.total) <= free
@@ -343,7 +315,8 @@ class Scheduler:
                 decode=tuple([seq.key for seq in decode]),
             )
         adder = self._open_adder(rooms, len(decode), new_seqs)
-        adder.add_prompts(self._open_lines(new_seqs))
+        prefilling = [seq for seq in chain(self.running.values(), new_seqs) if not seq.decoding]
+        adder.add_prompts(self.prompts.open_queues(prefilling))
         for room in rooms.values():
             if room.blocked is not None and (victim := self.victim_for(room.blocked, stock)) is not None:
                 return StepPlan(preempted=victim)
@@ -404,6 +377,10 @@ class Scheduler:
         return sum([max(0, seq.expected_slabs(grown(seq, ratio)) - len(seq.slabs)) for seq in holders])
 
     def _open_adder(self, rooms: dict[str, ArenaRoom], rows: int, new_seqs: list[Sequence]) -> PrefillAdder:
+        """A prefill of the step with `rows` decoding sequences, whose rooms lack what growth is expected to take.
+
+        Its budget is L_m, the tokens that saturate the device, if the step decodes nothing (DistServe, section 4.3).
+        """
         limits = self.limits
         seats = limits.max_num_seqs - len(self.running) - len(new_seqs)
         budget = limits.max_num_batched_tokens - rows
@@ -427,24 +404,3 @@ class Scheduler:
             shares_steps=self._shared_steps > 0,
             evicting_left=count_evicting_left(self),
         )
-
-    def _open_lines(self, new_seqs: list[Sequence]) -> dict[PromptLine, Iterator[Sequence]]:
-        """The sequences in prefill, also of `new_seqs`, which get a seat now, then the waiting ones, by line."""
-        reading: dict[PromptLine, list[Sequence]] = {}
-        for seq in chain(self.running.values(), new_seqs):
-            if not seq.decoding:
-                reading.setdefault(self._line_of(seq), []).append(seq)
-        lines: dict[PromptLine, Iterator[Sequence]] = {}
-        names = list({**reading, **self._lines})
-        if self.limits.arena_slabs:
-            # Lines of one tenant are served in this order: the one with the oldest prompt first.
-            heads = {name: islice(self._lines.get(name, {}).values(), 1) for name in names}
-            names.sort(key=lambda name: min(seq.number for seq in chain(reading.get(name, ()), heads[name])))
-        for name in names:
-            first = sorted(reading.get(name, ()), key=lambda seq: seq.number)
-            lines[name] = chain(first, self._lines.get(name, {}).values())
-        return lines
-
-    def _line_order(self) -> list[PromptLine]:
-        served = self.token_counter.served_tokens
-        return sorted(self._lines, key=lambda line: (line[0], served(line[1]), line[1]))

@@ -13,9 +13,10 @@ import torch
 from diptych.messages import Output
 from diptych.request import SamplingParams
 from engine.cpu.model_runner import CpuModelRunner
-from engine.loop import Engine, SequenceOutput
+from engine.loop import Engine
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
+from engine.outputs import SequenceOutput
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence

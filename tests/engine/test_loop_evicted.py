@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from diptych.eviction_spec import KEEP_ALL, decision_tokens
-from engine.loop import SequenceOutput
+from engine.outputs import SequenceOutput
 from engine.scheduling.new_token_ratio import NewTokenRatio
 from tests.engine.evicting_engine import ALL, MODEL_LEN, REQUESTS, Answers, EvictingEngine, answers
 from tests.unit.engine.fakes import FixedRate

@@ -10,9 +10,9 @@ import itertools
 import pytest
 
 from diptych.eviction_spec import KEEP_ALL, decision_tokens
-from engine.loop import SequenceOutput
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
+from engine.outputs import SequenceOutput
 from engine.scheduling.new_token_ratio import NewTokenRatio
 from tests.engine.cpu.eviction.evicted_runs import SETUP
 from tests.engine.evicting_engine import (

@@ -15,8 +15,9 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Failed, Logprob, Output
 from diptych.request import Grammar, SamplingParams
 from engine.cpu.model_runner import CpuModelRunner
-from engine.loop import Engine, SequenceOutput
+from engine.loop import Engine
 from engine.model.checkpoint import Checkpoint
+from engine.outputs import SequenceOutput
 from engine.sampling import grammar
 from engine.sampling.sampler import Sampler
 from engine.scheduling.new_token_ratio import NewTokenRatio

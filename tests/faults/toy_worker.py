@@ -92,23 +92,19 @@ class HeldScheduler(Scheduler):
 
     @contextmanager
     def _without_held(self) -> Any:
-        whole = self.running, self.waiting, self.adopted, self._lines
+        whole = self.running, self.adopted, self.prompts
         held = {seq.key for seq in self.sequences() if self._held(seq)}
         if not held:
             yield
             return
-        self.running, self.waiting, self.adopted = (
-            {key: seq for key, seq in part.items() if key not in held} for part in whole[:3]
+        self.running, self.adopted = (
+            {key: seq for key, seq in part.items() if key not in held} for part in whole[:2]
         )
-        lines = {
-            line: {key: seq for key, seq in seqs.items() if key not in held}
-            for line, seqs in whole[3].items()
-        }
-        self._lines = {line: seqs for line, seqs in lines.items() if seqs}
+        self.prompts = self.prompts.without(held)
         try:
             yield
         finally:
-            self.running, self.waiting, self.adopted, self._lines = whole
+            self.running, self.adopted, self.prompts = whole
 
     def _held(self, seq: Sequence) -> bool:
         doors, key = self._doors, seq.key

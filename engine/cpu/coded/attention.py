@@ -22,36 +22,12 @@ from engine.batching.batch import ForwardBatch, PrefillSpan
 from engine.cpu.coded.sink_table import SinkTable
 from engine.cpu.jit import LOWEST
 from engine.isolation import NonFiniteKv
-from kvcache.codecs.calibration import Calibration
 from kvcache.codecs.page import Codec
-from kvcache.codecs.registry import build_codec
 from kvcache.codecs.rotation import rotate_chunk_keys, rotate_queries_back, rotate_rows
-from kvcache.layout import KvLayout, Shard
+from kvcache.layout import KvLayout
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
-
-
-def build_page_codecs(
-    layout: KvLayout, calibration: Calibration | None, shard: Shard
-) -> tuple[tuple[Codec, ...], ...]:
-    """The codec of each page of a chunk, by layer of the shard and then by group of heads.
-
-    Args:
-        layout: of this rank's pool, with a codec.
-        calibration: the one that the codec's id names; None for codecs without one.
-        shard: the layers and KV heads of the model that this rank has.
-
-    Raises:
-        ConfigError: the calibration is another one, or the codec does not fit the heads.
-    """
-    codec_id = layout.codec_id
-    assert codec_id is not None
-    heads = range(*shard.heads, layout.page_heads)
-    return tuple(
-        tuple(build_codec(codec_id, layout.head_dim, calibration, layer, head) for head in heads)
-        for layer in range(*shard.layers)
-    )
 
 
 @dataclass(frozen=True, slots=True)

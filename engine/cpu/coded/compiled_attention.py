@@ -59,7 +59,7 @@ class PageFamily:
 
 
 def find_family(codecs: Sequence[Sequence[Codec]], head_dim: int) -> PageFamily:
-    """The kernels for the codecs of a pool (`engine.cpu.coded.attention.build_page_codecs`), all of one kind."""
+    """The kernels for the codecs of a pool (`kvcache.page_codecs.build_page_codecs`), all of one kind."""
     first = codecs[0][0]
     kernels, detail = _find_kernels(first, head_dim)
     figures = (first.page_bytes, first.shape.heads, *first.codec_id.code_bits, detail)

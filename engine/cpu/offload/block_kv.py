@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.cpu.attention import CpuAttention, PagedAttention
-from engine.cpu.coded.attention import CodedPool, build_page_codecs
+from engine.cpu.coded.attention import CodedPool
 from engine.cpu.coded.compiled_attention import Angles, CompiledAttention
 from engine.cpu.coded.sink_table import SinkTable
 from engine.cpu.offload.disk_file import DirectFile, allocate_memory
@@ -28,6 +28,7 @@ from engine.step_work import StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.codecs.page import Codec
 from kvcache.layout import KvLayout, Shard
+from kvcache.page_codecs import build_page_codecs
 
 
 @dataclass(frozen=True, slots=True)

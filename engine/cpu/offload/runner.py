@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.batching.batch import ForwardBatch, pack_batch
+from engine.batching.sink_slots import SinkPlan, SinkSlots
 from engine.cpu.attention import PagedAttention
 from engine.cpu.coded.attention import SinkRecorder
-from engine.cpu.coded.sink_table import SinkPlan, SinkSlots, SinkTable
+from engine.cpu.coded.sink_table import SinkTable
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.offload.block_kv import BlockKv
 from engine.cpu.offload.hidden_rooms import HiddenRooms

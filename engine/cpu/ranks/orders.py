@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.cpu.coded.sink_table import SinkPlan
+from engine.batching.sink_slots import SinkPlan
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import StepWork
 from kvcache.eviction.bag_sizes import merge_sizes

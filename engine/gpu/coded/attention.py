@@ -186,7 +186,7 @@ class CodedGpuAttention(GpuAttention):
         layout: with a codec; its dtype is the type of the model's rows.
         data: the pool, uint8 [slabs, layers, pages per layer, page_bytes].
         heads: query heads.
-        codecs: by layer and page (`engine.cpu.coded.attention.build_page_codecs`).
+        codecs: by layer and page (`kvcache.page_codecs.build_page_codecs`).
         frequencies: [head_dim / 2], radians per token of each rotary pair.
         max_model_len: most tokens of a sequence.
         sink_slots: how many different first tokens a step may have.

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.batching.sink_slots import SinkPlan, SinkSlots
 from engine.calibration.kv_quality import CodingScheme, code_through_pages, coded_attention
 from engine.cpu.coded.compiled_attention import CompiledAttention
-from engine.cpu.coded.sink_table import SinkPlan, SinkSlots, SinkTable
+from engine.cpu.coded.sink_table import SinkTable
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.tensor_parallel import SingleRank
 from engine.model.checkpoint import Checkpoint

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu.linear import MIN_ROWS, PackedLinear
+from engine.batching.batch import MIN_ROWS
+from engine.cpu.linear import PackedLinear
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.step_work import StepWork

@@ -16,12 +16,13 @@ from diptych.request import SamplingParams
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.offload.loading import BlockFiles, load_block
 from engine.cpu.offload.runner import CpuOffloadRunner
-from engine.loop import Engine, SequenceOutput
+from engine.loop import Engine
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.offload.block_admission import BlockAdmission
 from engine.offload.engine import OffloadEngine
 from engine.offload.policy import BlockPolicy
+from engine.outputs import SequenceOutput
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence

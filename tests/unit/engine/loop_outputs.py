@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Keys
 
 from diptych.messages import Output
-from engine.loop import SequenceOutput
+from engine.outputs import SequenceOutput
 from engine.protocols import OnLayersDone
 from engine.sequence import Sequence
 from tests.unit.engine.fakes import EngineBench

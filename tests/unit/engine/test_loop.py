@@ -8,7 +8,7 @@ import pytest
 
 from diptych.messages import Failed
 from diptych.request import Grammar, Tenancy
-from engine.loop import SequenceOutput
+from engine.outputs import SequenceOutput
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.allocator import KvAllocator
 from kvcache.slab_ledger import SlabLedger

@@ -18,7 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import KeepSpec
 from engine.eviction.decision_points import DecisionPoints
-from engine.loop import SequenceOutput
+from engine.outputs import SequenceOutput
 from engine.protocols import OnLayersDone
 from engine.sequence import Sequence
 from engine.step_work import StepWork

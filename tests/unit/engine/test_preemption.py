@@ -6,7 +6,7 @@ import pytest
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.request import Grammar, Tenancy
-from engine.loop import SequenceOutput
+from engine.outputs import SequenceOutput
 from engine.scheduling.new_token_ratio import MeasuredRate, NewTokenRatio
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import EngineLimits, Sequence

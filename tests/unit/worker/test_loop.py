@@ -249,6 +249,7 @@ def test_a_worker_that_is_rejected_ends_and_says_why(line: FakeGatewayLink, shel
 def test_nothing_is_computed_for_a_gateway_that_does_not_get_on(
     line: FakeGatewayLink, shell: WorkerLoop
 ) -> None:
+    assert isinstance(shell.engine, Engine)
     shell.engine.add(Sequence("a", 0, [5, 6, 7], SamplingParams(max_tokens=4, seed=0), 60.0), 0.0)
     line.is_congested = True
     before = shell.engine.stats.steps

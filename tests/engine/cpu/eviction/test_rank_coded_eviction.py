@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine.cpu.model_runner import CpuModelRunner
-from engine.loop import SequenceOutput
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import KvClassChoice, resolve_kv_classes
+from engine.outputs import SequenceOutput
 from engine.step_work import StepWork
 from kvcache.codecs.calibration import FILE_NAME, write_calibration
 from kvcache.eviction.kept_rows import count_frames

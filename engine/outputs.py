@@ -1,0 +1,89 @@
+"""What both engines (`engine.loop`, `engine.offload.engine`) report of a sequence: tokens, its end, or its failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.eviction_report import KeptReport
+from diptych.messages import Failed, Logprob, Output
+from engine.protocols import Logits, SampledToken, SamplingState, StepSampler
+from engine.sequence import Sequence
+from engine.sequence_table import first_output_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """The message about one sequence after a step; `held` is the sequence if it leaves with its slabs."""
+
+    message: Output | Failed
+    held: Sequence | None = None
+
+
+@dataclass(slots=True)
+class LiveSequence:
+    """A sequence that has started, and its sampling state. It stays so while it is preempted."""
+
+    seq: Sequence
+    sampling: SamplingState
+    # Log-probabilities of the prompt's tokens so far; None if the request did not ask for them.
+    logprobs: list[Logprob | None] | None
+    # Failed steps of the offload engine that it was in.
+    failures: int = 0
+
+
+def open_live(seq: Sequence, sampler: StepSampler) -> LiveSequence:
+    """Start a sequence with a sampling state of its own. Raises GrammarError as `StepSampler.open`."""
+    return LiveSequence(seq, sampler.open(seq), [None] if seq.scores_prompt else None)
+
+
+def score_prompt(live: LiveSequence, start: int, count: int, logits: Logits, sampler: StepSampler) -> None:
+    """Score a part of a prompt that asks for it, by the `logits` of `count` tokens from position `start` on.
+
+    Row i predicts the token behind it, so the first token of a prompt has no score.
+    """
+    following = live.seq.prompt[start + 1 : start + 1 + count]
+    if live.logprobs is not None and following:
+        most = live.seq.sampling.prompt_logprobs or 0
+        live.logprobs += sampler.score(logits[: len(following)], following, most)
+
+
+def append_token(live: LiveSequence, token: SampledToken) -> bool:
+    """Append a sampled token to a sequence's output. Returns whether it ends the output: a stop token, or the grammar.
+
+    Raises GrammarError if the grammar does not allow the token.
+    """
+    live.seq.output.append(token.token)
+    if token.token in live.seq.sampling.stop_token_ids:
+        return True
+    live.sampling.push(token.token)
+    return live.sampling.done
+
+
+def build_output(
+    live: LiveSequence,
+    token: SampledToken | None,
+    finish: str | None,
+    now_s: float,
+    cached_tokens: int = 0,
+    kept: KeptReport | None = None,
+) -> Output:
+    """The message with a step's token, if it has one. The gateway leaves a final stop token out of the text."""
+    seq, logprobs = live.seq, live.logprobs
+    # The prompt's log-probabilities are sent once.
+    live.logprobs = None
+    return Output(
+        request=seq.id,
+        epoch=seq.epoch,
+        tokens=[] if token is None else [token.token],
+        logprobs=[token.logprob] if token is not None and token.logprob else None,
+        prompt_logprobs=logprobs,
+        finish=finish,
+        seconds=first_output_seconds(seq, now_s),
+        cached_tokens=cached_tokens,
+        kept=kept,
+    )
+
+
+def build_failure(seq: Sequence, code: str, message: str) -> SequenceOutput:
+    """The message that a sequence has failed."""
+    return SequenceOutput(Failed(seq.id, seq.epoch, code, message))

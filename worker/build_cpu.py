@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from diptych.errors import ConfigError, GrammarError, ModelError
 from diptych.kernels.cache import kernel_source_stamp, machine_kernel_folder
 from diptych.process import SupervisorPipe, exit_fatally
 from diptych.specs import WorkerSpec
@@ -24,93 +19,34 @@ from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.tensor_parallel import RankPlacement
 from engine.cpu.weights.decoder_weights import OnPacked
-from engine.eviction.memory import count_evicting
 from engine.loop import Engine
 from engine.model.calibration_file import calibration_path
 from engine.model.checkpoint import Checkpoint
-from engine.model.kv_codec import KvClassChoice, largest_codec, resolve_kv_classes, split_ranks
-from engine.model.memory_plan import MemoryPlan
-from engine.model.pool_split import split_pool
 from engine.model.tokenizer import ModelTokenizer, read_token_kinds
 from engine.protocols import StepObserver
-from engine.sampling import grammar
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
-from kvcache.codecs.calibration import Calibration
-from kvcache.eviction.rank_bags import most_rank_extra
-from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree
 from kvcache.tiers.host import HostArenas, HostTier
-from kvtransfer.resharding import PoolArena, ShardedPool, plan_spans
+from kvtransfer.resharding import PoolArena, ShardedPool
 from kvtransfer.shared_memory import SharedMemory
 from worker.eviction_kernels import EvictionKernels
 from worker.ranks import RankClass, RankEviction, RankProcesses, RankSpec, load_leader
+from worker.resolve_model import (
+    ResolvedModel,
+    engine_limits,
+    load_grammar_tokens,
+    load_tokenizer,
+    max_evicting,
+)
+from worker.role_tuning import choose_step_clock, computes_in_one_thread
 from worker.saturation_store import SaturationStore
 from worker.unit_thread import UnitThread
 
 log = logging.getLogger(__name__)
-
-# The type of weights and KV for each `--dtype` on the CPU.
-CPU_DTYPES = {"auto": "float32", "float32": "float32"}
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedModel:
-    """A model that was found, its split over ranks, and how much memory it gets."""
-
-    checkpoint: Checkpoint
-    plan: MemoryPlan
-    dtype: str
-    shards: tuple[Shard, ...]  # by rank
-    # The KV classes, the default one first.
-    classes: tuple[KvClassChoice, ...]
-    # Slabs of each class.
-    class_slabs: tuple[int, ...]
-
-    @property
-    def codec(self) -> str:
-        """Canonical id of the codec of the default class; empty without one."""
-        return self.classes[0].codec
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """The calibration of the default class, if it has one."""
-        return self.classes[0].calibration
-
-    @property
-    def layout(self) -> KvLayout:
-        """The layout of the whole KV of the default class, over all ranks."""
-        return self.layouts[0]
-
-    @property
-    def layouts(self) -> list[KvLayout]:
-        """The layout of the whole KV of each class, over all ranks."""
-        return [self.checkpoint.layout(self.dtype, one.codec) for one in self.classes]
-
-    @property
-    def kv_classes(self) -> tuple[str, ...]:
-        """The names of the KV classes."""
-        return tuple(layout.kv_class for layout in self.layouts)
-
-    @property
-    def num_slabs(self) -> int:
-        """The slabs of all classes."""
-        return sum(self.class_slabs)
-
-    @property
-    def pool_sizes(self) -> list[int]:
-        """Bytes of each rank's memory for KV. All ranks have the same number of slabs."""
-        _, sizes = plan_spans(self.sized_layouts, self.shards)
-        return list(sizes)
-
-    @property
-    def sized_layouts(self) -> list[tuple[KvLayout, int]]:
-        """The layout and the number of slabs of each class."""
-        return list(zip(self.layouts, self.class_slabs, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,47 +76,6 @@ class EngineParts:
             self.eviction_kernels.close()
         if self.ranks is not None:
             self.ranks.close()
-
-
-def resolve_model(spec: WorkerSpec) -> ResolvedModel:
-    """Find the model and check that it fits in memory. No weights are read yet.
-
-    Raises:
-        ConfigError: this machine lacks the device, the dtype or enough cores for the ranks, or KV cannot be coded this
-            way.
-        ModelError: the model is not found, not supported, cannot be split this way, or does not fit in memory together
-            with the KV of one request of `max_model_len` tokens; or its calibration cannot be read.
-    """
-    if spec.device not in ("auto", "cpu"):
-        why = "workers compute on the CPU; the code for GPUs has not been run on one yet (docs/gpu.md)"
-        raise ConfigError(f"there is no device {spec.device!r} here", why, "use --device cpu")
-    if spec.dtype not in CPU_DTYPES:
-        why = "on the CPU weights and KV are float32"
-        raise ConfigError(f"{spec.dtype} is not available on the CPU", why, "use --dtype auto")
-    if spec.max_num_seqs > spec.max_num_batched_tokens:
-        raise ConfigError(
-            f"a step of {spec.max_num_batched_tokens} tokens is too small for {spec.max_num_seqs} requests",
-            "every running request may decode one token in it",
-            f"use --max-num-batched-tokens {spec.max_num_seqs} or more, or a smaller --max-num-seqs",
-        )
-    torch.set_num_threads(spec.threads)
-    checkpoint = Checkpoint.resolve(spec.model, spec.revision)
-    classes = resolve_kv_classes(checkpoint, spec.kv_cache_codec, spec.kv_cache_calibration)
-    shards = split_ranks(checkpoint, classes, spec.tp, spec.pp)
-    plan = checkpoint.memory(
-        max_model_len=spec.max_model_len,
-        kv_bytes=spec.kv_bytes,
-        codec=largest_codec(checkpoint, classes),
-        coded=any(one.codec for one in classes),
-        tp=spec.tp,
-        ranks=spec.tp * spec.pp,
-        step_tokens=spec.max_num_batched_tokens,
-        step_rows=spec.max_num_seqs,
-        evicting_seqs=spec.max_num_seqs if spec.kv_keep < 1 else 0,
-    )
-    layouts = [checkpoint.layout(CPU_DTYPES[spec.dtype], one.codec) for one in classes]
-    class_slabs = split_pool(checkpoint.name, plan, layouts, [one.share for one in classes])
-    return ResolvedModel(checkpoint, plan, CPU_DTYPES[spec.dtype], shards, classes, class_slabs)
 
 
 def build_engine(
@@ -219,7 +114,7 @@ def build_engine(
         supervisor.report_progress("warm", 0)
         runner.warm(evict=not _evicts_later(spec))
         sampler.warm()
-        scheduler = Scheduler(_engine_limits(spec, model))
+        scheduler = Scheduler(engine_limits(spec, model))
         supervisor.report_progress("warm")
     except BaseException:
         if ranks is not None:
@@ -330,41 +225,9 @@ def _rank_classes(spec: WorkerSpec, model: ResolvedModel) -> tuple[RankClass, ..
     return tuple(classes)
 
 
-def _engine_limits(spec: WorkerSpec, model: ResolvedModel) -> EngineLimits:
-    """The limits of the engine, which are the same in every role."""
-    splits = {(spec.tp, spec.pp), *spec.pool_splits}
-    return EngineLimits(
-        num_slabs=model.num_slabs,
-        max_model_len=model.plan.max_model_len,
-        max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=spec.max_num_batched_tokens,
-        chunked_prefill=spec.chunked_prefill,
-        tpot_s=None if spec.tpot_ms is None else spec.tpot_ms / 1000,
-        max_evicting=_max_evicting(spec, model),
-        arena_slabs={layout.kv_class: count for layout, count in model.sized_layouts}
-        if len(model.classes) > 1
-        else {},
-        extra_slabs={
-            layout.kv_class if len(model.classes) > 1 else "": most_rank_extra(
-                layout, splits, model.plan.max_model_len
-            )
-            for layout, _ in model.sized_layouts
-        },
-    )
-
-
-def _max_evicting(spec: WorkerSpec, model: ResolvedModel) -> int:
-    """How many sequences may evict at once: those that memory was set aside for, or what is left beside the pool."""
-    if spec.kv_keep < 1:
-        return spec.max_num_seqs
-    plan, config = model.plan, model.checkpoint.config
-    spare = plan.max_kv_bytes - plan.kv_bytes - spec.swap_bytes
-    return count_evicting(model.layout, config.heads, plan.max_model_len, spare, spec.max_num_seqs)
-
-
 def _has_eviction_memory(spec: WorkerSpec, model: ResolvedModel) -> bool:
     """Whether there is memory for a sequence that evicts; if not, that is logged."""
-    if _max_evicting(spec, model):
+    if max_evicting(spec, model):
         return True
     log.warning("no KV can be evicted: too little memory is left beside the KV pool (docs/eviction.md)")
     return False
@@ -383,43 +246,10 @@ def open_saturation_store(spec: WorkerSpec, model: ResolvedModel, fingerprint: s
     return SaturationStore(machine_kernel_folder(), fingerprint, *split, *lengths, model.codec)
 
 
-def choose_step_clock(spec: WorkerSpec) -> Callable[[], float]:
-    """The clock that measures steps: the CPU time of the thread if one thread computes them, else wall-clock time.
-
-    With CPU time, other programs on the machine do not distort the measurement.
-    """
-    return time.thread_time if computes_in_one_thread(spec) else time.monotonic
-
-
-def computes_in_one_thread(spec: WorkerSpec) -> bool:
-    """Whether the thread that runs a step computes all of it."""
-    return spec.threads == spec.tp == spec.pp == 1
-
-
 def _machine_identity() -> tuple[object, ...]:
     """What the speed of steps depends on besides the model: the kernels' sources, the cores, and the machine's boot."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return (kernel_source_stamp(matmul), kernel_source_stamp(attention), len(os.sched_getaffinity(0)), boot)
-
-
-def load_tokenizer(folder: Path) -> ModelTokenizer | None:
-    """The model's tokenizer, or None (logged) if it cannot be read."""
-    try:
-        return ModelTokenizer.load(folder)
-    except ModelError as error:
-        log.warning("neither structured output nor eviction is possible with this model: %s", error)
-        return None
-
-
-def load_grammar_tokens(folder: Path, tokenizer: ModelTokenizer | None) -> Any:
-    """The tokenizer in the form that structured output needs, or None (logged) if this model cannot do it."""
-    if tokenizer is None:
-        return None
-    try:
-        return grammar.build_tokenizer(tokenizer.backend, tokenizer.end_ids(folder))
-    except (GrammarError, OSError, ValueError) as error:
-        log.warning("structured output is not possible with this model: %s", error)
-        return None
 
 
 def _eviction_setup(model: ResolvedModel, tokenizer: ModelTokenizer | None) -> EvictionSetup | None:

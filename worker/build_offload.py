@@ -26,7 +26,7 @@ from engine.offload.engine import OffloadEngine
 from engine.offload.policy import BlockPolicy, default_policy, names_shape, parse_policy
 from engine.offload.sizes import BlockModel, fit_policy, trim_policy
 from engine.sampling.sampler import Sampler
-from worker.build_cpu import load_grammar_tokens, load_tokenizer
+from worker.resolve_model import load_grammar_tokens, load_tokenizer
 
 # The shares of the memory and the disk there is that blocks may take, unless the caps say otherwise.
 MEMORY_SHARE, DISK_SHARE = 0.8, 0.5

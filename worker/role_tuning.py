@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from diptych.specs import WorkerSpec
 from engine.loop import Engine
 from engine.scheduling import saturation
 from kvcache.allocator import KvAllocator
@@ -46,3 +48,16 @@ class RoleTuning:
                 self._store.write_tokens(self._saturation_tokens)
             busy = self._saturation_tokens
         self.engine.scheduler.limits = replace(limits, saturation_tokens=busy)
+
+
+def choose_step_clock(spec: WorkerSpec) -> Callable[[], float]:
+    """The clock that measures steps: the CPU time of the thread if one thread computes them, else wall-clock time.
+
+    With CPU time, other programs on the machine do not distort the measurement.
+    """
+    return time.thread_time if computes_in_one_thread(spec) else time.monotonic
+
+
+def computes_in_one_thread(spec: WorkerSpec) -> bool:
+    """Whether the thread that runs a step computes all of it."""
+    return spec.threads == spec.tp == spec.pp == 1

@@ -12,8 +12,9 @@ from kvcache.class_shares import split_auto
 from kvtransfer.shared_memory import SharedMemory
 from services.worker.role_lifecycle import WorkerParts
 from services.worker.step_log import StepLog, StepRecorder
-from worker.build_cpu import build_engine, choose_step_clock, open_saturation_store, resolve_model
-from worker.role_tuning import RoleTuning
+from worker.build_cpu import build_engine, open_saturation_store
+from worker.resolve_model import resolve_model
+from worker.role_tuning import RoleTuning, choose_step_clock
 
 
 def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:

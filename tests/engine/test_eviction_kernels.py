@@ -22,10 +22,11 @@ from kvcache.pool import KvPool
 from tests.engine.cpu.eviction.evicted_runs import FOLDER, SETUP
 from tests.engine.evicting_engine import EvictingEngine, answers
 from worker import eviction_kernels
-from worker.build_cpu import _leader_spec, resolve_model
+from worker.build_cpu import _leader_spec
 from worker.eviction_kernels import EvictionKernels
 from worker.precompile import precompile_evictions
 from worker.ranks import RankSpec
+from worker.resolve_model import resolve_model
 
 PATIENCE_S = 120.0
 # Notes its priority and its orders, and ends when it may.

@@ -16,7 +16,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_classes
 from kvcache.codecs.calibration import FILE_NAME, write_calibration
 from services.host.model_probe import ProbedModel, ProbeRequest, probe_model
-from worker.build_cpu import _engine_limits, resolve_model
+from worker.resolve_model import engine_limits, resolve_model
 
 TINY = str(Path(__file__).parents[2] / "models" / "tiny")
 
@@ -102,9 +102,9 @@ def test_the_pool_that_needs_most_slabs_to_evict_counts_for_both(tmp_path: Path)
         assert len(lines) <= 6 and "2048 tokens need up to 35 slabs, 3 of them" in "\n".join(lines)
     spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir="", model=TINY, **sized)
     found = resolve_model(spec)
-    assert _engine_limits(spec, found).extra_slabs == {"": 2}
+    assert engine_limits(spec, found).extra_slabs == {"": 2}
     other = structs.replace(spec, pool_splits=((1, 2), (1, 1)))
-    assert _engine_limits(other, found).extra_slabs == {"": 3}
+    assert engine_limits(other, found).extra_slabs == {"": 3}
 
 
 def test_a_model_whose_tokenizer_cannot_be_read_is_refused_in_six_lines(tmp_path: Path) -> None:

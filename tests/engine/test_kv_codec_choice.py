@@ -24,7 +24,7 @@ from kvcache.codecs.fitting import fit_layer
 from services.cli.serve.specs import worker_spec
 from services.host.model_probe import ProbeRequest, calibration_path, probe_model
 from tests.unit.codecs.oracles import random_sample
-from worker.build_cpu import resolve_model
+from worker.resolve_model import resolve_model
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 # A chunk of the embedded model: 6 layers of 4 heads of 32, in 64 tokens.

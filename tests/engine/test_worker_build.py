@@ -18,13 +18,9 @@ from engine.step_work import StepWork
 from kvcache.allocator import KvAllocator
 from kvcache.slab_ledger import SlabLedger
 from tests.support.factories import make_folder
-from worker.build_cpu import (
-    _eviction_setup,
-    choose_step_clock,
-    load_tokenizer,
-    resolve_model,
-)
-from worker.role_tuning import RoleTuning
+from worker.build_cpu import _eviction_setup
+from worker.resolve_model import load_tokenizer, resolve_model
+from worker.role_tuning import RoleTuning, choose_step_clock
 from worker.saturation_store import SaturationStore
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import expand_auto, resolve_kv_classes
 from kvcache.codecs.calibration import FILE_NAME, Calibration, CodecQuality, write_calibration
 from services.host.model_probe import ProbedModel, ProbeRequest, probe_model
-from worker.build_cpu import resolve_model
+from worker.resolve_model import resolve_model
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 

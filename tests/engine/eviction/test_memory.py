@@ -13,7 +13,7 @@ from diptych.specs import WorkerSpec
 from engine.eviction.memory import count_evicting, decision_bytes, eviction_bytes, remembered_bytes
 from engine.model.checkpoint import Checkpoint
 from engine.model.memory_plan import USABLE_SHARE
-from worker.build_cpu import _engine_limits, resolve_model
+from worker.resolve_model import engine_limits, resolve_model
 
 TINY = str(Path(__file__).parents[3] / "models" / "tiny")
 # Queries of 64 tokens in 6 layers of 8 heads, and a map of 4 heads: of a sequence of 2,048 tokens.
@@ -59,10 +59,10 @@ def test_what_is_left_beside_the_pool_says_how_many_may_evict() -> None:
     )  # fmt: skip
     found = resolve_model(spec)
     layout, kv = found.layout, found.plan.kv_bytes
-    assert _engine_limits(spec, found).max_evicting == 32
+    assert engine_limits(spec, found).max_evicting == 32
     for spare, count in ((eviction_bytes(layout, 8, 2048, 5), 5), (decision_bytes(layout, 2048), 0)):
         tight = replace(found, plan=replace(found.plan, max_kv_bytes=kv + spare))
-        assert _engine_limits(spec, tight).max_evicting == count
+        assert engine_limits(spec, tight).max_evicting == count
 
 
 def test_a_worker_that_evicts_by_default_evicts_all_its_sequences() -> None:
@@ -72,4 +72,4 @@ def test_a_worker_that_evicts_by_default_evicts_all_its_sequences() -> None:
     )  # fmt: skip
     found = resolve_model(spec)
     assert found.plan.eviction_bytes == eviction_bytes(found.layout, 8, 2048, 32)
-    assert _engine_limits(spec, found).max_evicting == 32
+    assert engine_limits(spec, found).max_evicting == 32

@@ -210,8 +210,11 @@ class PairSelector:
             and (pinned_pair.prefill is not None or not worker_state.draining)
             for worker_state in self.fleet.workers_of("decode")
         )
-        served = self.capabilities.classes_of_pair((pinned_pair.prefill, pinned_pair.decode))
-        return there and kv_class in (None, *served)
+        # Only of a worker that is there is known which classes it has.
+        return there and kv_class in (
+            None,
+            *self.capabilities.classes_of_pair((pinned_pair.prefill, pinned_pair.decode)),
+        )
 
     def rebind_decode(self, state: RequestState, quarantine: CrashQuarantine) -> str | None:
         """The best decode worker for the KV that `state.source` computes or holds; loads change during prefill.

@@ -111,7 +111,7 @@ def answered(request: Problem) -> dict[str, Any]:
     units = sum(1 for family in ("low", "colocated") for _ in request.units(family))
     return {
         "seconds": round(took_s, 2), "cpu_s": round(worked_s, 2), "units": units, "runs": request.effort.runs,
-        "requests_per_s": round(request.effort.requests / worked_s), "best": candidate_fields(answer.best),
+        "requests_per_s": round(request.effort.requests / worked_s), "best": candidate_fields(answer.best_candidate),
         "others": [candidate_fields(one) for one in answer.others],
     }  # fmt: skip
 
@@ -159,12 +159,12 @@ def paper() -> dict[str, Any]:
             best = found.best
             row[length] = {
                 "requests": requests,
-                "best": str(best.unit) if best else None,
-                "cross": best.unit.cross if best else None,
+                "best": str(best.placement) if best else None,
+                "cross": best.placement.cross if best else None,
                 "goodput_per_device": round(best.per_weight, 3) if best else 0.0,
                 "papers_placement": round(theirs, 3),
                 "papers_of_best": round(theirs / best.per_weight, 3) if best else None,
-                "ties": [str(one.unit) for one in found.ties],
+                "ties": [str(one.placement) for one in found.ties],
             }
         rows[name] = row
     return rows
@@ -229,14 +229,14 @@ def equal(requests: int = 300, span_s: float = 20.0) -> dict[str, Any]:
             )  # fmt: skip
             answer = solve_placement(request)
             best: dict[str, float] = {}
-            for one in (answer.best, *answer.others):
+            for one in (answer.best_candidate, *answer.others):
                 best[one.family] = max(best.get(one.family, 0.0), one.fast_result.goodput_rps)
             row[mode] = {
                 "goodput_rps": {key: round(value, 3) for key, value in best.items()},
                 "disaggregated_over_colocated": round(best.get("disaggregated", 0.0) / best["colocated"], 3),
-                "chosen": family_of(answer.best.placement),
-                "best": str(answer.best.placement),
-                "product_goodput_rps": round(answer.verdict.goodput_rps, 3) if answer.verdict else None,
+                "chosen": family_of(answer.best_candidate.placement),
+                "best": str(answer.best_candidate.placement),
+                "product_goodput_rps": round(answer.validation.goodput_rps, 3) if answer.validation else None,
             }
         rows[name] = row
     return rows

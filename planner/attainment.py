@@ -94,23 +94,23 @@ class AttainmentCounter:
         self._kinds: dict[str, _KindCounts] = {}
         self._why: Counter[str] = Counter()
 
-    def add(self, served: JobResult) -> None:
+    def add(self, result: JobResult) -> None:
         """Counts one request that has ended, well or not."""
-        job = served.job
+        job = result.job
         if self.skipped < self.warmup_n or job.at_s < self.warmup_s:
             self.skipped += 1
             return
         kind = self._kinds.get(job.kind) or self._kinds.setdefault(job.kind, _KindCounts())
         kind.count += 1
-        kind.attained += served.meets_slo(slo_for(self.slos, job.kind))
+        kind.attained += result.meets_slo(slo_for(self.slos, job.kind))
         self.first_s, self.last_s = min(self.first_s, job.at_s), max(self.last_s, job.at_s)
-        if served.failed:
+        if result.failed:
             kind.failed += 1
-            self._why[served.failed] += 1
-        kind.sketches["ttft"].add(math.inf if served.failed else served.ttft_s)
-        kind.sketches["e2e"].add(math.inf if served.failed else served.ended_s - job.at_s)
-        if served.failed or job.output > 1:
-            kind.sketches["tpot"].add(math.inf if served.failed else served.tpot_s)
+            self._why[result.failed] += 1
+        kind.sketches["ttft"].add(math.inf if result.failed else result.ttft_s)
+        kind.sketches["e2e"].add(math.inf if result.failed else result.ended_s - job.at_s)
+        if result.failed or job.output > 1:
+            kind.sketches["tpot"].add(math.inf if result.failed else result.tpot_s)
 
     def merge(self, other: AttainmentCounter) -> None:
         """Adds the counts of another counter, for example that of another part of the same run."""
@@ -183,9 +183,9 @@ class AttainmentCounter:
         return self._kinds.values() if kind is None else filter(None, [self._kinds.get(kind)])
 
 
-def joint_attainment(served: Iterable[JobResult], slos: Slos) -> float:
+def joint_attainment(result: Iterable[JobResult], slos: Slos) -> float:
     """The share of requests that met both the TTFT and the TPOT SLO of their kind; nan without requests."""
-    met = [one.meets_slo(slo_for(slos, one.job.kind)) for one in served]
+    met = [one.meets_slo(slo_for(slos, one.job.kind)) for one in result]
     return sum(met) / len(met) if met else math.nan
 
 

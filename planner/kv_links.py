@@ -15,32 +15,32 @@ LINK_PATTERN = re.compile(r"([0-9.]+)\s*[Gg](i?)(b|B|[Bb]it|[Bb]yte)(?:ps|/s)$")
 
 
 def choose_kv_link(
-    moving: Sequence[tuple[InstancePool, NodeSpec]],
-    measured: LinkSpec,
+    moving_pools: Sequence[tuple[InstancePool, NodeSpec]],
+    measured_link: LinkSpec,
     within: bool,
-    asked: LinkSpec | None = None,
+    asked_link: LinkSpec | None = None,
 ) -> LinkSpec:
     """Chooses the link that carries KV from a prefill to a decode instance.
 
     Within a node each device of an instance sends over its own link, so their bandwidths add up. Between nodes an
-    instance has one link: the `asked` one, else that of the slowest node. If no link was asked for and the profile
-    `measured` one, that link is used.
+    instance has one link: `asked_link`, else that of the slowest node. Without `asked_link`, `measured_link` is used
+    if its bandwidth is finite.
 
     Args:
-        moving: the pools that hand KV over, each with the node type that it runs on.
-        measured: the link in the cost profile; infinite bandwidth means not measured.
+        moving_pools: the pools that hand KV over, each with the node type that it runs on.
+        measured_link: the link in the cost profile; infinite bandwidth means not measured.
         within: whether KV stays within a node.
-        asked: the link that the user has set.
+        asked_link: the link that the user has set.
     """
-    if not moving:
+    if not moving_pools:
         return LinkSpec()
-    if asked is not None and not within:
-        return asked
-    if math.isfinite(measured.bytes_per_s):
-        return measured
-    nodes = [node for _, node in moving]
+    if asked_link is not None and not within:
+        return asked_link
+    if math.isfinite(measured_link.bytes_per_s):
+        return measured_link
+    nodes = [node for _, node in moving_pools]
     if within:
-        lanes = min(pool.split.devices for pool, _ in moving)
+        lanes = min(pool.parallelism.devices for pool, _ in moving_pools)
         return LinkSpec(nodes[0].intra.bytes_per_s * lanes, nodes[0].intra.latency_s)
     return LinkSpec(min(one.inter.bytes_per_s for one in nodes), max(one.inter.latency_s for one in nodes))
 

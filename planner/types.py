@@ -190,14 +190,14 @@ class InstancePool:
     """`count` equal instances. `role` is prefill, decode, or both (colocated); `device` names the hardware."""
 
     role: str
-    split: Parallelism
+    parallelism: Parallelism
     count: int = 1
     device: str = ""
 
     @property
     def devices(self) -> int:
         """Devices of all instances in the pool."""
-        return self.count * self.split.devices
+        return self.count * self.parallelism.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Placement:
         return (pool for pool in self.pools if pool.role in roles)
 
     def __str__(self) -> str:
-        return " + ".join(f"{pool.count} × {pool.role} {pool.split}" for pool in self.pools)
+        return " + ".join(f"{pool.count} × {pool.role} {pool.parallelism}" for pool in self.pools)
 
 
 def keeps_steps_within_tpot(role: str, chunked: bool, local_prefill: str) -> bool:

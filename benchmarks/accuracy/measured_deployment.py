@@ -55,7 +55,7 @@ def measured_deployment(
         "max_num_seqs": DEFAULTS.max_num_seqs,
         "max_num_batched_tokens": DEFAULTS.max_num_batched_tokens,
         "beat_s": BEAT_S,
-        "handling": found.handling,
+        "cpu_cost": found.handling,
         "cores": len(os.sched_getaffinity(0)),
     }
     plain = simulated(placement, found.profile, **(usual | options))
@@ -66,19 +66,23 @@ def measured_deployment(
         return replace(
             machine,
             cost=own,
-            rhythm=measure_variation(own, life, others),
+            variation=measure_variation(own, life, others),
             step_s=step_s,
             saturation_tokens=life.saturation_tokens,  # a worker measures it anew whenever it starts
         )
 
-    machines = tuple(paced(machine, life) for machine, life in zip(plain.machines, workers, strict=True))
-    return replace(plain, machines=machines)
+    machines = tuple(paced(machine, life) for machine, life in zip(plain.instances, workers, strict=True))
+    return replace(plain, instances=machines)
 
 
 def start_later(deployment: SimDeployment, start: float) -> SimDeployment:
     """The same twin, beginning after that part (0 to 1) of what was noted of the steps; the rest comes first then."""
 
     def moved(machine: InstanceSpec) -> InstanceSpec:
-        return machine if machine.rhythm is None else replace(machine, rhythm=machine.rhythm.after(start))
+        return (
+            machine
+            if machine.variation is None
+            else replace(machine, variation=machine.variation.after(start))
+        )
 
-    return replace(deployment, machines=tuple(moved(machine) for machine in deployment.machines))
+    return replace(deployment, instances=tuple(moved(machine) for machine in deployment.instances))

@@ -142,7 +142,7 @@ class ElasticFleet(FastCluster):
         for one in late:  # the queue may be unordered: prompts of a retired instance were appended to it
             prefiller.queue.remove(one)
             prefiller.queued_tokens -= one.prompt
-            self._served[one.index] = JobResult(one.job, inf, inf, self.clock.now_s, "late")
+            self._results[one.index] = JobResult(one.job, inf, inf, self.clock.now_s, "late")
             self._report_ended(one)
 
     @property
@@ -152,11 +152,11 @@ class ElasticFleet(FastCluster):
 
     def _accept_job(self, job: Job) -> None:
         """Lets a job arrive: reports the arrival and sends the prompt to a prefill instance."""
-        self._served.append(None)
+        self._results.append(None)
         self._on_arrived(job)
         again = self.limits.first_again
         self._dispatch_prompt(
-            FastRequest(len(self._served) - 1, job, job.output if again else job.output - 1)
+            FastRequest(len(self._results) - 1, job, job.output if again else job.output - 1)
         )
 
     def _dispatch_prompt(self, run: FastRequest) -> None:
@@ -170,7 +170,7 @@ class ElasticFleet(FastCluster):
 
     def _report_ended(self, run: FastRequest) -> None:
         """Reports the result of a request, once, as soon as there is one."""
-        served, self._served[run.index] = self._served[run.index], None
+        served, self._results[run.index] = self._results[run.index], None
         if served is not None:
             self._on_served(served)
 

@@ -31,8 +31,8 @@ class MemoryFit:
 
 
 def kv_capacity_tokens(
-    shape: ModelDims,
-    split: Parallelism,
+    dims: ModelDims,
+    parallelism: Parallelism,
     memory_bytes: float,
     *,
     use: float = MEMORY_UTILIZATION,
@@ -44,51 +44,51 @@ def kv_capacity_tokens(
     `block_tokens * floor((use * memory - spare * memory - weights) / block)`, with weights and blocks of one device
     (DistServe's artefact; distserve.md section 3.5).
     """
-    room = use * memory_bytes - spare * memory_bytes - shape.weights_bytes(split)
-    block_bytes = shape.kv_device_token_bytes(split) * block_tokens
+    room = use * memory_bytes - spare * memory_bytes - dims.weights_bytes(parallelism)
+    block_bytes = dims.kv_device_token_bytes(parallelism) * block_tokens
     return max(0, block_tokens * int(room // block_bytes))
 
 
-def check_memory_fit(shape: ModelDims, split: Parallelism, device: Device, tokens: int = 0) -> MemoryFit:
-    """Checks that the model's heads and layers divide over `split`, and that memory holds its weights and the KV.
+def check_memory_fit(dims: ModelDims, parallelism: Parallelism, device: Device, tokens: int = 0) -> MemoryFit:
+    """Checks that the model's heads and layers divide over `parallelism`, and that memory holds its weights and the KV.
 
     `tokens` is how many tokens of KV are needed at least; one block is always needed. If the check fails, `why_not` is
     one line that begins with the resource: heads, layers or memory.
     """
-    if shape.heads % split.tp or not shape.valid(Parallelism(split.tp)):
+    if dims.heads % parallelism.tp or not dims.valid(Parallelism(parallelism.tp)):
         return MemoryFit(
             0,
-            f"heads: {split.tp} devices cannot share {shape.heads} heads over {shape.kv_heads} of KV evenly",
+            f"heads: {parallelism.tp} devices cannot share {dims.heads} heads over {dims.kv_heads} of KV evenly",
         )
-    if shape.layers % split.pp:
-        return MemoryFit(0, f"layers: {split.pp} stages cannot share {shape.layers} layers evenly")
-    weights, memory = shape.weights_bytes(split), device.memory_bytes
+    if dims.layers % parallelism.pp:
+        return MemoryFit(0, f"layers: {parallelism.pp} stages cannot share {dims.layers} layers evenly")
+    weights, memory = dims.weights_bytes(parallelism), device.memory_bytes
     if weights >= (MEMORY_UTILIZATION - SPARE_SHARE) * memory:
         return MemoryFit(
             0, f"memory: weights take {weights / 1e9:.1f} GB of {memory / 1e9:.1f} GB on each {device.name}"
         )
-    room = kv_capacity_tokens(shape, split, memory)
+    room = kv_capacity_tokens(dims, parallelism, memory)
     if room < max(tokens, BLOCK_TOKENS):
         asked = f"{max(tokens, BLOCK_TOKENS)} tokens of KV are wanted"
         return MemoryFit(room, f"memory: weights leave room for {room} tokens, and {asked}")
     return MemoryFit(room)
 
 
-def smallest_split(shape: ModelDims, device: Device, devices: int, tokens: int = 0) -> Parallelism:
+def smallest_split(dims: ModelDims, device: Device, devices: int, tokens: int = 0) -> Parallelism:
     """The split over the fewest devices, at most `devices`, that fits in memory; of equals, that with fewest stages.
 
     Raises:
         ConfigError: no split fits. The error says why the largest split does not fit and how many devices would do.
     """
     for count in range(1, devices + 1):
-        for split in sorted(shape.splits(count, exactly=True), key=lambda one: one.pp):
-            if check_memory_fit(shape, split, device, tokens):
-                return split
-    largest = max(shape.splits(devices), key=lambda one: (one.devices, one.tp))
-    need = shape.weights_bytes(Parallelism()) + tokens * shape.kv_token_bytes
+        for parallelism in sorted(dims.splits(count, exactly=True), key=lambda one: one.pp):
+            if check_memory_fit(dims, parallelism, device, tokens):
+                return parallelism
+    largest = max(dims.splits(devices), key=lambda one: (one.devices, one.tp))
+    need = dims.weights_bytes(Parallelism()) + tokens * dims.kv_token_bytes
     least = -(-need // ((MEMORY_UTILIZATION - SPARE_SHARE) * device.memory_bytes))
     raise ConfigError(
-        f"{shape.name} does not fit on {devices} × {device.name}",
-        f"{largest}: {check_memory_fit(shape, largest, device, tokens).why_not}",
+        f"{dims.name} does not fit on {devices} × {device.name}",
+        f"{largest}: {check_memory_fit(dims, largest, device, tokens).why_not}",
         f"about {least:.0f} × {device.name} hold one instance; use more, or devices with more memory",
     )

@@ -89,7 +89,7 @@ def fit_decode(points: Sequence[FitPoint]) -> FittedLines:
 
 
 def fit_mixed(
-    points: Sequence[tuple[StepBatch, float]], prefill: CostLine, decode: tuple[CostLine, ...]
+    timed_batches: Sequence[tuple[StepBatch, float]], prefill: CostLine, decode: tuple[CostLine, ...]
 ) -> MixedFit:
     """Fits how mixed steps (prefill and decode together) differ from the sum of a prefill and a decode step.
 
@@ -99,15 +99,15 @@ def fit_mixed(
     Raises:
         ConfigError: no points, or a time that is not positive.
     """
-    if not points or min(seconds for _, seconds in points) <= 0:
+    if not timed_batches or min(seconds for _, seconds in timed_batches) <= 0:
         raise ConfigError("mixed steps cannot be fitted", "there are no points, or a time is not positive")
-    plain = _saved_share(points, prefill, decode, 0.0)
-    crossed = _cross_coefficient(points, prefill, decode)
-    error, with_cross = _mixed_error(points, prefill, decode, 0.0), None
+    plain = _saved_share(timed_batches, prefill, decode, 0.0)
+    crossed = _cross_coefficient(timed_batches, prefill, decode)
+    error, with_cross = _mixed_error(timed_batches, prefill, decode, 0.0), None
     if crossed > 0:
-        with_cross = _mixed_error(points, prefill, decode, crossed)
+        with_cross = _mixed_error(timed_batches, prefill, decode, crossed)
     if with_cross is not None and with_cross.held_out < MIN_IMPROVEMENT * error.held_out:
-        return MixedFit(_saved_share(points, prefill, decode, crossed), crossed, with_cross)
+        return MixedFit(_saved_share(timed_batches, prefill, decode, crossed), crossed, with_cross)
     return MixedFit(plain, 0.0, error)
 
 
@@ -213,7 +213,10 @@ def _cross_validate(data: FloatArray, fit: Callable[[FloatArray], tuple[CostLine
 
 
 def _saved_share(
-    points: Iterable[tuple[StepBatch, float]], prefill: CostLine, decode: tuple[CostLine, ...], cross: float
+    timed_batches: Iterable[tuple[StepBatch, float]],
+    prefill: CostLine,
+    decode: tuple[CostLine, ...],
+    cross: float,
 ) -> float:
     """The share (0 to 1) of the smaller constant that mixed steps save, by relative least squares.
 
@@ -222,7 +225,7 @@ def _saved_share(
     twice = StepCost(prefill, decode, shared=0.0, cross=cross)
     once = StepCost(prefill, decode, shared=1.0, cross=cross)
     top = bottom = 0.0
-    for batch, seconds in points:
+    for batch, seconds in timed_batches:
         saving = (twice.work_s(batch) - once.work_s(batch)) / seconds
         top += saving * (twice.work_s(batch) / seconds - 1)
         bottom += saving * saving
@@ -230,12 +233,12 @@ def _saved_share(
 
 
 def _cross_coefficient(
-    points: Iterable[tuple[StepBatch, float]], prefill: CostLine, decode: tuple[CostLine, ...]
+    timed_batches: Iterable[tuple[StepBatch, float]], prefill: CostLine, decode: tuple[CostLine, ...]
 ) -> float:
     """The cross coefficient (seconds per prompt token and row) that explains time left over if constants count once."""
     once = StepCost(prefill, decode)
     top = bottom = 0.0
-    for batch, seconds in points:
+    for batch, seconds in timed_batches:
         product = batch.tokens * batch.rows / seconds
         top += product * (1 - once.work_s(batch) / seconds)
         bottom += product * product
@@ -243,7 +246,10 @@ def _cross_coefficient(
 
 
 def _mixed_error(
-    points: Sequence[tuple[StepBatch, float]], prefill: CostLine, decode: tuple[CostLine, ...], cross: float
+    timed_batches: Sequence[tuple[StepBatch, float]],
+    prefill: CostLine,
+    decode: tuple[CostLine, ...],
+    cross: float,
 ) -> FitError:
     """Errors of the mixed-step fit on all points, and on every fifth point when it is left out of the fit."""
 
@@ -257,13 +263,16 @@ def _mixed_error(
         )
         return [abs(cost.work_s(batch) / seconds - 1) for batch, seconds in held_out]
 
-    errors = relative_errors(points, points)
-    folds = min(FOLDS, len(points))
+    errors = relative_errors(timed_batches, timed_batches)
+    folds = min(FOLDS, len(timed_batches))
     unseen = [
         wrong
         for k in range(folds)
         for wrong in relative_errors(
-            points[k::folds], [one for i, one in enumerate(points) if i % folds != k] or points
+            timed_batches[k::folds],
+            [one for i, one in enumerate(timed_batches) if i % folds != k] or timed_batches,
         )
     ]
-    return FitError(float(np.mean(errors)), max(errors), float(np.mean(unseen)), max(unseen), len(points))
+    return FitError(
+        float(np.mean(errors)), max(errors), float(np.mean(unseen)), max(unseen), len(timed_batches)
+    )

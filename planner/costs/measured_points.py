@@ -24,8 +24,8 @@ def costs_from_points(raw: Mapping[str, Any]) -> tuple[dict[Parallelism, CostMod
     decode = fit_decode(
         [(one["batch"] * one["context"], one["batch"], one["seconds"]) for one in raw["decode"]]
     )
-    split = Parallelism(int(raw.get("tp", 1)), int(raw.get("pp", 1)))
-    return {split: StepCost(prefill.lines[0], decode.lines, split.pp)}, fit_errors(
+    parallelism = Parallelism(int(raw.get("tp", 1)), int(raw.get("pp", 1)))
+    return {parallelism: StepCost(prefill.lines[0], decode.lines, parallelism.pp)}, fit_errors(
         prefill=prefill, decode=decode
     )
 

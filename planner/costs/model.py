@@ -84,59 +84,69 @@ class ModelDims:
         """Bytes of one number in a hidden state, a norm or a bias."""
         return self.lookup_bytes or self.table_bytes
 
-    def device_layers(self, split: Parallelism) -> int:
+    def device_layers(self, parallelism: Parallelism) -> int:
         """Layers of the largest pipeline stage."""
-        return -(-self.layers // split.pp)
+        return -(-self.layers // parallelism.pp)
 
-    def device_kv_heads(self, split: Parallelism) -> int:
+    def device_kv_heads(self, parallelism: Parallelism) -> int:
         """KV heads on one device; tp above the number of KV heads copies a head to several devices."""
-        return -(-self.kv_heads // split.tp)
+        return -(-self.kv_heads // parallelism.tp)
 
-    def layer_weights(self, split: Parallelism) -> float:
+    def layer_weights(self, parallelism: Parallelism) -> float:
         """Weights in one layer's matrices on one device; KV projections are copied where tp exceeds the KV heads."""
-        query = 2 * self.hidden * self.head_dim * self.heads / split.tp
-        keys = 2 * self.hidden * self.head_dim * self.device_kv_heads(split)
-        return query + keys + self.ffn_matrices * self.hidden * self.ffn / split.tp
+        query = 2 * self.hidden * self.head_dim * self.heads / parallelism.tp
+        keys = 2 * self.hidden * self.head_dim * self.device_kv_heads(parallelism)
+        return query + keys + self.ffn_matrices * self.hidden * self.ffn / parallelism.tp
 
-    def weights_bytes(self, split: Parallelism) -> float:
+    def weights_bytes(self, parallelism: Parallelism) -> float:
         """Bytes of weights on the fullest device of an instance.
 
         The first stage holds the embedding, the last stage the output matrix. With one stage, tied matrices count once.
         """
-        layers = self.device_layers(split)
+        layers = self.device_layers(parallelism)
         vectors = self.state_bytes * layers * self.vectors
-        return self._tables_bytes(split) + self.weight_bytes * layers * self.layer_weights(split) + vectors
+        return (
+            self._tables_bytes(parallelism)
+            + self.weight_bytes * layers * self.layer_weights(parallelism)
+            + vectors
+        )
 
-    def _tables_bytes(self, split: Parallelism) -> float:
+    def _tables_bytes(self, parallelism: Parallelism) -> float:
         """Bytes of embedding and output matrix on the device that holds most of them."""
-        share = split.tp if self.table_split else 1
+        share = parallelism.tp if self.table_split else 1
         positions = self.state_bytes * self.positions * self.hidden
         if self.lookup_bytes:
             lookup, output = self.lookup_bytes * self.table, self.weight_bytes * self.table / share
-            return (lookup + output if split.pp == 1 else max(lookup, output)) + positions
-        tables = self.table * (2 if split.pp == 1 and not self.tied else 1) / share
+            return (lookup + output if parallelism.pp == 1 else max(lookup, output)) + positions
+        tables = self.table * (2 if parallelism.pp == 1 and not self.tied else 1) / share
         return self.table_bytes * tables + positions
 
-    def kv_device_token_bytes(self, split: Parallelism) -> float:
+    def kv_device_token_bytes(self, parallelism: Parallelism) -> float:
         """KV of one token on one device, in bytes."""
-        return 2 * self.kv_bytes * self.device_layers(split) * self.device_kv_heads(split) * self.head_dim
+        return (
+            2
+            * self.kv_bytes
+            * self.device_layers(parallelism)
+            * self.device_kv_heads(parallelism)
+            * self.head_dim
+        )
 
-    def valid(self, split: Parallelism) -> bool:
-        """Whether `split` divides the model evenly: query heads and KV heads by tp, layers by pp.
+    def valid(self, parallelism: Parallelism) -> bool:
+        """Whether `parallelism` divides the model evenly: query heads and KV heads by tp, layers by pp.
 
         tp may also be a multiple of the number of KV heads, which are then copied.
         """
-        if self.heads % split.tp or self.layers % split.pp:
+        if self.heads % parallelism.tp or self.layers % parallelism.pp:
             return False
-        return self.kv_heads % split.tp == 0 or split.tp % self.kv_heads == 0
+        return self.kv_heads % parallelism.tp == 0 or parallelism.tp % self.kv_heads == 0
 
     def splits(self, devices: int, exactly: bool = False) -> Iterator[Parallelism]:
         """Valid splits over at most `devices` devices (or `exactly` that many), ordered by tp, then pp."""
         for tp in range(1, devices + 1):
             for pp in range(1, devices // tp + 1):
-                split = Parallelism(tp, pp)
-                if self.valid(split) and (not exactly or split.devices == devices):
-                    yield split
+                parallelism = Parallelism(tp, pp)
+                if self.valid(parallelism) and (not exactly or parallelism.devices == devices):
+                    yield parallelism
 
 
 def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
@@ -155,7 +165,7 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
             )
     fix = "give the folder or config.json of a decoder from Hugging Face"
     try:
-        shape = _read_config(config, name)
+        dims = _read_config(config, name)
     except KeyError as missing:
         raise ConfigError(
             f"{name} cannot be planned for", f"its config has no {missing.args[0]}", fix
@@ -164,10 +174,10 @@ def dims_from_config(config: Mapping[str, Any], name: str = "") -> ModelDims:
         raise ConfigError(
             f"{name} cannot be planned for", f"its config has a dimension that is none: {error}", fix
         ) from None
-    counts = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab)
-    if min(*counts, shape.max_len) < 1:
+    counts = (dims.layers, dims.hidden, dims.heads, dims.kv_heads, dims.head_dim, dims.ffn, dims.vocab)
+    if min(*counts, dims.max_len) < 1:
         raise ConfigError(f"{name} cannot be planned for", "its config has a dimension below 1", fix)
-    return shape
+    return dims
 
 
 def _read_config(config: Mapping[str, Any], name: str) -> ModelDims:
@@ -206,15 +216,15 @@ def _read_config(config: Mapping[str, Any], name: str) -> ModelDims:
     )
 
 
-def dims_on_cpu(shape: ModelDims) -> ModelDims:
+def dims_on_cpu(dims: ModelDims) -> ModelDims:
     """The dimensions as CPU workers hold the model in memory (`engine.model.memory_plan.plan_memory`).
 
     Matrices keep the 16 bits of their checkpoint; KV (unless it is coded), hidden states and the embedding are float32.
     """
     wide = DTYPE_BYTES["float32"]
-    matrices = DTYPE_BYTES["bfloat16"] if shape.weight_bytes <= DTYPE_BYTES["bfloat16"] else wide
-    kv_bytes = shape.kv_bytes if shape.kv_codec else wide
-    return replace(shape, weight_bytes=matrices, kv_bytes=kv_bytes, lookup_bytes=wide)
+    matrices = DTYPE_BYTES["bfloat16"] if dims.weight_bytes <= DTYPE_BYTES["bfloat16"] else wide
+    kv_bytes = dims.kv_bytes if dims.kv_codec else wide
+    return replace(dims, weight_bytes=matrices, kv_bytes=kv_bytes, lookup_bytes=wide)
 
 
 def _opt_dims(name: str, layers: int, hidden: int, heads: int) -> ModelDims:
@@ -241,8 +251,8 @@ def _llama_dims(
 
 # Dimensions from each model's published config.json.
 BUILT_IN_MODELS = {
-    shape.name.lower(): shape
-    for shape in (
+    dims.name.lower(): dims
+    for dims in (
         _opt_dims("OPT-6.7B", 32, 4096, 32),
         _opt_dims("OPT-13B", 40, 5120, 40),
         _opt_dims("OPT-30B", 48, 7168, 56),
@@ -305,7 +315,7 @@ def find_model(name: str | Path) -> ModelDims:
         )
     raise ConfigError(
         f"the model {text!r} is not known",
-        "built in: " + ", ".join(sorted(shape.name for shape in BUILT_IN_MODELS.values())),
+        "built in: " + ", ".join(sorted(dims.name for dims in BUILT_IN_MODELS.values())),
         "name one of these, or give the folder of a model (its config.json holds its dimensions)",
     )
 

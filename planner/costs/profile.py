@@ -55,48 +55,48 @@ class CostProfile:
     kv_keep: tuple[KvKeep, ...] = ()
     bulk: BulkRates | None = None
 
-    def cost(self, split: Parallelism, cross: int = 1) -> CostModel:
+    def cost(self, parallelism: Parallelism, cross: int = 1) -> CostModel:
         """Seconds of a step with that split: measured, scaled from the nearest measured split, or analytic.
 
         With `cross` > 1 the stages lie on that many nodes (`Placement.cross`), and `cross - 1` of the ways between them
         are the slow ones between nodes.
         """
-        cost = self._within(split)
+        cost = self._within(parallelism)
         if cross == 1 or not isinstance(cost, StepCost | RooflineCost):
             return cost
         return cost.across(cross - 1, self.device.node.inter, self.model.hidden * self.model.state_bytes)
 
-    def _within(self, split: Parallelism) -> CostModel:
-        found = self.costs.get(split)
+    def _within(self, parallelism: Parallelism) -> CostModel:
+        found = self.costs.get(parallelism)
         if found is not None:
             return found
-        analytic = roofline_cost(self.model, split, self.device)
-        near = self._nearest(split)
+        analytic = roofline_cost(self.model, parallelism, self.device)
+        near = self._nearest(parallelism)
         if near is None:
             return analytic
         base = self.costs[near]
         # `_nearest` only looks for such costs.
         assert isinstance(base, StepCost)
-        stages = replace(base, pp=split.pp, hop_s=max(base.hop_s, analytic.hop_s))
-        if near.tp == split.tp:
+        stages = replace(base, pp=parallelism.pp, hop_s=max(base.hop_s, analytic.hop_s))
+        if near.tp == parallelism.tp:
             return stages
         return scale_cost(stages, roofline_cost(self.model, Parallelism(near.tp), self.device), analytic)
 
-    def kv_tokens(self, split: Parallelism) -> int:
+    def kv_tokens(self, parallelism: Parallelism) -> int:
         """Tokens of KV an instance has room for; 0 if its weights do not fit."""
-        room = self.rooms.get(split)
-        return kv_capacity_tokens(self.model, split, self.device.memory_bytes) if room is None else room
+        room = self.rooms.get(parallelism)
+        return kv_capacity_tokens(self.model, parallelism, self.device.memory_bytes) if room is None else room
 
-    def cost_source(self, split: Parallelism) -> str:
+    def cost_source(self, parallelism: Parallelism) -> str:
         """Where the cost of that split comes from, in words, and how well it was fitted where that is known."""
         source = f"{self.source}; {self.fit_error_text}" if self.fit_error_text else self.source
-        if split in self.costs:
-            return f"{split}: {source}"
-        near = self._nearest(split)
+        if parallelism in self.costs:
+            return f"{parallelism}: {source}"
+        near = self._nearest(parallelism)
         if near is None:
-            return f"{split}: analytic, from the data sheet of {self.device.name}"
-        way = "divided by stages" if near.tp == split.tp else "scaled by the analytic model"
-        return f"{split}: {way} from {near} ({source})"
+            return f"{parallelism}: analytic, from the data sheet of {self.device.name}"
+        way = "divided by stages" if near.tp == parallelism.tp else "scaled by the analytic model"
+        return f"{parallelism}: {way} from {near} ({source})"
 
     @property
     def fit_error_text(self) -> str:
@@ -112,11 +112,11 @@ class CostProfile:
                 found.append(f"{doing} by {error:.1%}")
         return "off in the mean: " + ", ".join(found) if found else ""
 
-    def _nearest(self, split: Parallelism) -> Parallelism | None:
+    def _nearest(self, parallelism: Parallelism) -> Parallelism | None:
         """The profiled split with the nearest tp (ratio), then pp."""
 
         def far(one: Parallelism) -> tuple[float, int, Parallelism]:
-            return abs(math.log(one.tp / split.tp)), abs(one.pp - split.pp), one
+            return abs(math.log(one.tp / parallelism.tp)), abs(one.pp - parallelism.pp), one
 
         return min(
             (one for one, cost in self.costs.items() if isinstance(cost, StepCost)), key=far, default=None
@@ -140,5 +140,5 @@ def scale_cost(cost: StepCost, have: RooflineCost, want: RooflineCost) -> StepCo
 
 def analytic_profile(model: ModelDims | str, device: Device | str) -> CostProfile:
     """A profile without a single measurement: data sheets and published efficiency."""
-    shape = find_model(model) if isinstance(model, str) else model
-    return CostProfile(shape, named_device(device) if isinstance(device, str) else device)
+    dims = find_model(model) if isinstance(model, str) else model
+    return CostProfile(dims, named_device(device) if isinstance(device, str) else device)

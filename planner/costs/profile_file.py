@@ -97,10 +97,10 @@ def built_in_profile(model: ModelDims | str, device: Device | str) -> CostProfil
         return code_profile(have[bare.model.name], bare.model.kv_codec or RAW_CLASS)
     near = min(have.values(), key=lambda one: abs(math.log(one.model.parameters / bare.model.parameters)))
     costs: dict[Parallelism, CostModel] = {}
-    for split, cost in near.costs.items():
-        if bare.model.valid(split) and isinstance(cost, StepCost):
-            here, there = (roofline_cost(shape, split, bare.device) for shape in (near.model, bare.model))
-            costs[split] = scale_cost(cost, here, there)
+    for parallelism, cost in near.costs.items():
+        if bare.model.valid(parallelism) and isinstance(cost, StepCost):
+            here, there = (roofline_cost(dims, parallelism, bare.device) for dims in (near.model, bare.model))
+            costs[parallelism] = scale_cost(cost, here, there)
     return replace(
         bare, costs=costs, source=f"scaled from {near.model.name} by the analytic model ({near.source})"
     )
@@ -110,16 +110,16 @@ def save_profile(profile: CostProfile, path: str | Path) -> None:
     """Write `profile` as JSON, schema version 1; times in seconds. Analytic costs are computed anew when it is read."""
     splits = tuple(
         ProfileSplit(
-            tp=split.tp,
+            tp=parallelism.tp,
             prefill=cost.prefill,
             decode=cost.decode,
-            pp=split.pp,
+            pp=parallelism.pp,
             hop_s=cost.hop_s,
             shared=cost.shared,
             cross=cost.cross,
-            kv_tokens=profile.rooms.get(split),
+            kv_tokens=profile.rooms.get(parallelism),
         )
-        for split, cost in sorted(profile.costs.items())
+        for parallelism, cost in sorted(profile.costs.items())
         if isinstance(cost, StepCost)
     )
     file = ProfileFile(
@@ -187,11 +187,11 @@ def load_profile_of(path: str | Path, model: str, flag: str = "--profile") -> Co
     return found
 
 
-def _comparable_dims(shape: ModelDims) -> tuple[float, ...]:
+def _comparable_dims(dims: ModelDims) -> tuple[float, ...]:
     """What two descriptions of one model agree in."""
-    eight = shape.weight_bytes <= 1.0
+    eight = dims.weight_bytes <= 1.0
     return (
-        shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab, eight,
+        dims.layers, dims.hidden, dims.heads, dims.kv_heads, dims.head_dim, dims.ffn, dims.vocab, eight,
     )  # fmt: skip
 
 
@@ -236,11 +236,11 @@ def _drop_infinite(value: Any) -> Any:
 
 def _check_costs(costs: Mapping[Parallelism, CostModel]) -> None:
     """Raises ValueError for steps without end."""
-    for split, cost in costs.items():
+    for parallelism, cost in costs.items():
         if isinstance(cost, StepCost):
             numbers = (*cost.prefill, *(number for line in cost.decode for number in line))
             if not max(*numbers, cost.hop_s, cost.cross) <= MAX_SECONDS:
-                raise ValueError(f"a number of {split} is above {MAX_SECONDS:.0f} s")
+                raise ValueError(f"a number of {parallelism} is above {MAX_SECONDS:.0f} s")
 
 
 def _pick_model(raw: dict[str, Any], path: str, model: str) -> str:
@@ -263,7 +263,7 @@ def _foreign_profile(raw: dict[str, Any], path: str, model: str) -> CostProfile:
 
     measured = isinstance(raw.get("decode"), list)
     name = model if measured else _pick_model(raw, path, model)
-    shape, on = find_model(name), named_device(str(raw.get("device")) if measured else ARTEFACT_DEVICE)
+    dims, on = find_model(name), named_device(str(raw.get("device")) if measured else ARTEFACT_DEVICE)
     try:
         costs, error = (
             measured_points.costs_from_points(raw)
@@ -280,4 +280,4 @@ def _foreign_profile(raw: dict[str, Any], path: str, model: str) -> CostProfile:
     source = (
         "measured steps" if measured else "DistServe artefact, Apache-2.0; refitted non-negative and monotone"
     )
-    return CostProfile(shape, on, costs, {}, f"{Path(path).name}: {source}", error)
+    return CostProfile(dims, on, costs, {}, f"{Path(path).name}: {source}", error)

@@ -171,12 +171,12 @@ def fit_kv_class(
     kinds: dict[str, list[MeasuredStep]] = {kind: [] for kind in keys}
     for step in steps:
         kinds[step_kind(step.batch)].append(step)
-    points = [point for kind, some in kinds.items() for point in mean_steps(some, keys[kind])]
-    if not points:
+    timed_batches = [point for kind, some in kinds.items() for point in mean_steps(some, keys[kind])]
+    if not timed_batches:
         raise ConfigError(
             "the cost of a KV class cannot be fitted", "no step of it was logged", "measure for longer"
         )
-    return fit_class_work(points, cost, only_context)
+    return fit_class_work(timed_batches, cost, only_context)
 
 
 def fit_kv_keep(
@@ -238,21 +238,21 @@ def _fit_separately(kinds: Mapping[str, Sequence[MeasuredStep]]) -> tuple[StepCo
 
 def _fit_jointly(kinds: Mapping[str, Sequence[MeasuredStep]]) -> tuple[StepCost, dict[str, FitError]]:
     """Fits all kinds of steps at once; raises ConfigError if fewer than eight groups of similar steps exist."""
-    points = [
+    timed_batches = [
         *mean_steps(kinds["prefill"], _prefill_key),
         *mean_steps(kinds["decode"], _decode_key),
         *mean_steps(kinds["mixed"], _mixed_key),
     ]
-    if len(points) < 8:
-        why = f"there are {len(points)} different sizes of steps, and the cost has seven coefficients"
+    if len(timed_batches) < 8:
+        why = f"there are {len(timed_batches)} different sizes of steps, and the cost has seven coefficients"
         raise ConfigError(
             "the cost cannot be fitted", why, "measure for longer, or with requests of more different lengths"
         )
-    cost = fit_joint(points)
+    cost = fit_joint(timed_batches)
     factor = measured_ratio(cost, [step for some in kinds.values() for step in some])
     lines = tuple(_scale_line(line, factor) for line in cost.decode)
     return replace(cost, prefill=_scale_line(cost.prefill, factor), decode=lines), {
-        "all": joint_fit_error(points)
+        "all": joint_fit_error(timed_batches)
     }
 
 
@@ -354,19 +354,21 @@ def continues_directly(batch: StepBatch, after: StepBatch) -> bool:
     return batch.rows == after.rows and after.context == batch.context + batch.rows
 
 
-def fit_link(moves: Sequence[MeasuredTransfer]) -> LinkSpec:
+def fit_link(transfers: Sequence[MeasuredTransfer]) -> LinkSpec:
     """Fits latency and bandwidth of hand-offs by least squares, neither below 0.
 
     Without transfers the link is infinitely fast; one transfer, or times that do not grow with size, give latency only.
     """
-    if len(moves) < 2:
-        return LinkSpec(math.inf, moves[0].seconds if moves else 0.0)
+    if len(transfers) < 2:
+        return LinkSpec(math.inf, transfers[0].seconds if transfers else 0.0)
     size, time = (
-        statistics.fmean(one.num_bytes for one in moves),
-        statistics.fmean(one.seconds for one in moves),
+        statistics.fmean(one.num_bytes for one in transfers),
+        statistics.fmean(one.seconds for one in transfers),
     )
-    spread = sum((one.num_bytes - size) ** 2 for one in moves)
-    slope = sum((one.num_bytes - size) * (one.seconds - time) for one in moves) / spread if spread else 0.0
+    spread = sum((one.num_bytes - size) ** 2 for one in transfers)
+    slope = (
+        sum((one.num_bytes - size) * (one.seconds - time) for one in transfers) / spread if spread else 0.0
+    )
     if slope <= 0.0:
         # The transfers show no limit of bandwidth.
         return LinkSpec(math.inf, time)
@@ -400,41 +402,41 @@ def median_handoff_s(traces: Sequence[WorkerTrace]) -> float:
 
 
 def measure_overheads(
-    calm: Sequence[WorkerTrace],
+    calm_traces: Sequence[WorkerTrace],
     traces: Sequence[WorkerTrace],
     ttft_s: float,
-    moves: Sequence[MeasuredTransfer],
+    transfers: Sequence[MeasuredTransfer],
 ) -> Overheads:
     """Derives the time that requests spend outside of steps: gateway, messages, gaps between steps, KV link.
 
     Args:
-        calm: the part of the traces in which requests hardly overlapped.
-        lives: the whole traces.
+        calm_traces: the part of the traces in which requests hardly overlapped.
+        traces: the whole traces.
         ttft_s: mean TTFT in the calm part, as clients measured it.
-        moves: hand-offs of the calm part.
+        transfers: hand-offs of the calm part.
 
     TTFT minus prefill time is split into two messages (gateway to worker and back) and time in the gateway. A message
     takes half of what a hand-off takes beyond its transfer; without hand-offs, a quarter of that difference.
     """
-    link = fit_link(moves)
-    whole_s = max(0.0, ttft_s - mean_prefill_s(calm))
-    handing = median_handoff_s(calm)
-    moving_s = statistics.fmean(move.seconds for move in moves) if moves else 0.0
+    link = fit_link(transfers)
+    whole_s = max(0.0, ttft_s - mean_prefill_s(calm_traces))
+    handing = median_handoff_s(calm_traces)
+    moving_s = statistics.fmean(move.seconds for move in transfers) if transfers else 0.0
     hop_s = whole_s / 4.0 if math.isnan(handing) else max(0.0, (handing - moving_s) / 2.0)
     hop_s = min(hop_s, whole_s / 2.0)
     return Overheads(whole_s - 2.0 * hop_s, hop_s, mean_step_gap_s(traces), link)
 
 
 def build_profile(
-    shape: ModelDims,
+    dims: ModelDims,
     device: Device,
-    split: Parallelism,
+    parallelism: Parallelism,
     room: int,
     costs: FittedCosts,
-    beside: Overheads,
+    overheads: Overheads,
     source: str,
 ) -> CostProfile:
-    """Assembles the profile. `room` is the KV in tokens that an instance holds; `beside` are the overheads."""
+    """Assembles the profile. `room` is the KV in tokens that an instance holds; `overheads` are the overheads."""
     return CostProfile(
-        shape, device, {split: costs.cost}, {split: room}, source, costs.relative_errors, beside
+        dims, device, {parallelism: costs.cost}, {parallelism: room}, source, costs.relative_errors, overheads
     )

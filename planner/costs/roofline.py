@@ -64,33 +64,33 @@ class RooflineCost:
         return work / self.pp + self.hop_s if self.pp > 1 and work else work
 
 
-def roofline_cost(shape: ModelDims, split: Parallelism, device: Device) -> RooflineCost:
-    """The analytic cost of `shape` on `split.devices` devices.
+def roofline_cost(dims: ModelDims, parallelism: Parallelism, device: Device) -> RooflineCost:
+    """The analytic cost of `dims` on `parallelism.devices` devices.
 
     Stages hand hidden states over the node's inner link; all-reduces leave the node only where tp does not fit in it.
     """
-    gets, node, tp, layers = device.gets, device.node, split.tp, shape.layers
-    matrix = layers * shape.layer_weights(split)
-    tables = shape.table / (tp if shape.table_split else 1)
+    gets, node, tp, layers = device.gets, device.node, parallelism.tp, dims.layers
+    matrix = layers * dims.layer_weights(parallelism)
+    tables = dims.table / (tp if dims.table_split else 1)
     memory = device.bytes_per_s * gets.bytes
-    flops = device.rate(shape.weight_bytes) * gets.flops
+    flops = device.rate(dims.weight_bytes) * gets.flops
     # Bytes of one token's hidden state.
-    state = shape.hidden * shape.state_bytes
+    state = dims.hidden * dims.state_bytes
     link = node.intra if tp <= node.devices_per_node else node.inter
     reduces = 2 * layers * (tp > 1)
     # Seconds per token of a ring or two-shot all-reduce.
     passed = 2 * (tp - 1) / tp * state / (link.bytes_per_s * gets.link)
-    heads = shape.heads * shape.head_dim / tp
+    heads = dims.heads * dims.head_dim / tp
     # Each stage sends hidden states to the next, and the last one sends the sampled tokens' states back.
-    handed = split.pp * state / node.intra.bytes_per_s if split.pp > 1 else 0.0
+    handed = parallelism.pp * state / node.intra.bytes_per_s if parallelism.pp > 1 else 0.0
     return RooflineCost(
         fixed=gets.step_s + layers * gets.layer_s + reduces * gets.reduce_s,
-        weights=(matrix * shape.weight_bytes + tables * shape.table_bytes) / memory,
+        weights=(matrix * dims.weight_bytes + tables * dims.table_bytes) / memory,
         product=2 * matrix / flops,
         logit=2 * tables / (device.flops * gets.flops),
         square=2 * layers * heads / (device.flops * gets.attention),
-        context=layers * 2 * shape.kv_bytes * shape.device_kv_heads(split) * shape.head_dim / memory,
+        context=layers * 2 * dims.kv_bytes * dims.device_kv_heads(parallelism) * dims.head_dim / memory,
         touch=layers * TOUCHED * state / tp / memory + reduces * passed + handed,
-        pp=split.pp,
-        hop_s=0.0 if split.pp == 1 else node.intra.latency_s,
+        pp=parallelism.pp,
+        hop_s=0.0 if parallelism.pp == 1 else node.intra.latency_s,
     )

@@ -33,7 +33,7 @@ MIDDLE_SHARES = (1, 4, 7)
 class OffloadMachine(Protocol):
     """A machine whose costs are linear in the shares."""
 
-    def block_costs(self, model: OffloadModel, work: OffloadWorkload, block: BlockShape) -> BlockCosts:
+    def block_costs(self, model: OffloadModel, workload: OffloadWorkload, block: BlockShape) -> BlockCosts:
         """The costs of a block of `model`."""
 
 
@@ -60,23 +60,23 @@ class DeviceMachine:
     host_attention: float
     serial_upload: bool = True
 
-    def block_costs(self, model: OffloadModel, work: OffloadWorkload, block: BlockShape) -> BlockCosts:
+    def block_costs(self, model: OffloadModel, workload: OffloadWorkload, block: BlockShape) -> BlockCosts:
         """The costs of a block: FlexGen, appendix A.3."""
-        prefill = self._phase(model, work, block, prompt=True)
-        decode = self._phase(model, work, block, prompt=False)
-        return BlockCosts(prefill, decode, self._memories(model, work, block))
+        prefill = self._phase(model, workload, block, prompt=True)
+        decode = self._phase(model, workload, block, prompt=False)
+        return BlockCosts(prefill, decode, self._memories(model, workload, block))
 
     def _phase(
-        self, model: OffloadModel, work: OffloadWorkload, block: BlockShape, *, prompt: bool
+        self, model: OffloadModel, workload: OffloadWorkload, block: BlockShape, *, prompt: bool
     ) -> tuple[TimedResource, ...]:
         """The resources of one layer of the prompts' step, or of a decode step."""
-        tokens = work.prompt_tokens if prompt else 1
+        tokens = workload.prompt_tokens if prompt else 1
         weights, sequences = model.layer_bytes, block.sequences
         hidden = model.token_hidden_bytes * tokens * sequences
         kv = model.token_kv_bytes * sequences
         # In the prompts' step all KV is written, and none is read.
-        read = 0.0 if prompt else kv * work.mean_context
-        written = kv * (work.prompt_tokens + 1 if prompt else 1)
+        read = 0.0 if prompt else kv * workload.mean_context
+        written = kv * (workload.prompt_tokens + 1 if prompt else 1)
         up = _outside(weights, 0.0, hidden, self.upload)
         down = ShareCosts(
             kv=(0.0, written / self.download_kv, written / self.download_kv) if prompt else (0.0, 0.0, 0.0),
@@ -84,27 +84,31 @@ class DeviceMachine:
         )
         disk_in = _on_disk(weights, read, hidden, self.disk_read)
         disk_out = _on_disk(0.0, written, hidden, self.disk_write)
-        compute = self._compute(model, work, block, prompt=prompt)
+        compute_costs = self._compute(model, workload, block, prompt=prompt)
         if not self.serial_upload:
             named = {"upload": up, "download": down, "disk read": disk_in, "disk write": disk_out}
-            return tuple(TimedResource(name, cost) for name, cost in (named | {"compute": compute}).items())
+            return tuple(
+                TimedResource(name, cost) for name, cost in (named | {"compute": compute_costs}).items()
+            )
         if prompt:
             chains = {"upload and disk read": up + disk_in, "download and disk write": down + disk_out}
-            return tuple(TimedResource(name, cost) for name, cost in (chains | {"compute": compute}).items())
-        chains = {"download": down, "disk read": disk_in, "disk write": disk_out, "compute": compute}
+            return tuple(
+                TimedResource(name, cost) for name, cost in (chains | {"compute": compute_costs}).items()
+            )
+        chains = {"download": down, "disk read": disk_in, "disk write": disk_out, "compute": compute_costs}
         return tuple(TimedResource(f"upload and {name}", up + cost) for name, cost in chains.items())
 
     def _compute(
-        self, model: OffloadModel, work: OffloadWorkload, block: BlockShape, *, prompt: bool
+        self, model: OffloadModel, workload: OffloadWorkload, block: BlockShape, *, prompt: bool
     ) -> ShareCosts:
         sequences, products = block.sequences, 2 * model.layer_weights
         if prompt:
-            tokens = sequences * work.prompt_tokens
-            pairs = tokens * work.prompt_tokens * model.attention_flops
+            tokens = sequences * workload.prompt_tokens
+            pairs = tokens * workload.prompt_tokens * model.attention_flops
             done = tokens * products / self.prefill_products + pairs / self.prefill_attention
             return ShareCosts(constant=done)
         # Bound by reading KV: the rates count two operations per byte, as the constants were measured.
-        read = model.token_kv_bytes * work.mean_context * sequences
+        read = model.token_kv_bytes * workload.mean_context * sequences
         host = read / self.host_attention
         return ShareCosts(
             kv=(read / self.decode_attention, host, host),
@@ -112,25 +116,25 @@ class DeviceMachine:
         )
 
     def _memories(
-        self, model: OffloadModel, work: OffloadWorkload, block: BlockShape
+        self, model: OffloadModel, workload: OffloadWorkload, block: BlockShape
     ) -> tuple[BoundedMemory, ...]:
         weights = model.layer_bytes * model.layers
-        kv = model.token_kv_bytes * work.total_tokens * block.sequences * model.layers
-        hidden = model.token_hidden_bytes * work.prompt_tokens * block.sequences
+        kv = model.token_kv_bytes * workload.total_tokens * block.sequences * model.layers
+        hidden = model.token_hidden_bytes * workload.prompt_tokens * block.sequences
         # What a batch needs in flight: the next layer's weights, and its activations.
-        batch = model.token_hidden_bytes * work.prompt_tokens * block.rows
+        batch = model.token_hidden_bytes * workload.prompt_tokens * block.rows
         layer = model.layer_bytes
-        scratch = 2 * block.rows * work.prompt_tokens * (model.hidden + model.ffn)
-        scratch = max(scratch, 8 * block.rows * work.prompt_tokens * model.hidden)
+        scratch = 2 * block.rows * workload.prompt_tokens * (model.hidden + model.ffn)
+        scratch = max(scratch, 8 * block.rows * workload.prompt_tokens * model.hidden)
         device = ShareCosts(
             (weights - 2 * layer, 0, 0), (kv, 0, 0), (hidden - batch, 0, 0), 2 * layer + batch + scratch
         )
         host = ShareCosts((-layer, weights, 0), (0, kv, 0), (-batch, hidden, 0), layer + batch)
-        disk = ShareCosts((0, 0, weights), (0, 0, kv), (0, 0, hidden))
+        disk_costs = ShareCosts((0, 0, weights), (0, 0, kv), (0, 0, hidden))
         return (
             BoundedMemory("device memory", device, self.device_bytes),
             BoundedMemory("host memory", host, self.host_bytes),
-            BoundedMemory("disk", disk, self.disk_bytes),
+            BoundedMemory("disk", disk_costs, self.disk_bytes),
         )
 
 
@@ -177,50 +181,52 @@ class HostMachine:
             measured = LayerTime(pass_s, self.row_s, pass_s, self.row_s)
         return measured.scaled(model.layer_weights / self.measured_weights)
 
-    def block_costs(self, model: OffloadModel, work: OffloadWorkload, block: BlockShape) -> BlockCosts:
+    def block_costs(self, model: OffloadModel, workload: OffloadWorkload, block: BlockShape) -> BlockCosts:
         """The costs of a block: appendix A.3 with two tiers, of which only the disk overlaps with computing."""
         weights, kv = model.layer_bytes, model.token_kv_bytes * block.sequences
         time, coded = self.layer_time(model), model.kv_bytes < 1.0
-        tokens = work.prompt_tokens * block.sequences
-        passes = block.batches * -(-work.prompt_tokens * block.rows // self.step_tokens)
-        pairs = tokens * work.prompt_tokens / 2 * model.attention_flops
+        tokens = workload.prompt_tokens * block.sequences
+        passes = block.batches * -(-workload.prompt_tokens * block.rows // self.step_tokens)
+        pairs = tokens * workload.prompt_tokens / 2 * model.attention_flops
         read = _on_disk(weights, 0.0, 0.0, self.disk_read)
         hidden = model.token_hidden_bytes * tokens
         prefill_disk = read + _on_disk(0.0, 0.0, hidden, self.disk_read)
-        prefill_disk += _on_disk(0.0, kv * whole_chunks(work.prompt_tokens), hidden, self.disk_write)
+        prefill_disk += _on_disk(0.0, kv * whole_chunks(workload.prompt_tokens), hidden, self.disk_write)
         # A step reads whole chunks, and writes the one that it adds a token to.
         token = model.token_hidden_bytes * block.sequences
-        read_kv, written_kv = kv * work.mean_read, kv * CHUNK_TOKENS
+        read_kv, written_kv = kv * workload.mean_read, kv * CHUNK_TOKENS
         decode_disk = read + _on_disk(0.0, read_kv, token, self.disk_read)
         decode_disk += _on_disk(0.0, written_kv, token, self.disk_write)
         rate = self.coded_attention if coded and self.coded_attention is not None else self.attention
-        decode_s = time.pass_s * block.batches + time.row_s * block.sequences + kv * work.mean_context / rate
+        decode_s = (
+            time.pass_s * block.batches + time.row_s * block.sequences + kv * workload.mean_context / rate
+        )
         prompt_row_s = time.prompt_row_s + (self.coded_row_s if coded else 0.0)
         prompt_s = passes * time.prompt_pass_s + tokens * prompt_row_s + pairs / self.prompt_attention
-        prefill_copies = _on_disk(weights, kv * whole_chunks(work.prompt_tokens), 2 * hidden, self.copy)
+        prefill_copies = _on_disk(weights, kv * whole_chunks(workload.prompt_tokens), 2 * hidden, self.copy)
         decode_copies = _on_disk(weights, read_kv + written_kv, 2 * token, self.copy)
         end_s = self.end_pass_s * block.batches + self.end_row_s * block.sequences
         return BlockCosts(
             self._resources(prefill_disk, prefill_copies + ShareCosts(constant=prompt_s)),
             self._resources(decode_disk, decode_copies + ShareCosts(constant=decode_s)),
-            self._memories(model, work, block),
+            self._memories(model, workload, block),
             MIDDLE_SHARES,
             end_s,
             end_s,
         )
 
-    def _resources(self, disk: ShareCosts, compute: ShareCosts) -> tuple[TimedResource, ...]:
+    def _resources(self, disk_costs: ShareCosts, compute_costs: ShareCosts) -> tuple[TimedResource, ...]:
         if self.overlap:
-            return TimedResource("disk", disk), TimedResource("compute", compute)
-        return (TimedResource("disk and compute", disk + compute),)
+            return TimedResource("disk", disk_costs), TimedResource("compute", compute_costs)
+        return (TimedResource("disk and compute", disk_costs + compute_costs),)
 
     def _memories(
-        self, model: OffloadModel, work: OffloadWorkload, block: BlockShape
+        self, model: OffloadModel, workload: OffloadWorkload, block: BlockShape
     ) -> tuple[BoundedMemory, ...]:
         weights = model.layer_bytes * model.layers
-        batch_kv = model.token_kv_bytes * whole_chunks(work.total_tokens) * block.rows
+        batch_kv = model.token_kv_bytes * whole_chunks(workload.total_tokens) * block.rows
         kv = batch_kv * block.batches * model.layers
-        batch_hidden = model.token_hidden_bytes * work.prompt_tokens * block.rows
+        batch_hidden = model.token_hidden_bytes * workload.prompt_tokens * block.rows
         hidden = batch_hidden * block.batches
         # One is read while another is computed, if the disk overlaps.
         windows = 2 if self.overlap else 1
@@ -231,10 +237,10 @@ class HostMachine:
         memory = ShareCosts(
             (weights, 0.0, 0.0), (kv, 0.0, 0.0), (hidden, 0.0, windows * batch_hidden), constant
         )
-        disk = ShareCosts((0.0, 0.0, weights), (0.0, 0.0, kv), (0.0, 0.0, hidden))
+        disk_costs = ShareCosts((0.0, 0.0, weights), (0.0, 0.0, kv), (0.0, 0.0, hidden))
         return (
             BoundedMemory("memory", memory, self.memory_bytes, "--bulk-memory"),
-            BoundedMemory("disk", disk, self.disk_bytes, "--bulk-disk"),
+            BoundedMemory("disk", disk_costs, self.disk_bytes, "--bulk-disk"),
         )
 
 

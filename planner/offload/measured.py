@@ -104,7 +104,7 @@ def search_blocks(most: int | None = None, fewest_rows: int = 1) -> list[BlockSh
 
 def predict_policy(machine: HostMachine, model: OffloadModel, policy: BlockPolicy) -> OffloadPlacement:
     """What a policy is predicted to take on a machine, whether or not it fits."""
-    work, block = policy_work(policy), BlockShape(policy.rows, policy.batches)
+    workload, block = policy_work(policy), BlockShape(policy.rows, policy.batches)
     pieces = (
         (policy.weights_in_memory, model.layers),
         (policy.kv_in_memory, model.layers * policy.batches),
@@ -112,53 +112,53 @@ def predict_policy(machine: HostMachine, model: OffloadModel, policy: BlockPolic
     )
     here = [round(share * count) / count for share, count in pieces]
     shares = np.array([part for share in here for part in (share, 0.0, 1.0 - share)])
-    costs = machine_of_policy(machine, policy).block_costs(model, work, block)
-    return evaluate_shares(costs, model, work, block, shares)
+    costs = machine_of_policy(machine, policy).block_costs(model, workload, block)
+    return evaluate_shares(costs, model, workload, block, shares)
 
 
 def search_policy(
-    machine: HostMachine, model: OffloadModel, asked: BlockPolicy, blocks: list[BlockShape]
+    machine: HostMachine, model: OffloadModel, policy: BlockPolicy, blocks: list[BlockShape]
 ) -> tuple[BlockPolicy, OffloadPlacement]:
     """The policy with the most tokens per second in whole pieces, and its prediction.
 
-    Lengths, kinds, units and overlap are those of `asked`; but if no block fits with room for reading ahead, nothing is
-    read ahead. Activations of a batch that is not wholly in memory need windows there. So whole pieces can take more
+    Lengths, kinds, units and overlap are those of `policy`; but if no block fits with room for reading ahead, nothing
+    is read ahead. Activations of a batch that is not wholly in memory need windows there. So whole pieces can take more
     memory than the shares, and the search is repeated with less of it. The policy may still take a little too much.
 
     Raises:
         ConfigError: not even the smallest block fits.
     """
     try:
-        return _search_whole(machine, model, asked, blocks)
+        return _search_whole(machine, model, policy, blocks)
     except ConfigError:
-        if not asked.overlap:
+        if not policy.overlap:
             raise
-    return _search_whole(machine, model, replace(asked, overlap=False), blocks)
+    return _search_whole(machine, model, replace(policy, overlap=False), blocks)
 
 
 def _search_whole(
-    machine: HostMachine, model: OffloadModel, asked: BlockPolicy, blocks: list[BlockShape]
+    machine: HostMachine, model: OffloadModel, asked_policy: BlockPolicy, blocks: list[BlockShape]
 ) -> tuple[BlockPolicy, OffloadPlacement]:
-    """`search_policy` with the overlap of `asked`. Raises ConfigError."""
-    work, limited = policy_work(asked), machine_of_policy(machine, asked)
-    kinds = {name: getattr(asked, name) for name in ("weight_kind", "kv_codec", "overlap")}
-    best: tuple[BlockPolicy, OffloadPlacement] | None = None
+    """`search_policy` with the overlap of `asked_policy`. Raises ConfigError."""
+    workload, limited = policy_work(asked_policy), machine_of_policy(machine, asked_policy)
+    kinds = {name: getattr(asked_policy, name) for name in ("weight_kind", "kv_codec", "overlap")}
+    best_placement: tuple[BlockPolicy, OffloadPlacement] | None = None
     for _ in range(SEARCHES):
         try:
-            found = search_placement(limited, [model], work, blocks)
+            placement = search_placement(limited, [model], workload, blocks)
         except ConfigError:
-            if best is None:
+            if best_placement is None:
                 raise
             break
-        policy = replace(to_block_policy(found, work, asked.step_tokens), **kinds)
+        policy = replace(to_block_policy(placement, workload, asked_policy.step_tokens), **kinds)
         predicted = predict_policy(machine, model, policy)
-        best = policy, predicted
+        best_placement = policy, predicted
         over = predicted.memory["memory"] - machine.memory_bytes
         if over <= 0.0:
             break
         limited = replace(limited, memory_bytes=max(limited.memory_bytes - over, limited.memory_bytes / 2))
-    assert best is not None
-    return best
+    assert best_placement is not None
+    return best_placement
 
 
 def machine_of_policy(machine: HostMachine, policy: BlockPolicy) -> HostMachine:
@@ -171,19 +171,19 @@ def policy_work(policy: BlockPolicy) -> OffloadWorkload:
     return OffloadWorkload(policy.prompt_tokens, policy.output_tokens)
 
 
-def to_block_policy(found: OffloadPlacement, work: OffloadWorkload, step_tokens: int) -> BlockPolicy:
+def to_block_policy(placement: OffloadPlacement, workload: OffloadWorkload, step_tokens: int) -> BlockPolicy:
     """The policy with which the engine computes a block as the programme has placed it.
 
     The programme's shares are of numbers; the engine keeps whole layers, whole rooms of a layer and a batch, and whole
     batches of activations. So shares are rounded down, and what is left of memory is not used.
     """
-    model, block = found.model, found.block
-    weights, kv, hidden = (float(found.shares[3 * kind]) for kind in range(3))
+    model, block = placement.model, placement.block
+    weights, kv, hidden = (float(placement.shares[3 * kind]) for kind in range(3))
     return BlockPolicy(
         rows=block.rows,
         batches=block.batches,
-        prompt_tokens=work.prompt_tokens,
-        output_tokens=work.output_tokens,
+        prompt_tokens=workload.prompt_tokens,
+        output_tokens=workload.output_tokens,
         weights_in_memory=_whole_pieces(weights, model.layers),
         kv_in_memory=_whole_pieces(kv, model.layers * block.batches),
         hidden_in_memory=_whole_pieces(hidden, block.batches),

@@ -51,16 +51,16 @@ class OffloadPlacement:
 def evaluate_shares(
     costs: BlockCosts,
     model: OffloadModel,
-    work: OffloadWorkload,
+    workload: OffloadWorkload,
     block: BlockShape,
     shares: NDArray[np.float64],
 ) -> OffloadPlacement:
     """The predicted time of a block with given shares, whether or not they fit."""
     prefill, _ = _busiest(costs.prefill, shares)
     decode, binding = _busiest(costs.decode, shares)
-    steps = work.output_tokens - 1
+    steps = workload.output_tokens - 1
     seconds = model.layers * (prefill + steps * decode) + costs.prefill_end_s + steps * costs.decode_end_s
-    rate = block.sequences * work.output_tokens / seconds
+    rate = block.sequences * workload.output_tokens / seconds
     memory = {one.name: one.needed.evaluate(shares) for one in costs.memories}
     return OffloadPlacement(block, model, shares, seconds, rate, binding, memory)
 
@@ -71,11 +71,11 @@ def _busiest(resources: Sequence[TimedResource], shares: NDArray[np.float64]) ->
 
 
 def solve_shares(
-    machine: OffloadMachine, model: OffloadModel, work: OffloadWorkload, block: BlockShape
+    machine: OffloadMachine, model: OffloadModel, workload: OffloadWorkload, block: BlockShape
 ) -> OffloadPlacement | None:
     """The shares with which a block takes the least time; None if it does not fit."""
-    costs = machine.block_costs(model, work, block)
-    decode_steps = max(0, work.output_tokens - 1)
+    costs = machine.block_costs(model, workload, block)
+    decode_steps = max(0, workload.output_tokens - 1)
     goal = np.zeros(NUM_SHARES + 2)
     goal[-2:] = 1.0, decode_steps
     rows: list[NDArray[np.float64]] = []
@@ -94,7 +94,7 @@ def solve_shares(
     )
     if not found.success:
         return None
-    return evaluate_shares(costs, model, work, block, np.clip(found.x[:NUM_SHARES], 0.0, 1.0))
+    return evaluate_shares(costs, model, workload, block, np.clip(found.x[:NUM_SHARES], 0.0, 1.0))
 
 
 def _whole_shares(further: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -127,7 +127,7 @@ def least_memory(costs: BlockCosts, memory: BoundedMemory) -> float | None:
 def search_placement(
     machine: OffloadMachine,
     models: Iterable[OffloadModel],
-    work: OffloadWorkload,
+    workload: OffloadWorkload,
     blocks: Sequence[BlockShape],
 ) -> OffloadPlacement:
     """The placement with the most tokens per second over all blocks and over `models`, one per kind of weights and KV.
@@ -136,23 +136,29 @@ def search_placement(
         ConfigError: no block fits; the error names the memory that is too small, and the least that would do.
     """
     kinds = list(models)
-    best: OffloadPlacement | None = None
-    every = ((model, block, machine.block_costs(model, work, block)) for model in kinds for block in blocks)
-    hopeful = [(_most_tokens_per_s(costs, model, work, block), model, block) for model, block, costs in every]
+    best_placement: OffloadPlacement | None = None
+    every = (
+        (model, block, machine.block_costs(model, workload, block)) for model in kinds for block in blocks
+    )
+    hopeful = [
+        (_most_tokens_per_s(costs, model, workload, block), model, block) for model, block, costs in every
+    ]
     for most, model, block in sorted(hopeful, key=lambda one: -one[0]):
-        if not most or (best is not None and most <= best.tokens_per_s):
+        if not most or (best_placement is not None and most <= best_placement.tokens_per_s):
             break
-        found = solve_shares(machine, model, work, block)
-        if found is not None and (best is None or found.tokens_per_s > best.tokens_per_s):
-            best = found
-    if best is not None:
-        return best
+        placement = solve_shares(machine, model, workload, block)
+        if placement is not None and (
+            best_placement is None or placement.tokens_per_s > best_placement.tokens_per_s
+        ):
+            best_placement = placement
+    if best_placement is not None:
+        return best_placement
     smallest = min(blocks, key=lambda one: (one.sequences, one.rows))
-    raise _does_not_fit(min((machine.block_costs(m, work, smallest) for m in kinds), key=_least_total))
+    raise _does_not_fit(min((machine.block_costs(m, workload, smallest) for m in kinds), key=_least_total))
 
 
 def _most_tokens_per_s(
-    costs: BlockCosts, model: OffloadModel, work: OffloadWorkload, block: BlockShape
+    costs: BlockCosts, model: OffloadModel, workload: OffloadWorkload, block: BlockShape
 ) -> float:
     """No placement of a block is faster than this; 0 if none fits. Each cost by itself is as low as it can be."""
     if any(_least_cost(one.needed, costs) > one.capacity for one in costs.memories):
@@ -160,9 +166,9 @@ def _most_tokens_per_s(
     prefill, decode = (
         max(_least_cost(one.seconds, costs) for one in phase) for phase in (costs.prefill, costs.decode)
     )
-    steps = work.output_tokens - 1
+    steps = workload.output_tokens - 1
     seconds = model.layers * (prefill + steps * decode) + costs.prefill_end_s + steps * costs.decode_end_s
-    return block.sequences * work.output_tokens / seconds
+    return block.sequences * workload.output_tokens / seconds
 
 
 def _least_cost(cost: ShareCosts, costs: BlockCosts) -> float:

@@ -219,7 +219,7 @@ def _prefill_s(site: PlacementSite, jobs: Sequence[Job], pool: InstancePool) -> 
 
 def _answers_per_s(site: PlacementSite, jobs: Sequence[Job], slos: Slos, pool: InstancePool) -> float:
     """Answers per second of one instance with the largest batch that meets the TPOT SLO and fits into memory."""
-    cost, stages = site.cost(pool), pool.split.pp
+    cost, stages = site.cost(pool), pool.parallelism.pp
     tokens = max(_mean_s(jobs, lambda job: job.output - 1), 1e-9)
     context = _mean_s(jobs, lambda job: (job.prompt + job.output / 2.0) * site.kv_class(job).work.context)
     tpot_s = strictest_slo(slos.values()).tpot_s
@@ -370,9 +370,9 @@ def _least_demand(trial: Trial, possible: Callable[[Job, Slo], bool]) -> LeastDe
     return LeastDemand(jobs, need, _arrival_span(trial.samples), first_after_s * samples, late_s * samples)
 
 
-def _arrival_span(samples: Sequence[Sequence[Job]]) -> float:
+def _arrival_span(jobs: Sequence[Sequence[Job]]) -> float:
     """Seconds of arrivals of all samples, one after the other."""
-    return sum(sample[-1].at_s for sample in samples)
+    return sum(sample[-1].at_s for sample in jobs)
 
 
 def _needed_count(slo: Slo, count: int) -> int:

@@ -1,7 +1,7 @@
 """Enumerates the deployments that can be tried: every way to split a model over the devices of a cluster.
 
 A unit is the smallest deployment that serves requests: one colocated instance, or one prefill and one decode instance.
-A plan consists of whole units (DistServe's algorithm 2), or of pools that are sized independently (its algorithm 1).
+A plan consists of whole units (DistServe's Algorithm 2), or of pools that are sized independently (its Algorithm 1).
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def pairs_across_nodes(
 
 def colocated_units(grid: ClusterGrid, device: str = "") -> Iterator[Placement]:
     """Every single colocated instance (one that both prefills and decodes)."""
-    for split in enumerate_splits(grid):
-        yield make_colocated(split, device)
+    for parallelism in enumerate_splits(grid):
+        yield make_colocated(parallelism, device)
 
 
 def make_pair(
@@ -101,34 +101,39 @@ def make_pair(
     return Placement(pools, affinity, cross)
 
 
-def make_colocated(split: Parallelism, device: str = "") -> Placement:
+def make_colocated(parallelism: Parallelism, device: str = "") -> Placement:
     """A placement of one colocated instance (one that both prefills and decodes)."""
-    return Placement((InstancePool(BOTH, split, 1, device),), "none")
+    return Placement((InstancePool(BOTH, parallelism, 1, device),), "none")
 
 
-def replicate_unit(unit: Placement, count: int) -> Placement:
+def replicate_unit(placement: Placement, count: int) -> Placement:
     """A placement of `count` copies of a unit."""
-    pools = (InstancePool(pool.role, pool.split, pool.count * count, pool.device) for pool in unit.pools)
-    return Placement(tuple(pools), unit.affinity, unit.cross)
+    pools = (
+        InstancePool(pool.role, pool.parallelism, pool.count * count, pool.device) for pool in placement.pools
+    )
+    return Placement(tuple(pools), placement.affinity, placement.cross)
 
 
-def with_counts(unit: Placement, counts: tuple[int, ...]) -> Placement:
+def with_counts(placement: Placement, counts: tuple[int, ...]) -> Placement:
     """The unit with `counts[i]` instances in its i-th pool."""
     pools = (
-        InstancePool(pool.role, pool.split, count, pool.device)
-        for pool, count in zip(unit.pools, counts, strict=True)
+        InstancePool(pool.role, pool.parallelism, count, pool.device)
+        for pool, count in zip(placement.pools, counts, strict=True)
     )
-    return Placement(tuple(pools), unit.affinity, unit.cross)
+    return Placement(tuple(pools), placement.affinity, placement.cross)
 
 
 def combine_placements(parts: tuple[Placement, ...]) -> Placement:
     """Joins placements to one; equal pools are merged. The affinity is that of the first part with KV transfer."""
     counts: dict[tuple[str, Parallelism, str], int] = {}
     for pool in (pool for part in parts for pool in part.pools):
-        key = (pool.role, pool.split, pool.device)
+        key = (pool.role, pool.parallelism, pool.device)
         counts[key] = counts.get(key, 0) + pool.count
     moving = next((part for part in parts if not part.colocated), parts[0])
-    pools = (InstancePool(role, split, count, device) for (role, split, device), count in counts.items())
+    pools = (
+        InstancePool(role, parallelism, count, device)
+        for (role, parallelism, device), count in counts.items()
+    )
     return Placement(tuple(pools), moving.affinity, moving.cross)
 
 

@@ -49,7 +49,7 @@ def enlarge_resource(site: PlacementSite, resource: str, by: float) -> Placement
     made: dict[tuple[str, Parallelism, int], CostModel] = {}
 
     def cost(pool: InstancePool, nodes: int = 1) -> CostModel:
-        key = (pool.device, pool.split, nodes)
+        key = (pool.device, pool.parallelism, nodes)
         if key not in made:
             made[key] = EnlargedCost(site.cost(pool, nodes), prefill, decode)
         return made[key]

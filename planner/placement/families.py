@@ -53,12 +53,14 @@ class FamilySearch:
     def finalists(self) -> Iterable[Finalist]:
         """The finalists: at least one for each family that is requested and possible, without duplicates."""
         chosen = self._lightest_for_rate() if self.problem.rate is not None else self._highest_goodput()
-        return {str(one.placement) + one.placement.affinity: one for one in chosen}.values()
+        return {
+            str(finalist.placement) + finalist.placement.affinity: finalist for finalist in chosen
+        }.values()
 
     def ties(self, family: str) -> tuple[str, ...]:
         """Up to five other units of a family whose goodput the search cannot distinguish from the best one's."""
         result = self.units.get(family)
-        return tuple(str(one.unit) for one in result.ties[:5]) if result else ()
+        return tuple(str(unit.placement) for unit in result.ties[:5]) if result else ()
 
     def asked(self, *families: str) -> bool:
         """Whether one of `families` is requested and possible; all but colocated need at least two devices."""
@@ -86,23 +88,23 @@ class FamilySearch:
         """The units of "colocated", or of "low" (pairs with KV within nodes), ranked by goodput per device."""
         if family not in self.units:
             problem = self.problem
-            units = (unit for unit in problem.units(family) if problem.fits_on_nodes(unit))
+            units = (placement for placement in problem.units(family) if problem.fits_on_nodes(placement))
             near = STAGED_MARGIN if family == "colocated" and problem.verified else NEAR_BEST
-            found = search_units(units, problem.trial, problem.bound, problem.share, near)
-            forbidden = Counter(min(why, key=lambda name: why[name]) for _, why in found.impossible)
-            for why, count in (*found.dropped.items(), *forbidden.items()):
+            result = search_units(units, problem.trial, problem.bound, problem.share, near)
+            forbidden = Counter(min(why, key=lambda name: why[name]) for _, why in result.impossible)
+            for why, count in (*result.dropped.items(), *forbidden.items()):
                 self.dropped[why] = self.dropped.get(why, 0) + count
-            self.units[family] = found
+            self.units[family] = result
         return self.units[family]
 
     def _replicated(self, family: str) -> list[Finalist]:
         """The best units of a family, replicated until they fill the hardware."""
         chosen, scored = [], self.whole(family).scored
-        whole = (one for one in scored[FINALISTS_PER_FAMILY:] if not has_stages(one.unit))
+        whole = (unit for unit in scored[FINALISTS_PER_FAMILY:] if not has_stages(unit.placement))
         beside = islice(whole, 1) if family == "colocated" else ()
         for one in (*scored[:FINALISTS_PER_FAMILY], *beside):
-            count = self.problem.most(one.unit)
-            chosen.append(Finalist(candidates.replicate_unit(one.unit, count), one.rate * count))
+            count = self.problem.most(one.placement)
+            chosen.append(Finalist(candidates.replicate_unit(one.placement, count), one.rate * count))
         return chosen
 
     def _separate_phases(self) -> list[Finalist]:
@@ -114,10 +116,10 @@ class FamilySearch:
         every = ratio_deployments(problem, phases) or self._as_pairs()
         low = self.units.get("low")
         if low and low.best:
-            pools = candidates.replicate_unit(low.best.unit, problem.most(low.best.unit)).pools
+            pools = candidates.replicate_unit(low.best.placement, problem.most(low.best.placement)).pools
             every.append(Placement(pools, "high"))
-        found = search_units(every, problem.trial, problem.bound, lambda whole: 1.0)
-        return [Finalist(one.unit, one.rate) for one in found.scored[:FINALISTS_PER_FAMILY]]
+        result = search_units(every, problem.trial, problem.bound, lambda whole: 1.0)
+        return [Finalist(unit.placement, unit.rate) for unit in result.scored[:FINALISTS_PER_FAMILY]]
 
     def _as_pairs(self) -> list[Placement]:
         """Replicated pairs, used if the separate search of the phases found nothing.
@@ -126,7 +128,9 @@ class FamilySearch:
         the SLOs are tight.
         """
         problem = self.problem
-        units = [unit for unit in problem.units("high") if lowest_bound(problem.bound(unit)) > 0.0]
+        units = [
+            placement for placement in problem.units("high") if lowest_bound(problem.bound(placement)) > 0.0
+        ]
         units.sort(key=lambda unit: (-problem.saturated_rps(unit) / problem.share(unit), str(unit)))
         return [
             candidates.replicate_unit(unit, problem.most(unit))
@@ -161,19 +165,19 @@ class FamilySearch:
         best = search_units(
             list(islice(packed, MAX_HYBRIDS)), problem.trial, problem.bound, lambda placement: 1.0
         )
-        return [Finalist(one.unit, one.rate) for one in best.scored[:1]]
+        return [Finalist(one.placement, one.rate) for one in best.scored[:1]]
 
     def _best_by_size(self, family: str) -> list[tuple[Placement, float]]:
         """The unit with the highest mean rate, for each number of devices and each split of its decode instance."""
         problem, best = self.problem, dict[tuple[int, InstancePool], tuple[Placement, float]]()
         jobs = [job for sample in problem.samples(problem.requests) for job in sample]
-        for unit in problem.units(family):
-            if lowest_bound(problem.bound(unit)) <= 0.0:
+        for placement in problem.units(family):
+            if lowest_bound(problem.bound(placement)) <= 0.0:
                 continue
-            rate = min(saturation_rates(problem.site, jobs, problem.slos, unit).values())
-            key = unit.devices, unit.pools[-1]
+            rate = min(saturation_rates(problem.site, jobs, problem.slos, placement).values())
+            key = placement.devices, placement.pools[-1]
             if key not in best or rate > best[key][1]:
-                best[key] = unit, rate
+                best[key] = placement, rate
         return list(best.values())
 
     def _add_colocated(self, pairs: Placement, alone: Placement, below: float = math.inf) -> Placement | None:
@@ -216,14 +220,16 @@ class FamilySearch:
         if not starts:
             return lightest_deployments(problem, problem.units("high"), rate, FINALISTS_PER_FAMILY)
         starts.sort(key=lambda one: (problem.weight(one), str(one)))
-        return [start for start in starts[: 2 * FINALISTS_PER_FAMILY] if problem.fits_on_nodes(start)]
+        return [
+            placement for placement in starts[: 2 * FINALISTS_PER_FAMILY] if problem.fits_on_nodes(placement)
+        ]
 
     def _fewer_pairs(self, pairs: Placement, rate: float) -> list[Placement]:
         """Replaces some of the pairs by colocated instances, if that is lighter and still carries the rate."""
         problem, below = self.problem, self.problem.weight(pairs)
         units = math.gcd(*(pool.count for pool in pairs.pools))
         ones = candidates.with_counts(pairs, tuple(pool.count // units for pool in pairs.pools))
-        alone = candidates.make_colocated(ones.pools[-1].split, ones.pools[-1].device)
+        alone = candidates.make_colocated(ones.pools[-1].parallelism, ones.pools[-1].device)
         best: list[Placement] = []
         for count in range(units - 1, 0, -1):
             placement = self._add_colocated(candidates.replicate_unit(ones, count), alone, below)
@@ -231,16 +237,16 @@ class FamilySearch:
                 best, below = [placement], problem.weight(placement)
         return best
 
-    def _size_start(self, start: Placement, rate: float) -> Placement | None:
-        """Adjusts the instance counts of `start` until it carries the rate on fresh seeds; None if it cannot."""
+    def _size_start(self, placement: Placement, rate: float) -> Placement | None:
+        """Adjusts the instance counts of `placement` until it carries the rate on fresh seeds; None if it cannot."""
         return size_deployment(
             self.problem,
-            self.problem.trial(start, fresh=True, least=rate * self.problem.horizon_s),
-            start,
+            self.problem.trial(placement, fresh=True, least=rate * self.problem.horizon_s),
+            placement,
             rate,
         )
 
 
 def has_stages(placement: Placement) -> bool:
     """Whether some instance of the placement has several pipeline stages."""
-    return any(pool.split.pp > 1 for pool in placement.pools)
+    return any(pool.parallelism.pp > 1 for pool in placement.pools)

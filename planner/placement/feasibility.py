@@ -74,18 +74,18 @@ def check_feasible(problem: Problem) -> None:
 
     Families for which no placement fits the hardware are checked in `planner.placement.solve`.
     """
-    if not any(problem.splits(stock) for stock in problem.stocks):
+    if not any(problem.splits(group) for group in problem.groups):
         raise _no_room_error(problem)
     if not any(_serving_paths(problem)):
         return
     for kind in problem.kinds():
         slo = problem.slo(kind)
-        bare = tightest_slo(problem, kind, slo.attainment)
-        if not slo.is_met(bare.ttft_s, bare.tpot_s):
-            name = "TPOT" if slo.is_met(bare.ttft_s, None) else "TTFT"
-            raise _forbidden_slo(problem, kind, name, bare)
-        if bare.factor > 1.0:
-            raise _conflicting_slos(problem, kind, bare)
+        tightest = tightest_slo(problem, kind, slo.attainment)
+        if not slo.is_met(tightest.ttft_s, tightest.tpot_s):
+            name = "TPOT" if slo.is_met(tightest.ttft_s, None) else "TTFT"
+            raise _forbidden_slo(problem, kind, name, tightest)
+        if tightest.factor > 1.0:
+            raise _conflicting_slos(problem, kind, tightest)
 
 
 def tightest_slo(problem: Problem, kind: str = "", share: float | None = None) -> TightestSlo:
@@ -94,18 +94,18 @@ def tightest_slo(problem: Problem, kind: str = "", share: float | None = None) -
     They hold for `share` of the requests of a kind. The default is somewhat more than the target attainment, so that
     some requests may miss their SLOs because of queueing.
     """
-    slo, ways = problem.slo(kind), list(_serving_paths(problem))
+    slo, paths = problem.slo(kind), list(_serving_paths(problem))
     jobs = [job for sample in problem.samples(problem.requests) for job in sample if job.kind == kind]
     times = _UnloadedLatency(problem, jobs, share or _share_unloaded(slo))
     # Pairs are skipped if possible: without load a pair is never faster than one instance alone.
-    whole = [way for way in ways if way.link is None] or ways
+    whole = [path for path in paths if path.link is None] or paths
     first, each = min(whole, key=times.ttft_s), min(whole, key=times.tpot_s)
     names = [
-        f"{pool.split} of {pool.device}" if problem.mixed_devices else str(pool.split)
+        f"{pool.parallelism} of {pool.device}" if problem.mixed_devices else str(pool.parallelism)
         for pool in (first.prefill.pool, each.decode.pool)
     ]
-    unmoved = [way._replace(link=None) for way in ways]
-    factor = times.factor(slo, ways)
+    unmoved = [way._replace(link=None) for way in paths]
+    factor = times.factor(slo, paths)
     return TightestSlo(
         times.ttft_s(first), names[0], times.tpot_s(each), names[1],
         min(times.tpot_s(way._replace(link=None)) for way in whole), each.link,
@@ -117,18 +117,19 @@ def _serving_paths(problem: Problem) -> Iterator[ServingPath]:
     """Every way to serve a request: by each split of one instance (if some may do both), and by each possible pair."""
     families = set(problem.families)
     if families & {"colocated", "hybrid"}:
-        for stock in problem.stocks:
-            for split in problem.splits(stock):
-                alone = Placement((InstancePool(BOTH, split, 1, stock.device.name),), "none")
+        for group in problem.groups:
+            for parallelism in problem.splits(group):
+                alone = Placement((InstancePool(BOTH, parallelism, 1, group.device.name),), "none")
                 place = InstanceOnNodes(alone.pools[0], problem.nodes(alone, alone.pools[0]))
                 yield ServingPath(place, place)
     tried = ["low"] if families & {"disaggregated", "hybrid"} and problem.affinity != "high" else []
     tried += ["high"] if "disaggregated" in families and problem.affinity != "low" else []
-    for unit in (unit for kind in tried for unit in problem.units(kind)):
+    for placement in (unit for kind in tried for unit in problem.units(kind)):
         prefill, decode = (
-            InstanceOnNodes(replace(pool, role=BOTH), problem.nodes(unit, pool)) for pool in unit.pools
+            InstanceOnNodes(replace(pool, role=BOTH), problem.nodes(placement, pool))
+            for pool in placement.pools
         )
-        yield ServingPath(prefill, decode, problem.link(unit))
+        yield ServingPath(prefill, decode, problem.link(placement))
 
 
 class _UnloadedLatency:
@@ -142,44 +143,44 @@ class _UnloadedLatency:
         self._firsts: dict[InstanceOnNodes, tuple[float, list[float]]] = {}
         self._eaches: dict[tuple[InstanceOnNodes, LinkSpec | None], tuple[float, list[float]]] = {}
 
-    def ttft_s(self, way: ServingPath) -> float:
-        return self._ttft_quantile(way)[0]
+    def ttft_s(self, path: ServingPath) -> float:
+        return self._ttft_quantile(path)[0]
 
-    def tpot_s(self, way: ServingPath) -> float:
-        return self._tpot_quantile(way)[0]
+    def tpot_s(self, path: ServingPath) -> float:
+        return self._tpot_quantile(path)[0]
 
-    def factor(self, slo: Slo, ways: Sequence[ServingPath]) -> float:
+    def factor(self, slo: Slo, paths: Sequence[ServingPath]) -> float:
         """The least factor by which both SLOs must be loosened, over all ways; 1 if a way meets them as they are."""
 
-        def lower_bound(way: ServingPath) -> float:
-            return max(self.ttft_s(way) / slo.ttft_s, self.tpot_s(way) / slo.tpot_s)
+        def lower_bound(path: ServingPath) -> float:
+            return max(self.ttft_s(path) / slo.ttft_s, self.tpot_s(path) / slo.tpot_s)
 
         best = math.inf
         # Maxima over all requests are costly to compute, so the ways are tried in the order of a lower bound, until
         # no later way can be better.
-        for way in sorted(ways, key=lower_bound):
-            if lower_bound(way) >= best:
+        for path in sorted(paths, key=lower_bound):
+            if lower_bound(path) >= best:
                 break
-            both = zip(self._ttft_quantile(way)[1], self._tpot_quantile(way)[1], strict=True)
+            both = zip(self._ttft_quantile(path)[1], self._tpot_quantile(path)[1], strict=True)
             worst = (max(first / slo.ttft_s, each / slo.tpot_s) for first, each in both)
             best = min(best, _quantile_of(worst, self._share))
             if best <= 1.0:
                 return 1.0
         return best
 
-    def _ttft_quantile(self, way: ServingPath) -> tuple[float, list[float]]:
-        if way.prefill not in self._firsts:
-            cost = self._site.cost(way.prefill.pool, way.prefill.nodes)
+    def _ttft_quantile(self, path: ServingPath) -> tuple[float, list[float]]:
+        if path.prefill not in self._firsts:
+            cost = self._site.cost(path.prefill.pool, path.prefill.nodes)
             found = [min_ttft_s(cost, job, self._site.kv_class(job).work) for job in self._jobs]
-            self._firsts[way.prefill] = _quantile_of(found, self._share), found
-        return self._firsts[way.prefill]
+            self._firsts[path.prefill] = _quantile_of(found, self._share), found
+        return self._firsts[path.prefill]
 
-    def _tpot_quantile(self, way: ServingPath) -> tuple[float, list[float]]:
-        key = way.decode, way.link
+    def _tpot_quantile(self, path: ServingPath) -> tuple[float, list[float]]:
+        key = path.decode, path.link
         if key not in self._eaches:
-            cost = self._site.cost(way.decode.pool, way.decode.nodes)
+            cost = self._site.cost(path.decode.pool, path.decode.nodes)
             found = [
-                min_tpot_s(cost, job, self._site.kv_class(job).work) + self._moved_s(way.link, job)
+                min_tpot_s(cost, job, self._site.kv_class(job).work) + self._moved_s(path.link, job)
                 for job in self._jobs
             ]
             self._eaches[key] = _quantile_of(found, self._share), found
@@ -217,10 +218,10 @@ def _describe_link(link: LinkSpec | None) -> str:
     return f"KV comes over {link.bytes_per_s * GIGABITS:.3g} Gb/s" if link else ""
 
 
-def _forbidden_slo(problem: Problem, kind: str, name: str, bare: TightestSlo) -> ConfigError:
+def _forbidden_slo(problem: Problem, kind: str, name: str, tightest: TightestSlo) -> ConfigError:
     """The error for one SLO that no placement meets. The SLO that it suggests leaves room for queueing."""
     slo, found = problem.slo(kind), tightest_slo(problem, kind)
-    linked = name == "TPOT" and bare.written_s <= slo.tpot_s
+    linked = name == "TPOT" and tightest.written_s <= slo.tpot_s
     if name == "TTFT":
         limit_s, least_s, flag = slo.ttft_s, found.ttft_s, "--slo-ttft-ms"
         why, by, more = "prefill compute forbids it", found.ttft_by, "faster devices"
@@ -239,13 +240,13 @@ def _forbidden_slo(problem: Problem, kind: str, name: str, bare: TightestSlo) ->
     )
 
 
-def _conflicting_slos(problem: Problem, kind: str, bare: TightestSlo) -> ConfigError:
+def _conflicting_slos(problem: Problem, kind: str, tightest: TightestSlo) -> ConfigError:
     """The error for TTFT and TPOT SLOs that are possible one by one, but not together."""
     slo, factor = problem.slo(kind), tightest_slo(problem, kind).factor
     why, more = "but not both on this many devices: prefill and decode compete for them", "more devices"
-    if bare.unmoved <= 1.0:
+    if tightest.unmoved <= 1.0:
         why, more = (
-            f"but not both: {_describe_link(bare.link) or 'KV is moved'}, and the link forbids it",
+            f"but not both: {_describe_link(tightest.link) or 'KV is moved'}, and the link forbids it",
             "a faster link",
         )
     return ConfigError(
@@ -284,9 +285,9 @@ def _check_class_rooms(problem: Problem) -> None:
     That is one of full length, or the longest one that asks for the class where instances are too small for the other.
     """
     pools = [
-        InstancePool(BOTH, split, 1, stock.device.name)
-        for stock in problem.stocks
-        for split in problem.model.splits(stock.devices)
+        InstancePool(BOTH, parallelism, 1, group.device.name)
+        for group in problem.groups
+        for parallelism in problem.model.splits(group.devices)
     ]
     most = max(map(problem.site.kv_tokens, pools))
     check_class_rooms(problem.kv_classes, most, problem.model.max_len)
@@ -305,11 +306,13 @@ def _no_room_error(problem: Problem) -> ConfigError:
     """The error for a model that fits on no split of any device."""
     if problem.kv_classes:
         _check_class_rooms(problem)
-    stock = max(problem.stocks, key=lambda one: one.devices * one.device.memory_bytes)
+    group = max(problem.groups, key=lambda one: one.devices * one.device.memory_bytes)
     # Raises a more precise error if memory is the reason.
-    smallest_split(problem.model, stock.device, stock.devices, problem.longest)
-    whole = max(problem.model.splits(stock.devices), key=lambda split: (split.devices, split.tp))
-    fit = check_memory_fit(problem.model, whole, stock.device, problem.longest)
+    smallest_split(problem.model, group.device, group.devices, problem.longest)
+    whole = max(
+        problem.model.splits(group.devices), key=lambda parallelism: (parallelism.devices, parallelism.tp)
+    )
+    fit = check_memory_fit(problem.model, whole, group.device, problem.longest)
     why = fit.why_not or "its splits are not on whole nodes, or were not profiled"
     return ConfigError(
         f"{problem.model.name} does not fit on {problem.hardware_text}",

@@ -135,7 +135,7 @@ def _pair_groups(placement: Placement, layers: int) -> Iterator[DeviceGroup]:
 
 def _layer_span(layers: int, giver: InstancePool, taker: InstancePool) -> int:
     try:
-        return group_layers(layers, giver.split.pp, taker.split.pp)
+        return group_layers(layers, giver.parallelism.pp, taker.parallelism.pp)
     except ValueError as error:
         raise ConfigError(
             "a placement does not fit the model's layers", str(error), "choose stages that divide the layers"
@@ -146,10 +146,10 @@ def _rank_slots(
     index: int, pool: InstancePool, unit: int, units: int, layers: int, first: int, span: int
 ) -> Iterator[RankSlot]:
     """The devices of one pool that belong to unit `unit` (of `units`) and to the layers from `first` on."""
-    share, per_stage = pool.count // units, layers // pool.split.pp
+    share, per_stage = pool.count // units, layers // pool.parallelism.pp
     for instance in range(unit * share, (unit + 1) * share):
         for stage in range(first // per_stage, (first + span) // per_stage):
-            for rank in range(pool.split.tp):
+            for rank in range(pool.parallelism.tp):
                 yield RankSlot(index, pool.role, instance, stage, rank, pool.device)
 
 
@@ -160,7 +160,7 @@ def _single_groups(
     for index, pool in enumerate(placement.pools):
         if pool.role not in roles:
             continue
-        span = layers if pool.split.devices <= devices_per_node else _layer_span(layers, pool, pool)
+        span = layers if pool.parallelism.devices <= devices_per_node else _layer_span(layers, pool, pool)
         for instance in range(pool.count):
             for first in range(0, layers, span):
                 seats = _rank_slots(index, pool, instance, pool.count, layers, first, span)

@@ -175,7 +175,13 @@ class PlanFile(FileModel):
 def plan_pools(placement: Placement) -> tuple[PlanPool, ...]:
     """The pools of a placement, as they are written."""
     return tuple(
-        PlanPool(role=pool.role, tp=pool.split.tp, pp=pool.split.pp, count=pool.count, device=pool.device)
+        PlanPool(
+            role=pool.role,
+            tp=pool.parallelism.tp,
+            pp=pool.parallelism.pp,
+            count=pool.count,
+            device=pool.device,
+        )
         for pool in placement.pools
     )
 

@@ -65,10 +65,10 @@ class NodeGroup:
 class Problem:
     """Everything that is given to the planner.
 
-    `stocks` is the available hardware, `profiles` the model's cost profile by device name. With `rate` (requests/s) the
+    `groups` is the available hardware, `profiles` the model's cost profile by device name. With `rate` (requests/s) the
     planner looks for the cheapest deployment that carries it, else for the deployment with the highest goodput. A run
     has at least `requests` requests per seed, and covers at least `span_s` seconds (or ten times the TTFT SLO).
-    `between` replaces the link between nodes. `limits` says how much an instance batches at once;
+    `node_link` replaces the link between nodes. `limits` says how much an instance batches at once;
     `planner.placement.validate.product_limits` gives those of Diptych's workers. `verified` runs the best of each
     family in the exact simulator (`planner.placement.validate`). `notes` are shown with the solution. `kv_classes` are
     the classes of KV that each instance has pools for, if there are several, and `kv_mix` the share of the requests for
@@ -76,9 +76,9 @@ class Problem:
     """
 
     model: ModelDims
-    stocks: tuple[NodeGroup, ...]
+    groups: tuple[NodeGroup, ...]
     profiles: Mapping[str, CostProfile]
-    workload: JobSource
+    source: JobSource
     slos: Slos
     rate: float | None = None
     name: str = ""
@@ -88,7 +88,7 @@ class Problem:
     seeds: int = 2
     requests: int = 600
     span_s: float = 60.0
-    between: LinkSpec | None = None
+    node_link: LinkSpec | None = None
     profiled_only: bool = False
     limits: InstanceLimits = field(default_factory=InstanceLimits)
     verified: bool = False
@@ -100,7 +100,7 @@ class Problem:
     @property
     def devices(self) -> int:
         """Number of devices of all kinds that may be used."""
-        return sum(stock.devices for stock in self.stocks)
+        return sum(group.devices for group in self.groups)
 
     @property
     def horizon_s(self) -> float:
@@ -111,21 +111,21 @@ class Problem:
     @property
     def hardware_text(self) -> str:
         """The hardware in words, for example "8 × H100"."""
-        return " + ".join(f"{stock.devices} × {stock.device.name}" for stock in self.stocks)
+        return " + ".join(f"{group.devices} × {group.device.name}" for group in self.groups)
 
     @property
     def one_node(self) -> bool:
         """Whether there is only one node, so that no link between nodes is ever used."""
-        return sum(stock.nodes for stock in self.stocks) == 1
+        return sum(group.nodes for group in self.groups) == 1
 
     @property
     def mixed_devices(self) -> bool:
         """Whether there are several types of devices, so that deployments are compared by price."""
-        return len(self.stocks) > 1
+        return len(self.groups) > 1
 
-    def stock(self, device: str) -> NodeGroup:
+    def group(self, device: str) -> NodeGroup:
         """The nodes with that type of device; the first nodes if the name is unknown or empty."""
-        return next((one for one in self.stocks if one.device.name == device), self.stocks[0])
+        return next((one for one in self.groups if one.device.name == device), self.groups[0])
 
     def slo(self, kind: str) -> Slo:
         """The SLOs of a kind of request. Raises KeyError if there are none."""
@@ -135,26 +135,26 @@ class Problem:
         """The cost that goodput is divided by: the number of devices, or their hourly price if types differ."""
         return self.hourly_price(placement) if self.mixed_devices else float(placement.devices)
 
-    def most(self, unit: Placement) -> int:
+    def most(self, placement: Placement) -> int:
         """How many copies of a unit fit on the nodes."""
-        low, high = 0, self.devices // unit.devices
+        low, high = 0, self.devices // placement.devices
         while low < high:  # bisection: if some count fits, every smaller count fits too
             middle = (low + high + 1) // 2
             low, high = (
                 (middle, high)
-                if self.fits_on_nodes(candidates.replicate_unit(unit, middle))
+                if self.fits_on_nodes(candidates.replicate_unit(placement, middle))
                 else (low, middle - 1)
             )
         return low
 
-    def share(self, unit: Placement) -> float:
+    def share(self, placement: Placement) -> float:
         """Devices that one unit uses up when the hardware is filled with it, including those left over."""
-        most = self.most(unit)
+        most = self.most(placement)
         return self.devices / most if most else math.inf
 
     def hourly_price(self, placement: Placement) -> float:
         """Price per hour of all devices of a placement."""
-        return sum(pool.devices * self.stock(pool.device).device.price_per_hour for pool in placement.pools)
+        return sum(pool.devices * self.group(pool.device).device.price_per_hour for pool in placement.pools)
 
     @cached_property
     def longest(self) -> int:
@@ -168,7 +168,7 @@ class Problem:
         rooms: dict[tuple[str, Parallelism], float] = {}
 
         def cost(pool: InstancePool, nodes: int = 1) -> CostModel:
-            key = (pool.device, pool.split, nodes)
+            key = (pool.device, pool.parallelism, nodes)
             if key not in costs:
                 found, extra_s = self.bare_cost(pool, nodes), self._profile(pool.device).overheads.step_s
                 plain = CostWithOverhead(found, extra_s) if extra_s else found
@@ -176,9 +176,9 @@ class Problem:
             return costs[key]
 
         def kv_tokens(pool: InstancePool) -> float:
-            key = (pool.device, pool.split)
+            key = (pool.device, pool.parallelism)
             if key not in rooms:
-                rooms[key] = float(self._profile(pool.device).kv_tokens(pool.split))
+                rooms[key] = float(self._profile(pool.device).kv_tokens(pool.parallelism))
             return rooms[key]
 
         limits, work = self.limits, KvClassWork() if self.keep is None else self.keep.work
@@ -189,26 +189,28 @@ class Problem:
 
     def bare_cost(self, pool: InstancePool, nodes: int) -> CostModel:
         """Step cost of the model without the engine's overhead, with its stages on the given number of nodes."""
-        profile, between = self._profile(pool.device), self.between
-        if between is not None and nodes > 1:
+        profile, node_link = self._profile(pool.device), self.node_link
+        if node_link is not None and nodes > 1:
             device = profile.device
-            profile = replace(profile, device=replace(device, node=replace(device.node, inter=between)))
-        return profile.cost(pool.split, nodes)
+            profile = replace(profile, device=replace(device, node=replace(device.node, inter=node_link)))
+        return profile.cost(pool.parallelism, nodes)
 
     def nodes(self, placement: Placement, pool: InstancePool) -> int:
         """Nodes that an instance's stages lie on: as few as hold it, or one per segment if KV stays within nodes."""
-        least = -(-pool.split.devices // self.stock(pool.device).devices_per_node)
+        least = -(-pool.parallelism.devices // self.group(pool.device).devices_per_node)
         return max(least, placement.cross) if placement.affinity == "low" and pool.role != BOTH else least
 
     def link(self, placement: Placement) -> LinkSpec:
         """The link between two instances (`planner.kv_links.choose_kv_link`); on a single node, the link within it."""
         if placement.colocated:
             return LinkSpec()
-        moving = [
-            (pool, self.stock(pool.device).device.node) for pool in placement.pools if pool.role != BOTH
+        moving_pools = [
+            (pool, self.group(pool.device).device.node) for pool in placement.pools if pool.role != BOTH
         ]
-        measured = self._profile(moving[0][0].device).overheads.link
-        return choose_kv_link(moving, measured, placement.affinity == "low" or self.one_node, self.between)
+        measured_link = self._profile(moving_pools[0][0].device).overheads.link
+        return choose_kv_link(
+            moving_pools, measured_link, placement.affinity == "low" or self.one_node, self.node_link
+        )
 
     @cached_property
     def _drawn(self) -> dict[tuple[int, int], tuple[tuple[Job, ...], ...]]:
@@ -225,7 +227,7 @@ class Problem:
         if key not in self._drawn:
             seeds = range(first_seed, first_seed + self.seeds)
             self._drawn[key] = tuple(
-                tuple(self.workload.sample(requests, 1.0, seed, self.cv)) for seed in seeds
+                tuple(self.source.sample(requests, 1.0, seed, self.cv)) for seed in seeds
             )
         return self._drawn[key]
 
@@ -271,10 +273,10 @@ class Problem:
         It can be lower than the estimate: steps kept short for the TPOT SLO prefill fewer prompts.
         """
         rate, trial = self._full_rps(placement, site), replace(self.trial(placement), run=self.runner(site))
-        served = trial.serve(placement, rate, 0)
+        results = trial.serve(placement, rate, 0)
         arrivals_s, ends_s = (
-            _middle_span_s([one.job.at_s for one in served]),
-            _middle_span_s([one.ended_s for one in served]),
+            _middle_span_s([one.job.at_s for one in results]),
+            _middle_span_s([one.ended_s for one in results]),
         )
         return rate * min(1.0, arrivals_s / ends_s) if ends_s > 0.0 else rate
 
@@ -319,23 +321,23 @@ class Problem:
 
     def units(self, family: str) -> Iterator[Placement]:
         """Every unit of "colocated", "low" (pairs, KV within nodes) or "high" (pairs, KV anywhere) that fits memory."""
-        for stock in self.stocks:
-            device = stock.device.name
-            grid = ClusterGrid(self.model.layers, self.model.heads, stock.nodes, stock.devices_per_node)
+        for group in self.groups:
+            device = group.device.name
+            grid = ClusterGrid(self.model.layers, self.model.heads, group.nodes, group.devices_per_node)
             if family == "colocated":
                 made = candidates.colocated_units(grid, device)
             elif family == "low":
                 made = candidates.pairs_within_nodes(grid, device, device)
             else:
                 made = candidates.pairs_across_nodes(grid, device, device)
-            yield from (unit for unit in made if all(map(self.fits, unit.pools)))
+            yield from (placement for placement in made if all(map(self.fits, placement.pools)))
         if family == "high" and self.mixed_devices:
             yield from self._across()
 
     def _across(self) -> Iterator[Placement]:
         """Pairs that prefill on one type of device and decode on another."""
-        for one in self.stocks:
-            for other in self.stocks:
+        for one in self.groups:
+            for other in self.groups:
                 if one is not other:
                     for prefill_split in self.splits(one):
                         for decode_split in self.splits(other):
@@ -343,16 +345,22 @@ class Problem:
                                 prefill_split, decode_split, "high", 1, one.device.name, other.device.name
                             )
 
-    def splits(self, stock: NodeGroup) -> list[Parallelism]:
+    def splits(self, group: NodeGroup) -> list[Parallelism]:
         """The splits whose instances fit on these nodes."""
-        grid = ClusterGrid(self.model.layers, self.model.heads, stock.nodes, stock.devices_per_node)
+        grid = ClusterGrid(self.model.layers, self.model.heads, group.nodes, group.devices_per_node)
         every = candidates.enumerate_splits(grid)
-        return [split for split in every if self.fits(InstancePool(BOTH, split, 1, stock.device.name))]
+        return [
+            parallelism
+            for parallelism in every
+            if self.fits(InstancePool(BOTH, parallelism, 1, group.device.name))
+        ]
 
     def fits(self, pool: InstancePool) -> bool:
         """Whether an instance is valid for the model, was profiled (if required), and holds the longest request."""
         profile = self._profile(pool.device)
-        if not self.model.valid(pool.split) or (self.profiled_only and not _is_profiled(profile, pool.split)):
+        if not self.model.valid(pool.parallelism) or (
+            self.profiled_only and not _is_profiled(profile, pool.parallelism)
+        ):
             return False
         if self.kv_classes:
             room = self.site.kv_tokens(pool)
@@ -379,19 +387,19 @@ class Problem:
     def fits_on_nodes(self, placement: Placement) -> bool:
         """Whether the nodes have room for all device groups of the placement."""
         try:
-            for stock in self.stocks:
-                pools = tuple(pool for pool in placement.pools if self.stock(pool.device) is stock)
+            for group in self.groups:
+                pools = tuple(pool for pool in placement.pools if self.group(pool.device) is group)
                 paired = {PREFILL, DECODE} <= {pool.role for pool in pools}
                 part = Placement(pools, placement.affinity if paired else "high", placement.cross)
                 if part.pools:
-                    nodes = {f"{node:06d}": stock.devices_per_node for node in range(stock.nodes)}
-                    assign_nodes(device_groups(part, self.model.layers, stock.devices_per_node), nodes)
+                    nodes = {f"{node:06d}": group.devices_per_node for node in range(group.nodes)}
+                    assign_nodes(device_groups(part, self.model.layers, group.devices_per_node), nodes)
         except ConfigError:
             return False
         return True
 
     def _profile(self, device: str) -> CostProfile:
-        return self.profiles[self.stock(device).device.name]
+        return self.profiles[self.group(device).device.name]
 
 
 def _middle_span_s(moments: list[float]) -> float:
@@ -432,6 +440,6 @@ class CostWithOverhead:
         return self.cost.stage_s(batch) + self.extra_s
 
 
-def _is_profiled(profile: CostProfile, split: Parallelism) -> bool:
+def _is_profiled(profile: CostProfile, parallelism: Parallelism) -> bool:
     """Whether the split was measured with this tp; stages may differ, since they divide the measured work."""
-    return any(one.tp == split.tp for one in profile.costs)
+    return any(one.tp == parallelism.tp for one in profile.costs)

@@ -32,7 +32,7 @@ WeightOf = Callable[[Placement], float]
 class ScoredUnit:
     """A simulated unit. Its goodput is `rate` requests/s, or `per_weight` requests/s per device (or price)."""
 
-    unit: Placement
+    placement: Placement
     rung: int
     weight: float
     limits: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -69,7 +69,7 @@ class SearchResult:
     @property
     def ties(self) -> tuple[ScoredUnit, ...]:
         """Other units whose goodput is the same, or one rung lower, which is within the precision."""
-        return tuple(one for one in self.scored[1:] if one.rung >= self.scored[0].rung - 1)
+        return tuple(unit for unit in self.scored[1:] if unit.rung >= self.scored[0].rung - 1)
 
 
 def rung_of(per_weight: float) -> int:
@@ -81,9 +81,9 @@ def rung_of(per_weight: float) -> int:
     return max(MIN_RUNG - 1, min(MAX_RUNG, math.floor(math.log(per_weight) / math.log(RUNG_RATIO) + 1e-9)))
 
 
-def preference_key(one: ScoredUnit) -> tuple[float, float, str]:
+def preference_key(unit: ScoredUnit) -> tuple[float, float, str]:
     """Sort key, best first: the higher rung, then less weight, then by name."""
-    return -one.rung, one.weight, str(one.unit)
+    return -unit.rung, unit.weight, str(unit.placement)
 
 
 def search_units(
@@ -97,7 +97,7 @@ def search_units(
     """The best of `units`, and those within `near` of it. `exhaustive` simulates each unit that can meet the SLOs."""
     # `near`, expressed as a number of rungs below the best.
     slack = 0 if near <= 0.0 else math.ceil(-math.log1p(-near) / math.log(RUNG_RATIO))
-    waiting = [(unit, bound(unit), weigh(unit)) for unit in units]
+    waiting = [(placement, bound(placement), weigh(placement)) for placement in units]
     # Units with high bounds come first: a good unit that is found early lets more of the others be dropped. Units
     # without a bound come last.
     waiting.sort(key=lambda one: (-_reachable_rung(one[1], one[2]), one[2], str(one[0])))
@@ -125,15 +125,15 @@ def search_units(
 
 
 def climb_ladder(
-    trial: Trial, unit: Placement, weight: float, floor: int, top: int, guess: int | None = None
+    trial: Trial, placement: Placement, weight: float, floor: int, top: int, guess: int | None = None
 ) -> int | None:
-    """The highest rung within [floor, top] at which `unit` meets the SLOs; None if it misses them even at `floor`.
+    """The highest rung within [floor, top] at which `placement` meets the SLOs; None if it misses them even at `floor`.
 
     Searches from `guess` with growing strides (by default from somewhat below `top`), then bisects.
     """
 
     def good(rung: int) -> bool:
-        return trial.passes(unit, RUNG_RATIO**rung * weight)
+        return trial.passes(placement, RUNG_RATIO**rung * weight)
 
     if guess is None:
         # Without a guess the search starts 20 rungs below the bound, at about two thirds of the rate.

@@ -1,8 +1,8 @@
 """Computes how many instances a rate needs: by DistServe's rule, and by simulation with queueing.
 
-DistServe's algorithms divide the wanted rate by the goodput of one unit and round up. Queueing changes the result:
-several instances behind one queue may need fewer, and unbalanced ratios need more. `size_deployment` therefore
-simulates.
+DistServe's Algorithms 1 and 2 divide the wanted rate by the goodput of one unit and round up. Queueing changes the
+result: several instances behind one queue may need fewer, and unbalanced ratios need more. `size_deployment`
+therefore simulates.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def search_phases(problem: Problem, marginal: bool = False, near: float = NEAR_P
     searched at the square root of the target, unless `marginal` asks for the paper's rule (p for each).
     """
     prefill = _search_phase(problem, PREFILL, marginal, near, math.inf)
-    most = max((one.per_weight for one in prefill.scored), default=0.0) * _whole_weight(problem)
+    most = max((unit.per_weight for unit in prefill.scored), default=0.0) * _whole_weight(problem)
     return PhaseUnits(prefill, _search_phase(problem, DECODE, marginal, near, most))
 
 
@@ -52,19 +52,19 @@ def _search_phase(problem: Problem, role: str, marginal: bool, near: float, most
     """Searches the instances of one phase. A rate above `most` requests/s brings no advantage and is not tried."""
     slos = {kind: _phase_slo(slo, role, marginal) for kind, slo in problem.slos.items()}
     units = (
-        Placement((InstancePool(role, split, 1, stock.device.name),), "high")
-        for stock in problem.stocks
-        for split in problem.splits(stock)
+        Placement((InstancePool(role, parallelism, 1, group.device.name),), "high")
+        for group in problem.groups
+        for parallelism in problem.splits(group)
     )
 
-    def trial(unit: Placement) -> Trial:
+    def trial(placement: Placement) -> Trial:
         least = min(most, problem.rate or most) * problem.horizon_s
-        return replace(problem.trial(unit, least=least if math.isfinite(least) else 0.0), slos=slos)
+        return replace(problem.trial(placement, least=least if math.isfinite(least) else 0.0), slos=slos)
 
-    def bound(unit: Placement) -> dict[str, float]:
+    def bound(placement: Placement) -> dict[str, float]:
         return {
             "enough": most,
-            "sustained": problem.saturated_rps(unit) if problem.is_open_ended else math.inf,
+            "sustained": problem.saturated_rps(placement) if problem.is_open_ended else math.inf,
         }
 
     return search_units(units, trial, bound, problem.weight, near)
@@ -74,28 +74,28 @@ def _whole_weight(problem: Problem) -> float:
     """Weight of all the hardware: its devices, or their price per hour if types differ."""
     if not problem.mixed_devices:
         return float(problem.devices)
-    return sum(stock.devices * stock.device.price_per_hour for stock in problem.stocks)
+    return sum(group.devices * group.device.price_per_hour for group in problem.groups)
 
 
-def instances_needed(one: ScoredUnit, rate: float) -> int:
+def instances_needed(unit: ScoredUnit, rate: float) -> int:
     """The number of units for a rate: ceil(rate / goodput), at least one."""
-    return max(1, math.ceil(rate / one.rate - 1e-9))
+    return max(1, math.ceil(rate / unit.rate - 1e-9))
 
 
 def combine_phases(prefill_unit: ScoredUnit, decode_unit: ScoredUnit, rate: float) -> Placement:
     """A placement of n prefill and m decode instances for a rate, rounded up as in algorithm 1."""
-    (prefill,), (decode,) = prefill_unit.unit.pools, decode_unit.unit.pools
-    unit = Placement((prefill, decode), "high")
+    (prefill,), (decode,) = prefill_unit.placement.pools, decode_unit.placement.pools
+    placement = Placement((prefill, decode), "high")
     return candidates.with_counts(
-        unit, (instances_needed(prefill_unit, rate), instances_needed(decode_unit, rate))
+        placement, (instances_needed(prefill_unit, rate), instances_needed(decode_unit, rate))
     )
 
 
-def best_per_size(found: SearchResult) -> list[ScoredUnit]:
+def best_per_size(result: SearchResult) -> list[ScoredUnit]:
     """The best instance for each number of devices, at most `SHORTLIST` of them."""
     sizes: dict[int, ScoredUnit] = {}
-    for one in found.scored:
-        sizes.setdefault(one.unit.devices, one)
+    for unit in result.scored:
+        sizes.setdefault(unit.placement.devices, unit)
     return list(sizes.values())[:SHORTLIST]
 
 
@@ -118,7 +118,7 @@ def _instance_ratios(
     problem: Problem, prefill_unit: ScoredUnit, decode_unit: ScoredUnit
 ) -> list[tuple[float, Placement]]:
     """For each number of prefill instances, the most decode instances that fit beside them, with the joint goodput."""
-    (prefill,), (decode,) = prefill_unit.unit.pools, decode_unit.unit.pools
+    (prefill,), (decode,) = prefill_unit.placement.pools, decode_unit.placement.pools
     unit = Placement((prefill, decode), "high")
     found = []
     for n in range(1, problem.devices // prefill.devices + 1):
@@ -143,15 +143,15 @@ def lightest_deployments(
     fails, the unit is dropped after a single run.
     """
     found: list[tuple[float, str, Placement]] = []
-    for unit in _by_ideal_weight(problem, units, rate):
+    for placement in _by_ideal_weight(problem, units, rate):
         limit = found[kept - 1][0] if len(found) >= kept else below
-        weight = problem.weight(unit)
-        most = problem.most(unit)
+        weight = problem.weight(placement)
+        most = problem.most(placement)
         if math.isfinite(limit):
             most = min(most, math.ceil(limit / weight - 1e-9) - 1)
-        count = _fewest_units(problem, unit, most, rate)
+        count = _fewest_units(problem, placement, most, rate)
         if count:
-            whole = candidates.replicate_unit(unit, count)
+            whole = candidates.replicate_unit(placement, count)
             found = sorted([*found, (count * weight, str(whole), whole)], key=lambda one: one[:2])[:kept]
     return [whole for _, _, whole in found]
 
@@ -160,23 +160,23 @@ def _by_ideal_weight(problem: Problem, units: Iterable[Placement], rate: float) 
     """Sorts units by the weight that they would need for `rate` at 100 % utilisation."""
     jobs = [job for sample in problem.samples(problem.requests) for job in sample]
 
-    def need(unit: Placement) -> tuple[float, str]:
-        most = min(saturation_rates(problem.site, jobs, problem.slos, unit).values())
-        return math.ceil(rate / most) * problem.weight(unit), str(unit)
+    def need(placement: Placement) -> tuple[float, str]:
+        most = min(saturation_rates(problem.site, jobs, problem.slos, placement).values())
+        return math.ceil(rate / most) * problem.weight(placement), str(placement)
 
     return sorted(units, key=need)
 
 
-def _fewest_units(problem: Problem, unit: Placement, most: int, rate: float) -> int:
-    """The smallest count of `unit`, up to `most`, that carries `rate`; 0 if even `most` does not."""
-    if most < 1 or not carries_rate(problem, candidates.replicate_unit(unit, most), rate):
+def _fewest_units(problem: Problem, placement: Placement, most: int, rate: float) -> int:
+    """The smallest count of `placement`, up to `most`, that carries `rate`; 0 if even `most` does not."""
+    if most < 1 or not carries_rate(problem, candidates.replicate_unit(placement, most), rate):
         return 0
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (
             (low, middle)
-            if carries_rate(problem, candidates.replicate_unit(unit, middle), rate)
+            if carries_rate(problem, candidates.replicate_unit(placement, middle), rate)
             else (middle, high)
         )
     return high
@@ -188,54 +188,54 @@ def carries_rate(problem: Problem, placement: Placement, rate: float, trial: Tri
     return lowest_bound(rate_bounds(trial, problem.site, placement)) >= rate and trial.passes(placement, rate)
 
 
-def size_deployment(problem: Problem, trial: Trial, start: Placement, rate: float) -> Placement | None:
-    """The lightest instance counts near those of `start` that carry `rate`; None if the hardware has no room for them.
+def size_deployment(problem: Problem, trial: Trial, placement: Placement, rate: float) -> Placement | None:
+    """The lightest instance counts near those of `placement` that carry `rate`; None if there is no room for them.
 
     With low affinity, prefill and decode pools change together, by whole units. Otherwise pools grow one instance at a
     time, where it helps most for its weight, and then shrink again while the SLOs are met.
     """
-    found = grow_deployment(problem, trial, start, rate)
+    found = grow_deployment(problem, trial, placement, rate)
     return None if found is None else shrink_deployment(problem, trial, found, rate)
 
 
-def shrink_deployment(problem: Problem, trial: Trial, start: Placement, rate: float) -> Placement:
-    """Removes instances from `start`, one by one and the heaviest first, as long as it still carries `rate`."""
-    steps, shrinking = _count_steps(start), True
+def shrink_deployment(problem: Problem, trial: Trial, placement: Placement, rate: float) -> Placement:
+    """Removes instances from `placement`, one by one and the heaviest first, as long as it still carries `rate`."""
+    steps, shrinking = _count_steps(placement), True
     while shrinking:
-        less = [one for one in (_move_counts(start, step, -1) for step in steps) if one]
+        less = [one for one in (_move_counts(placement, step, -1) for step in steps) if one]
         less.sort(key=lambda one: (problem.weight(one), str(one)))
         kept = next((one for one in less if trial.passes(one, rate)), None)
-        start, shrinking = kept or start, kept is not None
-    return start
+        placement, shrinking = kept or placement, kept is not None
+    return placement
 
 
 def grow_deployment(
     problem: Problem,
     trial: Trial,
-    start: Placement,
+    placement: Placement,
     rate: float,
     most: int = MAX_TRIED,
     below: float = math.inf,
 ) -> Placement | None:
-    """Adds instances to `start` until it carries `rate`, each time where one helps most for its weight.
+    """Adds instances to `placement` until it carries `rate`, each time where one helps most for its weight.
 
     Returns None if `most` instances more are not enough, if the result would not be lighter than `below`, or if the
     hardware has no room.
     """
-    steps = _count_steps(start)
+    steps = _count_steps(placement)
     for added in range(most + 1):
-        if trial.passes(start, rate):
-            return start
+        if trial.passes(placement, rate):
+            return placement
         larger = [
             one
-            for one in (_move_counts(start, step, 1) for step in steps)
+            for one in (_move_counts(placement, step, 1) for step in steps)
             if one and problem.fits_on_nodes(one)
         ]
         larger = [one for one in larger if problem.weight(one) < below]
         if not larger or added == most:
             return None
-        now = start
-        start = max(larger, key=lambda one: _growth_gain(problem, trial, now, one, rate))
+        now = placement
+        placement = max(larger, key=lambda one: _growth_gain(problem, trial, now, one, rate))
     return None
 
 

@@ -46,7 +46,7 @@ class Candidate:
     wanted rate, or else the goodput. `weight` is the number of devices, or their hourly price if types differ. Each of
     `seeds` runs has `requests` requests, of which the first tenth is not counted.
 
-    With a `verdict` all figures are the exact simulator's: `interval_rps` goes from the goodput to the lowest rate
+    With a `validation` all figures are the exact simulator's: `interval_rps` goes from the goodput to the lowest rate
     tried that fails; for a wanted rate the goodput is that rate (0 if it misses the SLOs); `searched` holds the fast
     simulator's figures. Without, the figures are the fast simulator's on fresh seeds, and `interval_rps` goes from the
     worst to the best seed. `searched_rps` is the first estimate of the search, from other seeds.
@@ -65,7 +65,7 @@ class Candidate:
     cost_per_million: float
     requests: int
     seeds: int
-    verdict: Validation | None = None
+    validation: Validation | None = None
     searched: Candidate | None = None
 
     @property
@@ -81,7 +81,8 @@ class Candidate:
     @property
     def local_prefill(self) -> str:
         """Whether decode instances prefill too in this deployment (setting `local_prefill`)."""
-        return self.verdict.local_prefill if self.verdict else candidates.local_prefill_mode(self.placement)
+        mode = candidates.local_prefill_mode(self.placement)
+        return self.validation.local_prefill if self.validation else mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,8 @@ class Solution:
     deployments that the search cannot distinguish from the best. `notes` are sentences for the user.
     """
 
-    request: Problem
-    best: Candidate
+    problem: Problem
+    best_candidate: Candidate
     others: tuple[Candidate, ...]
     uses: tuple[ResourceUse, ...]
     ties: tuple[str, ...] = ()
@@ -110,9 +111,9 @@ class Solution:
     dropped: dict[str, int] = field(default_factory=dict)
 
     @property
-    def verdict(self) -> Validation | None:
-        """The exact simulator's result for `best`; None if the exact simulator was not used."""
-        return self.best.verdict
+    def validation(self) -> Validation | None:
+        """The exact simulator's result for `best_candidate`; None if the exact simulator was not used."""
+        return self.best_candidate.validation
 
     @property
     def binding(self) -> ResourceUse:
@@ -129,24 +130,24 @@ def solve_placement(problem: Problem) -> Solution:
     """
     check_feasible(problem)
     _check_placeable(problem)
-    found = FamilySearch(problem)
+    search = FamilySearch(problem)
     options = sorted(
-        (_measure_finalist(problem, one) for one in found.finalists()),
-        key=lambda option: (not _meets_slos(problem, option), *_rank_key(problem, option)),
+        (_measure_finalist(problem, finalist) for finalist in search.finalists()),
+        key=lambda candidate: (not _meets_slos(problem, candidate), *_rank_key(problem, candidate)),
     )
     if problem.rate is not None and (not options or not _meets_slos(problem, options[0])):
-        raise _rate_too_high(problem, found)
+        raise _rate_too_high(problem, search)
     if not options or not options[0].goodput_rps:
         raise slo_too_tight(problem)
-    options, refuted = _validate_candidates(problem, options, found)
+    options, refuted = _validate_candidates(problem, options, search)
     fast = options[0].fast_result
     fast = replace(fast, interval_rps=_goodput_interval(problem, fast))
-    best = replace(options[0], searched=fast) if options[0].verdict else fast
+    best = replace(options[0], searched=fast) if options[0].validation else fast
     family = "low" if best.placement.affinity == "low" else best.family
     return Solution(
-        problem, best, tuple(options[1:]), resource_uses(problem, best.fast_result), found.ties(family),
-        (*_solution_notes(problem, best), *refuted),
-        found.dropped,
+        problem, best, tuple(options[1:]), resource_uses(problem, best.fast_result),
+        search.ties(family), (*_solution_notes(problem, best), *refuted),
+        search.dropped,
     )  # fmt: skip
 
 
@@ -174,15 +175,15 @@ def _check_placeable(problem: Problem) -> None:
             least = min(whole.devices for whole in wholes)
             why = f"a pair and a colocated instance like the one that decodes take {least} devices at least"
             raise ConfigError(what, why, fix)
-    if not any(problem.fits_on_nodes(unit) for kind in tried for unit in problem.units(kind)):
-        least = min(split.devices for stock in problem.stocks for split in problem.splits(stock))
+    if not any(problem.fits_on_nodes(placement) for kind in tried for placement in problem.units(kind)):
+        least = min(parallelism.devices for group in problem.groups for parallelism in problem.splits(group))
         raise ConfigError(
             what, f"the smallest instance that has room takes {least} devices, and a pair two of them", fix
         )
 
 
 def _validate_candidates(
-    problem: Problem, options: list[Candidate], found: FamilySearch
+    problem: Problem, options: list[Candidate], search: FamilySearch
 ) -> tuple[list[Candidate], tuple[str, ...]]:
     """Runs the best candidate of each family (for a wanted rate: the lightest ones) in the exact simulator.
 
@@ -191,52 +192,52 @@ def _validate_candidates(
     """
     if not problem.verified:
         return options, ()
-    kept = [option for option in options if _meets_slos(problem, option)]
+    kept = [candidate for candidate in options if _meets_slos(problem, candidate)]
     first: dict[tuple[str, bool], Candidate] = {}
     # Colocated with and without stages are both validated, since the two simulators differ most there.
     for option in kept:
         apart = option.family == "colocated" and has_stages(option.placement)
         first.setdefault((option.family, apart), option)
     if problem.rate is not None:
-        judged, refuted = _lightest_upheld(problem, kept, list(first.values()), problem.rate, found)
+        validated, refuted = _lightest_upheld(problem, kept, list(first.values()), problem.rate, search)
     else:
         refuted = ()
-        judged = [
+        validated = [
             _with_validation(problem, one, validate_placement(problem, one.placement, one.rate_rps, True))
             for one in first.values()
         ]
-        judged = _settle_order(problem, judged)
-        if not judged[0].goodput_rps:
+        validated = _settle_order(problem, validated)
+        if not validated[0].goodput_rps:
             raise slo_too_tight(problem)
-    placements = {one.placement for one in judged}
-    return [*judged, *(one for one in options if one.placement not in placements)], refuted
+    placements = {one.placement for one in validated}
+    return [*validated, *(one for one in options if one.placement not in placements)], refuted
 
 
-def _settle_order(problem: Problem, judged: list[Candidate]) -> list[Candidate]:
+def _settle_order(problem: Problem, validated: list[Candidate]) -> list[Candidate]:
     """Sorts validated candidates, best first; those at the top are run again, longer, until the best is confirmed."""
 
-    def rank(one: Candidate) -> tuple[float, float]:
-        return -one.goodput_rps, one.weight
+    def rank(candidate: Candidate) -> tuple[float, float]:
+        return -candidate.goodput_rps, candidate.weight
 
     found: list[Candidate] = []
     for colocated in (True, False):
-        group = [one for one in judged if (one.family == "colocated") == colocated]
+        group = [candidate for candidate in validated if (candidate.family == "colocated") == colocated]
         confirmed = set[Placement]()
         while group:
             group.sort(key=rank)
             best = group[0]
-            if best.verdict is None or not best.goodput_rps or best.placement in confirmed:
+            if best.validation is None or not best.goodput_rps or best.placement in confirmed:
                 break
             confirmed.add(best.placement)
             group[0] = _with_validation(
-                problem, best.fast_result, confirm_goodput(problem, best.placement, best.verdict)
+                problem, best.fast_result, confirm_goodput(problem, best.placement, best.validation)
             )
         found += group
     return sorted(found, key=rank)
 
 
 def _lightest_upheld(
-    problem: Problem, options: list[Candidate], first: list[Candidate], rate: float, found: FamilySearch
+    problem: Problem, options: list[Candidate], first: list[Candidate], rate: float, search: FamilySearch
 ) -> tuple[list[Candidate], tuple[str, ...]]:
     """The lightest candidate that carries `rate` in the exact simulator, then the refuted ones, and notes on these.
 
@@ -245,19 +246,19 @@ def _lightest_upheld(
     """
     refuted: list[Candidate] = []
     best: Candidate | None = None
-    for option in options[:MAX_VALIDATED]:
-        asked = validate_placement if option in first else validate_rate
-        one = _with_validation(problem, option, asked(problem, option.placement, rate, False))
+    for candidate in options[:MAX_VALIDATED]:
+        asked = validate_placement if candidate in first else validate_rate
+        one = _with_validation(problem, candidate, asked(problem, candidate.placement, rate, False))
         if one.goodput_rps:
             best = one
             break
         refuted.append(one)
-    for option in [one.fast_result for one in refuted if one.fast_result in first]:
+    for candidate in [one.fast_result for one in refuted if one.fast_result in first]:
         below = best.weight if best else math.inf
-        if larger := add_instances(problem, option.placement, rate, below):
+        if larger := add_instances(problem, candidate.placement, rate, below):
             best = _evaluate_candidate(problem, larger, rate)
     if best is None:
-        carries = _whole_hardware_rates(problem, found, rate)
+        carries = _whole_hardware_rates(problem, search, rate)
         able = [one for most, one in carries if most >= rate]
         if not able:
             raise _too_little_hardware(problem, carries, rate)
@@ -277,22 +278,21 @@ def _evaluate_candidate(problem: Problem, placement: Placement, rate: float) -> 
     return _with_validation(problem, measured, validate_rate(problem, placement, rate, False))
 
 
-def _with_validation(problem: Problem, option: Candidate, verdict: Validation) -> Candidate:
+def _with_validation(problem: Problem, candidate: Candidate, validation: Validation) -> Candidate:
     """The candidate with its figures replaced by those of the exact simulator."""
+    samples, good_rps = problem.samples(problem.requests), validation.goodput_rps * validation.attainment
     return replace(
-        option,
-        goodput_rps=verdict.goodput_rps,
-        interval_rps=(verdict.goodput_rps, verdict.fails_rps or verdict.goodput_rps),
-        rate_rps=verdict.rate_rps,
-        shares=verdict.shares,
-        attainment=verdict.attainment,
-        cost_per_million=_cost_per_million(
-            option.price_per_hour, verdict.goodput_rps * verdict.attainment, problem.samples(problem.requests)
-        ),
-        requests=verdict.requests,
+        candidate,
+        goodput_rps=validation.goodput_rps,
+        interval_rps=(validation.goodput_rps, validation.fails_rps or validation.goodput_rps),
+        rate_rps=validation.rate_rps,
+        shares=validation.shares,
+        attainment=validation.attainment,
+        cost_per_million=_cost_per_million(candidate.price_per_hour, good_rps, samples),
+        requests=validation.requests,
         seeds=1,
-        verdict=verdict,
-        searched=option,
+        validation=validation,
+        searched=candidate,
     )
 
 
@@ -307,57 +307,56 @@ def _long_trial(problem: Problem, placement: Placement) -> Trial:
     return problem.trial(placement, fresh=True, least=(problem.rate or 0.0) * problem.horizon_s)
 
 
-def _measure_finalist(problem: Problem, one: Finalist) -> Candidate:
+def _measure_finalist(problem: Problem, finalist: Finalist) -> Candidate:
     """Measures goodput, attainment and cost of a finalist in a long run of the fast simulator."""
-    trial = _long_trial(problem, one.placement)
-    rung = climb_ladder(trial, one.placement, 1.0, MIN_RUNG, rung_of(math.inf), rung_of(one.expected_rps))
-    goodput = 0.0 if rung is None else ScoredUnit(one.placement, rung, 1.0).rate
+    trial = _long_trial(problem, finalist.placement)
+    goodput = _measure_goodput(trial, finalist.placement, finalist.expected_rps)
     rate = goodput if problem.rate is None else problem.rate
-    shares = trial.shares(one.placement, rate) if rate else dict.fromkeys(trial.counted(), 0.0)
-    attained, price = overall_attainment(shares, trial.counted()), problem.hourly_price(one.placement)
+    shares = trial.shares(finalist.placement, rate) if rate else dict.fromkeys(trial.counted(), 0.0)
+    attained, price = overall_attainment(shares, trial.counted()), problem.hourly_price(finalist.placement)
     cost = _cost_per_million(price, min(rate, goodput) * attained, trial.samples)
     return Candidate(
-        candidates.family_of(one.placement), one.placement, goodput, (goodput, goodput), one.expected_rps, rate, shares,
-        attained, problem.weight(one.placement), price, cost,
+        candidates.family_of(finalist.placement), finalist.placement, goodput, (goodput, goodput),
+        finalist.expected_rps, rate, shares, attained, problem.weight(finalist.placement), price, cost,
         len(trial.samples[0]), len(trial.samples),
     )  # fmt: skip
 
 
-def _goodput_interval(problem: Problem, option: Candidate) -> tuple[float, float]:
+def _goodput_interval(problem: Problem, candidate: Candidate) -> tuple[float, float]:
     """The lowest and the highest goodput among each seed alone and all seeds together."""
-    trial = _long_trial(problem, option.placement)
-    rates = [option.goodput_rps]
+    trial = _long_trial(problem, candidate.placement)
+    rates = [candidate.goodput_rps]
     for sample in trial.samples:
         alone = replace(trial, samples=(sample,))
         top = rung_of(math.inf)
-        rung = climb_ladder(alone, option.placement, 1.0, MIN_RUNG, top, rung_of(option.goodput_rps))
-        rates.append(0.0 if rung is None else ScoredUnit(option.placement, rung, 1.0).rate)
+        rung = climb_ladder(alone, candidate.placement, 1.0, MIN_RUNG, top, rung_of(candidate.goodput_rps))
+        rates.append(0.0 if rung is None else ScoredUnit(candidate.placement, rung, 1.0).rate)
     return min(rates), max(rates)
 
 
-def _meets_slos(problem: Problem, option: Candidate) -> bool:
+def _meets_slos(problem: Problem, candidate: Candidate) -> bool:
     """Whether a candidate meets the SLOs at its rate, up to `ATTAINMENT_SLACK` for the chance of fresh seeds."""
-    if not option.goodput_rps:
+    if not candidate.goodput_rps:
         return False
     return all(
-        share >= problem.slo(kind).attainment - ATTAINMENT_SLACK for kind, share in option.shares.items()
+        share >= problem.slo(kind).attainment - ATTAINMENT_SLACK for kind, share in candidate.shares.items()
     )
 
 
-def _rank_key(problem: Problem, option: Candidate) -> tuple[float, float, str]:
+def _rank_key(problem: Problem, candidate: Candidate) -> tuple[float, float, str]:
     """Sort key, best first. With a wanted rate: least weight, then highest goodput; without: the other way round."""
-    name = str(option.placement) + option.placement.affinity
+    name = str(candidate.placement) + candidate.placement.affinity
     if problem.rate is None:
-        return -option.goodput_rps, option.weight, name
-    return option.weight, -option.goodput_rps, name
+        return -candidate.goodput_rps, candidate.weight, name
+    return candidate.weight, -candidate.goodput_rps, name
 
 
-def resource_uses(problem: Problem, option: Candidate) -> tuple[ResourceUse, ...]:
+def resource_uses(problem: Problem, candidate: Candidate) -> tuple[ResourceUse, ...]:
     """Utilisation of each resource of a deployment, and the gain in goodput from 25 % more of it."""
-    trial, placement = problem.trial(option.placement), option.placement
+    trial, placement = problem.trial(candidate.placement), candidate.placement
     jobs = [job for sample in trial.samples for job in sample]
     full = saturation_rates(problem.site, jobs, problem.slos, placement)
-    base = _measure_goodput(trial, placement, option.searched_rps)
+    base = _measure_goodput(trial, placement, candidate.searched_rps)
     found = []
     for resource in RESOURCES:
         if resource == "link" and placement.colocated:
@@ -365,7 +364,7 @@ def resource_uses(problem: Problem, option: Candidate) -> tuple[ResourceUse, ...
         larger = problem.again(trial, enlarge_resource(problem.site, resource, RESOURCE_GROWTH))
         gain = _measure_goodput(larger, placement, base) / base - 1.0 if base else 0.0
         carried = full.get(resource, full.get("compute") if resource in ("prefill", "decode") else None)
-        found.append(ResourceUse(resource, option.rate_rps / carried if carried else None, gain))
+        found.append(ResourceUse(resource, candidate.rate_rps / carried if carried else None, gain))
     return tuple(found)
 
 
@@ -375,14 +374,14 @@ def _measure_goodput(trial: Trial, placement: Placement, guess: float) -> float:
     return 0.0 if rung is None else ScoredUnit(placement, rung, 1.0).rate
 
 
-def _solution_notes(problem: Problem, best: Candidate) -> tuple[str, ...]:
+def _solution_notes(problem: Problem, candidate: Candidate) -> tuple[str, ...]:
     """Sentences for the user: settings without effect, missed SLOs, over-optimistic short runs, sources of costs."""
-    notes, fast = list(problem.notes), best.fast_result
-    if problem.between is not None and problem.one_node:
+    notes, fast = list(problem.notes), candidate.fast_result
+    if problem.node_link is not None and problem.one_node:
         notes.append("the link between nodes has no effect: there is one node")
     if problem.is_open_ended:
         notes.append(OPEN_ENDED)
-    for kind, share in sorted(best.shares.items()):
+    for kind, share in sorted(candidate.shares.items()):
         wanted = problem.slo(kind).attainment
         if share < wanted:
             notes.append(
@@ -393,8 +392,9 @@ def _solution_notes(problem: Problem, best: Candidate) -> tuple[str, ...]:
             f"a run of {problem.requests} requests suggested {fast.searched_rps:.3g} requests/s; "
             f"the longer run reaches {fast.goodput_rps:.3g}"
         )
-    for pool in best.placement.pools:
-        note = f"costs of {problem.profiles[problem.stock(pool.device).device.name].cost_source(pool.split)}"
+    for pool in candidate.placement.pools:
+        profile = problem.profiles[problem.group(pool.device).device.name]
+        note = f"costs of {profile.cost_source(pool.parallelism)}"
         if note not in notes:
             notes.append(note)
     return tuple(notes)
@@ -406,23 +406,22 @@ def _round_down(rate: float) -> float:
     return math.floor(rate * digits) / digits
 
 
-def _rate_too_high(problem: Problem, found: FamilySearch) -> ConfigError:
+def _rate_too_high(problem: Problem, search: FamilySearch) -> ConfigError:
     """The error for a wanted rate above what the hardware carries."""
     rate = problem.rate or 0.0
-    return _too_little_hardware(problem, _whole_hardware_rates(problem, found, rate), rate)
+    return _too_little_hardware(problem, _whole_hardware_rates(problem, search, rate), rate)
 
 
 def _whole_hardware_rates(
-    problem: Problem, found: FamilySearch, rate: float
+    problem: Problem, search: FamilySearch, rate: float
 ) -> list[tuple[float, Placement]]:
     """The rates (at most `rate`) that all the hardware carries with the best unit of each family; highest first."""
-    wholes = [
-        (one.rate * problem.most(one.unit), candidates.replicate_unit(one.unit, problem.most(one.unit)))
-        for one in (found.whole(family).best for family in FAMILY_NEEDS if found.asked(*FAMILY_NEEDS[family]))
-        if one is not None
-    ]
     carries = []
-    for expected, whole in wholes:
+    for unit in (search.whole(name).best for name in FAMILY_NEEDS if search.asked(*FAMILY_NEEDS[name])):
+        if unit is None:
+            continue
+        count = problem.most(unit.placement)
+        expected, whole = unit.rate * count, candidates.replicate_unit(unit.placement, count)
         most = min(rate, _measure_goodput(problem.trial(whole, fresh=True), whole, expected))
         if most > 0.0 and problem.verified:
             most = carried_rate(problem, whole, most)

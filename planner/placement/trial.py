@@ -54,11 +54,11 @@ class Trial:
         """The SLOs of a kind of request. Raises KeyError if there are none."""
         return slo_for(self.slos, kind)
 
-    def counting(self, sample: Sequence[Job]) -> Sequence[Job]:
+    def counting(self, jobs: Sequence[Job]) -> Sequence[Job]:
         """The requests of a sample that are counted: those that arrive after the warm-up."""
         if not self.warmup:
-            return sample
-        return sample[bisect_left(sample, sample[self.warmup].at_s, key=lambda job: job.at_s) :]
+            return jobs
+        return jobs[bisect_left(jobs, jobs[self.warmup].at_s, key=lambda job: job.at_s) :]
 
     def jobs(self) -> Iterator[Job]:
         """All counted requests of all samples."""
@@ -98,9 +98,9 @@ class Trial:
         needs = {
             kind: math.ceil(self.slo(kind).attainment * count - EPSILON) for kind, count in total.items()
         }
-        for seed, sample in enumerate(self.samples):
+        for seed, jobs in enumerate(self.samples):
             _add_counts(met, self._count_meeting(placement, rate, seed))
-            for job in self.counting(sample):
+            for job in self.counting(jobs):
                 counts[job.kind] = counts.get(job.kind, 0) + 1
             if all(met.get(kind, 0) >= need for kind, need in needs.items()):
                 return True

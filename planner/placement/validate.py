@@ -105,11 +105,11 @@ def validate_rate(problem: Problem, placement: Placement, rate: float, climb: bo
     )
 
 
-def confirm_goodput(problem: Problem, placement: Placement, verdict: Validation) -> Validation:
+def confirm_goodput(problem: Problem, placement: Placement, validation: Validation) -> Validation:
     """Repeats the run at the found goodput with more requests, and lowers the goodput if it is not confirmed."""
-    rate, local_prefill = verdict.goodput_rps, verdict.local_prefill
+    rate, local_prefill = validation.goodput_rps, validation.local_prefill
     found = _validate_from(problem, placement, rate, local_prefill, 0, True, LONGER_RUN)
-    return replace(found, fails_rps=found.fails_rps or verdict.fails_rps)
+    return replace(found, fails_rps=found.fails_rps or validation.fails_rps)
 
 
 def _validate_from(
@@ -179,7 +179,7 @@ def _exact_trial(
     """A trial in the exact simulator: one sample on a fresh seed, `longer` times the usual length."""
     wanted = max(problem.requests, rate * problem.horizon_s)
     count = longer * round(min(MAX_REQUESTS, wanted))
-    sample = tuple(problem.workload.sample(count, 1.0, 2 * FRESH_SEED, problem.cv))
+    sample = tuple(problem.source.sample(count, 1.0, 2 * FRESH_SEED, problem.cv))
     # A run shorter than its horizon ends before a growing queue shows, so the rate is capped by `sustained_rps`.
     most_rps = problem.most_rps if count >= wanted else problem.sustained_rps
 
@@ -224,15 +224,15 @@ class _ExactRunner:
             keep=problem.keep,
         )
         # An instance has as many nodes as the plan gives it, whatever the role in which it is started.
-        machines = tuple(
+        instances = tuple(
             replace(
-                machine,
+                instance,
                 cost=problem.bare_cost(pool, problem.nodes(placement, pool)),
                 tpot_s=self._within_s(then.role, steps),
             )
-            for machine, pool, then in zip(found.machines, placement.pools, started.pools, strict=True)
+            for instance, pool, then in zip(found.instances, placement.pools, started.pools, strict=True)
         )
-        return simulate_exact(replace(found, machines=machines, local_prefill=self.local_prefill), jobs)
+        return simulate_exact(replace(found, instances=instances, local_prefill=self.local_prefill), jobs)
 
     def _within_s(self, role: str, steps: PlanStepLimits) -> float | None:
         """The step time limit (the TPOT SLO) that `diptych serve` gives to instances that prefill beside decoding."""
@@ -243,4 +243,4 @@ class _ExactRunner:
 
 def _profile_named(problem: Problem, device: str) -> CostProfile:
     """The cost profile of the device with this name."""
-    return problem.profiles[problem.stock(device).device.name]
+    return problem.profiles[problem.group(device).device.name]

@@ -117,37 +117,39 @@ class _SlidingWindow:
     """
 
     def __init__(self, buckets: int) -> None:
-        self._latest: deque[TrafficBucket] = deque()
+        self._latest_buckets: deque[TrafficBucket] = deque()
         self._most = buckets
         self.after, self.before, self.settled = BucketSums(), BucketSums(), BucketSums()
 
     @property
     def begin_s(self) -> float:
-        return self._latest[0].at_s
+        return self._latest_buckets[0].at_s
 
     def push_bucket(self, bucket: TrafficBucket, span: tuple[float, float, float]) -> None:
         """Adds a closed bucket. The bucket that leaves the window may become part of the reference."""
-        self._latest.append(bucket)
+        self._latest_buckets.append(bucket)
         self.after.add(bucket)
-        if len(self._latest) > self._most:
-            old = self._latest.popleft()
+        if len(self._latest_buckets) > self._most:
+            old = self._latest_buckets.popleft()
             self.after.add(old, -1)
             self._extend_reference(old, *span)
 
-    def anchor(self, older: Sequence[TrafficBucket], span: tuple[float, float, float]) -> None:
+    def anchor(self, older_buckets: Sequence[TrafficBucket], span: tuple[float, float, float]) -> None:
         """Starts a new reference from those of the given older buckets that precede the window."""
         self.before, self.settled = BucketSums(), BucketSums()
-        for bucket in older:
-            if self._latest and bucket.at_s < self.begin_s:
+        for bucket in older_buckets:
+            if self._latest_buckets and bucket.at_s < self.begin_s:
                 self._extend_reference(bucket, *span)
 
-    def _extend_reference(self, old: TrafficBucket, since_s: float, settled_s: float, last_s: float) -> None:
+    def _extend_reference(
+        self, bucket: TrafficBucket, since_s: float, settled_s: float, last_s: float
+    ) -> None:
         """Adds a bucket to the reference if its middle lies within the reference's time."""
-        middle_s = old.at_s + old.seconds / 2
+        middle_s = bucket.at_s + bucket.seconds / 2
         if since_s < middle_s < last_s:
-            self.before.add(old)
+            self.before.add(bucket)
             if settled_s < middle_s:
-                self.settled.add(old)
+                self.settled.add(bucket)
 
 
 class ChangeDetector:
@@ -162,9 +164,9 @@ class ChangeDetector:
     def anchor(self, since_s: float, windows: TrafficWindows) -> None:
         """Starts a new reference at `since_s`, from the buckets that `windows` still holds, and later ones."""
         self.since_s = since_s
-        older = windows.buckets(since_s, windows.closed_s)
+        older_buckets = windows.buckets(since_s, windows.closed_s)
         for window in self._recent:
-            window.anchor(older, self._span())
+            window.anchor(older_buckets, self._span())
 
     def _span(self) -> tuple[float, float, float]:
         """The reference's time: its start, the time from which answer lengths count in it, and its end."""
@@ -174,16 +176,16 @@ class ChangeDetector:
 
     def check_buckets(self, buckets: Iterable[TrafficBucket]) -> TrafficShift | None:
         """Adds closed buckets (each once, in order) and returns the most significant change, or None."""
-        last: TrafficBucket | None = None
+        last_bucket: TrafficBucket | None = None
         for bucket in buckets:
-            last = bucket
+            last_bucket = bucket
             for window in self._recent:
                 window.push_bucket(bucket, self._span())
-        if last is None:
+        if last_bucket is None:
             return None
-        now_s, shifts = last.at_s + last.seconds, list[TrafficShift]()
+        now_s, shifts = last_bucket.at_s + last_bucket.seconds, list[TrafficShift]()
         for window in self._recent:
-            if window.before.seconds < self._window_s / 2 - last.seconds / 2:
+            if window.before.seconds < self._window_s / 2 - last_bucket.seconds / 2:
                 # The reference is still too short for this window, and so for the longer windows that follow.
                 break
             found = chain(

@@ -334,9 +334,9 @@ class FleetChooser:
         ]
         return sorted(found, key=lambda worker: (worker.state == READY, worker.load, worker.name))
 
-    def _workers_to_stop(self, role: str, reached: Fleet, fleet: Fleet, taken: set[str]) -> list[str]:
+    def _workers_to_stop(self, role: str, reached_fleet: Fleet, fleet: Fleet, taken: set[str]) -> list[str]:
         """Workers of a role that exceed the target fleet. One ready worker of each role is always kept."""
-        surplus = getattr(reached, role) - getattr(fleet, role)
+        surplus = getattr(reached_fleet, role) - getattr(fleet, role)
         spare = (
             getattr(self._ready, role)
             - 1
@@ -346,12 +346,12 @@ class FleetChooser:
         new, ready = ([w.name for w in able if (w.state == READY) is is_ready] for is_ready in (False, True))
         return [*new, *ready[: max(spare, 0)]][: max(surplus, 0)]
 
-    def _workers_to_start(self, reached: Fleet, fleet: Fleet) -> Iterator[Start]:
+    def _workers_to_start(self, reached_fleet: Fleet, fleet: Fleet) -> Iterator[Start]:
         """Starts for the workers that are missing, as far as the budget has free devices."""
         policy = self._policy
         held = sum(policy.size(worker.role) for worker in self._now.workers)
         for role in ROLES:
             room = (policy.budget - held) // policy.size(role)
-            if (count := min(getattr(fleet, role) - getattr(reached, role), room)) > 0:
+            if (count := min(getattr(fleet, role) - getattr(reached_fleet, role), room)) > 0:
                 held += count * policy.size(role)
                 yield Start(role, count)

@@ -134,7 +134,7 @@ class SimulatedEvaluator:
         self.runs += 1
         if cached:
             jobs = [replace(job, prompt=max(1, round(job.prompt * (1 - cached)))) for job in jobs]
-        served = simulate_fast(
+        results = simulate_fast(
             hardware.placement(fleet),
             hardware.cost,
             jobs,
@@ -144,4 +144,4 @@ class SimulatedEvaluator:
             token_bytes=hardware.token_bytes,
             keep=hardware.keep,
         )
-        return joint_attainment(served[round(len(served) * WARMUP) :], self._slos)
+        return joint_attainment(results[round(len(results) * WARMUP) :], self._slos)

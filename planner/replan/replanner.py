@@ -86,7 +86,7 @@ class Replanner:
         self._workers: tuple[FleetWorker, ...] | None = None
         self._mix: LengthMix | None = None
         # The fallback while too few requests have ended for a new mix.
-        self._old: LengthMix | None = None
+        self._old_mix: LengthMix | None = None
         # Only requests after this time count for a new mix.
         self._mix_s = start_s
         # The time at which the mix is computed again, from more answers.
@@ -140,11 +140,11 @@ class Replanner:
         there = tuple(sorted(workers, key=lambda worker: worker.name))
         return self._review_traffic(now_s, buckets, there) if buckets else self._keep_fleet(now_s, there)
 
-    def replay_review(self, look: TrafficReview, workers: tuple[FleetWorker, ...]) -> FleetDecision:
+    def replay_review(self, review: TrafficReview, workers: tuple[FleetWorker, ...]) -> FleetDecision:
         """Does what `tick` does, with the buckets of a journal line."""
-        for bucket in look.buckets:
+        for bucket in review.buckets:
             self._windows.absorb_bucket(bucket)
-        return self._review_traffic(look.at_s, list(look.buckets), workers)
+        return self._review_traffic(review.at_s, list(review.buckets), workers)
 
     def _keep_fleet(self, now_s: float, workers: tuple[FleetWorker, ...]) -> FleetDecision:
         """A decision without actions."""
@@ -178,7 +178,7 @@ class Replanner:
         self._renew_s = now_s + self.policy.window_s
         if shift.what != "rate" or shift.kind:
             far = max(shift.after, shift.before) > FAR_RATIO * min(shift.after, shift.before)
-            self._old, self._mix = self._mix or self._old, None
+            self._old_mix, self._mix = self._mix or self._old_mix, None
             self._mix_s = shift.since_s if far else now_s - self.policy.settle_s
 
     def _review_trigger(
@@ -260,7 +260,7 @@ class Replanner:
         pairs = fresh if sum(cell[3] for cell in fresh.pairs) > 5 * MIN_ANSWERS else ended
         if fresh.arrivals < MIN_ANSWERS or sum(cell[3] for cell in pairs.pairs) < MIN_ANSWERS:
             if self._mix is None and now_s >= self._mix_s + 2 * self.policy.window_s:
-                self._mix = self._old
+                self._mix = self._old_mix
             return
         if now_s >= self._renew_s:
             self._renew_s = math.inf
@@ -288,8 +288,8 @@ class Replanner:
         self._workers = workers
         return workers
 
-    def _write_review(self, look: TrafficReview) -> None:
-        self._journal.write(look)
+    def _write_review(self, review: TrafficReview) -> None:
+        self._journal.write(review)
 
 
 class ReplayedDecision(msgspec.Struct, frozen=True):
@@ -335,18 +335,18 @@ def replay_decisions(
 
 
 def _decide_again(
-    replanner: Replanner, look: TrafficReview, workers: tuple[FleetWorker, ...]
+    replanner: Replanner, review: TrafficReview, workers: tuple[FleetWorker, ...]
 ) -> Iterator[ReplayedDecision]:
     """Replays one review, and yields its decision beside the recorded one if either exists."""
     why = ""
     try:
-        now: FleetDecision | None = replanner.replay_review(look, workers)
+        now: FleetDecision | None = replanner.replay_review(review, workers)
     except KeyError as error:
         now, why = None, f"the log has no answer for {error.args[0][0]}"
-    if look.decision is not None:
-        yield ReplayedDecision(look.decision, now if now and now.trigger else None, why)
+    if review.decision is not None:
+        yield ReplayedDecision(review.decision, now if now and now.trigger else None, why)
     elif now is None or now.trigger:
         held = count_fleet(workers, READY, SWITCHING, STARTING)
         yield ReplayedDecision(
-            FleetDecision(look.at_s, "", held, held), now, why or "decided where the log has nothing"
+            FleetDecision(review.at_s, "", held, held), now, why or "decided where the log has nothing"
         )

@@ -52,17 +52,17 @@ MAX_TRIED = 4
 RateByDevices = dict[int, float]
 
 
-def draw_plots(answer: Solution, folder: Path) -> list[Path]:
+def draw_plots(solution: Solution, folder: Path) -> list[Path]:
     """Draws the plots into `folder`; returns the paths of the PNGs and their JSON files.
 
     Where disaggregation pays is drawn if both it and colocation are asked for.
     """
-    request = answer.request
+    problem = solution.problem
     files = [
-        *plot_attainment(folder / "attainment.png", attainment_by_rate(answer), request.slos),
-        *plot_goodput(folder / "goodput.png", goodput_by_devices(answer), request.rate),
+        *plot_attainment(folder / "attainment.png", attainment_by_rate(solution), problem.slos),
+        *plot_goodput(folder / "goodput.png", goodput_by_devices(solution), problem.rate),
     ]
-    if gains := gain_by_slo(answer):
+    if gains := gain_by_slo(solution):
         files += plot_break_even(folder / "break_even.png", gains, "SLO, times the one asked for")
     return files
 
@@ -70,34 +70,34 @@ def draw_plots(answer: Solution, folder: Path) -> list[Path]:
 # ---- attainment by rate
 
 
-def attainment_by_rate(answer: Solution) -> list[Curve]:
+def attainment_by_rate(solution: Solution) -> list[Curve]:
     """Joint attainment of the best of each family, around the answer's goodput, for each kind of request; fresh seeds,
     lowest to highest. And of the answer what the product's own decisions make of it.
     """
     chosen: dict[str, Candidate] = {}
-    for option in (answer.best, *answer.others):
-        chosen.setdefault(_family_of(option.placement), option)
-    top = answer.best.fast_result.goodput_rps or answer.best.rate_rps
+    for candidate in (solution.best_candidate, *solution.others):
+        chosen.setdefault(_family_of(candidate.placement), candidate)
+    top = solution.best_candidate.fast_result.goodput_rps or solution.best_candidate.rate_rps
     rates = [share * top for share in RATE_FACTORS]
     curves = [
-        Curve(_curve_name(f"{family}: {option.placement}", kind, answer), tuple(points))
+        Curve(_curve_name(f"{family}: {option.placement}", kind, solution), tuple(points))
         for family, option in chosen.items()
-        for kind, points in _attainment_points(answer.request, option.placement, rates).items()
+        for kind, points in _attainment_points(solution.problem, option.placement, rates).items()
     ]
-    if answer.verdict is not None:
-        judged, rate = "the answer, by the product's scheduler and router", answer.verdict.rate_rps
+    if solution.validation is not None:
+        name, rate = "the answer, by the product's scheduler and router", solution.validation.rate_rps
         curves += [
-            Curve(_curve_name(judged, kind, answer), (CurvePoint(rate, share),))
-            for kind, share in sorted(answer.verdict.shares.items())
+            Curve(_curve_name(name, kind, solution), (CurvePoint(rate, share),))
+            for kind, share in sorted(solution.validation.shares.items())
         ]
     return curves
 
 
 def _attainment_points(
-    request: Problem, placement: Placement, rates: Iterable[float]
+    problem: Problem, placement: Placement, rates: Iterable[float]
 ) -> dict[str, list[CurvePoint]]:
     """The points of the attainment curve of each kind: mean, lowest and highest over the seeds."""
-    trial = request.trial(placement, fresh=True)
+    trial = problem.trial(placement, fresh=True)
     alone = [replace(trial, samples=(sample,)) for sample in trial.samples]
     found: dict[str, list[CurvePoint]] = {kind: [] for kind in sorted(trial.counted())}
     for rate in rates:
@@ -108,34 +108,36 @@ def _attainment_points(
     return found
 
 
-def _curve_name(name: str, kind: str, answer: Solution) -> str:
-    return f"{kind or 'others'}, {name}" if len(answer.request.slos) > 1 else name
+def _curve_name(name: str, kind: str, solution: Solution) -> str:
+    return f"{kind or 'others'}, {name}" if len(solution.problem.slos) > 1 else name
 
 
 # ---- goodput by devices
 
 
-def goodput_by_devices(answer: Solution) -> list[Curve]:
+def goodput_by_devices(solution: Solution) -> list[Curve]:
     """The highest goodput of each family by number of devices, up to all that there are; and the answer's."""
-    request = replace(_small_problem(answer.request), rate=None)
-    found, steps = FamilySearch(request), _device_steps(request.devices)
-    near, far = request.affinity != "high", request.affinity != "low"
-    mixes = found.asked("hybrid") and near
-    pairs = _scored_units(request, "low") if mixes or (found.asked("disaggregated") and near) else ()
-    alone = _scored_units(request, "colocated") if mixes or found.asked("colocated") else ()
+    problem = replace(_small_problem(solution.problem), rate=None)
+    search, steps = FamilySearch(problem), _device_steps(problem.devices)
+    near, far = problem.affinity != "high", problem.affinity != "low"
+    mixes = search.asked("hybrid") and near
+    pairs = _scored_units(problem, "low") if mixes or (search.asked("disaggregated") and near) else ()
+    alone = _scored_units(problem, "colocated") if mixes or search.asked("colocated") else ()
     lines: dict[str, RateByDevices] = {}
-    if found.asked("colocated"):
-        lines["colocated"] = _replicated_rates(request, alone)
-    if found.asked("disaggregated") and near:
-        lines["disaggregated (low affinity)"] = _replicated_rates(request, pairs)
-    if found.asked("disaggregated") and far:
-        lines["disaggregated (high affinity)"] = _measured_rates(request, _pair_blends(request), steps)
+    if search.asked("colocated"):
+        lines["colocated"] = _replicated_rates(problem, alone)
+    if search.asked("disaggregated") and near:
+        lines["disaggregated (low affinity)"] = _replicated_rates(problem, pairs)
+    if search.asked("disaggregated") and far:
+        lines["disaggregated (high affinity)"] = _measured_rates(problem, _pair_blends(problem), steps)
     if mixes:
-        lines["hybrid"] = _measured_rates(request, _hybrid_blends(pairs, alone), steps)
-    best = answer.best
-    own = CurvePoint(float(best.placement.devices), best.goodput_rps, *best.interval_rps)
+        lines["hybrid"] = _measured_rates(problem, _hybrid_blends(pairs, alone), steps)
+    best_candidate = solution.best_candidate
+    own = CurvePoint(
+        float(best_candidate.placement.devices), best_candidate.goodput_rps, *best_candidate.interval_rps
+    )
     curves = [_goodput_curve(name, rates, steps) for name, rates in lines.items()]
-    return [*curves, Curve(f"the answer: {best.placement}", (own,))]
+    return [*curves, Curve(f"the answer: {best_candidate.placement}", (own,))]
 
 
 def _device_steps(devices: int) -> list[int]:
@@ -151,29 +153,29 @@ def _goodput_curve(name: str, rates: Mapping[int, float], steps: Iterable[int]) 
     return Curve(name, tuple(CurvePoint(float(step), rate) for step, rate in most.items() if rate > 0.0))
 
 
-def _scored_units(request: Problem, family: str) -> Sequence[ScoredUnit]:
+def _scored_units(problem: Problem, family: str) -> Sequence[ScoredUnit]:
     """Every unit of the family that meets the SLOs, with its measured goodput."""
-    units = (unit for unit in request.units(family) if request.fits_on_nodes(unit))
-    return search_units(units, request.trial, request.bound, request.weight, exhaustive=True).scored
+    units = (placement for placement in problem.units(family) if problem.fits_on_nodes(placement))
+    return search_units(units, problem.trial, problem.bound, problem.weight, exhaustive=True).scored
 
 
-def _replicated_rates(request: Problem, scored: Iterable[ScoredUnit]) -> RateByDevices:
+def _replicated_rates(problem: Problem, scored: Iterable[ScoredUnit]) -> RateByDevices:
     """Goodput by number of devices, if each unit is replicated as often as the nodes have room."""
     rates: RateByDevices = {}
-    for one in scored:
-        for count in range(1, request.most(one.unit) + 1):
-            devices = count * one.unit.devices
-            rates[devices] = max(rates.get(devices, 0.0), count * one.rate)
+    for unit in scored:
+        for count in range(1, problem.most(unit.placement) + 1):
+            devices = count * unit.placement.devices
+            rates[devices] = max(rates.get(devices, 0.0), count * unit.rate)
     return rates
 
 
-def _measured_rates(request: Problem, blends: Sequence[UnitBlend], steps: Iterable[int]) -> RateByDevices:
+def _measured_rates(problem: Problem, blends: Sequence[UnitBlend], steps: Iterable[int]) -> RateByDevices:
     """Goodput by number of devices: of the best of a few whole deployments that are measured for each number."""
     rates: dict[Placement, float] = {}
     for most in steps:
-        for expected, placement in _best_blends(request, blends, most):
+        for expected, placement in _best_blends(problem, blends, most):
             if placement not in rates:
-                rates[placement] = _measure_goodput(request, placement, expected)
+                rates[placement] = _measure_goodput(problem, placement, expected)
     found: RateByDevices = {}
     for placement, rate in rates.items():
         found[placement.devices] = max(found.get(placement.devices, 0.0), rate)
@@ -189,44 +191,48 @@ class UnitBlend:
     made: Callable[[int, int], Placement]
 
 
-def _pair_blends(request: Problem) -> list[UnitBlend]:
+def _pair_blends(problem: Problem) -> list[UnitBlend]:
     """Prefill and decode instances sized apart, with the links between them; and those that the search proposes."""
-    phases, found = search_phases(request, near=FAR_RATIO), dict[Placement, UnitBlend]()
-    whole = FamilySearch(replace(request, families=("disaggregated",), affinity="high")).finalists()
-    for one in whole:
-        unit = candidates.with_counts(one.placement, (1, 1))
-        found[unit] = UnitBlend(
-            _pool_sizes(unit), partial(_sustained_rps, request, unit), partial(_with_counts, unit)
+    phases, found = search_phases(problem, near=FAR_RATIO), dict[Placement, UnitBlend]()
+    whole = FamilySearch(replace(problem, families=("disaggregated",), affinity="high")).finalists()
+    for finalist in whole:
+        placement = candidates.with_counts(finalist.placement, (1, 1))
+        found[placement] = UnitBlend(
+            _pool_sizes(placement),
+            partial(_sustained_rps, problem, placement),
+            partial(_with_counts, placement),
         )
-    jobs = [job for sample in request.samples(request.requests) for job in sample]
+    jobs = [job for sample in problem.samples(problem.requests) for job in sample]
     for prefills in _best_by_size(phases.prefill):
         for decodes in _best_by_size(phases.decode):
-            unit = Placement((*prefills.unit.pools, *decodes.unit.pools), "high")
-            link = saturation_rates(request.site, jobs, request.slos, unit)["link"]
+            placement = Placement((*prefills.placement.pools, *decodes.placement.pools), "high")
+            link = saturation_rates(problem.site, jobs, problem.slos, placement)["link"]
             rate = partial(_slowest_rate, prefills.rate, decodes.rate, link)
-            found.setdefault(unit, UnitBlend(_pool_sizes(unit), rate, partial(_with_counts, unit)))
+            found.setdefault(
+                placement, UnitBlend(_pool_sizes(placement), rate, partial(_with_counts, placement))
+            )
     return list(found.values())
 
 
-def _best_by_size(found: SearchResult) -> Iterable[ScoredUnit]:
+def _best_by_size(result: SearchResult) -> Iterable[ScoredUnit]:
     """The best instance of each size. Small ones are kept, since few devices have room for no others."""
     sizes: dict[int, ScoredUnit] = {}
-    for one in found.scored:
-        sizes.setdefault(one.unit.devices, one)
+    for unit in result.scored:
+        sizes.setdefault(unit.placement.devices, unit)
     return sizes.values()
 
 
-def _pool_sizes(unit: Placement) -> tuple[int, int]:
-    first, second = unit.pools
+def _pool_sizes(placement: Placement) -> tuple[int, int]:
+    first, second = placement.pools
     return first.devices, second.devices
 
 
-def _with_counts(unit: Placement, n: int, m: int) -> Placement:
-    return candidates.with_counts(unit, (n, m))
+def _with_counts(placement: Placement, n: int, m: int) -> Placement:
+    return candidates.with_counts(placement, (n, m))
 
 
-def _sustained_rps(request: Problem, unit: Placement, n: int, m: int) -> float:
-    return request.saturated_rps(_with_counts(unit, n, m))
+def _sustained_rps(problem: Problem, placement: Placement, n: int, m: int) -> float:
+    return problem.saturated_rps(_with_counts(placement, n, m))
 
 
 def _slowest_rate(prefills: float, decodes: float, link: float, n: int, m: int) -> float:
@@ -235,23 +241,23 @@ def _slowest_rate(prefills: float, decodes: float, link: float, n: int, m: int) 
 
 def _hybrid_blends(pairs: Iterable[ScoredUnit], alone: Iterable[ScoredUnit]) -> list[UnitBlend]:
     """Blends of prefill-decode pairs with colocated instances."""
-    own = {one.unit.pools[0]: one for one in alone}
-    likes = [(pair, candidates.colocated_companion(pair.unit)) for pair in pairs]
+    own = {unit.placement.pools[0]: unit for unit in alone}
+    likes = [(pair, candidates.colocated_companion(pair.placement)) for pair in pairs]
     return [_hybrid_blend(pair, own[like]) for pair, like in likes if like in own]
 
 
 def _hybrid_blend(pair: ScoredUnit, beside: ScoredUnit) -> UnitBlend:
     return UnitBlend(
-        (pair.unit.devices, beside.unit.devices),
+        (pair.placement.devices, beside.placement.devices),
         lambda n, m: n * pair.rate + m * beside.rate,
         lambda n, m: candidates.combine_placements(
-            (candidates.replicate_unit(pair.unit, n), candidates.replicate_unit(beside.unit, m))
+            (candidates.replicate_unit(pair.placement, n), candidates.replicate_unit(beside.placement, m))
         ),
     )
 
 
 def _best_blends(
-    request: Problem, blends: Sequence[UnitBlend], most: int
+    problem: Problem, blends: Sequence[UnitBlend], most: int
 ) -> Iterator[tuple[float, Placement]]:
     """The few deployments on up to `most` devices that fit on the nodes and are expected to carry most."""
     waiting: list[tuple[float, int, int, int]] = []
@@ -264,7 +270,7 @@ def _best_blends(
     while waiting and left:
         rate, index, n, m = heappop(waiting)
         placement = blends[index].made(n, m)
-        if request.fits_on_nodes(placement):
+        if problem.fits_on_nodes(placement):
             left -= 1
             yield -rate, placement
         elif m > 1:
@@ -274,13 +280,13 @@ def _best_blends(
 # ---- where disaggregation pays
 
 
-def gain_by_slo(answer: Solution) -> list[Curve]:
+def gain_by_slo(solution: Solution) -> list[Curve]:
     """Goodput per device (or price) of the best placement with prefill instances over the best one without, while one
     SLO is scaled and the other stays; and the answer's. Nothing if not both are asked for.
     """
-    small = _small_problem(answer.request)
-    found = FamilySearch(small)
-    if not (found.asked("colocated") and found.asked("disaggregated", "hybrid")):
+    small = _small_problem(solution.problem)
+    search = FamilySearch(small)
+    if not (search.asked("colocated") and search.asked("disaggregated", "hybrid")):
         return []
     base, curves = _searched_gain(small), []
     for name in ("ttft_s", "tpot_s"):
@@ -294,7 +300,7 @@ def gain_by_slo(answer: Solution) -> list[Curve]:
         }
         points = (CurvePoint(scale, gain) for scale, gain in gains.items() if gain is not None)
         curves.append(Curve(f"{name[:4].upper()} scaled", tuple(points)))
-    gain = disaggregation_gain(answer)
+    gain = disaggregation_gain(solution)
     return curves if gain is None else [*curves, Curve("the answer", (CurvePoint(1.0, gain),))]
 
 
@@ -302,35 +308,35 @@ def _scale_slo(slo: Slo, name: str, by: float) -> Slo:
     return replace(slo, ttft_s=slo.ttft_s * by) if name == "ttft_s" else replace(slo, tpot_s=slo.tpot_s * by)
 
 
-def _searched_gain(request: Problem) -> float | None:
+def _searched_gain(problem: Problem) -> float | None:
     """As `planner.report.explain.disaggregation_gain`, of what the search proposes; None where one of both is
     not possible.
     """
     most = {True: 0.0, False: 0.0}
-    for one in FamilySearch(request).finalists():
-        rate = _measure_goodput(request, one.placement, one.expected_rps)
-        together = one.placement.colocated
-        most[together] = max(most[together], rate / request.weight(one.placement))
+    for finalist in FamilySearch(problem).finalists():
+        rate = _measure_goodput(problem, finalist.placement, finalist.expected_rps)
+        together = finalist.placement.colocated
+        most[together] = max(most[together], rate / problem.weight(finalist.placement))
     return most[False] / most[True] if min(most.values()) > 0.0 else None
 
 
-def _small_problem(request: Problem) -> Problem:
+def _small_problem(problem: Problem) -> Problem:
     """The problem with short runs of one seed, which suffice to draw a line."""
     return replace(
-        request,
+        problem,
         seeds=1,
-        requests=min(FEW_REQUESTS, request.requests),
-        span_s=min(FEW_S, request.span_s),
+        requests=min(FEW_REQUESTS, problem.requests),
+        span_s=min(FEW_S, problem.span_s),
         verified=False,
     )
 
 
-def _measure_goodput(request: Problem, placement: Placement, guess: float) -> float:
+def _measure_goodput(problem: Problem, placement: Placement, guess: float) -> float:
     """Requests per second of a whole deployment, in the search's simulator; 0 if it meets the SLOs at no rate."""
-    top = rung_of(lowest_bound(request.bound(placement)))
+    top = rung_of(lowest_bound(problem.bound(placement)))
     if top < MIN_RUNG:
         return 0.0
-    rung = climb_ladder(request.trial(placement), placement, 1.0, MIN_RUNG, top, rung_of(guess))
+    rung = climb_ladder(problem.trial(placement), placement, 1.0, MIN_RUNG, top, rung_of(guess))
     return 0.0 if rung is None else RUNG_RATIO**rung
 
 

@@ -33,113 +33,126 @@ STAGE_WORDS = {
 }
 
 
-def solution_headline(answer: Solution) -> list[str]:
+def solution_headline(solution: Solution) -> list[str]:
     """The answer in three lines; in a fourth what the search's simulator had, where that has not the last word."""
-    request, best, fast = answer.request, answer.best, answer.best.fast_result
-    where = {"low": ", KV within nodes", "high": ", KV between any two", "none": ""}[best.placement.affinity]
-    local = ", decode instances prefill where that is sooner" if best.local_prefill == "auto" else ""
+    problem, best_candidate, fast = (
+        solution.problem,
+        solution.best_candidate,
+        solution.best_candidate.fast_result,
+    )
+    where = {"low": ", KV within nodes", "high": ", KV between any two", "none": ""}[
+        best_candidate.placement.affinity
+    ]
+    local = (
+        ", decode instances prefill where that is sooner" if best_candidate.local_prefill == "auto" else ""
+    )
     low, high = fast.interval_rps
     range_text = (
         f"{_format_rate(low)} to {_format_rate(high)} over {fast.seeds} seeds of {fast.requests} requests"
     )
     lines = [
-        f"{best.placement}{where}{local}: {best.placement.devices} of {request.hardware_text}",
-        f"goodput {_format_rate(best.goodput_rps)} ({_validation_sentence(answer) or range_text}),"
-        f" {best.per_device_rps:.3g} per device;"
-        f" {best.attainment:.1%} meet both SLOs at {_format_rate(best.rate_rps)}",
-        f"limited by {answer.binding.resource}; {best.cost_per_million:.3g} per million good tokens"
-        f" ({best.price_per_hour:.3g} per hour)",
+        f"{best_candidate.placement}{where}{local}: {best_candidate.placement.devices} of {problem.hardware_text}",
+        f"goodput {_format_rate(best_candidate.goodput_rps)} ({_validation_sentence(solution) or range_text}),"
+        f" {best_candidate.per_device_rps:.3g} per device;"
+        f" {best_candidate.attainment:.1%} meet both SLOs at {_format_rate(best_candidate.rate_rps)}",
+        f"limited by {solution.binding.resource}; {best_candidate.cost_per_million:.3g} per million good tokens"
+        f" ({best_candidate.price_per_hour:.3g} per hour)",
     ]
     searched = f"searched: {_format_rate(fast.goodput_rps)} ({range_text}), by the search's own simulator"
-    return [*lines, searched] if best.verdict else lines
+    return [*lines, searched] if best_candidate.validation else lines
 
 
-def _validation_sentence(answer: Solution) -> str:
+def _validation_sentence(solution: Solution) -> str:
     """What the product's own decisions were asked, in words; nothing if they were not."""
-    verdict = answer.best.verdict
-    if verdict is None:
+    validation = solution.best_candidate.validation
+    if validation is None:
         return ""
-    run = f"by the product's scheduler and router, one run of {verdict.requests} requests"
-    if answer.request.rate is not None:
+    run = f"by the product's scheduler and router, one run of {validation.requests} requests"
+    if solution.problem.rate is not None:
         return f"as asked, more was not tried; {run}"
-    return f"{run}; {_format_rate(verdict.fails_rps)} is too much" if verdict.fails_rps else run
+    return f"{run}; {_format_rate(validation.fails_rps)} is too much" if validation.fails_rps else run
 
 
-def list_notes(answer: Solution) -> list[str]:
+def list_notes(solution: Solution) -> list[str]:
     """Sentences for the user; one of them says so if `diptych serve` cannot deploy the solution."""
-    other = " and ".join(_unserved_devices(answer))
+    other = " and ".join(_unserved_devices(solution))
     refused = (
         f"workers do not compute on {other} yet, so `diptych serve --plan` refuses this plan (docs/gpu.md)"
     )
-    return [*answer.notes, *([refused] if other else [])]
+    return [*solution.notes, *([refused] if other else [])]
 
 
-def is_deployable(answer: Solution) -> bool:
+def is_deployable(solution: Solution) -> bool:
     """Whether workers compute on the devices of the solution."""
-    return not _unserved_devices(answer)
+    return not _unserved_devices(solution)
 
 
-def _unserved_devices(answer: Solution) -> list[str]:
+def _unserved_devices(solution: Solution) -> list[str]:
     """The devices of the solution on which workers do not compute yet."""
     return unserved_devices(
-        answer.request.stock(pool.device).device.name for pool in answer.best.placement.pools
+        solution.problem.group(pool.device).device.name for pool in solution.best_candidate.placement.pools
     )
 
 
-def explain_solution(answer: Solution) -> list[str]:
+def explain_solution(solution: Solution) -> list[str]:
     """What binds, where the time goes, and what others would give, in lines."""
-    fast = answer.best.fast_result
-    at = f" at {_format_rate(fast.rate_rps)}, as searched" if answer.best.verdict else ""
+    fast = solution.best_candidate.fast_result
+    at = f" at {_format_rate(fast.rate_rps)}, as searched" if solution.best_candidate.validation else ""
     lines = ["", f"what limits it{at} (a quarter more of each, one by one):"]
-    for use in sorted(answer.uses, key=lambda one: -one.gain):
+    for use in sorted(solution.uses, key=lambda one: -one.gain):
         busy = f"{use.utilisation:4.0%} busy" if use.utilisation is not None else "         "
         lines.append(f"  {use.resource:<8} {busy}  goodput {use.gain:+.0%}")
     lines += ["", f"where the time goes{at}, mean and 90 % of requests (ms):"]
-    for stage, (mean_s, most_s) in stage_seconds(answer.request, fast).items():
+    for stage, (mean_s, most_s) in stage_seconds(solution.problem, fast).items():
         lines.append(f"  {STAGE_WORDS[stage]:<28} {mean_s * 1e3:9.1f} {most_s * 1e3:9.1f}")
-    lines += ["", *compare_others(answer), "", explain_disaggregation(answer)]
-    lines += [f"as good, as far as the search can tell: {', '.join(answer.ties)}"] if answer.ties else []
-    if answer.dropped:
-        reasons = ", ".join(f"{count} by {why}" for why, count in sorted(answer.dropped.items()))
+    lines += ["", *compare_others(solution), "", explain_disaggregation(solution)]
+    lines += [f"as good, as far as the search can tell: {', '.join(solution.ties)}"] if solution.ties else []
+    if solution.dropped:
+        reasons = ", ".join(f"{count} by {why}" for why, count in sorted(solution.dropped.items()))
         lines.append(f"dropped without a full measurement: {reasons}")
-    return lines + [f"note: {note}" for note in list_notes(answer)]
+    return lines + [f"note: {note}" for note in list_notes(solution)]
 
 
-def compare_others(answer: Solution) -> list[str]:
+def compare_others(solution: Solution) -> list[str]:
     """What the runners-up cost, in goodput or in devices: from the same simulator for both."""
     lines = ["elsewhere:"]
-    for option in answer.others:
-        best, one = _comparable_pair(answer.best, option)
-        if answer.request.rate is None:
-            change = f"goodput {_format_ratio(one.goodput_rps, best.goodput_rps)}"
+    for candidate in solution.others:
+        best_candidate, one = _comparable_pair(solution.best_candidate, candidate)
+        if solution.problem.rate is None:
+            change = f"goodput {_format_ratio(one.goodput_rps, best_candidate.goodput_rps)}"
         else:
-            change = (
-                f"{one.weight - best.weight:+g} {'per hour' if answer.request.mixed_devices else 'devices'}"
-            )
-        cost = f"{_format_ratio(one.cost_per_million, best.cost_per_million)} per million good tokens"
+            unit = "per hour" if solution.problem.mixed_devices else "devices"
+            change = f"{one.weight - best_candidate.weight:+g} {unit}"
+        cost = (
+            f"{_format_ratio(one.cost_per_million, best_candidate.cost_per_million)} per million good tokens"
+        )
         if not one.goodput_rps:
             cost = (
                 f"but {one.attainment:.1%} meet both SLOs at {_format_rate(one.rate_rps)}, which is too few"
             )
-        by = " (as searched)" if answer.best.verdict and not one.verdict else ""
-        lines.append(f"  {_describe_candidate(option)}: {change}, {cost}{by}")
-    return lines if answer.others else ["elsewhere: nothing else is possible"]
+        by = " (as searched)" if solution.best_candidate.validation and not one.validation else ""
+        lines.append(f"  {_describe_candidate(candidate)}: {change}, {cost}{by}")
+    return lines if solution.others else ["elsewhere: nothing else is possible"]
 
 
-def _comparable_pair(one: Candidate, other: Candidate) -> tuple[Candidate, Candidate]:
+def _comparable_pair(candidate: Candidate, other: Candidate) -> tuple[Candidate, Candidate]:
     """Both by the product's own decisions, or else both by the search's simulator."""
-    return (one, other) if one.verdict and other.verdict else (one.fast_result, other.fast_result)
+    return (
+        (candidate, other)
+        if candidate.validation and other.validation
+        else (candidate.fast_result, other.fast_result)
+    )
 
 
-def explain_disaggregation(answer: Solution) -> str:
+def explain_disaggregation(solution: Solution) -> str:
     """Whether to disaggregate, in a sentence."""
-    ratio = disaggregation_gain(answer)
+    ratio = disaggregation_gain(solution)
     if ratio is None:
-        return f"only {answer.best.family} is possible or asked for"
-    apart = answer.best.family != "colocated"
+        return f"only {solution.best_candidate.family} is possible or asked for"
+    apart = solution.best_candidate.family != "colocated"
     word = "disaggregate" if apart else "do not disaggregate"
     although = ", although" if apart != (ratio > 1) else ":"
-    per = "price" if answer.request.mixed_devices else "device"
+    per = "price" if solution.problem.mixed_devices else "device"
     sentence = (
         f"{word}{although} the best disaggregated placement gives {ratio:.2f} times the goodput per {per}"
         " of colocation"
@@ -148,31 +161,31 @@ def explain_disaggregation(answer: Solution) -> str:
         sentence = f"{word}{although} no colocated placement meets the SLOs at any rate"
     if although == ":":
         return sentence
-    return f"{sentence}; {_why_not(answer, apart)}"
+    return f"{sentence}; {_why_not(solution, apart)}"
 
 
-def _why_not(answer: Solution, apart: bool) -> str:
+def _why_not(solution: Solution, apart: bool) -> str:
     """Why the kind that gives less per device is the answer."""
-    others = [one for one in answer.others if (one.family != "colocated") != apart]
-    best, other = _comparable_pair(
-        answer.best, max(others, key=lambda one: one.fast_result.goodput_rps / one.weight)
+    others = [candidate for candidate in solution.others if (candidate.family != "colocated") != apart]
+    best_candidate, other = _comparable_pair(
+        solution.best_candidate, max(others, key=lambda one: one.fast_result.goodput_rps / one.weight)
     )
-    if answer.request.rate is not None and best.weight < other.weight:
+    if solution.problem.rate is not None and best_candidate.weight < other.weight:
         return "for this rate it takes more"
-    if answer.request.rate is None and best.goodput_rps > other.goodput_rps:
+    if solution.problem.rate is None and best_candidate.goodput_rps > other.goodput_rps:
         return "of all that is on offer it carries less"
     return "more requests meet the SLOs this way with the product's scheduler and router"
 
 
-def disaggregation_gain(answer: Solution) -> float | None:
+def disaggregation_gain(solution: Solution) -> float | None:
     """Goodput per weight of the best disaggregated (or hybrid) option over that of the best colocated one.
 
-    By the product's own decisions where they have judged both, and else by the search's simulator; so for a rate, too,
+    By the product's own decisions where they measured both, and else by the search's simulator; so for a rate, too,
     which is all the goodput that they were asked about. None: one of the kinds is missing.
     """
-    options = (answer.best, *answer.others)
-    judged = [one for one in options if one.verdict and answer.request.rate is None]
-    found = _goodput_ratio(judged)
+    options = (solution.best_candidate, *solution.others)
+    validated = [candidate for candidate in options if candidate.validation and solution.problem.rate is None]
+    found = _goodput_ratio(validated)
     return _goodput_ratio([one.fast_result for one in options]) if found is None else found
 
 
@@ -180,7 +193,14 @@ def _goodput_ratio(options: Sequence[Candidate]) -> float | None:
     """Infinite if no colocated placement meets the SLOs; None if one of the kinds is missing, or neither does."""
 
     def best(*families: str) -> float | None:
-        return max((one.goodput_rps / one.weight for one in options if one.family in families), default=None)
+        return max(
+            (
+                candidate.goodput_rps / candidate.weight
+                for candidate in options
+                if candidate.family in families
+            ),
+            default=None,
+        )
 
     apart, together = best("disaggregated", "hybrid"), best("colocated")
     if apart is None or together is None or not (apart or together):
@@ -188,115 +208,117 @@ def _goodput_ratio(options: Sequence[Candidate]) -> float | None:
     return apart / together if together else math.inf
 
 
-def stage_seconds(request: Problem, option: Candidate) -> dict[str, tuple[float, float]]:
+def stage_seconds(problem: Problem, candidate: Candidate) -> dict[str, tuple[float, float]]:
     """Seconds by stage at the option's rate, in the search's simulator: mean, and 90th percentile."""
-    trial = request.trial(option.placement)
-    served = [one for one in trial.serve(option.placement, option.rate_rps, 0) if not one.failed]
+    trial = problem.trial(candidate.placement)
+    results = [one for one in trial.serve(candidate.placement, candidate.rate_rps, 0) if not one.failed]
     found = {}
     for stage in STAGES:
-        values = sorted(one.parts.get(stage, 0.0) for one in served)
+        values = sorted(one.parts.get(stage, 0.0) for one in results)
         if values and values[-1] > 0.0:
             found[stage] = statistics.fmean(values), values[math.ceil(0.9 * len(values)) - 1]
     return found
 
 
-def solution_json(answer: Solution) -> dict[str, Any]:
+def solution_json(solution: Solution) -> dict[str, Any]:
     """The whole answer as plain data."""
     return {
-        "best": candidate_json(answer.best),
-        "others": [candidate_json(one) for one in answer.others],
-        "binding": answer.binding.resource,
+        "best": candidate_json(solution.best_candidate),
+        "others": [candidate_json(candidate) for candidate in solution.others],
+        "binding": solution.binding.resource,
         "resources": [
             {
                 "resource": one.resource,
                 "utilisation": one.utilisation,
                 "goodput_gain_of_quarter_more": one.gain,
             }
-            for one in answer.uses
+            for one in solution.uses
         ],
         "stages_s": {
             stage: {"mean": mean_s, "p90": most_s}
-            for stage, (mean_s, most_s) in stage_seconds(answer.request, answer.best.fast_result).items()
+            for stage, (mean_s, most_s) in stage_seconds(
+                solution.problem, solution.best_candidate.fast_result
+            ).items()
         },
-        "disaggregated_over_colocated": _finite_or_none(disaggregation_gain(answer)),
-        "verified": None if answer.verdict is None else asdict(answer.verdict),
-        "ties": list(answer.ties),
-        "notes": list_notes(answer),
-        "deployable": is_deployable(answer),
-        "dropped": dict(answer.dropped),
-        "simulated": {"runs": answer.request.effort.runs, "requests": answer.request.effort.requests},
+        "disaggregated_over_colocated": _finite_or_none(disaggregation_gain(solution)),
+        "verified": None if solution.validation is None else asdict(solution.validation),
+        "ties": list(solution.ties),
+        "notes": list_notes(solution),
+        "deployable": is_deployable(solution),
+        "dropped": dict(solution.dropped),
+        "simulated": {"runs": solution.problem.effort.runs, "requests": solution.problem.effort.requests},
     }
 
 
-def candidate_json(option: Candidate) -> dict[str, Any]:
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """An option as plain data."""
     return {
-        "placement": str(option.placement),
-        "family": option.family,
-        "affinity": option.placement.affinity,
-        "cross": option.placement.cross,
-        "devices": option.placement.devices,
-        "goodput_rps": option.goodput_rps,
-        "goodput_per_device_rps": option.per_device_rps,
-        "interval_rps": list(option.interval_rps),
-        "searched_rps": option.searched_rps,
-        "rate_rps": option.rate_rps,
-        "attainment": option.attainment,
-        "attainment_by_kind": dict(option.shares),
-        "price_per_hour": option.price_per_hour,
-        "cost_per_million_good_tokens": _finite_or_none(option.cost_per_million),
-        "requests": option.requests,
-        "seeds": option.seeds,
-        "local_prefill": option.local_prefill,
-        "verified": None if option.verdict is None else asdict(option.verdict),
-        "searched": None if option.searched is None else candidate_json(option.searched),
+        "placement": str(candidate.placement),
+        "family": candidate.family,
+        "affinity": candidate.placement.affinity,
+        "cross": candidate.placement.cross,
+        "devices": candidate.placement.devices,
+        "goodput_rps": candidate.goodput_rps,
+        "goodput_per_device_rps": candidate.per_device_rps,
+        "interval_rps": list(candidate.interval_rps),
+        "searched_rps": candidate.searched_rps,
+        "rate_rps": candidate.rate_rps,
+        "attainment": candidate.attainment,
+        "attainment_by_kind": dict(candidate.shares),
+        "price_per_hour": candidate.price_per_hour,
+        "cost_per_million_good_tokens": _finite_or_none(candidate.cost_per_million),
+        "requests": candidate.requests,
+        "seeds": candidate.seeds,
+        "local_prefill": candidate.local_prefill,
+        "verified": None if candidate.validation is None else asdict(candidate.validation),
+        "searched": None if candidate.searched is None else candidate_json(candidate.searched),
     }
 
 
-def make_plan_file(answer: Solution, model: str) -> PlanFile:
+def make_plan_file(solution: Solution, model: str) -> PlanFile:
     """The answer as `diptych serve --plan` reads it. `model` as the user named it."""
-    request, best = answer.request, answer.best
-    prompt, output = request.workload.mean()
+    problem, best_candidate = solution.problem, solution.best_candidate
+    prompt, output = problem.source.mean()
     predicted = PlanPrediction(
-        goodput_rps=best.goodput_rps,
-        goodput_per_device_rps=best.per_device_rps,
-        interval_rps=best.interval_rps,
-        attainment=best.attainment,
-        requests=best.requests,
-        seeds=best.seeds,
-        binding=answer.binding.resource,
-        cost_per_million_good_tokens=_finite_or_none(best.cost_per_million),
-        searched_rps=best.fast_result.goodput_rps if best.verdict else None,
+        goodput_rps=best_candidate.goodput_rps,
+        goodput_per_device_rps=best_candidate.per_device_rps,
+        interval_rps=best_candidate.interval_rps,
+        attainment=best_candidate.attainment,
+        requests=best_candidate.requests,
+        seeds=best_candidate.seeds,
+        binding=solution.binding.resource,
+        cost_per_million_good_tokens=_finite_or_none(best_candidate.cost_per_million),
+        searched_rps=best_candidate.fast_result.goodput_rps if best_candidate.validation else None,
     )
     traffic = PlanTraffic(
-        name=request.name,
+        name=problem.name,
         prompt_mean=prompt,
         output_mean=output,
-        rate_rps=request.rate,
-        burstiness_cv=request.cv,
-        kv_mix=dict(request.kv_mix),
+        rate_rps=problem.rate,
+        burstiness_cv=problem.cv,
+        kv_mix=dict(problem.kv_mix),
     )
     return PlanFile(
         version=VERSION,
         model=model,
-        layers=request.model.layers,
-        kv_keep=1.0 if request.keep is None else request.keep.threshold,
-        kv_cache_codec=format_classes(request.kv_classes) or request.model.kv_codec or RAW_CLASS,
-        devices_per_node=max(stock.devices_per_node for stock in request.stocks),
-        pools=plan_pools(best.placement),
-        affinity=best.placement.affinity,
-        cross=best.placement.cross,
-        slos={kind: plan_slo(slo) for kind, slo in request.slos.items()},
+        layers=problem.model.layers,
+        kv_keep=1.0 if problem.keep is None else problem.keep.threshold,
+        kv_cache_codec=format_classes(problem.kv_classes) or problem.model.kv_codec or RAW_CLASS,
+        devices_per_node=max(group.devices_per_node for group in problem.groups),
+        pools=plan_pools(best_candidate.placement),
+        affinity=best_candidate.placement.affinity,
+        cross=best_candidate.placement.cross,
+        slos={kind: plan_slo(slo) for kind, slo in problem.slos.items()},
         traffic=traffic,
         predicted=predicted,
-        local_prefill=best.local_prefill,
-        steps=step_limits(request, best.placement),
+        local_prefill=best_candidate.local_prefill,
+        steps=step_limits(problem, best_candidate.placement),
     )
 
 
-def _describe_candidate(option: Candidate) -> str:
-    affinity = option.placement.affinity
-    return f"{option.placement}{'' if affinity == 'none' else f' ({affinity} affinity)'}"
+def _describe_candidate(candidate: Candidate) -> str:
+    affinity = candidate.placement.affinity
+    return f"{candidate.placement}{'' if affinity == 'none' else f' ({affinity} affinity)'}"
 
 
 def _format_rate(value: float) -> str:

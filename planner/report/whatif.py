@@ -24,13 +24,13 @@ class WhatIfAnswer:
     """An answer to a changed question; `why_not` instead where there is none."""
 
     change: str
-    answer: Solution | None
+    solution: Solution | None
     why_not: str = ""
 
 
-def ask_what_if(request: Problem, change: str) -> WhatIfAnswer:
+def ask_what_if(problem: Problem, change: str) -> WhatIfAnswer:
     """The changed question, answered. Raises ConfigError where the change itself cannot be read."""
-    question = apply_change(request, change)
+    question = apply_change(problem, change)
     try:
         return WhatIfAnswer(change, solve_placement(question))
     except ConfigError as error:
@@ -39,8 +39,8 @@ def ask_what_if(request: Problem, change: str) -> WhatIfAnswer:
         )
 
 
-def apply_change(request: Problem, change: str) -> Problem:
-    """Returns `request` with one thing changed, given as NAME=VALUE.
+def apply_change(problem: Problem, change: str) -> Problem:
+    """Returns `problem` with one thing changed, given as NAME=VALUE.
 
     Raises:
         ConfigError: if the name is unknown or the value cannot be read.
@@ -54,7 +54,7 @@ def apply_change(request: Problem, change: str) -> Problem:
             'write for example "ttft=0.3", "gpus=-2"',
         )
     try:
-        return apply(request, value)
+        return apply(problem, value)
     except ValueError as error:
         raise ConfigError(
             f"--what-if {change!r} cannot be read",
@@ -63,14 +63,14 @@ def apply_change(request: Problem, change: str) -> Problem:
         ) from error
 
 
-def compare_answers(base: Solution, other: WhatIfAnswer) -> list[str]:
+def compare_answers(solution: Solution, other: WhatIfAnswer) -> list[str]:
     """What changes, in lines."""
-    if other.answer is None:
+    if other.solution is None:
         return [f"what if {other.change}: nothing is possible. {other.why_not}"]
-    was, now = base.best, other.answer.best
+    was, now = solution.best_candidate, other.solution.best_candidate
     same = str(was.placement) == str(now.placement) and was.placement.affinity == now.placement.affinity
     lines = [f"what if {other.change}: {'the same placement' if same else now.placement}"]
-    if other.answer.request.rate is None:
+    if other.solution.problem.rate is None:
         lines.append(
             f"  goodput {now.goodput_rps:.3g} requests/s ({now.goodput_rps / was.goodput_rps - 1:+.0%}),"
             f" per device {now.per_device_rps / was.per_device_rps - 1:+.0%}"
@@ -81,9 +81,9 @@ def compare_answers(base: Solution, other: WhatIfAnswer) -> list[str]:
         )
     lines.append(
         f"  {now.cost_per_million / was.cost_per_million - 1:+.0%} per million good tokens; limited by"
-        f" {other.answer.binding.resource}"
+        f" {other.solution.binding.resource}"
     )
-    if other.answer.request.between != base.request.between and other.answer.request.one_node:
+    if other.solution.problem.node_link != solution.problem.node_link and other.solution.problem.one_node:
         lines.append("  there is one node, so that nothing goes over the link between nodes")
     return lines
 
@@ -101,26 +101,26 @@ def _parse_number(text: str, now: float | None, above: float = 0.0) -> float:
     return value
 
 
-def with_slos(request: Problem, change: Callable[[Slo], Slo]) -> Problem:
-    """`request` with other SLOs. Where steps are bounded by the TPOT SLO, they are bounded by the new one."""
-    slos, limits = {kind: change(slo) for kind, slo in request.slos.items()}, request.limits
-    if limits.step_s == strictest_slo(request.slos.values()).tpot_s:
+def with_slos(problem: Problem, change: Callable[[Slo], Slo]) -> Problem:
+    """`problem` with other SLOs. Where steps are bounded by the TPOT SLO, they are bounded by the new one."""
+    slos, limits = {kind: change(slo) for kind, slo in problem.slos.items()}, problem.limits
+    if limits.step_s == strictest_slo(problem.slos.values()).tpot_s:
         limits = replace(limits, step_s=strictest_slo(slos.values()).tpot_s)
-    return replace(request, slos=slos, limits=limits)
+    return replace(problem, slos=slos, limits=limits)
 
 
-def _change_ttft(request: Problem, text: str) -> Problem:
-    return with_slos(request, lambda slo: replace(slo, ttft_s=_parse_number(text, slo.ttft_s)))
+def _change_ttft(problem: Problem, text: str) -> Problem:
+    return with_slos(problem, lambda slo: replace(slo, ttft_s=_parse_number(text, slo.ttft_s)))
 
 
-def _change_tpot(request: Problem, text: str) -> Problem:
-    return with_slos(request, lambda slo: replace(slo, tpot_s=_parse_number(text, slo.tpot_s)))
+def _change_tpot(problem: Problem, text: str) -> Problem:
+    return with_slos(problem, lambda slo: replace(slo, tpot_s=_parse_number(text, slo.tpot_s)))
 
 
-def _change_attainment(request: Problem, text: str) -> Problem:
+def _change_attainment(problem: Problem, text: str) -> Problem:
     if not 0.0 < float(text) <= 1.0:
         raise ValueError("an attainment is above 0 and at most 1")
-    return with_slos(request, lambda slo: replace(slo, attainment=float(text)))
+    return with_slos(problem, lambda slo: replace(slo, attainment=float(text)))
 
 
 def _parse_count(text: str, now: int) -> int:
@@ -130,38 +130,38 @@ def _parse_count(text: str, now: int) -> int:
     return count
 
 
-def _change_gpus(request: Problem, text: str) -> Problem:
-    first, *rest = request.stocks
-    return replace(request, stocks=(spread_over_nodes(first, _parse_count(text, first.devices)), *rest))
+def _change_gpus(problem: Problem, text: str) -> Problem:
+    first, *rest = problem.groups
+    return replace(problem, groups=(spread_over_nodes(first, _parse_count(text, first.devices)), *rest))
 
 
-def _change_nodes(request: Problem, text: str) -> Problem:
-    first, *rest = request.stocks
-    return replace(request, stocks=(replace(first, nodes=_parse_count(text, first.nodes)), *rest))
+def _change_nodes(problem: Problem, text: str) -> Problem:
+    first, *rest = problem.groups
+    return replace(problem, groups=(replace(first, nodes=_parse_count(text, first.nodes)), *rest))
 
 
-def _change_link(request: Problem, text: str) -> Problem:
-    return replace(request, between=parse_link(text, request.stocks[0].device.node.inter.latency_s))
+def _change_link(problem: Problem, text: str) -> Problem:
+    return replace(problem, node_link=parse_link(text, problem.groups[0].device.node.inter.latency_s))
 
 
-def _change_rate(request: Problem, text: str) -> Problem:
-    return replace(request, rate=_parse_number(text, request.rate))
+def _change_rate(problem: Problem, text: str) -> Problem:
+    return replace(problem, rate=_parse_number(text, problem.rate))
 
 
-def _change_cv(request: Problem, text: str) -> Problem:
-    return replace(request, cv=_parse_number(text, request.cv, -1e-9))
+def _change_cv(problem: Problem, text: str) -> Problem:
+    return replace(problem, cv=_parse_number(text, problem.cv, -1e-9))
 
 
-def _change_device(request: Problem, text: str) -> Problem:
-    found = named_device(text, *(stock.device for stock in request.stocks))
-    if any(stock.device.name == found.name for stock in request.stocks[1:]):
+def _change_device(problem: Problem, text: str) -> Problem:
+    found = named_device(text, *(group.device for group in problem.groups))
+    if any(stock.device.name == found.name for stock in problem.groups[1:]):
         raise ValueError(f"{found.name} is on offer already")
-    if found.name == request.stocks[0].device.name:
-        return request
-    profile = built_in_profile(request.model, found)
-    stocks = (replace(request.stocks[0], device=found, slots=0), *request.stocks[1:])
-    profiles = {**request.profiles, found.name: profile}
-    return replace(request, model=profile.model, stocks=stocks, profiles=profiles)
+    if found.name == problem.groups[0].device.name:
+        return problem
+    profile = built_in_profile(problem.model, found)
+    groups = (replace(problem.groups[0], device=found, slots=0), *problem.groups[1:])
+    profiles = {**problem.profiles, found.name: profile}
+    return replace(problem, model=profile.model, groups=groups, profiles=profiles)
 
 
 CHANGES: dict[str, Callable[[Problem, str], Problem]] = {
@@ -171,14 +171,14 @@ CHANGES: dict[str, Callable[[Problem, str], Problem]] = {
 }  # fmt: skip
 
 
-def spread_over_nodes(stock: NodeGroup, devices: int) -> NodeGroup:
-    """So many devices on equal nodes, none larger than `stock`'s, and as few as may be.
+def spread_over_nodes(group: NodeGroup, devices: int) -> NodeGroup:
+    """So many devices on equal nodes, none larger than `group`'s, and as few as may be.
 
     Raises ValueError where that takes twice as many nodes as the devices would fill.
     """
-    slots = max(stock.slots, stock.devices_per_node)
+    slots = max(group.slots, group.devices_per_node)
     least = -(-devices // slots)
     for nodes in range(least, 2 * least + 1):
         if devices % nodes == 0:
-            return replace(stock, nodes=nodes, devices_per_node=devices // nodes, slots=slots)
+            return replace(group, nodes=nodes, devices_per_node=devices // nodes, slots=slots)
     raise ValueError(f"{devices} devices do not make equal nodes of at most {slots}")

@@ -86,12 +86,12 @@ class LognormalLengths:
 class FittedLengths:
     """Lognormals fitted to a trace; the reused prefix is drawn from trace requests with a similar prompt length.
 
-    `prompts` are the trace's prompt lengths in ascending order, `reused` the prefix that each of them reused.
+    `prompts` are the trace's prompt lengths in ascending order, `reused_prefixes` the prefix that each of them reused.
     """
 
     lengths: LognormalLengths
     prompts: Sequence[int]
-    reused: Sequence[PrefixReuse]
+    reused_prefixes: Sequence[PrefixReuse]
 
     @classmethod
     def of(cls, jobs: Sequence[Job]) -> FittedLengths:
@@ -111,7 +111,7 @@ class FittedLengths:
         wider = max(0, ALIKE - (high - low))
         low = max(0, min(low - wider // 2, len(self.prompts) - ALIKE))
         high = min(len(self.prompts), max(high, low + ALIKE))
-        return RequestDraw(prompt, output, self.reused[chance.randrange(low, high)])
+        return RequestDraw(prompt, output, self.reused_prefixes[chance.randrange(low, high)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,32 +155,34 @@ def fit_lognormals(jobs: Sequence[Job]) -> LognormalLengths:
     together = statistics.correlation(prompts, outputs) if one and other else 0.0
     together = max(-1.0, min(1.0, together))
     most = max(job.prompt + job.output for job in jobs)
-    found = LognormalLengths(statistics.fmean(prompts), one, statistics.fmean(outputs), other, together, most)
+    found_lengths = LognormalLengths(
+        statistics.fmean(prompts), one, statistics.fmean(outputs), other, together, most
+    )
     means = statistics.fmean(job.prompt for job in jobs), statistics.fmean(job.output for job in jobs)
     for _ in range(SHIFTS):
-        found = _shift_means(found, *means)
-    return found
+        found_lengths = _shift_means(found_lengths, *means)
+    return found_lengths
 
 
-def _shift_means(found: LognormalLengths, prompt: float, output: float) -> LognormalLengths:
+def _shift_means(found_lengths: LognormalLengths, prompt: float, output: float) -> LognormalLengths:
     """Moves the lognormals so that their means come closer to `prompt` and `output` tokens.
 
     Draws longer than `most` are rejected, which lowers the means; this corrects for it. Medians stay below half of
     `most`, so that not most draws are rejected.
     """
-    drawn = [found.at(one, more) for one in QUANTILES for more in QUANTILES]
-    kept = [lengths for lengths in drawn if sum(lengths) <= found.most]
+    drawn = [found_lengths.at(one, more) for one in QUANTILES for more in QUANTILES]
+    kept = [lengths for lengths in drawn if sum(lengths) <= found_lengths.most]
     if not kept:
-        return found
-    highest = math.log(found.most / 2.0)
+        return found_lengths
+    highest = math.log(found_lengths.most / 2.0)
     return replace(
-        found,
+        found_lengths,
         prompt_mean=min(
-            found.prompt_mean + math.log(prompt / statistics.fmean(one for one, _ in kept)),
-            max(found.prompt_mean, highest),
+            found_lengths.prompt_mean + math.log(prompt / statistics.fmean(one for one, _ in kept)),
+            max(found_lengths.prompt_mean, highest),
         ),
         output_mean=min(
-            found.output_mean + math.log(output / statistics.fmean(one for _, one in kept)),
-            max(found.output_mean, highest),
+            found_lengths.output_mean + math.log(output / statistics.fmean(one for _, one in kept)),
+            max(found_lengths.output_mean, highest),
         ),
     )

@@ -243,18 +243,18 @@ class WorkloadMix:
         self.slos: Slos = {name: slo for name, _, _, slo in parts}
 
     @classmethod
-    def of(cls, trace: Workload, slos: Slos, most: int | None = None) -> WorkloadMix:
+    def of(cls, workload: Workload, slos: Slos, most: int | None = None) -> WorkloadMix:
         """A mix of the kinds of a trace that `slos` names, in the shares of the trace; "" stands for all other kinds.
 
         Requests of more than `most` tokens (prompt and answer) are dropped and need no SLOs. Raises ConfigError if a
         kind is not in the trace or all its requests are dropped, or if requests have no SLOs.
         """
-        counts = trace.kinds()
+        counts = workload.kinds()
         for name in slos:
             if name and name not in counts:
                 raise _unknown_kind(name, counts)
         jobs: dict[str, list[Job]] = {name: [] for name in slos}
-        for job in trace.jobs if most is None else drop_overlong(trace.jobs, most):
+        for job in workload.jobs if most is None else drop_overlong(workload.jobs, most):
             name = job.kind if job.kind in slos else ""
             jobs.setdefault(name, []).append(replace(job, kind=name))
         kinds = {kind if kind in slos else "" for kind in counts}

@@ -365,7 +365,7 @@ def test_room_and_moved_bytes_of_each_class_are_as_predicted(both_classes: Serve
             layouts["raw"].chunk_bytes,
         )
         deployment = predicted_deployment(-(-used // chunk) * chunk, status["max_model_len"])
-        for machine in deployment.machines:
+        for machine in deployment.instances:
             slabs = class_slabs(machine, deployment.kv_classes)
             for kv, layout in layouts.items():
                 measured = shown[layout.kv_class]["slabs"]

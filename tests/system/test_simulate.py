@@ -283,7 +283,7 @@ def test_kinds_of_a_trace_are_replayed_and_drawn(
 def test_steps_are_kept_within_the_least_of_the_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     tight, loose = ["--kind", "code=humaneval:1:900:40"], ["--kind", "chat=sharegpt:1:2500:70"]
     for kinds in (tight + loose, loose + tight):
-        (both,) = simulated(monkeypatch, *REAL, "--placement", "1C", *kinds).machines
+        (both,) = simulated(monkeypatch, *REAL, "--placement", "1C", *kinds).instances
         assert both.tpot_s == 0.04
 
 
@@ -423,7 +423,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *words: object) -> SimDeployment:
 def test_settings_and_their_defaults_are_those_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     usual, objectives = Config(), ["--slo-tpot-ms", "80"]
     pair = simulated(monkeypatch, *REAL, *CHAT, *objectives)
-    for one in pair.machines:
+    for one in pair.instances:
         assert (one.max_num_seqs, one.max_num_batched_tokens) == (
             usual.max_num_seqs,
             usual.max_num_batched_tokens,
@@ -432,12 +432,12 @@ def test_settings_and_their_defaults_are_those_of_serve(monkeypatch: pytest.Monk
     assert pair.local_prefill == usual.local_prefill and not pair.prefix_caching, "no prompt names a prefix"
     near = ["--local-prefill", "auto", "--max-num-seqs", "8", "--max-num-batched-tokens", "300"]
     auto = simulated(monkeypatch, *REAL, *CHAT, *objectives, *near)
-    reads, writes = auto.machines
+    reads, writes = auto.instances
     assert (writes.max_num_seqs, writes.max_num_batched_tokens, writes.tpot_s) == (8, 300, 0.08)
     assert auto.local_prefill == "auto" and reads.tpot_s is None
-    (both,) = simulated(monkeypatch, *REAL, *BOTH, *objectives).machines
+    (both,) = simulated(monkeypatch, *REAL, *BOTH, *objectives).instances
     assert both.tpot_s == 0.08
-    (own,) = simulated(monkeypatch, *REAL, *BOTH, *objectives, "--tpot-budget-ms", "50").machines
+    (own,) = simulated(monkeypatch, *REAL, *BOTH, *objectives, "--tpot-budget-ms", "50").instances
     assert own.tpot_s == 0.05
 
 

@@ -59,7 +59,7 @@ def format_classes(classes: Sequence[KvClass]) -> str:
     return ",".join(f"{one.name}:{floor(one.share / SHARE_STEP + 0.01) * SHARE_STEP:.6g}" for one in classes)
 
 
-def same_classes(shape: ModelDims, first: str, second: str) -> bool:
+def same_classes(dims: ModelDims, first: str, second: str) -> bool:
     """Whether two values of `--kv-cache-codec` mean the same: the codecs in their order, and their shares.
 
     Raises:
@@ -68,7 +68,7 @@ def same_classes(shape: ModelDims, first: str, second: str) -> bool:
     ones, others = parse_class_shares(first), parse_class_shares(second)
     return len(ones) == len(others) and all(
         isclose(one.share, other.share, abs_tol=SHARE_ROUNDING)
-        and is_same_codec(shape, str(one.codec_id), str(other.codec_id))
+        and is_same_codec(dims, str(one.codec_id), str(other.codec_id))
         for one, other in zip(ones, others, strict=True)
     )
 

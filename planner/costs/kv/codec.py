@@ -22,7 +22,7 @@ from planner.types import KvClassWork
 ANY_CALIBRATION = "0" * HASH_CHARS
 
 
-def with_kv_codec(shape: ModelDims, codec: str) -> ModelDims:
+def with_kv_codec(dims: ModelDims, codec: str) -> ModelDims:
     """The dimensions of a model whose KV is kept and moved in `codec`, named as for `--kv-cache-codec`.
 
     Raises:
@@ -30,8 +30,8 @@ def with_kv_codec(shape: ModelDims, codec: str) -> ModelDims:
     """
     codec_id = parse_codec_id(codec)
     if codec_id.name == RAW_CLASS:
-        return shape
-    return replace(shape, kv_codec=codec, kv_bytes=_bytes_per_value(codec_id, shape))
+        return dims
+    return replace(dims, kv_codec=codec, kv_bytes=_bytes_per_value(codec_id, dims))
 
 
 def check_codec_name(codec: str) -> str:
@@ -43,7 +43,7 @@ def check_codec_name(codec: str) -> str:
     return codec
 
 
-def is_same_codec(shape: ModelDims, first: str, second: str) -> bool:
+def is_same_codec(dims: ModelDims, first: str, second: str) -> bool:
     """Whether two names of codecs mean the same for a model, as `tq4` and `tq4.s0` do; "" is `raw`.
 
     Which calibration an id names does not count: it changes neither the bytes of KV nor the time of a step.
@@ -51,31 +51,31 @@ def is_same_codec(shape: ModelDims, first: str, second: str) -> bool:
     Raises:
         ConfigError: there is no such codec, or it does not fit the model's heads.
     """
-    ids = (_canonical_id(parse_codec_id(name or RAW_CLASS), shape) for name in (first, second))
+    ids = (_canonical_id(parse_codec_id(name or RAW_CLASS), dims) for name in (first, second))
     one, other = (replace(codec_id, calibration=None) for codec_id in ids)
     return one == other
 
 
-def find_codec(shape: ModelDims, names: Iterable[str], codec: str) -> str | None:
+def find_codec(dims: ModelDims, names: Iterable[str], codec: str) -> str | None:
     """The first of `names` that means the same as `codec` for a model; None if there is none.
 
     Raises:
         ConfigError: there is no such codec, or it does not fit the model's heads.
     """
-    return next((name for name in names if is_same_codec(shape, name, codec)), None)
+    return next((name for name in names if is_same_codec(dims, name, codec)), None)
 
 
-def _canonical_id(codec_id: CodecId, shape: ModelDims) -> CodecId:
+def _canonical_id(codec_id: CodecId, dims: ModelDims) -> CodecId:
     """The canonical id of a codec for a model, with any calibration where the id names none."""
     calibration = codec_id.calibration or (ANY_CALIBRATION if codec_id.family == CALIBRATED else None)
-    return complete_codec_id(codec_id, shape.kv_heads, shape.head_dim, calibration)
+    return complete_codec_id(codec_id, dims.kv_heads, dims.head_dim, calibration)
 
 
-def _bytes_per_value(codec_id: CodecId, shape: ModelDims) -> float:
+def _bytes_per_value(codec_id: CodecId, dims: ModelDims) -> float:
     """Bytes of one number of KV, with its share of scales and outliers; mean of keys and values."""
-    whole = _canonical_id(codec_id, shape)
-    values = 2 * CHUNK_TOKENS * heads_per_page(whole, shape.head_dim) * shape.head_dim
-    return coded_page_bytes(whole, shape.head_dim) / values
+    whole = _canonical_id(codec_id, dims)
+    values = 2 * CHUNK_TOKENS * heads_per_page(whole, dims.head_dim) * dims.head_dim
+    return coded_page_bytes(whole, dims.head_dim) / values
 
 
 def code_profile(profile: CostProfile, codec: str) -> CostProfile:
@@ -98,7 +98,7 @@ def code_profile(profile: CostProfile, codec: str) -> CostProfile:
         )
     model = with_kv_codec(profile.model, codec)
     more = profile.model.kv_token_bytes / model.kv_token_bytes
-    rooms = {split: int(tokens * more) for split, tokens in profile.rooms.items()}
+    rooms = {parallelism: int(tokens * more) for parallelism, tokens in profile.rooms.items()}
     coded = replace(profile, model=model, rooms=rooms, kv_classes={})
     if known is None:
         return coded

@@ -50,12 +50,14 @@ def find_keep(
         )
     if threshold == 1:
         return None
-    known = () if profile is None else profile.kv_keep
+    known_keeps = () if profile is None else profile.kv_keep
     found = next(
-        (one for one in known if isclose(one.threshold, threshold, abs_tol=THRESHOLD_ROUNDING)), None
+        (one for one in known_keeps if isclose(one.threshold, threshold, abs_tol=THRESHOLD_ROUNDING)), None
     )
     if found is None:
-        why = "no profile is given" if profile is None else f"the profile knows {_name_thresholds(known)}"
+        why = (
+            "no profile is given" if profile is None else f"the profile knows {_name_thresholds(known_keeps)}"
+        )
         raise ConfigError(
             f"it is not known how much KV stays with --kv-keep {threshold}",
             f"that depends on the model and the prompts, and {why}",
@@ -64,8 +66,8 @@ def find_keep(
     return found
 
 
-def _name_thresholds(known: Sequence[KvKeep]) -> str:
-    return " and ".join(f"{one.threshold}" for one in known) or "no threshold"
+def _name_thresholds(known_keeps: Sequence[KvKeep]) -> str:
+    return " and ".join(f"{one.threshold}" for one in known_keeps) or "no threshold"
 
 
 def keep_notes(keep: KvKeep | None) -> tuple[str, ...]:

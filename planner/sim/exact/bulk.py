@@ -48,15 +48,21 @@ class SimBulkUse:
 
 
 class SimBulkEngine(SimEngine):
-    """The engine of bulk work beside `online`, as long as `wanted` returns True."""
+    """The engine of bulk work beside `online_engine`, as long as `wanted` returns True."""
 
-    def __init__(self, online: SimEngine, spec: SimBulkSpec, wanted: Callable[[], bool]) -> None:
-        self._planner = BulkScheduler(online.limits)
-        lent = lend_pool(online.holdings, self._give_back)
+    def __init__(self, online_engine: SimEngine, spec: SimBulkSpec, wanted: Callable[[], bool]) -> None:
+        self._planner = BulkScheduler(online_engine.limits)
+        lent = lend_pool(online_engine.kv, self._give_back)
         super().__init__(
-            online.limits, online.stages, False, False, online.work, scheduler=self._planner, holdings=lent
+            online_engine.limits,
+            online_engine.stages,
+            False,
+            False,
+            online_engine.work,
+            scheduler=self._planner,
+            kv=lent,
         )
-        self._online, self._spec, self._wanted = online, spec, wanted
+        self._online_engine, self._spec, self._wanted = online_engine, spec, wanted
         self.budget = BulkBudget(BulkTime(spec.slice_s, spec.tpot_s), self._planner.step_time)
         self._made = self._ended = self._computed = 0
         self._seconds = 0.0
@@ -75,8 +81,10 @@ class SimBulkEngine(SimEngine):
         wanted = self._wanted()
         if wanted:
             self._take_lines(now_s)
-        online = self._online
-        unit_s = self.budget.begin_unit(online.scheduler, online.ready, wanted and self.ready, now_s)
+        online_engine = self._online_engine
+        unit_s = self.budget.begin_unit(
+            online_engine.scheduler, online_engine.ready, wanted and self.ready, now_s
+        )
         if unit_s <= 0:
             return None
         self._planner.unit_s = unit_s
@@ -136,7 +144,7 @@ class SimBulkEngine(SimEngine):
 
 def check_bulk(pools: Iterable[InstancePool], keep: KvKeep | None) -> None:
     """Raises ConfigError: bulk work is not simulated on these pools, whose requests `keep` so much of their KV."""
-    if any(pool.role != PREFILL and pool.split.pp > 1 for pool in pools):
+    if any(pool.role != PREFILL and pool.parallelism.pp > 1 for pool in pools):
         why = "the batches of a pipeline divide its time among them"
         raise ConfigError("bulk work is not simulated on pipelines", why, "use PP1, or no bulk work")
     if keep is not None:

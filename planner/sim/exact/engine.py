@@ -59,7 +59,7 @@ SimPrefills = list[tuple[SimSequence, int]]
 class SimOutput:
     """The output of a step for one sequence. `output` is how many tokens its answer has by now."""
 
-    task: SimSequence
+    seq: SimSequence
     output: int
     finish: str | None = None
     held: bool = False
@@ -67,9 +67,9 @@ class SimOutput:
     kept: KeptReport | None = None
 
 
-def make_output(task: SimSequence, count: int, now_s: float) -> SimOutput:
+def make_output(seq: SimSequence, count: int, now_s: float) -> SimOutput:
     """The output of a sequence whose answer has `count` tokens; the first output also has its latency by stage."""
-    return SimOutput(task, count, seconds=first_output_seconds(task, now_s))
+    return SimOutput(seq, count, seconds=first_output_seconds(seq, now_s))
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class StepRun:
 class PipelineStages:
     """The stages of a pipeline. A batch enters a stage when it has left the stage before and this stage is free.
 
-    With a `rhythm`, steps on `cores` vary as a measured worker's steps did. At the end of a tape it starts again.
+    With a `variation`, steps on `cores` vary as a measured worker's steps did. At the end of a tape it starts again.
     """
 
     def __init__(
@@ -110,25 +110,25 @@ class PipelineStages:
         cost: CostModel,
         count: int,
         extra_s: float,
-        rhythm: StepVariation | None = None,
+        variation: StepVariation | None = None,
         cores: SimCores | None = None,
     ) -> None:
         # `extra_s` are the seconds of a step outside the model.
         self.cost, self.extra_s = cost, extra_s
         self._free_s = [-inf] * count
-        self._rhythm, self._cores = rhythm, cores or SimCores()
-        self._tapes = [cycle(tape) for tape in rhythm.tapes] if rhythm is not None else []
+        self._variation, self._cores = variation, cores or SimCores()
+        self._tapes = [cycle(tape) for tape in variation.tapes] if variation is not None else []
         self.busy_s = 0.0
 
     def end_s(self, now_s: float, batch: StepBatch) -> float:
         """When a step that begins now ends."""
-        rhythm = self._rhythm
-        at_s = now_s + (self.extra_s if rhythm is None else rhythm.gap_s(batch, self.extra_s))
+        variation = self._variation
+        at_s = now_s + (self.extra_s if variation is None else variation.gap_s(batch, self.extra_s))
         ratio = self._ratio(batch, at_s)
         if len(self._free_s) == 1:
             took_s = self.cost.step_s(batch) * ratio
             self.busy_s += took_s
-            if self._rhythm is not None:
+            if self._variation is not None:
                 self._cores.spans[self] = at_s, at_s + took_s
             return at_s + took_s
         stage_s, whole_s = self.cost.stage_s(batch) * ratio, self.cost.step_s(batch) * ratio
@@ -139,16 +139,18 @@ class PipelineStages:
 
     def _ratio(self, batch: StepBatch, at_s: float) -> float:
         """The factor by which a step that begins at `at_s` takes longer than its cost."""
-        if self._rhythm is None:
+        if self._variation is None:
             return 1.0
-        return self._rhythm.factor(batch, self._cores.busy(at_s, self)) * next(self._tapes[batch.tokens > 0])
+        return self._variation.factor(batch, self._cores.busy(at_s, self)) * next(
+            self._tapes[batch.tokens > 0]
+        )
 
 
-def _decides_at(task: SimSequence, end: int) -> bool:
+def _decides_at(seq: SimSequence, end: int) -> bool:
     """Whether the sequence will decide what it keeps when `end` of its tokens have KV (`Sequence.must_decide`)."""
-    if not task.keep.evicts or end != decision_tokens(task.size, end):
+    if not seq.keep.evicts or end != decision_tokens(seq.size, end):
         return False
-    return end < task.total or end - task.size + 1 < task.sampling.max_tokens
+    return end < seq.total or end - seq.size + 1 < seq.sampling.max_tokens
 
 
 def build_allocator(limits: EngineLimits, caching: bool) -> KvAllocator | KvArenas:
@@ -166,7 +168,7 @@ class SimEngine:
     """A scheduler, its memory, and the current run of steps. With `skips`, one plan may stand for many steps.
 
     `work` says by KV class what work on it costs; it is empty if all KV costs the same. `keep` says what sequences that
-    evict keep. `scheduler` and `holdings` take the place of a plain scheduler and a pool of its own. `preempted` counts
+    evict keep. `scheduler` and `kv` take the place of a plain scheduler and a pool of its own. `preempted` counts
     preemptions by class, `most_used` the slabs of each class that were held at one time at most.
     """
 
@@ -179,14 +181,14 @@ class SimEngine:
         work: Mapping[str, KvClassWork] | None = None,
         keep: KvKeep | None = None,
         scheduler: Scheduler | None = None,
-        holdings: KvAllocator | KvArenas | None = None,
+        kv: KvAllocator | KvArenas | None = None,
     ) -> None:
         # An empty scheduler is false.
         self.scheduler = Scheduler(limits) if scheduler is None else scheduler
         self.limits, self._keep = limits, keep
         self._usual_work = SAME_WORK if keep is None else keep.work
-        self.holdings = build_allocator(limits, caching) if holdings is None else holdings
-        self.table = SequenceTable(self.scheduler, self.holdings)
+        self.kv = build_allocator(limits, caching) if kv is None else kv
+        self.table = SequenceTable(self.scheduler, self.kv)
         self.stages, self.skips, self.work = stages, skips, work or {}
         self.run: StepRun | None = None
         self.preempted: Counter[str] = Counter()
@@ -197,7 +199,7 @@ class SimEngine:
     @property
     def ready(self) -> bool:
         """Whether a step may begin and would do anything."""
-        return self.run is None and self.scheduler.ready(self.holdings)
+        return self.run is None and self.scheduler.ready(self.kv)
 
     def begin_step(self, now_s: float, waited_for: bool, spare: bool = False) -> StepRun | None:
         """Begins a step, or a run of equal steps. Returns None if there is nothing to do.
@@ -213,7 +215,7 @@ class SimEngine:
         if not run.rows and not run.parts:
             return None
         for name, most in self.most_used.items():
-            self.most_used[name] = max(most, self.holdings.arena_of(name).used)
+            self.most_used[name] = max(most, self.kv.arena_of(name).used)
         if self.skips and not waited_for and run.rows:
             run.most = self._steps_unchanged(run, spare)
         if self._keep is not None:
@@ -227,16 +229,16 @@ class SimEngine:
         return self.table.make_room(seq, self._preempt_sequence)
 
     def _preempt_sequence(self, key: str) -> None:
-        task = cast(SimSequence, self.table.preempt(key, parked=False))
-        task.announced = 0
-        self.preempted[self.limits.arena_name(task)] += 1
+        seq = cast(SimSequence, self.table.preempt(key, parked=False))
+        seq.announced = 0
+        self.preempted[self.limits.arena_name(seq)] += 1
 
     def _fill_run(self, run: StepRun, plan: StepPlan) -> None:
         """Fills in the run's decode rows and prompt parts from the plan."""
         work = self.table.select_work(plan)
         run.rows, run.parts = cast(list[SimSequence], work.decodes), cast(SimPrefills, work.prefills)
         if self.work or self._keep is not None:
-            ratios = [self.work.get(task.kv_class, self._usual_work).context for task in run.rows]
+            ratios = [self.work.get(seq.kv_class, self._usual_work).context for seq in run.rows]
             run.context = sum(task.computed * ratio for task, ratio in zip(run.rows, ratios, strict=True))
             run.growth = sum(ratios)
         else:
@@ -250,13 +252,13 @@ class SimEngine:
         scheduler, rows = self.scheduler, run.rows
         if run.parts or scheduler.waiting or scheduler.adopted or len(rows) < len(scheduler.running):
             return 1
-        most = min([task.max_output - len(task.output) for task in rows])
+        most = min([seq.max_output - len(seq.output) for seq in rows])
         if self._keep is not None:
             # A run ends where sequences decide.
             most = min(most, min(task.capacity - task.computed for task in rows))
         for name in self.limits.kv_classes:
             mine = self.limits.select_arena(rows, name)
-            free = self.holdings.arena_of(name).free - (len(mine) if spare else 0)
+            free = self.kv.arena_of(name).free - (len(mine) if spare else 0)
             if (most // CHUNK_TOKENS + 1) * len(mine) <= free:
                 continue
             grown = sum(max(0, task.slabs_for(task.computed + most) - len(task.slabs)) for task in mine)
@@ -291,10 +293,10 @@ class SimEngine:
         if not run.parts:
             return StepBatch(0, 0.0, rows, run.context + step * run.growth)
         tokens, squares = 0.0, 0.0
-        for task, count in run.parts:
-            work = self.work.get(task.kv_class, self._usual_work)
+        for seq, count in run.parts:
+            work = self.work.get(seq.kv_class, self._usual_work)
             tokens += work.token * count
-            squares += work.square * ((task.computed + count) ** 2 - task.computed**2)
+            squares += work.square * ((seq.computed + count) ** 2 - seq.computed**2)
         return StepBatch(tokens, squares, rows, run.context)
 
     def cut(self, now_s: float) -> float | None:
@@ -327,15 +329,15 @@ class SimEngine:
         Returns for each: (sequence, chunks that are complete but not yet announced, chunks that this run completes).
         """
         announced = []
-        for task, count in run.parts:
-            if not task.stage:
+        for seq, count in run.parts:
+            if not seq.stage:
                 continue
-            end = task.computed + count
-            last = num_chunks(end) if end == task.total else end // CHUNK_TOKENS
-            if last > task.announced:
-                there = max(task.announced, task.computed // CHUNK_TOKENS)
-                announced.append((task, there - task.announced, last - there))
-                task.announced = last
+            end = seq.computed + count
+            last = num_chunks(end) if end == seq.total else end // CHUNK_TOKENS
+            if last > seq.announced:
+                there = max(seq.announced, seq.computed // CHUNK_TOKENS)
+                announced.append((seq, there - seq.announced, last - there))
+                seq.announced = last
         return announced
 
     # ---- a run ends
@@ -350,38 +352,38 @@ class SimEngine:
         self.table.advance(run.rows, steps)
         if self._keep is not None:
             self._decide_kept(run, self._keep)
-        for task in run.rows:
-            if self._keep is not None and task.key not in self.scheduler.running:
+        for seq in run.rows:
+            if self._keep is not None and seq.key not in self.scheduler.running:
                 # It was preempted for one that decided.
                 continue
-            computed = task.computed
+            computed = seq.computed
             # Allocates the slabs that the plans of the skipped steps would have taken.
-            if (missing := task.slabs_for(computed) - len(task.slabs)) > 0:
-                task.slabs += self.table.arena_of(task).allocate(task.key, missing)
+            if (missing := seq.slabs_for(computed) - len(seq.slabs)) > 0:
+                seq.slabs += self.table.arena_of(seq).allocate(seq.key, missing)
             if steps > 1:
                 # Its first output was scheduled when the run began.
-                task.silent = False
+                seq.silent = False
             # Every token of a decoding sequence but the last has KV.
-            count = computed + 1 - task.size
-            begins = computed >= task.quiet and not computed % CHUNK_TOKENS
-            if begins or all_ or count >= task.max_output or task.silent or task.kept is not None:
-                outputs.append(self._emit_tokens(task, count, now_s))
+            count = computed + 1 - seq.size
+            begins = computed >= seq.quiet and not computed % CHUNK_TOKENS
+            if begins or all_ or count >= seq.max_output or seq.silent or seq.kept is not None:
+                outputs.append(self._emit_tokens(seq, count, now_s))
             else:
-                task.output = cast(list[int], range(count))
-        for task, read in run.parts:
+                seq.output = cast(list[int], range(count))
+        for seq, read in run.parts:
             if self._keep is None:
-                self.table.advance([task], read)
-            elif task.key not in self.scheduler.running:
+                self.table.advance([seq], read)
+            elif seq.key not in self.scheduler.running:
                 continue
-            if task.pending == 0:
-                outputs.append(self._emit_tokens(task, len(task.output) + task.wants_token, now_s))
+            if seq.pending == 0:
+                outputs.append(self._emit_tokens(seq, len(seq.output) + seq.wants_token, now_s))
         return outputs
 
     # ---- decision points
 
     def _plan_decisions(self, run: StepRun, keep: KvKeep) -> None:
         """Notes how long the decisions take that come at the end of the run, unless it is cut."""
-        ahead = [(task, task.computed + run.most) for task in run.rows]
+        ahead = [(seq, seq.computed + run.most) for seq in run.rows]
         ahead += [(task, task.computed + count) for task, count in run.parts]
         due = [(task, end) for task, end in ahead if _decides_at(task, end)]
         if due:
@@ -394,29 +396,29 @@ class SimEngine:
         """Lets sequences at decision points drop KV as the engine does: when all of the step have their KV, and before
         any of them gets its next token.
         """
-        for task, read in run.parts:
-            self.table.advance([task], read)
-        for task in run.rows:
-            task.output = cast(list[int], range(task.computed - task.size))
+        for seq, read in run.parts:
+            self.table.advance([seq], read)
+        for seq in run.rows:
+            seq.output = cast(list[int], range(seq.computed - seq.size))
         tasks = [*run.rows, *(task for task, _ in run.parts)]
         deciding = sorted((task for task in tasks if task.must_decide), key=lambda task: task.precedence)
         if deciding:
             self.table.record_decisions(*self.table.count_decided(deciding), run.decide_s)
-        for task in deciding:
-            if task.key in self.scheduler.running:
-                self._evict(task, keep)
+        for seq in deciding:
+            if seq.key in self.scheduler.running:
+                self._evict(seq, keep)
 
-    def _evict(self, task: SimSequence, keep: KvKeep) -> None:
+    def _evict(self, seq: SimSequence, keep: KvKeep) -> None:
         """Lets the heads of one sequence drop KV; if there are too few slabs for the rest, others are preempted."""
-        while not self.table.has_room_for_bag(task, keep.bag_chunks(task.computed)):
-            victim = self.scheduler.worst_holder(task)
+        while not self.table.has_room_for_bag(seq, keep.bag_chunks(seq.computed)):
+            victim = self.scheduler.worst_holder(seq)
             self._preempt_sequence(victim.key)
-            if victim is task:
+            if victim is seq:
                 return
-        self.table.release_undecided(task)
-        self.table.take_bag(task, keep.bag_chunks(task.computed))
-        freed = max(0, num_chunks(task.computed) - len(task.slabs))
-        task.kept = KeptReport(round(keep.share * task.computed), task.computed, {"": 1}, freed)
+        self.table.release_undecided(seq)
+        self.table.take_bag(seq, keep.bag_chunks(seq.computed))
+        freed = max(0, num_chunks(seq.computed) - len(seq.slabs))
+        seq.kept = KeptReport(round(keep.share * seq.computed), seq.computed, {"": 1}, freed)
 
     def _account_run(self, run: StepRun) -> None:
         rows, prefilled = len(run.rows), sum(count for _, count in run.parts)
@@ -424,11 +426,11 @@ class SimEngine:
         for cost_s in run.costs:
             self.table.counters.seconds += cost_s
 
-    def _emit_tokens(self, task: SimSequence, count: int, now_s: float) -> SimOutput:
+    def _emit_tokens(self, seq: SimSequence, count: int, now_s: float) -> SimOutput:
         """The output of a sequence that has generated `count` tokens by now; drops the sequence if it has finished."""
-        task.output = cast(list[int], range(count))
-        output = make_output(task, count, now_s)
-        output.kept, task.kept = task.kept, None
-        output.finish = self.table.finish_reason(task, count >= task.max_output)
-        output.held = self.table.settle_output(task, output.finish)
+        seq.output = cast(list[int], range(count))
+        output = make_output(seq, count, now_s)
+        output.kept, seq.kept = seq.kept, None
+        output.finish = self.table.finish_reason(seq, count >= seq.max_output)
+        output.held = self.table.settle_output(seq, output.finish)
         return output

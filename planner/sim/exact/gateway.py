@@ -74,7 +74,7 @@ class SimGatewaySpec:
 
     A request takes `gateway_s` seconds until it reaches the relay; a message to or from a worker takes `hop_s`.
     Requests fail after `timeout_s`. `max_tokens` is what clients ask for (None: exactly the length of their answer).
-    `beat_s` is the interval of workers' heartbeats. `handling` is the gateway's CPU cost; None: CPU work takes no time.
+    `beat_s` is the interval of workers' heartbeats. `cpu_cost` is the gateway's CPU cost; None: CPU work takes no time.
     With `several_classes`, requests ask for the KV class of their job; else the workers have one for all.
     """
 
@@ -85,7 +85,7 @@ class SimGatewaySpec:
     max_model_len: int = 1 << 20
     beat_s: float = 0.25
     caching: bool = False
-    handling: GatewayCpuCost | None = None
+    cpu_cost: GatewayCpuCost | None = None
     several_classes: bool = False
     # What all requests keep of their KV.
     keep: KeepSpec = KEEP_ALL
@@ -96,14 +96,14 @@ class SimGateway:
 
     def __init__(
         self,
-        agenda: EventQueue,
+        events: EventQueue,
         relay: Relay,
-        terms: SimGatewaySpec,
+        spec: SimGatewaySpec,
         devices: int,
         ended: Callable[[JobResult], None],
         cores: SimCores,
     ) -> None:
-        self.agenda, self.relay, self.terms, self.devices, self._ended = agenda, relay, terms, devices, ended
+        self.events, self.relay, self.spec, self.devices, self._ended = events, relay, spec, devices, ended
         self.workers: dict[str, SimWorker] = {}
         # Number of requests that were routed to this gateway and have not reached the relay yet.
         self.coming = 0
@@ -142,7 +142,7 @@ class SimGateway:
             max_model_len,
             endpoints,
             kv_classes=_class_pools(worker),
-            keep_classes=[RAW_CLASS] if self.terms.keep.evicts else [],
+            keep_classes=[RAW_CLASS] if self.spec.keep.evicts else [],
         )
         self._handle_event(WorkerSaid(worker.name, hello))
 
@@ -153,13 +153,13 @@ class SimGateway:
 
     def on_message(self, worker: str, what: Any, at_s: float) -> None:
         """Schedules a message that `worker` sends at `at_s` (now or later); it arrives `hop_s` later."""
-        call = self._handle_message if self.terms.handling is None else self._on_arrival
-        self.agenda.at(at_s + self.terms.hop_s, call, worker, what)
+        call = self._handle_message if self.spec.cpu_cost is None else self._on_arrival
+        self.events.at(at_s + self.spec.hop_s, call, worker, what)
 
     def _on_arrival(self, worker: str, what: Any) -> None:
         """A message would arrive now on an idle machine; busy cores delay it further."""
-        self.agenda.at(
-            self._arrival_time(f"from {worker}", self.terms.hop_s), self._queue_message, worker, what
+        self.events.at(
+            self._arrival_time(f"from {worker}", self.spec.hop_s), self._queue_message, worker, what
         )
 
     def _queue_message(self, worker: str, what: Any) -> None:
@@ -167,14 +167,14 @@ class SimGateway:
 
         Only lists of tokens cost CPU time; other messages are cheap.
         """
-        handling = self.terms.handling
-        assert handling is not None, "messages are queued only if CPU work is simulated"
-        work_s = handling.message_s + len(what) * handling.token_s if isinstance(what, list) else 0.0
-        self.agenda.at(self._processor.done_s(self.agenda.now_s, work_s), self._handle_message, worker, what)
+        cpu_cost = self.spec.cpu_cost
+        assert cpu_cost is not None, "messages are queued only if CPU work is simulated"
+        work_s = cpu_cost.message_s + len(what) * cpu_cost.token_s if isinstance(what, list) else 0.0
+        self.events.at(self._processor.done_s(self.events.now_s, work_s), self._handle_message, worker, what)
 
     def _arrival_time(self, whose: str, way_s: float) -> float:
         """When a message with delay `way_s` arrives, given busy cores. Messages of one direction keep their order."""
-        now_s = self.agenda.now_s
+        now_s = self.events.now_s
         at_s = now_s + way_s * (self._processor.cores.stretch(now_s) - 1.0)
         at_s = self._last_s[whose] = max(at_s, self._last_s.get(whose, at_s))
         return at_s
@@ -189,68 +189,70 @@ class SimGateway:
         else:
             self._handle_event(WorkerSaid(worker, what))
 
-    def _make_output(self, produced: SimOutput) -> Output | None:
+    def _make_output(self, output: SimOutput) -> Output | None:
         """The relay's message for tokens since the last one; None if there is nothing new."""
-        task = produced.task
-        state = self.relay.live.get(task.id)
-        known = len(state.request.output) if state is not None else produced.output
-        if produced.output == known and not produced.finish:
+        seq = output.seq
+        state = self.relay.live.get(seq.id)
+        known = len(state.request.output) if state is not None else output.output
+        if output.output == known and not output.finish:
             return None
-        tokens = [0] * (produced.output - known)
+        tokens = [0] * (output.output - known)
         return Output(
-            task.id, task.epoch, tokens, finish=produced.finish, seconds=produced.seconds, kept=produced.kept
+            seq.id, seq.epoch, tokens, finish=output.finish, seconds=output.seconds, kept=output.kept
         )
 
     def _send_heartbeats(self) -> None:
         """Delivers a heartbeat of every worker, and schedules the next ones while requests are open."""
-        now_s = self.agenda.now_s
+        now_s = self.events.now_s
         for worker in self.workers.values():
             self._handle_event(WorkerSaid(worker.name, Heartbeat(worker.name, INCARNATION, worker.stats)))
         self._beating = bool(self._open)
         if self._beating:
-            self.agenda.at(now_s + self.terms.beat_s, self._send_heartbeats)
+            self.events.at(now_s + self.spec.beat_s, self._send_heartbeats)
 
     def _on_tick(self) -> None:
         """Lets the relay check timeouts, and schedules the next check while requests are open."""
         self._handle_event(ClockTick())
         self._ticking = bool(self._open)
         if self._ticking:
-            self.agenda.at(self.agenda.now_s + TICK_S, self._on_tick)
+            self.events.at(self.events.now_s + TICK_S, self._on_tick)
 
     # ---- requests
 
     def arrive(self, job: Job, number: int) -> None:
         """A request would enter the relay now on an idle machine; busy cores and the CPU's queue delay it."""
-        handling = self.terms.handling
-        if handling is None:
+        cpu_cost = self.spec.cpu_cost
+        if cpu_cost is None:
             self._enter_request(job, number)
             return
-        now_s = self.agenda.now_s
-        at_s = now_s + self.terms.gateway_s * (self._processor.cores.stretch(now_s) - 1.0)
-        self.agenda.at(at_s, self._wait_for_cpu, job, number)
+        now_s = self.events.now_s
+        at_s = now_s + self.spec.gateway_s * (self._processor.cores.stretch(now_s) - 1.0)
+        self.events.at(at_s, self._wait_for_cpu, job, number)
 
     def _wait_for_cpu(self, job: Job, number: int) -> None:
         """Queues the CPU work of an arriving request; the request enters the relay when that is done."""
-        handling = self.terms.handling
-        assert handling is not None, "requests are queued only if CPU work is simulated"
-        at_s = self._processor.done_s(self.agenda.now_s, handling.request_s / 2.0)
-        self.agenda.at(at_s, self._enter_request, job, number)
+        cpu_cost = self.spec.cpu_cost
+        assert cpu_cost is not None, "requests are queued only if CPU work is simulated"
+        at_s = self._processor.done_s(self.events.now_s, cpu_cost.request_s / 2.0)
+        self.events.at(at_s, self._enter_request, job, number)
 
     def _enter_request(self, job: Job, number: int) -> None:
         """Hands the request to the relay, or fails it if it does not fit the context length."""
-        terms, now_s, name = self.terms, self.agenda.now_s, str(number)
+        spec, now_s, name = self.spec, self.events.now_s, str(number)
         self.coming -= 1
-        asked = job.output if terms.max_tokens is None else max(job.output, terms.max_tokens)
-        most = min(asked, terms.max_model_len - job.prompt)
+        asked = job.output if spec.max_tokens is None else max(job.output, spec.max_tokens)
+        most = min(asked, spec.max_model_len - job.prompt)
         if most < job.output or job.prompt < 1:
             self._ended(JobResult(job, inf, inf, now_s, "context_length_exceeded"))
             return
-        entry = self._open[name] = _SimOpenRequest(job, chunk_names(job, number) if terms.caching else ())
+        open_request = self._open[name] = _SimOpenRequest(
+            job, chunk_names(job, number) if spec.caching else ()
+        )
         prompt = cast(list[int], SimPrompt(job.prompt))
         output = cast(list[int], SimPrompt(0))
-        request = Request(name, prompt, _sampling_params(most), job.at_s + terms.timeout_s, output)
-        request.keep, request.chunks = terms.keep, entry.names
-        if terms.several_classes:
+        request = Request(name, prompt, _sampling_params(most), job.at_s + spec.timeout_s, output)
+        request.keep, request.chunks = spec.keep, open_request.names
+        if spec.several_classes:
             request.kv_class = job.kv_class or None
         request.entered_s[RequestStage.ADMITTED] = job.at_s
         self._handle_event(RequestArrived(request))
@@ -262,31 +264,31 @@ class SimGateway:
             return
         if not self._beating:
             self._beating = True
-            self.agenda.at(self.agenda.now_s + self.terms.beat_s, self._send_heartbeats)
-        if not self._ticking and self.terms.timeout_s < inf:
+            self.events.at(self.events.now_s + self.spec.beat_s, self._send_heartbeats)
+        if not self._ticking and self.spec.timeout_s < inf:
             self._ticking = True
-            self.agenda.at(self.agenda.now_s + TICK_S, self._on_tick)
+            self.events.at(self.events.now_s + TICK_S, self._on_tick)
 
     def _make_order(self, order: OrderMessage) -> SimOrder:
         """Wraps a relay's order for a simulated worker, which needs lengths and chunk names in place of tokens."""
-        entry, state = self._open[order.request], self.relay.live.get(order.request)
-        quiet = round_up_to_chunks(entry.job.prompt + (state.expected_tokens if state else 0))
-        return SimOrder(order, partial(self._make_sequence, order, entry, quiet))
+        open_request, state = self._open[order.request], self.relay.live.get(order.request)
+        quiet = round_up_to_chunks(open_request.job.prompt + (state.expected_tokens if state else 0))
+        return SimOrder(order, partial(self._make_sequence, order, open_request, quiet))
 
-    def _make_sequence(self, order: OrderMessage, entry: _SimOpenRequest, quiet: int) -> SimSequence:
+    def _make_sequence(self, order: OrderMessage, open_request: _SimOpenRequest, quiet: int) -> SimSequence:
         """The sequence that an order asks for, made at the moment when the worker receives the order."""
-        job = entry.job
+        job = open_request.job
         return SimSequence(
             order.request,
             order.epoch,
             cast(list[int], range(job.prompt)),
             order.sampling,
-            self.agenda.now_s + order.remaining_s,
+            self.events.now_s + order.remaining_s,
             output=cast(list[int], range(len(order.output))),
             hold_kv=isinstance(order, Prefill),
             stage=isinstance(order, Prefill) and order.stage,
             tenancy=order.tenancy,
-            keys=list(entry.names),
+            keys=list(open_request.names),
             max_output=job.output,
             size=job.prompt,
             quiet=quiet,
@@ -298,7 +300,7 @@ class SimGateway:
 
     def _handle_event(self, event: RelayEvent) -> None:
         """Passes an event to the relay and carries out the effects that it returns."""
-        now_s = self.agenda.now_s
+        now_s = self.events.now_s
         for effect in self.relay.handle_event(event, now_s):
             if (act := EFFECT_HANDLERS.get(type(effect))) is not None:
                 act(self, effect, now_s)
@@ -308,22 +310,22 @@ class SimGateway:
         message = effect.message
         sent = self._make_order(message) if isinstance(message, OrderMessage) else message
         receive = self.workers[effect.worker].receive
-        if self.terms.handling is None:
-            self.agenda.at(now_s + self.terms.hop_s, receive, sent)
+        if self.spec.cpu_cost is None:
+            self.events.at(now_s + self.spec.hop_s, receive, sent)
         else:
-            self.agenda.at(now_s + self.terms.hop_s, self._reach_worker, effect.worker, sent)
+            self.events.at(now_s + self.spec.hop_s, self._reach_worker, effect.worker, sent)
 
     def _reach_worker(self, worker: str, message: Any) -> None:
         """Delivers a message that an idle machine would deliver now; a busy one delays it."""
-        self.agenda.at(
-            self._arrival_time(f"to {worker}", self.terms.hop_s), self.workers[worker].receive, message
+        self.events.at(
+            self._arrival_time(f"to {worker}", self.spec.hop_s), self.workers[worker].receive, message
         )
 
     def _on_deliver(self, effect: DeliverTokens, now_s: float) -> None:
         """Notes when the first token is delivered."""
-        entry = self._open[effect.request]
-        if entry.first_s is None and effect.output.tokens:
-            entry.first_s = now_s
+        open_request = self._open[effect.request]
+        if open_request.first_s is None and effect.output.tokens:
+            open_request.first_s = now_s
 
     def _on_durations(self, effect: StageDurations, _now_s: float) -> None:
         """Notes how long the stages of the request took."""
@@ -331,8 +333,8 @@ class SimGateway:
 
     def _on_moved(self, effect: KvMoved, _now_s: float) -> None:
         """Notes how much KV of the request was moved."""
-        if (entry := self._open.get(effect.request)) is not None:
-            entry.moved_bytes += effect.num_bytes
+        if (open_request := self._open.get(effect.request)) is not None:
+            open_request.moved_bytes += effect.num_bytes
 
     def _on_end(self, effect: FinishRequest | FailRequest | RequestCancelled, now_s: float) -> None:
         """Ends a request that has finished, failed or been cancelled."""
@@ -343,16 +345,20 @@ class SimGateway:
 
     def _close_request(self, request: str, now_s: float, failed: str) -> None:
         """Reports the request's result; `failed` is the reason ("" for success)."""
-        entry = self._open.pop(request)
-        job = entry.job
-        if (handling := self.terms.handling) is not None:
-            self._processor.done_s(now_s, handling.request_s / 2.0)
+        open_request = self._open.pop(request)
+        job = open_request.job
+        if (cpu_cost := self.spec.cpu_cost) is not None:
+            self._processor.done_s(now_s, cpu_cost.request_s / 2.0)
         if failed:
-            self._ended(JobResult(job, inf, inf, now_s, failed, entry.parts, entry.moved_bytes))
+            self._ended(JobResult(job, inf, inf, now_s, failed, open_request.parts, open_request.moved_bytes))
             return
-        first_s = now_s if entry.first_s is None else entry.first_s
+        first_s = now_s if open_request.first_s is None else open_request.first_s
         tpot_s = (now_s - first_s) / (job.output - 1) if job.output > 1 else 0.0
-        self._ended(JobResult(job, first_s - job.at_s, tpot_s, now_s, "", entry.parts, entry.moved_bytes))
+        self._ended(
+            JobResult(
+                job, first_s - job.at_s, tpot_s, now_s, "", open_request.parts, open_request.moved_bytes
+            )
+        )
 
 
 # Effects that are not listed (logs, metrics) are ignored.

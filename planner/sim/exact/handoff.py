@@ -94,11 +94,11 @@ def offer_ticket(worker: str, num_bag_slabs: int = 0) -> bytes:
     return (f"{worker} {num_bag_slabs}" if num_bag_slabs else worker).encode()
 
 
-def make_ticket(order: Admit | Fetch, num_tokens: int, keep: KeepSpec = KEEP_ALL) -> Ticket:
-    """The ticket of an order to fetch, whose `order.ticket` is one of `offer_ticket`."""
-    worker, _, bag = order.ticket.decode().partition(" ")
+def make_ticket(command: Admit | Fetch, num_tokens: int, keep: KeepSpec = KEEP_ALL) -> Ticket:
+    """The ticket of an order to fetch, whose `command.ticket` is one of `offer_ticket`."""
+    worker, _, bag = command.ticket.decode().partition(" ")
     terms = DigestContext(
-        order.request, order.epoch, num_tokens, (0, 1), "float16", CHUNK_SHAPE, "simulated", CHUNK_BYTES,
+        command.request, command.epoch, num_tokens, (0, 1), "float16", CHUNK_SHAPE, "simulated", CHUNK_BYTES,
         keep=keep, num_bag_slabs=int(bag or 0),
     )  # fmt: skip
     return Ticket(terms, worker, "1", _placeholder_chunks(terms.num_bag_slabs or num_chunks(num_tokens)))
@@ -121,23 +121,23 @@ class SimFetcher:
     ) -> None:
         self.name, self.engine, self.links, self.chunk_bytes = name, engine, links, chunk_bytes
         self._send, self._landed = send, landed
-        self._agenda: EventQueue = links.agenda
-        self.admission = KvAdmission[SimArrival](engine.scheduler, engine.holdings, _renew_arrival)
+        self._events: EventQueue = links.events
+        self.admission = KvAdmission[SimArrival](engine.scheduler, engine.kv, _renew_arrival)
         self._has_recalled = False
 
     # ---- messages
 
-    def admit(self, order: Admit, task: SimSequence, now_s: float) -> None:
+    def admit(self, command: Admit, seq: SimSequence, now_s: float) -> None:
         """Queues a request whose KV is offered, or (without a ticket) still being computed. Raises SequenceRefused."""
         # The last token is the first decode input and has no KV yet. Without a ticket that token is still to come.
-        num_tokens = task.total - bool(order.ticket)
-        if task.keep.evicts:
-            num_tokens = decision_tokens(len(task.prompt), num_tokens)
-        ticket = make_ticket(order, num_tokens, task.keep) if order.ticket else None
-        if ticket is not None and task.keep.evicts:
+        num_tokens = seq.total - bool(command.ticket)
+        if seq.keep.evicts:
+            num_tokens = decision_tokens(len(seq.prompt), num_tokens)
+        ticket = make_ticket(command, num_tokens, seq.keep) if command.ticket else None
+        if ticket is not None and seq.keep.evicts:
             # The bag, and a slab for the tokens since the decision.
-            task.kept_slabs = ticket.context.num_bag_slabs + 1
-        self.admission.enqueue(SimArrival(task, num_tokens, now_s, ticket, ticket_s=now_s))
+            seq.kept_slabs = ticket.context.num_bag_slabs + 1
+        self.admission.enqueue(SimArrival(seq, num_tokens, now_s, ticket, ticket_s=now_s))
 
     def hint(self, message: Staging) -> None:
         """Handles the announcement of chunks that are being computed."""
@@ -147,13 +147,13 @@ class SimFetcher:
             if arrival.steps is not None:
                 self._pull_early(arrival)
 
-    def fetch(self, order: Fetch, now_s: float) -> None:
+    def fetch(self, command: Fetch, now_s: float) -> None:
         """Handles the ticket of a request that was admitted without one."""
-        arrival = self.admission.find_expecting(order.request, order.epoch)
+        arrival = self.admission.find_expecting(command.request, command.epoch)
         if arrival is None:
             return
-        self.admission.update_sequence(arrival, list(order.output), now_s + order.remaining_s)
-        arrival.ticket, arrival.ticket_s = make_ticket(order, arrival.num_tokens), now_s
+        self.admission.update_sequence(arrival, list(command.output), now_s + command.remaining_s)
+        arrival.ticket, arrival.ticket_s = make_ticket(command, arrival.num_tokens), now_s
         if arrival.steps is not None:
             self._on_ticket(arrival)
 
@@ -229,8 +229,8 @@ class SimFetcher:
     def _on_part_copied(self, arrival: SimArrival, part: int, ready_s: float) -> None:
         if arrival.stopped:
             return
-        if self._agenda.now_s < ready_s:
-            self._agenda.at(ready_s, self._on_part_copied, arrival, part, ready_s)
+        if self._events.now_s < ready_s:
+            self._events.at(ready_s, self._on_part_copied, arrival, part, ready_s)
             return
         del arrival.sent[part]
         if isinstance(arrival.pending, PullAhead):
@@ -257,7 +257,7 @@ class SimFetcher:
 
     def finish(self, arrival: SimArrival, now_s: float) -> None:
         """The transfers have ended or were stopped: commits the KV, or frees its slabs."""
-        seq, holdings, steps = arrival.seq, self.engine.holdings, arrival.steps
+        seq, kv, steps = arrival.seq, self.engine.kv, arrival.steps
         assert steps is not None, "it has not departed"
         if not arrival.stopped:
             pull = {PullChunks: lambda effect: [b""] * len(effect.pairs)}
@@ -267,7 +267,7 @@ class SimFetcher:
             self.admission.commit(arrival, list(effect.slabs))
             self.engine.scheduler.adopt(seq, now_s)
 
-        table = {CommitSlabs: commit, FreeSlabs: lambda effect: holdings.release(seq.key)}
+        table = {CommitSlabs: commit, FreeSlabs: lambda effect: kv.release(seq.key)}
         aborted = self.admission.must_abort(arrival, isinstance(arrival.pending, CommitSlabs))
         error = HandoffAborted("stopped while its KV was on the way") if aborted else None
         outcome = perform_effects(steps, table, arrival.pending, error)

@@ -34,10 +34,10 @@ class SimTransfer:
 class SimLinks:
     """All transfers of a deployment. `moved` counts bytes, `busy_s` the seconds with at least one transfer."""
 
-    def __init__(self, agenda: EventQueue, link: LinkSpec) -> None:
+    def __init__(self, events: EventQueue, link: LinkSpec) -> None:
         if link.bytes_per_s <= 0 or link.latency_s < 0:
             raise ValueError(f"a link needs a speed above 0 and a latency of at least 0: {link}")
-        self.agenda, self.link = agenda, link
+        self.events, self.link = events, link
         self.moved = self.busy_s = 0.0
         self._active: dict[SimTransfer, None] = {}
         self._settled_s = 0.0
@@ -66,8 +66,8 @@ class SimLinks:
 
     def _settle_progress(self) -> None:
         """Updates what each transfer has moved since the last update."""
-        since_s = self.agenda.now_s - self._settled_s
-        self._settled_s = self.agenda.now_s
+        since_s = self.events.now_s - self._settled_s
+        self._settled_s = self.events.now_s
         if self._active:
             self.busy_s += since_s
         for transfer in self._active:
@@ -84,7 +84,7 @@ class SimLinks:
         for transfer in self._active:
             transfer.rate = self.link.bytes_per_s / max(out[transfer.source], into[transfer.target])
             soonest_s = min(soonest_s, transfer.left / transfer.rate)
-        self.agenda.at(self.agenda.now_s + max(0.0, soonest_s), self._schedule_next, self._version)
+        self.events.at(self.events.now_s + max(0.0, soonest_s), self._schedule_next, self._version)
 
     def _schedule_next(self, version: int) -> None:
         """Completes the transfers that are done. Ignored if transfers started or stopped since it was scheduled."""
@@ -104,4 +104,4 @@ class SimLinks:
 
     def _on_complete(self, transfer: SimTransfer) -> None:
         """All bytes are sent; they arrive after the link's latency."""
-        self.agenda.at(self.agenda.now_s + self.link.latency_s, transfer.done)
+        self.events.at(self.events.now_s + self.link.latency_s, transfer.done)

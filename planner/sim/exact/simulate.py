@@ -14,7 +14,7 @@ Not simulated:
 - What each head keeps: every sequence keeps the same share of its rows.
 - The host tier for preempted sequences: they are prefilled again.
 - Names for the chunks of answers: a follow-up request finds only those chunks cached that the trace names.
-- The gateway's CPU, except for the costs in `handling` (heartbeats never wait for it).
+- The gateway's CPU, except for the costs in `cpu_cost` (heartbeats never wait for it).
 - Layer-by-layer transfer: KV that is announced during prefill arrives at the earliest when its step ends.
 """
 
@@ -70,7 +70,7 @@ MIN_PROMPT_TOKENS = 16
 class ResultSink(Protocol):
     """Receives the results of a long run one by one (`planner.attainment.AttainmentCounter`)."""
 
-    def add(self, served: JobResult) -> None:
+    def add(self, result: JobResult) -> None:
         """Takes the result of a request that has ended."""
 
 
@@ -81,7 +81,7 @@ T = TypeVar("T", bound=ResultSink)
 class InstanceSpec:
     """One kind of instance: step cost, KV capacity in tokens, and the limits of its scheduler.
 
-    `step_s` is the engine's overhead per step in seconds. `rhythm` makes steps vary as they did when the worker was
+    `step_s` is the engine's overhead per step in seconds. `variation` makes steps vary as they did when the worker was
     measured beside the others of its machine; each step is then simulated by itself. The other fields are those of
     `engine.sequence.EngineLimits`. A pipeline divides its memory and seats evenly among as many batches as it has
     stages.
@@ -95,12 +95,12 @@ class InstanceSpec:
     saturation_tokens: int = 0
     tpot_s: float | None = None
     step_s: float = 0.0
-    rhythm: StepVariation | None = None
+    variation: StepVariation | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SimDeployment:
-    """A deployment to simulate: a placement, and settings of its instances and gateways. `machines` has one per pool.
+    """A deployment to simulate: a placement, and settings of its instances and gateways. `instances` has one per pool.
 
     The placement describes one cell. There are `cells` equal ones, each with its own gateway; a request goes to the
     cell with the fewest requests per device. Colocated pools beside others form a separate cell. `link` is the port of
@@ -109,13 +109,13 @@ class SimDeployment:
     its threshold. A request takes `gateway_s` seconds to
     reach the relay, each message to or from a worker `hop_s`. `max_tokens` is what clients ask for (None: exactly
     the length of their answer). `local_prefill` is the gateway's setting; with "auto", steps of decode instances are
-    kept within `tpot_s`. With `handling`, each gateway has a CPU that does one thing at a time and shares `cores` with
+    kept within `tpot_s`. With `cpu_cost`, each gateway has a CPU that does one thing at a time and shares `cores` with
     its workers' steps (of instances with a rhythm and one stage); every step is then simulated by itself. With `bulk`,
     decode and colocated instances do bulk work beside the requests, as long as any is open or to come.
     """
 
     placement: Placement
-    machines: tuple[InstanceSpec, ...]
+    instances: tuple[InstanceSpec, ...]
     link: LinkSpec = field(default_factory=LinkSpec)
     token_bytes: float = 0.0
     kv_classes: tuple[KvClass, ...] = ()
@@ -131,7 +131,7 @@ class SimDeployment:
     pipelined: bool = True
     cells: int = 1
     beat_s: float = 0.25
-    handling: GatewayCpuCost | None = None
+    cpu_cost: GatewayCpuCost | None = None
     cores: int = 1
     bulk: SimBulkSpec | None = None
 
@@ -151,27 +151,27 @@ def build_deployment(
     common = {name: options.pop(name) for name in list(options) if name in InstanceSpec.__slots__}
     used = [_profile_of_pool(pool, profiles) for pool in placement.pools]
     for pool, profile in zip(placement.pools, used, strict=True):
-        cost, room = profile.cost(pool.split), profile.kv_tokens(pool.split)
+        cost, room = profile.cost(pool.parallelism), profile.kv_tokens(pool.parallelism)
         if room < CHUNK_TOKENS:
             raise ConfigError(
-                f"{profile.model.name} does not fit on {pool.split} of {profile.device.name}",
+                f"{profile.model.name} does not fit on {pool.parallelism} of {profile.device.name}",
                 f"weights leave room for {room} tokens of KV",
                 "use more devices for an instance",
             )
-        machine = InstanceSpec(cost, room, step_s=profile.overheads.step_s)
-        machine = replace(machine, **common)  # type: ignore[arg-type]
+        instance = InstanceSpec(cost, room, step_s=profile.overheads.step_s)
+        instance = replace(instance, **common)  # type: ignore[arg-type]
         if pool.role == PREFILL and "saturation_tokens" not in common:
-            machine = replace(
-                machine, saturation_tokens=saturation_tokens(cost, machine.max_num_batched_tokens)
+            instance = replace(
+                instance, saturation_tokens=saturation_tokens(cost, instance.max_num_batched_tokens)
             )
-        machines.append(machine)
-    overheads, shape = used[0].overheads, used[0].model
+        machines.append(instance)
+    overheads, dims = used[0].overheads, used[0].model
     settings: dict[str, object] = {
         "link": overheads.link,
-        "token_bytes": float(shape.kv_token_bytes),
+        "token_bytes": float(dims.kv_token_bytes),
         "gateway_s": overheads.gateway_s,
         "hop_s": overheads.hop_s,
-        "max_model_len": shape.max_len,
+        "max_model_len": dims.max_len,
     }
     return SimDeployment(placement, tuple(machines), **(settings | options))  # type: ignore[arg-type]
 
@@ -220,9 +220,9 @@ def simulate_exact(
         ConfigError: the deployment cannot serve some request, or its parts do not fit together.
         ValueError: a job arrives before its predecessor.
     """
-    served: list[JobResult] = []
-    ExactSimulation(deployment, served.append if tally is None else tally.add, skips).run(jobs)
-    return served if tally is None else tally
+    results: list[JobResult] = []
+    ExactSimulation(deployment, results.append if tally is None else tally.add, skips).run(jobs)
+    return results if tally is None else tally
 
 
 class ExactSimulation:
@@ -233,7 +233,7 @@ class ExactSimulation:
     ) -> None:
         _check_deployment(deployment)
         self.deployment, self.skips, self._ended = deployment, skips, ended
-        self.agenda = EventQueue()
+        self.events = EventQueue()
         self.gateways: list[SimGateway] = []
         self.links: list[SimLinks] = []
         self._class_names = {one.name for one in deployment.kv_classes}
@@ -278,34 +278,34 @@ class ExactSimulation:
         Raises:
             RuntimeError: if requests are still open when no event is left.
         """
-        coming = iter(jobs)
-        first = next(coming, None)
+        jobs_to_come = iter(jobs)
+        first = next(jobs_to_come, None)
         if first is None:
             return
-        self.agenda.now_s = self.begun_s = min(0.0, first.at_s)
+        self.events.now_s = self.begun_s = min(0.0, first.at_s)
         for _ in range(self.deployment.cells):
             self._make_cell()
-        self._schedule_arrival(first, coming, 0)
+        self._schedule_arrival(first, jobs_to_come, 0)
         for worker in self._workers:
             worker.start_bulk()
         with rare_garbage_collection():
-            self.agenda.run()
+            self.events.run()
         if left := sum(gateway.open for gateway in self.gateways):
             raise RuntimeError(f"{left} requests are still open, and no event is left")
 
-    def _schedule_arrival(self, job: Job, coming: Iterator[Job], number: int) -> None:
-        """Schedules the arrival of `job`; the jobs after it (`coming`) follow one by one."""
-        self.agenda.at(job.at_s, self._route_to_cell, job, coming, number)
+    def _schedule_arrival(self, job: Job, jobs_to_come: Iterator[Job], number: int) -> None:
+        """Schedules the arrival of `job`; the jobs after it (`jobs_to_come`) follow one by one."""
+        self.events.at(job.at_s, self._route_to_cell, job, jobs_to_come, number)
 
-    def _route_to_cell(self, job: Job, coming: Iterator[Job], number: int) -> None:
+    def _route_to_cell(self, job: Job, jobs_to_come: Iterator[Job], number: int) -> None:
         """Sends an arriving job to the least loaded gateway, and schedules the next arrival."""
         if job.kv_class and self._class_names and job.kv_class not in self._class_names:
             raise ValueError(f"no instance has a pool for KV of the class {job.kv_class!r}")
         gateway = min(self.gateways, key=attrgetter("load"))
         gateway.coming += 1
-        self.agenda.at(self.agenda.now_s + self.deployment.gateway_s, gateway.arrive, job, number)
-        if (following := next(coming, None)) is not None:
-            self._schedule_arrival(following, coming, number + 1)
+        self.events.at(self.events.now_s + self.deployment.gateway_s, gateway.arrive, job, number)
+        if (following := next(jobs_to_come, None)) is not None:
+            self._schedule_arrival(following, jobs_to_come, number + 1)
         else:
             self._all_came = True
 
@@ -313,15 +313,16 @@ class ExactSimulation:
 
     def _make_cell(self) -> None:
         """Makes one cell: a gateway for prefill and decode instances, and one for colocated instances, if any."""
-        pools = list(zip(self.deployment.placement.pools, self.deployment.machines, strict=True))
+        pools = list(zip(self.deployment.placement.pools, self.deployment.instances, strict=True))
         for split in (True, False):
-            part = [(pool, machine) for pool, machine in pools if (pool.role != BOTH) == split]
+            part = [(pool, instance) for pool, instance in pools if (pool.role != BOTH) == split]
             if part:
                 self._make_gateway(part, split)
 
-    def _make_gateway(self, part: list[tuple[InstancePool, InstanceSpec]], split: bool) -> None:
+    def _make_gateway(self, pools: list[tuple[InstancePool, InstanceSpec]], split: bool) -> None:
         """Makes a gateway with its workers and links; `split` if workers hand KV over."""
         deployment = self.deployment
+        limits_s = (instance.tpot_s for _, instance in pools if instance.tpot_s is not None)
         relay = Relay(
             Fleet(lost_s=inf, stuck_s=inf),
             Admission(deployment.bounds),
@@ -330,9 +331,9 @@ class ExactSimulation:
             pipelined=deployment.pipelined,
             recovery_s=inf,
             local_prefill=deployment.local_prefill,
-            tpot_s=min((machine.tpot_s for _, machine in part if machine.tpot_s is not None), default=None),
+            tpot_s=min(limits_s, default=None),
         )
-        terms = SimGatewaySpec(
+        spec = SimGatewaySpec(
             deployment.gateway_s,
             deployment.hop_s,
             deployment.timeout_s,
@@ -340,35 +341,34 @@ class ExactSimulation:
             deployment.max_model_len,
             deployment.beat_s,
             deployment.prefix_caching,
-            deployment.handling,
+            deployment.cpu_cost,
             bool(deployment.kv_classes),
             KEEP_ALL if deployment.keep is None else KeepSpec(deployment.keep.threshold),
         )
-        links, cores = SimLinks(self.agenda, deployment.link), SimCores(deployment.cores)
-        gateway = SimGateway(
-            self.agenda, relay, terms, sum(pool.devices for pool, _ in part), self._ended, cores
-        )
-        for pool, machine in part:
+        links, cores = SimLinks(self.events, deployment.link), SimCores(deployment.cores)
+        devices = sum(pool.devices for pool, _ in pools)
+        gateway = SimGateway(self.events, relay, spec, devices, self._ended, cores)
+        for pool, instance in pools:
             for _ in range(pool.count):
-                self._make_worker(gateway, links, cores, pool, machine)
+                self._make_worker(gateway, links, cores, pool, instance)
         self._link_workers(gateway)
         self.gateways.append(gateway)
         self.links.append(links)
 
     def _make_worker(
-        self, gateway: SimGateway, links: SimLinks, cores: SimCores, pool: InstancePool, machine: InstanceSpec
+        self, gateway: SimGateway, links: SimLinks, cores: SimCores, pool: InstancePool, spec: InstanceSpec
     ) -> None:
         """Makes a worker, with one engine per pipeline stage: each runs one of the batches in the pipeline."""
         role = PREFILL if pool.role == PREFILL else DECODE
         name = f"{role}-{sum(worker.role == role for worker in gateway.workers.values())}"
-        deployment, rhythm = self.deployment, machine.rhythm
-        stages = PipelineStages(machine.cost, pool.split.pp, machine.step_s, rhythm, cores)
-        limits = _engine_limits(machine, pool.split.pp, deployment)
-        skips = self.skips and pool.split.pp == 1 and rhythm is None and deployment.handling is None
+        deployment, variation = self.deployment, spec.variation
+        stages = PipelineStages(spec.cost, pool.parallelism.pp, spec.step_s, variation, cores)
+        limits = _engine_limits(spec, pool.parallelism.pp, deployment)
+        skips = self.skips and pool.parallelism.pp == 1 and variation is None and deployment.cpu_cost is None
         work = {one.name: one.work for one in deployment.kv_classes}
         engines = [
             SimEngine(limits, stages, deployment.prefix_caching, skips, work, deployment.keep)
-            for _ in range(pool.split.pp)
+            for _ in range(pool.parallelism.pp)
         ]
         chunk_bytes = {one.name: round(one.token_bytes * CHUNK_TOKENS) for one in deployment.kv_classes} or {
             "": round(deployment.token_bytes * CHUNK_TOKENS)
@@ -376,8 +376,8 @@ class ExactSimulation:
         bulk = None
         if deployment.bulk is not None and role == DECODE:
             bulk = SimBulkEngine(engines[0], deployment.bulk, self._serves_online)
-        worker = SimWorker(name, role, engines, self.agenda, links, chunk_bytes, gateway.on_message, bulk)
-        gateway.add_worker(worker, limits.num_slabs * pool.split.pp, deployment.max_model_len)
+        worker = SimWorker(name, role, engines, self.events, links, chunk_bytes, gateway.on_message, bulk)
+        gateway.add_worker(worker, limits.num_slabs * pool.parallelism.pp, deployment.max_model_len)
 
     def _link_workers(self, gateway: SimGateway) -> None:
         """Links each decode worker to the prefill workers it may pull from: all, or (low affinity) its unit's."""
@@ -390,30 +390,30 @@ class ExactSimulation:
                     gateway.add_link(source, target, self.deployment.link)
 
 
-def class_slabs(machine: InstanceSpec, kv_classes: Sequence[KvClass], stages: int = 1) -> dict[str, int]:
+def class_slabs(instance: InstanceSpec, kv_classes: Sequence[KvClass], stages: int = 1) -> dict[str, int]:
     """The slabs that one of the `stages` batches of an instance has for each KV class."""
     return {
-        one.name: max(1, int(machine.kv_tokens * one.room) // CHUNK_TOKENS // stages) for one in kv_classes
+        one.name: max(1, int(instance.kv_tokens * one.room) // CHUNK_TOKENS // stages) for one in kv_classes
     }
 
 
-def _engine_limits(machine: InstanceSpec, stages: int, deployment: SimDeployment) -> EngineLimits:
+def _engine_limits(instance: InstanceSpec, stages: int, deployment: SimDeployment) -> EngineLimits:
     """The limits of one of the `stages` batches in a pipeline: its share of memory and seats.
 
     If all requests evict, workers set memory aside for as many of them as they have seats.
     """
-    seats = max(1, machine.max_num_seqs // stages)
-    arenas = class_slabs(machine, deployment.kv_classes, stages)
+    seats = max(1, instance.max_num_seqs // stages)
+    arenas = class_slabs(instance, deployment.kv_classes, stages)
     return EngineLimits(
-        num_slabs=sum(arenas.values()) or max(1, machine.kv_tokens // CHUNK_TOKENS // stages),
+        num_slabs=sum(arenas.values()) or max(1, instance.kv_tokens // CHUNK_TOKENS // stages),
         max_model_len=deployment.max_model_len,
         max_num_seqs=seats,
-        max_num_batched_tokens=max(seats, machine.max_num_batched_tokens),
-        chunked_prefill=machine.chunked_prefill,
+        max_num_batched_tokens=max(seats, instance.max_num_batched_tokens),
+        chunked_prefill=instance.chunked_prefill,
         max_waiting=1 << 40,
         max_waiting_tokens=1 << 50,
-        saturation_tokens=machine.saturation_tokens,
-        tpot_s=machine.tpot_s,
+        saturation_tokens=instance.saturation_tokens,
+        tpot_s=instance.tpot_s,
         arena_slabs=arenas,
         max_evicting=None if deployment.keep is None else seats,
     )
@@ -421,9 +421,9 @@ def _engine_limits(machine: InstanceSpec, stages: int, deployment: SimDeployment
 
 def _check_deployment(deployment: SimDeployment) -> None:
     """Raises ConfigError if the deployment is inconsistent, or has no way to serve a request."""
-    pools, machines = deployment.placement.pools, deployment.machines
-    if len(pools) != len(machines):
-        what = f"{len(pools)} pools and {len(machines)} instance specifications"
+    pools, instances = deployment.placement.pools, deployment.instances
+    if len(pools) != len(instances):
+        what = f"{len(pools)} pools and {len(instances)} instance specifications"
         raise ConfigError(what, "each pool needs one specification", "give one per pool")
     roles = {pool.role for pool in pools if pool.count > 0}
     if not roles or len(roles & {PREFILL, DECODE}) == 1:

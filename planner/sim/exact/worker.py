@@ -44,7 +44,7 @@ class SimOrder:
     """An order of the gateway, and the function that makes its sequence on arrival, unless the request has ended."""
 
     order: OrderMessage
-    task: Callable[[], SimSequence]
+    seq: Callable[[], SimSequence]
 
 
 class SimWorker:
@@ -58,13 +58,13 @@ class SimWorker:
         name: str,
         role: str,
         engines: list[SimEngine],
-        agenda: EventQueue,
+        events: EventQueue,
         links: SimLinks,
         chunk_bytes: Mapping[str, int],
         send: Callable[[str, Any, float], None],
         bulk: SimBulkEngine | None = None,
     ) -> None:
-        self.name, self.role, self.engines, self.agenda = name, role, engines, agenda
+        self.name, self.role, self.engines, self.events = name, role, engines, events
         self.bulk, self._in_unit = bulk, False
         self.chunk_bytes = chunk_bytes
         self._send = send
@@ -100,15 +100,15 @@ class SimWorker:
             return
         if any(engine.run is None for engine in self.engines):
             self._due = True
-            self.agenda.at(self.agenda.now_s, self._run_round, order=ORDER_STEP)
+            self.events.at(self.events.now_s, self._run_round, order=ORDER_STEP)
             return
         for place, engine in enumerate(self.engines):
-            if (end_s := engine.cut(self.agenda.now_s)) is not None:
+            if (end_s := engine.cut(self.events.now_s)) is not None:
                 self._await_run_end(place, end_s)
 
     def _await_run_end(self, place: int, at_s: float) -> None:
         self._versions[place] += 1
-        self.agenda.at(at_s, self._end_run, place, self._versions[place], order=ORDER_STEP)
+        self.events.at(at_s, self._end_run, place, self._versions[place], order=ORDER_STEP)
 
     # ---- rounds
 
@@ -130,7 +130,7 @@ class SimWorker:
             self._begin_unit()
 
     def _begin_step(self, place: int, engine: SimEngine) -> None:
-        now_s = self.agenda.now_s
+        now_s = self.events.now_s
         for key in engine.scheduler.expired_keys(now_s):
             seq = engine.table.drop(key)
             self._send_message(Failed(seq.id, seq.epoch, *DEADLINE_FAILURE))
@@ -148,9 +148,9 @@ class SimWorker:
 
     def _announce_prefills(self, engine: SimEngine, run: StepRun) -> None:
         """Announces KV that is being computed, so that decode workers can fetch it early."""
-        for task, there, coming in engine.announce(run):
-            hint = SimHint(self.name, task.announced - there - coming, there, coming, run.ends[0])
-            self._send_message(Staged(task.id, task.epoch, msgspec.msgpack.encode(hint)))
+        for seq, there, coming in engine.announce(run):
+            hint = SimHint(self.name, seq.announced - there - coming, there, coming, run.ends[0])
+            self._send_message(Staged(seq.id, seq.epoch, msgspec.msgpack.encode(hint)))
 
     def _end_run(self, place: int, version: int) -> None:
         """A run of steps has ended, as far as its steps have been computed."""
@@ -164,14 +164,14 @@ class SimWorker:
             self._emit_early(run, first)
             self._await_run_end(place, run.ends[-1])
             return
-        self._emit_outputs(engine, engine.finish(self.agenda.now_s))
+        self._emit_outputs(engine, engine.finish(self.events.now_s))
         later, self._later[place] = self._later[place], []
         for request, epoch in later:
             self._drop_request(engine, request, epoch)
         # Sequences that have ended made room for waiting requests.
         self._start_transfers()
         if self.bulk is not None:
-            self.bulk.budget.record_online(run.begun_s, self.agenda.now_s)
+            self.bulk.budget.record_online(run.begun_s, self.events.now_s)
         if not self._begin_unit():
             self._run_round()
 
@@ -184,16 +184,16 @@ class SimWorker:
 
     def _begin_unit(self) -> bool:
         """Begins a unit of bulk work if there is time for it. Returns whether it did."""
-        if self.bulk is None or (end_s := self.bulk.begin_unit(self.agenda.now_s)) is None:
+        if self.bulk is None or (end_s := self.bulk.begin_unit(self.events.now_s)) is None:
             return False
         self._in_unit = True
-        self.agenda.at(end_s, self._end_unit, order=ORDER_STEP)
+        self.events.at(end_s, self._end_unit, order=ORDER_STEP)
         return True
 
     def _end_unit(self) -> None:
         assert self.bulk is not None, "a unit has begun"
         self._in_unit = False
-        self.bulk.end_unit(self.agenda.now_s)
+        self.bulk.end_unit(self.events.now_s)
         self._run_round()
 
     def _emit_early(self, run: StepRun, first: int) -> None:
@@ -202,17 +202,17 @@ class SimWorker:
             return
         begun: dict[int, list[tuple[SimSequence, int]]] = {}
         end = len(run.ends)
-        for task in run.rows:
-            known = len(task.output)
-            total = task.size + known
-            silent = task.silent and not first
+        for seq in run.rows:
+            known = len(seq.output)
+            total = seq.size + known
+            silent = seq.silent and not first
             if silent:
-                begun.setdefault(0, []).append((task, known + 1))
-            if total + end <= task.quiet:
+                begun.setdefault(0, []).append((seq, known + 1))
+            if total + end <= seq.quiet:
                 continue
             for step in range(first + (-total - first) % CHUNK_TOKENS, end, CHUNK_TOKENS):
-                if total + step + 1 > task.quiet and not (silent and not step):
-                    begun.setdefault(step, []).append((task, known + step + 1))
+                if total + step + 1 > seq.quiet and not (silent and not step):
+                    begun.setdefault(step, []).append((seq, known + step + 1))
         for step, rows in begun.items():
             end_s = run.ends[step]
             outputs = [
@@ -231,21 +231,21 @@ class SimWorker:
                     fetcher.hint(message)
             case Fetch():
                 for fetcher in self.fetchers:
-                    fetcher.fetch(message, self.agenda.now_s)
+                    fetcher.fetch(message, self.events.now_s)
             case Release(request, epoch):
                 self._release_lease(f"{request}#{epoch}")
             case Abort(request, epoch):
                 self._abort_request(request, epoch)
 
-    def _accept_order(self, order: OrderMessage, task: SimSequence) -> None:
+    def _accept_order(self, order: OrderMessage, seq: SimSequence) -> None:
         place = min(range(len(self.engines)), key=lambda place: (self._engine_load(place), place))
         try:
             if isinstance(order, Admit):
-                self.fetchers[place].admit(order, task, self.agenda.now_s)
+                self.fetchers[place].admit(order, seq, self.events.now_s)
             else:
-                self.engines[place].scheduler.add(task, self.agenda.now_s)
+                self.engines[place].scheduler.add(seq, self.events.now_s)
         except SequenceRefused as refusal:
-            self._send_message(Failed(task.id, task.epoch, refusal.code, refusal.what))
+            self._send_message(Failed(seq.id, seq.epoch, refusal.code, refusal.what))
 
     def _engine_load(self, place: int) -> int:
         coming = len(self.fetchers[place].admission) if self.fetchers else 0
@@ -253,7 +253,7 @@ class SimWorker:
 
     def _release_lease(self, key: str) -> None:
         if (engine := self.leases.pop(key, None)) is not None:
-            engine.holdings.release(key)
+            engine.kv.release(key)
 
     def _abort_request(self, request: str, epoch: int) -> None:
         for place, engine in enumerate(self.engines):
@@ -263,7 +263,7 @@ class SimWorker:
             else:
                 self._drop_request(engine, request, epoch)
         for fetcher in self.fetchers:
-            fetcher.abort(request, epoch, self.agenda.now_s)
+            fetcher.abort(request, epoch, self.events.now_s)
 
     def _drop_request(self, engine: SimEngine, request: str, epoch: int) -> None:
         for key in engine.table.keys_of(request, epoch):
@@ -278,8 +278,8 @@ class SimWorker:
         for fetcher in self.fetchers:
             for arrival in landed:
                 if fetcher.admission.moving.get(arrival.seq.key) is arrival:
-                    fetcher.finish(arrival, self.agenda.now_s)
-            recalled = fetcher.start_transfers(self.agenda.now_s) or recalled
+                    fetcher.finish(arrival, self.events.now_s)
+            recalled = fetcher.start_transfers(self.events.now_s) or recalled
         return recalled
 
     # ---- messages to the gateway
@@ -289,31 +289,31 @@ class SimWorker:
             self._send_message(outputs)
         for one in outputs:
             if one.held:
-                self._offer_kv(engine, one.task)
+                self._offer_kv(engine, one.seq)
 
-    def _offer_kv(self, engine: SimEngine, task: SimSequence) -> None:
+    def _offer_kv(self, engine: SimEngine, seq: SimSequence) -> None:
         """Offers the KV of a sequence that is held; if it was evicted, without the slab of the newest tokens."""
-        self.leases[task.key] = engine
-        num_tokens, bag = task.computed, 0
-        if task.kept_slabs:
-            num_tokens, bag = decision_tokens(task.size, task.computed), task.kept_slabs - 1
-            ring = task.slabs.pop(task.keep.boundary_chunks)
-            engine.table.arena_of(task).free_slabs(task.key, [ring])
-        num_slabs = len(task.slabs)
-        num_bytes = num_slabs * self.chunk_bytes[engine.limits.arena_name(task)]
+        self.leases[seq.key] = engine
+        num_tokens, bag = seq.computed, 0
+        if seq.kept_slabs:
+            num_tokens, bag = decision_tokens(seq.size, seq.computed), seq.kept_slabs - 1
+            ring = seq.slabs.pop(seq.keep.boundary_chunks)
+            engine.table.arena_of(seq).free_slabs(seq.key, [ring])
+        num_slabs = len(seq.slabs)
+        num_bytes = num_slabs * self.chunk_bytes[engine.limits.arena_name(seq)]
         ticket = offer_ticket(self.name, bag)
-        self._send_message(Offer(task.id, task.epoch, ticket, num_tokens, num_bytes, num_slabs))
+        self._send_message(Offer(seq.id, seq.epoch, ticket, num_tokens, num_bytes, num_slabs))
 
     def _send_message(self, what: Any, at_s: float | None = None) -> None:
-        self._send(self.name, what, self.agenda.now_s if at_s is None else at_s)
+        self._send(self.name, what, self.events.now_s if at_s is None else at_s)
 
     @property
     def stats(self) -> WorkerStats:
         """The statistics for a heartbeat."""
-        done = [engine.done(self.agenda.now_s) for engine in self.engines]
+        done = [engine.done(self.events.now_s) for engine in self.engines]
         return WorkerStats(
             slabs_total=sum(engine.limits.num_slabs for engine in self.engines),
-            slabs_used=sum(engine.holdings.used for engine in self.engines),
+            slabs_used=sum(engine.kv.used for engine in self.engines),
             running=sum(engine.table.num_running for engine in self.engines),
             steps=sum(steps for steps, _, _ in done),
             step_seconds=sum(seconds for _, seconds, _ in done),

@@ -96,7 +96,7 @@ class FastCluster:
         self.rooms = tuple(one.room for one in classes)
         self._classes, self._pools = classes, {one.name: pool for pool, one in enumerate(classes)}
         self._single = single or limits.rotates_rows
-        self._served: list[JobResult | None] = []
+        self._results: list[JobResult | None] = []
         made: dict[str, list[FastInstance]] = {PREFILL: [], DECODE: [], BOTH: []}
         for pool in placement.pools:
             made[pool.role] += self._make_instances(pool, costs, kv_tokens)
@@ -107,11 +107,11 @@ class FastCluster:
         self, pool: InstancePool, costs: CostLookup, kv_tokens: RoomLookup | None
     ) -> list[FastInstance]:
         """The instances of a pool."""
-        cost = costs[pool.split] if isinstance(costs, Mapping) else costs(pool)
+        cost = costs[pool.parallelism] if isinstance(costs, Mapping) else costs(pool)
         room = inf
         if kv_tokens is not None:
-            room = kv_tokens[pool.split] if isinstance(kv_tokens, Mapping) else kv_tokens(pool)
-        return [self._make_instance(pool.role, pool.split.pp, cost, room) for _ in range(pool.count)]
+            room = kv_tokens[pool.parallelism] if isinstance(kv_tokens, Mapping) else kv_tokens(pool)
+        return [self._make_instance(pool.role, pool.parallelism.pp, cost, room) for _ in range(pool.count)]
 
     def _make_instance(self, role: str, stages: int, cost: CostModel, room: float) -> FastInstance:
         """An instance of the class that simulates its role and stages at the least effort."""
@@ -125,74 +125,76 @@ class FastCluster:
     def serve_jobs(self, jobs: Iterable[Job]) -> list[JobResult]:
         """Simulates `jobs` until all have ended; results are in the order of `jobs`."""
         again = self.limits.first_again
-        runs = [
+        requests = [
             self._make_request(index, job, job.output if again else job.output - 1)
             for index, job in enumerate(jobs)
         ]
-        self._served = [None] * len(runs)
-        self.clock.run_all(sorted(runs, key=lambda run: run.job.at_s), self._dispatch_prompt)
-        lost = [run for run, served in zip(runs, self._served, strict=True) if served is None]
+        self._results = [None] * len(requests)
+        self.clock.run_all(sorted(requests, key=lambda request: request.job.at_s), self._dispatch_prompt)
+        lost = [request for request, result in zip(requests, self._results, strict=True) if result is None]
         assert not lost, f"{len(lost)} requests never ended"
-        return [served for served in self._served if served is not None]
+        return [result for result in self._results if result is not None]
 
     def _make_request(self, index: int, job: Job, steps: int) -> FastRequest:
         """A request in progress, with the pool of its class; with one class all requests are of that."""
         pool = self._pools.get(job.kv_class, NO_POOL) if job.kv_class and len(self._classes) > 1 else 0
-        run = FastRequest(index, job, steps, pool, self._classes[pool].work)
+        request = FastRequest(index, job, steps, pool, self._classes[pool].work)
         if self._keep is not None:
-            run.total_tokens = self._keep.held_tokens(run.total_tokens)
-        return run
+            request.total_tokens = self._keep.held_tokens(request.total_tokens)
+        return request
 
-    def _dispatch_prompt(self, run: FastRequest) -> None:
+    def _dispatch_prompt(self, request: FastRequest) -> None:
         """Sends a prompt to the instance that would prefill it first; without prefill instances, to decoding."""
-        run.began_s = run.first_s = run.ready_s = run.moved_s = self.clock.now_s
-        able = [prefiller for prefiller in self._prefillers if self._can_serve(prefiller, run)]
+        request.began_s = request.first_s = request.ready_s = request.moved_s = self.clock.now_s
+        able = [instance for instance in self._prefillers if self._can_serve(instance, request)]
         if able:
-            min(able, key=lambda prefiller: prefiller.wait_s(run)).enqueue_prompt(run)
-        elif self._prefillers or run.pool == NO_POOL or not self._can_move(run):
-            self._served[run.index] = JobResult(run.job, inf, inf, self.clock.now_s, "kv")
+            min(able, key=lambda prefiller: prefiller.wait_s(request)).enqueue_prompt(request)
+        elif self._prefillers or request.pool == NO_POOL or not self._can_move(request):
+            self._results[request.index] = JobResult(request.job, inf, inf, self.clock.now_s, "kv")
         else:
-            self._start_handoff(run)
+            self._start_handoff(request)
 
-    def _can_serve(self, prefiller: FastInstance, run: FastRequest) -> bool:
+    def _can_serve(self, instance: FastInstance, request: FastRequest) -> bool:
         """Whether the request can be prefilled on this instance and then decoded somewhere."""
-        fits = run.pool != NO_POOL and prefiller.kv_needed(run) <= prefiller.capacity[run.pool]
-        return fits and (prefiller.role == BOTH or self._can_move(run))
+        fits = request.pool != NO_POOL and instance.kv_needed(request) <= instance.capacity[request.pool]
+        return fits and (instance.role == BOTH or self._can_move(request))
 
-    def _can_move(self, run: FastRequest) -> bool:
+    def _can_move(self, request: FastRequest) -> bool:
         """Whether some decode instance has memory for the request, or no decoding is needed."""
-        return not self._needs_decode(run) or any(
-            run.total_tokens <= decoder.capacity[run.pool] for decoder in self._decoders
+        return not self._needs_decode(request) or any(
+            request.total_tokens <= instance.capacity[request.pool] for instance in self._decoders
         )
 
-    def _needs_decode(self, run: FastRequest) -> bool:
+    def _needs_decode(self, request: FastRequest) -> bool:
         """Whether tokens are left to generate after prefill, and there are instances that decode."""
-        return run.steps > 0 and bool(self._decoders)
+        return request.steps > 0 and bool(self._decoders)
 
-    def on_prefilled(self, run: FastRequest, at: FastInstance) -> None:
+    def on_prefilled(self, request: FastRequest, instance: FastInstance) -> None:
         """The prompt is prefilled; the rest of the answer is decoded here (colocated) or elsewhere."""
-        run.first_s = run.ready_s = run.moved_s = self.clock.now_s
-        if not self._needs_decode(run):
-            self._end_request(run)
-            at.release_kv(run, at.kv_needed(run))
-        elif at.role == BOTH:
-            if (dropped := at.kv_needed(run) - run.total_tokens) > 0:
-                at.release_kv(run, dropped)
-            at.seats += 1
-            at.start_decode(run)
+        request.first_s = request.ready_s = request.moved_s = self.clock.now_s
+        if not self._needs_decode(request):
+            self._end_request(request)
+            instance.release_kv(request, instance.kv_needed(request))
+        elif instance.role == BOTH:
+            if (dropped := instance.kv_needed(request) - request.total_tokens) > 0:
+                instance.release_kv(request, dropped)
+            instance.seats += 1
+            instance.start_decode(request)
         else:
-            run.source = at
-            self._start_handoff(run)
+            request.source = instance
+            self._start_handoff(request)
 
-    def _start_handoff(self, run: FastRequest) -> None:
+    def _start_handoff(self, request: FastRequest) -> None:
         """Queues the request at the decode instance with the least load; ends it if nothing is left to decode."""
-        if not self._needs_decode(run):
-            self._end_request(run)
+        if not self._needs_decode(request):
+            self._end_request(request)
             return
-        able = (decoder for decoder in self._decoders if run.total_tokens <= decoder.capacity[run.pool])
+        able = (
+            instance for instance in self._decoders if request.total_tokens <= instance.capacity[request.pool]
+        )
         target = min(able, key=lambda decoder: (decoder.seats + 1) * decoder.row_s)
         target.seats += 1
-        target.pulls.append(run)
+        target.pulls.append(request)
         self._pull_ready(target)
 
     def _pull_ready(self, target: FastInstance) -> None:
@@ -202,62 +204,66 @@ class FastCluster:
         """
         pulls, full, passed = target.pulls, set[int](), list[FastRequest]()
         while pulls and len(full) < len(target.free):
-            run = pulls.popleft()
-            if run.pool in full or run.total_tokens > target.free[run.pool]:
-                full.add(run.pool)
-                passed.append(run)
+            request = pulls.popleft()
+            if request.pool in full or request.total_tokens > target.free[request.pool]:
+                full.add(request.pool)
+                passed.append(request)
             else:
-                target.free[run.pool] -= run.total_tokens
-                self._start_transfer(run, target)
+                target.free[request.pool] -= request.total_tokens
+                self._start_transfer(request, target)
         pulls.extendleft(reversed(passed))
 
-    def _start_transfer(self, run: FastRequest, target: FastInstance) -> None:
+    def _start_transfer(self, request: FastRequest, target: FastInstance) -> None:
         """The request's KV goes over the link as soon as both ends are free."""
-        run.ready_s = self.clock.now_s
-        taken_s = self._kv_bytes(run) / self._link.bytes_per_s
+        request.ready_s = self.clock.now_s
+        taken_s = self._kv_bytes(request) / self._link.bytes_per_s
         if taken_s + self._link.latency_s <= 0:
-            self._on_moved((run, target))
+            self._on_moved((request, target))
             return
         # Without prefill instances the KV comes from outside, so only the target's port is occupied.
-        source = run.source or target
+        source = request.source or target
         # A port carries one transfer at a time, so the transfer begins when both ends are free.
         begin_s = max(self.clock.now_s, target.port_s, source.port_s)
         target.port_s = source.port_s = begin_s + taken_s
-        self.clock.schedule_at(begin_s + taken_s + self._link.latency_s, self._on_moved, (run, target))
+        self.clock.schedule_at(begin_s + taken_s + self._link.latency_s, self._on_moved, (request, target))
 
-    def _kv_bytes(self, run: FastRequest) -> float:
+    def _kv_bytes(self, request: FastRequest) -> float:
         """Bytes of the KV of the prompt, as they are moved: all of it, or what is kept."""
-        keep, token_bytes = self._keep, self._classes[run.pool].token_bytes
-        return token_bytes * (run.prompt if keep is None else keep.bag_chunks(run.prompt) * CHUNK_TOKENS)
+        keep, token_bytes = self._keep, self._classes[request.pool].token_bytes
+        return token_bytes * (
+            request.prompt if keep is None else keep.bag_chunks(request.prompt) * CHUNK_TOKENS
+        )
 
     def _on_moved(self, what: tuple[FastRequest, FastInstance]) -> None:
         """KV has arrived: decoding starts, and the prefill instance frees its memory."""
-        run, target = what
-        run.moved_s = self.clock.now_s
-        target.start_decode(run)
-        if run.source is not None:
-            run.source.release_kv(run, run.source.kv_needed(run))
+        request, target = what
+        request.moved_s = self.clock.now_s
+        target.start_decode(request)
+        if request.source is not None:
+            request.source.release_kv(request, request.source.kv_needed(request))
 
-    def on_finished(self, run: FastRequest, at: FastInstance) -> None:
+    def on_finished(self, request: FastRequest, instance: FastInstance) -> None:
         """The last token is generated: frees the seat and memory, and starts waiting transfers."""
-        self._end_request(run)
-        at.seats -= 1
-        at.release_kv(run, run.total_tokens)
-        if at.pulls:
-            self._pull_ready(at)
+        self._end_request(request)
+        instance.seats -= 1
+        instance.release_kv(request, request.total_tokens)
+        if instance.pulls:
+            self._pull_ready(instance)
 
-    def _end_request(self, run: FastRequest) -> None:
+    def _end_request(self, request: FastRequest) -> None:
         """Stores the result of a request, with its latency by stage in seconds."""
-        job, now_s = run.job, self.clock.now_s
-        tpot_s = (now_s - run.first_s) / run.steps if run.steps and now_s > run.first_s else 0.0
+        job, now_s = request.job, self.clock.now_s
+        tpot_s = (
+            (now_s - request.first_s) / request.steps if request.steps and now_s > request.first_s else 0.0
+        )
         parts = {
-            "queue": run.began_s - job.at_s,
-            "prefill": run.first_s - run.began_s,
-            "wait": run.ready_s - run.first_s,
-            "transfer": run.moved_s - run.ready_s,
-            "decode": now_s - run.moved_s,
+            "queue": request.began_s - job.at_s,
+            "prefill": request.first_s - request.began_s,
+            "wait": request.ready_s - request.first_s,
+            "transfer": request.moved_s - request.ready_s,
+            "decode": now_s - request.moved_s,
         }
-        moved_bytes = 0.0 if run.source is None else self._kv_bytes(run)
-        self._served[run.index] = JobResult(
-            job, run.first_s - job.at_s, tpot_s, now_s, "", parts, moved_bytes
+        moved_bytes = 0.0 if request.source is None else self._kv_bytes(request)
+        self._results[request.index] = JobResult(
+            job, request.first_s - job.at_s, tpot_s, now_s, "", parts, moved_bytes
         )

@@ -86,8 +86,8 @@ def _ray_ms(batch: StepBatch) -> float:
     return RAY_MS + RAY_TOKEN_MS * (batch.tokens + batch.context)
 
 
-def distserve_cost(profile: Mapping[str, Any], model: str, split: Parallelism) -> DistServeCost:
-    """The cost of `model` over `split`, from a profile in the artefact's format: `{model: {tp: fits}}`.
+def distserve_cost(profile: Mapping[str, Any], model: str, parallelism: Parallelism) -> DistServeCost:
+    """The cost of `model` over `parallelism`, from a profile in the artefact's format: `{model: {tp: fits}}`.
 
     Raises:
         ConfigError: the profile lacks the model or the TP, or its fits are malformed.
@@ -98,24 +98,24 @@ def distserve_cost(profile: Mapping[str, Any], model: str, split: Parallelism) -
             f"the profile has no model {model!r}", f"it has {names or 'none'}", "name one of these"
         )
     splits = profile[model]
-    if not isinstance(splits, Mapping) or str(split.tp) not in splits:
+    if not isinstance(splits, Mapping) or str(parallelism.tp) not in splits:
         has = ", ".join(map(str, splits)) if isinstance(splits, Mapping) else "none"
         why = f"it has TP {has}, and fits hold only for the TP they were measured with"
         raise ConfigError(
-            f"the profile has no TP {split.tp} of {model}", why, "profile it, or take one of these"
+            f"the profile has no TP {parallelism.tp} of {model}", why, "profile it, or take one of these"
         )
-    fits = splits[str(split.tp)]
+    fits = splits[str(parallelism.tp)]
     try:
         return DistServeCost(
             _three_coefficients(fits["prefill"]),
             _three_coefficients(fits["decoding_smallbs"]),
             _three_coefficients(fits["decoding_largebs"]),
             float(fits["decoding_large_small_bs_threshold"]),
-            split.pp,
+            parallelism.pp,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"the profile's fit of {model} with TP {split.tp} cannot be used",
+            f"the profile's fit of {model} with TP {parallelism.tp} cannot be used",
             f"{type(error).__name__}: {error}",
             "it has prefill, decoding_smallbs, decoding_largebs (three numbers each), "
             "decoding_large_small_bs_threshold",
@@ -128,20 +128,22 @@ def _three_coefficients(numbers: Sequence[float]) -> tuple[float, float, float]:
     return a, b, c
 
 
-def distserve_kv_tokens(model: str, split: Parallelism) -> int:
+def distserve_kv_tokens(model: str, parallelism: Parallelism) -> int:
     """The token budget of an instance: KV tokens that an A100's memory has room for (the artefact's `max_num_tokens`).
 
     Raises:
         ConfigError: the model is not known, cannot be split so, or its weights leave no memory.
     """
-    shape = find_model(model)
-    if not shape.valid(split):
-        why = f"TP must divide its {shape.heads} heads evenly, and PP its {shape.layers} layers"
-        raise ConfigError(f"{model} cannot be split as {split}", why, "take a TP and a PP that divide these")
-    tokens = kv_capacity_tokens(shape, split, MEMORY_BYTES)
+    dims = find_model(model)
+    if not dims.valid(parallelism):
+        why = f"TP must divide its {dims.heads} heads evenly, and PP its {dims.layers} layers"
+        raise ConfigError(
+            f"{model} cannot be split as {parallelism}", why, "take a TP and a PP that divide these"
+        )
+    tokens = kv_capacity_tokens(dims, parallelism, MEMORY_BYTES)
     if not tokens:
         raise ConfigError(
-            f"{model} with {split} has no room for KV on an A100-80G",
+            f"{model} with {parallelism} has no room for KV on an A100-80G",
             "its weights alone take the memory",
             "give it more devices: a larger TP or PP",
         )
@@ -173,8 +175,8 @@ def simulate_distserve(
         if backend == "vllm"
         else (InstancePool(PREFILL, prefill), InstancePool(DECODE, decode))
     )
-    costs = {pool.split: distserve_cost(profile, model, pool.split) for pool in pools}
-    budgets = [distserve_kv_tokens(model, pool.split) for pool in pools]
+    costs = {pool.parallelism: distserve_cost(profile, model, pool.parallelism) for pool in pools}
+    budgets = [distserve_kv_tokens(model, pool.parallelism) for pool in pools]
     jobs = sorted(jobs, key=lambda job: job.at_s)
     _check_jobs(jobs, budgets[0])
     limits = InstanceLimits(

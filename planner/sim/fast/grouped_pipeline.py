@@ -33,14 +33,14 @@ class _RowGroup:
         self.due: dict[int, list[FastRequest]] = {}
         self.members: list[FastRequest] = []
 
-    def seat(self, run: FastRequest, steps: int) -> None:
-        """Adds `run`, which needs `steps` more steps."""
-        run.ends = self.steps_done + steps
-        self.due.setdefault(run.ends, []).append(run)
-        self.members.append(run)
+    def seat(self, request: FastRequest, steps: int) -> None:
+        """Adds `request`, which needs `steps` more steps."""
+        request.ends = self.steps_done + steps
+        self.due.setdefault(request.ends, []).append(request)
+        self.members.append(request)
         self.rows += 1
-        self.context += (run.prompt + run.steps - steps) * run.work.context
-        self.growth += run.work.context
+        self.context += (request.prompt + request.steps - steps) * request.work.context
+        self.growth += request.work.context
 
     def step(self) -> list[FastRequest]:
         """Generates one token for each row; returns the requests that are finished by it, which leave the group."""
@@ -48,16 +48,16 @@ class _RowGroup:
         self.context += self.growth
         over = self.due.pop(self.steps_done, [])
         self.rows -= len(over)
-        for run in over:
-            self.context -= (run.prompt + run.steps) * run.work.context
-            self.growth -= run.work.context
+        for request in over:
+            self.context -= (request.prompt + request.steps) * request.work.context
+            self.growth -= request.work.context
         if len(self.members) > 2 * self.rows + 8:
             self.members = self.present()
         return over
 
     def present(self) -> list[FastRequest]:
         """The members that are not finished."""
-        return [run for run in self.members if run.ends > self.steps_done]
+        return [request for request in self.members if request.ends > self.steps_done]
 
     def follow(self, other: _RowGroup) -> _RowGroup:
         """Joins the group and `other`, in this order; the smaller group is moved into the larger one."""
@@ -67,27 +67,27 @@ class _RowGroup:
         other._adopt(self, 0)
         return other
 
-    def _adopt(self, gone: _RowGroup, place: int) -> None:
-        """Moves the rows of `gone` into this group, at position `place`."""
-        moved = gone.present()
-        for run in moved:
-            run.ends += self.steps_done - gone.steps_done
-            self.due.setdefault(run.ends, []).append(run)
+    def _adopt(self, group: _RowGroup, place: int) -> None:
+        """Moves the rows of `group` into this group, at position `place`."""
+        moved = group.present()
+        for request in moved:
+            request.ends += self.steps_done - group.steps_done
+            self.due.setdefault(request.ends, []).append(request)
         self.members[place:place] = moved
-        self.rows += gone.rows
-        self.context += gone.context
-        self.growth += gone.growth
+        self.rows += group.rows
+        self.context += group.context
+        self.growth += group.growth
 
     def part(self, rows: float, tokens: float) -> tuple[_RowGroup, _RowGroup]:
         """Splits the group: the first members, at most `rows` with `tokens` of context after the step, and the rest."""
         front, rest = _RowGroup(), _RowGroup()
         into = front
-        for run in self.present():
-            left = run.ends - self.steps_done
-            context = run.prompt + run.steps - left + 1
+        for request in self.present():
+            left = request.ends - self.steps_done
+            context = request.prompt + request.steps - left + 1
             if into is front and (front.rows + 1 > rows or front.context + front.rows + context > tokens):
                 into = rest
-            into.seat(run, left)
+            into.seat(request, left)
         return front, rest
 
 
@@ -107,9 +107,9 @@ class GroupedPipeline(FastInstance):
     """A ring of `stages` stages. Each runs a prefill batch if one waits, else the decode rows that wait for it."""
 
     def __init__(
-        self, fleet: InstanceListener, role: str, cost: CostModel, kv_tokens: float, stages: int
+        self, listener: InstanceListener, role: str, cost: CostModel, kv_tokens: float, stages: int
     ) -> None:
-        super().__init__(fleet, role, cost, kv_tokens)
+        super().__init__(listener, role, cost, kv_tokens)
         self._stages = [_PipelineStage(rank) for rank in range(stages)]
         # Number of requests that have a seat.
         self._rows = 0
@@ -120,20 +120,20 @@ class GroupedPipeline(FastInstance):
         """Starts the first stage if it is idle and has work."""
         self._wake_stage(self._stages[0])
 
-    def start_decode(self, run: FastRequest) -> None:
-        """Lets `run` decode here as soon as a seat is free."""
-        self._joins.append(run)
+    def start_decode(self, request: FastRequest) -> None:
+        """Lets `request` decode here as soon as a seat is free."""
+        self._joins.append(request)
         self._fill_seats()
 
     def _fill_seats(self) -> None:
         """Gives free seats to waiting requests, first come first served."""
-        joins, decodes, seats = self._joins, self._stages[0].decodes, self.fleet.limits.decode_rows
+        joins, decodes, seats = self._joins, self._stages[0].decodes, self.listener.limits.decode_rows
         while joins and self._rows < seats:
             self._rows += 1
-            run = joins.popleft()
+            request = joins.popleft()
             if not decodes or decodes[-1].steps_done:
                 decodes.append(_RowGroup())
-            decodes[-1].seat(run, run.steps)
+            decodes[-1].seat(request, request.steps)
             self.wake()
 
     def _wake_stage(self, stage: _PipelineStage) -> None:
@@ -153,9 +153,9 @@ class GroupedPipeline(FastInstance):
     def _run_stage(self, stage: _PipelineStage) -> None:
         """Starts the stage's next batch: a prefill batch if one waits, else decode rows; else the stage is idle."""
         now_s = self.clock.now_s
-        if batch := self._next_prompts(stage):
+        if requests := self._next_prompts(stage):
             self.clock.schedule_at(
-                now_s + self._stage_s(stage, prefill_batch(batch)), self._on_prefilled, (stage, batch)
+                now_s + self._stage_s(stage, prefill_batch(requests)), self._on_prefilled, (stage, requests)
             )
         elif stage.decodes:
             group = self._next_group(stage.decodes)
@@ -172,7 +172,7 @@ class GroupedPipeline(FastInstance):
 
     def _next_group(self, decodes: deque[_RowGroup]) -> _RowGroup:
         """Joins the groups that wait, in order, and splits off what exceeds the limits of a step."""
-        limits = self.fleet.limits
+        limits = self.listener.limits
         group = decodes.popleft()
         while decodes:
             group = group.follow(decodes.popleft())
@@ -183,13 +183,13 @@ class GroupedPipeline(FastInstance):
 
     def _on_prefilled(self, what: tuple[_PipelineStage, list[FastRequest]]) -> None:
         """A prefill batch leaves a stage: it goes on to the next one, or is finished after the last."""
-        stage, batch = what
+        stage, requests = what
         after = self._next_stage(stage)
         if after.rank:
-            after.prefills.append(batch)
+            after.prefills.append(requests)
             self._wake_stage(after)
         else:
-            self.finish_prefill(batch)
+            self.finish_prefill(requests)
         self._run_stage(stage)
 
     def _on_decoded(self, what: tuple[_PipelineStage, _RowGroup]) -> None:
@@ -199,8 +199,8 @@ class GroupedPipeline(FastInstance):
         if not after.rank:
             over = group.step()
             self._rows -= len(over)
-            for run in over:
-                self.fleet.on_finished(run, self)
+            for request in over:
+                self.listener.on_finished(request, self)
             self._fill_seats()
         if group.rows:
             after.decodes.append(group)

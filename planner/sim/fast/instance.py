@@ -100,16 +100,16 @@ class EventClock:
         self._count += 1
         heappush(self._heap, (self.now_s, 1, self._count, call, what))
 
-    def run_all(self, runs: Sequence[FastRequest], arrive: EventCall) -> None:
-        """Lets `runs` arrive in order of time (by calling `arrive`), and runs until no event is left."""
+    def run_all(self, requests: Sequence[FastRequest], arrive: EventCall) -> None:
+        """Lets `requests` arrive in order of time (by calling `arrive`), and runs until no event is left."""
         heap = self._heap
-        for run in runs:
-            at_s = run.job.at_s
+        for request in requests:
+            at_s = request.job.at_s
             while heap and heap[0][0] < at_s:
                 self.now_s, _, _, call, what = heappop(heap)
                 call(what)
             self.now_s = at_s
-            arrive(run)
+            arrive(request)
         while heap:
             self.now_s, _, _, call, what = heappop(heap)
             call(what)
@@ -123,19 +123,19 @@ class InstanceListener(Protocol):
     # By pool: how many tokens it holds for each token of an instance's `kv_tokens`.
     rooms: tuple[float, ...]
 
-    def on_prefilled(self, run: FastRequest, at: FastInstance) -> None:
-        """The prompt of `run` has been prefilled on the instance `at`."""
+    def on_prefilled(self, request: FastRequest, instance: FastInstance) -> None:
+        """The prompt of `request` has been prefilled on `instance`."""
 
-    def on_finished(self, run: FastRequest, at: FastInstance) -> None:
-        """The last token of `run` has been generated on the instance `at`."""
+    def on_finished(self, request: FastRequest, instance: FastInstance) -> None:
+        """The last token of `request` has been generated on `instance`."""
 
 
 class FastInstance:
     """One copy of the model: a queue of prompts, memory for `free` more tokens of KV by pool, and rows that decode."""
 
-    def __init__(self, fleet: InstanceListener, role: str, cost: CostModel, kv_tokens: float) -> None:
-        self.fleet, self.clock, self.role, self.cost = fleet, fleet.clock, role, cost
-        self.capacity = [kv_tokens * room for room in fleet.rooms]
+    def __init__(self, listener: InstanceListener, role: str, cost: CostModel, kv_tokens: float) -> None:
+        self.listener, self.clock, self.role, self.cost = listener, listener.clock, role, cost
+        self.capacity = [kv_tokens * room for room in listener.rooms]
         self.free = list(self.capacity)
         # Prompts that wait for prefill.
         self.queue: deque[FastRequest] = deque()
@@ -156,78 +156,78 @@ class FastInstance:
         """Starts work if the instance is idle; called when new work may have arrived. Subclasses implement it."""
         raise NotImplementedError
 
-    def start_decode(self, run: FastRequest) -> None:
-        """Lets `run` decode here from the next step on. Subclasses implement it."""
+    def start_decode(self, request: FastRequest) -> None:
+        """Lets `request` decode here from the next step on. Subclasses implement it."""
         raise NotImplementedError
 
-    def wait_s(self, run: FastRequest) -> tuple[float, float]:
-        """Estimated seconds until `run` would be prefilled here, and, as a tie-breaker, seconds of its decode rows."""
-        return (self.queued_tokens + run.prompt) * self.token_s, self.seats * self.row_s
+    def wait_s(self, request: FastRequest) -> tuple[float, float]:
+        """Estimated seconds until `request` would be prefilled here; as a tie-breaker, seconds of its decode rows."""
+        return (self.queued_tokens + request.prompt) * self.token_s, self.seats * self.row_s
 
-    def enqueue_prompt(self, run: FastRequest) -> None:
+    def enqueue_prompt(self, request: FastRequest) -> None:
         """Queues a prompt for prefill."""
-        self.queue.append(run)
-        self.queued_tokens += run.prompt
+        self.queue.append(request)
+        self.queued_tokens += request.prompt
         self.wake()
 
-    def release_kv(self, run: FastRequest, tokens: int) -> None:
-        """Frees `tokens` of the KV memory of `run`; prompts may have waited for it."""
-        self.free[run.pool] += tokens
+    def release_kv(self, request: FastRequest, tokens: int) -> None:
+        """Frees `tokens` of the KV memory of `request`; prompts may have waited for it."""
+        self.free[request.pool] += tokens
         if self.queue:
             self.wake()
 
-    def kv_needed(self, run: FastRequest) -> int:
+    def kv_needed(self, request: FastRequest) -> int:
         """KV tokens that must be free to begin the prompt: on a colocated instance also those of the answer.
 
         A request that evicts may need more for its prompt than later for what it keeps.
         """
-        return max(run.total_tokens, run.prompt) if self.role == BOTH else run.prompt
+        return max(request.total_tokens, request.prompt) if self.role == BOTH else request.prompt
 
-    def can_begin(self, run: FastRequest) -> bool:
-        """Whether `run`'s prompt may begin: memory is free, and on a colocated instance also a seat."""
+    def can_begin(self, request: FastRequest) -> bool:
+        """Whether `request`'s prompt may begin: memory is free, and on a colocated instance also a seat."""
         if self.waits_for_seat():
             return False
-        return self.kv_needed(run) <= self.free[run.pool]
+        return self.kv_needed(request) <= self.free[request.pool]
 
     def waits_for_seat(self) -> bool:
         """Whether no prompt may begin here, whatever its class of KV, since all seats are taken."""
-        return self.role == BOTH and self.seats + self.prefilling >= self.fleet.limits.decode_rows
+        return self.role == BOTH and self.seats + self.prefilling >= self.listener.limits.decode_rows
 
-    def begin_prompt(self, run: FastRequest) -> None:
-        """Reserves memory for `run`'s prompt and notes the begin of its prefill."""
-        self.free[run.pool] -= self.kv_needed(run)
+    def begin_prompt(self, request: FastRequest) -> None:
+        """Reserves memory for `request`'s prompt and notes the begin of its prefill."""
+        self.free[request.pool] -= self.kv_needed(request)
         self.prefilling += 1
-        run.began_s = self.clock.now_s
+        request.began_s = self.clock.now_s
 
     def take_batch(self) -> list[FastRequest]:
         """Takes the prompts of the next batch from the queue, in order, up to the first one that does not fit.
 
         Prompts that find their pool full are passed by those of other pools.
         """
-        queue, most, tokens = self.queue, self.fleet.limits.prefill_tokens, 0
-        batch: list[FastRequest] = []
+        queue, most, tokens = self.queue, self.listener.limits.prefill_tokens, 0
+        requests: list[FastRequest] = []
         full, passed = FullPools(self), list[FastRequest]()
         while queue:
-            run = queue[0]
-            if batch and tokens + run.prompt > most and run.pool not in full:
+            request = queue[0]
+            if requests and tokens + request.prompt > most and request.pool not in full:
                 break
-            if run.pool in full or not self.can_begin(run):
-                if full.is_last(run):
+            if request.pool in full or not self.can_begin(request):
+                if full.is_last(request):
                     break
                 passed.append(queue.popleft())
                 continue
-            tokens += run.prompt
-            self.begin_prompt(run)
-            batch.append(queue.popleft())
+            tokens += request.prompt
+            self.begin_prompt(request)
+            requests.append(queue.popleft())
         queue.extendleft(reversed(passed))
-        return batch
+        return requests
 
-    def finish_prefill(self, batch: list[FastRequest]) -> None:
+    def finish_prefill(self, requests: list[FastRequest]) -> None:
         """Reports the prompts of a batch as prefilled."""
-        for run in batch:
-            self.queued_tokens -= run.prompt
+        for request in requests:
+            self.queued_tokens -= request.prompt
             self.prefilling -= 1
-            self.fleet.on_prefilled(run, self)
+            self.listener.on_prefilled(request, self)
 
 
 class FullPools:
@@ -239,18 +239,18 @@ class FullPools:
     def __contains__(self, pool: int) -> bool:
         return pool in self._pools
 
-    def is_last(self, run: FastRequest) -> bool:
-        """`run` cannot begin. Returns whether no other request can either: all pools are full, or all seats taken."""
-        self._pools.add(run.pool)
+    def is_last(self, request: FastRequest) -> bool:
+        """`request` cannot begin. Returns whether no other can either: all pools are full, or all seats taken."""
+        self._pools.add(request.pool)
         return len(self._pools) == len(self._instance.free) or self._instance.waits_for_seat()
 
 
-def prefill_batch(batch: Sequence[FastRequest]) -> StepBatch:
+def prefill_batch(requests: Sequence[FastRequest]) -> StepBatch:
     """The batch of a step that prefills whole prompts."""
     tokens, squares = 0.0, 0.0
-    for run in batch:
-        tokens += run.prompt * run.work.token
-        squares += run.prompt * run.prompt * run.work.square
+    for request in requests:
+        tokens += request.prompt * request.work.token
+        squares += request.prompt * request.prompt * request.work.square
     return StepBatch(tokens, squares)
 
 

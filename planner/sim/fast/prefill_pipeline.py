@@ -10,9 +10,9 @@ class PrefillPipeline(FastInstance):
     """Prefills in `stages` stages. A batch enters a stage when the batch and the stage are done with earlier work."""
 
     def __init__(
-        self, fleet: InstanceListener, role: str, cost: CostModel, kv_tokens: float, stages: int
+        self, listener: InstanceListener, role: str, cost: CostModel, kv_tokens: float, stages: int
     ) -> None:
-        super().__init__(fleet, role, cost, kv_tokens)
+        super().__init__(listener, role, cost, kv_tokens)
         self._free_s = [0.0] * stages
         self._busy = False
 
@@ -24,13 +24,13 @@ class PrefillPipeline(FastInstance):
 
     def _enter(self, _: object) -> None:
         """Takes a batch, computes when it leaves each stage, and schedules its end and the next batch."""
-        batch = self.take_batch()
-        self._busy = bool(batch)
-        if not batch:
+        requests = self.take_batch()
+        self._busy = bool(requests)
+        if not requests:
             return
         free_s, now_s = self._free_s, self.clock.now_s
-        first_s, other_s = stage_times(self.cost, prefill_batch(batch), len(free_s))
+        first_s, other_s = stage_times(self.cost, prefill_batch(requests), len(free_s))
         for rank in range(len(free_s)):
             now_s = free_s[rank] = max(now_s, free_s[rank]) + (other_s if rank else first_s)
         self.clock.schedule_at(free_s[0], self._enter, None)
-        self.clock.schedule_at(now_s, self.finish_prefill, batch)
+        self.clock.schedule_at(now_s, self.finish_prefill, requests)

@@ -34,9 +34,9 @@ class SerialInstance(FastInstance):
     """
 
     def __init__(
-        self, fleet: InstanceListener, role: str, cost: CostModel, kv_tokens: float, stages: int = 1
+        self, listener: InstanceListener, role: str, cost: CostModel, kv_tokens: float, stages: int = 1
     ) -> None:
-        super().__init__(fleet, role, cost, kv_tokens)
+        super().__init__(listener, role, cost, kv_tokens)
         self._stages = stages
         # A heap of (step with which the request is finished, number of the request, request).
         self._due: list[tuple[int, int, FastRequest]] = []
@@ -59,27 +59,29 @@ class SerialInstance(FastInstance):
         elif self._steps > 1:
             self._end_after_current_step()
 
-    def start_decode(self, run: FastRequest) -> None:
-        """`run` decodes here from the next step on, or as soon as a seat is free."""
-        self._joins.append(run)
-        if self._rows < self.fleet.limits.decode_rows:
+    def start_decode(self, request: FastRequest) -> None:
+        """`request` decodes here from the next step on, or as soon as a seat is free."""
+        self._joins.append(request)
+        if self._rows < self.listener.limits.decode_rows:
             self.wake()
 
     def _fill_seats(self) -> None:
         """Gives free seats to waiting requests, first come first served."""
-        joins, seats = self._joins, self.fleet.limits.decode_rows
+        joins, seats = self._joins, self.listener.limits.decode_rows
         while joins and self._rows < seats:
-            run = joins.popleft()
-            run.ends = self._step_number + run.steps
-            heappush(self._due, (run.ends, run.index, run))
-            self._context += run.prompt * run.work.context
-            self._growth += run.work.context
+            request = joins.popleft()
+            request.ends = self._step_number + request.steps
+            heappush(self._due, (request.ends, request.index, request))
+            self._context += request.prompt * request.work.context
+            self._growth += request.work.context
             self._rows += 1
 
     def _start_step(self, _: object) -> None:
         """Starts the next step: prefill if possible, else decode; else the instance is idle."""
         self._fill_seats()
-        if self.queue and (self._start_mixed() if self.fleet.limits.chunk_tokens else self._start_prefill()):
+        if self.queue and (
+            self._start_mixed() if self.listener.limits.chunk_tokens else self._start_prefill()
+        ):
             return
         if self._rows:
             self._start_decode()
@@ -88,16 +90,16 @@ class SerialInstance(FastInstance):
 
     def _start_prefill(self) -> bool:
         """Starts a step that prefills whole prompts; False if none can begin."""
-        batch = self.take_batch()
-        if batch:
+        requests = self.take_batch()
+        if requests:
             self.clock.schedule_at(
-                self.clock.now_s + self.cost.step_s(prefill_batch(batch)), self._on_prefilled, batch
+                self.clock.now_s + self.cost.step_s(prefill_batch(requests)), self._on_prefilled, requests
             )
-        return bool(batch)
+        return bool(requests)
 
-    def _on_prefilled(self, batch: list[FastRequest]) -> None:
+    def _on_prefilled(self, requests: list[FastRequest]) -> None:
         """A prefill step has ended."""
-        self.finish_prefill(batch)
+        self.finish_prefill(requests)
         self._start_step(None)
 
     def _start_decode(self) -> None:
@@ -180,14 +182,14 @@ class SerialInstance(FastInstance):
         self._step_number += steps
         self._context += steps * self._growth
         while self._due and self._due[0][0] <= self._step_number:
-            run = heappop(self._due)[2]
+            request = heappop(self._due)[2]
             self._rows -= 1
-            self._context -= (run.prompt + run.steps) * run.work.context
-            self._growth -= run.work.context
+            self._context -= (request.prompt + request.steps) * request.work.context
+            self._growth -= request.work.context
             if not self._rows:
                 # What rounding has left.
                 self._context = self._growth = 0.0
-            self.fleet.on_finished(run, self)
+            self.listener.on_finished(request, self)
 
     def _start_mixed(self) -> bool:
         """Starts a step of all rows and slices of the first prompts; False if no prompt token fits."""
@@ -197,22 +199,22 @@ class SerialInstance(FastInstance):
         over, kept = list[FastRequest](), list[FastRequest]()
         queue, full = self.queue, FullPools(self)
         while queue and (least := min(parts))[0] < budget:
-            run = queue[0]
-            if not run.done:
-                if run.pool in full or not self.can_begin(run):
-                    if full.is_last(run):
+            request = queue[0]
+            if not request.done:
+                if request.pool in full or not self.can_begin(request):
+                    if full.is_last(request):
                         break
                     # Its pool is full: those of other pools pass it by.
                     kept.append(queue.popleft())
                     continue
-                self.begin_prompt(run)
+                self.begin_prompt(request)
             tokens, costing, squares = least
-            cut = min(run.prompt - run.done, budget - tokens)
-            end, work = run.done + cut, run.work
-            squares += (end * end - run.done * run.done) * work.square
+            cut = min(request.prompt - request.done, budget - tokens)
+            end, work = request.done + cut, request.work
+            squares += (end * end - request.done * request.done) * work.square
             parts[parts.index(least)] = tokens + cut, costing + cut * work.token, squares
-            run.done = end
-            (over if end == run.prompt else kept).append(queue.popleft())
+            request.done = end
+            (over if end == request.prompt else kept).append(queue.popleft())
         queue.extendleft(reversed(kept))
         times_s = [self._mixed_s(*part[1:]) for part in parts if part[0]]
         if times_s:
@@ -226,7 +228,7 @@ class SerialInstance(FastInstance):
 
     def _prompt_budget(self) -> int:
         """Prompt tokens for a part of the next step: the chunk less the rows, or less if the step were too long."""
-        limits = self.fleet.limits
+        limits = self.listener.limits
         if self.role == PREFILL and limits.prefill_tokens < inf:
             return int(limits.prefill_tokens)
         most = max(limits.slice_tokens, limits.chunk_tokens - -(-self._rows // self._stages))
@@ -242,7 +244,7 @@ class SerialInstance(FastInstance):
         """Whether a part with this many tokens of the first prompt stays within `step_s`."""
         done, work = self.queue[0].done, self.queue[0].work
         squares = float((done + tokens) ** 2 - done**2)
-        return self._mixed_s(tokens * work.token, squares * work.square) <= self.fleet.limits.step_s
+        return self._mixed_s(tokens * work.token, squares * work.square) <= self.listener.limits.step_s
 
     def _on_mixed(self, over: list[FastRequest]) -> None:
         """A mixed step has ended; `over` are the prompts whose prefill it completed."""

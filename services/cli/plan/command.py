@@ -199,7 +199,7 @@ def _format_json(
         {
             "change": one.change,
             "why_not": one.why_not,
-            "answer": solution_json(one.answer) if one.answer else None,
+            "answer": solution_json(one.solution) if one.solution else None,
         }
         for one in others
     ]

@@ -133,7 +133,7 @@ def _pool_settings(plan: PlanFile) -> dict[str, Any]:
 
 
 def _split_settings(name: str, started: Placement, *roles: str) -> dict[str, int]:
-    splits = sorted({pool.split for pool in started.role(*roles)})
+    splits = sorted({pool.parallelism for pool in started.role(*roles)})
     if len(splits) != 1:
         raise ConfigError(
             f"the plan has {name} workers of different sizes",

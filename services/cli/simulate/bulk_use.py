@@ -46,7 +46,7 @@ class BulkUse:
         uses = run.bulk_uses
         self._uses += uses
         self._workers = len(uses)
-        self._seconds += run.agenda.now_s - run.begun_s
+        self._seconds += run.events.now_s - run.begun_s
 
     def figures(self) -> dict[str, Any] | None:
         """The figures; None without bulk work. Rates are of the whole deployment while requests are served."""

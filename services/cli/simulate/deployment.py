@@ -53,9 +53,9 @@ def simulated_deployment(options: SimulateOptions, slo: Slo) -> SimDeployment:
     device = options.device if profile is None or "device" in options.given else profile.device.name
     placement, profiles = _resolve_devices(parse_placement(options.placement, device), shape, profile)
     for pool in placement.pools:
-        if not shape.valid(pool.split):
+        if not shape.valid(pool.parallelism):
             why = f"{shape.heads} heads are shared by TP devices, {shape.layers} layers by PP stages, evenly"
-            raise ConfigError(f"{shape.name} cannot be spread as {pool.split}", why, "take others")
+            raise ConfigError(f"{shape.name} cannot be spread as {pool.parallelism}", why, "take others")
     made = build_deployment(
         placement,
         profiles,
@@ -69,15 +69,15 @@ def simulated_deployment(options: SimulateOptions, slo: Slo) -> SimDeployment:
         keep=find_keep(profile, options.kv_keep, options.kv_cache_codec),
         bulk=bulk_beside(options, slo),
     )
-    for machine in made.machines:
+    for machine in made.instances:
         check_class_rooms(made.kv_classes, machine.kv_tokens, made.max_model_len)
     bound = _tpot_bound_pools(options, placement)
     budget_s = _step_budget_s(options.tpot_budget_ms, slo.tpot_s, placement, bool(bound))
     machines = tuple(
         replace(machine, tpot_s=budget_s if pool in bound else None)
-        for pool, machine in zip(placement.pools, made.machines, strict=True)
+        for pool, machine in zip(placement.pools, made.instances, strict=True)
     )
-    return replace(made, machines=machines)
+    return replace(made, instances=machines)
 
 
 def _measured_profile(options: SimulateOptions) -> CostProfile | None:

@@ -36,8 +36,8 @@ class KvClassUse:
     def figures(self) -> dict[str, dict[str, Any]]:
         """The figures by class. `slabs` are those of one instance by pool; `most_slabs` were held at one time."""
         what, rooms = self._what, list[tuple[str, dict[str, int]]]()
-        for pool, machine in zip(what.placement.pools, what.machines, strict=True):
-            rooms.append((f"{pool.role} {pool.split}", class_slabs(machine, what.kv_classes)))
+        for pool, machine in zip(what.placement.pools, what.instances, strict=True):
+            rooms.append((f"{pool.role} {pool.parallelism}", class_slabs(machine, what.kv_classes)))
         return {
             one.name: {
                 "share": one.share,

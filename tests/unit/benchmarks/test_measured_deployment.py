@@ -55,15 +55,15 @@ def test_prefill_and_decode_workers_are_in_pools_of_their_own_kind() -> None:
     traces = [life("decode-0", "decode", WRITES, 2.0, 1e-4), life("prefill-0", "prefill", READS, 3.0, 5.0)]
     made = measured_deployment(PoolSizes(), measured(*traces), COST, traces)
     assert [(pool.role, pool.count) for pool in made.placement.pools] == [(PREFILL, 1), (DECODE, 1)]
-    reads, writes = made.machines
-    assert reads.rhythm is not None and reads.rhythm.alone[1] == pytest.approx(3.0)
-    assert writes.rhythm is not None and writes.rhythm.alone[0] == pytest.approx(2.0)
-    assert writes.rhythm.alone[1] == pytest.approx(3.0), "it read nothing: as the other did"
+    reads, writes = made.instances
+    assert reads.variation is not None and reads.variation.alone[1] == pytest.approx(3.0)
+    assert writes.variation is not None and writes.variation.alone[0] == pytest.approx(2.0)
+    assert writes.variation.alone[1] == pytest.approx(3.0), "it read nothing: as the other did"
     assert writes.step_s == pytest.approx(1e-4) and reads.step_s == pytest.approx(3e-4), (
         "the profile's, if none"
     )
     assert (reads.saturation_tokens, writes.saturation_tokens) == (64, 0), "as each worker has it"
-    assert made.handling == GatewayCpuCost(1e-4, 2e-5, 3e-3) and made.cores == len(os.sched_getaffinity(0))
+    assert made.cpu_cost == GatewayCpuCost(1e-4, 2e-5, 3e-3) and made.cores == len(os.sched_getaffinity(0))
     assert (reads.max_num_seqs, reads.max_num_batched_tokens) == (
         Config().max_num_seqs,
         Config().max_num_batched_tokens,
@@ -75,8 +75,8 @@ def test_of_two_colocated_workers_each_has_its_own_pace() -> None:
     found = measured(*traces)
     made = measured_deployment(PoolSizes(0, 0, 2), found, COST, traces, tpot_s=0.02)
     assert [(pool.role, pool.count) for pool in made.placement.pools] == [(BOTH, 1), (BOTH, 1)]
-    assert [machine.tpot_s for machine in made.machines] == [0.02, 0.02]
-    first, second = (machine.rhythm for machine in made.machines)
+    assert [machine.tpot_s for machine in made.instances] == [0.02, 0.02]
+    first, second = (machine.variation for machine in made.instances)
     assert first is not None and second is not None
     assert second.alone[0] == pytest.approx(4.0 * first.alone[0])
     served = simulate_exact(made, [Job(0.0, 50, 40), Job(0.0, 50, 40)])
@@ -88,13 +88,13 @@ def test_a_twin_steps_at_the_cost_and_begins_at_the_start_that_it_is_given() -> 
     traces = [life("decode-0", "decode", WRITES, 1.0, 1e-4)]
     traces[0].steps[10:] = [replace(step, ended_s=step.ended_s + 1e-3) for step in traces[0].steps[10:]]
     made = measured_deployment(PoolSizes(0, 0, 1), measured(*traces), own, traces)
-    (machine,) = made.machines
-    assert machine.cost == own and machine.rhythm is not None
-    assert machine.rhythm.alone[0] * own.step_s(WRITES) == pytest.approx(COST.step_s(WRITES) + 5e-4)
-    (moved,) = start_later(made, 0.5).machines
-    assert moved.rhythm is not None
-    assert moved.rhythm.tapes[0] == machine.rhythm.tapes[0][10:] + machine.rhythm.tapes[0][:10]
-    plain = replace(made, machines=(replace(machine, rhythm=None),))
+    (machine,) = made.instances
+    assert machine.cost == own and machine.variation is not None
+    assert machine.variation.alone[0] * own.step_s(WRITES) == pytest.approx(COST.step_s(WRITES) + 5e-4)
+    (moved,) = start_later(made, 0.5).instances
+    assert moved.variation is not None
+    assert moved.variation.tapes[0] == machine.variation.tapes[0][10:] + machine.variation.tapes[0][:10]
+    plain = replace(made, instances=(replace(machine, variation=None),))
     assert start_later(plain, 0.5) == plain
 
 
@@ -110,8 +110,8 @@ def test_own_costs_are_fitted_to_the_steps_of_the_profile() -> None:
     costs = undisturbed_costs(measured(reads, writes))
     # What all steps have in common is the cost's or the rhythm's: together they say what was seen.
     made = measured_deployment(PoolSizes(), measured(reads, writes), costs.cost, [reads, writes])
-    for machine, batch, kind in ((made.machines[0], READS, 1), (made.machines[1], WRITES, 0)):
-        assert machine.rhythm is not None
-        factor = machine.rhythm.beside[kind]
+    for machine, batch, kind in ((made.instances[0], READS, 1), (made.instances[1], WRITES, 0)):
+        assert machine.variation is not None
+        factor = machine.variation.beside[kind]
         assert factor * costs.cost.step_s(batch) == pytest.approx(2.0 * COST.step_s(batch), rel=0.05)
     assert set(costs.errors) == {"prefill", "decode"}

@@ -219,7 +219,7 @@ def test_what_is_verified_is_what_is_started(
             machine.chunked_prefill,
             machine.tpot_s and machine.tpot_s * 1e3,
         )
-        for pool, machine in zip(seen[0].placement.pools, seen[0].machines, strict=True)
+        for pool, machine in zip(seen[0].placement.pools, seen[0].instances, strict=True)
         for _ in range(pool.count)
     ]
     assert simulated == [
@@ -252,7 +252,7 @@ def test_steps_are_kept_within_tpot_alike_when_served_simulated_and_verified(
     )
     simulated = simulated_of(options, Slo(1.0, 0.03))
     product = planner.placement.validate._ExactRunner(question(slos={"": Slo(0.2, 0.03, 0.9)}), local)
-    for pool, machine in zip(simulated.placement.pools, simulated.machines, strict=True):
+    for pool, machine in zip(simulated.placement.pools, simulated.instances, strict=True):
         role = "decode" if pool.role == "both" else pool.role
         spec = worker_spec(config, MODEL, role, "one", "", "", None)
         assert machine.tpot_s == product._within_s(
@@ -260,8 +260,8 @@ def test_steps_are_kept_within_tpot_alike_when_served_simulated_and_verified(
         )
         assert machine.tpot_s == (None if spec.tpot_ms is None else spec.tpot_ms / 1e3)
     options = dataclasses.replace(options, tpot_budget_ms=9.0)
-    if any(machine.tpot_s for machine in simulated.machines):
-        assert {machine.tpot_s for machine in simulated_of(options, Slo(1.0, 0.03)).machines} <= {None, 9e-3}
+    if any(machine.tpot_s for machine in simulated.instances):
+        assert {machine.tpot_s for machine in simulated_of(options, Slo(1.0, 0.03)).instances} <= {None, 9e-3}
     else:
         with pytest.raises(ConfigError, match="has no effect here"):
             simulated_of(options, Slo(1.0, 0.03))

@@ -79,7 +79,7 @@ def test_a_simulated_deployment_moves_coded_kv() -> None:
     coded = simulated_deployment(options, Slo(1.0, 1.0))
     raw = simulated_deployment(replace(options, kv_cache_codec="raw"), Slo(1.0, 1.0))
     assert (raw.token_bytes, coded.token_bytes) == (2 * 6 * 4 * 32 * 4, 2 * 6 * 4 * 32 * 9 / 8)
-    rooms = [one.machines[0].kv_tokens for one in (raw, coded)]
+    rooms = [one.instances[0].kv_tokens for one in (raw, coded)]
     assert rooms[1] / rooms[0] == pytest.approx(32 / 9, rel=1e-3)
 
 
@@ -107,7 +107,7 @@ def test_on_the_cpu_there_is_room_for_half_of_what_16_bits_would_take(ask: Ask) 
 def test_devices_are_on_as_few_nodes_as_may_be(
     words: tuple[object, ...], nodes: int, per_node: int, ask: Ask
 ) -> None:
-    (stock,) = ask("--model", "Llama-3.2-1B", *words).stocks
+    (stock,) = ask("--model", "Llama-3.2-1B", *words).groups
     assert (stock.nodes, stock.devices_per_node) == (nodes, per_node)
 
 
@@ -133,10 +133,10 @@ def test_a_device_of_ones_own_is_found_in_the_profile(ask: Ask, tmp_path: Path) 
     words = ("--model", "OPT-13B", "--profile", tmp_path / "x9.json", "--nodes", 2)
     for more in (), ("--device", "x9"):
         request = ask(*words, *more)
-        assert request.stocks[0].device == mine == request.profiles["X9"].device
+        assert request.groups[0].device == mine == request.profiles["X9"].device
         assert request.link(Placement(PAIR)) == LinkSpec(1e9)
     both = ask(*words, "--device", "A100", "--also", "X9:1x2")
-    assert [stock.device.name for stock in both.stocks] == ["A100-80G", "X9"]
+    assert [stock.device.name for stock in both.groups] == ["A100-80G", "X9"]
     assert both.profiles["X9"].device == mine
 
 

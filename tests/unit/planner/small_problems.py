@@ -51,7 +51,7 @@ def question(
 ) -> Problem:
     """A request over `nodes` of `per_node` made-up devices: 60 requests of one seed, as short as that."""
     given: dict[str, Any] = {
-        "workload": CHAT,
+        "source": CHAT,
         "seeds": 1,
         "requests": 60,
         "span_s": 0.0,
@@ -59,8 +59,8 @@ def question(
     } | more
     measured = measured or profile()
     slos = slos or {"": Slo(0.2, 0.03, 0.9)}
-    stock = NodeGroup(measured.device, nodes, per_node)
-    return Problem(SMALL, (stock,), {measured.device.name: measured}, slos=slos, **given)
+    group = NodeGroup(measured.device, nodes, per_node)
+    return Problem(SMALL, (group,), {measured.device.name: measured}, slos=slos, **given)
 
 
 def two_kinds(**more: Any) -> Problem:
@@ -70,6 +70,6 @@ def two_kinds(**more: Any) -> Problem:
     other = profile(writes, prefill=3.0, decode=0.3)
     return replace(
         first,
-        stocks=(NodeGroup(reads, 1, 2), NodeGroup(writes, 1, 2)),
+        groups=(NodeGroup(reads, 1, 2), NodeGroup(writes, 1, 2)),
         profiles={**first.profiles, "writer": other},
     )

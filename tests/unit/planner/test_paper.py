@@ -69,7 +69,7 @@ def motivation(placement: Placement) -> float:
             jobs.append(Job(at_s, 512, 64))
         served = cluster.simulate_fast(
             placement,
-            lambda pool: distserve_compat.distserve_cost(fits("distserve"), SMALL, pool.split),
+            lambda pool: distserve_compat.distserve_cost(fits("distserve"), SMALL, pool.parallelism),
             jobs,
         )
         return share(served, Slo(0.2, 0.04))
@@ -175,7 +175,9 @@ def equally(splits: tuple[Parallelism, ...], lengths_of: str, slo: Slo) -> float
         return share(
             list(
                 cluster.simulate_fast(
-                    placement, lambda pool: distserve_compat.distserve_cost(costs, LARGE, pool.split), jobs
+                    placement,
+                    lambda pool: distserve_compat.distserve_cost(costs, LARGE, pool.parallelism),
+                    jobs,
                 )
             ),
             slo,

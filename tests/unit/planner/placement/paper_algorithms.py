@@ -21,5 +21,7 @@ def algorithm_2(request: Problem, rate: float) -> Placement | None:
     """DistServe's algorithm 2 (v3): the best pair with KV within nodes, in the count that `rate` needs."""
     found = search_units(request.units("low"), request.trial, request.bound, request.weight, near=0.0)
     return (
-        candidates.replicate_unit(found.best.unit, instances_needed(found.best, rate)) if found.best else None
+        candidates.replicate_unit(found.best.placement, instances_needed(found.best, rate))
+        if found.best
+        else None
     )

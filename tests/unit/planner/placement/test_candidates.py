@@ -49,8 +49,10 @@ def test_a_stage_stays_on_a_node_unless_asked() -> None:
 
 def test_low_affinity_pairs_fit_their_nodes() -> None:
     for one in pairs_within_nodes(ClusterGrid(96, 96, 4, 8)):
-        assert sum(pool.split.devices // one.cross for pool in one.pools) <= 8
-        assert all(pool.split.pp % one.cross == 0 and 96 % pool.split.pp == 0 for pool in one.pools)
+        assert sum(pool.parallelism.devices // one.cross for pool in one.pools) <= 8
+        assert all(
+            pool.parallelism.pp % one.cross == 0 and 96 % pool.parallelism.pp == 0 for pool in one.pools
+        )
 
 
 def test_two_copies_of_the_largest_model_need_more_than_one_node() -> None:
@@ -75,7 +77,7 @@ def test_units_multiply_and_stand_side_by_side() -> None:
 
 
 def test_colocated_instances_fit_the_cluster() -> None:
-    found = [one.pools[0].split for one in colocated_units(ClusterGrid(40, 40, 1, 4))]
+    found = [one.pools[0].parallelism for one in colocated_units(ClusterGrid(40, 40, 1, 4))]
     assert found == [
         Parallelism(1, 1),
         Parallelism(1, 2),

@@ -13,7 +13,7 @@ from tests.unit.planner.small_problems import question
 
 def alike(placement: Placement) -> bool:
     """Whether all that decode are of one size and device."""
-    return len({(pool.split, pool.device) for pool in placement.role(DECODE, BOTH)}) == 1
+    return len({(pool.parallelism, pool.device) for pool in placement.role(DECODE, BOTH)}) == 1
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def pairs(
     slo: Slo, between: LinkSpec, affinity: str = "high", families: tuple[str, ...] = ("disaggregated",)
 ) -> Problem:
     """Pairs on two nodes."""
-    return question(nodes=2, families=families, affinity=affinity, slos={"": slo}, between=between)
+    return question(nodes=2, families=families, affinity=affinity, slos={"": slo}, node_link=between)
 
 
 def test_the_link_is_what_forbids_a_promise_of_pairs() -> None:
@@ -53,7 +53,7 @@ def test_what_is_named_as_the_nearest_over_a_link_is_possible() -> None:
     with pytest.raises(ConfigError, match="no placement") as caught:
         solve_placement(request)
     tpot_ms = float(caught.value.fix.partition("--slo-tpot-ms ")[2].partition(";")[0])
-    best = solve_placement(replace(request, slos={"": Slo(0.2, tpot_ms / 1e3, 0.9)})).best
+    best = solve_placement(replace(request, slos={"": Slo(0.2, tpot_ms / 1e3, 0.9)})).best_candidate
     assert best.goodput_rps > 0.0 and best.family == "disaggregated"
     assert tightest_slo(request).tpot_s > 1.5 * tightest_slo(request).written_s
 
@@ -77,7 +77,7 @@ def test_a_large_model_over_a_thin_link() -> None:
     request = Problem(
         opt.model, (NodeGroup(a100, 2, 8),), {a100.name: opt}, synthetic_workload("sharegpt"),
         {"": Slo(math.inf, 0.04)},
-        seeds=1, requests=200, affinity="high", families=("disaggregated",), between=parse_link("1Gbps", 0.0),
+        seeds=1, requests=200, affinity="high", families=("disaggregated",), node_link=parse_link("1Gbps", 0.0),
     )  # fmt: skip
     with pytest.raises(ConfigError, match="no placement of OPT-66B") as caught:
         solve_placement(request)

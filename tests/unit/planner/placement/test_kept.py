@@ -69,7 +69,11 @@ def test_memory_binds_later_with_eviction() -> None:
 def test_a_plan_is_verified_with_eviction_and_names_the_threshold(tmp_path: Any) -> None:
     answer = solve_placement(asked(per_node=2, families=("disaggregated",), verified=True, rooms=4_000))
     file = make_plan_file(answer, "small")
-    assert file.kv_keep == 0.95 and answer.best.verdict is not None and answer.best.goodput_rps > 0
+    assert (
+        file.kv_keep == 0.95
+        and answer.best_candidate.validation is not None
+        and answer.best_candidate.goodput_rps > 0
+    )
     save_plan(tmp_path / "plan.json", file)
     assert load_plan(tmp_path / "plan.json") == file
     text = (tmp_path / "plan.json").read_text()

@@ -34,7 +34,7 @@ def asked(text: str = "raw:0.25,int8", shares: tuple[float, float] = (0.5, 0.5),
     classes = plan_kv_classes(measured, text)
     mix = {one.name: share for one, share in zip(classes, shares, strict=True)}
     source = KvMixedSource(CHAT, mix)
-    return question(measured=measured, workload=source, kv_classes=classes, kv_mix=mix, **more)
+    return question(measured=measured, source=source, kv_classes=classes, kv_mix=mix, **more)
 
 
 def test_sizes_and_work_are_those_of_a_request_s_class() -> None:
@@ -75,7 +75,9 @@ def test_the_kv_bound_counts_bytes() -> None:
 def test_a_plan_is_verified_with_its_classes_and_names_them(tmp_path: Any) -> None:
     problem = asked(per_node=2, families=("disaggregated",), notes=("KV class raw",))
     answer = solve_placement(problem)
-    verdict = validate_rate(problem, answer.best.placement, 0.8 * answer.best.goodput_rps, False)
+    verdict = validate_rate(
+        problem, answer.best_candidate.placement, 0.8 * answer.best_candidate.goodput_rps, False
+    )
     assert verdict.goodput_rps > 0
     file = make_plan_file(answer, "small")
     assert file.kv_cache_codec == "raw:0.25,int8:0.75" and file.traffic.kv_mix == {"raw": 0.5, "int8": 0.5}

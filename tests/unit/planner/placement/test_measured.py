@@ -23,7 +23,7 @@ PAIR = candidates.make_pair(Parallelism(), Parallelism(), "low", 1, "made", "mad
 def test_goodput_lies_in_its_interval(rate: float | None, seeds: int) -> None:
     """Both are of the same runs: by one seed they are the same."""
     request = question(rate=rate, span_s=6.0 if rate else 0.0, seeds=seeds, families=("colocated",))
-    best = solve_placement(request).best
+    best = solve_placement(request).best_candidate
     low, high = best.interval_rps
     assert low <= best.goodput_rps <= high
     assert low == high or seeds > 1

@@ -37,7 +37,7 @@ def asked(slo: Slo, per_node: int = 2, **more: Any) -> Problem:
 def test_goodput_is_at_most_what_is_sustained(slo: Slo) -> None:
     request = asked(slo)
     answer = solve_placement(request)
-    for option in (answer.best, *answer.others):
+    for option in (answer.best_candidate, *answer.others):
         most = request.most_rps(option.placement)
         assert 0.0 < option.goodput_rps <= most
         assert option.interval_rps[1] <= most and option.searched_rps <= most
@@ -45,9 +45,9 @@ def test_goodput_is_at_most_what_is_sustained(slo: Slo) -> None:
     limiting = max(answer.uses, key=lambda use: use.utilisation or 0.0)
     assert limiting.gain > 0.0, "more of what is full is more goodput"
     again = solve_placement(replace(request, verified=True))
-    placement, helped = again.best.placement, again.best.local_prefill == "auto"
+    placement, helped = again.best_candidate.placement, again.best_candidate.local_prefill == "auto"
     does = candidates.with_local_prefill(placement) if helped else placement
-    assert 0.0 < again.best.goodput_rps <= request.saturated_rps(does)
+    assert 0.0 < again.best_candidate.goodput_rps <= request.saturated_rps(does)
 
 
 @EITHER
@@ -68,7 +68,7 @@ def test_a_rate_gets_as_many_instances_as_sustain_it(slo: Slo) -> None:
     """Without an objective of TPOT one decode instance would pass any run, and so would one reader without TTFT."""
     request = asked(slo, per_node=8, families=("disaggregated",), affinity="high")
     one = request.saturated_rps(Placement(PAIR.pools, "high"))
-    best = solve_placement(replace(request, rate=1.8 * one)).best
+    best = solve_placement(replace(request, rate=1.8 * one)).best_candidate
     assert request.saturated_rps(best.placement) >= 1.8 * one
     assert best.placement.devices > 2
     with pytest.raises(ConfigError, match="do not carry"):

@@ -43,7 +43,7 @@ QUESTIONS = {
     ),
     "most of them": question(slos={"": Slo(0.2, 0.03, 0.99)}),
     "two kinds": question(
-        workload=WorkloadMix([("a", 1.0, CHAT, Slo()), ("b", 1.0, CHAT, Slo())]),
+        source=WorkloadMix([("a", 1.0, CHAT, Slo()), ("b", 1.0, CHAT, Slo())]),
         slos={"a": Slo(0.1, 0.05, 0.8), "b": Slo(0.5, 0.015, 0.95)},
     ),
 }
@@ -83,10 +83,13 @@ def test_nothing_exceeds_its_bound(name: str) -> None:
     every = measured(name)
     for one in every.scored:
         assert (
-            rung_of(lowest_bound(rate_bounds(request.trial(one.unit), request.site, one.unit)) / one.weight)
+            rung_of(
+                lowest_bound(rate_bounds(request.trial(one.placement), request.site, one.placement))
+                / one.weight
+            )
             >= one.rung
         )
-    found = {one.unit for one in every.scored}
+    found = {one.placement for one in every.scored}
     for unit in units:
         if lowest_bound(request.bound(unit)) <= 0.0:
             assert unit not in found  # what a bound calls impossible passes at no rate

@@ -63,8 +63,8 @@ def test_algorithm_2_multiplies_its_best_pair() -> None:
     request = question()
     best = search_units(request.units("low"), request.trial, request.bound, request.weight).best
     assert best is not None
-    assert algorithm_2(request, 2.5 * best.rate) == candidates.replicate_unit(best.unit, 3)
-    assert algorithm_2(request, 0.01 * best.rate) == best.unit
+    assert algorithm_2(request, 2.5 * best.rate) == candidates.replicate_unit(best.placement, 3)
+    assert algorithm_2(request, 0.01 * best.rate) == best.placement
     assert instances_needed(best, best.rate) == 1
 
 
@@ -72,8 +72,8 @@ def test_algorithm_2_multiplies_its_best_pair() -> None:
 def test_free_ratios_are_no_worse_than_pairs(measured: object) -> None:
     """S10: with a link as fast, and the same joint test, n:m that is free gives at least what pairs give."""
     request = question(measured=measured, requests=60, families=("disaggregated",))  # type: ignore[arg-type]
-    low = solve_placement(replace(request, affinity="low")).best
-    high = solve_placement(replace(request, affinity="high")).best
+    low = solve_placement(replace(request, affinity="low")).best_candidate
+    high = solve_placement(replace(request, affinity="high")).best_candidate
     assert high.placement.affinity == "high" and high.goodput_rps >= low.goodput_rps * 0.98
 
 
@@ -103,8 +103,10 @@ def test_algorithm_1_gives_no_less_than_algorithm_2(
 ) -> None:
     """S10, as figure 11: whole deployments of two nodes, KV between nodes as fast as within, fresh seeds."""
     intra = find_device("A100-80G").node.intra
-    request = paper(model, 2, per_node, lengths, slo, families=("disaggregated",), between=intra)
-    low, high = (solve_placement(replace(request, affinity=affinity)).best for affinity in ("low", "high"))
+    request = paper(model, 2, per_node, lengths, slo, families=("disaggregated",), node_link=intra)
+    low, high = (
+        solve_placement(replace(request, affinity=affinity)).best_candidate for affinity in ("low", "high")
+    )
     assert high.per_device_rps >= low.per_device_rps * 0.98  # a rung of the ladder
 
 
@@ -132,23 +134,23 @@ def test_the_best_pair_is_the_same_for_three_seeds_or_a_tie(
 
     found = []
     for first in (0, 10, 20):
-        request = replace(
-            paper(model, 1, per_node, "sharegpt", slo, requests=requests), workload=Seeded(first)
-        )
+        request = replace(paper(model, 1, per_node, "sharegpt", slo, requests=requests), source=Seeded(first))
         found.append(search_units(request.units("low"), request.trial, request.bound, request.weight))
-    bests = {result.best.unit for result in found if result.best}
+    bests = {result.best.placement for result in found if result.best}
     for result in found:
         assert result.best is not None
-        assert bests <= {result.best.unit, *(one.unit for one in result.ties)}
+        assert bests <= {result.best.placement, *(one.placement for one in result.ties)}
 
 
 def test_the_best_is_what_was_measured_best_on_other_seeds() -> None:
     answer = solve_placement(question(seeds=2))
-    assert answer.best.goodput_rps == max(one.goodput_rps for one in (answer.best, *answer.others))
-    assert {one.family for one in (answer.best, *answer.others)} >= {"colocated", "disaggregated"}
-    low, high = answer.best.interval_rps
-    assert low <= high and low <= answer.best.goodput_rps * 1.03
-    assert answer.best.placement.devices <= 4
+    assert answer.best_candidate.goodput_rps == max(
+        one.goodput_rps for one in (answer.best_candidate, *answer.others)
+    )
+    assert {one.family for one in (answer.best_candidate, *answer.others)} >= {"colocated", "disaggregated"}
+    low, high = answer.best_candidate.interval_rps
+    assert low <= high and low <= answer.best_candidate.goodput_rps * 1.03
+    assert answer.best_candidate.placement.devices <= 4
     assert {use.resource for use in answer.uses} >= {"prefill", "decode", "memory"}
 
 
@@ -156,10 +158,10 @@ def test_plans_hold_on_seeds_nobody_searched_with() -> None:
     """S12: joint attainment of the plan, on seeds that neither search nor answer saw, is at most two points short."""
     for slo, rate in ((Slo(0.2, 0.03, 0.9), 8.0), (Slo(0.1, 0.1, 0.9), None)):
         request = question(slos={"": slo}, rate=rate)
-        best = solve_placement(request).best
+        best = solve_placement(request).best_candidate
         trial = request.trial(best.placement, fresh=True)
         others = tuple(
-            tuple(request.workload.sample(len(trial.samples[0]), 1.0, 7 * FRESH_SEED + seed, request.cv))
+            tuple(request.source.sample(len(trial.samples[0]), 1.0, 7 * FRESH_SEED + seed, request.cv))
             for seed in range(3)
         )
         unseen = replace(trial, samples=others)
@@ -175,8 +177,8 @@ def test_plans_hold_on_seeds_nobody_searched_with() -> None:
 def test_a_rate_gets_the_lightest_deployment_that_carries_it() -> None:
     request = question(nodes=2, span_s=5.0)
     few, many = (
-        solve_placement(replace(request, rate=4.0)).best,
-        solve_placement(replace(request, rate=25.0)).best,
+        solve_placement(replace(request, rate=4.0)).best_candidate,
+        solve_placement(replace(request, rate=25.0)).best_candidate,
     )
     assert few.placement.devices < many.placement.devices <= 8
     trial = request.trial(many.placement, fresh=True, least=125.0)
@@ -212,30 +214,30 @@ def test_counts_that_share_nodes_grow_together() -> None:
 
 
 def test_prefill_and_decode_may_be_on_different_devices() -> None:
-    request = two_kinds(affinity="high", families=("disaggregated", "colocated"), between=DEVICE.node.intra)
+    request = two_kinds(affinity="high", families=("disaggregated", "colocated"), node_link=DEVICE.node.intra)
     answer = solve_placement(request)
-    assert {pool.role: pool.device for pool in answer.best.placement.pools} == {
+    assert {pool.role: pool.device for pool in answer.best_candidate.placement.pools} == {
         PREFILL: "reader",
         DECODE: "writer",
     }
-    assert answer.best.price_per_hour == answer.best.placement.devices * 2.0
+    assert answer.best_candidate.price_per_hour == answer.best_candidate.placement.devices * 2.0
 
 
 def test_each_kind_of_request_has_its_promise() -> None:
     mix = WorkloadMix([("chat", 3.0, CHAT, Slo()), ("code", 1.0, CHAT, Slo())])
     slos = {"chat": Slo(1.0, 0.03, 0.8), "code": Slo(0.08, 0.03, 0.9)}
-    answer = solve_placement(question(workload=mix, slos=slos, requests=80))
+    answer = solve_placement(question(source=mix, slos=slos, requests=80))
     alone = solve_placement(question(slos={"": slos["chat"]}, requests=80))
     assert (
-        answer.best.shares["chat"] >= 0.8 - ATTAINMENT_SLACK
-        and answer.best.shares["code"] >= 0.9 - ATTAINMENT_SLACK
+        answer.best_candidate.shares["chat"] >= 0.8 - ATTAINMENT_SLACK
+        and answer.best_candidate.shares["code"] >= 0.9 - ATTAINMENT_SLACK
     )
-    assert answer.best.goodput_rps <= alone.best.goodput_rps * 1.02
+    assert answer.best_candidate.goodput_rps <= alone.best_candidate.goodput_rps * 1.02
 
 
 def test_a_hybrid_fills_what_pairs_leave() -> None:
     request = question(per_node=3, families=("hybrid",), measured=profile(prefill=2.0))
-    best = solve_placement(request).best
+    best = solve_placement(request).best_candidate
     assert best.family == "hybrid" and best.placement.devices == 3
     assert sorted(pool.role for pool in best.placement.pools) == ["both", "decode", "prefill"]
 
@@ -250,7 +252,7 @@ def test_an_impossible_promise_names_the_nearest_that_is_possible(slo: Slo, flag
     assert flag in caught.value.fix and len(caught.value.lines()) <= 6
     found = tightest_slo(request)
     possible = Slo(max(slo.ttft_s, found.ttft_s * 1.001), max(slo.tpot_s, found.tpot_s * 1.001), 0.9)
-    assert solve_placement(replace(request, slos={"": possible})).best.goodput_rps > 0.0
+    assert solve_placement(replace(request, slos={"": possible})).best_candidate.goodput_rps > 0.0
 
 
 def test_a_promise_that_just_enough_requests_keep_is_not_called_impossible() -> None:
@@ -258,7 +260,7 @@ def test_a_promise_that_just_enough_requests_keep_is_not_called_impossible() -> 
     request = question(requests=400, families=("colocated",))
     limit_s = tightest_slo(request, share=0.915).ttft_s
     assert limit_s < tightest_slo(request).ttft_s
-    best = solve_placement(replace(request, slos={"": Slo(limit_s, 1.0, 0.9)})).best
+    best = solve_placement(replace(request, slos={"": Slo(limit_s, 1.0, 0.9)})).best_candidate
     assert best.goodput_rps > 0.0 and best.attainment >= 0.9
 
 
@@ -275,7 +277,7 @@ def test_two_promises_that_are_possible_only_apart() -> None:
     slo = Slo(found.ttft_s * 1.01, found.tpot_s * 1.01, 0.9)
     few, enough = (
         replace(request, slos={"": slo}),
-        replace(request, slos={"": slo}, stocks=(NodeGroup(DEVICE, 1, 4),)),
+        replace(request, slos={"": slo}, groups=(NodeGroup(DEVICE, 1, 4),)),
     )
     assert tightest_slo(few).factor > 1.0 and tightest_slo(enough).factor == 1.0
     with pytest.raises(ConfigError, match="together") as caught:
@@ -286,7 +288,7 @@ def test_two_promises_that_are_possible_only_apart() -> None:
 def test_what_is_possible_is_asked_of_each_kind_of_device() -> None:
     """Instances of one split on two devices are not the same, whichever is named first."""
     request = two_kinds(slos={"": Slo(0.2, 0.03, 0.9)})
-    reversed_stocks = replace(request, stocks=request.stocks[::-1])
+    reversed_stocks = replace(request, groups=request.groups[::-1])
     assert (
         tightest_slo(request).ttft_s
         == tightest_slo(reversed_stocks).ttft_s
@@ -294,7 +296,7 @@ def test_what_is_possible_is_asked_of_each_kind_of_device() -> None:
     )
     for one in (tightest_slo(request), tightest_slo(reversed_stocks)):
         assert one.ttft_by.endswith("of reader") and one.tpot_by.endswith("of writer")
-    each = [replace(request, stocks=(stock,)) for stock in request.stocks]
+    each = [replace(request, groups=(stock,)) for stock in request.groups]
     assert tightest_slo(request).ttft_s == min(tightest_slo(one).ttft_s for one in each)
     assert tightest_slo(request).tpot_s == min(tightest_slo(one).tpot_s for one in each)
 
@@ -332,7 +334,7 @@ def test_stages_on_several_nodes_pay_for_the_way_between_them() -> None:
     within, across = (request.site.costs(one)(one.pools[0]).step_s(batch) for one in (near, far))
     state_bytes = 100 * SMALL.hidden * SMALL.table_bytes
     assert across - within == pytest.approx(state_bytes / DEVICE.node.inter.bytes_per_s + 1e-4)
-    wider = replace(request, between=LinkSpec(1e9, 0.0)).site.costs(far)(far.pools[0]).step_s(batch)
+    wider = replace(request, node_link=LinkSpec(1e9, 0.0)).site.costs(far)(far.pools[0]).step_s(batch)
     assert wider - within == pytest.approx(state_bytes / 1e9)
     assert enlarge_resource(request.site, "prefill", 2.0).costs(far)(far.pools[0]).step_s(batch) == across / 2
 
@@ -362,20 +364,20 @@ def test_the_rate_that_is_said_to_be_carried_is_carried() -> None:
     with pytest.raises(ConfigError, match="do not carry") as caught:
         solve_placement(replace(request, rate=10_000.0))
     rate = float(caught.value.fix.rpartition("--rate ")[2])
-    best = solve_placement(replace(request, rate=rate)).best
+    best = solve_placement(replace(request, rate=rate)).best_candidate
     assert best.placement.devices <= request.devices and best.goodput_rps >= rate * 0.95
 
 
 def test_the_products_decisions_agree_with_the_search_below_the_knee() -> None:
     request = replace(question(), limits=product_limits([Slo(0.2, 0.03)]))
-    best = solve_placement(request).best
+    best = solve_placement(request).best_candidate
     found = validate_rate(request, best.placement, best.goodput_rps * 0.6, climb=False)
     assert found.attainment >= 0.9 and found.goodput_rps == best.goodput_rps * 0.6
 
 
 def test_the_products_decisions_find_what_they_carry_far_below_what_was_promised() -> None:
     request = replace(question(), limits=product_limits([Slo(0.2, 0.03)]))
-    best = solve_placement(request).best
+    best = solve_placement(request).best_candidate
     carried = validate_rate(request, best.placement, best.goodput_rps * 4.0, climb=True).goodput_rps
     assert 0.0 < carried < best.goodput_rps * 2.0
     assert validate_rate(request, best.placement, carried * 1.06, climb=False).goodput_rps == 0.0
@@ -394,28 +396,30 @@ def far_apart(family: str, hop_s: float) -> Problem:
 @pytest.mark.parametrize(("family", "hop_s"), [("colocated", 0.06), ("disaggregated", 0.05)])
 def test_a_plan_that_the_products_decisions_refute_gets_more_instances(family: str, hop_s: float) -> None:
     request = far_apart(family, hop_s)
-    plain = solve_placement(replace(request, verified=False)).best
+    plain = solve_placement(replace(request, verified=False)).best_candidate
     assert validate_rate(request, plain.placement, 12.0, climb=False).attainment < 0.9
     answer = solve_placement(request)
-    assert answer.verdict is not None and answer.verdict.attainment >= 0.9
+    assert answer.validation is not None and answer.validation.attainment >= 0.9
     assert (
         plain.placement.devices + (family == "disaggregated")
-        <= answer.best.placement.devices
+        <= answer.best_candidate.placement.devices
         <= request.devices
     )
-    assert answer.best.family == family and answer.best.placement != plain.placement
+    assert answer.best_candidate.family == family and answer.best_candidate.placement != plain.placement
     assert any(f"the search would choose {plain.placement}, but" in note for note in answer.notes)
 
 
 def test_a_rate_that_the_products_decisions_carry_with_nothing_is_refused() -> None:
     request = far_apart("disaggregated", 0.06)
-    assert solve_placement(replace(request, verified=False)).best.placement.devices < request.devices
+    assert (
+        solve_placement(replace(request, verified=False)).best_candidate.placement.devices < request.devices
+    )
     with pytest.raises(ConfigError, match="do not carry 12 requests/s") as caught:
         solve_placement(request)
     assert "limits it" in caught.value.why and len(caught.value.lines()) <= 6
     nearest_rps = float(caught.value.fix.split("--rate ")[1])
     assert 0.0 < nearest_rps < 12.0
-    assert solve_placement(replace(request, rate=nearest_rps)).verdict is not None, (
+    assert solve_placement(replace(request, rate=nearest_rps)).validation is not None, (
         "what is named is possible"
     )
 
@@ -442,7 +446,10 @@ def test_the_papers_placements_are_near_the_best(
     request = paper(model, 1, per_node, "sharegpt", slo)
     found = search_units(request.units("low"), request.trial, request.bound, request.weight, near=0.05)
     tp_p, pp_p, tp_d, pp_d = papers
-    names = [tuple((pool.split.tp, pool.split.pp) for pool in one.unit.pools) for one in found.scored]
+    names = [
+        tuple((pool.parallelism.tp, pool.parallelism.pp) for pool in one.placement.pools)
+        for one in found.scored
+    ]
     assert ((tp_p, pp_p), (tp_d, pp_d)) in names
 
 
@@ -465,8 +472,8 @@ def test_overheads_and_a_measured_link_count() -> None:
 
 
 def test_the_link_between_nodes_is_used_between_nodes() -> None:
-    one = replace(question(), between=LinkSpec(7.0))
-    two = replace(question(nodes=2), between=LinkSpec(7.0))
+    one = replace(question(), node_link=LinkSpec(7.0))
+    two = replace(question(nodes=2), node_link=LinkSpec(7.0))
     low = next(one.units("low"))
     high = Placement(low.pools, "high")
     within = LinkSpec(DEVICE.node.intra.bytes_per_s, DEVICE.node.intra.latency_s)

@@ -68,8 +68,8 @@ def test_a_hybrid_is_verified_as_what_is_started_of_it(started: list[SimDeployme
     (one,) = started
     assert [pool.role for pool in one.placement.pools] == ["prefill", "decode", "decode"]
     assert one.local_prefill == "auto"
-    assert [machine.tpot_s for machine in one.machines] == [None, 0.03, 0.03]
-    assert {(machine.max_num_batched_tokens, machine.chunked_prefill) for machine in one.machines} == {
+    assert [machine.tpot_s for machine in one.instances] == [None, 0.03, 0.03]
+    assert {(machine.max_num_batched_tokens, machine.chunked_prefill) for machine in one.instances} == {
         (512, True)
     }
 
@@ -77,10 +77,10 @@ def test_a_hybrid_is_verified_as_what_is_started_of_it(started: list[SimDeployme
 def test_only_prompts_that_are_cut_are_read_within_the_objective(started: list[SimDeployment]) -> None:
     for chunk_tokens, tpot_s in ((512, 0.03), (0, None)):
         validate_rate(question(limits=product_limits([SLO], chunk_tokens)), ALONE, 1.0, climb=False)
-        (machine,) = started.pop().machines
+        (machine,) = started.pop().instances
         assert (machine.chunked_prefill, machine.tpot_s) == (chunk_tokens > 0, tpot_s)
     validate_rate(question(slos={"": Slo(0.2)}, limits=product_limits([Slo(0.2)])), ALONE, 1.0, climb=False)
-    assert started.pop().machines[0].tpot_s is None, "without an objective there is nothing to keep within"
+    assert started.pop().instances[0].tpot_s is None, "without an objective there is nothing to keep within"
 
 
 def test_a_verdict_is_about_one_rate() -> None:
@@ -139,7 +139,7 @@ def reading() -> Solution:
 
 def test_a_plan_says_who_reads_prompts() -> None:
     answer = reading()
-    assert answer.best.local_prefill == make_plan_file(answer, "small").local_prefill == "auto"
+    assert answer.best_candidate.local_prefill == make_plan_file(answer, "small").local_prefill == "auto"
     assert "decode instances prefill where that is sooner" in solution_headline(answer)[0]
     assert solution_json(answer)["best"]["local_prefill"] == "auto"
 
@@ -163,17 +163,17 @@ def slowed() -> Solution:
 
 def test_what_is_promised_is_what_the_product_s_decisions_keep(tmp_path: Path) -> None:
     answer = slowed()
-    best, verdict = answer.best, answer.verdict
-    assert verdict is not None and best.fast_result.verdict is None
+    best, verdict = answer.best_candidate, answer.validation
+    assert verdict is not None and best.fast_result.validation is None
     assert best.goodput_rps == verdict.goodput_rps < best.fast_result.goodput_rps
     assert (best.attainment, best.rate_rps) == (verdict.attainment, verdict.goodput_rps)
     assert best.interval_rps == (verdict.goodput_rps, verdict.fails_rps)
-    assert best.requests == verdict.requests == LONGER_RUN * answer.request.requests
+    assert best.requests == verdict.requests == LONGER_RUN * answer.problem.requests
     low, high = best.fast_result.interval_rps
     assert low <= best.fast_result.goodput_rps <= high
     per_hour = best.goodput_rps * best.attainment * 3600.0
     tokens = best.price_per_hour * 1e6 / best.cost_per_million / per_hour
-    jobs = answer.request.samples(answer.request.requests)[0]
+    jobs = answer.problem.samples(answer.problem.requests)[0]
     assert tokens == pytest.approx(sum(job.output for job in jobs) / len(jobs))
     lines = solution_headline(answer)
     assert f"goodput {best.goodput_rps:.3g} requests/s (by the product's" in lines[1]
@@ -188,30 +188,30 @@ def test_what_is_promised_is_what_the_product_s_decisions_keep(tmp_path: Path) -
 
 def test_runners_up_are_compared_by_one_simulator() -> None:
     answer = slowed()
-    judged = [one for one in (answer.best, *answer.others) if one.verdict]
+    judged = [one for one in (answer.best_candidate, *answer.others) if one.validation]
     assert {one.family for one in judged} == {"colocated", "disaggregated"}
     assert [one.goodput_rps for one in judged] == sorted((one.goodput_rps for one in judged), reverse=True)
     best = {one.family: one.per_device_rps for one in reversed(judged)}
     assert disaggregation_gain(answer) == pytest.approx(best["disaggregated"] / best["colocated"])
-    searched = [one for one in answer.others if not one.verdict]
+    searched = [one for one in answer.others if not one.validation]
     lines = compare_others(answer)[1:]
-    assert [line.endswith("(as searched)") for line in lines] == [not one.verdict for one in answer.others]
+    assert [line.endswith("(as searched)") for line in lines] == [not one.validation for one in answer.others]
     for one, line in zip(answer.others, lines, strict=True):
-        base = answer.best if one.verdict else answer.best.fast_result
+        base = answer.best_candidate if one.validation else answer.best_candidate.fast_result
         assert f"goodput {one.goodput_rps / base.goodput_rps - 1:+.0%}" in line
     assert searched, "there is one that only the search has seen"
 
 
 def test_for_a_rate_goodput_is_what_was_asked() -> None:
     answer = solve_placement(slow(per_node=4, rate=5.0, span_s=5.0))
-    best, verdict = answer.best, answer.verdict
+    best, verdict = answer.best_candidate, answer.validation
     assert verdict is not None and best.goodput_rps == best.rate_rps == verdict.goodput_rps == 5.0
     assert best.attainment == verdict.attainment >= 0.9 and best.fast_result.goodput_rps > 5.0
     assert "as asked, more was not tried" in solution_headline(answer)[1]
-    refuted = [one for one in answer.others if one.verdict]
+    refuted = [one for one in answer.others if one.validation]
     assert all(one.goodput_rps == 0.0 and one.attainment < 0.9 for one in refuted)
     for one, line in zip(answer.others, compare_others(answer)[1:], strict=True):
-        assert ("meet both SLOs at" in line) == bool(one.verdict)
+        assert ("meet both SLOs at" in line) == bool(one.validation)
 
 
 def test_what_is_started_of_placements() -> None:
@@ -251,7 +251,7 @@ def test_a_hybrid_needs_three_devices() -> None:
 
 def test_what_the_search_has_measured_is_reported_at_its_own_rate() -> None:
     answer = slowed()
-    assert answer.best.fast_result.rate_rps != answer.best.rate_rps
-    assert answer.uses == resource_uses(answer.request, answer.best.fast_result)
+    assert answer.best_candidate.fast_result.rate_rps != answer.best_candidate.rate_rps
+    assert answer.uses == resource_uses(answer.problem, answer.best_candidate.fast_result)
     limits = next(line for line in explain_solution(answer) if line.startswith("what limits it"))
-    assert f"at {answer.best.fast_result.rate_rps:.3g} requests/s, as searched" in limits
+    assert f"at {answer.best_candidate.fast_result.rate_rps:.3g} requests/s, as searched" in limits

@@ -31,7 +31,7 @@ def answered(families: tuple[str, ...] = ("colocated", "disaggregated"), affinit
 
 def alone(request: Problem) -> Solution:
     """An answer to `request`, of which only the request matters."""
-    return replace(answered(), request=request)
+    return replace(answered(), problem=request)
 
 
 def line(drawn: list[Curve], name: str) -> dict[float, float]:
@@ -58,12 +58,14 @@ def test_what_was_asked_for_is_drawn_and_the_answer(
     answer = answered(families, affinity)
     found = goodput_by_devices(answer)
     assert names(found) == drawn | {"the answer"}
-    assert line(found, "the answer") == {answer.best.placement.devices: answer.best.goodput_rps}
+    assert line(found, "the answer") == {
+        answer.best_candidate.placement.devices: answer.best_candidate.goodput_rps
+    }
     for one in found[:-1]:
         ys = [point.y for point in one.points]
         assert ys == sorted(ys) and ys[0] > 0.0, "more devices never give less"
     assert {one.name for one in attainment_by_rate(answer)} >= {
-        f"{curves._family_of(answer.best.placement)}: {answer.best.placement}"
+        f"{curves._family_of(answer.best_candidate.placement)}: {answer.best_candidate.placement}"
     }
 
 
@@ -77,7 +79,7 @@ def test_hybrids_have_a_line_of_their_own() -> None:
 def test_no_more_units_are_drawn_than_the_nodes_take() -> None:
     """Twelve devices on nodes of four take three units of three, not four."""
     request = question(nodes=3, per_node=4, families=("disaggregated",), affinity="low", requests=30)
-    scored = [one for one in curves._scored_units(request, "low") if one.unit.devices == 3]
+    scored = [one for one in curves._scored_units(request, "low") if one.placement.devices == 3]
     assert scored
     for one in scored:
         assert max(curves._replicated_rates(request, [one])) == 9
@@ -96,7 +98,7 @@ def test_high_affinity_lines_pack_what_they_measure() -> None:
         families=("disaggregated",),
         affinity="high",
         requests=30,
-        between=DEVICE.node.intra,
+        node_link=DEVICE.node.intra,
     )
     pairs = curves._pair_blends(request)
     proposed = [
@@ -107,12 +109,12 @@ def test_high_affinity_lines_pack_what_they_measure() -> None:
     assert proposed
     for expected, placement in proposed:
         assert expected > 0.0 and request.fits_on_nodes(placement) and placement.affinity == "high"
-    mixed = two_kinds(families=("disaggregated",), affinity="high", between=DEVICE.node.intra)
+    mixed = two_kinds(families=("disaggregated",), affinity="high", node_link=DEVICE.node.intra)
     tried = {placement for _, placement in curves._best_blends(mixed, curves._pair_blends(mixed), 4)}
     assert tried & {one.placement for one in FamilySearch(mixed).finalists()}, (
         "what the search proposes is among them"
     )
-    assert all(pool.count * pool.split.devices <= 2 for placement in tried for pool in placement.pools)
+    assert all(pool.count * pool.parallelism.devices <= 2 for placement in tried for pool in placement.pools)
 
 
 def test_many_devices_are_drawn_at_few_points() -> None:
@@ -130,14 +132,14 @@ def test_what_disaggregation_gains_is_what_the_answer_says(monkeypatch: pytest.M
     assert line(found, "TTFT scaled")[1.0] == pytest.approx(disaggregation_gain(answer), rel=0.35), (
         "of short runs"
     )
-    endless = with_slos(answer.request, lambda slo: Slo(slo.ttft_s))
+    endless = with_slos(answer.problem, lambda slo: Slo(slo.ttft_s))
     assert names(gain_by_slo(alone(endless))) == {"TTFT scaled", "the answer"}
-    assert gain_by_slo(alone(replace(answer.request, families=("disaggregated",)))) == []
+    assert gain_by_slo(alone(replace(answer.problem, families=("disaggregated",)))) == []
 
 
 def test_attainment_is_drawn_by_kind_with_each_promise(tmp_path: Path) -> None:
     mix = WorkloadMix([("tight", 1.0, CHAT, TIGHT), ("loose", 1.0, CHAT, LOOSE)])
-    request = question(per_node=1, workload=mix, slos=mix.slos, families=("colocated",), requests=30)
+    request = question(per_node=1, source=mix, slos=mix.slos, families=("colocated",), requests=30)
     answer = solve_placement(request)
     found = attainment_by_rate(answer)
     assert {one.name.split(",")[0] for one in found} == {"tight", "loose"}
@@ -152,10 +154,10 @@ def test_attainment_is_drawn_by_kind_with_each_promise(tmp_path: Path) -> None:
 
 def test_the_word_of_the_product_is_a_mark_beside_the_lines() -> None:
     answer = solve_placement(question(per_node=1, families=("colocated",), requests=30, verified=True))
-    assert answer.verdict is not None
+    assert answer.validation is not None
     found = attainment_by_rate(answer)
     assert found[-1].name == "the answer, by the product's scheduler and router"
-    assert found[-1].points[0].y == next(iter(answer.verdict.shares.values()))
+    assert found[-1].points[0].y == next(iter(answer.validation.shares.values()))
 
 
 def test_all_is_drawn_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

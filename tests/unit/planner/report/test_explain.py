@@ -37,7 +37,7 @@ def test_the_headline_and_the_reasons() -> None:
     answer = answered()
     lines = solution_headline(answer)
     assert (
-        str(answer.best.placement) in lines[0]
+        str(answer.best_candidate.placement) in lines[0]
         and "goodput" in lines[1]
         and answer.binding.resource in lines[2]
     )
@@ -63,10 +63,10 @@ def test_a_device_that_workers_cannot_use_is_said_in_words_and_as_json() -> None
 def test_the_sentence_follows_the_answer() -> None:
     """Whatever the ratio, nobody is advised to disaggregate below an answer that does not."""
     answer = answered()
-    found = [answer.best, *answer.others]
+    found = [answer.best_candidate, *answer.others]
     for best in found:
         others = tuple(one for one in found if one is not best)
-        swapped = replace(answer, best=best, others=others)
+        swapped = replace(answer, best_candidate=best, others=others)
         ratio, said = disaggregation_gain(swapped), explain_disaggregation(swapped)
         assert ratio is not None
         apart = best.family != "colocated"
@@ -83,10 +83,10 @@ def test_binding_is_what_helps_most() -> None:
 
 def test_stages_add_up_to_what_requests_saw() -> None:
     answer = answered()
-    option = answer.best
-    served = answer.request.trial(option.placement).serve(option.placement, option.rate_rps, 0)
+    option = answer.best_candidate
+    served = answer.problem.trial(option.placement).serve(option.placement, option.rate_rps, 0)
     whole_s = sum(one.ended_s - one.job.at_s for one in served) / len(served)
-    assert sum(mean_s for mean_s, _ in stage_seconds(answer.request, option).values()) == pytest.approx(
+    assert sum(mean_s for mean_s, _ in stage_seconds(answer.problem, option).values()) == pytest.approx(
         whole_s
     )
 
@@ -94,7 +94,7 @@ def test_stages_add_up_to_what_requests_saw() -> None:
 def test_all_of_it_is_json() -> None:
     answer = answered()
     figures = json.loads(json.dumps(solution_json(answer)))
-    assert figures["best"]["goodput_rps"] == answer.best.goodput_rps
+    assert figures["best"]["goodput_rps"] == answer.best_candidate.goodput_rps
     assert figures["disaggregated_over_colocated"] == disaggregation_gain(answer)
 
 
@@ -103,9 +103,9 @@ def test_the_plans_file_says_what_was_answered(tmp_path: Path) -> None:
     file = make_plan_file(answer, "small")
     save_plan(tmp_path / "plan.json", file)
     found = load_plan(tmp_path / "plan.json")
-    assert found == file and found.placement == answer.best.placement
-    assert found.slos_by_kind == dict(answer.request.slos)
-    assert found.predicted.goodput_rps == answer.best.goodput_rps and found.layers == 8
+    assert found == file and found.placement == answer.best_candidate.placement
+    assert found.slos_by_kind == dict(answer.problem.slos)
+    assert found.predicted.goodput_rps == answer.best_candidate.goodput_rps and found.layers == 8
     assert plan_slo(Slo()).ttft_s is None and replace(found_slo(found.slos_by_kind)) == Slo(0.2, 0.03, 0.9)
 
 
@@ -136,7 +136,7 @@ def test_pools_are_written_as_they_are() -> None:
 )  # fmt: skip
 def test_what_is_no_plan_is_refused(tmp_path: Path, name: str, value: object) -> None:
     plan = make_plan_file(answered(), "small")
-    assert plan.steps == step_limits(answered().request, plan.placement)
+    assert plan.steps == step_limits(answered().problem, plan.placement)
     pools = (plan.pools[0].model_copy(update={"pp": 2}), *plan.pools[1:])
     raw = plan.model_copy(update={"pools": pools}).model_dump(mode="json")
     (tmp_path / "plan.json").write_text(json.dumps({**raw, name: value}))

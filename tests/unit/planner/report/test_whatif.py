@@ -29,14 +29,14 @@ def test_devices_change_by_number_or_by_difference() -> None:
     assert apply_change(BASE, "gpus=-2").devices == 6 and apply_change(BASE, "gpus=+8").devices == 16
     assert apply_change(BASE, "gpus=3").devices == 3 and apply_change(BASE, "nodes=4").devices == 16
     assert apply_change(BASE, "gpus=x2").devices == 16
-    made = spread_over_nodes(BASE.stocks[0], 6)
+    made = spread_over_nodes(BASE.groups[0], 6)
     assert (made.nodes, made.devices_per_node) == (2, 3)
-    assert apply_change(BASE, "device=H100").stocks[0].device.name == "H100"
+    assert apply_change(BASE, "device=H100").groups[0].device.name == "H100"
 
 
 def test_traffic_and_links_change() -> None:
     assert apply_change(BASE, "rate=x3").rate == 15.0 and apply_change(BASE, "cv=2").cv == 2.0
-    assert apply_change(BASE, "link=25Gbps").between == LinkSpec(3.125e9, 1e-4)
+    assert apply_change(BASE, "link=25Gbps").node_link == LinkSpec(3.125e9, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def test_a_small_b_is_a_bit_and_a_large_one_a_byte(text: str, bytes_per_s: float
 
 def test_nodes_take_as_many_devices_as_before() -> None:
     """Of a stock that half fills a node, twice as many are on that node."""
-    half = replace(question(), stocks=(spread_over_nodes(question(per_node=8).stocks[0], 4),))
-    more = apply_change(half, "gpus=+4").stocks[0]
+    half = replace(question(), groups=(spread_over_nodes(question(per_node=8).groups[0], 4),))
+    more = apply_change(half, "gpus=+4").groups[0]
     assert (more.nodes, more.devices_per_node) == (1, 8)
-    assert apply_change(half, "gpus=+12").stocks[0].nodes == 2
+    assert apply_change(half, "gpus=+12").groups[0].nodes == 2
 
 
 def test_another_device_is_another_device() -> None:
     assert apply_change(BASE, "device=H100").profiles["H100"].device.name == "H100"
-    both = replace(BASE, stocks=(*BASE.stocks, *apply_change(BASE, "device=H100").stocks))
+    both = replace(BASE, groups=(*BASE.groups, *apply_change(BASE, "device=H100").groups))
     with pytest.raises(ConfigError) as caught:
         apply_change(both, "device=h100")
     assert "on offer already" in caught.value.why
@@ -67,7 +67,7 @@ def test_another_device_is_another_device() -> None:
 def test_a_device_that_is_on_offer_is_found_by_its_name() -> None:
     """`made` is in no table: the request has it."""
     assert apply_change(BASE, "device=made") is BASE
-    both = replace(BASE, stocks=(*apply_change(BASE, "device=H100").stocks, *BASE.stocks))
+    both = replace(BASE, groups=(*apply_change(BASE, "device=H100").groups, *BASE.groups))
     with pytest.raises(ConfigError) as caught:
         apply_change(both, "device=made")
     assert "on offer already" in caught.value.why
@@ -83,7 +83,7 @@ def test_more_cores_are_cores_of_the_same_machine() -> None:
     for cores in (3, 4, 7):
         made = spread_over_nodes(NodeGroup(cpu, 1, 2, cpu.slots), cores)
         assert (made.nodes, made.devices_per_node) == (1, cores)
-    more = apply_change(replace(BASE, stocks=(made,)), "gpus=+2").stocks[0]
+    more = apply_change(replace(BASE, groups=(made,)), "gpus=+2").groups[0]
     assert (more.nodes, more.devices_per_node) == (1, 9)
 
 
@@ -109,11 +109,11 @@ def test_answers_are_compared() -> None:
     request = question()
     base = solve_placement(request)
     looser = ask_what_if(request, "ttft=x4")
-    assert looser.answer is not None
-    assert looser.answer.best.goodput_rps >= base.best.goodput_rps
+    assert looser.solution is not None
+    assert looser.solution.best_candidate.goodput_rps >= base.best_candidate.goodput_rps
     assert "what if ttft=x4" in compare_answers(base, looser)[0] and "goodput" in "".join(
         compare_answers(base, looser)
     )
     never = ask_what_if(request, "ttft=0.001")
-    assert never.answer is None and "forbids" in never.why_not
+    assert never.solution is None and "forbids" in never.why_not
     assert "nothing is possible" in compare_answers(base, never)[0]

@@ -380,7 +380,7 @@ class World:
             recovery_s=inf,
         )
         self.stations: dict[str, Station] = {}
-        for pool, machine in zip(deployment.placement.pools, deployment.machines, strict=True):
+        for pool, machine in zip(deployment.placement.pools, deployment.instances, strict=True):
             role = PREFILL if pool.role == PREFILL else "decode"
             for _ in range(pool.count):
                 name = f"{role}-{sum(one.role == role for one in self.stations.values())}"

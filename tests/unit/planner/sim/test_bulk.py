@@ -71,7 +71,7 @@ def test_without_an_slo_a_request_waits_for_one_unit_at_most(placement: Placemen
     alone, before = run(placement, None)
     made, served = run(placement, LINES)
     assert not alone.bulk_uses and len(made.bulk_uses) == 1
-    use, span_s = made.bulk_uses[0], made.agenda.now_s - made.begun_s
+    use, span_s = made.bulk_uses[0], made.events.now_s - made.begun_s
     assert use.lines > 0 and 0.2 < use.seconds / span_s < 1 and use.preemptions == 0
     assert len(served) == len(before) and not any(one.failed for one in served)
     for one, other in zip(served, before, strict=True):
@@ -93,7 +93,7 @@ def test_memory_is_taken_back_and_only_lines_hold_some_at_the_end() -> None:
     assert made.bulk_uses[0].preemptions > 0
     assert len(served) == 40 and not any(one.failed for one in served)
     (worker,) = made.gateways[0].workers.values()
-    assert all(name.startswith("bulk-") for name in worker.engines[0].holdings.owners())
+    assert all(name.startswith("bulk-") for name in worker.engines[0].kv.owners())
 
 
 def test_the_same_jobs_always_give_the_same_figures() -> None:

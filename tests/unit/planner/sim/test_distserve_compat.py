@@ -129,7 +129,7 @@ def test_steps_taken_together_are_the_same_steps(name: str) -> None:
     )
     served = cluster.simulate_fast(
         Placement(pools),
-        lambda pool: distserve_compat.distserve_cost(profile(row["backend"]), row["model"], pool.split),
+        lambda pool: distserve_compat.distserve_cost(profile(row["backend"]), row["model"], pool.parallelism),
         trace(name),
         limits=InstanceLimits(first_again=True),
     )

@@ -72,7 +72,7 @@ def test_a_rhythm_that_changes_nothing_changes_nothing(placement: Placement) -> 
     jobs = poisson(120, 40.0)
     plain, paced = (
         simulate_exact(of(placement, machine), jobs)
-        for machine in (MACHINE, replace(MACHINE, rhythm=StepVariation()))
+        for machine in (MACHINE, replace(MACHINE, variation=StepVariation()))
     )
     assert plain == paced
 
@@ -81,7 +81,7 @@ def test_a_rhythm_that_changes_nothing_changes_nothing(placement: Placement) -> 
 def test_a_gateway_that_works_in_no_time_changes_nothing(placement: Placement) -> None:
     jobs = poisson(120, 40.0)
     plain, handled = (
-        simulate_exact(of(placement, handling=handling), jobs) for handling in (None, GatewayCpuCost())
+        simulate_exact(of(placement, cpu_cost=handling), jobs) for handling in (None, GatewayCpuCost())
     )
     assert plain == handled
 
@@ -90,7 +90,7 @@ def test_what_a_gateway_has_to_do_waits_for_its_processor() -> None:
     """A request is half a second of its work when it comes, and what was measured at rest has that in it already."""
     at_rest = simulate_exact(of(PAIR), [Job(0.0, 100, 1)])[0].ttft_s
     for count in (1, 2, 4):
-        served = simulate_exact(of(PAIR, handling=GatewayCpuCost(0.0, 0.0, 1.0)), [Job(0.0, 100, 1)] * count)
+        served = simulate_exact(of(PAIR, cpu_cost=GatewayCpuCost(0.0, 0.0, 1.0)), [Job(0.0, 100, 1)] * count)
         first_s = min(one.ttft_s for one in served)
         assert first_s == pytest.approx(at_rest + 0.5 * (count - 1), abs=0.02), (
             "all that came before are taken first"
@@ -100,7 +100,7 @@ def test_what_a_gateway_has_to_do_waits_for_its_processor() -> None:
 def test_an_end_is_work_for_the_gateway_as_well() -> None:
     jobs = [Job(0.0, 100, 5), Job(0.5, 100, 5)]
     calm, full = (
-        simulate_exact(of(PAIR, handling=GatewayCpuCost(0.0, 0.0, work_s)), jobs)[1] for work_s in (0.0, 1.6)
+        simulate_exact(of(PAIR, cpu_cost=GatewayCpuCost(0.0, 0.0, work_s)), jobs)[1] for work_s in (0.0, 1.6)
     )
     assert calm.job.at_s == full.job.at_s == 0.5
     assert full.ttft_s - calm.ttft_s == pytest.approx(0.3 + 0.8, abs=0.1), (
@@ -110,15 +110,15 @@ def test_an_end_is_work_for_the_gateway_as_well() -> None:
 
 @pytest.mark.parametrize("handling", [GatewayCpuCost(message_s=0.1), GatewayCpuCost(token_s=0.1)])
 def test_tokens_come_no_faster_than_the_gateway_passes_them_on(handling: GatewayCpuCost) -> None:
-    (alone,) = simulate_exact(of(placed((BOTH, 1)), handling=handling), [Job(0.0, 100, 50)])
+    (alone,) = simulate_exact(of(placed((BOTH, 1)), cpu_cost=handling), [Job(0.0, 100, 50)])
     assert alone.tpot_s == pytest.approx(0.1, rel=0.05), "far more than a step takes"
 
 
 def test_messages_do_not_overtake_each_other_when_ways_take_longer_beside_steps() -> None:
     """All cores are often in steps, and the way of a message is longer then: the relay gets each token once."""
-    machine = replace(MACHINE, rhythm=StepVariation())
+    machine = replace(MACHINE, variation=StepVariation())
     jobs = poisson(150, 40.0)
-    deployment = of(PAIR, machine, handling=GatewayCpuCost(1e-4, 1e-5, 1e-3), cores=1, hop_s=8e-3)
+    deployment = of(PAIR, machine, cpu_cost=GatewayCpuCost(1e-4, 1e-5, 1e-3), cores=1, hop_s=8e-3)
     served, simulation = run(deployment, jobs)
     assert len(served) == len(jobs) and not any(one.failed for one in served)
     assert not simulation.gateways[0].relay.live
@@ -129,7 +129,7 @@ def test_messages_do_not_overtake_each_other_when_ways_take_longer_beside_steps(
 def test_steps_of_a_size_and_what_is_before_them_are_as_long_as_they_were() -> None:
     """Two rows take three times what the cost says, and a step of two rows begins 50 ms after the one before."""
     rhythm = StepVariation(sizes=((1.0, 3.0), (1.0,), (1.0,)), gaps_s=(0.0, 0.05))
-    machine = replace(MACHINE, rhythm=rhythm)
+    machine = replace(MACHINE, variation=rhythm)
     pair = simulate_exact(of(placed((BOTH, 1)), machine), [Job(0.0, 100, 40), Job(0.0, 100, 40)])
     step_s = 3.0 * COST.step_s(StepBatch(0, 0.0, 2, 240)) + 0.05
     assert max(one.tpot_s for one in pair) == pytest.approx(step_s, rel=0.01)
@@ -143,7 +143,7 @@ def test_sizes_of_steps_that_read_and_that_do_both_are_distinguished() -> None:
     reads, both, writes = StepBatch(100, 1e4), StepBatch(100, 1e4, 2, 50), StepBatch(0, 0.0, 14, 50)
     assert [rhythm.factor(batch, False) for batch in (reads, both, writes)] == [5.0, 7.0, 1.0]
     assert rhythm.factor(StepBatch(1, 1.0), False) == rhythm.factor(StepBatch(64, 4096.0), False) == 1.0
-    first = simulate_exact(of(placed((BOTH, 1)), replace(MACHINE, rhythm=rhythm)), [Job(0.0, 100, 1)])[0]
+    first = simulate_exact(of(placed((BOTH, 1)), replace(MACHINE, variation=rhythm)), [Job(0.0, 100, 1)])[0]
     plain = simulate_exact(of(placed((BOTH, 1))), [Job(0.0, 100, 1)])[0]
     assert first.ttft_s - plain.ttft_s == pytest.approx(4.0 * COST.step_s(reads))
 
@@ -151,7 +151,7 @@ def test_sizes_of_steps_that_read_and_that_do_both_are_distinguished() -> None:
 def test_steps_follow_their_workers_tapes_and_slow_down_beside_others() -> None:
     """Alone, steps that write take 2 and then 4 times their cost; while the other worker steps, 10 times that."""
     rhythm = StepVariation((2.0, 1.0), (20.0, 10.0), tapes=((1.0, 2.0), (1.0,)))
-    machine = replace(MACHINE, rhythm=rhythm)
+    machine = replace(MACHINE, variation=rhythm)
     alone = simulate_exact(of(placed((BOTH, 1)), machine), [Job(0.0, 100, 5)])[0]
     steps = [COST.step_s(StepBatch(0, 0.0, 1, context)) for context in range(100, 104)]
     lasting = sum(2.0 * (1 + number % 2) * seconds for number, seconds in enumerate(steps))
@@ -183,8 +183,8 @@ def test_every_request_ends_once_and_nothing_is_held_afterwards(deployment: SimD
         for worker in gate.workers.values():
             assert not worker.leases
             for engine in worker.engines:
-                engine.holdings.check_books()
-                assert engine.holdings.used == 0 and not len(engine.scheduler)
+                engine.kv.check_books()
+                assert engine.kv.used == 0 and not len(engine.scheduler)
 
 
 def test_the_same_jobs_fare_alike() -> None:
@@ -264,7 +264,7 @@ def test_a_link_caps_what_is_handed_over() -> None:
     began_s = min(one.job.at_s for one in moving)
     rate = len(moving) / (max(one.ended_s for one in moving) - began_s)
     assert rate == pytest.approx(speed / chunk_bytes, rel=0.05)
-    assert simulation.links[0].busy_s / simulation.agenda.now_s > 0.95
+    assert simulation.links[0].busy_s / simulation.events.now_s > 0.95
 
 
 def test_a_slow_link_between_nodes_is_no_way_to_serve_a_large_model() -> None:
@@ -323,7 +323,7 @@ def test_who_has_room_ahead_gives_it_back_to_whoever_needs_it() -> None:
     assert not any(one.failed for one in served)
     for worker in simulation.gateways[0].workers.values():
         assert not worker.leases and all(not len(one.admission) for one in worker.fetchers)
-        assert all(not engine.holdings.used for engine in worker.engines)
+        assert all(not engine.kv.used for engine in worker.engines)
 
 
 # ---- bursts (S17)
@@ -454,7 +454,7 @@ def test_time_runs_out(placement: Placement) -> None:
     assert failed and {one.failed for one in failed} == {"deadline_exceeded"}
     assert all(one.ended_s - one.job.at_s == pytest.approx(1.0, abs=0.11) for one in failed)
     for worker in simulation.gateways[0].workers.values():
-        assert all(not engine.holdings.used and not len(engine.scheduler) for engine in worker.engines)
+        assert all(not engine.kv.used and not len(engine.scheduler) for engine in worker.engines)
 
 
 def test_the_collector_is_left_as_it_was() -> None:

@@ -57,7 +57,7 @@ class Lines:
 
 
 def cost(pool: InstancePool) -> CostModel:
-    return Lines(pool.split.pp)
+    return Lines(pool.parallelism.pp)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -275,8 +275,8 @@ def test_a_faster_reader_gets_more() -> None:
     def counted(pool: InstancePool) -> CostModel:
         class One(Watched):
             def step_s(self, batch: StepBatch) -> float:
-                seen[pool.split] += batch.tokens
-                return Lines().step_s(batch) / (3 if pool.split.tp == 2 else 1)
+                seen[pool.parallelism] += batch.tokens
+                return Lines().step_s(batch) / (3 if pool.parallelism.tp == 2 else 1)
 
             stage_s = step_s
 

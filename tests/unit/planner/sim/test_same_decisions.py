@@ -120,7 +120,7 @@ def simulated(
 
     def scheduler(limits: EngineLimits) -> Noted:
         name = next(names)
-        return Noted(limits, lambda plan: plans.append((name, simulation.agenda.now_s, plan)))
+        return Noted(limits, lambda plan: plans.append((name, simulation.events.now_s, plan)))
 
     with monkeypatch.context() as patch:
         patch.setattr(planner.sim.exact.engine, "Scheduler", scheduler)
@@ -138,10 +138,10 @@ def in_classes(deployment: SimDeployment, jobs: list[Job]) -> tuple[SimDeploymen
         KvClass("raw", 0.5, TOKEN_BYTES, 0.5),
     )
     costs = Plain(context_s=grain(2e-6))
-    machines = tuple(replace(machine, cost=costs) for machine in deployment.machines)
+    machines = tuple(replace(machine, cost=costs) for machine in deployment.instances)
     asked = ("fp16", "raw", "")
     coded = [replace(job, kv_class=asked[number % 3]) for number, job in enumerate(jobs)]
-    return replace(deployment, machines=machines, kv_classes=classes), coded
+    return replace(deployment, instances=machines, kv_classes=classes), coded
 
 
 def evicting(
@@ -149,8 +149,8 @@ def evicting(
 ) -> tuple[SimDeployment, list[Job]]:
     """The same with requests that all keep a share of their KV; decisions and steps on it have times of their own."""
     keep = KvKeep(0.95, share, grain(2e-6), grain(1e-6), KvClassWork(1.25, 1.0, 0.5))
-    machines = tuple(replace(machine, cost=Plain(context_s=grain(2e-6))) for machine in deployment.machines)
-    return replace(deployment, machines=machines, keep=keep), jobs
+    machines = tuple(replace(machine, cost=Plain(context_s=grain(2e-6))) for machine in deployment.instances)
+    return replace(deployment, instances=machines, keep=keep), jobs
 
 
 CASES: dict[str, tuple[SimDeployment, list[Job]]] = {

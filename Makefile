@@ -11,12 +11,15 @@ PORT ?= 8000
 ARGS ?=
 TESTS ?= tests
 JOBS ?= 2
+# No processes, no kernels, no torch.
+QUICK := $(addprefix tests/unit/, test_house.py test_house_names.py test_house_tests.py test_docs.py test_slo.py \
+  test_failure_statuses.py router kvcache kvtransfer)
 
 # In every environment, that of build back-ends included: no other torch than the one this was tested with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test check lint types contracts tests soak faults containers gpu install docs clean
+.PHONY: help serve test quick check lint types contracts tests soak faults containers gpu install docs clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -44,6 +47,9 @@ contracts: $(STAMP) ## Who may import whom
 	@mkdir -p .run
 	@$(BIN)/lint-imports > .run/contracts.log 2>&1 || { cat .run/contracts.log; exit 1; }
 	@tail -n 2 .run/contracts.log
+
+quick: lint contracts ## What can be said in a minute: lint, contracts, the house, the router and the KV cache
+	@$(BIN)/python -m pytest $(QUICK) -n $(JOBS) --dist loadfile -q $(ARGS)
 
 tests: $(STAMP) ## All tests but the soaks; TESTS=tests/unit for some, JOBS=1 one by one
 	@$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)

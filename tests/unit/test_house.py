@@ -38,9 +38,15 @@ def num_words(name: str) -> int:
     return len(words_of(name))
 
 
+def has_banned(name: str) -> bool:
+    """Whether the letters of a banned word are in a name."""
+    return any(word in name.lower() for word in BANNED_WORDS)
+
+
 def banned_names(text: str) -> set[str]:
     """The names in Python code that have a banned word."""
-    if not any(word in text.lower() for word in BANNED_WORDS):
+    found = set(re.findall(r"[A-Za-z_]\w*", text))  # those of comments and strings, too
+    if all(BANNED_WORDS.isdisjoint(map(str.lower, words_of(name))) for name in found if has_banned(name)):
         return set()
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     names = {token.string for token in tokens if token.type == tokenize.NAME}

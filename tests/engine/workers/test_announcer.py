@@ -91,7 +91,7 @@ def test_chunks_that_are_known_are_announced_as_complete_at_once() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 def test_no_chunk_is_hashed_twice(caching: bool) -> None:
     bench = WorkerBench(caching=caching)
-    payloads = bench.prefill.role.announcer._payloads  # type: ignore[attr-defined]
+    payloads = bench.prefill.role.announcer._hashes  # type: ignore[attr-defined]
     first = read(bench, "a", PROMPT)
     assert payloads.num_hashed == 5
     second = read(bench, "b", PROMPT)  # four of its five chunks are those of "a"
@@ -102,7 +102,7 @@ def test_no_chunk_is_hashed_twice(caching: bool) -> None:
 
 def test_most_is_hashed_before_the_last_step() -> None:
     bench = WorkerBench()
-    payloads = bench.prefill.role.announcer._payloads  # type: ignore[attr-defined]
+    payloads = bench.prefill.role.announcer._hashes  # type: ignore[attr-defined]
     bench.prefill.line.inbox.append(Prefill("a", 0, PROMPT, [], sampling(5), 60.0))
     seen = []
     while not bench.prefill.offers("a"):

@@ -15,7 +15,7 @@ EXTRAS = {
 
 
 def require_extra(extra: str, use: str, instead: str = "") -> None:
-    """Check that an extra is installed. Imports none of its packages.
+    """Check that an extra is installed. Loads none of its packages: it looks only whether they are there.
 
     Args:
         extra: one of `EXTRAS`.

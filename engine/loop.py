@@ -349,7 +349,7 @@ class Engine:
         return failures
 
     def _note_taken(self, slabs: list[int]) -> None:
-        """Tell the follower about slabs that are about to be written."""
+        """Tell the KV observer about slabs that are about to be written."""
         if self.kv_observer is not None and slabs:
             self.kv_observer.on_slabs_taken(slabs)
 

@@ -6,7 +6,7 @@
 
 Every sum starts at the bias and adds its products in the order of `depth`, each rounded once. So a row is the same to
 the last bit whatever the number of rows; libraries choose another order for another number. The kernel is also faster
-than oneDNN's product, most of all for few rows (`docs/benchmarks.md`).
+than oneDNN's product, most of all for few rows (`docs/results/engine.md`).
 
 A panel is one stream through memory, which processors prefetch by themselves; explicit prefetching made it slower.
 

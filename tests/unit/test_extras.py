@@ -60,6 +60,7 @@ def test_the_core_loads_without_extras() -> None:
         ("plan", "plan --model tiny --plot out"),
         ("plan", "simulate --model tiny --profile p.json --placement 1B --bulk 512:64 --bulk-memory 1GiB"),
         ("plan", "bench --plot out.png"),
+        ("plan", "serve --prefill 0 --decode 0 --bulk 1 --bulk-profile p.json"),
         ("dashboards", "dashboards --out out"),
     ],
 )

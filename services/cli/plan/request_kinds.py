@@ -13,7 +13,7 @@ from diptych.slo import Slo
 from planner.workload.workload import Workload, WorkloadMix, describe_kinds, find_workload
 
 
-class RequestKind(NamedTuple):
+class WorkloadKind(NamedTuple):
     """What a --kind says; without a workload of its own it is one of the kinds of a trace that another flag names."""
 
     name: str
@@ -22,7 +22,7 @@ class RequestKind(NamedTuple):
     share: float = 1.0
 
 
-def parse_kinds(texts: Sequence[str], attainment: float) -> list[RequestKind]:
+def parse_kinds(texts: Sequence[str], attainment: float) -> list[WorkloadKind]:
     """What each --kind says; all have a workload of their own, or none.
 
     Raises ConfigError: one cannot be read, some have workloads and others have none, or one is named twice.
@@ -42,7 +42,7 @@ def parse_kinds(texts: Sequence[str], attainment: float) -> list[RequestKind]:
 
 
 def have_own_workloads(
-    found: Sequence[RequestKind],
+    found: Sequence[WorkloadKind],
     *,
     workload: str | None,
     slo_ttft_ms: float | None,
@@ -67,7 +67,7 @@ def have_own_workloads(
     return True
 
 
-def mix_workloads(found: Sequence[RequestKind], within: int) -> tuple[WorkloadMix, dict[str, Workload]]:
+def mix_workloads(found: Sequence[WorkloadKind], within: int) -> tuple[WorkloadMix, dict[str, Workload]]:
     """Kinds with workloads of their own, without requests of more than `within` tokens; and these workloads, whole.
 
     Raises ConfigError: a workload cannot be used, or has no other requests.
@@ -85,7 +85,7 @@ def merged_kinds_note(counts: Counter[str], name: str) -> tuple[str, ...]:
     return (f"{name}: all are taken as one kind, of {describe_kinds(counts)}; {parted}",)
 
 
-def _parse_kind(text: str, attainment: float) -> RequestKind:
+def _parse_kind(text: str, attainment: float) -> WorkloadKind:
     name, equals, rest = text.partition("=")
     try:
         # Raises ValueError if the name is not valid Unicode.
@@ -104,4 +104,4 @@ def _parse_kind(text: str, attainment: float) -> RequestKind:
             "it is NAME=WORKLOAD:SHARE:TTFT_MS:TPOT_MS, or of a trace's kinds NAME=TTFT_MS:TPOT_MS",
             "chat=sharegpt:0.7:250:100",
         ) from None
-    return RequestKind(name, slo, own[0] if own else None, share)
+    return WorkloadKind(name, slo, own[0] if own else None, share)

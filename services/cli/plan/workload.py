@@ -13,7 +13,7 @@ from planner.workload.kv_mix import class_shares
 from planner.workload.workload import JobSource, Workload, WorkloadMix, find_workload
 from services.cli.plan.options import DEFAULT_WORKLOAD, PlanOptions
 from services.cli.plan.request_kinds import (
-    RequestKind,
+    WorkloadKind,
     have_own_workloads,
     merged_kinds_note,
     mix_workloads,
@@ -60,7 +60,7 @@ def _single_kind(options: PlanOptions, shape: ModelDims) -> PlanWorkload:
     return PlanWorkload(source, {"": slo}, name, notes, class_shares(held.jobs))
 
 
-def _kinds_of_trace(found: Sequence[RequestKind], options: PlanOptions, shape: ModelDims) -> PlanWorkload:
+def _kinds_of_trace(found: Sequence[WorkloadKind], options: PlanOptions, shape: ModelDims) -> PlanWorkload:
     """Each named kind of the trace with its SLO, all other requests with the default."""
     slos = {kind.name: kind.slo for kind in found}
     if options.slo_ttft_ms is not None or options.slo_tpot_ms is not None:
@@ -74,7 +74,7 @@ def _kinds_of_trace(found: Sequence[RequestKind], options: PlanOptions, shape: M
 
 
 def _kinds_with_workloads(
-    found: Sequence[RequestKind], options: PlanOptions, shape: ModelDims
+    found: Sequence[WorkloadKind], options: PlanOptions, shape: ModelDims
 ) -> PlanWorkload:
     """Kinds with workloads of their own."""
     mix, whole = mix_workloads(found, shape.max_len)

@@ -29,7 +29,9 @@ MEMORY_SHARE, DISK_SHARE = 0.8, 0.5
 
 
 def check_bulk_settings(loaded: LoadedConfig) -> None:
-    """Check --bulk-policy as far as that is possible without the model. Raises ConfigError."""
+    """Check --bulk-policy and --bulk-profile as far as that is possible without the model. Raises ConfigError."""
+    if loaded.config.bulk_profile is not None:
+        require_extra("plan", "--bulk-profile", ", or leave out --bulk-profile")
     text = loaded.config.bulk_policy
     if text is not None:
         parse_policy(text, default_policy(1))
@@ -134,7 +136,6 @@ def _plan_with_rates(
     Raises:
         ConfigError: the profile cannot be used, or does not say what the policy's kinds cost.
     """
-    require_extra("plan", "--bulk-profile", ", or leave out --bulk-profile")
     # Imported only here: the search needs scipy.
     from planner.costs.model import dims_on_cpu
     from planner.costs.model import find_model as find_dims

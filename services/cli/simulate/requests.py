@@ -25,7 +25,7 @@ from planner.workload.workload import (
 )
 from services.cli.plan.kv_mix import choose_kv_mix, class_resolver
 from services.cli.plan.request_kinds import (
-    RequestKind,
+    WorkloadKind,
     have_own_workloads,
     merged_kinds_note,
     mix_workloads,
@@ -104,7 +104,7 @@ def read_requests(options: SimulateOptions, slos: Slos, context: int) -> Simulat
     return requests
 
 
-def _parse_kinds(options: SimulateOptions) -> list[RequestKind]:
+def _parse_kinds(options: SimulateOptions) -> list[WorkloadKind]:
     return parse_kinds(options.kind, DEFAULT_ATTAINMENT)
 
 
@@ -149,7 +149,7 @@ def _draw_workload(
 
 
 def _draw_mix(
-    found: list[RequestKind], options: SimulateOptions, rate: float, context: int
+    found: list[WorkloadKind], options: SimulateOptions, rate: float, context: int
 ) -> SimulatedRequests:
     """Samples of the kinds' own workloads, mixed by their shares, at `rate` requests per second."""
     mix, whole = mix_workloads(found, context)

@@ -18,7 +18,7 @@ SHARED = 227 << 10  # bytes of shared memory that a program may have on compute 
 # One codec of each family that has tables, with most and with least to do.
 CODECS = ("nuq4-1%", "tq3", "int4")
 # Bytes of stack that a kernel for coded pages may take: what outliers and the codes that are read ahead push out of the
-# registers. It stays in the first cache, and reading ahead gains more (docs/benchmarks.md, gpu_decode).
+# registers. It stays in the first cache, and reading ahead gains more (docs/results/engine.md, "GPU").
 CODED_STACK = 256
 
 

@@ -21,7 +21,7 @@ from tests.support import gpu_pages
 pytestmark = pytest.mark.gpu
 # 0.14 to 0.72 on an H200.
 MISSED = pytest.mark.xfail(
-    strict=True, reason="decode over codes is slower than over bf16 (docs/benchmarks.md)"
+    strict=True, reason="decode over codes is slower than over bf16 (docs/results/engine.md)"
 )
 
 

@@ -262,16 +262,16 @@ class Engine:
         return [failure for one in admissions if (failure := self._start_sequence(one, clock)) is not None]
 
     def _start_sequence(
-        self, admitted: AdmittedSequence, clock: Callable[[], float]
+        self, admitted_seq: AdmittedSequence, clock: Callable[[], float]
     ) -> SequenceOutput | None:
         """Start a sequence that has its slabs, with a row of the sampler. Returns its failure if it gets no row."""
-        seq, cached = admitted.seq, admitted.cached
+        seq, cached = admitted_seq.seq, admitted_seq.cached
         restored = (
             cached is not None
             and self.host is not None
             and restore_sequence(seq, self.host.arena_of(seq.kv_class), cached, self.copy_rate, clock)
         )
-        self.table.start(admitted, clock(), restored)
+        self.table.start(admitted_seq, clock(), restored)
         try:
             if cached is not None and not restored:
                 self.decisions.forget(seq.key)

@@ -158,9 +158,12 @@ def serve(*arguments: str) -> Iterator[Launched]:
 
 @contextmanager
 def serve_parts(*arguments: str) -> Iterator[Served]:
-    """Gateway and workers of `diptych serve ARGUMENTS`, without Ray, until the block ends; nothing may be left."""
+    """Gateway and workers of `diptych serve ARGUMENTS`, without Ray, until the block ends; nothing may be left.
+
+    No request is refused because its wait is long: machines of tests are slow. `arguments` may set another limit.
+    """
     with tempfile.TemporaryDirectory(prefix="diptych-test-") as name:
-        what = _plan(arguments, Path(name))
+        what = _plan(("--max-queue-wait-s", str(PATIENCE_S), *arguments), Path(name))
         make_keys(what.gateway.keys_dir)
         parts = [_part("gateway", what.gateway_module, what.gateway, what)]
         parts += [_part(spec.worker, what.worker_module, spec, what) for spec in what.workers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import tracemalloc
@@ -33,6 +32,7 @@ from services.gateway.batches.store import BatchStore
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.openai.schemas.batch_schema import LineResponse, LineResult
 from services.gateway.service import GatewayService
+from tests.support.waiting import wait_for
 from tests.unit.gateway.batches.stored_batches import add_batch, end, reopen, results
 
 CHAT = "/v1/chat/completions"
@@ -73,9 +73,16 @@ async def test_most_answers_need_no_file_and_no_file_has_a_name(tmp_path: Path) 
     descriptor = large._file.descriptor if large._file else -1
     inode = os.fstat(descriptor).st_ino
     del large
-    # The number may be that of another file by now.
-    with contextlib.suppress(OSError):
-        assert os.fstat(descriptor).st_ino != inode
+
+    def closed() -> bool:
+        try:
+            # The number may be that of another file by now.
+            return os.fstat(descriptor).st_ino != inode
+        except OSError:
+            return True
+
+    # The thread that wrote holds the file a moment longer than the writer waits.
+    wait_for(closed, timeout_s=60)
 
 
 async def test_while_the_disk_takes_nothing_the_writer_waits(

@@ -121,7 +121,7 @@ class Downloads:
         """The command of docs/deploying.md, "The image"."""
         print("taking wheels", flush=True)
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
-            words = ["-m", "pip", "download", "-q", "-d", f"{name}/wheels", "-c", "constraints.txt", "."]
+            words = ["-m", "pip", "download", "-q", "-d", f"{name}/wheels", "-c", "constraints.txt", ".[all]"]
             run_or_skip([sys.executable, *words, "hatchling>=1.27"], ROOT)
             Path(name, "wheels").rename(self.wheels)
 

@@ -22,8 +22,11 @@ STAND_INS = (
     ("prom/prometheus:v2.55.1", "prometheus", "/prometheus"),
     ("prom/alertmanager:v0.27.0", "prometheus-alertmanager", "/alertmanager"),
 )
+# Debian's Alertmanager does not hold its templates: it reads them from here, and ends without them.
+TEMPLATES = "usr/share/prometheus/alertmanager"
 STAND_IN = """FROM {base}
 COPY {program} /bin/program
+COPY templates /{templates}
 RUN install -d -o 65534 -g 65534 {folder}
 USER 65534
 WORKDIR {folder}
@@ -123,7 +126,8 @@ class Engine:
             place = self.folder / program
             place.mkdir()
             shutil.copy2(self.packages / "usr/bin" / program, place)
-            text = STAND_IN.format(base=BASE_IMAGE, program=program, folder=folder)
+            shutil.copytree(self.packages / TEMPLATES, place / "templates")
+            text = STAND_IN.format(base=BASE_IMAGE, program=program, templates=TEMPLATES, folder=folder)
             (place / "Dockerfile").write_text(text)
             self.run("docker", "build", "--network", "none", "-t", image, str(place))
 

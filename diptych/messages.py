@@ -287,6 +287,30 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     # Number of times that bulk work lost its memory.
     bulk_preemptions: int = 0
 
+    def since(self, then: WorkerStats) -> WorkerStats:
+        """These, with the counters counted from `then` on: one engine serves several roles, each with its own."""
+        if not (then.steps or then.prefix_queries or then.bulk_units):
+            return self
+        return msgspec.structs.replace(
+            self,
+            steps=self.steps - then.steps,
+            step_seconds=self.step_seconds - then.step_seconds,
+            step_tokens=self.step_tokens - then.step_tokens,
+            prefix_queries=self.prefix_queries - then.prefix_queries,
+            prefix_hits=self.prefix_hits - then.prefix_hits,
+            preemptions={
+                kind: count - then.preemptions.get(kind, 0) for kind, count in self.preemptions.items()
+            },
+            seat_pauses=self.seat_pauses - then.seat_pauses,
+            bulk_units=self.bulk_units - then.bulk_units,
+            bulk_seconds=self.bulk_seconds - then.bulk_seconds,
+            bulk_tokens=self.bulk_tokens - then.bulk_tokens,
+            bulk_preemptions=self.bulk_preemptions - then.bulk_preemptions,
+            step_parts={
+                part: spent - then.step_parts.get(part, 0.0) for part, spent in self.step_parts.items()
+            },
+        )
+
 
 class Heartbeat(ChannelMessage, frozen=True):
     """Proof that the worker is alive, sent by its I/O thread, with its latest statistics."""

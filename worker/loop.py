@@ -44,7 +44,6 @@ from engine.protocols import EngineOutput, WorkerEngine
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.prefix_tree import root_key
 from worker.fencing import EpochFence
-from worker.life_stats import stats_since
 from worker.watchdog import EngineWatchdog
 
 log = logging.getLogger(__name__)
@@ -441,7 +440,7 @@ class WorkerLoop:
 
     def _update_stats(self) -> None:
         """Publish the statistics of the engine, the role and the loop for the next heartbeat."""
-        stats = self.role.complete_stats(stats_since(self._read_stats(), self._before))
+        stats = self.role.complete_stats(self._read_stats().since(self._before))
         late = stats.late_messages + self.epoch_fence.late_messages
         draining = self._ending_s is not None
         self.latest_stats.stats = msgspec.structs.replace(stats, late_messages=late, draining=draining)

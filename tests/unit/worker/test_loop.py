@@ -37,7 +37,6 @@ from kvtransfer.resharding import unsharded_pool
 from services.worker import role_lifecycle
 from tests.unit.engine.fakes import FakeRunner, FakeSampler
 from tests.unit.worker.fake_role import FakeGatewayLink, FakeRole
-from worker.life_stats import stats_since
 from worker.loop import LatestStats, WorkerLoop
 
 
@@ -148,7 +147,7 @@ def test_a_new_life_counts_from_its_beginning() -> None:
         step_parts={"run": 4.5, "send": 1.5},
         seat_pauses=5,
     )
-    assert stats_since(now, then) == WorkerStats(
+    assert now.since(then) == WorkerStats(
         slabs_used=2,
         steps=1,
         step_seconds=2.0,
@@ -159,7 +158,7 @@ def test_a_new_life_counts_from_its_beginning() -> None:
         step_parts={"run": 1.5, "send": 0.5},
         seat_pauses=2,
     )
-    assert stats_since(now, WorkerStats()) is now
+    assert now.since(WorkerStats()) is now
 
 
 def test_an_unknown_role_changes_nothing(line: FakeGatewayLink, shell: WorkerLoop) -> None:

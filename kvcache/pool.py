@@ -5,6 +5,8 @@ Only one thread may change owners. Other processes may map the memory too: then 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvcache.layout import KvLayout
@@ -47,3 +49,11 @@ class KvPool(SlabLedger):
         if not 0 <= place < self.num_slabs:
             raise ValueError(f"there is no slab {slab} in a pool of {self.num_slabs}")
         return self.memory[place * size : (place + 1) * size]
+
+
+def find_pool(pools: Sequence[KvPool], slabs: Sequence[int]) -> int:
+    """The index of the pool that slabs are in; of the first one if in none, whose bounds then refuse them."""
+    if len(pools) == 1 or not slabs:
+        return 0
+    slab = min(slabs)
+    return next((i for i, pool in enumerate(pools) if 0 <= slab - pool.first < pool.num_slabs), 0)

@@ -126,7 +126,7 @@ def build_engine(
     bulk = BulkEngine(runner, scheduler.limits, kv, sampler, _bulk_time(spec), choose_step_clock(spec), alone)
     kernels = None
     if eviction is not None and _evicts_later(spec):
-        kernels = EvictionKernels(_leader_spec(spec, model, None), runner.list_eviction_kernels)
+        kernels = EvictionKernels(_leader_spec(spec, model, None), runner.rank_evictor.list_kernels)
         engine.decisions.preparation = bulk.decisions.preparation = kernels
     return EngineParts(engine, bulk, kv, pool, ranks, model.kv_classes if eviction else (), kernels)
 

@@ -357,7 +357,7 @@ def _perform_order(runner: CpuModelRunner, data: bytes) -> RankReply:
         if isinstance(order, RunStep):
             runner.part(order.works, order.sinks)
             return RankReply()
-        return RankReply(reports=tuple(runner.evict_part(order)))
+        return RankReply(reports=tuple(runner.rank_evictor.evict_part(order)))
     except Exception as error:
         return RankReply(type(error).__name__, str(error)[:500])
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
-from diptych.eviction_spec import KeepSpec
 from engine.batching.batch import ForwardBatch, count_rows, pack_batch
 from engine.batching.sink_slots import DEFAULT_SLOTS, SinkPlan, SinkSlots
 from engine.cpu.arenas import PoolAttention, pack_groups
@@ -24,27 +24,19 @@ from engine.cpu.coded.sink_table import SinkTable
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.eviction.evictor import CpuEvictor, EvictionSetup
 from engine.cpu.eviction.ragged_attention import KeptStore, RawStore
-from engine.cpu.ranks.orders import (
-    ApplyEviction,
-    ForgetKept,
-    KeptOrder,
-    LoadKept,
-    PlanEviction,
-    RunStep,
-    encode_order,
-    merge_reports,
-)
+from engine.cpu.eviction.rank_eviction import ApplyEviction, ForgetKept, LoadKept, RankEvictor, warm_eviction
+from engine.cpu.ranks.orders import RunStep, carry_out
 from engine.cpu.ranks.tensor_parallel import FollowerRanks
 from engine.cpu.weights.decoder_weights import OnPacked, SectionReader, ignore_progress, read_weights
 from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.rope import rope_frequencies
 from engine.model.weights import WeightReader
 from engine.protocols import EvictionOrder, EvictionReport, OnLayersDone
-from engine.step_work import KeptWork, RunnerBounds, StepWork
+from engine.step_work import RunnerBounds, StepWork
 from kvcache.codecs.calibration import Calibration
-from kvcache.layout import KvLayout, Shard
+from kvcache.layout import KvLayout, Shard, split_layout
 from kvcache.page_codecs import build_page_codecs
-from kvcache.pool import KvPool
+from kvcache.pool import KvPool, find_pool
 
 # Imported for types only: the module imports transformers, which ranks that get their configuration from rank 0 do
 # not need.
@@ -84,6 +76,7 @@ class CpuModelRunner:
         # First tokens are kept exactly for all coded pools together: their KV does not depend on the codec. Without a
         # codec they are never used, and take no memory.
         self._sinks, self._sink_slots = SinkTable(pool.layout, sink_slots), SinkSlots(sink_slots)
+        self._compute_sinks = partial(_compute_sinks, decoder, pool.layout, self._sinks)
         shard = shard or Shard((0, pool.layout.layers), (0, pool.layout.kv_heads))
         classes = [(pool, calibration), *others]
         self._pools = [one for one, _ in classes]
@@ -91,11 +84,24 @@ class CpuModelRunner:
         coded = any(one.layout.codec for one in self._pools)
         # All coded pools together have one table.
         self._angles = build_angles(self._frequencies, max_model_len) if coded else NO_TABLE
-        self._eviction = eviction
-        self._attentions = [self._attend_to(one, known, shard) for one, known in classes]
-        self._evicts = any(one.evictor is not None for one in self._attentions)
+        self._attentions = [self._attend_to(one, known, shard, eviction) for one, known in classes]
+        self.rank_evictor = RankEvictor(
+            [one.evictor for one in self._attentions if one.evictor is not None],
+            self._split_shards(),
+            self._sink_slots,
+            self._compute_sinks,
+            partial(carry_out, followers),
+        )
 
-    def _attend_to(self, pool: KvPool, calibration: Calibration | None, shard: Shard) -> PoolAttention:
+    def _split_shards(self) -> Sequence[Shard]:
+        """The shards of all ranks."""
+        config, placement = self._decoder.config, self._decoder.placement
+        whole = replace(self.layout, layers=config.layers, kv_heads=config.kv_heads)
+        return split_layout(whole, placement.tp, placement.pp)
+
+    def _attend_to(
+        self, pool: KvPool, calibration: Calibration | None, shard: Shard, eviction: EvictionSetup | None
+    ) -> PoolAttention:
         """The attention over a pool. Raises ConfigError if its codec is of another calibration."""
         decoder, layout = self._decoder, pool.layout
         windows = [layer.window for layer in decoder.layers]
@@ -111,8 +117,8 @@ class CpuModelRunner:
             attention = raw = CpuAttention(layout, pool.data, decoder.heads)
             store = RawStore(pool, raw, windows)
         alone = decoder.placement.world == 1
-        if self._eviction is not None:
-            evictor = CpuEvictor(pool, store, decoder.heads, windows, self._eviction, alone)
+        if eviction is not None:
+            evictor = CpuEvictor(pool, store, decoder.heads, windows, eviction, alone)
         bounds = RunnerBounds(layout, pool.num_slabs, self.max_model_len, self.vocab_size)
         return PoolAttention(pool.first, bounds, attention, evictor)
 
@@ -181,25 +187,18 @@ class CpuModelRunner:
         counts = [work.wanted for work in works]
         sinks = self._plan_sinks(works, chosen)
         packed, attention = self._pack_works(works, chosen, sinks)
-        if self._followers is None:
+        alone = self._followers is None
+
+        def compute() -> torch.Tensor | None:
             self.prepare_seconds = time.perf_counter() - began_s
-            logits = self._forward_step(
-                step_works, sinks, lambda: self._decoder.forward(packed, attention, done)
+            reported = done if alone else None
+            return self._forward_step(
+                step_works, sinks, lambda: self._decoder.forward(packed, attention, reported)
             )
-        else:
-            self._followers.send_order(encode_order(RunStep(list(step_works), sinks)))
-            self.prepare_seconds = time.perf_counter() - began_s
-            try:
-                logits = self._forward_step(
-                    step_works, sinks, lambda: self._decoder.forward(packed, attention, None)
-                )
-            finally:
-                # Also after a failure, so that the other ranks are ready for the next step.
-                replies = self._followers.wait_for_replies()
-            if replies.error is not None:
-                raise replies.error
-            if done is not None:
-                done(self._decoder.config.layers)
+
+        logits, _ = carry_out(self._followers, RunStep(list(step_works), sinks), compute)
+        if done is not None and not alone:
+            done(self._decoder.config.layers)
         assert logits is not None
         self._sink_slots.keep(sinks)
         return list(torch.split(logits[: sum(counts)], counts))
@@ -207,79 +206,24 @@ class CpuModelRunner:
     @property
     def can_evict(self) -> bool:
         """As `EvictingRunner.can_evict`."""
-        return self._evicts
+        return self.rank_evictor.can_evict
 
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         """As `EvictingRunner.plan_eviction`, which says when ValueError is raised."""
-        pool, _ = self._find_evictor(order.slabs)
-        sinks = self._sink_slots.plan(order.tokens[:1]) if pool.has_sinks else SinkPlan()
-        (first, *others) = self._evict_on_ranks(PlanEviction(order, sinks))
-        self._sink_slots.keep(sinks)
-        if not others:
-            return first
-        config, placement = self._decoder.config, self._decoder.placement
-        whole = replace(pool.bounds.layout, layers=config.layers, kv_heads=config.kv_heads)
-        return merge_reports([first, *others], whole, placement.tp, placement.pp)
+        return self.rank_evictor.plan_eviction(order)
 
     def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
         """As `EvictingRunner.apply_eviction`, which says when ValueError is raised."""
-        self._evict_on_ranks(ApplyEviction(key, bag_slabs))
+        self.rank_evictor.evict_on_ranks(ApplyEviction(key, bag_slabs))
 
     def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
         """As `EvictingRunner.load_kept`, which says when ValueError is raised."""
-        self._evict_on_ranks(LoadKept(key, boundary, length, bag_slabs))
+        self.rank_evictor.evict_on_ranks(LoadKept(key, boundary, length, bag_slabs))
 
     def forget_kept(self, key: str) -> None:
         """As `EvictingRunner.forget_kept`."""
-        if self._evicts:
-            self._evict_on_ranks(ForgetKept(key))
-
-    def _evict_on_ranks(self, order: KeptOrder) -> list[EvictionReport]:
-        """Carry out an order on all ranks; returns the reports that it asks for, by rank."""
-        if not isinstance(order, ForgetKept):
-            self._find_evictor(_slabs_of(order))
-        if self._followers is None:
-            return self.evict_part(order)
-        self._followers.send_order(encode_order(order))
-        try:
-            reports = self.evict_part(order)
-        finally:
-            replies = self._followers.wait_for_replies()
-        if replies.error is not None:
-            raise replies.error
-        return reports + list(replies.reports)
-
-    def evict_part(self, order: KeptOrder) -> list[EvictionReport]:
-        """Carry out an order for this rank's heads; returns the report that it asks for, if any.
-
-        Raises ValueError as the method of `EvictingRunner` that the order is named after.
-        """
-        if isinstance(order, ForgetKept):
-            for one in self._attentions:
-                if one.evictor is not None:
-                    one.evictor.forget_sequence(order.key)
-            return []
-        slabs = _slabs_of(order)
-        pool, evictor = self._find_evictor(slabs)
-        mine = [slab - pool.first for slab in slabs]
-        match order:
-            case PlanEviction(asked, sinks):
-                failure = self._compute_sinks(sinks)
-                if failure is not None:
-                    raise failure
-                return [evictor.plan_eviction(asked, mine, sinks.slots[0] if sinks.slots else 0)]
-            case ApplyEviction(key):
-                evictor.apply_eviction(key, mine)
-            case LoadKept(key, boundary, length):
-                evictor.load_kept(key, boundary, length, mine)
-        return []
-
-    def _find_evictor(self, slabs: Sequence[int]) -> tuple[PoolAttention, CpuEvictor]:
-        """The pool that slabs are in, and its evictor. Raises ValueError if it has none."""
-        pool = self._attentions[self._pool_index(slabs)]
-        if pool.evictor is None:
-            raise ValueError("nothing is evicted from this pool: that takes the tokens' kinds")
-        return pool, pool.evictor
+        if self.can_evict:
+            self.rank_evictor.evict_on_ranks(ForgetKept(key))
 
     def part(self, step_works: Sequence[StepWork], sinks: SinkPlan) -> None:
         """Compute this rank's shard of a step of rank 0. An error is raised after all ranks have finished the step."""
@@ -295,20 +239,13 @@ class CpuModelRunner:
 
         Raises ValueError if one of them cannot be run.
         """
-        chosen = [self._pool_index(work.slabs) for work in step_works]
+        chosen = [find_pool(self._pools, work.slabs) for work in step_works]
         works = [
             self._attentions[index].localise(work) for work, index in zip(step_works, chosen, strict=True)
         ]
         for work, index in zip(works, chosen, strict=True):
             self._attentions[index].check_work(work)
         return works, chosen
-
-    def _pool_index(self, slabs: Sequence[int]) -> int:
-        """Which pool slabs are in; the first one if in none, whose bounds then refuse them."""
-        if len(self._pools) == 1 or not slabs:
-            return 0
-        slab = min(slabs)
-        return next((i for i, pool in enumerate(self._pools) if 0 <= slab - pool.first < pool.num_slabs), 0)
 
     def _pack_works(
         self, works: Sequence[StepWork], chosen: Sequence[int], sinks: SinkPlan
@@ -350,58 +287,15 @@ class CpuModelRunner:
         with torch.no_grad():
             return self._decoder.communicator.step(forward_or_fail, *count_rows(step_works))
 
-    def _compute_sinks(self, sinks: SinkPlan) -> Exception | None:
-        """Compute the missing sinks in a pass of their own; returns its exception, if it failed."""
-        if not sinks.missing:
-            return None
-        decoder, slots = self._decoder, [slot for slot, _ in sinks.missing]
-        works = [StepWork([token], 0, [0], "none") for _, token in sinks.missing]
-
-        def forward() -> torch.Tensor | None:
-            recorder = SinkRecorder(self.layout, decoder.heads, self._sinks, slots)
-            return decoder.forward(pack_batch(works), recorder)
-
-        try:
-            with torch.no_grad():
-                decoder.communicator.step(forward, *count_rows(works))
-        except Exception as error:
-            return error
-        return None
-
-    def list_eviction_kernels(self) -> list[Any]:
-        """The kernels that nothing but eviction uses, of all pools; none if this runner does not evict."""
-        evictors = [one.evictor for one in self._attentions if one.evictor is not None]
-        return [kernel for evictor in evictors for kernel in evictor.list_kernels()]
-
     def warm(self, evict: bool = True) -> None:
         """Compile the kernels and touch the weights: run a short prefill, a decode, and decodes that share a chunk.
 
         With `evict`, a runner that evicts also evicts a short prompt, and decodes behind it.
         """
-        for pool, attention in zip(self._pools, self._attentions, strict=True):
+        for pool in self._pools:
             self._warm_pool(pool)
-            if evict and attention.evictor is not None and pool.num_slabs > 1:
-                self._warm_eviction(pool)
-
-    def _warm_eviction(self, pool: KvPool) -> None:
-        owner, spec, tokens = "warm", KeepSpec(0.5), [0] * min(CHUNK_TOKENS // 2, self.max_model_len - 1)
-        slabs = pool.take_slabs(1, owner)
-        try:
-            kept = KeptWork(owner, len(tokens), spec, evicted=False)
-            self.run([StepWork(tokens, 0, slabs, "none", 0, kept)])
-            report = self.plan_eviction(EvictionOrder(owner, tokens, len(tokens), spec, slabs))
-            # The plan has a copy of the rows, so that the prompt's slab becomes the ring.
-            slabs += pool.take_slabs(report.bag_slabs, owner)
-            self.apply_eviction(owner, slabs[1:])
-            self.run([StepWork([0], len(tokens), slabs, "last", 0, replace(kept, evicted=True))])
-            block = [0] * CHUNK_TOKENS
-            if len(tokens) + len(block) < self.max_model_len:
-                # The second decision reads frames.
-                self.run([StepWork(block, len(tokens), slabs, "last", 0, replace(kept, evicted=True))])
-                self.plan_eviction(EvictionOrder(owner, tokens + block, len(tokens), spec, slabs))
-        finally:
-            self.forget_kept(owner)
-            pool.give_back(slabs, owner)
+            if evict and self.can_evict and pool.num_slabs > 1:
+                warm_eviction(self, pool, self.max_model_len)
 
     def _warm_pool(self, pool: KvPool) -> None:
         tokens = min(CHUNK_TOKENS + 8, self.max_model_len - 2)
@@ -416,6 +310,21 @@ class CpuModelRunner:
             pool.give_back(slabs, owner)
 
 
-def _slabs_of(order: PlanEviction | ApplyEviction | LoadKept) -> list[int]:
-    """The slabs that an order is about."""
-    return order.order.slabs if isinstance(order, PlanEviction) else order.bag_slabs
+def _compute_sinks(
+    decoder: CpuDecoder, layout: KvLayout, table: SinkTable, sinks: SinkPlan
+) -> Exception | None:
+    """Compute the missing sinks in a pass of their own, into `table`; returns its exception, if it failed."""
+    if not sinks.missing:
+        return None
+    works = [StepWork([token], 0, [0], "none") for _, token in sinks.missing]
+
+    def forward() -> torch.Tensor | None:
+        recorder = SinkRecorder(layout, decoder.heads, table, [slot for slot, _ in sinks.missing])
+        return decoder.forward(pack_batch(works), recorder)
+
+    try:
+        with torch.no_grad():
+            decoder.communicator.step(forward, *count_rows(works))
+    except Exception as error:
+        return error
+    return None

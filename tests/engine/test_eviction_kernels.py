@@ -224,7 +224,7 @@ def test_what_is_compiled_beside_a_worker_is_all_that_it_needs(
     ]
     (pool, calibration), *others = pools
     runner = CpuModelRunner.load(files, pool, 512, calibration, others=others, eviction=SETUP)
-    kernels = runner.list_eviction_kernels()
+    kernels = runner.rank_evictor.list_kernels()
     assert kernels and all(map(cache.is_stored, kernels))
     runner.warm(evict=False)
     before = [

@@ -93,7 +93,7 @@ class CpuEvictor:
         setup: EvictionSetup,
         alone: bool = True,
     ) -> None:
-        self._pool, self._store, self._heads, self._alone = pool, store, heads, alone
+        self.pool, self._store, self._heads, self._alone = pool, store, heads, alone
         self._kinds, self._rule = setup.kinds, setup.rule
         self._layout, self._windows = pool.layout, list(windows)
         # [slabs, chunk_bytes]
@@ -213,8 +213,8 @@ class CpuEvictor:
         """Read the map of a bag in `slabs` of the pool. Raises ValueError if it is none, or that of another decision
         than the one at `length` tokens with this `boundary`.
         """
-        if not slabs or min(slabs) < 0 or max(slabs) >= self._pool.num_slabs:
-            raise ValueError(f"slabs {slabs} are not all in a pool of {self._pool.num_slabs}")
+        if not slabs or min(slabs) < 0 or max(slabs) >= self.pool.num_slabs:
+            raise ValueError(f"slabs {slabs} are not all in a pool of {self.pool.num_slabs}")
         frame, per_slab = frame_bytes(self._layout), frames_per_slab(self._layout)
         lead = map_frames(self._memory[slabs[0], :frame].tobytes(), self._layout, len(slabs))
         used = slabs[: -(-lead // per_slab)]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cpu.ranks.orders import ForgetKept, encode_order
+from engine.cpu.eviction.rank_eviction import ForgetKept
+from engine.cpu.ranks.orders import encode_order
 from engine.protocols import EvictionOrder
 from kvcache.eviction.kept_rows import count_frames
 from tests.engine.cpu.eviction.evicted_runs import (

@@ -89,7 +89,7 @@ def measure_goodput(
     runner: asyncio.Runner, server: BenchServer, start: float, options: argparse.Namespace
 ) -> Figures:
     """The largest rate that meets the SLOs."""
-    slo = Slo.from_ms(options.slo_ttft_ms, options.slo_second_ms)
+    slo = Slo(options.slo_ttft_ms / 1e3, options.slo_second_ms / 1e3)
     workload = Workload.of([Job(0.0, options.tokens, 2)])
     load = LongEnoughLoad(workload, seconds=options.seconds, requests=options.requests)
     study = RateStudy(server, load, RunOptions(slo, timeout_s=TIMEOUT_S))

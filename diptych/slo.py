@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from diptych.errors import ConfigError
+
 DEFAULT_ATTAINMENT = 0.9
 
 
@@ -25,12 +27,10 @@ class Slo:
     tpot_s: float = math.inf
     attainment: float = DEFAULT_ATTAINMENT
 
-    @classmethod
-    def from_ms(
-        cls, ttft_ms: float | None, tpot_ms: float | None, attainment: float = DEFAULT_ATTAINMENT
-    ) -> Slo:
-        """An SLO from flags in milliseconds; None is no limit."""
-        return cls(_seconds(ttft_ms), _seconds(tpot_ms), attainment)
+    @property
+    def has_limits(self) -> bool:
+        """Whether there is a limit at all; without one every request meets the SLO."""
+        return min(self.ttft_s, self.tpot_s) < math.inf
 
     def is_met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
         """Whether these times are within the limits. None means that the request has no such time: it meets every
@@ -70,5 +70,33 @@ def strictest_slo(slos: Iterable[Slo]) -> Slo:
     )
 
 
-def _seconds(limit_ms: float | None) -> float:
-    return math.inf if limit_ms is None else limit_ms / 1e3
+def read_slo(ttft_ms: float | None, tpot_ms: float | None, attainment: float = DEFAULT_ATTAINMENT) -> Slo:
+    """The SLO that the flags --slo-ttft-ms, --slo-tpot-ms and --attainment give; None: not given, so there is no limit.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+    if not 0.0 < attainment <= 1.0:
+        raise ConfigError(
+            f"--attainment must be a share above 0 and at most 1 (got {attainment:g})",
+            "it is a share of the requests",
+            "for example --attainment 0.9",
+        )
+    return Slo(read_limit_s("--slo-ttft-ms", ttft_ms), read_limit_s("--slo-tpot-ms", tpot_ms), attainment)
+
+
+def read_limit_s(flag: str, limit_ms: float | None) -> float:
+    """The limit in seconds that the value of `flag` gives; infinite if it is not given (None).
+
+    Raises:
+        ConfigError: it is not above 0, or infinite.
+    """
+    if limit_ms is None:
+        return math.inf
+    if not 0.0 < limit_ms < math.inf:
+        raise ConfigError(
+            f"{flag} must be greater than 0 and finite (got {limit_ms:g})",
+            "it is a number of milliseconds",
+            f"for example {flag} 500, or leave it out",
+        )
+    return limit_ms / 1e3

@@ -10,7 +10,7 @@ import msgspec
 
 from diptych.chunks import DEFAULT_KV_BUDGET_PCT
 from diptych.messages import SILENCE_S
-from diptych.slo import DEFAULT_ATTAINMENT
+from diptych.slo import DEFAULT_ATTAINMENT, Slo, read_slo
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +87,16 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     log_format: str = "text"
     # Where this worker's log lies on its node, for /status; empty if nobody has to look for it.
     log_file: str = ""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """`tpot_ms` in seconds."""
+        return None if self.tpot_ms is None else self.tpot_ms / 1e3
+
+    @property
+    def bulk_tpot_s(self) -> float | None:
+        """`bulk_tpot_ms` in seconds."""
+        return None if self.bulk_tpot_ms is None else self.bulk_tpot_ms / 1e3
 
 
 class BulkPlan(msgspec.Struct, frozen=True):
@@ -198,6 +208,11 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     plan_note: str = ""
     log_level: str = "warning"
     log_format: str = "text"
+
+    @property
+    def slo(self) -> Slo:
+        """The SLO of all requests. JSON has no infinity, so the fields are None where there is no limit."""
+        return read_slo(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_target)
 
     @property
     def status_key(self) -> str | None:

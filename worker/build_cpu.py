@@ -235,8 +235,7 @@ def _has_eviction_memory(spec: WorkerSpec, model: ResolvedModel) -> bool:
 
 def _bulk_time(spec: WorkerSpec) -> BulkTime:
     """How long bulk work may take."""
-    tpot_s = None if spec.bulk_tpot_ms is None else spec.bulk_tpot_ms / 1000
-    return BulkTime(spec.bulk_slice_ms / 1000, tpot_s)
+    return BulkTime(spec.bulk_slice_ms / 1000, spec.bulk_tpot_s)
 
 
 def open_saturation_store(spec: WorkerSpec, model: ResolvedModel, fingerprint: str) -> SaturationStore:

@@ -135,7 +135,7 @@ def engine_limits(spec: WorkerSpec, model: ResolvedModel) -> EngineLimits:
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         chunked_prefill=spec.chunked_prefill,
-        tpot_s=None if spec.tpot_ms is None else spec.tpot_ms / 1000,
+        tpot_s=spec.tpot_s,
         max_evicting=max_evicting(spec, model),
         arena_slabs={layout.kv_class: count for layout, count in model.sized_layouts}
         if len(model.classes) > 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from diptych.config.fields import URL_ENV
 from diptych.errors import ConfigError
-from diptych.slo import Slo
+from diptych.slo import Slo, read_slo
 from services.host.output_paths import unwritable_reason
 
 POISSON, GAMMA, REPLAY = "poisson", "gamma", "replay"
@@ -18,8 +18,7 @@ POISSON, GAMMA, REPLAY = "poisson", "gamma", "replay"
 DEFAULT_RUN_S = 60.0
 ENDPOINTS = ("auto", "completions", "chat")
 EXAMPLES = {
-    "--duration": "60", "--warmup": "5", "--timeout": "600", "--slo-ttft-ms": "500", "--slo-tpot-ms": "50",
-    "--shrink": "4", "--cv": "2",
+    "--duration": "60", "--warmup": "5", "--timeout": "600", "--shrink": "4", "--cv": "2",
 }  # fmt: skip
 SERVER, REQUESTS, RUNS, SLOS, OUTPUT = "Server", "Requests", "Runs", "SLOs", "Output"
 
@@ -135,10 +134,11 @@ class BenchOptions:
                 "known: poisson, gamma, replay",
                 "--arrivals poisson",
             )
-        seconds = {"--duration": self.duration_s, "--warmup": self.warmup_s, "--timeout": self.timeout_s}
-        limits = {"--slo-ttft-ms": self.slo_ttft_ms, "--slo-tpot-ms": self.slo_tpot_ms}
-        shapes = {"--shrink": self.shrink, "--cv": self.cv}
-        for name, number in (seconds | limits | shapes).items():
+        numbers = {
+            "--duration": self.duration_s, "--warmup": self.warmup_s, "--timeout": self.timeout_s,
+            "--shrink": self.shrink, "--cv": self.cv,
+        }  # fmt: skip
+        for name, number in numbers.items():
             least = 0.0 if name in ("--warmup", "--cv") else 1e-9
             if number is not None and not least <= number < math.inf:
                 bound = "above 0" if least else "of at least 0"
@@ -164,15 +164,14 @@ class BenchOptions:
                 "it has characters that a header cannot carry",
                 "--api-key KEY",
             )
-        if not 0 < self.attainment <= 1:
-            yield "--attainment is a share of 1", f"given: {self.attainment:g}", "--attainment 0.9"
 
     def _check_contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Values that would have no effect, or contradict others."""
         if self.rates and (self.search or self.rate is not None):
             fix = "--rates 1,2,4, or --rate 2, or --search [--rate START]"
             yield "rates are given in two ways", "--rates is a list of its own", fix
-        if self.search and self.slo_ttft_ms is None and self.slo_tpot_ms is None:
+        # The SLO is read, and so checked, with and without a search.
+        if not self.slo.has_limits and self.search:
             fix = "--slo-ttft-ms 500 --slo-tpot-ms 50, or one of them"
             yield "there is nothing to search for", "without an SLO every rate is good", fix
         if not self.search and (self.max_rate is not None or self.width is not None):
@@ -208,8 +207,8 @@ class BenchOptions:
 
     @property
     def slo(self) -> Slo:
-        """The SLO of all requests; a limit that is not given is infinite."""
-        return Slo.from_ms(self.slo_ttft_ms, self.slo_tpot_ms, self.attainment)
+        """The SLO of all requests; a limit that is not given is infinite. Raises ConfigError."""
+        return read_slo(self.slo_ttft_ms, self.slo_tpot_ms, self.attainment)
 
     def report_fields(self) -> dict[str, Any]:
         """How requests were made, for the report: not where to, and nothing secret."""

@@ -31,7 +31,6 @@ from diptych.errors import DiptychError, StartError
 from diptych.logs.log_format import configure_logging
 from diptych.messages import Hello
 from diptych.process import EXIT_EXPECTED, EXIT_FATAL, SupervisorPipe, die_with_parent, exit_fatally
-from diptych.slo import Slo
 from diptych.specs import GatewaySpec
 from engine.model.checkpoint import DESCRIPTION_FILES, locate_folder, tokenizer_identity
 from router.requests.admission import Admission
@@ -149,7 +148,7 @@ async def serve_gateway(
 ) -> None:
     """Create all parts of the gateway, connect them, and serve until a signal ends the server."""
     metrics, relay = (
-        GatewayMetrics(Slo.from_ms(spec.slo_ttft_ms, spec.slo_tpot_ms, spec.slo_target)),
+        GatewayMetrics(spec.slo),
         build_relay(spec, tokenizer_identity(spec.model, spec.revision)),
     )
     log_file = RequestLogFile(spec.request_log) if spec.request_log else None
@@ -345,7 +344,7 @@ def build_relay(spec: GatewaySpec, tokenizer: str) -> Relay:
         pipelined=spec.pipelined,
         recovery_s=spec.recovery_s,
         local_prefill=spec.local_prefill,
-        tpot_s=Slo.from_ms(None, spec.slo_tpot_ms).limits_s()["tpot"],
+        tpot_s=spec.slo.limits_s()["tpot"],
         kv_budget_pct=spec.kv_quality_budget,
     )
 

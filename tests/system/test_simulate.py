@@ -148,7 +148,7 @@ BUILT_IN = str(PROFILE_FOLDER / "opt-13b.a100-80g.json")
         ([*REAL, *BOTH, "--rate", "1", "--link", "25Gbps"], "--link has no effect"),
         ([*REAL, *BOTH, "--rate", "1", "--local-prefill", "never"], "--local-prefill has no effect"),
         ([*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "9"], "no instance prefills while it decodes"),
-        ([*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "0"], "cannot be met"),
+        ([*REAL, *CHAT, "--rate", "1", "--tpot-budget-ms", "0"], "--tpot-budget-ms must be greater than 0"),
         (
             [*REAL, *BOTH, "--rate", "1", "--tpot-budget-ms", "9", "--no-enable-chunked-prefill"],
             "--tpot-budget-ms has no effect",
@@ -162,7 +162,11 @@ BUILT_IN = str(PROFILE_FOLDER / "opt-13b.a100-80g.json")
         ([*REAL, "--placement", "1P TP7 + 1D"], "cannot be spread"),
         ([*REAL, "--placement", "1P", "--workload", "sharegpt", "--rate", "1"], "cannot serve requests"),
         ([*REAL, *CHAT, "--rate", "1", "--device", "Abacus"], "Abacus"),
-        ([*REAL, *CHAT, "--rate", "1", "--slo-ttft-ms", "-3"], "cannot be met"),
+        ([*REAL, *CHAT, "--rate", "1", "--slo-ttft-ms", "-3"], "--slo-ttft-ms must be greater than 0"),
+        (
+            [*REAL, *CHAT, "--rate", "1", "--slo-tpot-ms", "inf"],
+            "--slo-tpot-ms must be greater than 0 and finite",
+        ),
         (["--model", "opt-175b", *CHAT, "--rate", "1"], "does not fit"),
         (["--model", "no-such-model", *CHAT, "--rate", "1"], "not known"),
         ([*REAL, *CHAT, "--rate", "4", "--requests", "5", "--warmup", "5"], "no request is left"),
@@ -439,6 +443,8 @@ def test_settings_and_their_defaults_are_those_of_serve(monkeypatch: pytest.Monk
     assert both.tpot_s == 0.08
     (own,) = simulated(monkeypatch, *REAL, *BOTH, *objectives, "--tpot-budget-ms", "50").instances
     assert own.tpot_s == 0.05
+    (unbounded,) = simulated(monkeypatch, *REAL, *BOTH, *objectives, "--tpot-budget-ms", "inf").instances
+    assert unbounded.tpot_s is None
 
 
 def test_prefixes_that_a_trace_names_are_cached_unless_it_is_said(

@@ -107,7 +107,7 @@ def read_problem(options: PlanOptions) -> Problem:
 
 
 def _check_ranges(options: PlanOptions) -> None:
-    rate, share, span_s = options.rate, options.attainment, options.span_s
+    rate, span_s = options.rate, options.span_s
     wrong = [one for one in options.family if one not in FAMILIES]
     faults = [
         (
@@ -117,7 +117,6 @@ def _check_ranges(options: PlanOptions) -> None:
         ),
         (bool(wrong), f"--family {' '.join(wrong)}", f"one of {', '.join(FAMILIES)}"),
         (rate is not None and not 0.0 < rate < math.inf, f"--rate {rate}", "requests per second, above 0"),
-        (not 0.0 < share <= 1.0, f"--attainment {share}", "a share above 0 and at most 1, such as 0.9"),
         (not 0.0 <= span_s < math.inf, f"--span-s {span_s}", "seconds, such as 60"),
     ]
     for wrongly, flag, fix in faults:

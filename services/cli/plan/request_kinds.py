@@ -94,7 +94,7 @@ def _parse_kind(text: str, attainment: float) -> WorkloadKind:
         if len(own) not in (0, 2):
             raise ValueError
         share = float(own[1]) if own else 1.0
-        slo = Slo.from_ms(float(ttft_ms), float(tpot_ms), attainment)
+        slo = Slo(float(ttft_ms) / 1e3, float(tpot_ms) / 1e3, attainment)
         if not (name and equals and all(0.0 < one < math.inf for one in (share, slo.ttft_s, slo.tpot_s))):
             raise ValueError
     except ValueError:

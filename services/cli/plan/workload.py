@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from diptych.errors import ConfigError
-from diptych.slo import Slo, Slos
+from diptych.slo import Slo, Slos, read_slo
 from planner.costs.model import ModelDims
 from planner.workload.kv_mix import class_shares
 from planner.workload.workload import JobSource, Workload, WorkloadMix, find_workload
@@ -39,20 +38,29 @@ def read_workload(options: PlanOptions, shape: ModelDims) -> PlanWorkload:
 
     Raises ConfigError: an SLO or a kind cannot be read or is for no request, or the workload cannot be used.
     """
+    slo = read_slo(options.slo_ttft_ms, options.slo_tpot_ms, options.attainment)
     found = parse_kinds(options.kind, options.attainment)
     if not found:
-        return _single_kind(options, shape)
+        return _single_kind(options, slo, shape)
     own = have_own_workloads(
         found,
         workload=options.workload,
         slo_ttft_ms=options.slo_ttft_ms,
         slo_tpot_ms=options.slo_tpot_ms,
     )
-    return _kinds_with_workloads(found, options, shape) if own else _kinds_of_trace(found, options, shape)
+    return (
+        _kinds_with_workloads(found, options, shape) if own else _kinds_of_trace(found, slo, options, shape)
+    )
 
 
-def _single_kind(options: PlanOptions, shape: ModelDims) -> PlanWorkload:
-    slo, name = _common_slo(options), options.workload or DEFAULT_WORKLOAD
+def _single_kind(options: PlanOptions, slo: Slo, shape: ModelDims) -> PlanWorkload:
+    if not slo.has_limits:
+        raise ConfigError(
+            "no SLO is given",
+            "without one every rate is good",
+            "such as --slo-ttft-ms 500 --slo-tpot-ms 50",
+        )
+    name = options.workload or DEFAULT_WORKLOAD
     whole = find_workload(name)
     held = whole.within(shape.max_len)
     notes = (*_left_out_notes(whole, name, shape), *merged_kinds_note(held.kinds(), name))
@@ -60,11 +68,11 @@ def _single_kind(options: PlanOptions, shape: ModelDims) -> PlanWorkload:
     return PlanWorkload(source, {"": slo}, name, notes, class_shares(held.jobs))
 
 
-def _kinds_of_trace(found: Sequence[WorkloadKind], options: PlanOptions, shape: ModelDims) -> PlanWorkload:
-    """Each named kind of the trace with its SLO, all other requests with the default."""
-    slos = {kind.name: kind.slo for kind in found}
-    if options.slo_ttft_ms is not None or options.slo_tpot_ms is not None:
-        slos[""] = _common_slo(options)
+def _kinds_of_trace(
+    found: Sequence[WorkloadKind], slo: Slo, options: PlanOptions, shape: ModelDims
+) -> PlanWorkload:
+    """Each named kind of the trace with its SLO, all other requests with the default `slo`."""
+    slos = {kind.name: kind.slo for kind in found} | ({"": slo} if slo.has_limits else {})
     name = options.workload or DEFAULT_WORKLOAD
     workload = find_workload(name)
     mix = WorkloadMix.of(workload, slos, shape.max_len)
@@ -89,23 +97,6 @@ def _kinds_with_workloads(
     shares = class_shares(job for workload in mix.workloads.values() for job in workload.jobs)
     source = mix.fitted() if options.fit else mix
     return PlanWorkload(source, mix.slos, ", ".join(mix.slos), tuple(notes), shares)
-
-
-def _common_slo(options: PlanOptions) -> Slo:
-    """The default SLO, of all requests whose kind has none of its own."""
-    given = {"--slo-ttft-ms": options.slo_ttft_ms, "--slo-tpot-ms": options.slo_tpot_ms}
-    for flag, value_ms in given.items():
-        if value_ms is not None and not 0.0 < value_ms < math.inf:
-            raise ConfigError(
-                f"{flag} must be greater than 0 (got {value_ms:g})", fix=f"for example {flag} 500"
-            )
-    if all(value_ms is None for value_ms in given.values()):
-        raise ConfigError(
-            "no SLO is given",
-            "without one every rate is good",
-            "such as --slo-ttft-ms 500 --slo-tpot-ms 50",
-        )
-    return Slo.from_ms(options.slo_ttft_ms, options.slo_tpot_ms, options.attainment)
 
 
 def _left_out_notes(workload: Workload, name: str, shape: ModelDims) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diptych.config.load import LoadedConfig
 from diptych.errors import ConfigError
+from diptych.slo import read_slo
 from planner.costs.profile_file import load_profile
 from services.cli.serve.specs import devices_by_worker
 
@@ -18,7 +19,7 @@ def check_replan_settings(loaded: LoadedConfig) -> None:
         )
     if not config.replan:
         return
-    if config.slo_ttft_ms is None and config.slo_tpot_ms is None:
+    if not read_slo(config.slo_ttft_ms, config.slo_tpot_ms).has_limits:
         raise ConfigError(
             "there is nothing to plan for",
             "the replanner controls SLO attainment, and no SLO is given",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from diptych.config.options import Config
 from diptych.errors import ConfigError
-from diptych.slo import Slo, strictest_slo
+from diptych.slo import read_slo, strictest_slo
 from kvcache.class_shares import parse_class_shares, split_auto
 from planner.costs.kv.codec import code_profile, with_kv_codec
 from planner.costs.kv.eviction import DecidingCost, find_keep
@@ -87,7 +87,7 @@ def fleet_hardware(config: Config, model: ProbedModel, profile: CostProfile) -> 
     token_bytes = float(profile.model.kv_token_bytes)
     step_tokens = config.max_num_batched_tokens
     beside = config.colocated and config.enable_chunked_prefill
-    step_s = Slo.from_ms(config.slo_ttft_ms, config.slo_tpot_ms).tpot_s
+    step_s = read_slo(config.slo_ttft_ms, config.slo_tpot_ms).tpot_s
     pair = [(InstancePool(role, splits[role]), profile.device.node) for role in (PREFILL, DECODE)]
     limits = InstanceLimits(
         prefill_tokens=step_tokens,
@@ -158,7 +158,7 @@ class ReplanSession:
             return None
         planned = answer.slos_by_kind.values() if answer else ()
         target = strictest_slo(planned).attainment if planned else DEFAULT_ATTAINMENT
-        slo = Slo.from_ms(config.slo_ttft_ms, config.slo_tpot_ms, target)
+        slo = read_slo(config.slo_ttft_ms, config.slo_tpot_ms, target)
         profile = replan_profile(config, model)
         evaluator = SimulatedEvaluator(
             fleet_hardware(config, model, profile),

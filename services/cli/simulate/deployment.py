@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import ConfigError
-from diptych.slo import Slo
+from diptych.slo import Slo, read_limit_s
 from planner import hardware
 from planner.costs.kv.classes import check_class_rooms, kv_class_notes, read_classes, shared_kv_classes
 from planner.costs.kv.codec import code_profile, codec_note, with_kv_codec
@@ -104,17 +104,6 @@ def codec_notes(options: SimulateOptions, what: SimDeployment, mix: Mapping[str,
     shape = find_model(options.model) if profile is None else profile.model
     coded = shape if shape.kv_codec else with_kv_codec(shape, options.kv_cache_codec)
     return (*codec_note(coded, *known), *keep_notes(what.keep))
-
-
-def positive_ms(milliseconds: float | None) -> float | None:
-    """An SLO in milliseconds, or None where none is given. Raises ConfigError: it is not above 0."""
-    if milliseconds is not None and not milliseconds > 0:
-        raise ConfigError(
-            f"an SLO of {milliseconds} ms cannot be met",
-            "it must be greater than 0",
-            "for example --slo-ttft-ms 500",
-        )
-    return milliseconds
 
 
 def parse_placement(text: str, device: str) -> Placement:
@@ -219,8 +208,12 @@ def _tpot_bound_pools(options: SimulateOptions, placement: Placement) -> list[In
 
 
 def _step_budget_s(budget_ms: float | None, tpot_s: float, placement: Placement, bound: bool) -> float | None:
-    """How long a step may take that is kept within a time, as some are if `bound`; None: as long as it takes."""
-    budget_s = tpot_s if budget_ms is None else Slo.from_ms(None, positive_ms(budget_ms)).tpot_s
+    """How long a step may take that is kept within a time, as some are if `bound`; None: as long as it takes.
+
+    An infinite budget takes the bound away that the SLO `tpot_s` sets.
+    """
+    finite_ms = None if budget_ms == math.inf else budget_ms
+    budget_s = tpot_s if budget_ms is None else read_limit_s("--tpot-budget-ms", finite_ms)
     if budget_ms is not None and not bound:
         why = (
             "whole prompts take their time"

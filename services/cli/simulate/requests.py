@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diptych.errors import ConfigError
-from diptych.slo import DEFAULT_ATTAINMENT, Slo, Slos
+from diptych.slo import DEFAULT_ATTAINMENT, Slo, Slos, read_slo
 from planner.sim.exact.simulate import SimDeployment
 from planner.types import Job
 from planner.workload.kv_mix import class_shares, draw_classes
@@ -31,7 +31,7 @@ from services.cli.plan.request_kinds import (
     mix_workloads,
     parse_kinds,
 )
-from services.cli.simulate.deployment import class_profile, positive_ms
+from services.cli.simulate.deployment import class_profile
 from services.cli.simulate.options import SimulateOptions
 
 # Least and greatest rate in requests per second. Beyond them floats cannot represent the arrival times.
@@ -56,12 +56,12 @@ class SimulatedRequests(NamedTuple):
 def slo_by_kind(options: SimulateOptions) -> dict[str, Slo]:
     """The SLO of each kind of request. "" is the default; with kinds it exists only if its flags were given.
 
-    Raises ConfigError: a kind cannot be read, or an SLO is not above 0.
+    Raises ConfigError: a kind cannot be read, or an SLO is not above 0, or infinite.
     """
     found = {kind.name: kind.slo for kind in _parse_kinds(options)}
-    given = (options.slo_ttft_ms, options.slo_tpot_ms)
-    if not found or any(value is not None for value in given):
-        found[""] = Slo.from_ms(positive_ms(options.slo_ttft_ms), positive_ms(options.slo_tpot_ms))
+    common = read_slo(options.slo_ttft_ms, options.slo_tpot_ms)
+    if not found or common.has_limits:
+        found[""] = common
     return found
 
 

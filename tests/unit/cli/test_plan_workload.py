@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,9 @@ def test_a_fit_is_drawn_from(trace: str) -> None:
         ({"kind": ["priority 5=sharegpt:250:100"]}, "cannot be read"),
         ({"kind": ["priority 5=250:0"]}, "cannot be read"),
         ({}, "no SLO is given"),
+        ({"slo_ttft_ms": -5.0}, r"--slo-ttft-ms must be greater than 0 and finite \(got -5\)"),
+        ({"slo_tpot_ms": math.inf}, "--slo-tpot-ms must be greater than 0 and finite"),
+        ({"kind": ["priority 5=250:100"], "attainment": 90.0}, "--attainment must be a share"),
         ({"workload": "sharegpt", "kind": ["chat=250:100"]}, "no requests of kind 'chat'"),
         ({"workload": "sharegpt", "slo_ttft_ms": 1.0, "fit": True}, "nothing can be fitted to sharegpt"),
     ],

@@ -1,12 +1,13 @@
 """What a setting is: a field of `diptych.config.options.Config` with a flag, a YAML key and an environment name.
 
 A field's annotation says how its value is read (`diptych.config.values.ValueKind`) and where it is listed (`Listing`).
-Everything else, including the command line, the generated documents and the messages, is derived from that.
+Everything else, including the command line, the generated documents and the messages, is derived from that. Options
+of one command, which are no settings, are fields of a dataclass (`option_field`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
 from diptych.config.values import ValueKind, format_value
@@ -19,6 +20,20 @@ ENV_PREFIX = "DIPTYCH_"
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
 # `diptych chat` and `diptych status` read the gateway's address from this variable.
 URL_ENV = ENV_PREFIX + "URL"
+
+
+def option_field(default: Any, help: str, panel: str | None = None, **more: Any) -> Any:
+    """A field of a dataclass that is also an option, listed in `panel` by `--help`; one without default: `MISSING`.
+
+    Its flag is that in `more`, else its name, for example `--max-rate`; a switch that is on has `--no-` as well. An
+    empty flag makes it an argument by position. All else in `more` goes to `typer.Option`.
+    """
+    return field(default=default, metadata={"help": help, "rich_help_panel": panel, **more})
+
+
+def flag_name(name: str) -> str:
+    """The command-line flag of a field, for example `--max-model-len`."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +68,7 @@ class SettingSpec:
     @property
     def flag(self) -> str:
         """Its command-line flag, for example `--max-model-len`."""
-        return "--" + self.name.replace("_", "-")
+        return flag_name(self.name)
 
     @property
     def env(self) -> str:

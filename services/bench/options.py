@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diptych.config.fields import URL_ENV
+from diptych.config.fields import URL_ENV, option_field
 from diptych.errors import ConfigError
 from diptych.slo import Slo, read_slo
 from services.host.output_paths import unwritable_reason
@@ -23,98 +23,72 @@ EXAMPLES = {
 SERVER, REQUESTS, RUNS, SLOS, OUTPUT = "Server", "Requests", "Runs", "SLOs", "Output"
 
 
-def _bench_option(default: Any, flag: str, panel: str, help: str, **more: Any) -> Any:
-    """`more` is typer's."""
-    return field(default=default, metadata={"flag": flag, "rich_help_panel": panel, "help": help, **more})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """How `diptych bench` was called. Raises ConfigError for what cannot be, or would have no effect."""
 
-    url: str = _bench_option(
-        "http://127.0.0.1:8000", "--url", SERVER, "Any server with OpenAI's API", envvar=URL_ENV
-    )
-    api_key: str | None = _bench_option(None, "--api-key", SERVER, "Bearer key", envvar="DIPTYCH_API_KEY")
-    model: str | None = _bench_option(None, "--model", SERVER, "Default: the first one served")
-    endpoint: str = _bench_option(
-        "auto", "--endpoint", SERVER, "completions, chat, or auto: what the server has"
-    )
-    workload: str = _bench_option(
+    url: str = option_field("http://127.0.0.1:8000", "Any server with OpenAI's API", SERVER, envvar=URL_ENV)
+    api_key: str | None = option_field(None, "Bearer key", SERVER, envvar="DIPTYCH_API_KEY")
+    model: str | None = option_field(None, "Served model; default: the first one", SERVER)
+    endpoint: str = option_field("auto", "completions, chat, or auto: what the server has", SERVER)
+    workload: str = option_field(
         "sharegpt",
-        "--workload",
-        REQUESTS,
         "sharegpt, humaneval, longbench, or a trace: Azure's CSV, Mooncake's or other JSON lines, a request log",
+        REQUESTS,
         metavar="NAME|FILE",
     )
-    shrink: float = _bench_option(
-        1.0, "--shrink", REQUESTS, "Divide all lengths by this, for a small model", min=1e-3
+    shrink: float = option_field(1.0, "Divide all lengths by this, for a small model", REQUESTS, min=1e-3)
+    context: int | None = option_field(
+        None, "Most tokens of prompt and answer; default: what the server takes", REQUESTS, min=2
     )
-    context: int | None = _bench_option(
-        None, "--context", REQUESTS, "Most tokens of prompt and answer; default: what the server takes", min=2
+    arrivals: str = option_field(
+        POISSON, "poisson; gamma, with --cv; replay: a trace's times, or its shape at --rate", REQUESTS
     )
-    arrivals: str = _bench_option(
-        POISSON,
-        "--arrivals",
-        REQUESTS,
-        "poisson; gamma, with --cv; replay: a trace's times, or its shape at --rate",
-    )
-    fit: bool = _bench_option(
+    fit: bool = option_field(
         False,
-        "--fit",
-        REQUESTS,
         "Draw from lognormals fitted to the trace, for a trace too short to have long prompts",
+        REQUESTS,
     )
-    cv: float | None = _bench_option(
-        None, "--cv", REQUESTS, "Gaps' deviation over their mean; above 1 is bursty", min=0.0
+    cv: float | None = option_field(
+        None, "Coefficient of variation of the gaps between arrivals; above 1 is bursty", REQUESTS, min=0.0
     )
-    rate: float | None = _bench_option(
-        None, "--rate", RUNS, "Requests per second (1); with --search, where it begins"
+    rate: float | None = option_field(
+        None, "Requests per second (1); with --search, the rate to begin with", RUNS
     )
-    rates: str = _bench_option("", "--rates", RUNS, "Several rates, for a curve", metavar="A,B,…")
-    search: bool = _bench_option(False, "--search", RUNS, "Find the largest rate that meets the SLOs")
-    max_rate: float | None = _bench_option(None, "--max-rate", RUNS, "Search no higher")
-    width: float | None = _bench_option(
-        None, "--width", RUNS, "Find it to so many requests per second (5 % of it)"
+    rates: str = option_field("", "Several rates, for a curve", RUNS, metavar="A,B,…")
+    search: bool = option_field(False, "Find the largest rate that meets the SLOs", RUNS)
+    max_rate: float | None = option_field(None, "Search no higher than this rate", RUNS)
+    width: float | None = option_field(
+        None, "Search to this many requests per second (5 % of the rate)", RUNS
     )
-    duration_s: float | None = _bench_option(
+    duration_s: float | None = option_field(
         None,
-        "--duration",
-        RUNS,
         f"Seconds of arrivals in a run ({DEFAULT_RUN_S:g}; a replay: the whole trace)",
+        RUNS,
+        flag="--duration",
         min=0.1,
     )
-    num_requests: int | None = _bench_option(
-        None, "--num-requests", RUNS, "Requests of a run, instead of --duration", min=1
-    )
-    warmup_s: float | None = _bench_option(
-        None, "--warmup", RUNS, "Seconds at the begin of a run that do not count (a tenth of it)", min=0.0
-    )
-    seeds: int = _bench_option(1, "--seeds", RUNS, "Repeat with other arrivals and lengths", min=1)
-    max_concurrency: int | None = _bench_option(
+    num_requests: int | None = option_field(None, "Requests of a run, instead of --duration", RUNS, min=1)
+    warmup_s: float | None = option_field(
         None,
-        "--max-concurrency",
+        "Seconds at the beginning of a run that do not count (a tenth of it)",
         RUNS,
-        "Most requests open at a time; those that wait for it are late",
-        min=1,
+        flag="--warmup",
+        min=0.0,
     )
-    timeout_s: float = _bench_option(
-        600.0, "--timeout", RUNS, "Seconds after which a request has failed", min=0.1
+    seeds: int = option_field(1, "Number of runs, with other arrivals and lengths", RUNS, min=1)
+    max_concurrency: int | None = option_field(
+        None, "Most open requests; those that wait for this are late", RUNS, min=1
     )
-    slo_ttft_ms: float | None = _bench_option(
-        None, "--slo-ttft-ms", SLOS, "SLO of the time to first token", min=0.0
+    timeout_s: float = option_field(
+        600.0, "Seconds after which a request has failed", RUNS, flag="--timeout", min=0.1
     )
-    slo_tpot_ms: float | None = _bench_option(
-        None, "--slo-tpot-ms", SLOS, "SLO of the time per output token", min=0.0
-    )
-    attainment: float = _bench_option(0.9, "--attainment", SLOS, "Share of requests that must meet both")
-    json: bool = _bench_option(False, "--json", OUTPUT, "Print one JSON object")
-    save: Path | None = _bench_option(
-        None, "--save", OUTPUT, "Write every request's times, one JSON object a line"
-    )
-    plot: Path | None = _bench_option(
-        None, "--plot", OUTPUT, "Draw attainment against rate: PNG, and JSON beside it"
-    )
+    slo_ttft_ms: float | None = option_field(None, "SLO of the time to first token", SLOS, min=0.0)
+    slo_tpot_ms: float | None = option_field(None, "SLO of the time per output token", SLOS, min=0.0)
+    attainment: float = option_field(0.9, "Share of requests that must meet both SLOs", SLOS)
+    json: bool = option_field(False, "Print one JSON object", OUTPUT)
+    save: Path | None = option_field(None, "Write every request's times here, one JSON object a line", OUTPUT)
+    plot: Path | None = option_field(None, "Draw attainment against rate: PNG, and JSON beside it", OUTPUT)
 
     def __post_init__(self) -> None:
         for what, why, fix in (*self._invalid_values(), *self._check_contradictions()):

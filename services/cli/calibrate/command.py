@@ -150,7 +150,7 @@ def _write_file(calibration: Calibration, out: Path) -> None:
 
 
 def _read_text(options: CalibrateOptions, checkpoint: Checkpoint, tokens: int) -> SplitText:
-    windows = (options.windows, min(WINDOW_TOKENS, tokens)) if options.quality else (0, 0)
+    windows = (options.windows, min(WINDOW_TOKENS, tokens)) if not options.no_quality else (0, 0)
     if options.text is not None:
         backend = ModelTokenizer.load(checkpoint.path).backend
         backend.no_truncation()

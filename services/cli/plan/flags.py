@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from diptych.errors import ConfigError
 from diptych.extras import require_extra
-from services.cli.option_fields import options_command
+from services.cli.option_fields import options_command, refuse_flags
 from services.cli.plan.options import PlanOptions
 
 HELP = """Find the deployment with the highest goodput within the SLOs: how many instances, how parallel, which kind.
@@ -27,14 +26,6 @@ def plan(options: PlanOptions) -> int:
         from services.cli.plan.offload import run_bulk_plan
 
         return run_bulk_plan(options)
-    refuse_bulk_flags(options)
+    unused = {name for name in options.given if name.startswith("bulk_")}
+    refuse_flags(options, unused, "", "it is for bulk work", "add --bulk 512:64, or leave it out")
     return run_plan(options)
-
-
-def refuse_bulk_flags(options: PlanOptions) -> None:
-    """Refuse flags of bulk work without --bulk. Raises ConfigError."""
-    if unused := sorted(name for name in options.given if name.startswith("bulk_")):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-        raise ConfigError(
-            f"{names} has no effect", "it is for bulk work", "add --bulk 512:64, or leave it out"
-        )

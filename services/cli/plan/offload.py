@@ -20,11 +20,16 @@ from planner.offload.machines import HostMachine
 from planner.offload.measured import measured_machine, model_kinds, search_blocks, to_block_policy
 from planner.offload.programme import OffloadPlacement, search_placement
 from planner.types import BulkRates
+from services.cli.option_fields import refuse_flags
 from services.cli.plan.bulk_inputs import load_bulk_rates, read_lengths, read_size
 from services.cli.plan.options import BULK, PlanOptions
 from services.host.exit_codes import OK
 
 GIB, GB = 1 << 30, 1e9
+# The flags that a plan of bulk work uses.
+USED = {
+    "model", "device", "as_json", "profile", "bulk", "bulk_memory", "bulk_disk", "bulk_disk_rate", "bulk_int4",
+}  # fmt: skip
 
 
 def run_bulk_plan(options: PlanOptions) -> int:
@@ -63,20 +68,7 @@ def run_bulk_plan(options: PlanOptions) -> int:
 
 def _refuse_others(options: PlanOptions) -> None:
     """Refuse flags that a plan of bulk work does not use. Raises ConfigError."""
-    allowed = {
-        "model",
-        "device",
-        "as_json",
-        "profile",
-        "bulk",
-        "bulk_memory",
-        "bulk_disk",
-        "bulk_disk_rate",
-        "bulk_int4",
-    }
-    if unused := sorted(options.given - allowed):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-        raise ConfigError(f"{names} has no effect with --bulk", "bulk work has no SLO", "leave it out")
+    refuse_flags(options, options.given - USED, " with --bulk", "bulk work has no SLO", "leave it out")
     if options.device is not None and options.device.lower() != CPU:
         raise ConfigError(
             f"--bulk cannot plan for {options.device}", "blocks are computed on the CPU", "use --device cpu"

@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from diptych.chunks import RAW_CLASS
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from planner.costs import profiler
@@ -32,6 +31,7 @@ from services.bench.profile_run import (
     measure_profile,
     running_deployment,
 )
+from services.cli.profile.options import ProfileOptions
 from services.host.model_probe import resolve_model
 from services.host.output_paths import require_writable
 
@@ -44,63 +44,65 @@ SHOWN_BATCHES = (
 )
 
 
-def run_profile(
-    model: str,
-    out: Path,
-    workload: str,
-    shrink: float,
-    colocated: int,
-    seconds: float,
-    depths: Sequence[int],
-    seed: int,
-    as_json: bool,
-    kv_cache_codec: str = RAW_CLASS,
-    kv_cache_calibration: Path | None = None,
-    kv_keep: float = 1.0,
-) -> int:
+def run_profile(options: ProfileOptions) -> int:
     """Measure, write, and say how well it fits. Returns the exit status.
 
-    The profile names `kv_cache_codec`, in which the measured workers keep KV, with `kv_cache_calibration` if they take
-    one from elsewhere than the model's folder. Of several codecs with shares, each is measured: costs are those of
-    `raw` if that is one of them, else of the first, and `CostProfile.kv_classes` has the others. With a `kv_keep` below
-    1 requests that evict at this threshold are measured too (`CostProfile.kv_keep`).
+    The profile names the codec in which the measured workers keep KV. Of several codecs with shares, each is measured:
+    costs are those of `raw` if that is one of them, else of the first, and `CostProfile.kv_classes` has the others.
+    With a `kv_keep` below 1 requests that evict at this threshold are measured too (`CostProfile.kv_keep`).
 
     Raises:
         ConfigError: the workload, the model, the file, the codec or the threshold is wrong, or workers
             cannot evict.
         StartError: the deployment does not come up.
     """
-    require_writable(out, "--out")
-    base = base_codec(kv_cache_codec)
-    names = [str(one.codec_id) for one in read_classes(kv_cache_codec)]
+    codec, kv_keep, depths = options.kv_cache_codec, options.kv_keep, _parse_depths(options.depths)
+    require_writable(options.out, "--out")
+    base = base_codec(codec)
+    names = [str(one.codec_id) for one in read_classes(codec)]
     classes = [base, *(name for name in names if name != base)] if names else []
     _check_keep(kv_keep, classes)
     console = Console(stderr=True)
-    pools = PoolSizes(0, 0, colocated) if colocated else PoolSizes()
-    source = find_workload(workload)
-    folder = asyncio.run(resolve_model(Config(model=model), 2)).path if model else ""
-    kept = ["--kv-cache-codec", kv_cache_codec]
-    if kv_cache_calibration is not None:
-        kept += ["--kv-cache-calibration", str(kv_cache_calibration)]
+    pools = PoolSizes(0, 0, options.colocated) if options.colocated else PoolSizes()
+    source = find_workload(options.workload)
+    folder = asyncio.run(resolve_model(Config(model=options.model), 2)).path if options.model else ""
+    kept = ["--kv-cache-codec", codec]
+    if options.kv_cache_calibration is not None:
+        kept += ["--kv-cache-calibration", str(options.kv_cache_calibration)]
     with running_deployment(pools, folder, kept) as live:
-        _check_workers_evict(live, kv_keep, kv_cache_codec)
+        _check_workers_evict(live, kv_keep, codec)
         most = live.target.max_model_len
-        fitting: Workload = source.shrunk(shrink, most or 1 << 20)
+        fitting: Workload = source.shrunk(options.shrink, most or 1 << 20)
 
         def say(line: str) -> None:
             console.print(line, highlight=False, markup=False)
 
-        if most is not None and (long := source.longer(most, shrink)).longer:
-            say(f"{workload}: {long} are longer than the {most:,} tokens that the model takes, and are cut")
+        if most is not None and (long := source.longer(most, options.shrink)).longer:
+            say(
+                f"{options.workload}: {long} are longer than the {most:,} tokens that the model takes, and are cut"
+            )
+        seconds, seed = options.seconds, options.seed
         found = measure_profile(live, fitting, seconds, depths, seed, say, classes, kv_keep)
     profile = replace(found.profile, model=with_kv_codec(found.profile.model, base))
     found = replace(found, profile=profile)
-    save_profile(profile, out)
-    if as_json:
-        print(json.dumps(measurement_figures(found) | {"file": str(out)}))
+    save_profile(profile, options.out)
+    if options.as_json:
+        print(json.dumps(measurement_figures(found) | {"file": str(options.out)}))
     else:
-        _print_figures(Console(), found, out)
+        _print_figures(Console(), found, options.out)
     return 0
+
+
+def _parse_depths(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1:
+        raise ConfigError(
+            f"--depths {text} cannot be used", "numbers of requests, at least 1", "--depths 1,4,16"
+        )
+    return found
 
 
 def _check_keep(kv_keep: float, classes: Sequence[str]) -> None:

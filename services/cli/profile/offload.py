@@ -18,6 +18,7 @@ from planner.costs.profile_file import load_profile_of, save_profile
 from planner.hardware import CPU
 from planner.offload.rate_fit import RatePoints, fit_bulk_rates
 from planner.types import BulkRates
+from services.cli.profile.options import ProfileOptions
 from services.host.exit_codes import OK
 from services.host.model_probe import EMBEDDED_MODEL, resolve_embedded
 from services.host.output_paths import require_writable
@@ -25,28 +26,29 @@ from services.host.output_paths import require_writable
 GB = 1e9
 
 
-def run_bulk_profile(model: str, out: Path, folder: Path, threads: int, as_json: bool) -> int:
-    """Measure the rates of blocks of `model` and write them to the profile `out`. Returns the exit status.
+def run_bulk_profile(options: ProfileOptions) -> int:
+    """Measure the rates of blocks of a model and write them to the profile `out`. Returns the exit status.
 
-    If `out` is a profile of this model already, everything else in it stays. The disk is that of `folder`.
+    If `out` is a profile of this model already, everything else in it stays. The disk is that of `bulk_folder`.
 
     Raises:
         ConfigError: the model or a file cannot be used, `out` is of another model, or there are too few cores.
         ModelError: the checkpoint does not match its config.
     """
+    out, threads = options.out, options.bulk_threads
     require_writable(out, "--out")
     cores = len(os.sched_getaffinity(0))
     if threads > cores:
         raise ConfigError(
             f"--bulk-threads {threads} cannot be measured", f"there are {cores} cores", "use fewer"
         )
-    checkpoint = Checkpoint.resolve(resolve_embedded(model or EMBEDDED_MODEL))
+    checkpoint = Checkpoint.resolve(resolve_embedded(options.model or EMBEDDED_MODEL))
     profile = _known_profile(out, str(checkpoint.path))
     console = Console(stderr=True, highlight=False, markup=False)
-    rates, errors = measure_bulk_rates(checkpoint, folder, threads, console)
+    rates, errors = measure_bulk_rates(checkpoint, options.bulk_folder or out.parent, threads, console)
     kept = {name: error for name, error in profile.fit_error.items() if not name.startswith("bulk_")}
     save_profile(replace(profile, bulk=rates, fit_error=kept | errors), out)
-    if as_json:
+    if options.as_json:
         print(json.dumps({"bulk": asdict(rates), "fit_error": errors, "file": str(out)}))
     else:
         print("\n".join([*rate_lines(rates, errors), f"written to {out}"]))

@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from diptych.extras import require_extra
 from planner.sim.fast import distserve_compat
 from planner.types import JobResult, Parallelism
 from planner.workload.traces import read_trace
+from services.cli.option_fields import refuse_flags
 from services.cli.simulate import bulk_flags, report
 from services.cli.simulate.options import SimulateOptions
 from services.host import output_paths
@@ -27,12 +28,6 @@ from services.host.exit_codes import OK
 COLUMNS = ("req", "arrival_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms", "total_ms")
 SHARED_FLAGS = {"model", "profile", "trace", "out"}
 COMPAT_FLAGS = {"compat", "backend", "tp_prefill", "pp_prefill", "tp_decode", "pp_decode"}
-# The flags whose names differ from the names of their options: option -> flag.
-FLAG_NAMES = {
-    "as_json": "json",
-    "enable_chunked_prefill": "[no-]enable-chunked-prefill",
-    "enable_prefix_caching": "[no-]enable-prefix-caching",
-}
 
 
 def run_simulate(options: SimulateOptions) -> int:
@@ -46,42 +41,34 @@ def run_simulate(options: SimulateOptions) -> int:
     if options.out is not None:
         output_paths.require_writable(options.out, "--out")
     if options.compat is None:
-        _refuse_flags(
-            options.given & COMPAT_FLAGS,
-            "it is a flag of --compat simdistserve",
-            "add that, or use --placement",
-        )
+        compat = options.given & COMPAT_FLAGS
+        why = "it is a flag of --compat simdistserve"
+        refuse_flags(options, compat, " here", why, "add that, or use --placement")
         if (count := bulk_flags.count_bulk_workers(options.placement)) is not None:
             extra = options.given - bulk_flags.FLAGS
-            _refuse_flags(extra, "bulk workers serve no requests", "leave it out, or simulate them apart")
+            why = "bulk workers serve no requests"
+            refuse_flags(options, extra, " here", why, "leave it out, or simulate them apart")
             require_extra("plan", "simulating bulk workers")
             # Imported only here: the search for a block needs scipy.
             from services.cli.simulate.offload_workers import run_bulk_workers
 
             return run_bulk_workers(options, count)
-        why = "it is a flag of bulk workers"
-        _refuse_flags(options.given & {"bulk_memory", "bulk_disk"}, why, "use a placement such as 1B")
+        unused, why = options.given & {"bulk_memory", "bulk_disk"}, "it is a flag of bulk workers"
+        refuse_flags(options, unused, " here", why, "use a placement such as 1B")
         served = report.simulate_samples(options)
     else:
         if options.compat != "simdistserve":
             why = "known: simdistserve"
             raise ConfigError(f"--compat {options.compat} is not known", why, "--compat simdistserve")
         extra = options.given - COMPAT_FLAGS - SHARED_FLAGS
-        _refuse_flags(
-            extra, "the paper's simulator has nothing like it", "leave it out, or leave out --compat"
-        )
+        why = "the paper's simulator has nothing like it"
+        refuse_flags(options, extra, " here", why, "leave it out, or leave out --compat")
         served = _run_simdistserve(options)
     if options.out is not None:
         _write_csv(options.out, requests_csv(served, kinds=bool(options.kind)))
     elif options.compat is not None:
         sys.stdout.write(requests_csv(served))
     return OK
-
-
-def _refuse_flags(flags: Collection[str], why: str, fix: str) -> None:
-    if flags:
-        name = min(flags)
-        raise ConfigError(f"--{FLAG_NAMES.get(name, name).replace('_', '-')} has no effect here", why, fix)
 
 
 def _run_simdistserve(options: SimulateOptions) -> list[JobResult]:

@@ -23,7 +23,7 @@ from services.cli.calibrate.command import choose_device, run_calibration
 from services.cli.calibrate.options import CalibrateOptions
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
-SMALL = CalibrateOptions("tiny", None, None, None, False, 2, 64, None, "cpu", 1, False, True)
+SMALL = CalibrateOptions(samples=2, tokens=64, device="cpu", windows=1, no_quality=True, as_json=True)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_the_same_text_gives_the_same_bytes_and_quality_stays_outside_the_hash(
     paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
     figures: list[dict[str, Any]] = []
     for path in paths:
-        assert run_calibration(replace(SMALL, out=path, quality=path == paths[2])) == 0
+        assert run_calibration(replace(SMALL, out=path, no_quality=path != paths[2])) == 0
         shown = capsys.readouterr()
         figures.append(json.loads(shown.out))
         assert "layers 1 to 6 of 6: 2 of 2 sequences" in shown.err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,25 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from diptych.config.fields import option_field
+from diptych.errors import ConfigError
 from services.bench.options import BenchOptions
-from services.cli.option_fields import option_field, options_command
+from services.cli.calibrate.options import CalibrateOptions
+from services.cli.option_fields import options_command, refuse_flags
 from services.cli.plan.options import PlanOptions
+from services.cli.profile.options import ProfileOptions
 from services.cli.simulate.options import SimulateOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallOptions:
-    model: str = field(metadata={"flag": "--model", "help": "Required"})
-    out: Path | None = option_field(None, "--out", "A file")
-    kind: tuple[str, ...] = option_field((), "--kind", "May be repeated")
-    count: int = option_field(0, "--count", "A number", "Numbers", min=0)
-    as_json: bool = option_field(False, "--json", "A switch")
-    verify: bool = option_field(True, "--verify/--no-verify", "A switch that is on")
+    place: str = option_field("here", "By position", flag="", show_default=False)
+    model: str = option_field(MISSING, "Required")
+    out: Path | None = option_field(None, "A file")
+    kind: tuple[str, ...] = option_field((), "May be repeated")
+    most_count: int = option_field(0, "A number", "Numbers", min=0)
+    as_json: bool = option_field(False, "A switch", flag="--json")
+    verify: bool = option_field(True, "A switch that is on")
     given: frozenset[str] = frozenset()
 
 
@@ -58,18 +63,23 @@ def test_flags_become_fields_and_the_typed_ones_are_known() -> None:
         "x",
         "--kind",
         "y",
-        "--count",
+        "--most-count",
         "0",
         "--json",
         "--no-verify",
+        "there",
     )
     _, got = called(*words)
-    given = frozenset({"model", "out", "kind", "count", "as_json", "verify"})
-    wanted = SmallOptions(model="a", out=Path("b"), kind=("x", "y"), as_json=True, verify=False, given=given)
+    given = frozenset({"place", "model", "out", "kind", "most_count", "as_json", "verify"})
+    wanted = SmallOptions(
+        place="there", model="a", out=Path("b"), kind=("x", "y"), as_json=True, verify=False, given=given
+    )
     assert got == [wanted] and isinstance(got[0].kind, tuple)
 
 
-@pytest.mark.parametrize("words", [(), ("--model", "a", "--count", "-1"), ("--model", "a", "--given", "x")])
+@pytest.mark.parametrize(
+    "words", [(), ("--model", "a", "--most-count", "-1"), ("--model", "a", "--given", "x")]
+)
 def test_wrong_flags_are_refused(words: tuple[str, ...]) -> None:
     result, got = called(*words)
     assert result.exit_code == 2 and not got
@@ -80,9 +90,23 @@ def test_help_lists_the_fields_in_their_order_with_defaults() -> None:
     found = [shown.index(flag) for flag in ("--model", "--out", "--kind", "--json", "--verify", "Numbers")]
     assert "Does little." in shown and found == sorted(found)
     assert "default: 0" in shown and "default: None" not in shown and "--given" not in shown
+    assert "By position" in shown and "--place" not in shown and "default: here" not in shown
 
 
-@pytest.mark.parametrize("options_type", [BenchOptions, PlanOptions, SimulateOptions])
-def test_every_flag_is_named_once(options_type: type) -> None:
-    flags = [one.metadata["flag"] for one in fields(options_type) if one.metadata]
-    assert len(set(flags)) == len(flags) and all(flag.startswith("--") for flag in flags)
+def test_flags_without_effect_are_refused_by_their_own_names() -> None:
+    options = SmallOptions(model="a")
+    refuse_flags(options, set(), " here", "why", "fix")
+    with pytest.raises(ConfigError) as caught:
+        refuse_flags(options, {"verify", "as_json", "most_count"}, " here", "why", "fix")
+    assert caught.value.what == "--most-count, --json, --verify/--no-verify has no effect here"
+
+
+@pytest.mark.parametrize(
+    "options_type", [BenchOptions, CalibrateOptions, PlanOptions, ProfileOptions, SimulateOptions]
+)
+def test_flags_are_the_names_of_fields_but_for_a_few(options_type: type) -> None:
+    options = [one for one in fields(options_type) if one.metadata]
+    flags = [one.metadata.get("flag", one.name) for one in options]
+    assert len(set(flags)) == len(flags) and all(one.metadata["help"] for one in options)
+    unlike = {one.metadata["flag"] for one in options if "flag" in one.metadata}
+    assert unlike <= {"", "--json", "--duration", "--warmup", "--timeout"}

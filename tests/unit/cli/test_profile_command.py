@@ -14,6 +14,11 @@ import pytest
 from diptych.errors import ConfigError, StartError
 from services.bench.profile_run import LiveDeployment, PoolSizes
 from services.cli.profile import command
+from services.cli.profile.options import ProfileOptions
+
+
+def small_options(folder: Path, **more: Any) -> ProfileOptions:
+    return ProfileOptions(out=folder / "p.json", seconds=4.0, depths="1", as_json=True, **more)
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -28,9 +33,9 @@ def test_workers_get_the_codec_and_its_calibration(
 
     monkeypatch.setattr(command, "running_deployment", start)
     file = tmp_path / "mine.safetensors"
-    more = (file,) if named else ()
+    more: dict[str, Any] = {"kv_cache_calibration": file} if named else {}
     with pytest.raises(StartError, match="not here"):
-        command.run_profile("", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, "nuq4-1%", *more)
+        command.run_profile(small_options(tmp_path, kv_cache_codec="nuq4-1%", **more))
     calibration = ["--kv-cache-calibration", str(file)] if named else []
     assert seen == ["--kv-cache-codec", "nuq4-1%", *calibration]
 
@@ -62,7 +67,7 @@ def test_each_class_of_a_list_is_measured_raw_first(
     monkeypatch.setattr(command, "running_deployment", start)
     monkeypatch.setattr(command, "measure_profile", measure)
     with pytest.raises(StartError):
-        command.run_profile("", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, codecs)
+        command.run_profile(small_options(tmp_path, kv_cache_codec=codecs))
     assert asked == [names]
 
 
@@ -75,7 +80,7 @@ def test_a_list_that_cannot_be_is_refused_before_anything_is_started(
 
     monkeypatch.setattr(command, "running_deployment", start)
     with pytest.raises(ConfigError) as caught:
-        command.run_profile("", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, codecs)
+        command.run_profile(small_options(tmp_path, kv_cache_codec=codecs))
     assert len(caught.value.lines()) <= 6
 
 
@@ -97,9 +102,7 @@ def test_eviction_is_measured_beside_whole_kv(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(command, "measure_profile", measure)
 
     def run(codecs: str, keep: float) -> None:
-        command.run_profile(
-            "", tmp_path / "p.json", "sharegpt", 1.0, 0, 4.0, (1,), 1, True, codecs, kv_keep=keep
-        )
+        command.run_profile(small_options(tmp_path, kv_cache_codec=codecs, kv_keep=keep))
 
     with pytest.raises(StartError):
         run("raw", 0.95)

@@ -200,7 +200,9 @@ def _parse_duration(value: Any, scales: Mapping[str, float], what: str) -> float
     try:
         duration = float(_parse_number(value, scales, what))
     except OverflowError:
-        raise ValueError("is out of range: it is too large") from None
+        duration = math.inf
+    if duration == math.inf:
+        raise ValueError("is out of range: it is too large")
     if not duration > 0:
         raise ValueError("is out of range: it must be above 0")
     return duration

@@ -255,6 +255,12 @@ def test_a_wrong_value_is_refused_even_where_another_source_overrides_it(yaml: P
     assert "inf is not a whole number" in refused(file=yaml)
 
 
+@pytest.mark.parametrize("name", ["slo_ttft_ms", "request_timeout_s"])
+def test_a_duration_has_an_end_since_json_has_no_infinity(name: str, yaml: Path) -> None:
+    yaml.write_text(f"{name}: .inf\n")
+    assert f"{name} in {yaml}: inf is out of range: it is too large" in refused(file=yaml)
+
+
 def test_defaults_do_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_PORT", "9")
     assert Config().port == 8000 and loaded().config == Config()

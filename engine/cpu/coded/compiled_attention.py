@@ -1,6 +1,6 @@
 """Attention over coded pages by compiled kernels: what `engine.cpu.coded.attention` computes, fast.
 
-One kernel set per family of codecs (`engine.cpu.coded.page_kernels`). Decode expands each page of a row once into
+One kernel set per family of codecs (`engine.cpu.coded.page_factory`). Decode expands each page of a row once into
 scratch, for all query heads. Chunks that several rows share, and the chunks of a prefill span, are expanded once into a
 small pool in the raw layout, which the kernels for raw pools read.
 """
@@ -20,11 +20,8 @@ from engine.batching.batch import ForwardBatch, PrefillSpan
 from engine.cpu.attention import crossover_queries, worthwhile_plan
 from engine.cpu.coded import nuq_expand, nuq_frames, turbo_kernels
 from engine.cpu.coded.attention import CodedAttention, CodedPool, check_finite_rows, normalise_heads
-from engine.cpu.coded.grouped_kernels import build_grouped_kernels
-from engine.cpu.coded.nuq_encode import build_nuq_kernels
-from engine.cpu.coded.page_kernels import BYTES, SECTIONS, PageKernels
-from engine.cpu.coded.plain_kernels import build_plain_kernels
-from engine.cpu.coded.turbo_kernels import build_turbo_kernels
+from engine.cpu.coded.page_factory import build_page_kernels
+from engine.cpu.coded.page_kernels import BYTES, CALIBRATED, GROUPED, PLAIN, ROTATED, SECTIONS, PageKernels
 from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag
 from engine.cpu.tiled_attention import build_prefill_kernel
 from kvcache.codecs.grouped import GroupedCodec
@@ -61,7 +58,8 @@ class PageFamily:
 def find_family(codecs: Sequence[Sequence[Codec]], head_dim: int) -> PageFamily:
     """The kernels for the codecs of a pool (`kvcache.page_codecs.build_page_codecs`), all of one kind."""
     first = codecs[0][0]
-    kernels, detail = _find_kernels(first, head_dim)
+    number, detail = _find_number(first)
+    kernels = build_page_kernels(number, head_dim)
     figures = (first.page_bytes, first.shape.heads, *first.codec_id.code_bits, detail)
     page = np.array([*figures, *first.sections.offsets.values()], np.int64)
     constants = [np.stack([_page_constants(codec) for codec in row]) for row in codecs]
@@ -76,18 +74,18 @@ def find_family(codecs: Sequence[Sequence[Codec]], head_dim: int) -> PageFamily:
     return PageFamily(kernels, page, constants, nuq_frames.frame_figures(page, frame_format), heads)
 
 
-def _find_kernels(codec: Codec, head_dim: int) -> tuple[PageKernels, int]:
-    """The kernels of a codec, and the number that its family has in `DETAIL`."""
+def _find_number(codec: Codec) -> tuple[int, int]:
+    """The number of a codec's family, and the one that it has in `DETAIL`."""
     if isinstance(codec, NuqCodec):
-        return build_nuq_kernels(head_dim), 2 * codec.per_side
+        return CALIBRATED, 2 * codec.per_side
     if isinstance(codec, TurboCodec):
-        return build_turbo_kernels(head_dim), int(codec.by_norm)
+        return ROTATED, int(codec.by_norm)
     if isinstance(codec, GroupedCodec):
-        return build_grouped_kernels(head_dim), codec.group
+        return GROUPED, codec.group
     assert isinstance(codec, PlainCodec) and codec.codec_id.name != "raw", (
         f"there are no kernels for {codec.codec_id}"
     )
-    return build_plain_kernels(head_dim), int(codec.codec_id.name == "bf16")
+    return PLAIN, int(codec.codec_id.name == "bf16")
 
 
 def _page_constants(codec: Codec) -> Floats:

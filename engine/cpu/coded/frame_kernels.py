@@ -6,9 +6,8 @@ As `engine.cpu.eviction.ragged_attention`, with frames of codes (`kvcache.evicti
 of a sequence in a step are computed together, so that a page or frame is expanded once for all of them; no row sees
 another. Keys are rotated to their positions, which the map of kept rows says.
 
-A family's module compiles `expand_rows` and `attend_rows` for its number, as those of `engine.cpu.coded.page_kernels`.
-Frames of a page of one head are expanded as that page with fewer rows; others by the function of
-`register_frames`. Arguments that belong together come as tuples, beside those named there:
+Frames of a page of one head are expanded as that page with fewer rows; others by the function of `register_frames`.
+Arguments that belong together come as tuples, beside those of `engine.cpu.coded.page_kernels`:
 
     frames    the frame's figures, as `page`; constants by head, [kv_heads, n]; the bag's slabs; frames of a slab; first
               frames of the table of tokens and of the list of outliers; how many outliers there are

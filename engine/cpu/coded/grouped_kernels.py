@@ -6,7 +6,6 @@ no constants.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,20 +23,7 @@ from engine.cpu.coded.exact import (
     lookup,
     store_half,
 )
-from engine.cpu.coded.frame_kernels import attend_rows, expand_rows
-from engine.cpu.coded.page_kernels import (
-    DETAIL,
-    GROUPED,
-    KEY_BITS,
-    SECTIONS,
-    PageKernels,
-    decode_rows,
-    encode_tokens,
-    expand_chunks,
-    read_runs,
-    register_functions,
-)
-from engine.cpu.jit import jit
+from engine.cpu.coded.page_kernels import DETAIL, KEY_BITS, SECTIONS
 from engine.cpu.simd import LANES, load, splat, store
 
 _ZERO = np.float32(0)
@@ -114,46 +100,3 @@ def encode_row(
     codes = work[1]
     _encode_side(keys, data, at, page, SECTIONS, row, codes, width)
     _encode_side(values, data, at, page, SECTIONS + 3, row, codes, width)
-
-
-register_functions(GROUPED, expand_page, encode_row)
-
-
-@cache
-def build_grouped_kernels(width: int) -> PageKernels:
-    """The kernels of `int8` and `int4` for one head dimension, compiled as a constant."""
-
-    @jit
-    def encode(
-        qkv: Any, positions: Any, slots: Any, queries: int, pages: Any, angles: Any, rotated: bool
-    ) -> None:
-        encode_tokens(GROUPED, qkv, positions, slots, queries, pages, angles, rotated, width)
-
-    @jit
-    def decode(qkv: Any, rows: Any, state: Any, pages: Any, angles: Any, window: int, out: Any) -> None:
-        decode_rows(GROUPED, qkv, rows, state, pages, angles, window, out, width)
-
-    @jit
-    def expand(slabs: Any, first: int, length: int, sink: Any, pages: Any, angles: Any, scratch: Any) -> None:
-        expand_chunks(GROUPED, slabs, first, length, sink, pages, angles, scratch, width)
-
-    @jit
-    def shared(qkv: Any, batch: Any, runs: Any, pages: Any, angles: Any, state: Any, out: Any) -> None:
-        read_runs(GROUPED, qkv, batch, runs, pages, angles, state, out, width)
-
-    @jit
-    def kept(
-        data: Any, slab: int, frames: Any, heads: Any, head: int, sink: Any, angles: Any, out: Any
-    ) -> None:
-        expand_rows(GROUPED, data, slab, frames, heads, head, sink, angles, out, width)
-
-    @jit
-    def ragged(
-        qkv: Any, batch: Any, chunks: Any, ring: int, start: int, sink: Any, pages: Any, frames: Any, heads: Any,
-        angles: Any, window: int, out: Any,
-    ) -> None:  # fmt: skip
-        attend_rows(
-            GROUPED, qkv, batch, chunks, ring, start, sink, pages, frames, heads, angles, window, out, width
-        )
-
-    return PageKernels(encode, decode, expand, shared, kept, ragged)

@@ -5,7 +5,6 @@ Sections and constants of a page are those of `engine.cpu.coded.nuq_expand`.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,23 +21,7 @@ from engine.cpu.coded.exact import (
     mask_above,
     store_half,
 )
-from engine.cpu.coded.frame_kernels import attend_rows, expand_rows, register_frames
-from engine.cpu.coded.nuq_expand import expand_page
-from engine.cpu.coded.nuq_frames import expand_frame
-from engine.cpu.coded.page_kernels import (
-    CALIBRATED,
-    DETAIL,
-    KEY_BITS,
-    SECTIONS,
-    VALUE_BITS,
-    PageKernels,
-    decode_rows,
-    encode_tokens,
-    expand_chunks,
-    read_runs,
-    register_functions,
-)
-from engine.cpu.jit import jit
+from engine.cpu.coded.page_kernels import DETAIL, KEY_BITS, SECTIONS, VALUE_BITS
 from engine.cpu.simd import LANES, larger, load, splat, store
 
 ALL_LANES = (1 << LANES) - 1
@@ -216,60 +199,3 @@ def encode_row(
         values[i] = min(max(values[i], -MAX_HALF), MAX_HALF)
     _encode_keys(keys, data, at, page, row, table, work)
     _encode_values(values, data, at, page, row, table, work)
-
-
-register_functions(CALIBRATED, expand_page, encode_row)
-register_frames(CALIBRATED, expand_frame)
-
-
-@cache
-def build_nuq_kernels(width: int) -> PageKernels:
-    """The kernels of `nuq*` for one head dimension, compiled as a constant."""
-
-    @jit
-    def encode(
-        qkv: Any, positions: Any, slots: Any, queries: int, pages: Any, angles: Any, rotated: bool
-    ) -> None:
-        encode_tokens(CALIBRATED, qkv, positions, slots, queries, pages, angles, rotated, width)
-
-    @jit
-    def decode(qkv: Any, rows: Any, state: Any, pages: Any, angles: Any, window: int, out: Any) -> None:
-        decode_rows(CALIBRATED, qkv, rows, state, pages, angles, window, out, width)
-
-    @jit
-    def expand(slabs: Any, first: int, length: int, sink: Any, pages: Any, angles: Any, scratch: Any) -> None:
-        expand_chunks(CALIBRATED, slabs, first, length, sink, pages, angles, scratch, width)
-
-    @jit
-    def shared(qkv: Any, batch: Any, runs: Any, pages: Any, angles: Any, state: Any, out: Any) -> None:
-        read_runs(CALIBRATED, qkv, batch, runs, pages, angles, state, out, width)
-
-    @jit
-    def kept(
-        data: Any, slab: int, frames: Any, heads: Any, head: int, sink: Any, angles: Any, out: Any
-    ) -> None:
-        expand_rows(CALIBRATED, data, slab, frames, heads, head, sink, angles, out, width)
-
-    @jit
-    def ragged(
-        qkv: Any, batch: Any, chunks: Any, ring: int, start: int, sink: Any, pages: Any, frames: Any, heads: Any,
-        angles: Any, window: int, out: Any,
-    ) -> None:  # fmt: skip
-        attend_rows(
-            CALIBRATED,
-            qkv,
-            batch,
-            chunks,
-            ring,
-            start,
-            sink,
-            pages,
-            frames,
-            heads,
-            angles,
-            window,
-            out,
-            width,
-        )
-
-    return PageKernels(encode, decode, expand, shared, kept, ragged)

@@ -1,15 +1,11 @@
 """How kernels read and write coded pages, whatever the codec: the loops around the two functions of a family.
 
-Each family has a module with these two, and compiles them into the loops (`PageKernels`):
+`engine.cpu.coded.page_factory` compiles the loops for each family (`PageKernels`), which has these two:
 
     expand_page(data, at, page, table, count, scratch, heads, width)
         the first `count` rows of the page at data[at] into scratch [heads, 2, 64, width], the layout of a raw pool
     encode_row(keys, values, data, at, page, row, table, work, width)
         one token's keys and values [heads · width], finite, into a row of a page; may overwrite them, and `work`
-
-A family's module also compiles `encode_tokens`, `decode_rows`, `expand_chunks` and `read_runs` for its number, in
-functions of its own: the kernel cache looks for changed sources from the module in which a kernel stands
-(`diptych.kernels.cache`).
 
 Both give the bits of the family's NumPy codec. Arguments that belong together come as tuples:
 
@@ -45,7 +41,7 @@ PAGE = CHUNK_TOKENS
 CACHE_LINE = 64
 # Chunks of a shared run that are expanded before they are read: few enough to stay in the cache.
 CHUNKS_PER_PIECE = 4
-# Families: one module each.
+# Families.
 PLAIN, GROUPED, CALIBRATED, ROTATED = range(4)
 # Places in `page`: bytes of a page, its KV heads, bits of a key's and of a value's code, a number that each family uses
 # in its own way, and the offsets of the sections, in the order of the NumPy codec.

@@ -5,7 +5,6 @@ A page's sections are keys and values; `DETAIL` is 1 for bf16. There are no cons
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,7 @@ from numba.misc.special import literally
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.cpu.coded.exact import bits_of_float, jit_exact, load_bfloats, load_halves, round_half
-from engine.cpu.coded.frame_kernels import attend_rows, expand_rows
-from engine.cpu.coded.page_kernels import (
-    DETAIL,
-    PLAIN,
-    SECTIONS,
-    PageKernels,
-    decode_rows,
-    encode_tokens,
-    expand_chunks,
-    read_runs,
-    register_functions,
-)
-from engine.cpu.jit import jit
+from engine.cpu.coded.page_kernels import DETAIL, SECTIONS
 from engine.cpu.simd import LANES, store
 
 _LARGEST_BFLOAT = np.int32(0x7F7F)
@@ -74,46 +61,3 @@ def encode_row(
     bfloat = page[DETAIL] == 1
     _encode_side(keys, data, at + page[SECTIONS] + 2 * row * width, bfloat)
     _encode_side(values, data, at + page[SECTIONS + 1] + 2 * row * width, bfloat)
-
-
-register_functions(PLAIN, expand_page, encode_row)
-
-
-@cache
-def build_plain_kernels(width: int) -> PageKernels:
-    """The kernels of `fp16` and `bf16` for one head dimension, compiled as a constant."""
-
-    @jit
-    def encode(
-        qkv: Any, positions: Any, slots: Any, queries: int, pages: Any, angles: Any, rotated: bool
-    ) -> None:
-        encode_tokens(PLAIN, qkv, positions, slots, queries, pages, angles, rotated, width)
-
-    @jit
-    def decode(qkv: Any, rows: Any, state: Any, pages: Any, angles: Any, window: int, out: Any) -> None:
-        decode_rows(PLAIN, qkv, rows, state, pages, angles, window, out, width)
-
-    @jit
-    def expand(slabs: Any, first: int, length: int, sink: Any, pages: Any, angles: Any, scratch: Any) -> None:
-        expand_chunks(PLAIN, slabs, first, length, sink, pages, angles, scratch, width)
-
-    @jit
-    def shared(qkv: Any, batch: Any, runs: Any, pages: Any, angles: Any, state: Any, out: Any) -> None:
-        read_runs(PLAIN, qkv, batch, runs, pages, angles, state, out, width)
-
-    @jit
-    def kept(
-        data: Any, slab: int, frames: Any, heads: Any, head: int, sink: Any, angles: Any, out: Any
-    ) -> None:
-        expand_rows(PLAIN, data, slab, frames, heads, head, sink, angles, out, width)
-
-    @jit
-    def ragged(
-        qkv: Any, batch: Any, chunks: Any, ring: int, start: int, sink: Any, pages: Any, frames: Any, heads: Any,
-        angles: Any, window: int, out: Any,
-    ) -> None:  # fmt: skip
-        attend_rows(
-            PLAIN, qkv, batch, chunks, ring, start, sink, pages, frames, heads, angles, window, out, width
-        )
-
-    return PageKernels(encode, decode, expand, shared, kept, ragged)

@@ -9,7 +9,6 @@ Constants of a page (`page_constants`):
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,21 +28,8 @@ from engine.cpu.coded.exact import (
     store_half,
     transform_lanes,
 )
-from engine.cpu.coded.frame_kernels import attend_rows, expand_rows
-from engine.cpu.coded.page_kernels import (
-    DETAIL,
-    KEY_BITS,
-    ROTATED,
-    SECTIONS,
-    VALUE_BITS,
-    PageKernels,
-    decode_rows,
-    encode_tokens,
-    expand_chunks,
-    read_runs,
-    register_functions,
-)
-from engine.cpu.jit import float_of_bits, jit
+from engine.cpu.coded.page_kernels import DETAIL, KEY_BITS, SECTIONS, VALUE_BITS
+from engine.cpu.jit import float_of_bits
 from engine.cpu.simd import LANES, load, splat, store
 from kvcache.codecs.hadamard import random_signs
 from kvcache.codecs.turbo import TurboCodec
@@ -185,46 +171,3 @@ def encode_row(
         values, data, at + page[SECTIONS + 2], at + page[SECTIONS + 3], row, page[VALUE_BITS], False, table,
         midpoints + _KEY_LEVELS - 1, work, width,
     )  # fmt: skip
-
-
-register_functions(ROTATED, expand_page, encode_row)
-
-
-@cache
-def build_turbo_kernels(width: int) -> PageKernels:
-    """The kernels of `tq*` for one head dimension, compiled as a constant."""
-
-    @jit
-    def encode(
-        qkv: Any, positions: Any, slots: Any, queries: int, pages: Any, angles: Any, rotated: bool
-    ) -> None:
-        encode_tokens(ROTATED, qkv, positions, slots, queries, pages, angles, rotated, width)
-
-    @jit
-    def decode(qkv: Any, rows: Any, state: Any, pages: Any, angles: Any, window: int, out: Any) -> None:
-        decode_rows(ROTATED, qkv, rows, state, pages, angles, window, out, width)
-
-    @jit
-    def expand(slabs: Any, first: int, length: int, sink: Any, pages: Any, angles: Any, scratch: Any) -> None:
-        expand_chunks(ROTATED, slabs, first, length, sink, pages, angles, scratch, width)
-
-    @jit
-    def shared(qkv: Any, batch: Any, runs: Any, pages: Any, angles: Any, state: Any, out: Any) -> None:
-        read_runs(ROTATED, qkv, batch, runs, pages, angles, state, out, width)
-
-    @jit
-    def kept(
-        data: Any, slab: int, frames: Any, heads: Any, head: int, sink: Any, angles: Any, out: Any
-    ) -> None:
-        expand_rows(ROTATED, data, slab, frames, heads, head, sink, angles, out, width)
-
-    @jit
-    def ragged(
-        qkv: Any, batch: Any, chunks: Any, ring: int, start: int, sink: Any, pages: Any, frames: Any, heads: Any,
-        angles: Any, window: int, out: Any,
-    ) -> None:  # fmt: skip
-        attend_rows(
-            ROTATED, qkv, batch, chunks, ring, start, sink, pages, frames, heads, angles, window, out, width
-        )
-
-    return PageKernels(encode, decode, expand, shared, kept, ragged)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from diptych.kernels.cache import kernel_source_stamp
 from engine.batching.batch import pack_batch
 from engine.cpu.attention import worthwhile_plan
+from engine.cpu.coded import (
+    grouped_kernels,
+    nuq_encode,
+    nuq_expand,
+    nuq_frames,
+    page_factory,
+    plain_kernels,
+    turbo_kernels,
+)
 from engine.cpu.coded.compiled_attention import CompiledAttention, build_angles
 from engine.cpu.coded.exact import load_half, round_half
 from engine.cpu.jit import jit
@@ -198,3 +209,15 @@ def test_halves_are_those_of_numpy() -> None:
     rounded = np.empty(len(every), np.int32)
     round_all(every, rounded)
     assert np.array_equal(rounded, to_half(every).view(np.uint16))
+
+
+@pytest.mark.parametrize(
+    "family", [plain_kernels, grouped_kernels, nuq_encode, nuq_expand, nuq_frames, turbo_kernels]
+)
+def test_a_family_that_has_changed_makes_kernels_new(
+    family: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels have its number only, which stays."""
+    before = kernel_source_stamp(page_factory)
+    monkeypatch.setattr(family, "CHANGED", 1, raising=False)
+    assert kernel_source_stamp(page_factory) != before

@@ -1,0 +1,73 @@
+"""Builds the kernels of coded pages: the loops of `page_kernels` and `frame_kernels` around the functions of a family.
+
+A kernel has its family as a number, which names no module, and the kernel cache looks for changed sources from the
+module in which a kernel stands (`diptych.kernels.cache`). So this module imports all families: one that has changed
+makes all these kernels new.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from engine.cpu.coded import grouped_kernels, nuq_encode, nuq_expand, nuq_frames, plain_kernels, turbo_kernels
+from engine.cpu.coded.frame_kernels import attend_rows, expand_rows, register_frames
+from engine.cpu.coded.page_kernels import (
+    CALIBRATED,
+    GROUPED,
+    PLAIN,
+    ROTATED,
+    PageKernels,
+    decode_rows,
+    encode_tokens,
+    expand_chunks,
+    read_runs,
+    register_functions,
+)
+from engine.cpu.jit import jit
+
+register_functions(PLAIN, plain_kernels.expand_page, plain_kernels.encode_row)
+register_functions(GROUPED, grouped_kernels.expand_page, grouped_kernels.encode_row)
+register_functions(CALIBRATED, nuq_expand.expand_page, nuq_encode.encode_row)
+register_functions(ROTATED, turbo_kernels.expand_page, turbo_kernels.encode_row)
+register_frames(CALIBRATED, nuq_frames.expand_frame)
+
+
+@cache
+def build_page_kernels(family: int, width: int) -> PageKernels:
+    """The kernels of a family for one head dimension, both compiled as constants."""
+
+    @jit
+    def encode(
+        qkv: Any, positions: Any, slots: Any, queries: int, pages: Any, angles: Any, rotated: bool
+    ) -> None:
+        encode_tokens(family, qkv, positions, slots, queries, pages, angles, rotated, width)
+
+    @jit
+    def decode(qkv: Any, rows: Any, state: Any, pages: Any, angles: Any, window: int, out: Any) -> None:
+        decode_rows(family, qkv, rows, state, pages, angles, window, out, width)
+
+    @jit
+    def expand(slabs: Any, first: int, length: int, sink: Any, pages: Any, angles: Any, scratch: Any) -> None:
+        expand_chunks(family, slabs, first, length, sink, pages, angles, scratch, width)
+
+    @jit
+    def shared(qkv: Any, batch: Any, runs: Any, pages: Any, angles: Any, state: Any, out: Any) -> None:
+        read_runs(family, qkv, batch, runs, pages, angles, state, out, width)
+
+    @jit
+    def kept(
+        data: Any, slab: int, frames: Any, heads: Any, head: int, sink: Any, angles: Any, out: Any
+    ) -> None:
+        expand_rows(family, data, slab, frames, heads, head, sink, angles, out, width)
+
+    @jit
+    def ragged(
+        qkv: Any, batch: Any, chunks: Any, ring: int, start: int, sink: Any, pages: Any, frames: Any, heads: Any,
+        angles: Any, window: int, out: Any,
+    ) -> None:  # fmt: skip
+        attend_rows(
+            family, qkv, batch, chunks, ring, start, sink, pages, frames, heads, angles, window, out, width
+        )
+
+    return PageKernels(encode, decode, expand, shared, kept, ragged)

@@ -186,7 +186,7 @@ class Bench:
         assert power is not None
         rate = walk.rate(power)
         run = self._runner.run(_run(met, traffic.jobs(rate, seed), rate, seed))
-        walk.runs[power] = counted([one.served for one in run.records])
+        walk.runs[power] = counted([one.result for one in run.records])
         self.client = max(self.client, run.cpu_s / run.wall_s)
         kept = ", ".join(f"{regime} {share:.1%}" for regime, share in walk.attained(power).items())
         unrest = "" if run.began_idle else ", began busy"
@@ -254,7 +254,7 @@ def alone(live: profiling.LiveDeployment, workload: Workload) -> Calm:
     """Raises RuntimeError if a request failed."""
     ttft_s, tpot_s, took_s = [], [], 0.0
     for job in workload.sample(ALONE, 1.0, LEARN - 1):
-        served = live.send_load([replace(job, at_s=0.0)], RunOptions(Slo())).records[0].served
+        served = live.send_load([replace(job, at_s=0.0)], RunOptions(Slo())).records[0].result
         if served.failed:
             raise RuntimeError(f"a request that was alone failed: {served.failed}")
         ttft_s.append(served.ttft_s)

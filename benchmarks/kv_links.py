@@ -74,12 +74,12 @@ def measure_idle(
     run = LoadRun(0.0, 0, len(jobs), 0.0)
     plan = RunOptions(Slo(), timeout_s=TIMEOUT_S, max_open=1)
     records = runner.run(LoadGenerator(server, jobs, plan, run).run_load()).records
-    if failed := [one.error_text or one.served.failed for one in records if one.served.failed]:
+    if failed := [one.error_text or one.result.failed for one in records if one.result.failed]:
         raise RuntimeError(f"{deployment.column}: {failed[0]}")
     moved = deployment.moved_bytes() - before
     # The first request opens connections.
     return {
-        "second_token_s": round(statistics.median(one.served.tpot_s for one in records[1:]), 3),
+        "second_token_s": round(statistics.median(one.result.tpot_s for one in records[1:]), 3),
         "request_s": round(run.wall_s / len(jobs), 3),
         "cable_bytes_per_token": round(moved / sum(one.prompt for one in records), 1),
     }

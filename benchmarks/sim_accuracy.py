@@ -119,7 +119,7 @@ def starts_of(seed: int) -> list[float]:
 def choose_slo(model: Model, setting: Setting, pace: float) -> Slo:
     """Some times what is predicted where nobody waits."""
     jobs = setting.workload.sample(300, QUIET * pace, setting.seed)
-    calm = model.serve(jobs, model.found.step_logs, starts_of(0))
+    calm = model.serve(jobs, model.found.traces, starts_of(0))
     return Slo(
         TTFT_ROOM * quantile([one.ttft_s for one in calm], 0.9),
         TPOT_ROOM * quantile([one.tpot_s for one in calm], 0.9),
@@ -132,7 +132,7 @@ def predict_attainment(model: Model, setting: Setting, slo: Slo, rate: float) ->
     round_number = 0
     while len(served) < KNEE_REQUESTS:
         jobs = setting.jobs(rate, round_number, other=True)
-        served += counted(model.serve(jobs, model.found.step_logs, starts_of(round_number)[:1]))
+        served += counted(model.serve(jobs, model.found.traces, starts_of(round_number)[:1]))
         round_number += 1
     return joint_attainment(served, {"": slo})
 
@@ -166,14 +166,14 @@ def run_one(
     What is remembered begins at `from_s`; None: with the profile.
     """
     jobs = setting.jobs(rate, round_number)
-    known = remembered(model.found.step_logs, live.read_step_logs(), from_s)
+    known = remembered(model.found.traces, live.read_step_logs(), from_s)
     think_s = time.process_time()
     foreseen = counted(model.serve(jobs, known, starts_of(round_number)))
     think_s = time.process_time() - think_s
     live.runner.run(wait_for_rest(live.target, 0.05, REST_S))
     begun_s = time.monotonic()
     run = live.send_load(jobs, RunOptions(slo, warmup_s=WARMUP * jobs[-1].at_s))
-    seen = [one.served for one in run.counted_records]
+    seen = [one.result for one in run.counted_records]
     ran = lives_since(live, begun_s)
     afterwards = counted(model.serve(jobs, ran))
     return {

@@ -118,7 +118,7 @@ def predict_goodput(
     for site in sites(slos, {regime: columns(slo) for regime, slo in slos.items()}).values():
         found, pools = known[site.column.kind], POOLS[site.column.kind]
         first = measured_deployment(
-            pools, found, own[site.column.kind], found.step_logs, prefix_caching=True, **site.column.options
+            pools, found, own[site.column.kind], found.traces, prefix_caching=True, **site.column.options
         )
         twins = [start_later(first, start) for start in STARTS]
         walk = Walk(site.slos, pace, 0, FAR_DOWN, FAR_UP)

@@ -30,7 +30,7 @@ def undisturbed_costs(found: Measurement) -> FittedCosts:
     """What steps cost apart from what workers do to each other; the profile's cost is a mean in which that is."""
     (cost,) = found.profile.costs.values()
     assert isinstance(cost, StepCost)
-    return fit_undisturbed_cost(found.step_logs, cost)
+    return fit_undisturbed_cost(found.traces, cost)
 
 
 def measured_deployment(
@@ -55,7 +55,7 @@ def measured_deployment(
         "max_num_seqs": DEFAULTS.max_num_seqs,
         "max_num_batched_tokens": DEFAULTS.max_num_batched_tokens,
         "beat_s": BEAT_S,
-        "cpu_cost": found.handling,
+        "cpu_cost": found.cpu_cost,
         "cores": len(os.sched_getaffinity(0)),
     }
     plain = simulated(placement, found.profile, **(usual | options))

@@ -103,12 +103,14 @@ def _publish_report(
     options: BenchOptions,
     target: BenchServer,
     study: RateStudy,
-    found: GoodputEstimate | None,
+    estimate: GoodputEstimate | None,
     cut: str,
     trace: int | None,
 ) -> None:
     points = study.rate_points()
-    full = report.full_report(target, {"asked": options.report_fields()}, options.slo, points, found, trace)
+    full = report.full_report(
+        target, {"asked": options.report_fields()}, options.slo, points, estimate, trace
+    )
     if cut:
         full["cut"] = cut
     if options.save is not None:

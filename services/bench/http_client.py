@@ -185,14 +185,14 @@ def refusal_reason(status: int, body: bytes) -> tuple[str, str]:
 class BenchClient:
     """Asks one server. Connections that are idle are used again, the latest first."""
 
-    def __init__(self, origin: ServerAddress, key: str | None = None) -> None:
-        self.origin = origin
+    def __init__(self, address: ServerAddress, key: str | None = None) -> None:
+        self.address = address
         self._idle: deque[BenchConnection] = deque()
-        host = f"[{origin.host}]" if ":" in origin.host else origin.host
-        head = [f"host: {host}:{origin.port}", "content-type: application/json", "accept: text/event-stream"]
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        head = [f"host: {host}:{address.port}", "content-type: application/json", "accept: text/event-stream"]
         head += [f"authorization: Bearer {key}"] if key else []
         self._head = "\r\n".join(head)
-        self._tls = ssl.create_default_context() if origin.tls else None
+        self._tls = ssl.create_default_context() if address.tls else None
 
     async def post_stream(self, route: str, body: bytes, timeout_s: float, answer: StreamedAnswer) -> None:
         """Post `body` and read the stream into `answer`, to its end.
@@ -200,7 +200,7 @@ class BenchClient:
         What goes wrong is in the answer; nothing is raised. Cancelled, it hangs up.
         """
         begin = (
-            f"POST {self.origin.path}{route} HTTP/1.1\r\n{self._head}\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"POST {self.address.path}{route} HTTP/1.1\r\n{self._head}\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         try:
             async with asyncio.timeout(timeout_s):
@@ -239,7 +239,7 @@ class BenchClient:
             if connection.is_open:
                 return connection
         made = asyncio.get_running_loop().create_connection(
-            BenchConnection, self.origin.host, self.origin.port, ssl=self._tls
+            BenchConnection, self.address.host, self.address.port, ssl=self._tls
         )
         try:
             return (await asyncio.wait_for(made, CONNECT_TIMEOUT_S))[1]

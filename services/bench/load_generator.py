@@ -49,7 +49,7 @@ class RequestRecord:
     its events with tokens; `late_s`, how long after it was due it was sent.
     """
 
-    served: JobResult
+    result: JobResult
     tokens: int
     prompt: int
     gaps_s: array[float]
@@ -82,13 +82,13 @@ class LoadRun:
     @property
     def counted_records(self) -> list[RequestRecord]:
         """The requests that were due after the warm-up; only these count."""
-        return [one for one in self.records if one.served.job.at_s >= self.warmup_s]
+        return [one for one in self.records if one.result.job.at_s >= self.warmup_s]
 
     def count_attained(self, slo: Slo) -> tuple[int, int]:
         """How many requests met `slo`, of how many. Of a hopeless run: how many could have, at most, for the attainment
         that it was given up for.
         """
-        counted = [one.served for one in self.counted_records]
+        counted = [one.result for one in self.counted_records]
         if self.given_up:
             return self.num_expected - sum(not one.meets_slo(slo) for one in counted), self.num_expected
         return sum(one.meets_slo(slo) for one in counted), len(counted)
@@ -121,16 +121,16 @@ class LoadGenerator:
         self,
         target: BenchServer,
         jobs: Sequence[Job],
-        plan: RunOptions,
+        options: RunOptions,
         run: LoadRun,
         watch: OnProgress | None = None,
     ) -> None:
-        self._target, self._jobs, self._plan, self.run = target, jobs, plan, run
+        self._target, self._jobs, self._options, self.run = target, jobs, options, run
         self._watch = watch
         self._writer = PromptWriter(target.vocabulary, f"{time.time_ns()} {run.seed}")
         self._open: set[_InFlight] = set()
-        self._slots = asyncio.Semaphore(plan.max_open) if plan.max_open else None
-        self.run.num_expected = sum(job.at_s >= plan.warmup_s for job in jobs)
+        self._slots = asyncio.Semaphore(options.max_open) if options.max_open else None
+        self.run.num_expected = sum(job.at_s >= options.warmup_s for job in jobs)
         self._missed = 0
         # An error of the load generator itself, not of the server.
         self._broken: BaseException | None = None
@@ -142,7 +142,7 @@ class LoadGenerator:
         try:
             await self._send_all(began_s)
             while self._open:
-                await asyncio.wait([one.task for one in self._open if one.task is not None])
+                await asyncio.wait([in_flight.task for in_flight in self._open if in_flight.task is not None])
         finally:
             looking.cancel()
             self._hang_up()
@@ -161,84 +161,86 @@ class LoadGenerator:
                 await asyncio.sleep(min(left_s, CHECK_INTERVAL_S))
             if self.run.given_up:
                 return
-            one = _InFlight(job, due_s, StreamedAnswer())
-            self._open.add(one)
+            in_flight = _InFlight(job, due_s, StreamedAnswer())
+            self._open.add(in_flight)
             self.run.max_open = max(self.run.max_open, len(self._open))
-            one.task = loop.create_task(self._send_when_room(one, body))
-            one.task.add_done_callback(lambda task, one=one: self._on_task_done(one, task))  # type: ignore[misc]
+            in_flight.task = loop.create_task(self._send_when_room(in_flight, body))
+            in_flight.task.add_done_callback(lambda task, one=in_flight: self._on_task_done(one, task))  # type: ignore[misc]
             # The request is written before the text of the next one is made.
             await asyncio.sleep(0)
 
-    async def _send_when_room(self, one: _InFlight, body: bytes) -> None:
+    async def _send_when_room(self, in_flight: _InFlight, body: bytes) -> None:
         if self._slots is None:
-            await self._send_request(one, body)
+            await self._send_request(in_flight, body)
         else:
             async with self._slots:
-                await self._send_request(one, body)
+                await self._send_request(in_flight, body)
 
-    def _on_task_done(self, one: _InFlight, task: asyncio.Task[None]) -> None:
-        self._open.discard(one)
+    def _on_task_done(self, in_flight: _InFlight, task: asyncio.Task[None]) -> None:
+        self._open.discard(in_flight)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._broken = error
 
-    async def _send_request(self, one: _InFlight, body: bytes) -> None:
-        late_s = time.monotonic() - one.due_s
+    async def _send_request(self, in_flight: _InFlight, body: bytes) -> None:
+        late_s = time.monotonic() - in_flight.due_s
         if self._slots is None and late_s <= TIMER_GRAIN_S:
-            one.due_s += late_s
+            in_flight.due_s += late_s
         self.run.num_sent += 1
-        await self._target.client.post_stream(self._target.route, body, self._plan.timeout_s, one.answer)
-        record = _record_of(one, late_s)
+        await self._target.client.post_stream(
+            self._target.route, body, self._options.timeout_s, in_flight.answer
+        )
+        record = _record_of(in_flight, late_s)
         self.run.records.append(record)
-        if one.job.at_s >= self._plan.warmup_s and not record.served.meets_slo(self._plan.slo):
+        if in_flight.job.at_s >= self._options.warmup_s and not record.result.meets_slo(self._options.slo):
             self._missed += 1
 
     async def _watch_progress(self) -> None:
         """Report progress, and end a run that is hopeless."""
-        allowed = self.run.num_expected * (1.0 - self._plan.slo.attainment) + 1e-9
+        allowed = self.run.num_expected * (1.0 - self._options.slo.attainment) + 1e-9
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             if self._watch is not None:
                 self._watch(self.run, len(self._open))
             if (
-                self._plan.give_up_hopeless
+                self._options.give_up_hopeless
                 and self._missed + len(lost := self._hopeless_requests()) > allowed
             ):
                 self.run.given_up = True
-                self.run.records += [_given_up_record(one) for one in lost]
+                self.run.records += [_given_up_record(in_flight) for in_flight in lost]
                 self._hang_up()
                 return
 
     def _hopeless_requests(self) -> list[_InFlight]:
-        now_s, slo = time.monotonic(), self._plan.slo
+        now_s, slo = time.monotonic(), self._options.slo
         return [
-            one
-            for one in self._open
-            if one.job.at_s >= self._plan.warmup_s and one.has_missed_slo(slo, now_s)
+            in_flight
+            for in_flight in self._open
+            if in_flight.job.at_s >= self._options.warmup_s and in_flight.has_missed_slo(slo, now_s)
         ]
 
     def _hang_up(self) -> None:
-        for one in self._open:
-            if one.task is not None:
-                one.task.cancel()
+        for in_flight in self._open:
+            if in_flight.task is not None:
+                in_flight.task.cancel()
 
 
-def _record_of(one: _InFlight, late_s: float) -> RequestRecord:
-    answer = one.answer
+def _record_of(in_flight: _InFlight, late_s: float) -> RequestRecord:
+    answer = in_flight.answer
     prompt = answer.usage.prompt_tokens if answer.usage is not None else 0
     stamps = answer.stamps_s
     gaps_s = array("d", [late - early for early, late in zip(stamps, stamps[1:], strict=False)])
     if answer.failed:
-        ended_s = one.job.at_s + time.monotonic() - one.due_s
-        served = JobResult(one.job, math.inf, math.inf, ended_s, answer.failed)
-        return RequestRecord(served, len(stamps), prompt, gaps_s, late_s, answer.error_text)
+        ended_s = in_flight.job.at_s + time.monotonic() - in_flight.due_s
+        result = JobResult(in_flight.job, math.inf, math.inf, ended_s, answer.failed)
+        return RequestRecord(result, len(stamps), prompt, gaps_s, late_s, answer.error_text)
     last_s, tokens = max(answer.last_s, stamps[-1]), answer.tokens
     tpot_s = (last_s - stamps[0]) / (tokens - 1) if tokens > 1 else 0.0
-    ended_s = one.job.at_s + last_s - one.due_s
+    ended_s = in_flight.job.at_s + last_s - in_flight.due_s
     return RequestRecord(
-        JobResult(one.job, stamps[0] - one.due_s, tpot_s, ended_s), tokens, prompt, gaps_s, late_s
+        JobResult(in_flight.job, stamps[0] - in_flight.due_s, tpot_s, ended_s), tokens, prompt, gaps_s, late_s
     )
 
 
-def _given_up_record(one: _InFlight) -> RequestRecord:
-    served = JobResult(one.job, math.inf, math.inf, math.inf, GIVEN_UP)
-    return RequestRecord(served, len(one.answer.stamps_s), 0, array("d"), 0.0)
+def _given_up_record(in_flight: _InFlight) -> RequestRecord:
+    result = JobResult(in_flight.job, math.inf, math.inf, math.inf, GIVEN_UP)
+    return RequestRecord(result, len(in_flight.answer.stamps_s), 0, array("d"), 0.0)

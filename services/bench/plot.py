@@ -12,5 +12,5 @@ from services.bench.rate_search import RatePoint
 
 def draw_curve(path: Path, name: str, points: Sequence[RatePoint], slo: Slo) -> list[Path]:
     """Attainment against rate, a PNG and its figures as JSON beside it. Returns the files."""
-    marks = tuple(plots.CurvePoint(one.rate, one.attainment, one.low, one.high) for one in points)
+    marks = tuple(plots.CurvePoint(point.rate, point.attainment, point.low, point.high) for point in points)
     return plots.plot_attainment(path, [plots.Curve(name, marks)], {"": slo})

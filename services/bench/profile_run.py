@@ -114,10 +114,10 @@ class LiveDeployment:
             if sample.name == GATEWAY_CPU_METRIC
         )
 
-    def send_load(self, jobs: Sequence[Job], plan: RunOptions) -> LoadRun:
+    def send_load(self, jobs: Sequence[Job], options: RunOptions) -> LoadRun:
         """Send the requests of `jobs`, and wait for every answer."""
-        run = LoadRun(0.0, 0, len(jobs), plan.warmup_s)
-        return self.runner.run(LoadGenerator(self.target, jobs, plan, run).run_load())
+        run = LoadRun(0.0, 0, len(jobs), options.warmup_s)
+        return self.runner.run(LoadGenerator(self.target, jobs, options, run).run_load())
 
     def read_step_logs(self) -> list[WorkerTrace]:
         """The step logs of all workers so far."""
@@ -257,22 +257,22 @@ class Measurement:
 
     profile: CostProfile
     saturation_tokens: int
-    step_logs: list[WorkerTrace]
+    traces: list[WorkerTrace]
     stages: list[LoadStage]
     counts: dict[str, int]
-    handling: GatewayCpuCost = GatewayCpuCost()
+    cpu_cost: GatewayCpuCost = GatewayCpuCost()
     # The stages that measured each further class of KV.
     class_stages: Mapping[str, list[LoadStage]] = field(default_factory=dict)
 
     def steps_of(self, stage: LoadStage) -> list[MeasuredStep]:
         """The steps of all workers during this stage."""
-        traces = [life.between(stage.begun_s, stage.ended_s) for life in self.step_logs]
+        traces = [life.between(stage.begun_s, stage.ended_s) for life in self.traces]
         return [step for life in traces for step in life.steps]
 
 
 def run_stages(
     live: LiveDeployment,
-    workload: JobSource,
+    source: JobSource,
     seconds: float,
     depths: Sequence[int],
     seed: int,
@@ -291,13 +291,13 @@ def run_stages(
             MIN_REQUESTS_PER_SLOT * depth,
             round((done[-1].rate_rps if done else pace) * each_s),
         )
-        jobs = [replace(job, at_s=0.0) for job in workload.sample(count, 1.0, seed + number)]
+        jobs = [replace(job, at_s=0.0) for job in source.sample(count, 1.0, seed + number)]
         done.append(_run_stage(live, jobs, depth))
         say(f"{live.pools}: {depth} at a time, {count} requests, {done[-1].rate_rps:.3g} a second")
     best = max(stage.rate_rps for stage in done)
     for number, share in enumerate(OPEN_LOOP_SHARES, len(depths)):
         rate = share * best
-        jobs = workload.sample(max(MIN_STAGE_REQUESTS, round(rate * each_s)), rate, seed + number)
+        jobs = source.sample(max(MIN_STAGE_REQUESTS, round(rate * each_s)), rate, seed + number)
         done.append(_run_stage(live, jobs, None, rate))
         say(f"{live.pools}: {rate:.3g} a second come, {len(jobs)} requests")
     return done
@@ -317,7 +317,7 @@ def _run_stage(
     # and is subtracted.
     ours = depth is not None
     stage.ttfts_s = [
-        one.served.ttft_s - (one.late_s if ours else 0.0) for one in run.records if not one.served.failed
+        one.result.ttft_s - (one.late_s if ours else 0.0) for one in run.records if not one.result.failed
     ]
     if not stage.ttfts_s:
         raise StartError(
@@ -369,40 +369,46 @@ def measure_profile(
     calm = [life.between(alone.begun_s, alone.ended_s) for life in traces]
     moves = live.read_handoffs({name for life in calm for name in life.come})
     ttft_s = statistics.fmean(alone.ttfts_s)
-    shape, room = _served_shape(live, base)
+    dims, room = _served_shape(live, base)
     costs = profiler.fit_costs([step for life in traces for step in life.steps])
     beside = profiler.measure_overheads(calm, traces, ttft_s, moves)
     where = f"measured on this machine: {live.pools}, {len(traces)} workers, {os.cpu_count()} cores"
-    made = profiler.build_profile(shape, find_device(CPU), Parallelism(), room, costs, beside, where)
-    made = _add_classes(made, costs.cost, logs, further)
+    profile = profiler.build_profile(dims, find_device(CPU), Parallelism(), room, costs, beside, where)
+    profile = _add_classes(profile, costs.cost, logs, further)
     if evicting:
-        made = _add_keep(made, costs.cost, live, [life.between(*_span_s(evicting)) for life in logs], keep)
-    busy = [life.saturation_tokens for life in traces if life.role == "prefill"]
-    found = Measurement(made, max(busy, default=0), traces, done, dict(costs.counts), class_stages=further)
+        evicted = [life.between(*_span_s(evicting)) for life in logs]
+        profile = _add_keep(profile, costs.cost, live, evicted, keep)
+    busy = max((life.saturation_tokens for life in traces if life.role == "prefill"), default=0)
+    measurement = Measurement(profile, busy, traces, done, dict(costs.counts), class_stages=further)
     handled = [
-        (len(found.steps_of(stage)), stage.tokens, len(stage.ttfts_s), stage.gateway_s) for stage in done
+        (len(measurement.steps_of(stage)), stage.tokens, len(stage.ttfts_s), stage.gateway_s)
+        for stage in done
     ]
-    return replace(found, handling=fit_handling(handled))
+    return replace(measurement, cpu_cost=fit_handling(handled))
 
 
 def _add_classes(
-    made: CostProfile,
+    profile: CostProfile,
     cost: StepCost,
     logs: Sequence[WorkerTrace],
     further: Mapping[str, Sequence[LoadStage]],
 ) -> CostProfile:
     """The profile with what steps cost on KV of further classes, and with the errors of these fits."""
-    works, errors = dict[str, KvClassWork](), dict(made.fit_error)
+    works, errors = dict[str, KvClassWork](), dict(profile.fit_error)
     for name, stages in further.items():
         traces = [life.between(*_span_s(stages)) for life in logs]
         works[name], error = profiler.fit_kv_class([step for life in traces for step in life.steps], cost)
         errors[f"kv_{name}_mean"], errors[f"kv_{name}_held_out_mean"] = error.mean, error.held_out
         errors[f"kv_{name}_max"], errors[f"kv_{name}_held_out_max"] = error.largest, error.held_out_largest
-    return replace(made, kv_classes=works, fit_error=errors)
+    return replace(profile, kv_classes=works, fit_error=errors)
 
 
 def _add_keep(
-    made: CostProfile, cost: StepCost, live: LiveDeployment, traces: Sequence[WorkerTrace], threshold: float
+    profile: CostProfile,
+    cost: StepCost,
+    live: LiveDeployment,
+    traces: Sequence[WorkerTrace],
+    threshold: float,
 ) -> CostProfile:
     """The profile with what eviction at a threshold keeps and costs, from the logs of the stages that evicted."""
     share = live.read_kept_share({name for life in traces for name in life.come})
@@ -416,7 +422,7 @@ def _add_keep(
         f"{name}_max": error.largest,
         f"{name}_held_out_max": error.held_out_largest,
     }
-    return replace(made, kv_keep=(keep,), fit_error={**made.fit_error, **errors})
+    return replace(profile, kv_keep=(keep,), fit_error={**profile.fit_error, **errors})
 
 
 def _span_s(stages: Sequence[LoadStage]) -> tuple[float, float]:
@@ -427,16 +433,16 @@ def _span_s(stages: Sequence[LoadStage]) -> tuple[float, float]:
 def _served_shape(live: LiveDeployment, base: str) -> tuple[ModelDims, int]:
     """The model's dimensions as it is served, and a worker's room for KV in tokens (`_worker_room`)."""
     status = live.get_status()
-    shape = replace(dims_on_cpu(find_model(live.model or "embedded")), max_len=status["max_model_len"])
-    return shape, min(_worker_room(shape, worker, base) for worker in status["workers"])
+    dims = replace(dims_on_cpu(find_model(live.model or "embedded")), max_len=status["max_model_len"])
+    return dims, min(_worker_room(dims, worker, base) for worker in status["workers"])
 
 
-def _worker_room(shape: ModelDims, worker: Mapping[str, Any], base: str) -> int:
+def _worker_room(dims: ModelDims, worker: Mapping[str, Any], base: str) -> int:
     """The tokens that a worker would have room for if all its KV were of the class `base`; "": it has one class."""
     pools = worker["kv_classes"]
     if not base:
         return CHUNK_TOKENS * int(worker["stats"]["slabs_total"])
-    own = find_codec(shape, pools, base)
+    own = find_codec(dims, pools, base)
     assert own is not None, f"{base} was measured, and is not among {', '.join(pools)}"
     num_bytes = sum(pool["slabs"] * pool["chunk_bytes"] for pool in pools.values())
     return CHUNK_TOKENS * int(num_bytes // pools[own]["chunk_bytes"])

@@ -65,11 +65,11 @@ def _run_words(run: LoadRun, slo: Slo) -> list[str]:
     words = [f"{run.rate:.3g}/s seed {run.seed}"]
     if of:
         words.append(f"attained {'≤ ' * run.given_up}{attained / of:.1%}")
-    well = [one for one in run.counted_records if not one.served.failed]
-    if well:
-        words.append(_time_percentiles("TTFT", sorted(one.served.ttft_s for one in well)))
-        words.append(_time_percentiles("TPOT", sorted(one.served.tpot_s for one in well)))
-    failed = sum(one.served.failed not in ("", GIVEN_UP) for one in run.records)
+    answered_records = [one for one in run.counted_records if not one.result.failed]
+    if answered_records:
+        words.append(_time_percentiles("TTFT", sorted(one.result.ttft_s for one in answered_records)))
+        words.append(_time_percentiles("TPOT", sorted(one.result.tpot_s for one in answered_records)))
+    failed = sum(one.result.failed not in ("", GIVEN_UP) for one in run.records)
     return words + ([f"{failed} failed"] if failed else [])
 
 

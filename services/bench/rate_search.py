@@ -97,12 +97,12 @@ class RateStudy:
         self,
         target: BenchServer,
         load: BenchLoad,
-        plan: RunOptions,
+        options: RunOptions,
         on_run_ended: Callable[[LoadRun], None] = lambda run: None,
         watch: OnProgress | None = None,
     ) -> None:
         self.runs: list[LoadRun] = []
-        self._target, self._load, self._plan = target, load, plan
+        self._target, self._load, self._options = target, load, options
         self._on_run_ended, self._watch = on_run_ended, watch
         self._idle_latency_s = CALM_S
 
@@ -130,14 +130,14 @@ class RateStudy:
         rested = await wait_for_rest(self._target, self._idle_latency_s, MAX_REST_S)
         offered = rate if rate is not None else len(jobs) / max(jobs[-1].at_s, 1e-9)
         run = LoadRun(offered, seed, len(jobs), warmup_s, began_idle=rested)
-        plan = replace(self._plan, warmup_s=warmup_s, give_up_hopeless=hopeless)
-        await LoadGenerator(self._target, jobs, plan, run, self._watch).run_load()
+        options = replace(self._options, warmup_s=warmup_s, give_up_hopeless=hopeless)
+        await LoadGenerator(self._target, jobs, options, run, self._watch).run_load()
         self.runs.append(run)
-        if run.records and all(one.served.failed for one in run.records) and not run.given_up:
+        if run.records and all(one.result.failed for one in run.records) and not run.given_up:
             worst = run.records[0]
             raise StartError(
                 f"not one of {len(run.records)} requests was answered",
-                f"{worst.served.failed}: {worst.error_text}"[:300],
+                f"{worst.result.failed}: {worst.error_text}"[:300],
             )
         self._on_run_ended(run)
         return run
@@ -156,7 +156,7 @@ class RateStudy:
 
     async def measure_attainment(self, rate: float, seed: int) -> float:
         """The joint attainment of a run, or an upper bound below the wanted one."""
-        attained, of = (await self.run_rate(rate, seed, hopeless=True)).count_attained(self._plan.slo)
+        attained, of = (await self.run_rate(rate, seed, hopeless=True)).count_attained(self._options.slo)
         return attained / of if of else 0.0
 
     def rate_points(self) -> list[RatePoint]:
@@ -165,7 +165,7 @@ class RateStudy:
         return [self._rate_point(rate, [run for run in self.runs if run.rate == rate]) for rate in rates]
 
     def _rate_point(self, rate: float, runs: list[LoadRun]) -> RatePoint:
-        counts = [run.count_attained(self._plan.slo) for run in runs]
+        counts = [run.count_attained(self._options.slo) for run in runs]
         attained, of = sum(met for met, _ in counts), sum(of for _, of in counts)
         low, high = wilson_interval(attained, of)
         return RatePoint(

@@ -39,51 +39,55 @@ def spread_ms(values: Iterable[float]) -> dict[str, float | None]:
 
 def request_times(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
     """Seconds of the requests that were answered; answers of one token have no TPOT."""
-    well = [one for one in records if not one.served.failed]
+    answered_records = [one for one in records if not one.result.failed]
     return {
-        "ttft": [one.served.ttft_s for one in well],
-        "tpot": [one.served.tpot_s for one in well if one.tokens > 1],
-        "itl": list(chain.from_iterable(one.gaps_s for one in well)),
-        "e2e": [one.served.ended_s - one.served.job.at_s for one in well],
+        "ttft": [one.result.ttft_s for one in answered_records],
+        "tpot": [one.result.tpot_s for one in answered_records if one.tokens > 1],
+        "itl": list(chain.from_iterable(one.gaps_s for one in answered_records)),
+        "e2e": [one.result.ended_s - one.result.job.at_s for one in answered_records],
     }
 
 
-def point_report(one: RatePoint, slo: Slo) -> dict[str, Any]:
+def point_report(point: RatePoint, slo: Slo) -> dict[str, Any]:
     """The figures of all runs at one rate."""
-    records = [request for run in one.runs for request in run.counted_records]
-    well = [request for request in records if not request.served.failed]
-    wall_s = sum(run.wall_s for run in one.runs)
+    records = [request for run in point.runs for request in run.counted_records]
+    answered_records = [request for request in records if not request.result.failed]
+    wall_s = sum(run.wall_s for run in point.runs)
     span_s = sum(
-        max((r.served.job.at_s for r in run.records), default=0.0) - run.warmup_s for run in one.runs
+        max((r.result.job.at_s for r in run.records), default=0.0) - run.warmup_s for run in point.runs
     )
-    goods = sum(request.served.meets_slo(slo) for request in records)
+    goods = sum(request.result.meets_slo(slo) for request in records)
     return {
-        "rate": round(one.rate, 6),
-        "attainment": _rounded_or_none(one.attainment),
-        "attainment_interval": [round(one.low, 5), round(one.high, 5)],
-        "given_up": one.hopeless,
-        "began_busy": sum(not run.began_idle for run in one.runs),
-        "run_requests": max((run.num_jobs for run in one.runs), default=0),
+        "rate": round(point.rate, 6),
+        "attainment": _rounded_or_none(point.attainment),
+        "attainment_interval": [round(point.low, 5), round(point.high, 5)],
+        "given_up": point.hopeless,
+        "began_busy": sum(not run.began_idle for run in point.runs),
+        "run_requests": max((run.num_jobs for run in point.runs), default=0),
         "requests": len(records),
-        "warmup_requests": sum(len(run.records) - len(run.counted_records) for run in one.runs),
-        "seeds": sorted({run.seed for run in one.runs}),
+        "warmup_requests": sum(len(run.records) - len(run.counted_records) for run in point.runs),
+        "seeds": sorted({run.seed for run in point.runs}),
         "seconds": round(wall_s, 3),
-        "answered": len(well),
+        "answered": len(answered_records),
         "good_per_s": round(goods / span_s, 4) if span_s > 0 else None,
         "output_tokens_per_s": round(
-            sum(r.tokens for run in one.runs for r in run.records) / max(wall_s, 1e-9), 2
+            sum(r.tokens for run in point.runs for r in run.records) / max(wall_s, 1e-9), 2
         ),
-        "errors": dict(Counter(request.served.failed for request in records if request.served.failed)),
-        "short_answers": sum(request.tokens < request.served.job.output for request in well),
+        "errors": dict(Counter(request.result.failed for request in records if request.result.failed)),
+        "short_answers": sum(request.tokens < request.result.job.output for request in answered_records),
         **{f"{name}_ms": spread_ms(values) for name, values in request_times(records).items()},
-        "client": client_report(one.runs, well),
+        "client": client_report(point.runs, answered_records),
     }
 
 
-def client_report(runs: Sequence[LoadRun], well: Sequence[RequestRecord]) -> dict[str, Any]:
+def client_report(runs: Sequence[LoadRun], answered_records: Sequence[RequestRecord]) -> dict[str, Any]:
     """What the client adds: its share of one core, how late it sent, how far its prompts are from what was wanted."""
-    late = spread_ms(one.late_s for run in runs for one in run.records if math.isfinite(one.served.ended_s))
-    off = [abs(one.prompt - one.served.job.prompt) / one.served.job.prompt for one in well if one.prompt]
+    late = spread_ms(one.late_s for run in runs for one in run.records if math.isfinite(one.result.ended_s))
+    off = [
+        abs(one.prompt - one.result.job.prompt) / one.result.job.prompt
+        for one in answered_records
+        if one.prompt
+    ]
     return {
         "cpu_share": round(sum(run.cpu_s for run in runs) / max(1e-9, sum(run.wall_s for run in runs)), 4),
         "cpu_ms_per_request": _rounded_or_none(
@@ -100,16 +104,16 @@ def full_report(
     asked: Mapping[str, Any],
     slo: Slo,
     points: Sequence[RatePoint],
-    found: GoodputEstimate | None,
+    estimate: GoodputEstimate | None,
     trace: int | None = None,
 ) -> dict[str, Any]:
     """The report, as `--json` prints it. `asked` is how it was called, `trace` the requests of one that is replayed."""
-    way = target.length_fields
+    fields = target.length_fields
     report: dict[str, Any] = {
-        "server": target.client.origin.url,
+        "server": target.client.address.url,
         "model": target.model,
         "route": target.route,
-        "lengths_forced": way.ignore_eos,
+        "lengths_forced": fields.ignore_eos,
         "prompts_counted": target.vocabulary.checked,
         **asked,
         "slo": {
@@ -118,9 +122,9 @@ def full_report(
             "attainment": slo.attainment,
         },
         "trace_requests": trace,
-        "points": [point_report(one, slo) for one in points],
+        "points": [point_report(point, slo) for point in points],
     }
-    return report | ({"goodput": goodput_report(found)} if found is not None else {})
+    return report | ({"goodput": goodput_report(estimate)} if estimate is not None else {})
 
 
 def replay_cut_note(full: Mapping[str, Any]) -> str:
@@ -133,17 +137,17 @@ def replay_cut_note(full: Mapping[str, Any]) -> str:
     return f"of the trace's {every:,} requests a run sent the first {first}, as --duration or --num-requests asks"
 
 
-def goodput_report(found: GoodputEstimate) -> dict[str, Any]:
+def goodput_report(estimate: GoodputEstimate) -> dict[str, Any]:
     """The largest rate that meets the SLOs: mean over seeds, its 95 % interval (None of one seed), brackets."""
-    bounded = all(math.isfinite(one) for one in found.interval)
+    bounded = all(math.isfinite(one) for one in estimate.interval)
     return {
-        "rate": round(found.rate, 6),
-        "interval": [round(max(0.0, one), 6) for one in found.interval] if bounded else None,
-        "requests": found.n,
-        "warmup_requests": found.warmup,
-        "seeds": list(found.seeds),
-        "rates": [round(one, 6) for one in found.rates],
-        "brackets": [[round(one.low, 6), _rounded_or_none(one.high)] for one in found.found],
+        "rate": round(estimate.rate, 6),
+        "interval": [round(max(0.0, one), 6) for one in estimate.interval] if bounded else None,
+        "requests": estimate.n,
+        "warmup_requests": estimate.warmup,
+        "seeds": list(estimate.seeds),
+        "rates": [round(one, 6) for one in estimate.rates],
+        "brackets": [[round(one.low, 6), _rounded_or_none(one.high)] for one in estimate.found],
     }
 
 
@@ -151,7 +155,7 @@ def request_rows(runs: Iterable[LoadRun]) -> Iterable[dict[str, Any]]:
     """Each request of each run, so that every figure can be computed again."""
     for run in runs:
         for one in run.records:
-            job, served = one.served.job, one.served
+            job, result = one.result.job, one.result
             yield {
                 "rate": run.rate,
                 "seed": run.seed,
@@ -161,11 +165,11 @@ def request_rows(runs: Iterable[LoadRun]) -> Iterable[dict[str, Any]]:
                 "counted": job.at_s >= run.warmup_s,
                 "prompt_tokens": one.prompt,
                 "output_tokens": one.tokens,
-                "ttft_s": _finite_or_none(served.ttft_s),
-                "tpot_s": _finite_or_none(served.tpot_s),
-                "ended_s": _finite_or_none(served.ended_s),
+                "ttft_s": _finite_or_none(result.ttft_s),
+                "tpot_s": _finite_or_none(result.tpot_s),
+                "ended_s": _finite_or_none(result.ended_s),
                 "late_s": one.late_s,
-                "failed": served.failed,
+                "failed": result.failed,
             }
 
 

@@ -95,12 +95,12 @@ class BenchServer:
 
 
 def _request_body(
-    route: str, model: str, way: LengthFields, text: str, tokens: int, more: Mapping[str, Any] = NO_FIELDS
+    route: str, model: str, fields: LengthFields, text: str, tokens: int, more: Mapping[str, Any] = NO_FIELDS
 ) -> bytes:
     asked: dict[str, Any] = (
         {"messages": [{"role": "user", "content": text}]} if route == CHAT else {"prompt": text}
     )
-    asked |= {"model": model, "stream": True, "temperature": 0.0, **way.request_fields(tokens), **more}
+    asked |= {"model": model, "stream": True, "temperature": 0.0, **fields.request_fields(tokens), **more}
     return msgspec.json.encode(asked)
 
 
@@ -111,20 +111,20 @@ async def probe_server(url: str, key: str | None, model: str | None, endpoint: s
         ConfigError: `url` is no address, or the server does not say what it serves.
         StartError: nobody answers there, or it refuses every way of asking.
     """
-    origin = ServerAddress.from_url(url)
+    address = ServerAddress.from_url(url)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(
-        base_url=origin.url, headers=headers, timeout=PROBE_TIMEOUT_S, trust_env=False
+        base_url=address.url, headers=headers, timeout=PROBE_TIMEOUT_S, trust_env=False
     ) as http:
-        models = await _list_models(http, origin.url)
+        models = await _list_models(http, address.url)
         name = model or next(iter(models), None)
         if name is None:
             why = "GET /v1/models is no list of them"
-            raise ConfigError(f"{origin.url} does not say which models it has", why, "give --model NAME")
-        client = BenchClient(origin, key)
-        route, way = await _find_length_fields(client, name, ROUTES[endpoint])
+            raise ConfigError(f"{address.url} does not say which models it has", why, "give --model NAME")
+        client = BenchClient(address, key)
+        route, fields = await _find_length_fields(client, name, ROUTES[endpoint])
         card = models.get(name, ListedModel())
-        plain = BenchServer(client, name, route, way, Vocabulary(()), card.max_model_len, card.kv_classes)
+        plain = BenchServer(client, name, route, fields, Vocabulary(()), card.max_model_len, card.kv_classes)
         return replace(plain, vocabulary=await learn_vocabulary(await _token_counter(plain, http)))
 
 
@@ -160,19 +160,19 @@ async def _find_length_fields(
     """The first route and way of asking that the server answers."""
     answer = StreamedAnswer()
     for route in routes:
-        for way in LENGTH_FIELDS:
+        for fields in LENGTH_FIELDS:
             answer = StreamedAnswer()
             await client.post_stream(
-                route, _request_body(route, model, way, ANCHOR, 2), PROBE_TIMEOUT_S, answer
+                route, _request_body(route, model, fields, ANCHOR, 2), PROBE_TIMEOUT_S, answer
             )
             if not answer.failed:
-                return route, way
+                return route, fields
             if not answer.failed.startswith(REFUSED):
                 break
         if not answer.failed.startswith((*ABSENT, *REFUSED)):
             break
     if answer.failed in ("no connection", "timeout"):
-        raise _unreachable_error(client.origin.url, answer.error_text)
+        raise _unreachable_error(client.address.url, answer.error_text)
     raise _refused_error(answer.failed, answer.error_text)
 
 

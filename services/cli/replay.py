@@ -27,8 +27,8 @@ def replay_log(path: Path, as_json: bool) -> int:
         head = next(life)
         assert isinstance(head, JournalHead)
         found.append((head, list(replay_decisions(chain([head], life)))))
-    every = [again for _, one in found for again in one]
-    different = [again for again in every if not again.same]
+    every = [decision for _, one in found for decision in one]
+    different = [decision for decision in every if not decision.same]
     if as_json:
         counts = {"decisions": len(every), "same": len(every) - len(different)}
         evaluator = found[-1][0].evaluator
@@ -44,8 +44,8 @@ def replay_log(path: Path, as_json: bool) -> int:
         about = head.evaluator.get("about") or "an unnamed model"
         which = f", start {number} of {len(found)}" if len(found) > 1 else ""
         print(f"{about}, budget {head.policy.budget}, target {head.policy.target}{which}")
-        for again in one:
-            print("\n".join(_decision_lines(again, head.start_s)))
+        for decision in one:
+            print("\n".join(_decision_lines(decision, head.start_s)))
     print(f"{len(every)} decisions, {len(every) - len(different)} come out as they are written")
     return DIFFERENT if different else SAME
 
@@ -57,20 +57,20 @@ def _check_log(path: Path) -> None:
         raise ConfigError(f"{path} is not a decision log", why, "name a file that --replan-journal wrote")
 
 
-def _decision_lines(again: ReplayedDecision, start_s: float) -> list[str]:
-    written = again.written
+def _decision_lines(decision: ReplayedDecision, start_s: float) -> list[str]:
+    written = decision.written
     lines = [f"{written.at_s - start_s:9.0f} s  {written.trigger or 'nothing'}: {written.reason or 'held'}"]
     lines += [f"             {action_text(action)}" for action in written.actions]
-    if not again.same:
-        now = ", ".join(map(action_text, again.now.actions)) or "nothing" if again.now else again.why
+    if not decision.same:
+        now = ", ".join(map(action_text, decision.now.actions)) or "nothing" if decision.now else decision.why
         lines.append(f"             DIFFERENT now: {now}")
     return lines
 
 
-def _difference_row(again: ReplayedDecision) -> dict[str, object]:
-    now = [action_text(action) for action in again.now.actions] if again.now else None
-    written = [action_text(action) for action in again.written.actions]
-    return {"at_s": again.written.at_s, "written": written, "now": now, "why": again.why}
+def _difference_row(decision: ReplayedDecision) -> dict[str, object]:
+    now = [action_text(action) for action in decision.now.actions] if decision.now else None
+    written = [action_text(action) for action in decision.written.actions]
+    return {"at_s": decision.written.at_s, "written": written, "now": now, "why": decision.why}
 
 
 def action_text(action: FleetAction) -> str:

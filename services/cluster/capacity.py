@@ -33,16 +33,16 @@ class NodeCapacity:
         return all(self.total.get(name, 0.0) >= amount for name, amount in demand.items())
 
 
-def group_demand(group: Sequence[Bundle]) -> dict[str, float]:
+def group_demand(bundles: Sequence[Bundle]) -> dict[str, float]:
     """The resources of all bundles of a group together."""
     total: dict[str, float] = {}
-    for bundle in group:
+    for bundle in bundles:
         for name, amount in bundle.demand.items():
             total[name] = _exact(total.get(name, 0.0) + amount)
     return total
 
 
-def place_groups(groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> list[str]:
+def place_groups(bundle_groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> list[str]:
     """The node (its id) of each group; the nodes' `free` and `placed` are updated.
 
     Larger groups come first. Each goes to the node with the fewest workers of its roles, then with the fewest workers:
@@ -52,13 +52,16 @@ def place_groups(groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacit
         StartError: a group does not fit on any node; the error says what was asked, and what each node has.
     """
     chosen: dict[int, str] = {}
-    order = sorted(range(len(groups)), key=lambda index: (-sum(group_demand(groups[index]).values()), index))
+    order = sorted(
+        range(len(bundle_groups)),
+        key=lambda index: (-sum(group_demand(bundle_groups[index]).values()), index),
+    )
     for index in order:
-        demand = group_demand(groups[index])
+        demand = group_demand(bundle_groups[index])
         fitting = [node for node in nodes if node.has_room(demand)]
         if not fitting:
-            raise capacity_error(groups[index], groups, nodes)
-        roles = {_role_of(bundle.worker) for bundle in groups[index]}
+            raise capacity_error(bundle_groups[index], bundle_groups, nodes)
+        roles = {_role_of(bundle.worker) for bundle in bundle_groups[index]}
         node = min(
             fitting,
             key=lambda node: (
@@ -70,20 +73,20 @@ def place_groups(groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacit
         )
         for name, amount in demand.items():
             node.free[name] = _exact(node.free[name] - amount)
-        node.placed += [bundle.worker for bundle in groups[index]]
+        node.placed += [bundle.worker for bundle in bundle_groups[index]]
         chosen[index] = node.node_id
-    return [chosen[index] for index in range(len(groups))]
+    return [chosen[index] for index in range(len(bundle_groups))]
 
 
-def min_cpus(groups: Sequence[Sequence[Bundle]]) -> float:
+def min_cpus(bundle_groups: Sequence[Sequence[Bundle]]) -> float:
     """The CPUs that the smallest worker takes of its node."""
-    return min(bundle.demand["CPU"] for group in groups for bundle in group)
+    return min(bundle.demand["CPU"] for bundles in bundle_groups for bundle in bundles)
 
 
-def has_room(groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> bool:
+def has_room(bundle_groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> bool:
     """Whether `place_groups` finds a node for each group now; the nodes are left as they are."""
     try:
-        place_groups(groups, copy_nodes(nodes))
+        place_groups(bundle_groups, copy_nodes(nodes))
     except StartError:
         return False
     return True
@@ -108,15 +111,15 @@ def count_devices(nodes: Sequence[NodeCapacity], demand: Mapping[str, float], de
 
 
 def capacity_error(
-    group: Sequence[Bundle], groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]
+    bundles: Sequence[Bundle], bundle_groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]
 ) -> StartError:
     """The error for a group that fits on no node, in at most six lines."""
-    demand = group_demand(group)
-    workers = " and ".join(bundle.worker for bundle in group)
-    together = " on one node" if len(group) > 1 else ""
+    demand = group_demand(bundles)
+    workers = " and ".join(bundle.worker for bundle in bundles)
+    together = " on one node" if len(bundles) > 1 else ""
     asked = f"asked: {format_resources(demand)} for {workers}{together}"
-    if len(groups) > 1:
-        every = group_demand([bundle for one in groups for bundle in one])
+    if len(bundle_groups) > 1:
+        every = group_demand([bundle for one in bundle_groups for bundle in one])
         asked += f"; {format_resources(every)} in all"
     fix = "ask for less, add nodes, or free some: `ray status` shows who holds them"
     if not any(node.could_hold(demand) for node in nodes):

@@ -43,9 +43,11 @@ class DetachedGroups:
         self._taken: dict[str, GroupPlace] = {}
         self._groups: dict[str, PlacementGroup] = {}
         # Bundles of ended workers, in groups that other workers still have.
-        self._free: list[GroupPlace] = []
+        self._free_places: list[GroupPlace] = []
 
-    def reserve_groups(self, groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> None:
+    def reserve_groups(
+        self, bundle_groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]
+    ) -> None:
         """Reserve the groups, each on the node that `services.cluster.capacity.place_groups` chooses.
 
         A single bundle takes a free one of its size, if there is one: Ray counts that as taken.
@@ -53,15 +55,20 @@ class DetachedGroups:
         Raises:
             StartError: there is no room for one, or Ray refuses it; nothing is reserved then.
         """
-        groups = [group for group in groups if len(group) > 1 or not self._take_free_bundle(group[0])]
-        targets = place_groups(groups, nodes)
+        bundle_groups = [
+            bundles for bundles in bundle_groups if len(bundles) > 1 or not self._take_free_bundle(bundles[0])
+        ]
+        targets = place_groups(bundle_groups, nodes)
         try:
-            made = [self._make_group(group, node_id) for group, node_id in zip(groups, targets, strict=True)]
+            made = [
+                self._make_group(group, node_id)
+                for group, node_id in zip(bundle_groups, targets, strict=True)
+            ]
             deadline_s = time.monotonic() + PLACE_TIMEOUT_S
-            for group, one in zip(groups, made, strict=True):
+            for group, one in zip(bundle_groups, made, strict=True):
                 _await_group(group, one, deadline_s)
         except StartError:
-            for group in groups:
+            for group in bundle_groups:
                 for bundle in group:
                     self.release_bundle(bundle.worker)
             raise
@@ -69,27 +76,27 @@ class DetachedGroups:
     def _take_free_bundle(self, bundle: Bundle) -> bool:
         """Whether a free bundle of this size was there; it is the worker's now."""
         demand = tuple(bundle.demand.items())
-        found = next((place for place in self._free if place.demand == demand), None)
+        found = next((place for place in self._free_places if place.demand == demand), None)
         if found is None:
             return False
-        self._free.remove(found)
+        self._free_places.remove(found)
         self._taken[bundle.worker] = found
         return True
 
-    def _make_group(self, group: Sequence[Bundle], node_id: str) -> PlacementGroup:
+    def _make_group(self, bundles: Sequence[Bundle], node_id: str) -> PlacementGroup:
         """Ask Ray for a placement group on a node. Raises StartError if Ray refuses it."""
-        name = name_group(group)
-        with ray_errors(f"Ray reserves nothing for {_workers_of(group)}"):
+        name = name_group(bundles)
+        with ray_errors(f"Ray reserves nothing for {_workers_of(bundles)}"):
             remove_leftover(name)
             made: PlacementGroup = placement_group(
-                [bundle.demand for bundle in group],
+                [bundle.demand for bundle in bundles],
                 strategy="STRICT_PACK",
                 name=name,
                 lifetime="detached",
                 _soft_target_node_id=node_id,
             )
         self._groups[name] = made
-        for index, bundle in enumerate(group):
+        for index, bundle in enumerate(bundles):
             self._taken[bundle.worker] = GroupPlace(name, index, tuple(bundle.demand.items()))
         return made
 
@@ -122,10 +129,10 @@ class DetachedGroups:
         place = self._taken.pop(worker, None)
         if place is None:
             return
-        self._free.append(place)
+        self._free_places.append(place)
         if any(other.name == place.name for other in self._taken.values()):
             return
-        self._free = [other for other in self._free if other.name != place.name]
+        self._free_places = [other for other in self._free_places if other.name != place.name]
         group = self._groups.pop(place.name, None)
         if group is not None:
             remove_placement_group(group)
@@ -136,9 +143,9 @@ class DetachedGroups:
             self.release_bundle(worker)
 
 
-def name_group(group: Sequence[Bundle]) -> str:
+def name_group(bundles: Sequence[Bundle]) -> str:
     """The name of the placement group that is made for these bundles."""
-    return GROUP_PREFIX + " ".join(bundle.worker for bundle in group)
+    return GROUP_PREFIX + " ".join(bundle.worker for bundle in bundles)
 
 
 def count_bundles(name: str) -> int:
@@ -146,17 +153,17 @@ def count_bundles(name: str) -> int:
     return len(name.removeprefix(GROUP_PREFIX).split())
 
 
-def _workers_of(group: Sequence[Bundle]) -> str:
-    return " and ".join(bundle.worker for bundle in group)
+def _workers_of(bundles: Sequence[Bundle]) -> str:
+    return " and ".join(bundle.worker for bundle in bundles)
 
 
-def _await_group(group: Sequence[Bundle], made: PlacementGroup, deadline_s: float) -> None:
+def _await_group(bundles: Sequence[Bundle], made: PlacementGroup, deadline_s: float) -> None:
     """Wait until a group is reserved. Raises StartError if it is not by `deadline_s` (monotonic)."""
-    with ray_errors(f"Ray has not placed {_workers_of(group)}"):
+    with ray_errors(f"Ray has not placed {_workers_of(bundles)}"):
         placed = made.wait(max(0.1, deadline_s - time.monotonic()))
     if not placed:
         raise StartError(
-            f"Ray has not placed {_workers_of(group)}",
+            f"Ray has not placed {_workers_of(bundles)}",
             f"its resources were free, and after {PLACE_TIMEOUT_S:g} s they are not reserved",
             "see who has taken them: ray status",
         )

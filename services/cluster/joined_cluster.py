@@ -186,14 +186,14 @@ class JoinedCluster:
             if node["Alive"]
         ]
 
-    def await_room(self, groups: Sequence[Sequence[Bundle]]) -> list[NodeCapacity]:
-        """The nodes as soon as they have room for `groups`, or else after `FREE_TIMEOUT_S`; blocks.
+    def await_room(self, bundle_groups: Sequence[Sequence[Bundle]]) -> list[NodeCapacity]:
+        """The nodes as soon as they have room for `bundle_groups`, or else after `FREE_TIMEOUT_S`; blocks.
 
         What workers had is free a moment after their end, when their nodes have told Ray. Raises StartError if Ray
         cannot be asked.
         """
         deadline_s = time.monotonic() + FREE_TIMEOUT_S
-        while not has_room(groups, nodes := self.list_nodes()) and time.monotonic() < deadline_s:
+        while not has_room(bundle_groups, nodes := self.list_nodes()) and time.monotonic() < deadline_s:
             time.sleep(FREE_POLL_S)
         return nodes
 

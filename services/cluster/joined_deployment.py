@@ -45,16 +45,16 @@ class ClusterDeployment(LocalDeployment):
 
     def __init__(
         self,
-        plan: DeploymentSpec,
+        spec: DeploymentSpec,
         cluster: ClusterSpec,
         joined: JoinedCluster,
         on_status: OnStatus,
         say: Callable[[str], None],
     ) -> None:
         """`say` prints a line for the user."""
-        super().__init__(plan, on_status)
+        super().__init__(spec, on_status)
         self._cluster, self._joined, self._say = cluster, joined, say
-        self._bundles = {bundle.worker: bundle for group in plan.node_groups for bundle in group}
+        self._bundles = {bundle.worker: bundle for bundles in spec.node_groups for bundle in bundles}
         # Workers that were placed and are not recorded yet; set and read while one thread places workers, or none does.
         self._placed: dict[str, tuple[WorkerHandle, WorkerSpec]] = {}
         self._idle, self._stops = threading.Event(), False
@@ -64,18 +64,18 @@ class ClusterDeployment(LocalDeployment):
 
     def start_gateway(self) -> None:
         """Make this deployment's keys, unless they are there or are the user's, and start the gateway's process."""
-        folder = Path(self._plan.gateway.keys_dir)
+        folder = Path(self._spec.gateway.keys_dir)
         if not self._cluster.node_keys_dir and not (folder / "server.secret").exists():
             make_keys(folder)
         self._start_gateway_process()
 
-    async def start_workers(self, head: Any) -> None:
+    async def start_workers(self, local_ray: Any) -> None:
         """Adopt what an earlier driver has left, place and start the other workers, and watch them and Ray's head.
 
         Raises:
             StartError: there is no room for a worker; the error says what was asked, and what each node has.
         """
-        self._head = head
+        self._local_ray = local_ray
         await self._record_placed(self._place_workers)
         self._watchers.append(asyncio.create_task(self._watch_head()))
 
@@ -102,9 +102,9 @@ class ClusterDeployment(LocalDeployment):
     def _place_workers(self) -> None:
         adopted, freed = self._adopt_workers()
         missing = [
-            group
-            for one in self._plan.node_groups
-            if (group := tuple(bundle for bundle in one if bundle.worker not in adopted))
+            bundles
+            for one in self._spec.node_groups
+            if (bundles := tuple(bundle for bundle in one if bundle.worker not in adopted))
         ]
         if missing:
             nodes = self._joined.await_room(missing) if freed else self._joined.list_nodes()
@@ -112,7 +112,7 @@ class ClusterDeployment(LocalDeployment):
                 node.placed += [name for name, address in adopted.items() if address == node.address]
             self._check_going_on()
             self._joined.groups.reserve_groups(missing, nodes)
-        for spec in self._plan.workers:
+        for spec in self._spec.workers:
             if spec.worker not in adopted:
                 self._launch_worker(spec)
 
@@ -159,10 +159,10 @@ class ClusterDeployment(LocalDeployment):
         fitting = {name for name, worker in found.items() if self._is_wanted(name, worker)}
         while True:
             misplaced = set[str]()
-            for group in self._plan.node_groups:
-                names = {bundle.worker for bundle in group}
+            for bundles in self._spec.node_groups:
+                names = {bundle.worker for bundle in bundles}
                 if not names <= fitting or len({found[name].order.group for name in names}) > 1:
-                    anew = name_group(group)
+                    anew = name_group(bundles)
                     misplaced |= names & fitting
                     misplaced |= {name for name in fitting if found[name].order.group == anew}
             filled = Counter(found[name].order.group for name in fitting)
@@ -174,9 +174,9 @@ class ClusterDeployment(LocalDeployment):
 
     def _is_wanted(self, name: str, found: FoundWorker) -> bool:
         """Whether a worker of an earlier driver is as this one would start it."""
-        like = next((spec for spec in self._plan.workers if spec.worker == name), None)
-        if like is None and self._plan.gateway.replan:
-            like = next((spec for spec in self._plan.workers if spec.role == found.order.spec.role), None)
+        like = next((spec for spec in self._spec.workers if spec.worker == name), None)
+        if like is None and self._spec.gateway.replan:
+            like = next((spec for spec in self._spec.workers if spec.role == found.order.spec.role), None)
         if found.ended or like is None:
             return False
         spec = msgspec.structs.replace(like, worker=name)
@@ -196,13 +196,13 @@ class ClusterDeployment(LocalDeployment):
         cluster = self._cluster
         return NodeOrder(
             spec=spec,
-            module=self._plan.worker_module,
+            module=self._spec.worker_module,
             namespace=cluster.namespace,
             question=cluster.question,
             max_workers=cluster.max_workers,
-            cpus=min_cpus(self._plan.node_groups),
+            cpus=min_cpus(self._spec.node_groups),
             keys_dir=cluster.node_keys_dir,
-            gateway_key=read_worker_keys(self._plan.gateway.keys_dir)["server.public"].decode("ascii"),
+            gateway_key=read_worker_keys(self._spec.gateway.keys_dir)["server.public"].decode("ascii"),
             pin_cores=cluster.pin_cores,
             group=group,
             index=index,
@@ -211,13 +211,13 @@ class ClusterDeployment(LocalDeployment):
 
     def _worker_keys(self) -> dict[str, bytes]:
         """What workers need of the keys; empty if it lies on the nodes."""
-        return {} if self._cluster.node_keys_dir else read_worker_keys(self._plan.gateway.keys_dir)
+        return {} if self._cluster.node_keys_dir else read_worker_keys(self._spec.gateway.keys_dir)
 
     def _bundle_like(self, spec: WorkerSpec) -> Bundle:
         """The bundle of a worker: that of the first one of its role, if it is not planned."""
         known = self._bundles.get(spec.worker)
         if known is None:
-            like = next(one for one in self._plan.workers if one.role == spec.role)
+            like = next(one for one in self._spec.workers if one.role == spec.role)
             known = replace(self._bundles[like.worker], worker=spec.worker)
         return known
 
@@ -227,7 +227,7 @@ class ClusterDeployment(LocalDeployment):
         Raises:
             StartError: the device budget is used up, there is no room, or Ray's head is lost.
         """
-        like = next(spec for spec in self._plan.workers if spec.role == role)
+        like = next(spec for spec in self._spec.workers if spec.role == role)
         self._check_budget(role, like.tp * like.pp)
         spec = msgspec.structs.replace(like, worker=f"{role}-{self._started_count[role]}")
         await self._record_placed(lambda: self._place_worker(spec))

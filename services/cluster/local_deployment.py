@@ -57,32 +57,32 @@ class WorkerHandle(Protocol):
 class LocalDeployment:
     """A gateway, and workers under a Ray head. `on_status` is called with every change of a status."""
 
-    def __init__(self, plan: DeploymentSpec, on_status: OnStatus) -> None:
-        self._plan, self._on_status = plan, on_status
+    def __init__(self, spec: DeploymentSpec, on_status: OnStatus) -> None:
+        self._spec, self._on_status = spec, on_status
         # `start_workers` sets this attribute.
-        self._head: RayCluster
+        self._local_ray: RayCluster
         self.workers: dict[str, WorkerHandle] = {}
         # The specification that each worker was started with.
         self.specs: dict[str, WorkerSpec] = {}
         self.statuses: dict[str, ChildStatus] = {}  # the latest status of each worker
-        self._keys = KeyBackup(plan.gateway.keys_dir)
+        self._keys = KeyBackup(spec.gateway.keys_dir)
         self._gateway = Supervisor(
             GATEWAY,
-            [sys.executable, "-m", plan.gateway_module],
-            msgspec.json.encode(plan.gateway),
-            plan.log_path(GATEWAY),
+            [sys.executable, "-m", spec.gateway_module],
+            msgspec.json.encode(spec.gateway),
+            spec.log_path(GATEWAY),
             child_environment(1, os.environ),
             prepare=self._keys.restore_keys,
         )
         self._watchers: list[asyncio.Task[None]] = []
         self._worker_watchers: dict[str, asyncio.Task[None]] = {}  # by worker
         # Number of workers of each role that were ever started. It gives the next worker its number.
-        self._started_count = Counter(spec.worker.rsplit("-", 1)[0] for spec in plan.workers)
+        self._started_count = Counter(worker.worker.rsplit("-", 1)[0] for worker in spec.workers)
         self._ray_lost = False
 
     def start_gateway(self) -> None:
         """Make this deployment's keys and start the gateway's process. The Ray head may start later."""
-        make_keys(self._plan.gateway.keys_dir)
+        make_keys(self._spec.gateway.keys_dir)
         self._start_gateway_process()
 
     def _start_gateway_process(self) -> None:
@@ -90,20 +90,20 @@ class LocalDeployment:
         self._gateway.start()
         self._watchers.append(asyncio.create_task(self._watch_gateway()))
 
-    async def start_workers(self, head: RayCluster) -> None:
+    async def start_workers(self, local_ray: RayCluster) -> None:
         """Start the workers' actors under a running Ray head, and watch them and Ray's processes."""
-        self._head = head
-        for bundle in chain.from_iterable(self._plan.node_groups):
-            self._head.groups.reserve_bundle(bundle)
-        for spec in self._plan.workers:
+        self._local_ray = local_ray
+        for bundle in chain.from_iterable(self._spec.node_groups):
+            self._local_ray.groups.reserve_bundle(bundle)
+        for spec in self._spec.workers:
             self._launch_worker(spec)
-        for part, pid in self._head.process_ids().items():
+        for part, pid in self._local_ray.process_ids().items():
             self._watchers.append(asyncio.create_task(self._watch_ray(part, pid)))
 
     def _launch_worker(self, spec: WorkerSpec) -> None:
         """Start the actor of a worker and a task that watches it."""
-        log_path = self._plan.log_path(spec.worker)
-        self._record_worker(self._head.launch_worker(spec, log_path, self._plan.worker_module), spec)
+        log_path = self._spec.log_path(spec.worker)
+        self._record_worker(self._local_ray.launch_worker(spec, log_path, self._spec.worker_module), spec)
 
     def _record_worker(self, worker: WorkerHandle, spec: WorkerSpec) -> None:
         """Record a worker that was started with this specification, and watch it."""
@@ -140,20 +140,20 @@ class LocalDeployment:
         The worker is usable once its status is "ready". Raises StartError if the device budget is used up or Ray is
         lost.
         """
-        like = next(spec for spec in self._plan.workers if spec.role == role)
+        like = next(spec for spec in self._spec.workers if spec.role == role)
         devices = like.tp * like.pp
         self._check_budget(role, devices)
         name = f"{role}-{self._started_count[role]}"
         self._started_count[role] += 1
-        self._head.groups.reserve_bundle(Bundle(name, devices))
+        self._local_ray.groups.reserve_bundle(Bundle(name, devices))
         self._launch_worker(msgspec.structs.replace(like, worker=name, core=self._pick_core(like)))
         return name
 
     def _check_budget(self, role: str, devices: int) -> None:
         """Raises StartError if so many more devices may not be held, or Ray is lost."""
-        if self.held_devices + devices > self._plan.device_budget:
+        if self.held_devices + devices > self._spec.device_budget:
             why = (
-                f"{self.held_devices} of {self._plan.device_budget} devices are held, and it needs {devices}"
+                f"{self.held_devices} of {self._spec.device_budget} devices are held, and it needs {devices}"
             )
             raise StartError(f"no room for another {role} worker", why)
         if self._ray_lost:
@@ -176,7 +176,7 @@ class LocalDeployment:
 
     async def _release_bundle(self, name: str) -> None:
         """Give the place of a worker that is gone back to Ray."""
-        self._head.groups.release_bundle(name)
+        self._local_ray.groups.release_bundle(name)
 
     def _pick_core(self, like: WorkerSpec) -> int | None:
         """The CPU core with the fewest workers pinned to it; None if workers are not pinned."""
@@ -194,7 +194,7 @@ class LocalDeployment:
             await over.wait()
             # The actors and their workers continue, but from now on Ray may report the actors as dead.
             self._ray_lost = True
-            self._head.stop_error_listener()
+            self._local_ray.stop_error_listener()
             self._on_status(ChildStatus(RAY, "failed", phase=part))
         finally:
             loop.remove_reader(descriptor)

@@ -105,7 +105,7 @@ class ProbeReply(msgspec.Struct, frozen=True):
     error: ErrorReport | None = None
 
 
-def probe_model(question: ProbeRequest) -> ProbedModel:
+def probe_model(probe: ProbeRequest) -> ProbedModel:
     """Find a model, and divide this machine's memory among the workers that will load it. No tensor is read.
 
     Raises:
@@ -113,76 +113,76 @@ def probe_model(question: ProbeRequest) -> ProbedModel:
         ModelError: the model is not found, incomplete, not supported, cannot be split this way, or does not fit; the
             error shows the memory arithmetic. Or its calibration cannot be read.
     """
-    if question.num_workers == 0:
-        return _probe_without_weights(question)
-    files = Checkpoint.resolve(resolve_embedded(question.model), question.revision)
-    asked, budget = question.kv_cache_codec, question.kv_quality_budget
-    codecs = expand_auto(files, asked, question.kv_cache_calibration, budget)
-    classes = resolve_kv_classes(files, codecs, question.kv_cache_calibration)
+    if probe.num_workers == 0:
+        return _probe_without_weights(probe)
+    checkpoint = Checkpoint.resolve(resolve_embedded(probe.model), probe.revision)
+    asked, budget = probe.kv_cache_codec, probe.kv_quality_budget
+    codecs = expand_auto(checkpoint, asked, probe.kv_cache_calibration, budget)
+    classes = resolve_kv_classes(checkpoint, codecs, probe.kv_cache_calibration)
     check_auto(classes, asked, budget)
-    _check_splits(question, files, classes)
-    _check_eviction(question, files)
-    available = _memory_share(question)
-    memory = files.memory(
-        max_model_len=question.max_model_len,
-        kv_bytes=question.kv_bytes,
-        codec=largest_codec(files, classes),
+    _check_splits(probe, checkpoint, classes)
+    _check_eviction(probe, checkpoint)
+    available = _memory_share(probe)
+    memory = checkpoint.memory(
+        max_model_len=probe.max_model_len,
+        kv_bytes=probe.kv_bytes,
+        codec=largest_codec(checkpoint, classes),
         coded=any(one.codec for one in classes),
         available_bytes=available,
-        tp=max((tp for tp, _ in question.splits.values()), default=1),
-        ranks=max((tp * pp for tp, pp in question.splits.values()), default=1),
-        step_tokens=question.step_tokens,
-        step_rows=question.step_rows,
-        evicting_seqs=question.step_rows if question.kv_keep < 1 else 0,
+        tp=max((tp for tp, _ in probe.splits.values()), default=1),
+        ranks=max((tp * pp for tp, pp in probe.splits.values()), default=1),
+        step_tokens=probe.step_tokens,
+        step_rows=probe.step_rows,
+        evicting_seqs=probe.step_rows if probe.kv_keep < 1 else 0,
     )
-    layouts = [files.layout(codec=one.codec) for one in classes]
+    layouts = [checkpoint.layout(codec=one.codec) for one in classes]
     shares = [one.share for one in classes]
-    counts = split_pool(files.name, memory, layouts, shares, asked=question.kv_bytes is not None)
+    counts = split_pool(checkpoint.name, memory, layouts, shares, asked=probe.kv_bytes is not None)
     for layout, slabs, share in zip(layouts, counts, shares, strict=True):
-        _check_evicting_pool(question, memory, layout, slabs, share)
-    _check_swap_space(question, memory, available)
-    shape = files.config
+        _check_evicting_pool(probe, memory, layout, slabs, share)
+    _check_swap_space(probe, memory, available)
+    config = checkpoint.config
     # A tied table counts twice in `parameters`.
-    again = shape.vocab * shape.hidden if shape.tied else 0
+    again = config.vocab * config.hidden if config.tied else 0
     description = (
-        f"{shape.architecture.removesuffix('ForCausalLM')}, {(shape.parameters - again) / 1e6:,.1f} M parameters, "
+        f"{config.architecture.removesuffix('ForCausalLM')}, {(config.parameters - again) / 1e6:,.1f} M parameters, "
         f"context {memory.max_model_len:,}, KV {format_bytes(memory.kv_bytes)} of "
         f"{format_bytes(memory.total_bytes)} per worker"
     )
     return ProbedModel(
-        str(files.path),
+        str(checkpoint.path),
         description,
-        has_chat_template(files.path),
+        has_chat_template(checkpoint.path),
         memory.max_model_len,
         memory.kv_bytes,
-        shape.layers,
+        config.layers,
         format_kv_classes(classes, codecs),
     )
 
 
-def _memory_share(question: ProbeRequest) -> int:
+def _memory_share(probe: ProbeRequest) -> int:
     """Bytes for one worker: an equal share of what is free and what the deployment's other workers hold already."""
     free = available_memory()
-    return min(free, (free + held_memory(question.deployment)) // question.num_workers)
+    return min(free, (free + held_memory(probe.deployment)) // probe.num_workers)
 
 
-def _probe_without_weights(question: ProbeRequest) -> ProbedModel:
+def _probe_without_weights(probe: ProbeRequest) -> ProbedModel:
     """Find config and tokenizer of a model, and its longest context; the weights are not looked at."""
-    patterns = CHECKPOINT_FILES if question.weights else DESCRIPTION_FILES
-    path, shape = find_model(resolve_embedded(question.model), question.revision, patterns)
-    length = plan_max_length(question.model, shape, question.max_model_len)
-    description = f"{shape.architecture.removesuffix('ForCausalLM')}, context {length:,}"
-    return ProbedModel(str(path), description, has_chat_template(path), length, 0, shape.layers)
+    patterns = CHECKPOINT_FILES if probe.weights else DESCRIPTION_FILES
+    path, config = find_model(resolve_embedded(probe.model), probe.revision, patterns)
+    length = plan_max_length(probe.model, config, probe.max_model_len)
+    description = f"{config.architecture.removesuffix('ForCausalLM')}, context {length:,}"
+    return ProbedModel(str(path), description, has_chat_template(path), length, 0, config.layers)
 
 
-def _check_eviction(question: ProbeRequest, files: Checkpoint) -> None:
+def _check_eviction(probe: ProbeRequest, checkpoint: Checkpoint) -> None:
     """Raise ConfigError if KV is to be evicted by default, and workers like these cannot."""
-    if question.kv_keep >= 1:
+    if probe.kv_keep >= 1:
         return
-    said = f"--kv-keep {question.kv_keep} evicts KV of all requests"
-    if split_auto(question.kv_cache_codec)[0]:
+    said = f"--kv-keep {probe.kv_keep} evicts KV of all requests"
+    if split_auto(probe.kv_cache_codec)[0]:
         raise ConfigError(
-            f"{said}, and --kv-cache-codec {question.kv_cache_codec} lets the router choose their KV class",
+            f"{said}, and --kv-cache-codec {probe.kv_cache_codec} lets the router choose their KV class",
             "what a request keeps is decided in one class, so it has to be named (docs/eviction.md)",
             "name the classes without auto; or leave out --kv-keep, and let requests that name a class ask for 'keep'",
         )
@@ -190,7 +190,7 @@ def _check_eviction(question: ProbeRequest, files: Checkpoint) -> None:
     from engine.model.tokenizer import ModelTokenizer
 
     try:
-        ModelTokenizer.load(files.path)
+        ModelTokenizer.load(checkpoint.path)
     except ModelError as error:
         raise ModelError(
             f"{said}, and the tokenizer cannot be read: it says which tokens are special or punctuation",
@@ -199,31 +199,31 @@ def _check_eviction(question: ProbeRequest, files: Checkpoint) -> None:
         ) from None
 
 
-def _check_splits(question: ProbeRequest, files: Checkpoint, classes: tuple[KvClassChoice, ...]) -> None:
+def _check_splits(probe: ProbeRequest, checkpoint: Checkpoint, classes: tuple[KvClassChoice, ...]) -> None:
     """Raise ConfigError or ModelError if the model or its KV cannot be split as a role's workers are."""
-    for role, (tp, pp) in question.splits.items():
+    for role, (tp, pp) in probe.splits.items():
         try:
-            split_ranks(files, classes, tp, pp)
+            split_ranks(checkpoint, classes, tp, pp)
         except (ConfigError, ModelError) as error:
             fix = f"{error.fix} (--{role}-tp, --{role}-pp)"
             raise type(error)(error.what, error.why, fix) from None
 
 
 def _check_evicting_pool(
-    question: ProbeRequest, memory: MemoryPlan, layout: KvLayout, slabs: int, share: float
+    probe: ProbeRequest, memory: MemoryPlan, layout: KvLayout, slabs: int, share: float
 ) -> None:
     """Raise ConfigError if KV is to be evicted by default, and the pool of a class, of so many slabs, is too small for
     the longest request then. `share` is its share of the pool of all classes.
 
     It would serve shorter ones, and refuse the longest, which it takes without eviction.
     """
-    if question.kv_keep >= 1:
+    if probe.kv_keep >= 1:
         return
     # Imported only here, since it imports numpy.
     from kvcache.eviction.rank_bags import most_rank_extra
 
     length = memory.max_model_len
-    extra = most_rank_extra(layout, question.splits.values() or [(1, 1)], length)
+    extra = most_rank_extra(layout, probe.splits.values() or [(1, 1)], length)
     need = num_chunks(length) + extra
     if slabs >= need:
         return
@@ -234,22 +234,22 @@ def _check_evicting_pool(
     if kv_bytes <= memory.max_kv_bytes:
         ways.insert(0, f"use --kv-cache-memory-bytes {kv_bytes} or more")
     raise ConfigError(
-        f"--kv-keep {question.kv_keep} evicts KV of all requests, and the pool of {layout.kv_class} is too small for"
+        f"--kv-keep {probe.kv_keep} evicts KV of all requests, and the pool of {layout.kv_class} is too small for"
         " one of full length",
         f"{length} tokens need up to {need} slabs, {extra} of them to evict (docs/eviction.md); the pool has {slabs}",
         ", or ".join(ways),
     )
 
 
-def _check_swap_space(question: ProbeRequest, memory: MemoryPlan, available: int) -> None:
+def _check_swap_space(probe: ProbeRequest, memory: MemoryPlan, available: int) -> None:
     """Raise ConfigError if the swap space does not fit beside weights and KV pool.
 
     The memory is only allocated when requests are parked, so without this check it would fail much later.
     """
     rest = int(available * USABLE_SHARE) - memory.fixed_bytes - memory.kv_bytes
-    if question.swap_bytes > max(0, rest):
+    if probe.swap_bytes > max(0, rest):
         raise ConfigError(
-            f"a swap space of {format_bytes(question.swap_bytes)} per worker does not fit in memory",
+            f"a swap space of {format_bytes(probe.swap_bytes)} per worker does not fit in memory",
             f"beside weights {format_bytes(memory.weight_bytes)} and KV pool {format_bytes(memory.kv_bytes)}, "
             f"{format_bytes(max(0, rest))} of usable {format_bytes(int(available * USABLE_SHARE))} are left",
             f"lower --swap-space to {max(0, rest) >> 20}MiB or less, or the KV pool (--kv-cache-memory-bytes)",
@@ -323,14 +323,14 @@ async def resolve_model(config: Config, num_workers: int, bulk_weights: bool = T
         ModelError: the model is not found, incomplete, not supported, cannot be split this way, or does not fit; the
             error shows the memory arithmetic. Or its calibration cannot be read.
     """
-    question = probe_request(config, num_workers)
-    question = msgspec.structs.replace(question, weights=question.weights and bulk_weights)
+    probe = probe_request(config, num_workers)
+    probe = msgspec.structs.replace(probe, weights=probe.weights and bulk_weights)
     if config.model == EMBEDDED_MODEL or is_folder_name(config.model):
-        return probe_model(question)
-    return await _probe_in_process(question)
+        return probe_model(probe)
+    return await _probe_in_process(probe)
 
 
-async def _probe_in_process(question: ProbeRequest) -> ProbedModel:
+async def _probe_in_process(probe: ProbeRequest) -> ProbedModel:
     """Run `probe_model` in a child process, which is killed if this task is cancelled."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.host.model_probe_main",
@@ -338,7 +338,7 @@ async def _probe_in_process(question: ProbeRequest) -> ProbedModel:
         env=child_environment(1, os.environ), start_new_session=True,
     )  # fmt: skip
     try:
-        out, err = await process.communicate(msgspec.json.encode(question))
+        out, err = await process.communicate(msgspec.json.encode(probe))
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -346,10 +346,8 @@ async def _probe_in_process(question: ProbeRequest) -> ProbedModel:
         answer = msgspec.json.decode(out.strip().rsplit(b"\n", 1)[-1], type=ProbeReply)
     except msgspec.MsgspecError:
         last = err.decode("utf-8", "replace").strip().splitlines()[-1:]
-        raise ModelError(
-            f"the model {question.model} cannot be read", *(line[:300] for line in last)
-        ) from None
+        raise ModelError(f"the model {probe.model} cannot be read", *(line[:300] for line in last)) from None
     if answer.model is None:
-        error = answer.error or ErrorReport(f"the model {question.model} cannot be read")
+        error = answer.error or ErrorReport(f"the model {probe.model} cannot be read")
         raise ModelError(error.what, error.why, error.fix)
     return answer.model

@@ -20,9 +20,9 @@ def main() -> None:
     """Read a `ProbeRequest` from standard input and print the `ProbeReply`, with the error if there was one."""
     # A download must not outlive the one who waits for it.
     die_with_parent()
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeRequest)
+    probe = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeRequest)
     try:
-        answer = ProbeReply(model=probe_model(question))
+        answer = ProbeReply(model=probe_model(probe))
     except DiptychError as error:
         answer = ProbeReply(error=ErrorReport(error.what, error.why, error.fix))
     # The reply is on the last line, since libraries may have printed something before.

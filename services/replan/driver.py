@@ -223,12 +223,12 @@ class ReplanDriver:
         now_s: float,
         traffic: TrafficEvents,
         workers: tuple[FleetWorker, ...],
-        failed: list[OrderOutcome],
+        outcomes: list[OrderOutcome],
     ) -> FleetDecision | None:
         """Feed events to the replanner, closing buckets in between; return the last decision, if any."""
         # The machine's clock minus the replanner's clock, in seconds.
         offset_s = self._round_s - now_s
-        for one in failed:
+        for one in outcomes:
             self._replanner.failed(now_s, one.worker, one.why)
         decision = None
         for event in traffic.events:

@@ -123,18 +123,18 @@ class Roster:
 
         Returns the outcomes of orders that were carried out or have failed.
         """
-        there = {one.worker: one for one in observed}
-        found: list[OrderOutcome] = []
+        there = {worker.worker: worker for worker in observed}
+        outcomes: list[OrderOutcome] = []
         for name, entry in list(self._entries.items()):
             if statuses.get(name, "") in ENDED_STATES:
-                found += self._on_worker_ended(name, entry, statuses[name])
+                outcomes += self._on_worker_ended(name, entry, statuses[name])
             elif entry.order in (FLIP, UNDO):
-                found += self._check_flip(name, entry, there.get(name), now_s)
+                outcomes += self._check_flip(name, entry, there.get(name), now_s)
             else:
-                found += self._check_worker(name, entry, there.get(name), now_s)
+                outcomes += self._check_worker(name, entry, there.get(name), now_s)
             if (one := there.get(name)) is not None:
                 entry.incarnation, entry.load = one.incarnation, one.num_requests
-        return found
+        return outcomes
 
     def _on_worker_ended(self, name: str, entry: _RosterEntry, status: str) -> Iterable[OrderOutcome]:
         """A worker has ended for good: fulfils a stop, and fails a start or flip."""
@@ -146,13 +146,13 @@ class Roster:
         yield OrderOutcome(name, "", GONE)
 
     def _check_worker(
-        self, name: str, entry: _RosterEntry, one: ObservedWorker | None, now_s: float
+        self, name: str, entry: _RosterEntry, worker: ObservedWorker | None, now_s: float
     ) -> Iterable[OrderOutcome]:
-        """Update a worker that is not changing its role; `one` is the gateway's view, None if it does not know it."""
+        """Update a worker that is not changing its role; `worker` is the gateway's view, None if it is unknown."""
         if (
             entry.order == STOP
-            and one is not None
-            and one.state == "up"
+            and worker is not None
+            and worker.state == "up"
             and now_s - entry.ordered_s > self._flip_s
         ):
             # The gateway that took the order has restarted and has lost the order.
@@ -160,14 +160,14 @@ class Roster:
             yield OrderOutcome(name, STOP, FAILED, f"it was still up after {self._flip_s:.0f} s")
         elif entry.order == STOP:
             entry.state = DRAINING
-        elif one is None or one.state == "unfit":
+        elif worker is None or worker.state == "unfit":
             # The worker's supervisor is restarting it.
             entry.state = STARTING
-        elif one.state == "draining":
+        elif worker.state == "draining":
             # The replanner ordered no drain, so an operator did.
-            entry.state, entry.role = DRAINING, one.role
-        elif one.linked or entry.state == READY:
-            entry.state, entry.role = READY, one.role
+            entry.state, entry.role = DRAINING, worker.role
+        elif worker.linked or entry.state == READY:
+            entry.state, entry.role = READY, worker.role
         if entry.order == START and entry.state == READY:
             entry.order = ""
             yield OrderOutcome(name, START, DONE)
@@ -177,13 +177,13 @@ class Roster:
             yield OrderOutcome(name, "", GONE)
 
     def _check_flip(
-        self, name: str, entry: _RosterEntry, one: ObservedWorker | None, now_s: float
+        self, name: str, entry: _RosterEntry, worker: ObservedWorker | None, now_s: float
     ) -> Iterable[OrderOutcome]:
         """Update a worker that changes its role, or goes back to it."""
         late = now_s - entry.ordered_s > self._flip_s
-        if one is not None and one.role == entry.role and one.state != "draining":
+        if worker is not None and worker.role == entry.role and worker.state != "draining":
             entry.up_since_s = now_s if entry.up_since_s is None else entry.up_since_s
-            if one.state == "up" and one.linked:
+            if worker.state == "up" and worker.linked:
                 yield self._flip_done(name, entry)
             elif now_s - entry.up_since_s > self._trial_s and entry.order == FLIP:
                 why = f"as a {entry.role} worker it was not linked after {self._trial_s:.0f} s"
@@ -191,10 +191,10 @@ class Roster:
             elif late and entry.order == UNDO:
                 yield self._order_failed(name, entry, f"it was not linked after {self._flip_s:.0f} s")
         elif (
-            one is not None
-            and one.role == entry.previous_role
-            and one.incarnation != entry.flip_incarnation
-            and one.state == "up"
+            worker is not None
+            and worker.role == entry.previous_role
+            and worker.incarnation != entry.flip_incarnation
+            and worker.state == "up"
         ):
             yield self._order_failed(name, entry, "it came back in its old role")
         elif late:

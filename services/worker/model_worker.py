@@ -40,8 +40,8 @@ def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
     return WorkerParts(
         engine=body.engine,
         bulk=body.bulk,
-        holdings=body.kv,
-        parts=body.pool,
+        kv=body.kv,
+        pool=body.pool,
         memories=memories,
         fingerprint=fingerprint,
         identity=identity,

@@ -31,20 +31,20 @@ def run_offload_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
         ModelError: the model is not found, or not supported.
         StartError: the files of bulk work cannot be made.
     """
-    built = build_offload_engine(spec, supervisor)
-    fatal, runner = partial(exit_fatally, supervisor), built.runner
+    parts = build_offload_engine(spec, supervisor)
+    fatal, runner = partial(exit_fatally, supervisor), parts.runner
     latest = LatestStats(EngineWatchdog(fatal, spec.worker, progress=lambda: runner.progress))
     with ExitStack() as owned:
         owned.callback(runner.close)
         link = ChannelLink(
-            spec.gateway, load_worker_keys(spec.keys_dir), make_offload_hello(spec, built), latest.read_stats
+            spec.gateway, load_worker_keys(spec.keys_dir), make_offload_hello(spec, parts), latest.read_stats
         )
         layout = runner.layout
         loop = WorkerLoop(
             link,
-            built.engine,
-            OffloadRole(built.engine),
-            built.schedule,
+            parts.engine,
+            OffloadRole(parts.engine),
+            parts.schedule,
             latest,
             codecs={layout.kv_class: layout.codec},
             drain_s=spec.drain_s,
@@ -65,11 +65,11 @@ def run_offload_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
     return 0 if ending else EXIT_RETIRED
 
 
-def make_offload_hello(spec: WorkerSpec, built: OffloadParts) -> Hello:
+def make_offload_hello(spec: WorkerSpec, parts: OffloadParts) -> Hello:
     """The `Hello` by which the gateway learns of the worker: a decode worker with the room of its block."""
-    layout, policy = built.runner.layout, built.schedule.policy
-    fingerprint, identity = built.checkpoint.fingerprint(weight_kind=policy.weight_kind)
-    num_slabs = int((1 + EXTRA_SHARE) * built.schedule.num_chunks)
+    layout, policy = parts.runner.layout, parts.schedule.policy
+    fingerprint, identity = parts.checkpoint.fingerprint(weight_kind=policy.weight_kind)
+    num_slabs = int((1 + EXTRA_SHARE) * parts.schedule.num_chunks)
     return Hello(
         worker=spec.worker,
         role="decode",
@@ -80,11 +80,11 @@ def make_offload_hello(spec: WorkerSpec, built: OffloadParts) -> Hello:
         pid=os.getpid(),
         num_slabs=num_slabs,
         chunk_bytes=layout.chunk_bytes,
-        max_model_len=built.schedule.max_model_len,
+        max_model_len=parts.schedule.max_model_len,
         endpoints={},
         ended=spec.ended,
         kv_classes={layout.kv_class: (num_slabs, layout.chunk_bytes)},
-        raw_chunk_bytes=built.checkpoint.layout().chunk_bytes,
+        raw_chunk_bytes=parts.checkpoint.layout().chunk_bytes,
         log_file=spec.log_file,
         block_sequences=policy.sequences,
         block_tokens=policy.sequences * policy.prompt_tokens,

@@ -56,9 +56,9 @@ class WorkerParts:
     """The parts that are built once per process and used by all its roles."""
 
     engine: Engine
-    holdings: KvAllocator | KvArenas
+    kv: KvAllocator | KvArenas
     # The whole KV pool, over all `memories`.
-    parts: ShardedPool
+    pool: ShardedPool
     # The pool's memory of each rank.
     memories: Sequence[SharedMemory]
     fingerprint: str
@@ -81,7 +81,7 @@ class WorkerParts:
     @property
     def layout(self) -> KvLayout:
         """The layout of KV in the worker's pools, over all ranks; of the default KV class, if there are several."""
-        return self.parts.layout
+        return self.pool.layout
 
 
 @dataclass(slots=True)
@@ -98,10 +98,10 @@ class _EndRequest:
             self.loop.start_drain()
 
 
-def run_worker(spec: WorkerSpec, supervisor: SupervisorPipe, built: WorkerParts) -> int:
+def run_worker(spec: WorkerSpec, supervisor: SupervisorPipe, parts: WorkerParts) -> int:
     """Serve in `spec.role`, then in the role that the gateway orders, until drained. Returns the exit status.
 
-    Closes `built` and its memory at the end. The calling thread is pinned to `spec.core`.
+    Closes `parts` and its memory at the end. The calling thread is pinned to `spec.core`.
 
     Raises:
         ConfigError: a key file is missing or not private, a transport is unknown, or the core cannot be used.
@@ -110,24 +110,24 @@ def run_worker(spec: WorkerSpec, supervisor: SupervisorPipe, built: WorkerParts)
     """
     end_request = _EndRequest()
     with ExitStack() as owned:
-        for memory in built.memories:
+        for memory in parts.memories:
             owned.enter_context(closing(memory))
-        owned.callback(built.close)
-        shown = owned.enter_context(closing(SharedMemory(built.parts.num_slabs * ENTRY_BYTES)))
+        owned.callback(parts.close)
+        shown = owned.enter_context(closing(SharedMemory(parts.pool.num_slabs * ENTRY_BYTES)))
         # All roles of the process share it, so that a mark in it never has two meanings.
-        progress = LayerProgress(built.parts.num_slabs, shown.view)
+        progress = LayerProgress(parts.pool.num_slabs, shown.view)
         key, keys = load_transfer_key(spec.keys_dir), load_worker_keys(spec.keys_dir)
         signal.signal(signal.SIGTERM, lambda *_: end_request.request_end())
         watchdog = EngineWatchdog(partial(exit_fatally, supervisor), spec.worker)
-        populating = PoolPrefault(built.memories, busy=lambda: _is_computing(built.engine))
-        owned.callback(populating.stop)
+        prefault = PoolPrefault(parts.memories, busy=lambda: _is_computing(parts.engine))
+        owned.callback(prefault.stop)
         role, cores = spec.role, os.sched_getaffinity(0)
         while role and not end_request.ending:
             # Undoes the pinning of the last role, so that threads which the next role starts may use all cores.
             os.sched_setaffinity(0, cores)
-            built.tune_for(role)
+            parts.tune_for(role)
             loop = _serve_role(
-                _RoleLife(spec, role, key, keys, built, watchdog, progress, shown, populating),
+                _RoleLife(spec, role, key, keys, parts, watchdog, progress, shown, prefault),
                 end_request,
                 supervisor,
             )
@@ -150,27 +150,27 @@ class _RoleLife:
     role: str
     key: bytes
     keys: WorkerKeys
-    built: WorkerParts
+    parts: WorkerParts
     watchdog: EngineWatchdog
     progress: LayerProgress
     # The memory that holds the layer progress.
-    shown: SharedMemory
-    populating: PoolPrefault
+    memory: SharedMemory
+    prefault: PoolPrefault
 
 
 def _serve_role(life: _RoleLife, end_request: _EndRequest, supervisor: SupervisorPipe) -> WorkerLoop:
     """Connect to the gateway in one role, and serve until the role is drained."""
-    spec, built, latest = life.spec, life.built, LatestStats(life.watchdog)
+    spec, parts, latest = life.spec, life.parts, LatestStats(life.watchdog)
     with ExitStack() as owned:
         sources = None
         if life.role == "prefill":
-            parts = list(zip(built.parts.shards, built.memories, strict=True))
+            shards = list(zip(parts.pool.shards, parts.memories, strict=True))
             sources = OfferedTransports(
                 spec.transports,
-                parts,
+                shards,
                 spec.worker,
-                life.shown if spec.pipelined else None,
-                built.parts.spans,
+                life.memory if spec.pipelined else None,
+                parts.pool.spans,
             )
             owned.callback(sources.close)
         hello = make_hello(life, sources.endpoints() if sources is not None else {})
@@ -178,17 +178,17 @@ def _serve_role(life: _RoleLife, end_request: _EndRequest, supervisor: Superviso
         role, close = (
             _make_prefill_role(life, link, hello, sources) if sources else _make_decode_role(life, link)
         )
-        root = built.fingerprint if spec.prefix_caching else ""
+        root = parts.fingerprint if spec.prefix_caching else ""
         loop = WorkerLoop(
             link,
-            built.engine,
+            parts.engine,
             role,
-            built.holdings,
+            parts.kv,
             latest,
             fingerprint=root,
-            codecs={arena.layout.kv_class: arena.layout.codec for arena in built.parts.arenas},
+            codecs={arena.layout.kv_class: arena.layout.codec for arena in parts.pool.arenas},
             drain_s=spec.drain_s,
-            bulk=built.bulk if life.role == "decode" else None,
+            bulk=parts.bulk if life.role == "decode" else None,
         )
         end_request.loop = loop
         if end_request.ending:
@@ -211,34 +211,34 @@ def _serve_role(life: _RoleLife, end_request: _EndRequest, supervisor: Superviso
 def _on_welcomed(life: _RoleLife, supervisor: SupervisorPipe) -> None:
     """The gateway has accepted this worker. What would have delayed the start begins now."""
     supervisor.report_progress("ready")
-    life.populating.start()
-    life.built.start_later()
+    life.prefault.start()
+    life.parts.start_later()
 
 
 def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
     """The `Hello` by which the gateway learns of this role; its `incarnation` is unique."""
-    built = life.built
+    parts = life.parts
     return Hello(
         worker=life.spec.worker,
         role=life.role,
         incarnation=uuid.uuid4().hex,
-        fingerprint=built.fingerprint,
-        identity=built.identity,
+        fingerprint=parts.fingerprint,
+        identity=parts.identity,
         host=life.spec.host,
         pid=os.getpid(),
-        num_slabs=built.parts.num_slabs,
-        chunk_bytes=built.layout.chunk_bytes,
-        max_model_len=built.max_model_len,
+        num_slabs=parts.pool.num_slabs,
+        chunk_bytes=parts.layout.chunk_bytes,
+        max_model_len=parts.max_model_len,
         endpoints=endpoints,
         ended=life.spec.ended,
         kv_classes={
             arena.layout.kv_class: (arena.span.num_slabs, arena.layout.chunk_bytes)
-            for arena in built.parts.arenas
+            for arena in parts.pool.arenas
         },
-        raw_chunk_bytes=replace(built.layout, codec="").chunk_bytes,
-        kv_losses=dict(built.kv_losses),
-        kv_auto=built.kv_auto,
-        keep_classes=list(built.keep_classes),
+        raw_chunk_bytes=replace(parts.layout, codec="").chunk_bytes,
+        kv_losses=dict(parts.kv_losses),
+        kv_auto=parts.kv_auto,
+        keep_classes=list(parts.keep_classes),
         log_file=life.spec.log_file,
     )
 
@@ -247,30 +247,30 @@ def _make_prefill_role(
     life: _RoleLife, link: ChannelLink, hello: Hello, sources: OfferedTransports
 ) -> tuple[WorkerRole, Callable[[], None]]:
     """The prefill role, and the function that closes it."""
-    spec, built = life.spec, life.built
+    spec, parts = life.spec, life.parts
     issuer = TicketIssuer(
         life.key, hello.worker, hello.incarnation, hello.fingerprint, spec.digest, spec.tp, spec.pp
     )
     ledger, progress = LeaseLedger(spec.lease_s), life.progress if spec.pipelined else None
     role = PrefillWorker(
-        link, built.engine, built.holdings, built.parts, ledger, issuer, progress, sources.open_transport
+        link, parts.engine, parts.kv, parts.pool, ledger, issuer, progress, sources.open_transport
     )
     return role, role.close
 
 
 def _make_decode_role(life: _RoleLife, link: ChannelLink) -> tuple[WorkerRole, Callable[[], None]]:
     """The decode role, and the function that closes it."""
-    spec, built = life.spec, life.built
-    fetcher = KvFetcher(TransportLinks(spec.transports, built.parts, spec.digest), link.send, link.wake_poll)
+    spec, parts = life.spec, life.parts
+    fetcher = KvFetcher(TransportLinks(spec.transports, parts.pool, spec.digest), link.send, link.wake_poll)
     role = DecodeWorker(
         link,
-        built.engine,
-        built.holdings,
-        built.parts.layout_of,
+        parts.engine,
+        parts.kv,
+        parts.pool.layout_of,
         fetcher,
         life.key,
-        built.fingerprint,
-        BagRepacker(built.parts),
+        parts.fingerprint,
+        BagRepacker(parts.pool),
     )
     fetcher.open()
     return role, fetcher.close

@@ -128,22 +128,22 @@ class StepRecorder:
         self,
         begun_s: float,
         ended_s: float,
-        ran: Sequence[tuple[sequence.Sequence, StepWork]],
+        works: Sequence[tuple[sequence.Sequence, StepWork]],
         messages: Sequence[Output | Failed],
     ) -> None:
         """Record the batch of a step, and the first tokens that it made."""
-        if ran:
-            self.log.write_line("step", begun_s, ended_s, *_sum_batch(ran))
+        if works:
+            self.log.write_line("step", begun_s, ended_s, *_sum_batch(works))
         for message in messages:
             if isinstance(message, Output) and message.seconds:
                 self.log.write_line("first", ended_s, message.request)
         self.log.flush_if_due(ended_s)
 
 
-def _sum_batch(ran: Sequence[tuple[sequence.Sequence, StepWork]]) -> tuple[int, int, int, int]:
+def _sum_batch(works: Sequence[tuple[sequence.Sequence, StepWork]]) -> tuple[int, int, int, int]:
     """Tokens, squares, rows and context of a step (`planner.types.StepBatch`)."""
     tokens = squares = rows = context = 0
-    for seq, work in ran:
+    for seq, work in works:
         start, count = work.start, len(work.tokens)
         if count == 1 and start >= len(seq.prompt):
             rows, context = rows + 1, context + start

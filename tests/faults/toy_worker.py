@@ -147,8 +147,8 @@ def build_toy(spec: WorkerSpec, doors: PhaseGates, settings: ToySettings) -> rol
     bulk = BulkEngine(units, limits, holdings, sampler, BulkTime(spec.bulk_slice_ms / 1000, tpot_s))
     return role_lifecycle.WorkerParts(
         engine=engine,
-        holdings=holdings,
-        parts=unsharded_pool(layout, memory.view),
+        kv=holdings,
+        pool=unsharded_pool(layout, memory.view),
         memories=[memory],
         fingerprint=f"toy-{spec.dtype}",
         identity={"model": "toy", "dtype": spec.dtype},

@@ -81,35 +81,35 @@ def _check_output(out: Path, force: bool) -> None:
     require_writable(out, flag)
 
 
-def choose_group(shape: ModelConfig, group: int | None) -> int:
+def choose_group(config: ModelConfig, group: int | None) -> int:
     """Values that share a scale: what was asked for, or those of all KV heads.
 
     Raises:
         ConfigError: it is not a whole number of heads that divides the KV heads evenly.
     """
     fitting = [
-        shape.head_dim * heads for heads in range(1, shape.kv_heads + 1) if shape.kv_heads % heads == 0
+        config.head_dim * heads for heads in range(1, config.kv_heads + 1) if config.kv_heads % heads == 0
     ]
     if group is not None and group not in fitting:
         raise ConfigError(
             f"--group {group} does not fit this model",
-            f"groups are whole heads of {shape.head_dim} values that divide {shape.kv_heads} KV heads evenly",
+            f"groups are whole heads of {config.head_dim} values that divide {config.kv_heads} KV heads evenly",
             f"use one of {', '.join(map(str, fitting))}",
         )
     return group or fitting[-1]
 
 
-def choose_tokens(shape: ModelConfig, tokens: int | None) -> int:
+def choose_tokens(config: ModelConfig, tokens: int | None) -> int:
     """Tokens of a sequence: what was asked for, or 2,048 as far as the model's context has room.
 
     Raises:
         ConfigError: the context is shorter.
     """
-    if tokens is not None and tokens > shape.context:
+    if tokens is not None and tokens > config.context:
         raise ConfigError(
-            f"--tokens {tokens} is more than the model's context", f"it has {shape.context} tokens"
+            f"--tokens {tokens} is more than the model's context", f"it has {config.context} tokens"
         )
-    return tokens or min(DEFAULT_TOKENS, shape.context)
+    return tokens or min(DEFAULT_TOKENS, config.context)
 
 
 def choose_device(device: str) -> torch.device:

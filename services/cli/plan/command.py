@@ -60,43 +60,43 @@ def run_plan(options: PlanOptions) -> int:
     for change in options.what_if:
         # This refuses a change that cannot be read before anything takes long.
         apply_change(request, change)
-    answer = solve_placement(request)
+    solution = solve_placement(request)
     others = [ask_what_if(request, change) for change in options.what_if]
     drawn: list[Path] = []
     if options.plot is not None:
         # Imported only here, since it imports matplotlib, which is slow.
         from planner.report.curves import draw_plots
 
-        drawn = draw_plots(answer, options.plot)
+        drawn = draw_plots(solution, options.plot)
     if options.out is not None:
-        _write_plan(options.out, answer, options.model)
+        _write_plan(options.out, solution, options.model)
     render = _format_json if options.as_json else _format_lines
-    print(render(options, answer, others, drawn))
+    print(render(options, solution, others, drawn))
     return OK
 
 
 def read_problem(options: PlanOptions) -> Problem:
     """The planner's problem that the flags describe."""
-    measured = (
+    profile = (
         profiles.load_profile_of(options.profile, options.model) if options.profile is not None else None
     )
-    keep = find_keep(measured, options.kv_keep, options.kv_cache_codec)
-    bare, codec = measured, RAW_CLASS if read_classes(options.kv_cache_codec) else options.kv_cache_codec
-    if measured is not None and codec == options.kv_cache_codec:
-        measured = code_profile(measured, codec)
-    stocks = _device_stocks(options, measured)
-    asked = with_kv_codec(find_model(options.model), codec) if measured is None else measured.model
-    found = {stock.device.name: _profile_of(asked, stock.device, measured) for stock in stocks}
-    shape = found[stocks[0].device.name].model
-    workload = read_workload(options, shape)
+    keep = find_keep(profile, options.kv_keep, options.kv_cache_codec)
+    bare, codec = profile, RAW_CLASS if read_classes(options.kv_cache_codec) else options.kv_cache_codec
+    if profile is not None and codec == options.kv_cache_codec:
+        profile = code_profile(profile, codec)
+    stocks = _device_stocks(options, profile)
+    asked = with_kv_codec(find_model(options.model), codec) if profile is None else profile.model
+    found = {stock.device.name: _profile_of(asked, stock.device, profile) for stock in stocks}
+    dims = found[stocks[0].device.name].model
+    workload = read_workload(options, dims)
     _check_ranges(options)
     classes = shared_kv_classes(found.values(), options.kv_cache_codec)
     mix = choose_kv_mix(options.kv_mix, classes, found[stocks[0].device.name], workload.kv_shares)
     source = KvMixedSource(workload.source, mix) if classes else workload.source
     known = [] if bare is None else [bare]
-    coded = kv_class_notes(classes, mix, *known) if classes else codec_note(shape, *known)
+    coded = kv_class_notes(classes, mix, *known) if classes else codec_note(dims, *known)
     return Problem(
-        shape, stocks, found, source, workload.slos, options.rate, workload.name, options.affinity,
+        dims, stocks, found, source, workload.slos, options.rate, workload.name, options.affinity,
         options.family or FAMILIES, options.cv, options.seeds, options.horizon, options.span_s,
         parse_link_flag(options.link, stocks[0].device.node.inter.latency_s),
         profiled_only=options.profiled_only,
@@ -124,12 +124,12 @@ def _check_ranges(options: PlanOptions) -> None:
             raise ConfigError(f"{flag} is not possible", "it is out of its range or unknown", fix)
 
 
-def _device_stocks(options: PlanOptions, measured: CostProfile | None) -> tuple[NodeGroup, ...]:
-    if options.device is None and measured is None:
+def _device_stocks(options: PlanOptions, profile: CostProfile | None) -> tuple[NodeGroup, ...]:
+    if options.device is None and profile is None:
         raise ConfigError(
             "the hardware is not named", "neither --device nor --profile is given", "such as --device H100"
         )
-    own: tuple[Device, ...] = () if measured is None else (measured.device,)
+    own: tuple[Device, ...] = () if profile is None else (profile.device,)
     device = named_device(options.device, *own) if options.device else own[0]
     per_node = options.gpus_per_node or device.node.devices_per_node
     gpus, nodes = options.gpus, options.nodes
@@ -152,11 +152,11 @@ def _device_stocks(options: PlanOptions, measured: CostProfile | None) -> tuple[
     names = [one.device.name for one in (stock, *more)]
     if len(set(names)) < len(names):
         raise ConfigError("a device is named twice", ", ".join(names), "give each kind of device once")
-    if measured is not None and measured.device.name not in names:
+    if profile is not None and profile.device.name not in names:
         raise ConfigError(
-            f"the profile is of {measured.device.name}, and the plan for {', '.join(names)}",
+            f"the profile is of {profile.device.name}, and the plan for {', '.join(names)}",
             "it would have no effect",
-            f"--device {measured.device.name}, or leave out --profile",
+            f"--device {profile.device.name}, or leave out --profile",
         )
     return (stock, *more)
 
@@ -171,28 +171,30 @@ def _parse_also(text: str, own: Sequence[Device]) -> NodeGroup:
     return NodeGroup(named_device(name, *own), int(nodes), int(per_node))
 
 
-def _profile_of(shape: ModelDims, device: Device, measured: CostProfile | None) -> CostProfile:
+def _profile_of(dims: ModelDims, device: Device, profile: CostProfile | None) -> CostProfile:
     """The measured profile, if it is of this device; else the built-in profile."""
-    if measured is None or measured.device.name != device.name:
-        return profiles.built_in_profile(shape, device)
-    return measured
+    if profile is None or profile.device.name != device.name:
+        return profiles.built_in_profile(dims, device)
+    return profile
 
 
 def _format_lines(
-    options: PlanOptions, answer: Solution, others: list[WhatIfAnswer], drawn: list[Path]
+    options: PlanOptions, solution: Solution, others: list[WhatIfAnswer], drawn: list[Path]
 ) -> str:
-    lines = solution_headline(answer)
-    lines += explain_solution(answer) if options.explain else [f"note: {note}" for note in list_notes(answer)]
+    lines = solution_headline(solution)
+    lines += (
+        explain_solution(solution) if options.explain else [f"note: {note}" for note in list_notes(solution)]
+    )
     for other in others:
-        lines += ["", *compare_answers(answer, other)]
+        lines += ["", *compare_answers(solution, other)]
     if options.out is not None:
-        use = f"; deploy it with: diptych serve --plan {options.out}" if is_deployable(answer) else ""
+        use = f"; deploy it with: diptych serve --plan {options.out}" if is_deployable(solution) else ""
         lines += ["", f"written: {options.out}{use}"]
     return "\n".join(lines + [f"drawn: {path}" for path in drawn])
 
 
 def _format_json(
-    options: PlanOptions, answer: Solution, others: list[WhatIfAnswer], drawn: list[Path]
+    options: PlanOptions, solution: Solution, others: list[WhatIfAnswer], drawn: list[Path]
 ) -> str:
     changes = [
         {
@@ -202,9 +204,9 @@ def _format_json(
         }
         for one in others
     ]
-    more = {"explanation": explain_solution(answer)} if options.explain else {}
+    more = {"explanation": explain_solution(solution)} if options.explain else {}
     return json.dumps(
-        {**solution_json(answer), **more, "what_if": changes, "plots": list(map(str, drawn))}, indent=2
+        {**solution_json(solution), **more, "what_if": changes, "plots": list(map(str, drawn))}, indent=2
     )
 
 
@@ -217,9 +219,9 @@ def _check_outputs(options: PlanOptions) -> None:
         output_paths.make_output_folder(options.plot, "--plot")
 
 
-def _write_plan(path: Path, answer: Solution, model: str) -> None:
+def _write_plan(path: Path, solution: Solution, model: str) -> None:
     try:
-        save_plan(path, make_plan_file(answer, model))
+        save_plan(path, make_plan_file(solution, model))
     except OSError as error:
         raise ConfigError(
             f"the plan cannot be written to {path}", error.strerror or str(error), "name another file"

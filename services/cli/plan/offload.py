@@ -48,7 +48,7 @@ def run_bulk_plan(options: PlanOptions) -> int:
         return search_placement(changed, kinds, work, blocks)
 
     begun_s = time.perf_counter()
-    best = search(machine)
+    placement = search(machine)
     search_s = time.perf_counter() - begun_s
     more = {
         "one more GiB of memory": search(replace(machine, memory_bytes=machine.memory_bytes + GIB)),
@@ -56,9 +56,9 @@ def run_bulk_plan(options: PlanOptions) -> int:
             replace(machine, disk_read=machine.disk_read + GB, disk_write=machine.disk_write + GB)
         ),
     }
-    gains = {name: one.tokens_per_s / best.tokens_per_s for name, one in more.items()}
-    found = _as_json(best, gains) | {
-        "policy": format_policy(to_block_policy(best, work, machine.step_tokens)),
+    gains = {name: one.tokens_per_s / placement.tokens_per_s for name, one in more.items()}
+    found = _as_json(placement, gains) | {
+        "policy": format_policy(to_block_policy(placement, work, machine.step_tokens)),
         "rates": "data sheet" if rates is None else "measured",
         "search_s": search_s,
     }
@@ -124,23 +124,23 @@ def _read_memories(options: PlanOptions) -> tuple[float, float]:
     return memory, read_size("--bulk-disk", options.bulk_disk)
 
 
-def _as_json(best: OffloadPlacement, gains: dict[str, float]) -> dict[str, Any]:
-    weights, _, weights_on_disk, kv, _, kv_on_disk, hidden, _, _ = map(float, best.shares)
+def _as_json(placement: OffloadPlacement, gains: dict[str, float]) -> dict[str, Any]:
+    weights, _, weights_on_disk, kv, _, kv_on_disk, hidden, _, _ = map(float, placement.shares)
     return {
-        "rows": best.block.rows,
-        "batches": best.block.batches,
-        "weight_bits": best.model.weight_bytes * 8,
-        "kv_bits": best.model.kv_bytes * 8,
+        "rows": placement.block.rows,
+        "batches": placement.block.batches,
+        "weight_bits": placement.model.weight_bytes * 8,
+        "kv_bits": placement.model.kv_bytes * 8,
         "weights_in_memory": weights,
         "weights_on_disk": weights_on_disk,
         "kv_in_memory": kv,
         "kv_on_disk": kv_on_disk,
         "activations_in_memory": hidden,
-        "memory_bytes": best.memory["memory"],
-        "disk_bytes": best.memory["disk"],
-        "block_s": best.seconds,
-        "tokens_per_s": best.tokens_per_s,
-        "waits_for": best.binding,
+        "memory_bytes": placement.memory["memory"],
+        "disk_bytes": placement.memory["disk"],
+        "block_s": placement.seconds,
+        "tokens_per_s": placement.tokens_per_s,
+        "waits_for": placement.binding,
         "gains": gains,
     }
 

@@ -57,18 +57,18 @@ class RatedBlocks:
         return predict_policy(self.machine, self._offload_model(policy), policy)
 
     def search(
-        self, asked: BlockPolicy, max_sequences: int | None = None
+        self, policy: BlockPolicy, max_sequences: int | None = None
     ) -> tuple[BlockPolicy, OffloadPlacement]:
-        """The policy with the most tokens per second for the lengths and kinds of `asked`, and its prediction.
+        """The policy with the most tokens per second for the lengths and kinds of `policy`, and its prediction.
 
         It has at most `max_sequences` sequences, and each batch has room for the longest one.
 
         Raises:
             ConfigError: the rates do not say what the policy's kinds cost, or no block is predicted to fit.
         """
-        fewest = math.ceil(self.max_model_len / asked.sequence_tokens)
+        fewest = math.ceil(self.max_model_len / policy.sequence_tokens)
         blocks = search_blocks(max_sequences, fewest)
-        return search_policy(self.machine, self._offload_model(asked), asked, blocks)
+        return search_policy(self.machine, self._offload_model(policy), policy, blocks)
 
     def _offload_model(self, policy: BlockPolicy) -> OffloadModel:
         found, dims = model_of_policy(self.dims, policy, self.rates), self.dims

@@ -27,22 +27,22 @@ def parse_kinds(texts: Sequence[str], attainment: float) -> list[WorkloadKind]:
 
     Raises ConfigError: one cannot be read, some have workloads and others have none, or one is named twice.
     """
-    found = [_parse_kind(text, attainment) for text in texts]
-    own = [kind for kind in found if kind.workload is not None]
-    if own and len(own) < len(found):
+    kinds = [_parse_kind(text, attainment) for text in texts]
+    own = [kind for kind in kinds if kind.workload is not None]
+    if own and len(own) < len(kinds):
         raise ConfigError(
             "kinds are given in two ways",
             f"{own[0].name} has a workload of its own, others are kinds of a trace",
             "give a workload and a share for each, or for none",
         )
-    names = [kind.name for kind in found]
+    names = [kind.name for kind in kinds]
     if len(set(names)) < len(names):
         raise ConfigError("a kind is named twice", ", ".join(names), "give each --kind once")
-    return found
+    return kinds
 
 
 def have_own_workloads(
-    found: Sequence[WorkloadKind],
+    kinds: Sequence[WorkloadKind],
     *,
     workload: str | None,
     slo_ttft_ms: float | None,
@@ -53,7 +53,7 @@ def have_own_workloads(
 
     Raises ConfigError: they have, and one of these flags, which would then have no effect, was given too.
     """
-    if not found or found[0].workload is None:
+    if not kinds or kinds[0].workload is None:
         return False
     unused = {
         "--slo-ttft-ms": slo_ttft_ms,
@@ -67,13 +67,13 @@ def have_own_workloads(
     return True
 
 
-def mix_workloads(found: Sequence[WorkloadKind], within: int) -> tuple[WorkloadMix, dict[str, Workload]]:
+def mix_workloads(kinds: Sequence[WorkloadKind], within: int) -> tuple[WorkloadMix, dict[str, Workload]]:
     """Kinds with workloads of their own, without requests of more than `within` tokens; and these workloads, whole.
 
     Raises ConfigError: a workload cannot be used, or has no other requests.
     """
-    whole = {kind.name: find_workload(kind.workload or "") for kind in found}
-    parts = [(kind.name, kind.share, whole[kind.name].within(within), kind.slo) for kind in found]
+    whole = {kind.name: find_workload(kind.workload or "") for kind in kinds}
+    parts = [(kind.name, kind.share, whole[kind.name].within(within), kind.slo) for kind in kinds]
     return WorkloadMix(parts), whole
 
 

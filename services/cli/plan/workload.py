@@ -33,27 +33,25 @@ class PlanWorkload(NamedTuple):
     kv_shares: Mapping[str, float]
 
 
-def read_workload(options: PlanOptions, shape: ModelDims) -> PlanWorkload:
-    """The requests to plan for, and their SLOs. `shape` is the model that serves them.
+def read_workload(options: PlanOptions, dims: ModelDims) -> PlanWorkload:
+    """The requests to plan for, and their SLOs. `dims` is the model that serves them.
 
     Raises ConfigError: an SLO or a kind cannot be read or is for no request, or the workload cannot be used.
     """
     slo = read_slo(options.slo_ttft_ms, options.slo_tpot_ms, options.attainment)
-    found = parse_kinds(options.kind, options.attainment)
-    if not found:
-        return _single_kind(options, slo, shape)
+    kinds = parse_kinds(options.kind, options.attainment)
+    if not kinds:
+        return _single_kind(options, slo, dims)
     own = have_own_workloads(
-        found,
+        kinds,
         workload=options.workload,
         slo_ttft_ms=options.slo_ttft_ms,
         slo_tpot_ms=options.slo_tpot_ms,
     )
-    return (
-        _kinds_with_workloads(found, options, shape) if own else _kinds_of_trace(found, slo, options, shape)
-    )
+    return _kinds_with_workloads(kinds, options, dims) if own else _kinds_of_trace(kinds, slo, options, dims)
 
 
-def _single_kind(options: PlanOptions, slo: Slo, shape: ModelDims) -> PlanWorkload:
+def _single_kind(options: PlanOptions, slo: Slo, dims: ModelDims) -> PlanWorkload:
     if not slo.has_limits:
         raise ConfigError(
             "no SLO is given",
@@ -62,35 +60,35 @@ def _single_kind(options: PlanOptions, slo: Slo, shape: ModelDims) -> PlanWorklo
         )
     name = options.workload or DEFAULT_WORKLOAD
     whole = find_workload(name)
-    held = whole.within(shape.max_len)
-    notes = (*_left_out_notes(whole, name, shape), *merged_kinds_note(held.kinds(), name))
+    held = whole.within(dims.max_len)
+    notes = (*_left_out_notes(whole, name, dims), *merged_kinds_note(held.kinds(), name))
     source = held.fitted() if options.fit else held
     return PlanWorkload(source, {"": slo}, name, notes, class_shares(held.jobs))
 
 
 def _kinds_of_trace(
-    found: Sequence[WorkloadKind], slo: Slo, options: PlanOptions, shape: ModelDims
+    kinds: Sequence[WorkloadKind], slo: Slo, options: PlanOptions, dims: ModelDims
 ) -> PlanWorkload:
     """Each named kind of the trace with its SLO, all other requests with the default `slo`."""
-    slos = {kind.name: kind.slo for kind in found} | ({"": slo} if slo.has_limits else {})
+    slos = {kind.name: kind.slo for kind in kinds} | ({"": slo} if slo.has_limits else {})
     name = options.workload or DEFAULT_WORKLOAD
     workload = find_workload(name)
-    mix = WorkloadMix.of(workload, slos, shape.max_len)
+    mix = WorkloadMix.of(workload, slos, dims.max_len)
     source = mix.fitted() if options.fit else mix
-    notes = _left_out_notes(workload, name, shape)
+    notes = _left_out_notes(workload, name, dims)
     return PlanWorkload(source, mix.slos, name, notes, class_shares(workload.jobs))
 
 
 def _kinds_with_workloads(
-    found: Sequence[WorkloadKind], options: PlanOptions, shape: ModelDims
+    kinds: Sequence[WorkloadKind], options: PlanOptions, dims: ModelDims
 ) -> PlanWorkload:
     """Kinds with workloads of their own."""
-    mix, whole = mix_workloads(found, shape.max_len)
+    mix, whole = mix_workloads(kinds, dims.max_len)
     notes = [
         note
         for name, workload in whole.items()
         for note in (
-            *_left_out_notes(workload, name, shape),
+            *_left_out_notes(workload, name, dims),
             *merged_kinds_note(mix.workloads[name].kinds(), name),
         )
     ]
@@ -99,10 +97,10 @@ def _kinds_with_workloads(
     return PlanWorkload(source, mix.slos, ", ".join(mix.slos), tuple(notes), shares)
 
 
-def _left_out_notes(workload: Workload, name: str, shape: ModelDims) -> tuple[str, ...]:
+def _left_out_notes(workload: Workload, name: str, dims: ModelDims) -> tuple[str, ...]:
     """The notes for the user about requests that exceed the model's context; a server refuses them."""
-    found = workload.longer(shape.max_len)
+    found = workload.longer(dims.max_len)
     if not found.longer:
         return ()
-    context = f"the context of {shape.name}, {shape.max_len:,} tokens"
+    context = f"the context of {dims.name}, {dims.max_len:,} tokens"
     return (f"{name}: {found} are longer than {context}, and are left out",)

@@ -82,14 +82,14 @@ def run_profile(options: ProfileOptions) -> int:
                 f"{options.workload}: {long} are longer than the {most:,} tokens that the model takes, and are cut"
             )
         seconds, seed = options.seconds, options.seed
-        found = measure_profile(live, fitting, seconds, depths, seed, say, classes, kv_keep)
-    profile = replace(found.profile, model=with_kv_codec(found.profile.model, base))
-    found = replace(found, profile=profile)
+        measurement = measure_profile(live, fitting, seconds, depths, seed, say, classes, kv_keep)
+    profile = replace(measurement.profile, model=with_kv_codec(measurement.profile.model, base))
+    measurement = replace(measurement, profile=profile)
     save_profile(profile, options.out)
     if options.as_json:
-        print(json.dumps(measurement_figures(found) | {"file": str(options.out)}))
+        print(json.dumps(measurement_figures(measurement) | {"file": str(options.out)}))
     else:
-        _print_figures(Console(), found, options.out)
+        _print_figures(Console(), measurement, options.out)
     return 0
 
 
@@ -126,42 +126,42 @@ def _check_workers_evict(live: LiveDeployment, kv_keep: float, kv_cache_codec: s
         )
 
 
-def measurement_figures(found: Measurement) -> dict[str, Any]:
+def measurement_figures(measurement: Measurement) -> dict[str, Any]:
     """The figures of a measurement."""
-    beside = found.profile.overheads
-    errors = {name: round(error, 4) for name, error in found.profile.fit_error.items()}
+    beside = measurement.profile.overheads
+    errors = {name: round(error, 4) for name, error in measurement.profile.fit_error.items()}
     link = beside.link
     return {
         "fit_error": errors,
         "held_out_mean": max(error for name, error in errors.items() if name.endswith("held_out_mean")),
-        "steps": found.counts,
+        "steps": measurement.counts,
         "gateway_ms": round(beside.gateway_s * 1e3, 3),
         "hop_ms": round(beside.hop_s * 1e3, 3),
         "step_ms": round(beside.step_s * 1e3, 4),
         "gateway_processor_ms": {
-            "message": round(found.handling.message_s * 1e3, 4),
-            "token": round(found.handling.token_s * 1e3, 4),
-            "request": round(found.handling.request_s * 1e3, 4),
+            "message": round(measurement.cpu_cost.message_s * 1e3, 4),
+            "token": round(measurement.cpu_cost.token_s * 1e3, 4),
+            "request": round(measurement.cpu_cost.request_s * 1e3, 4),
         },
         "link_gb_per_s": None if math.isinf(link.bytes_per_s) else round(link.bytes_per_s / 1e9, 3),
         "link_ms": round(link.latency_s * 1e3, 3),
-        "saturation_tokens": found.saturation_tokens,
+        "saturation_tokens": measurement.saturation_tokens,
         "between_steps_ms": {
-            life.worker: round(profiler.mean_step_gap_s([life]) * 1e3, 4) for life in found.step_logs
+            life.worker: round(profiler.mean_step_gap_s([life]) * 1e3, 4) for life in measurement.traces
         },
-        "kv_classes": {name: asdict(work) for name, work in found.profile.kv_classes.items()},
-        "kv_keep": [asdict(one) for one in found.profile.kv_keep],
-        "stages": [_stage_figures(found, stage) for stage in found.stages],
+        "kv_classes": {name: asdict(work) for name, work in measurement.profile.kv_classes.items()},
+        "kv_keep": [asdict(one) for one in measurement.profile.kv_keep],
+        "stages": [_stage_figures(measurement, stage) for stage in measurement.stages],
     }
 
 
-def _stage_figures(found: Measurement, stage: LoadStage) -> dict[str, Any]:
+def _stage_figures(measurement: Measurement, stage: LoadStage) -> dict[str, Any]:
     """Its pace, and how its steps compare with the cost that was fitted to those of all stages."""
-    (cost,) = found.profile.costs.values()
+    (cost,) = measurement.profile.costs.values()
     assert isinstance(cost, StepCost)
     ratios = {}
     for kind in ("prefill", "decode", "mixed"):
-        if some := [step for step in found.steps_of(stage) if profiler.step_kind(step.batch) == kind]:
+        if some := [step for step in measurement.steps_of(stage) if profiler.step_kind(step.batch) == kind]:
             ratios[kind] = round(profiler.measured_ratio(cost, some), 3)
     return {
         "depth": stage.depth,
@@ -171,9 +171,9 @@ def _stage_figures(found: Measurement, stage: LoadStage) -> dict[str, Any]:
     }
 
 
-def _print_figures(console: Console, found: Measurement, out: Path) -> None:
-    figures = measurement_figures(found)
-    (cost,) = found.profile.costs.values()
+def _print_figures(console: Console, measurement: Measurement, out: Path) -> None:
+    figures = measurement_figures(measurement)
+    (cost,) = measurement.profile.costs.values()
     grid = Table("step", "ms", box=None, padding=(0, 2, 0, 0))
     for batch in SHOWN_BATCHES:
         grid.add_row(_batch_words(batch), _step_ms(cost, batch))
@@ -194,7 +194,7 @@ def _print_figures(console: Console, found: Measurement, out: Path) -> None:
             f" off by {errors[f'kv_{name}_held_out_mean']:.1%} unseen",
             highlight=False,
         )
-    for one in found.profile.kv_keep:
+    for one in measurement.profile.kv_keep:
         console.print(
             f"eviction at {one.threshold}: {one.share:.0%} of the KV stays; a decision takes"
             f" {one.prompt_s * 1e6:.3g} µs for each token at the end of a prompt, {one.answer_s * 1e6:.3g} µs later;"

@@ -54,15 +54,15 @@ class ServeRun:
     """One run of `diptych serve`, from the first check to the last process."""
 
     def __init__(
-        self, loaded: LoadedConfig, answer: PlanFile | None, folder: Path, logs: Path, view: StartProgress
+        self, loaded: LoadedConfig, plan: PlanFile | None, folder: Path, logs: Path, view: StartProgress
     ) -> None:
         config = loaded.config
-        self._loaded, self._config, self._answer = loaded, config, answer
+        self._loaded, self._config, self._plan = loaded, config, plan
         self._folder, self._logs, self._view = folder, logs, view
         self._stop, self._deadline = StopSignals(), StartDeadline(config.start_timeout_s)
         self._deployment: LocalDeployment | None = None
         self._replan: ReplanSession | None = None
-        self._head: RayCluster | None = None
+        self._local_ray: RayCluster | None = None
         # What the gateway said when it was ready of files and batches, and of the policy of bulk workers.
         self._gateway_lines: list[str] = []
 
@@ -79,14 +79,14 @@ class ServeRun:
         self._loaded = with_operator_keys(self._loaded)
         self._config = self._loaded.config
         config, view = self._config, self._view
-        accepted = collect_api_keys(self._loaded)
+        keys = collect_api_keys(self._loaded)
         port = claim_port(config.host, config.port, self._loaded.origin_of("port"))
         view.print_line(f"diptych {installed_version('diptych')} · {config.model} · {describe_pools(config)}")
-        if self._answer is not None:
-            view.print_line(describe_plan(config.plan, self._answer))
+        if self._plan is not None:
+            view.print_line(describe_plan(config.plan, self._plan))
         try:
             async with self._deadline.limit():
-                await self._start_all(port, accepted)
+                await self._start_all(port, keys)
             await self._unless_stopped(self._await_failure())
             view.print_line("stopping")
         except TimeoutError:
@@ -98,22 +98,22 @@ class ServeRun:
             await self._stop_all()
         return OK if view.up and not self._stop.hurry_asked.is_set() else INTERRUPTED
 
-    async def _start_all(self, port: int, accepted: ApiKeys) -> None:
+    async def _start_all(self, port: int, keys: ApiKeys) -> None:
         """Bring everything up, or return early when asked to stop before."""
         view, began_s = self._view, time.monotonic()
-        found = await self._unless_stopped(self._find_and_start(port, accepted))
+        found = await self._unless_stopped(self._find_and_start(port, keys))
         if found is None:
             return
-        deployment, what, model = found
-        if await self._unless_stopped(self._start_workers(deployment, what)):
+        deployment, spec, model = found
+        if await self._unless_stopped(self._start_workers(deployment, spec)):
             view.up = True
-            view.print_box("ready", ready_box(what.gateway, model))
+            view.print_box("ready", ready_box(spec.gateway, model))
             for line in [*self._describe_places(deployment), *self._gateway_lines]:
                 view.print_line(line)
             if self._replan is not None:
                 took_s = time.monotonic() - began_s
                 self._replan.begin_steering(
-                    deployment, what, gateway_url(what.gateway), took_s, view.print_line
+                    deployment, spec, gateway_url(spec.gateway), took_s, view.print_line
                 )
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
@@ -128,7 +128,7 @@ class ServeRun:
             await asyncio.gather(task, asked, return_exceptions=True)
 
     async def _find_and_start(
-        self, port: int, accepted: ApiKeys
+        self, port: int, keys: ApiKeys
     ) -> tuple[LocalDeployment, DeploymentSpec, ProbedModel]:
         """Find the model, and start the gateway and Ray, each as early as can be.
 
@@ -141,43 +141,43 @@ class ServeRun:
         await asyncio.sleep(0)
         try:
             if finding.done():
-                opened = self._start_gateway(finding.result(), port, accepted)
+                opened = self._start_gateway(finding.result(), port, keys)
                 self._start_ray()
                 return opened
             self._start_ray()
-            return self._start_gateway(await finding, port, accepted)
+            return self._start_gateway(await finding, port, keys)
         finally:
             finding.cancel()
 
     def _start_gateway(
-        self, model: ProbedModel, port: int, accepted: ApiKeys
+        self, model: ProbedModel, port: int, keys: ApiKeys
     ) -> tuple[LocalDeployment, DeploymentSpec, ProbedModel]:
         """Decide what is started for this model, and start the gateway."""
-        check_planned_model(self._answer, model)
+        check_planned_model(self._plan, model)
         self._view.end_phase("model", model.summary)
         if self._config.replan:
             from services.cli.serve.replan_setup import ReplanSession
 
-            self._replan = ReplanSession.from_settings(self._config, model, self._answer)
+            self._replan = ReplanSession.from_settings(self._config, model, self._plan)
         channel = claim_port("127.0.0.1", 0)
-        what = deployment_spec(
+        spec = deployment_spec(
             self._loaded, model, self._folder, self._logs, channel, port,
-            accepted.every, self._answer, accepted.urgent,
+            keys.every, self._plan, keys.urgent,
         )  # fmt: skip
-        if self._answer is not None:
-            note = describe_plan(self._config.plan, self._answer)
-            what = replace(what, gateway=msgspec.structs.replace(what.gateway, plan_note=note))
-        if self._config.replan and what.gateway.admin_key is None:
+        if self._plan is not None:
+            note = describe_plan(self._config.plan, self._plan)
+            spec = replace(spec, gateway=msgspec.structs.replace(spec.gateway, plan_note=note))
+        if self._config.replan and spec.gateway.admin_key is None:
             # The replanner gives orders through the same routes as a person, so it needs an admin key.
-            spec = msgspec.structs.replace(what.gateway, admin_key=secrets.token_hex(24))
-            what = replace(what, gateway=spec)
-        self._deployment, what = self._make_deployment(what)
+            gateway = msgspec.structs.replace(spec.gateway, admin_key=secrets.token_hex(24))
+            spec = replace(spec, gateway=gateway)
+        self._deployment, spec = self._make_deployment(spec)
         self._deployment.start_gateway()
-        return self._deployment, what, model
+        return self._deployment, spec, model
 
-    def _make_deployment(self, what: DeploymentSpec) -> tuple[LocalDeployment, DeploymentSpec]:
-        """The deployment that runs `what`, and what it runs."""
-        return LocalDeployment(what, self._on_status), what
+    def _make_deployment(self, spec: DeploymentSpec) -> tuple[LocalDeployment, DeploymentSpec]:
+        """The deployment that runs `spec`, and what it runs."""
+        return LocalDeployment(spec, self._on_status), spec
 
     def _describe_places(self, deployment: LocalDeployment) -> list[str]:
         """Lines about where workers run, for the user."""
@@ -188,22 +188,22 @@ class ServeRun:
         self._view.begin_phase("ray")
         from services.cluster.local_ray.ray_head import RayCluster
 
-        self._head = head = RayCluster(self._folder / "ray", device_budget(self._config))
-        head.start()
+        self._local_ray = local_ray = RayCluster(self._folder / "ray", device_budget(self._config))
+        local_ray.start()
         # Repeated, because Ray has installed its own handler of SIGTERM.
         self._stop.listen_signals()
-        self._view.end_phase("ray", f"head on {head.address}, token authentication")
+        self._view.end_phase("ray", f"head on {local_ray.address}, token authentication")
 
     async def _start_placed(self, deployment: LocalDeployment) -> None:
         """Start the workers where Ray places them."""
-        assert self._head is not None, "Ray is started before the workers"
-        await deployment.start_workers(self._head)
+        assert self._local_ray is not None, "Ray is started before the workers"
+        await deployment.start_workers(self._local_ray)
 
-    async def _start_workers(self, deployment: LocalDeployment, what: DeploymentSpec) -> bool:
+    async def _start_workers(self, deployment: LocalDeployment, spec: DeploymentSpec) -> bool:
         """Start the workers, and wait until the canary has been handed over."""
         self._view.begin_phase("load")
         await self._start_placed(deployment)
-        ready = asyncio.create_task(self._await_ready(what.gateway))
+        ready = asyncio.create_task(self._await_ready(spec.gateway))
         try:
             either: list[asyncio.Future[Any]] = [ready, self._failed]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -277,8 +277,8 @@ class ServeRun:
         """End what is left after a second Ctrl-C, and stop Ray and all processes that it has started."""
         if self._deployment is not None:
             self._deployment.end_at_once()
-        if self._head is not None:
-            self._head.stop()
+        if self._local_ray is not None:
+            self._local_ray.stop()
 
     def _logs_hint(self) -> str:
         kept = self._config.log_dir is not None
@@ -307,16 +307,16 @@ def describe_pools(config: Config) -> str:
     return f"{prefill} prefill + {decode} decode" if prefill else f"{decode} colocated"
 
 
-def describe_plan(path: Path | None, answer: PlanFile) -> str:
+def describe_plan(path: Path | None, plan: PlanFile) -> str:
     """A plan in one line: its predicted goodput, its traffic and its SLOs."""
-    predicted = answer.predicted
+    predicted = plan.predicted
     low, high = predicted.interval_rps
     between = f" ({low:.3g} to {high:.3g})" if low < high else ""
     searched = f"; searched {predicted.searched_rps:.3g}" if predicted.searched_rps is not None else ""
     return (
-        f"plan {path}: {answer.placement}, predicted to carry {predicted.goodput_rps:.3g} requests/s{between} of "
-        f"{_describe_traffic(answer.traffic)} at {predicted.attainment:.0%} attainment of "
-        f"{_describe_slos(answer)}{searched}"
+        f"plan {path}: {plan.placement}, predicted to carry {predicted.goodput_rps:.3g} requests/s{between} of "
+        f"{_describe_traffic(plan.traffic)} at {predicted.attainment:.0%} attainment of "
+        f"{_describe_slos(plan)}{searched}"
     )
 
 
@@ -336,10 +336,10 @@ def _describe_traffic(traffic: PlanTraffic) -> str:
     return f"{name} ({', '.join(parts)})" if parts else name
 
 
-def _describe_slos(answer: PlanFile) -> str:
+def _describe_slos(plan: PlanFile) -> str:
     """Of each kind of request: TTFT 500 ms, TPOT 50 ms."""
     kinds = []
-    for kind, slo in sorted(answer.slos_by_kind.items()):
+    for kind, slo in sorted(plan.slos_by_kind.items()):
         limits_shown = ", ".join(
             f"{name.upper()} {limit_s * 1e3:.4g} ms"
             for name, limit_s in slo.limits_s().items()

@@ -38,7 +38,7 @@ def check_bulk_settings(loaded: LoadedConfig) -> None:
         names_shape(text)
 
 
-def with_bulk_plan(what: DeploymentSpec, config: Config, model: ProbedModel) -> DeploymentSpec:
+def with_bulk_plan(spec: DeploymentSpec, config: Config, model: ProbedModel) -> DeploymentSpec:
     """The deployment with the policy and the caps of its bulk workers.
 
     Raises:
@@ -54,9 +54,9 @@ def with_bulk_plan(what: DeploymentSpec, config: Config, model: ProbedModel) -> 
         disk = _share_disk(config, model)
     plan = plan_bulk(config, model, memory, disk)
 
-    def complete(spec: WorkerSpec) -> WorkerSpec:
+    def complete(worker: WorkerSpec) -> WorkerSpec:
         return msgspec.structs.replace(
-            spec,
+            worker,
             bulk_policy=plan.policy or config.bulk_policy or "",
             bulk_planned=plan.source == "profile",
             bulk_memory_bytes=memory,
@@ -64,9 +64,9 @@ def with_bulk_plan(what: DeploymentSpec, config: Config, model: ProbedModel) -> 
         )
 
     return replace(
-        what,
-        workers=tuple(complete(spec) for spec in what.workers),
-        gateway=msgspec.structs.replace(what.gateway, bulk_plan=plan),
+        spec,
+        workers=tuple(complete(worker) for worker in spec.workers),
+        gateway=msgspec.structs.replace(spec.gateway, bulk_plan=plan),
     )
 
 
@@ -97,8 +97,8 @@ def needs_weights(config: Config) -> bool:
     Raises:
         ConfigError: --bulk-policy cannot be read, or names no codec.
     """
-    asked = parse_policy(config.bulk_policy or "", default_policy(1))
-    return bool(asked.kv_codec) and parse_codec_id(asked.kv_codec).family == CALIBRATED
+    policy = parse_policy(config.bulk_policy or "", default_policy(1))
+    return bool(policy.kv_codec) and parse_codec_id(policy.kv_codec).family == CALIBRATED
 
 
 def _find_checkpoint(config: Config, path: str) -> Checkpoint:
@@ -116,13 +116,13 @@ def plan_bulk(config: Config, model: ProbedModel, memory_bytes: int, disk_bytes:
         ModelError: KV is to be coded with a calibration that is not there.
     """
     text = config.bulk_policy or ""
-    asked = parse_policy(text, default_policy(model.max_model_len))
-    if asked.kv_codec:
-        resolve_kv_codec(_find_checkpoint(config, model.path), asked.kv_codec, calibration_path(config))
+    policy = parse_policy(text, default_policy(model.max_model_len))
+    if policy.kv_codec:
+        resolve_kv_codec(_find_checkpoint(config, model.path), policy.kv_codec, calibration_path(config))
     if config.bulk_profile is not None:
         assert disk_bytes is not None
-        return _plan_with_rates(config, model, asked, memory_bytes, disk_bytes)
-    return BulkPlan("setting", format_policy(asked)) if names_shape(text) else BulkPlan("fit")
+        return _plan_with_rates(config, model, policy, memory_bytes, disk_bytes)
+    return BulkPlan("setting", format_policy(policy)) if names_shape(text) else BulkPlan("fit")
 
 
 def _plan_with_rates(

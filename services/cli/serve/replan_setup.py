@@ -150,13 +150,11 @@ class ReplanSession:
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    def from_settings(
-        cls, config: Config, model: ProbedModel, answer: PlanFile | None
-    ) -> ReplanSession | None:
+    def from_settings(cls, config: Config, model: ProbedModel, plan: PlanFile | None) -> ReplanSession | None:
         """None where nothing is to be replanned. Raises ConfigError: the profile or the journal cannot be used."""
         if not config.replan:
             return None
-        planned = answer.slos_by_kind.values() if answer else ()
+        planned = plan.slos_by_kind.values() if plan else ()
         target = strictest_slo(planned).attainment if planned else DEFAULT_ATTAINMENT
         slo = read_slo(config.slo_ttft_ms, config.slo_tpot_ms, target)
         profile = replan_profile(config, model)
@@ -168,23 +166,23 @@ class ReplanSession:
         return cls(config, StoppableEvaluator(evaluator), target)
 
     def begin_steering(
-        self, plant: WorkerScaler, what: DeploymentSpec, url: str, start_s: float, say: Callable[[str], None]
+        self, scaler: WorkerScaler, spec: DeploymentSpec, url: str, start_s: float, say: Callable[[str], None]
     ) -> None:
         """Steer a deployment that is up at `url`; `start_s` is how long it took."""
-        config, spec = self._config, what.gateway
-        assert spec.admin_key is not None
+        config, gateway = self._config, spec.gateway
+        assert gateway.admin_key is not None
         roster = Roster(
-            bool(spec.num_prefill), config.drain_s + FLIP_GRACE_S, config.start_timeout_s, TRIAL_S
+            bool(gateway.num_prefill), config.drain_s + FLIP_GRACE_S, config.start_timeout_s, TRIAL_S
         )
         # Also those that a replanner had started before, and that were adopted.
-        for worker, role in plant.started_roles.items():
+        for worker, role in scaler.started_roles.items():
             roster.add_found(worker, role)
         if config.replan_profile is None:
             say("replan: costs are those of a data sheet; `diptych profile` measures this machine's")
         steering = ReplanDriver(
             Replanner(replan_policy(config, start_s, self._target), self._evaluator, self._journal),
-            GatewayClient(url, spec.admin_key, spec.status_key),
-            plant,
+            GatewayClient(url, gateway.admin_key, gateway.status_key),
+            scaler,
             roster,
             act=config.replan_mode == "act",
             every_s=config.replan_interval_s,

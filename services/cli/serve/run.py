@@ -21,10 +21,10 @@ from services.cli.serve.progress import StartProgress
 from services.host.exit_codes import FAILED, USAGE
 
 
-def run_serve(loaded: LoadedConfig, answer: PlanFile | None, folder: Path) -> int:
+def run_serve(loaded: LoadedConfig, plan: PlanFile | None, folder: Path) -> int:
     """Start the deployment of these settings and serve until stopped. Returns the exit status.
 
-    `folder` holds keys, sockets and logs. `answer` is the plan that the settings come from, if there is one.
+    `folder` holds keys, sockets and logs. `plan` is what the settings come from, if there is one.
     """
     config = loaded.config
     logs = config.log_dir.absolute() if config.log_dir else folder / "logs"
@@ -32,7 +32,7 @@ def run_serve(loaded: LoadedConfig, answer: PlanFile | None, folder: Path) -> in
     try:
         # Ray writes its processes' messages to standard output. They belong into the logs.
         with _open_ray_log(logs) as ray_log, contextlib.redirect_stdout(ray_log):
-            return asyncio.run(_choose_run(config)(loaded, answer, folder, logs, view).run_until_stopped())
+            return asyncio.run(_choose_run(config)(loaded, plan, folder, logs, view).run_until_stopped())
     except DiptychError as error:
         view.print_error(error)
         return USAGE if isinstance(error, ConfigError) else FAILED

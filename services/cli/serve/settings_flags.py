@@ -73,7 +73,7 @@ def _make_parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _positional_argument(name: str) -> inspect.Parameter:
-    help_text = next(one.help for one in list_settings(Config) if one.name == name)
+    help_text = next(setting.help for setting in list_settings(Config) if setting.name == name)
     info = typer.Argument(metavar=name.upper(), help=help_text, show_default=False)
     return _make_parameter("placed", Annotated[str | None, info])
 

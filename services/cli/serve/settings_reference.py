@@ -57,7 +57,7 @@ def render_document() -> str:
     """docs/configuration.md."""
     parts = [INTRODUCTION]
     everything = list_settings(Config)
-    for group in dict.fromkeys(one.group for one in everything):
+    for group in dict.fromkeys(setting.group for setting in everything):
         parts.append(
             f"\n## {group}\n\n| flag | YAML | environment | default | meaning |\n|---|---|---|---|---|"
         )
@@ -65,14 +65,16 @@ def render_document() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _setting_row(one: SettingSpec) -> str:
+def _setting_row(setting: SettingSpec) -> str:
     flag = (
-        f"`{one.flag}`, `--no-{one.flag[2:]}`"
-        if one.kind.switch
-        else f"`{one.flag} {_escape_metavar(one.kind.metavar)}`"
+        f"`{setting.flag}`, `--no-{setting.flag[2:]}`"
+        if setting.kind.switch
+        else f"`{setting.flag} {_escape_metavar(setting.kind.metavar)}`"
     )
-    commands = "" if "serve" in one.commands else f" ({', '.join(one.commands)})"
-    return f"| {flag} | `{one.name}` | `{one.env}` | {one.shown or '-'} | {one.help}{commands} |"
+    commands = "" if "serve" in setting.commands else f" ({', '.join(setting.commands)})"
+    return (
+        f"| {flag} | `{setting.name}` | `{setting.env}` | {setting.shown or '-'} | {setting.help}{commands} |"
+    )
 
 
 def _escape_metavar(metavar: str) -> str:
@@ -84,12 +86,12 @@ def settings_table(command: str) -> str:
     rows = [("flag and values", "YAML key", "environment name", "default")]
     rows += [
         (
-            f"{one.flag}, --no-..." if one.kind.switch else f"{one.flag} {one.kind.metavar}",
-            one.name,
-            one.env,
-            one.shown,
+            f"{setting.flag}, --no-..." if setting.kind.switch else f"{setting.flag} {setting.kind.metavar}",
+            setting.name,
+            setting.env,
+            setting.shown,
         )
-        for one in list_settings(Config, command)
+        for setting in list_settings(Config, command)
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)

@@ -228,10 +228,10 @@ def deployment_spec(
     channel_port: int,
     port: int,
     api_keys: tuple[str, ...],
-    answer: PlanFile | None = None,
+    plan: PlanFile | None = None,
     priority_keys: tuple[str, ...] = (),
 ) -> DeploymentSpec:
-    """A whole deployment on this machine. `folder` is private; keys lie in it. `answer` is what was planned, if that
+    """A whole deployment on this machine. `folder` is private; keys lie in it. `plan` is what was planned, if that
     was: it tells what must be together.
 
     Raises:
@@ -242,7 +242,7 @@ def deployment_spec(
     channel, keys_dir = f"tcp://127.0.0.1:{channel_port}", str(folder / "keys")
     sizes = devices_by_worker(config)
     pinned = assign_cores(config, sorted(os.sched_getaffinity(0)), list(sizes.values()))
-    what = DeploymentSpec(
+    spec = DeploymentSpec(
         workers=tuple(
             worker_spec(config, model, name.split("-")[0], name, channel, keys_dir, core)
             for name, core in zip(sizes, pinned, strict=True)
@@ -251,7 +251,7 @@ def deployment_spec(
             gateway_spec(config, model, channel, keys_dir, port, api_keys, priority_keys), config, os.environ
         ),
         logs=logs,
-        node_groups=one_group_per_worker(sizes) if answer is None else node_groups(answer),
+        node_groups=one_group_per_worker(sizes) if plan is None else node_groups(plan),
         device_budget=device_budget(config),
     )
-    return with_bulk_plan(what, config, model) if config.bulk else what
+    return with_bulk_plan(spec, config, model) if config.bulk else spec

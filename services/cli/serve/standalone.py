@@ -83,15 +83,15 @@ def run_gateway(loaded: LoadedConfig) -> int:
         config = loaded.config
         assert config.channel and config.keys_dir
         port = claim_port(config.host, config.port, loaded.origin_of("port"))
-        accepted = collect_api_keys(loaded)
+        keys = collect_api_keys(loaded)
         spec = gateway_spec(
             config,
             asyncio.run(resolve_model(config, 0)),
             config.channel,
             str(config.keys_dir),
             port,
-            accepted.every,
-            accepted.urgent,
+            keys.every,
+            keys.urgent,
         )
     except DiptychError as error:
         return _print_error(error)

@@ -38,19 +38,19 @@ def bulk_beside(options: SimulateOptions, slo: Slo) -> SimBulkSpec | None:
 class BulkUse:
     """Adds up the bulk work of the runs of one deployment."""
 
-    def __init__(self, what: SimDeployment) -> None:
-        self._what, self._uses, self._seconds, self._workers = what, list[SimBulkUse](), 0.0, 0
+    def __init__(self, deployment: SimDeployment) -> None:
+        self._deployment, self._uses, self._seconds, self._workers = deployment, list[SimBulkUse](), 0.0, 0
 
-    def add(self, run: ExactSimulation) -> None:
+    def add(self, simulation: ExactSimulation) -> None:
         """Counts a run that has ended."""
-        uses = run.bulk_uses
+        uses = simulation.bulk_uses
         self._uses += uses
         self._workers = len(uses)
-        self._seconds += run.events.now_s - run.begun_s
+        self._seconds += simulation.events.now_s - simulation.begun_s
 
     def figures(self) -> dict[str, Any] | None:
         """The figures; None without bulk work. Rates are of the whole deployment while requests are served."""
-        spec, uses, seconds = self._what.bulk, self._uses, self._seconds
+        spec, uses, seconds = self._deployment.bulk, self._uses, self._seconds
         if spec is None:
             return None
         return {

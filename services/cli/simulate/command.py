@@ -55,7 +55,7 @@ def run_simulate(options: SimulateOptions) -> int:
             return run_bulk_workers(options, count)
         unused, why = options.given & {"bulk_memory", "bulk_disk"}, "it is a flag of bulk workers"
         refuse_flags(options, unused, " here", why, "use a placement such as 1B")
-        served = report.simulate_samples(options)
+        results = report.simulate_samples(options)
     else:
         if options.compat != "simdistserve":
             why = "known: simdistserve"
@@ -63,11 +63,11 @@ def run_simulate(options: SimulateOptions) -> int:
         extra = options.given - COMPAT_FLAGS - SHARED_FLAGS
         why = "the paper's simulator has nothing like it"
         refuse_flags(options, extra, " here", why, "leave it out, or leave out --compat")
-        served = _run_simdistserve(options)
+        results = _run_simdistserve(options)
     if options.out is not None:
-        _write_csv(options.out, requests_csv(served, kinds=bool(options.kind)))
+        _write_csv(options.out, requests_csv(results, kinds=bool(options.kind)))
     elif options.compat is not None:
-        sys.stdout.write(requests_csv(served))
+        sys.stdout.write(requests_csv(results))
     return OK
 
 
@@ -85,12 +85,12 @@ def _run_simdistserve(options: SimulateOptions) -> list[JobResult]:
     )
 
 
-def requests_csv(served: Iterable[JobResult], kinds: bool = False) -> str:
+def requests_csv(results: Iterable[JobResult], kinds: bool = False) -> str:
     """CSV, with the columns of the golden files: seconds of arrival, else milliseconds; and with `kinds` each one's."""
     text = io.StringIO()
     rows = csv.writer(text)
     rows.writerow((*COLUMNS, "kind") if kinds else COLUMNS)
-    for number, one in enumerate(served):
+    for number, one in enumerate(results):
         job = one.job
         times = (one.ttft_s * 1e3, one.tpot_s * 1e3, (one.ended_s - job.at_s) * 1e3)
         cells = ["" if one.failed else f"{value:.4f}" for value in times]

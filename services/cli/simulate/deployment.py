@@ -47,15 +47,15 @@ def simulated_deployment(options: SimulateOptions, slo: Slo) -> SimDeployment:
     """
     profile, several = _measured_profile(options), read_classes(options.kv_cache_codec)
     codec = RAW_CLASS if several else options.kv_cache_codec
-    shape = with_kv_codec(find_model(options.model), codec) if profile is None else profile.model
+    dims = with_kv_codec(find_model(options.model), codec) if profile is None else profile.model
     if options.placement is None:
         raise ConfigError("--placement is missing", "it says what is simulated", '--placement "1P + 1D"')
     device = options.device if profile is None or "device" in options.given else profile.device.name
-    placement, profiles = _resolve_devices(parse_placement(options.placement, device), shape, profile)
+    placement, profiles = _resolve_devices(parse_placement(options.placement, device), dims, profile)
     for pool in placement.pools:
-        if not shape.valid(pool.parallelism):
-            why = f"{shape.heads} heads are shared by TP devices, {shape.layers} layers by PP stages, evenly"
-            raise ConfigError(f"{shape.name} cannot be spread as {pool.parallelism}", why, "take others")
+        if not dims.valid(pool.parallelism):
+            why = f"{dims.heads} heads are shared by TP devices, {dims.layers} layers by PP stages, evenly"
+            raise ConfigError(f"{dims.name} cannot be spread as {pool.parallelism}", why, "take others")
     made = build_deployment(
         placement,
         profiles,
@@ -95,15 +95,17 @@ def class_profile(options: SimulateOptions) -> CostProfile:
     return CostProfile(find_model(options.model), hardware.find_device(options.device))
 
 
-def codec_notes(options: SimulateOptions, what: SimDeployment, mix: Mapping[str, float]) -> tuple[str, ...]:
+def codec_notes(
+    options: SimulateOptions, deployment: SimDeployment, mix: Mapping[str, float]
+) -> tuple[str, ...]:
     """What the report says about KV that is coded or evicted; `mix` are the shares of the requests by class."""
     profile = None if options.profile is None else load_profile_of(options.profile, options.model)
     known = [] if profile is None else [profile]
-    if what.kv_classes:
-        return kv_class_notes(what.kv_classes, mix, *known)
-    shape = find_model(options.model) if profile is None else profile.model
-    coded = shape if shape.kv_codec else with_kv_codec(shape, options.kv_cache_codec)
-    return (*codec_note(coded, *known), *keep_notes(what.keep))
+    if deployment.kv_classes:
+        return kv_class_notes(deployment.kv_classes, mix, *known)
+    dims = find_model(options.model) if profile is None else profile.model
+    coded = dims if dims.kv_codec else with_kv_codec(dims, options.kv_cache_codec)
+    return (*codec_note(coded, *known), *keep_notes(deployment.keep))
 
 
 def parse_placement(text: str, device: str) -> Placement:
@@ -141,13 +143,13 @@ def parse_placement(text: str, device: str) -> Placement:
 
 
 def _resolve_devices(
-    placement: Placement, shape: ModelDims, profile: CostProfile | None
+    placement: Placement, dims: ModelDims, profile: CostProfile | None
 ) -> tuple[Placement, dict[str, CostProfile]]:
     """The placement with its devices' own names, and the profiles of these: `profile`'s device may be its own."""
     own = () if profile is None else (profile.device,)
     devices = {pool.device: hardware.find_device(pool.device, *own) for pool in placement.pools}
     pools = tuple(replace(pool, device=devices[pool.device].name) for pool in placement.pools)
-    profiles = {one.name: built_in_profile(shape, one) for one in devices.values()}
+    profiles = {one.name: built_in_profile(dims, one) for one in devices.values()}
     if profile is not None:
         name = profile.device.name
         if name not in profiles:

@@ -14,19 +14,19 @@ from planner.types import JobResult
 class KvClassUse:
     """Adds up the runs of one deployment. Without several classes there is nothing to tell."""
 
-    def __init__(self, what: SimDeployment) -> None:
-        self._what = what
+    def __init__(self, deployment: SimDeployment) -> None:
+        self._deployment = deployment
         self._requests: Counter[str] = Counter()
         self._preempted: Counter[str] = Counter()
-        self._moved: dict[str, float] = {one.name: 0.0 for one in what.kv_classes}
+        self._moved: dict[str, float] = {one.name: 0.0 for one in deployment.kv_classes}
         self._used: dict[str, int] = {}
 
-    def add(self, run: ExactSimulation, results: Sequence[JobResult]) -> None:
+    def add(self, simulation: ExactSimulation, results: Sequence[JobResult]) -> None:
         """Counts a run that has ended."""
-        if not self._what.kv_classes:
+        if not self._deployment.kv_classes:
             return
-        self._preempted.update(run.preempted)
-        for name, count in run.most_used.items():
+        self._preempted.update(simulation.preempted)
+        for name, count in simulation.most_used.items():
             self._used[name] = max(count, self._used.get(name, 0))
         for one in results:
             name = one.job.kv_class
@@ -35,9 +35,9 @@ class KvClassUse:
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """The figures by class. `slabs` are those of one instance by pool; `most_slabs` were held at one time."""
-        what, rooms = self._what, list[tuple[str, dict[str, int]]]()
-        for pool, machine in zip(what.placement.pools, what.instances, strict=True):
-            rooms.append((f"{pool.role} {pool.parallelism}", class_slabs(machine, what.kv_classes)))
+        deployment, rooms = self._deployment, list[tuple[str, dict[str, int]]]()
+        for pool, machine in zip(deployment.placement.pools, deployment.instances, strict=True):
+            rooms.append((f"{pool.role} {pool.parallelism}", class_slabs(machine, deployment.kv_classes)))
         return {
             one.name: {
                 "share": one.share,
@@ -48,5 +48,5 @@ class KvClassUse:
                 "moved_bytes": round(self._moved[one.name]),
                 "preemptions": self._preempted[one.name],
             }
-            for one in what.kv_classes
+            for one in deployment.kv_classes
         }

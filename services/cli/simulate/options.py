@@ -19,7 +19,7 @@ from services.cli.plan.options import (
 
 # The settings of `diptych serve` without any flags.
 DEFAULTS = Config()
-LOCAL_PREFILL = next(one for one in list_settings(Config) if one.name == "local_prefill")
+LOCAL_PREFILL = next(setting for setting in list_settings(Config) if setting.name == "local_prefill")
 COMPAT = "With --compat"
 
 

@@ -41,36 +41,36 @@ def simulate_samples(options: SimulateOptions) -> list[JobResult]:
         ConfigError: a flag cannot be used, the model does not fit, or there is no such device or trace.
     """
     slos = slo_by_kind(options)
-    what = simulated_deployment(options, strictest_slo(slos.values()))
+    deployment = simulated_deployment(options, strictest_slo(slos.values()))
     whole, shares, paces, first = AttainmentCounter(slos), [], list[float](), list[JobResult]()
-    requests = read_requests(options, slos, what.max_model_len)
-    requests, mix = with_kv_classes(requests, options, what)
-    requests = requests._replace(notes=(*requests.notes, *codec_notes(options, what, mix)))
-    classes, bulk = KvClassUse(what), BulkUse(what)
-    what = replace(what, prefix_caching=what.prefix_caching and requests.prefixes)
+    requests = read_requests(options, slos, deployment.max_model_len)
+    requests, mix = with_kv_classes(requests, options, deployment)
+    requests = requests._replace(notes=(*requests.notes, *codec_notes(options, deployment, mix)))
+    classes, bulk = KvClassUse(deployment), BulkUse(deployment)
+    deployment = replace(deployment, prefix_caching=deployment.prefix_caching and requests.prefixes)
     for jobs in requests.samples:
         results = list[JobResult]()
-        run = ExactSimulation(what, results.append)
-        run.run(jobs)
-        classes.add(run, results)
-        bulk.add(run)
-        served = sorted(results, key=lambda one: one.job.at_s)
-        tally = AttainmentCounter(slos, warmup_n=options.warmup)
-        for one in served:
-            tally.add(one)
-        if not tally.count():
-            why = f"{len(served)} came, and {options.warmup} are warm-up"
+        simulation = ExactSimulation(deployment, results.append)
+        simulation.run(jobs)
+        classes.add(simulation, results)
+        bulk.add(simulation)
+        in_order = sorted(results, key=lambda one: one.job.at_s)
+        counter = AttainmentCounter(slos, warmup_n=options.warmup)
+        for one in in_order:
+            counter.add(one)
+        if not counter.count():
+            why = f"{len(in_order)} came, and {options.warmup} are warm-up"
             raise ConfigError("no request is left to count", why, "give more --requests, or less --warmup")
-        shares.append(tally.attainment())
-        paces.append(tally.goodput_rps)
-        whole.merge(tally)
-        first = first or served
-    figures = _report_figures(what, whole, shares, paces, requests)
+        shares.append(counter.attainment())
+        paces.append(counter.goodput_rps)
+        whole.merge(counter)
+        first = first or in_order
+    figures = _report_figures(deployment, whole, shares, paces, requests)
     figures |= {"kv_classes": classes.figures(), "bulk": bulk.figures()}
     if options.as_json:
         print(json.dumps(figures, indent=2))
     else:
-        _print_report(figures, whole, requests, what.max_model_len)
+        _print_report(figures, whole, requests, deployment.max_model_len)
     return first
 
 
@@ -78,49 +78,49 @@ def simulate_samples(options: SimulateOptions) -> list[JobResult]:
 
 
 def _report_figures(
-    what: SimDeployment,
-    tally: AttainmentCounter,
+    deployment: SimDeployment,
+    counter: AttainmentCounter,
     shares: list[float],
     paces: list[float],
     requests: SimulatedRequests,
 ) -> dict[str, Any]:
     # The mean is nan if all requests of a sample arrived at one moment.
     good_rps = statistics.fmean(paces)
-    placement = what.placement
+    placement = deployment.placement
     figures = {
         "placement": str(placement),
         "devices": placement.devices,
-        "link": None if placement.colocated else _link_figures(what.link),
-        "failed": tally.reasons,
-        **_kind_figures(tally, None),
+        "link": None if placement.colocated else _link_figures(deployment.link),
+        "failed": counter.reasons,
+        **_kind_figures(counter, None),
         "attainment_by_seed": shares,
         "good_rps_per_device": good_rps / placement.devices if math.isfinite(good_rps) else None,
-        "kinds": {kind: _kind_figures(tally, kind) for kind in _named_kinds(tally)},
+        "kinds": {kind: _kind_figures(counter, kind) for kind in _named_kinds(counter)},
         "notes": [*requests.notes],
     }
     for kind, left in requests.left_out.items():
         if left.longer:
             whose = figures if kind == ALL_KINDS else figures["kinds"][kind]
-            whose["left_out"] = {**left._asdict(), "context_tokens": what.max_model_len}
+            whose["left_out"] = {**left._asdict(), "context_tokens": deployment.max_model_len}
     return figures
 
 
-def _named_kinds(tally: AttainmentCounter) -> list[str]:
+def _named_kinds(counter: AttainmentCounter) -> list[str]:
     """The kinds, if any has an SLO of its own."""
-    return [*tally.slos] if any(tally.slos) else []
+    return [*counter.slos] if any(counter.slos) else []
 
 
-def _kind_figures(tally: AttainmentCounter, kind: str | None) -> dict[str, Any]:
+def _kind_figures(counter: AttainmentCounter, kind: str | None) -> dict[str, Any]:
     """Figures of one kind, or of all requests; each has the SLO of its kind, and there may be no default."""
-    slo = None if kind is None and _named_kinds(tally) else slo_for(tally.slos, kind or "")
-    count = tally.count(kind)
+    slo = None if kind is None and _named_kinds(counter) else slo_for(counter.slos, kind or "")
+    count = counter.count(kind)
     return {
         "requests": count,
         "slo_ms": None if slo is None else {"ttft": _to_ms(slo.ttft_s), "tpot": _to_ms(slo.tpot_s)},
-        "attainment": tally.attainment(kind) if count else None,
-        "interval": [*tally.interval(kind)] if count else None,
+        "attainment": counter.attainment(kind) if count else None,
+        "interval": [*counter.interval(kind)] if count else None,
         "ms": {
-            name: {f"p{100 * share:.0f}": _to_ms(tally.quantile(name, share, kind)) for share in QUANTILES}
+            name: {f"p{100 * share:.0f}": _to_ms(counter.quantile(name, share, kind)) for share in QUANTILES}
             for name in LATENCIES
         },
     }
@@ -137,7 +137,7 @@ def _to_ms(time_s: float) -> float | None:
 
 
 def _print_report(
-    figures: Mapping[str, Any], tally: AttainmentCounter, requests: SimulatedRequests, context: int
+    figures: Mapping[str, Any], counter: AttainmentCounter, requests: SimulatedRequests, context: int
 ) -> None:
     console = Console(highlight=False, markup=False)
     low, high = figures["interval"]
@@ -166,23 +166,23 @@ def _print_report(
         console.print(format_bulk_use(figures["bulk"]), soft_wrap=True)
     for why, count in figures["failed"].items():
         console.print(f"failed: {count:,} × {why}")
-    console.print(_times_table(tally, None))
+    console.print(_times_table(counter, None))
     for kind, of_kind in figures["kinds"].items():
         if of_kind["requests"]:
             low, high = of_kind["interval"]
             share = f"{of_kind['attainment']:.1%} ({low:.1%} to {high:.1%})"
             console.print(f"{kind or OTHER_KINDS}: {of_kind['requests']:,} requests, {share}")
-            console.print(_times_table(tally, kind))
+            console.print(_times_table(counter, kind))
         else:
             console.print(f"{kind or OTHER_KINDS}: none came that counts")
 
 
-def _times_table(tally: AttainmentCounter, kind: str | None) -> Table:
-    slo = Slo() if kind is None and _named_kinds(tally) else slo_for(tally.slos, kind or "")
+def _times_table(counter: AttainmentCounter, kind: str | None) -> Table:
+    slo = Slo() if kind is None and _named_kinds(counter) else slo_for(counter.slos, kind or "")
     limits_s = {"ttft": slo.ttft_s, "tpot": slo.tpot_s}
     table = Table("ms", *(f"p{100 * share:.0f}" for share in QUANTILES), "SLO")
     for what in LATENCIES:
-        cells = (_format_cell(tally.quantile(what, share, kind)) for share in QUANTILES)
+        cells = (_format_cell(counter.quantile(what, share, kind)) for share in QUANTILES)
         limit_s = limits_s.get(what, math.inf)
         table.add_row(what.upper(), *cells, f"{limit_s * 1e3:,.0f}" if limit_s < math.inf else "")
     return table

@@ -72,9 +72,9 @@ def read_requests(options: SimulateOptions, slos: Slos, context: int) -> Simulat
         ConfigError: flags contradict each other, a trace or a workload cannot be used, or nothing of it fits, or
             some requests have no SLO where others have one.
     """
-    trace, rate, found = options.trace, options.rate, _parse_kinds(options)
+    trace, rate, kinds = options.trace, options.rate, _parse_kinds(options)
     own = have_own_workloads(
-        found,
+        kinds,
         workload=options.workload,
         slo_ttft_ms=options.slo_ttft_ms,
         slo_tpot_ms=options.slo_tpot_ms,
@@ -82,18 +82,18 @@ def read_requests(options: SimulateOptions, slos: Slos, context: int) -> Simulat
     )
     if not own and (trace is None) == (options.workload is None):
         why = "requests come from a trace as they were, or are drawn from a workload"
-        fix = "--workload FILE --rate 4, with kinds" if found else "--workload sharegpt --rate 4"
+        fix = "--workload FILE --rate 4, with kinds" if kinds else "--workload sharegpt --rate 4"
         raise ConfigError("give --trace or --workload", why, fix)
     if rate is not None and not MIN_RATE <= rate <= MAX_RATE:
         why = f"rates are from {MIN_RATE:.0e} to {MAX_RATE:.0e}"
         raise ConfigError(f"a rate of {rate} requests a second", why, "give another")
-    own_slos = slos if found else {}
+    own_slos = slos if kinds else {}
     if trace is not None:
         requests = _replay_trace(trace, options, own_slos, context)
     elif rate is None:
         raise ConfigError("--rate is missing", "a workload says what comes, not how often", "add --rate 4")
     elif own:
-        requests = _draw_mix(found, options, rate, context)
+        requests = _draw_mix(kinds, options, rate, context)
     else:
         assert options.workload is not None
         requests = _draw_workload(options.workload, options, rate, own_slos, context)
@@ -149,10 +149,10 @@ def _draw_workload(
 
 
 def _draw_mix(
-    found: list[WorkloadKind], options: SimulateOptions, rate: float, context: int
+    kinds: list[WorkloadKind], options: SimulateOptions, rate: float, context: int
 ) -> SimulatedRequests:
     """Samples of the kinds' own workloads, mixed by their shares, at `rate` requests per second."""
-    mix, whole = mix_workloads(found, context)
+    mix, whole = mix_workloads(kinds, context)
     notes = [note for name, one in mix.workloads.items() for note in merged_kinds_note(one.kinds(), name)]
     left = {name: workload.longer(context) for name, workload in whole.items()}
     shares = class_shares(job for workload in mix.workloads.values() for job in workload.jobs)
@@ -161,7 +161,7 @@ def _draw_mix(
 
 
 def with_kv_classes(
-    requests: SimulatedRequests, options: SimulateOptions, what: SimDeployment
+    requests: SimulatedRequests, options: SimulateOptions, deployment: SimDeployment
 ) -> tuple[SimulatedRequests, dict[str, float]]:
     """The requests with the class of KV of each, and the share of each class. Without several classes none is named.
 
@@ -170,7 +170,7 @@ def with_kv_classes(
     Raises:
         ConfigError: as `services.cli.plan.kv_mix.choose_kv_mix`.
     """
-    classes, profile = what.kv_classes, class_profile(options)
+    classes, profile = deployment.kv_classes, class_profile(options)
     mix = choose_kv_mix(options.kv_mix, classes, profile, requests.kv_shares)
     if not classes:
         named = sorted(name for name in requests.kv_shares if name)

@@ -76,16 +76,16 @@ async def test_a_slow_server_does_not_slow_the_arrivals() -> None:
 async def test_times_are_of_the_answer_and_tpot_leaves_out_the_first_token() -> None:
     run = await drive(Server(0.05, 0.1), every(0.01, 3), RunOptions(Slo(math.inf, math.inf)))
     for one in run.records:
-        assert one.served.ttft_s >= 0.05 and one.tokens == 5 and one.prompt == 10
-        assert one.served.tpot_s >= 0.1 / 4 and one.served.tpot_s == pytest.approx(one.gaps_s[0] / 4)
-        assert one.served.ended_s >= one.served.job.at_s + 0.15 - 0.001
+        assert one.result.ttft_s >= 0.05 and one.tokens == 5 and one.prompt == 10
+        assert one.result.tpot_s >= 0.1 / 4 and one.result.tpot_s == pytest.approx(one.gaps_s[0] / 4)
+        assert one.result.ended_s >= one.result.job.at_s + 0.15 - 0.001
 
 
 async def test_waiting_for_room_counts_as_time_to_first_token() -> None:
     server = Server(first_s=0.1)
     run = await drive(server, every(0.0, 4), RunOptions(Slo(), max_open=1))
     assert server.most == 1
-    ttft_s = sorted(one.served.ttft_s for one in run.records)
+    ttft_s = sorted(one.result.ttft_s for one in run.records)
     assert all(took >= 0.1 * number - 0.01 for number, took in enumerate(ttft_s, 1))
 
 
@@ -99,7 +99,7 @@ async def test_failures_attain_nothing_and_the_rest_goes_on() -> None:
     jobs = every(0.01, 4) + every(0.01, 2, prompt=20)
     run = await drive(Server(fails=(20,)), jobs, RunOptions(Slo()))
     assert run.count_attained(Slo()) == (4, 6)
-    assert [one.served.failed for one in run.records].count("503 no_workers") == 2
+    assert [one.result.failed for one in run.records].count("503 no_workers") == 2
 
 
 async def test_a_hopeless_run_is_given_up_while_nothing_is_answered() -> None:
@@ -107,7 +107,7 @@ async def test_a_hopeless_run_is_given_up_while_nothing_is_answered() -> None:
     run = await drive(Server(first_s=60.0), every(0.0, 20), RunOptions(slo, give_up_hopeless=True))
     kept, of = run.count_attained(slo)
     assert run.given_up and of == 20 and kept / of < 0.9 and run.num_jobs == 20
-    assert {one.served.failed for one in run.records} == {GIVEN_UP}
+    assert {one.result.failed for one in run.records} == {GIVEN_UP}
 
 
 async def test_a_run_that_can_still_attain_is_not_given_up() -> None:

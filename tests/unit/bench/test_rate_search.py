@@ -119,7 +119,7 @@ def seen(ttft_s: float, failed: str = "") -> RequestRecord:
 
 def test_points_are_of_all_seeds_and_bounds_where_a_run_was_given_up() -> None:
     study = RateStudy.__new__(RateStudy)
-    study._plan = type("P", (), {"slo": Slo(1.0, 1.0)})()
+    study._options = type("P", (), {"slo": Slo(1.0, 1.0)})()
     whole = LoadRun(2.0, 0, 4, 0.0, [seen(0.5), seen(0.5), seen(2.0), seen(0.5)], num_expected=4)
     other = LoadRun(2.0, 1, 4, 0.0, [seen(0.5)] * 4, num_expected=4)
     hopeless = LoadRun(

@@ -145,7 +145,7 @@ def test_the_replanner_reckons_with_the_memory_of_the_nodes(tmp_path: Path) -> N
 
     run = made_run(tmp_path, [], replan=True)
     run._joined = cast(Any, SimpleNamespace(probe_nodes=probe))
-    run._groups = ((Bundle("prefill-0"),), (Bundle("decode-0"),))
+    run._bundle_groups = ((Bundle("prefill-0"),), (Bundle("decode-0"),))
     # The driver itself looks for no weights, and plans no memory.
     found = run._check_nodes(nodes, ProbedModel("/m", "a model", True, 2048, 0))
     assert found.kv_bytes == 4096 and found.max_model_len == 2048

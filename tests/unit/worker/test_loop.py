@@ -187,14 +187,14 @@ def test_a_signal_while_a_worker_changes_pools_ends_it(
     roles: list[str] = []
     said = io.StringIO()
     monkeypatch.setattr(role_lifecycle, "_serve_role", lambda life, will, voice: SwitchingLoop())
-    parts = unsharded_pool(
+    pool = unsharded_pool(
         KvLayout(layers=1, kv_heads=1, head_dim=2, dtype="float32"), memoryview(bytearray(2048))
     )
-    built: Any = SimpleNamespace(parts=parts, memories=[], close=lambda: None, tune_for=roles.append)
+    parts: Any = SimpleNamespace(pool=pool, memories=[], close=lambda: None, tune_for=roles.append)
     spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir=str(tmp_path), model="")
     before = signal.getsignal(signal.SIGTERM)
     try:
-        status = role_lifecycle.run_worker(spec, SupervisorPipe(said), built)
+        status = role_lifecycle.run_worker(spec, SupervisorPipe(said), parts)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (status, roles, said.getvalue()) == (0, ["decode"], "")
@@ -223,14 +223,14 @@ def test_kv_of_two_codecs_never_meets_in_a_tree(line: FakeGatewayLink, role: Fak
 @pytest.mark.parametrize("codec", ["", "int4.g2"])
 def test_a_worker_says_which_class_of_kv_it_has(codec: str) -> None:
     layout = KvLayout(layers=2, kv_heads=1, head_dim=2, dtype="float32", codec=codec)
-    parts = unsharded_pool(layout, memoryview(bytearray(3 * layout.chunk_bytes)))
-    built: Any = SimpleNamespace(
-        parts=parts, layout=layout, fingerprint="f", identity={}, max_model_len=192, kv_losses={"int4.g2": 0.5},
+    pool = unsharded_pool(layout, memoryview(bytearray(3 * layout.chunk_bytes)))
+    parts: Any = SimpleNamespace(
+        pool=pool, layout=layout, fingerprint="f", identity={}, max_model_len=192, kv_losses={"int4.g2": 0.5},
         kv_auto=True,
         keep_classes=("raw",),
     )  # fmt: skip
     spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir="", model="")
-    life: Any = SimpleNamespace(built=built, spec=spec, role="decode")
+    life: Any = SimpleNamespace(parts=parts, spec=spec, role="decode")
     hello = role_lifecycle.make_hello(life, {})
     assert hello.kv_classes == {codec or "raw": (3, layout.chunk_bytes)}
     assert (hello.num_slabs, hello.chunk_bytes) == (3, layout.chunk_bytes)

@@ -58,7 +58,7 @@ class ClusterRun(ServeRun):
     # What is set when the cluster is joined, in this order.
     _joined: JoinedCluster | None = None
     _state: Path | None = None
-    _groups: tuple[tuple[Bundle, ...], ...] = ()
+    _bundle_groups: tuple[tuple[Bundle, ...], ...] = ()
     _question: str = ""
     _began_s: float = 0.0
     # Whether the replanner's budget is the cluster, whose size changes with its nodes.
@@ -71,7 +71,7 @@ class ClusterRun(ServeRun):
         return self._joined
 
     async def _find_and_start(
-        self, port: int, accepted: ApiKeys
+        self, port: int, keys: ApiKeys
     ) -> tuple[LocalDeployment, DeploymentSpec, ProbedModel]:
         """Join the cluster, see that it has room and that its nodes have versions and model, and start the gateway."""
         self._began_s = time.monotonic()
@@ -85,7 +85,7 @@ class ClusterRun(ServeRun):
         self._view.begin_phase("model")
         model = await self._find_model()
         fitted = await await_daemon(lambda: self._check_nodes(nodes, model))
-        return self._start_gateway(fitted, port, accepted)
+        return self._start_gateway(fitted, port, keys)
 
     async def _find_model(self) -> ProbedModel:
         """The model on this machine, which needs weights only to compare a calibration with them."""
@@ -113,10 +113,11 @@ class ClusterRun(ServeRun):
         Raises:
             StartError: there is no room for a worker.
         """
-        self._groups = cluster_groups(self._config, self._answer)
+        self._bundle_groups = cluster_groups(self._config, self._plan)
         if self._config.replan and self._config.replan_budget is None:
             smallest = min(
-                (bundle for group in self._groups for bundle in group), key=lambda bundle: bundle.devices
+                (bundle for bundles in self._bundle_groups for bundle in bundles),
+                key=lambda bundle: bundle.devices,
             )
             held = sum(devices_by_worker(self._config).values())
             budget = max(held, count_devices(nodes, smallest.demand, smallest.devices))
@@ -127,7 +128,10 @@ class ClusterRun(ServeRun):
         if not self._cluster.has_workers():
             # Workers of an earlier start are adopted, and hold their places already.
             freed = self._cluster.groups.remove_leftovers()
-            place_groups(self._groups, self._cluster.await_room(self._groups) if freed else copy_nodes(nodes))
+            place_groups(
+                self._bundle_groups,
+                self._cluster.await_room(self._bundle_groups) if freed else copy_nodes(nodes),
+            )
 
     def _check_nodes(self, nodes: Sequence[NodeCapacity], model: ProbedModel) -> ProbedModel:
         """See that all nodes on which a worker may be placed have the same versions, and the model; blocks.
@@ -141,12 +145,12 @@ class ClusterRun(ServeRun):
         name, revision = pinned_question_model(self._config, model.path)
         # Workers that were asked something else are not adopted. A cluster that has grown is no reason for that.
         num_workers = 0 if self._may_use_all else num_probed(self._config)
-        question = structs.replace(probe_request(self._config, num_workers), model=name, revision=revision)
-        self._question = msgspec.json.encode(question).decode()
+        probe = structs.replace(probe_request(self._config, num_workers), model=name, revision=revision)
+        self._question = msgspec.json.encode(probe).decode()
         able = [
             node
             for node in nodes
-            if any(node.could_hold(bundle.demand) for group in self._groups for bundle in group)
+            if any(node.could_hold(bundle.demand) for bundles in self._bundle_groups for bundle in bundles)
         ]
         reports = self._probe_nodes(able, "", VERSION_TIMEOUT_S)
         check_versions(
@@ -169,34 +173,36 @@ class ClusterRun(ServeRun):
         self, nodes: Sequence[NodeCapacity], question: str, timeout_s: float
     ) -> list[NodeReport]:
         workers, say = num_probed(self._config), self._view.print_line
-        return self._cluster.probe_nodes(nodes, question, workers, min_cpus(self._groups), timeout_s, say)
+        return self._cluster.probe_nodes(
+            nodes, question, workers, min_cpus(self._bundle_groups), timeout_s, say
+        )
 
     async def _start_placed(self, deployment: LocalDeployment) -> None:
         assert isinstance(deployment, ClusterDeployment)
         await deployment.start_workers(self._cluster)
 
-    def _make_deployment(self, what: DeploymentSpec) -> tuple[LocalDeployment, DeploymentSpec]:
+    def _make_deployment(self, spec: DeploymentSpec) -> tuple[LocalDeployment, DeploymentSpec]:
         """The deployment in the cluster: its channel is at this machine's address there."""
         config = self._config
         assert self._state is not None
         keys_dir = str(config.keys_dir.absolute() if config.keys_dir else self._state / "keys")
         channel = self._claim_channel()
-        what = replace(
-            what,
-            workers=tuple(_without_machine(spec, channel) for spec in what.workers),
-            gateway=structs.replace(what.gateway, channel=channel, keys_dir=keys_dir),
-            node_groups=self._groups,
+        spec = replace(
+            spec,
+            workers=tuple(_without_machine(worker, channel) for worker in spec.workers),
+            gateway=structs.replace(spec.gateway, channel=channel, keys_dir=keys_dir),
+            node_groups=self._bundle_groups,
             device_budget=device_budget(config),
         )
-        spec = ClusterSpec(
+        cluster_spec = ClusterSpec(
             namespace=config.ray_namespace,
             question=self._question,
             max_workers=num_probed(config),
             node_keys_dir=str(config.keys_dir.absolute()) if config.keys_dir else "",
             pin_cores=config.pin_cores and config.device != "cuda",
         )
-        made = ClusterDeployment(what, spec, self._cluster, self._on_status, self._view.print_line)
-        return made, what
+        made = ClusterDeployment(spec, cluster_spec, self._cluster, self._on_status, self._view.print_line)
+        return made, spec
 
     def _claim_channel(self) -> str:
         """The address of the gateway's channel: as set, or that of the last start if its port is free, or a new one.

@@ -186,8 +186,8 @@ def cluster_groups(config: Config, plan: PlanFile | None) -> tuple[tuple[Bundle,
 
     A worker takes a CPU for each thread of each device; with --device cuda a GPU for each device, and a CPU.
     """
-    groups = one_group_per_worker(devices_by_worker(config)) if plan is None else node_groups(plan)
-    return tuple(tuple(_with_resources(bundle, config) for bundle in group) for group in groups)
+    bundle_groups = one_group_per_worker(devices_by_worker(config)) if plan is None else node_groups(plan)
+    return tuple(tuple(_with_resources(bundle, config) for bundle in bundles) for bundles in bundle_groups)
 
 
 def _with_resources(bundle: Bundle, config: Config) -> Bundle:

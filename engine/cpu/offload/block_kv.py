@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ from engine.cpu.attention import CpuAttention, PagedAttention
 from engine.cpu.coded.attention import CodedPool
 from engine.cpu.coded.compiled_attention import Angles, CompiledAttention
 from engine.cpu.coded.sink_table import SinkTable
-from engine.cpu.offload.disk_file import DirectFile, allocate_memory
-from engine.cpu.offload.disk_rooms import DiskRooms, RoomVisit, merge_ranges
+from engine.cpu.offload.disk_file import DirectFile
+from engine.cpu.offload.disk_rooms import PlacedRooms, RoomVisit, merge_ranges
 from engine.offload.policy import BlockPolicy
 from engine.offload.sizes import FLOAT_BYTES, batch_chunks, round_up
 from engine.step_work import StepWork
@@ -55,8 +56,8 @@ def build_coding(
     return KvCoding(build_page_codecs(layout, calibration, whole), frequencies, angles, sinks)
 
 
-class BlockKv:
-    """The KV of all batches of a block, for a model with `layout` and `heads` query heads.
+class BlockKv(PlacedRooms[tuple[int, int]]):
+    """The KV of all batches of a block by layer and batch, for a model with `layout` and `heads` query heads.
 
     `file` has rooms for the KV that is on disk (`disk_bytes`); None if there is none. `coding` is given if the layout
     has a codec.
@@ -72,13 +73,9 @@ class BlockKv:
     ) -> None:
         self._layout, self._heads, self._coding = replace(layout, layers=1), heads, coding
         self._chunk_bytes, self._chunks = round_up(layout.layer_bytes), batch_chunks(policy)
-        room_bytes = self._chunks * self._chunk_bytes
+        pairs = product(range(layout.layers), range(policy.batches))
         here = policy.kv_pairs_in_memory(layout.layers)
-        self._memory = {pair: allocate_memory(room_bytes) for pair in sorted(here)}
-        pairs = ((layer, batch) for layer in range(layout.layers) for batch in range(policy.batches))
-        # The number of its room in the file, of each pair on disk.
-        self._rooms = {pair: room for room, pair in enumerate(pair for pair in pairs if pair not in here)}
-        self._disk = None if file is None else DiskRooms(file, room_bytes, policy.overlap)
+        super().__init__(pairs, here, self._chunks * self._chunk_bytes, file, policy.overlap)
         self._built: dict[tuple[int, str, int], PagedAttention] = {}
 
     def begin_step(self, works: dict[int, list[StepWork]]) -> None:
@@ -111,31 +108,6 @@ class BlockKv:
         assert self._disk is not None
         window = self._disk.enter()
         return self._attend_to(self._disk.windows[window], (layer, "window", window))
-
-    def leave(self, layer: int, batch: int) -> None:
-        """The batch is computed in this layer. Raises OSError."""
-        if self._disk is not None and (layer, batch) in self._rooms:
-            self._disk.leave()
-
-    def end_step(self) -> None:
-        """Wait until everything is on disk that has to be. Raises OSError."""
-        if self._disk is not None:
-            self._disk.end_step()
-
-    def abandon_step(self) -> None:
-        """Wait until nothing is moved any more."""
-        if self._disk is not None:
-            self._disk.abandon_step()
-
-    @property
-    def num_moves(self) -> int:
-        """Reads and writes of KV so far (`DirectFile.num_moves`)."""
-        return 0 if self._disk is None else self._disk.file.num_moves
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._disk is not None:
-            self._disk.close()
 
     def _attend_to(self, memory: memoryview, name: tuple[int, str, int]) -> PagedAttention:
         """The attention of a layer over a room in memory; `name` names both."""

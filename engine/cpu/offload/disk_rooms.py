@@ -8,14 +8,16 @@ A step says beforehand which rooms it will visit, in order, and which ranges of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from engine.cpu.offload.disk_file import DirectFile, allocate_memory
 
 # First byte within the room and the number of bytes, both whole disk blocks.
 ByteRange = tuple[int, int]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +124,53 @@ class DiskRooms:
         visit, window = self._visits[at], self.windows[at % len(self.windows)]
         for start, size in visit.writes:
             self.file.write_from(window[start : start + size], visit.room * self._room_bytes + start)
+
+
+class PlacedRooms(Generic[Key]):
+    """A room of `room_bytes` for each of `keys`: in memory for those in `here`, for all others in `file`.
+
+    `file` is None if there are no others.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[Key],
+        here: Container[Key],
+        room_bytes: int,
+        file: DirectFile | None,
+        overlap: bool,
+    ) -> None:
+        self._memory: dict[Key, memoryview] = {}
+        # The number of its room in the file.
+        self._rooms: dict[Key, int] = {}
+        for key in keys:
+            if key in here:
+                self._memory[key] = allocate_memory(room_bytes)
+            else:
+                self._rooms[key] = len(self._rooms)
+        self._disk = None if file is None else DiskRooms(file, room_bytes, overlap)
+
+    def leave(self, key: Key) -> None:
+        """What has this room is computed. Raises OSError."""
+        if self._disk is not None and key in self._rooms:
+            self._disk.leave()
+
+    def end_step(self) -> None:
+        """Wait until everything is on disk that has to be. Raises OSError."""
+        if self._disk is not None:
+            self._disk.end_step()
+
+    def abandon_step(self) -> None:
+        """Wait until nothing is moved any more."""
+        if self._disk is not None:
+            self._disk.abandon_step()
+
+    @property
+    def num_moves(self) -> int:
+        """Reads and writes of rooms so far (`DirectFile.num_moves`)."""
+        return 0 if self._disk is None else self._disk.file.num_moves
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._disk is not None:
+            self._disk.close()

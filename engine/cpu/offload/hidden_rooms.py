@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.cpu.offload.disk_file import DirectFile, allocate_memory
-from engine.cpu.offload.disk_rooms import DiskRooms, RoomVisit
+from engine.cpu.offload.disk_file import DirectFile
+from engine.cpu.offload.disk_rooms import PlacedRooms, RoomVisit
 from engine.offload.policy import BlockPolicy
 from engine.offload.sizes import FLOAT_BYTES, round_up
 
 
-class HiddenRooms:
-    """The activations of all batches, of a model with `hidden` numbers per token, in `layers` layers.
+class HiddenRooms(PlacedRooms[int]):
+    """The activations of all batches by batch, of a model with `hidden` numbers per token, in `layers` layers.
 
     `file` has rooms for those on disk; None if there are none.
     """
@@ -22,10 +22,7 @@ class HiddenRooms:
         self._hidden, self._layers = hidden, layers
         room_bytes = round_up(policy.rows * policy.prompt_tokens * hidden * FLOAT_BYTES)
         here = policy.hidden_batches_in_memory()
-        self._memory = {batch: allocate_memory(room_bytes) for batch in sorted(here)}
-        there = [batch for batch in range(policy.batches) if batch not in here]
-        self._rooms = {batch: room for room, batch in enumerate(there)}
-        self._disk = None if file is None else DiskRooms(file, room_bytes, policy.overlap)
+        super().__init__(range(policy.batches), here, room_bytes, file, policy.overlap)
 
     def begin_step(self, rows: Mapping[int, int]) -> None:
         """A step computes so many rows of some batches, by batch, layer after layer."""
@@ -50,28 +47,3 @@ class HiddenRooms:
             memory = self._disk.windows[self._disk.enter()]
         size = rows * self._hidden * FLOAT_BYTES
         return torch.frombuffer(memory[:size], dtype=torch.float32).view(rows, self._hidden)
-
-    def leave(self, batch: int) -> None:
-        """The batch is computed in this layer. Raises OSError."""
-        if self._disk is not None and batch in self._rooms:
-            self._disk.leave()
-
-    def end_step(self) -> None:
-        """Wait until everything is on disk that has to be. Raises OSError."""
-        if self._disk is not None:
-            self._disk.end_step()
-
-    def abandon_step(self) -> None:
-        """Wait until nothing is moved any more."""
-        if self._disk is not None:
-            self._disk.abandon_step()
-
-    @property
-    def num_moves(self) -> int:
-        """Reads and writes of activations so far (`DirectFile.num_moves`)."""
-        return 0 if self._disk is None else self._disk.file.num_moves
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._disk is not None:
-            self._disk.close()

@@ -137,7 +137,7 @@ class CpuOffloadRunner:
                         if failures:
                             yield failures
                         yield from self._compute_logits(batch, piece, x, delta)
-                tiers.kv.leave(index, batch)
+                tiers.kv.leave((index, batch))
                 tiers.hidden.leave(batch)
 
     def _compute_piece(

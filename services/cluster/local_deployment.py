@@ -26,7 +26,7 @@ from services.host.supervision.supervisor import ChildStatus, Supervisor
 # Imported for types only. Ray itself is imported later: that takes about a second, in which the gateway starts
 # already.
 if TYPE_CHECKING:
-    from services.cluster.local_ray.ray_head import RayCluster
+    from services.cluster.local_ray.ray_head import LocalRay
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class LocalDeployment:
     def __init__(self, spec: DeploymentSpec, on_status: OnStatus) -> None:
         self._spec, self._on_status = spec, on_status
         # `start_workers` sets this attribute.
-        self._local_ray: RayCluster
+        self._local_ray: LocalRay
         self.workers: dict[str, WorkerHandle] = {}
         # The specification that each worker was started with.
         self.specs: dict[str, WorkerSpec] = {}
@@ -90,7 +90,7 @@ class LocalDeployment:
         self._gateway.start()
         self._watchers.append(asyncio.create_task(self._watch_gateway()))
 
-    async def start_workers(self, local_ray: RayCluster) -> None:
+    async def start_workers(self, local_ray: LocalRay) -> None:
         """Start the workers' actors under a running Ray head, and watch them and Ray's processes."""
         self._local_ray = local_ray
         for bundle in chain.from_iterable(self._spec.node_groups):

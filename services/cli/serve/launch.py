@@ -38,7 +38,7 @@ from services.host.versions import installed_version
 # Imported for types only: one imports the planner, the other Ray, which takes about a second.
 if TYPE_CHECKING:
     from services.cli.serve.replan_setup import ReplanSession
-    from services.cluster.local_ray.ray_head import RayCluster
+    from services.cluster.local_ray.ray_head import LocalRay
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class ServeRun:
         self._stop, self._deadline = StopSignals(), StartDeadline(config.start_timeout_s)
         self._deployment: LocalDeployment | None = None
         self._replan: ReplanSession | None = None
-        self._local_ray: RayCluster | None = None
+        self._local_ray: LocalRay | None = None
         # What the gateway said when it was ready of files and batches, and of the policy of bulk workers.
         self._gateway_lines: list[str] = []
 
@@ -186,9 +186,9 @@ class ServeRun:
     def _start_ray(self) -> None:
         """Import Ray and start its head; blocks for some seconds."""
         self._view.begin_phase("ray")
-        from services.cluster.local_ray.ray_head import RayCluster
+        from services.cluster.local_ray.ray_head import LocalRay
 
-        self._local_ray = local_ray = RayCluster(self._folder / "ray", device_budget(self._config))
+        self._local_ray = local_ray = LocalRay(self._folder / "ray", device_budget(self._config))
         local_ray.start()
         # Repeated, because Ray has installed its own handler of SIGTERM.
         self._stop.listen_signals()

@@ -136,7 +136,7 @@ class PlacementGroups:
             remove_placement_group(place[0])
 
 
-class RayCluster:
+class LocalRay:
     """The Ray head of one deployment on this machine."""
 
     def __init__(self, folder: Path, devices: int) -> None:

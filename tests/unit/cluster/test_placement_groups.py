@@ -15,7 +15,7 @@ from diptych.errors import StartError
 from diptych.specs import GatewaySpec, WorkerSpec
 from services.cluster.local_deployment import LocalDeployment
 from services.cluster.local_ray import ray_head as under_test
-from services.cluster.local_ray.ray_head import PlacementGroups, RayCluster
+from services.cluster.local_ray.ray_head import LocalRay, PlacementGroups
 from services.cluster.spec import Bundle, DeploymentSpec
 from services.host.supervision.supervisor import ChildStatus
 
@@ -107,7 +107,7 @@ def test_a_worker_of_a_pair_gives_its_devices_back(ray: Ray, tmp_path: Path) -> 
     deployment = made_deployment(tmp_path, (Bundle("decode-0", 1), Bundle("prefill-0", 2)), budget=4)
 
     async def story() -> None:
-        await deployment.start_workers(cast(RayCluster, Machine()))
+        await deployment.start_workers(cast(LocalRay, Machine()))
         assert ray.reserved == deployment.held_devices == 3
         await deployment.remove_worker("decode-0")
         assert await deployment.start_worker("prefill") == "prefill-1"
@@ -124,7 +124,7 @@ def test_replicas_are_started_like_the_first_within_the_budget_and_given_back(
     deployment = made_deployment(tmp_path, (Bundle("prefill-0"),), (Bundle("decode-0"),), budget=3)
 
     async def story() -> None:
-        await deployment.start_workers(cast(RayCluster, machine))
+        await deployment.start_workers(cast(LocalRay, machine))
         assert deployment.held_devices == 2 and deployment.pools == (1, 1)
         assert await deployment.start_worker("prefill") == "prefill-1"
         assert [(one.role, one.core is None) for one in machine.launched[2:]] == [("prefill", False)]

@@ -262,9 +262,9 @@ def _mean_of_bins(bins: Counter[int]) -> float:
 
 def attainment_is_short(traffic: TrafficSummary, target: float, level: float) -> bool:
     """Whether attainment is significantly below `target`, at significance `level`, by Chernoff's bound."""
-    if not traffic.judged or traffic.attainment >= target:
+    if not traffic.checked or traffic.attainment >= target:
         return False
-    return traffic.judged * bernoulli_divergence(traffic.attainment, target) > -math.log(level)
+    return traffic.checked * bernoulli_divergence(traffic.attainment, target) > -math.log(level)
 
 
 def busiest_rate(buckets: list[TrafficBucket], window_s: float) -> float:

@@ -62,7 +62,7 @@ class TrafficReview(msgspec.Struct, frozen=True, tag="look"):
     workers: tuple[FleetWorker, ...] | None = None
     shift: TrafficShift | None = None
     situation: FleetSituation | None = None
-    judged: tuple[EvaluatedFleet, ...] = ()
+    checked: tuple[EvaluatedFleet, ...] = msgspec.field(name="judged", default=())
     decision: FleetDecision | None = None
 
 
@@ -205,9 +205,9 @@ class RecordedEvaluator:
     def __init__(self) -> None:
         self._answers: dict[tuple[FleetSize, float], float] = {}
 
-    def load_answers(self, judged: tuple[EvaluatedFleet, ...]) -> None:
+    def load_answers(self, fleets: tuple[EvaluatedFleet, ...]) -> None:
         """Sets the answers of the next review."""
-        self._answers = {(answer.fleet, answer.rate): answer.attainment for answer in judged}
+        self._answers = {(fleet.fleet, fleet.rate): fleet.attainment for fleet in fleets}
 
     def attainment(self, fleet: FleetSize, mix: LengthMix, rate: float, cv: float) -> float:
         """The stored answer. Raises KeyError if there is none: today's code asks something else than the run did."""

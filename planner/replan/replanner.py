@@ -165,8 +165,8 @@ class Replanner:
             return self._keep_fleet(now_s, workers)
         decision = decide_fleet(situation, self.policy, self._cache, trigger)
         self._record_decision(decision)
-        judged = self._cache.take_fresh()
-        self._write_review(TrafficReview(now_s, tuple(buckets), workers, shift, situation, judged, decision))
+        checked = self._cache.take_fresh()
+        self._write_review(TrafficReview(now_s, tuple(buckets), workers, shift, situation, checked, decision))
         self._workers = workers
         return decision
 
@@ -212,7 +212,7 @@ class Replanner:
         if not settled or now_s < self._changed_s + 2 * policy.window_s or self._expected < policy.target:
             return False
         traffic = self._windows.traffic(now_s - policy.window_s, now_s)
-        if traffic.judged >= MIN_ANSWERS and traffic.attainment >= policy.target:
+        if traffic.checked >= MIN_ANSWERS and traffic.attainment >= policy.target:
             self._strain = max(1.0, self._strain * RELIEF ** (policy.bucket_s / policy.window_s))
         if not attainment_is_short(traffic, policy.target, BREACH_LEVEL) or self._strain >= MAX_STRAIN:
             return False
@@ -330,7 +330,7 @@ def replay_decisions(
             replanner.failed(line.at_s, line.worker, line.why)
         else:
             workers = line.workers if line.workers is not None else workers
-            recorded.load_answers(line.judged)
+            recorded.load_answers(line.checked)
             yield from _decide_again(replanner, line, workers)
 
 

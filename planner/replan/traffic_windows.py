@@ -51,7 +51,7 @@ def length_of(number: float) -> float:
 class TrafficBucket(msgspec.Struct, frozen=True):
     """The traffic of one time bucket: `seconds` from `at_s` on.
 
-    `judged` counts ended requests with SLOs, `good` those of them that met the SLOs. Of the `read` prompt tokens of
+    `checked` counts ended requests with SLOs, `good` those of them that met the SLOs. Of the `read` prompt tokens of
     ended requests, `cached` were found in a prefix cache.
     """
 
@@ -59,7 +59,7 @@ class TrafficBucket(msgspec.Struct, frozen=True):
     seconds: float
     prompts: PromptCounts = ()
     pairs: LengthPairCounts = ()
-    judged: int = 0
+    checked: int = msgspec.field(name="judged", default=0)
     good: int = 0
     read: int = 0
     cached: int = 0
@@ -77,7 +77,7 @@ class TrafficSummary(msgspec.Struct, frozen=True):
     seconds: float
     prompts: PromptCounts = ()
     pairs: LengthPairCounts = ()
-    judged: int = 0
+    checked: int = msgspec.field(name="judged", default=0)
     good: int = 0
     cached_share: float = 0.0
     dispersion: float = 1.0
@@ -96,7 +96,7 @@ class TrafficSummary(msgspec.Struct, frozen=True):
     @property
     def attainment(self) -> float:
         """Share of ended requests with SLOs that met them; 1 if there were none."""
-        return self.good / self.judged if self.judged else 1.0
+        return self.good / self.checked if self.checked else 1.0
 
     @property
     def burst(self) -> float:
@@ -188,7 +188,7 @@ class _OpenBucket:
 
     prompts: Counter[tuple[str, int]] = field(default_factory=Counter)
     pairs: Counter[tuple[str, int, int]] = field(default_factory=Counter)
-    judged: int = 0
+    checked: int = 0
     good: int = 0
     read: int = 0
     cached: int = 0
@@ -223,7 +223,7 @@ class TrafficWindows:
         """
         bucket = self._open
         bucket.pairs[self._known_kind(kind), bin_of(prompt), bin_of(output)] += 1
-        bucket.judged += good is not None
+        bucket.checked += good is not None
         bucket.good += bool(good)
         bucket.read += prompt
         bucket.cached += min(cached, prompt)
@@ -257,7 +257,7 @@ class TrafficWindows:
         full, self._open = self._open, _OpenBucket()
         prompts = tuple((*cell, count) for cell, count in sorted(full.prompts.items()))
         pairs = tuple((*cell, count) for cell, count in sorted(full.pairs.items()))
-        rest = full.judged, full.good, full.read, full.cached
+        rest = full.checked, full.good, full.read, full.cached
         return TrafficBucket(self.closed_s, self.bucket_s, prompts, pairs, *rest)
 
     def buckets(self, start_s: float, end_s: float) -> list[TrafficBucket]:
@@ -291,7 +291,7 @@ def sum_buckets(buckets: Sequence[TrafficBucket]) -> TrafficSummary:
         seconds=sum(bucket.seconds for bucket in buckets),
         prompts=tuple((*cell, count) for cell, count in sorted(prompts.items())),
         pairs=tuple((*cell, count) for cell, count in sorted(pairs.items())),
-        judged=sum(bucket.judged for bucket in buckets),
+        checked=sum(bucket.checked for bucket in buckets),
         good=sum(bucket.good for bucket in buckets),
         cached_share=sum(bucket.cached for bucket in buckets) / read if read else 0.0,
         dispersion=arrival_dispersion([bucket.arrivals for bucket in buckets]),

@@ -171,9 +171,9 @@ def test_a_bucket_that_is_taken_out_leaves_nothing() -> None:
 
 
 def test_a_shortfall_counts_only_if_chance_does_not_explain_it() -> None:
-    assert attainment_is_short(TrafficSummary(0.0, 1.0, judged=1000, good=800), 0.9, 1e-4)
-    assert not attainment_is_short(TrafficSummary(0.0, 1.0, judged=20, good=16), 0.9, 1e-4)
-    assert not attainment_is_short(TrafficSummary(0.0, 1.0, judged=1000, good=950), 0.9, 1e-4)
+    assert attainment_is_short(TrafficSummary(0.0, 1.0, checked=1000, good=800), 0.9, 1e-4)
+    assert not attainment_is_short(TrafficSummary(0.0, 1.0, checked=20, good=16), 0.9, 1e-4)
+    assert not attainment_is_short(TrafficSummary(0.0, 1.0, checked=1000, good=950), 0.9, 1e-4)
     assert not attainment_is_short(TrafficSummary(0.0, 1.0), 0.9, 1e-4)
 
 

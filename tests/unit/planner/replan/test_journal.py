@@ -135,7 +135,7 @@ def test_what_cannot_be_written_or_read_is_reported(tmp_path: Path) -> None:
 
 def test_a_recorded_evaluator_answers_only_what_was_asked() -> None:
     recorded = RecordedEvaluator()
-    recorded.load_answers(LOOK.judged)
+    recorded.load_answers(LOOK.checked)
     assert recorded.attainment(FleetSize(1, 2), MIX, 3.0, 1.0) == 0.97
     with pytest.raises(KeyError):
         recorded.attainment(FleetSize(2, 2), MIX, 3.0, 1.0)

@@ -95,8 +95,8 @@ class Watched:
         """The deployment's metrics."""
         return httpx.get(f"{self.deployment.url}/metrics", timeout=60).raise_for_status().text
 
-    def judged(self) -> tuple[float, float]:
-        """Sequences that met their SLOs, and all that were judged, as Prometheus stored them of a deployment at rest.
+    def count_met(self) -> tuple[float, float]:
+        """Sequences that met their SLOs, and all that have SLOs, as Prometheus stored them of a deployment at rest.
 
         Raises TimeoutError if Prometheus does not get there: it has not scraped the latest figures.
         """
@@ -114,10 +114,10 @@ class Watched:
 
     async def attainment(self, rate: float, seconds: float) -> tuple[float, float]:
         """Attainment of this load as `diptych bench` counted it, and in Prometheus."""
-        met, every = await asyncio.to_thread(self.judged)
+        met, every = await asyncio.to_thread(self.count_met)
         figures = await self.bench(CHAT, rate, seconds)
         await self.ask_queries()
-        met_after, every_after = await asyncio.to_thread(self.judged)
+        met_after, every_after = await asyncio.to_thread(self.count_met)
         return float(figures["attainment"]), (met_after - met) / max(1.0, every_after - every)
 
     async def bench(self, lengths: tuple[str, ...], rate: float, seconds: float) -> dict[str, Any]:

@@ -256,9 +256,9 @@ def main() -> None:
     with keyed(flags) as (deployment, keys):
         kinds = options.flood or list(FLOODS)
         floods = {kind: figures(kind, play(deployment, keys, kind, options)) for kind in kinds}
-    judged = [floods[kind] for kind in ("plain", "refused") if kind in floods]
-    fields: dict[str, Any] = {"fair_ratio": max((one["fair_ratio"] for one in judged), default=None)}
-    fields["quiet_refused"] = sum(one["quiet_refused"] for one in judged)
+    counted = [floods[kind] for kind in ("plain", "refused") if kind in floods]
+    fields: dict[str, Any] = {"fair_ratio": max((one["fair_ratio"] for one in counted), default=None)}
+    fields["quiet_refused"] = sum(one["quiet_refused"] for one in counted)
     fields |= {"floods": floods, "load_before": round(load, 2)}
     fields |= {name: getattr(options, name) for name in ("rounds", "seconds", "open", "colocated", "seed")}
     print(json.dumps(fields, indent=None if options.json else 2))

@@ -39,5 +39,5 @@ def _answer_zap_requests(
                 return
             good = mechanism == b"CURVE" and proof == [key]
             refused["denied"] += not good
-            verdict = [b"200", b"OK", b"worker", b""] if good else [b"400", b"unknown key", b"", b""]
-            zap_socket.send_multipart([version, request, *verdict])
+            reply = [b"200", b"OK", b"worker", b""] if good else [b"400", b"unknown key", b"", b""]
+            zap_socket.send_multipart([version, request, *reply])

@@ -300,9 +300,9 @@ class CrashQuarantine:
 
         `held` are those that were held before the news.
         """
-        verdicts = self._blame([name for name in touched if self._is_guilty(name)])
+        findings = self._blame([name for name in touched if self._is_guilty(name)])
         free = [name for name in held if self.is_suspected(name) and not self.is_held(name)]
-        return QuarantineFindings(tuple(sorted({*cleared, *free, *verdicts.released})), verdicts.quarantined)
+        return QuarantineFindings(tuple(sorted({*cleared, *free, *findings.released})), findings.quarantined)
 
     def _is_guilty(self, request: str) -> bool:
         suspect = self._suspects.get(request)

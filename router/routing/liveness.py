@@ -42,9 +42,9 @@ class LivenessMonitor:
         pause_s = 0.0 if self._checked_s is None else now_s - self._checked_s
         self._checked_s = now_s
         self._overslept = pause_s > self.lost_s / 2 and not self._overslept
-        quiet_judged = pause_s <= QUIET_AFTER_S / 2
+        knows_quiet = pause_s <= QUIET_AFTER_S / 2
         return SilentWorkers(
-            quiet=_silent_for(QUIET_AFTER_S, seen_s, now_s) if quiet_judged else frozenset(),
+            quiet=_silent_for(QUIET_AFTER_S, seen_s, now_s) if knows_quiet else frozenset(),
             lost=frozenset() if self._overslept else _silent_for(self.lost_s, seen_s, now_s),
             overslept=self._overslept,
         )

@@ -1,7 +1,7 @@
 """The decode side of a hand-off whose source is spoilt while it is pulled, late or early, between any two steps.
 
 The source is another process (`tests.engine.transport.transport_source`), the transports are the real ones;
-everything here runs on the caller's thread, so that a fault falls exactly where it is to fall. `verdict` says
+everything here runs on the caller's thread, so that a fault falls exactly where it is to fall. `_ending_of` says
 what came of a hand-off:
 
     "exact"    it was decoded, and every byte is what was offered
@@ -109,16 +109,16 @@ class PullTarget:
         return self.seal.matches_chunk(index, payload, promised)
 
     def pull_late(self, offered: OfferedKv, between: BetweenSteps = do_nothing) -> str:
-        """Pull what a ticket offers; its verdict."""
+        """Pull what a ticket offers; how it ended."""
         outcome, decoded = self._converse(
             offered.ticket, len(offered.ticket.chunks), lambda effect: None, between
         )
-        return self._verdict(outcome, decoded, offered)
+        return self._ending_of(outcome, decoded, offered)
 
     def pull_early(
         self, script: Callable[[PipelinedPull], OfferedKv], between: BetweenSteps = do_nothing
     ) -> tuple[str, int]:
-        """Pull ahead as `script` says until it gives the ticket, then the rest; the verdict, and the copies wasted."""
+        """Pull ahead as `script` says until it gives the ticket, then the rest; how it ended, and the copies wasted."""
         offered: list[OfferedKv] = []
 
         def ahead(effect: PullAhead) -> TicketArrived:
@@ -132,7 +132,7 @@ class PullTarget:
             )
 
         outcome, decoded = self._converse(None, len(SLABS), ahead, between)
-        return self._verdict(outcome, decoded, offered[0]), outcome.num_wasted
+        return self._ending_of(outcome, decoded, offered[0]), outcome.num_wasted
 
     def advance(self, early: PipelinedPull, between: BetweenSteps = do_nothing) -> float:
         """One look at the board, and the copies that it allows."""
@@ -181,7 +181,7 @@ class PullTarget:
         assert isinstance(outcome, HandoffOutcome) and bool(decoded) == (outcome.error is None)
         return outcome, decoded
 
-    def _verdict(self, outcome: HandoffOutcome, decoded: Sequence[int], offered: OfferedKv) -> str:
+    def _ending_of(self, outcome: HandoffOutcome, decoded: Sequence[int], offered: OfferedKv) -> str:
         if outcome.error is not None:
             assert isinstance(outcome.error, CorruptChunk), outcome.error
             assert self.pool.used == 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tests.faults.client import ClientAnswer, ClientRequest, StreamingClient
 from tests.faults.fault_deployment import FaultDeployment
 from tests.faults.inject import InjectedFault
-from tests.faults.invariants import LogTail, RunVerdict, check_run
+from tests.faults.invariants import LogTail, RunSummary, check_run
 from tests.faults.workload import RequestBook
 
 # Later phases first: who waits at an early door may keep others from coming past it.
@@ -50,7 +50,7 @@ class FaultRound:
     target: str
     evidence: str = ""
     cells: list[FaultCell] = field(default_factory=list)
-    verdict: RunVerdict = field(default_factory=RunVerdict)
+    summary: RunSummary = field(default_factory=RunSummary)
     recovery_s: float = 0.0  # until the last of those that were held had its answer
     rest_s: float = 0.0  # until nothing was held any more
     missed: list[str] = field(default_factory=list)  # phases that could not be reached
@@ -175,7 +175,7 @@ async def play_round(
     await healing
     result.evidence = fault.verify()
     result.rest_s = await asyncio.to_thread(fleet.until, lambda: not fleet.held())
-    result.verdict = check_run(book, answers, fleet.log, cut=fleet.parts["gateway"].status().restarts > 0)
+    result.summary = check_run(book, answers, fleet.log, cut=fleet.parts["gateway"].status().restarts > 0)
     result.cells = _count_cells(result, places, ways, answers, book)
     return result
 

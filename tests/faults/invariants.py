@@ -153,7 +153,7 @@ def _check_counts(life: RequestHistory) -> list[str]:
 
 
 @dataclass(slots=True)
-class RunVerdict:
+class RunSummary:
     """What became of a run's requests."""
 
     asked: int = 0
@@ -164,7 +164,7 @@ class RunVerdict:
     migrated: int = 0  # whole and token-exact, after the worker that wrote it was lost
     retried: int = 0
 
-    def add(self, other: RunVerdict) -> None:
+    def add(self, other: RunSummary) -> None:
         self.asked += other.asked
         self.whole += other.whole
         self.left += other.left
@@ -178,25 +178,25 @@ class RunVerdict:
         return self.failed.total()
 
 
-def check_answers(book: RequestBook, answers: Iterable[ClientAnswer]) -> RunVerdict:
+def check_answers(book: RequestBook, answers: Iterable[ClientAnswer]) -> RunSummary:
     """Answers against the oracle, and every one of them with exactly one ending."""
-    verdict = RunVerdict()
+    summary = RunSummary()
     for answer in answers:
-        verdict.asked += 1
-        verdict.left += answer.left
-        verdict.whole += answer.whole
+        summary.asked += 1
+        summary.left += answer.left
+        summary.whole += answer.whole
         name = f"request {answer.ask.nonce} ({answer.ask.phase}, {answer.id or 'no id'})"
         if wrong := book.wrong(answer):
-            verdict.broken.append(f"I2 {name}: {wrong}")
+            summary.broken.append(f"I2 {name}: {wrong}")
         if answer.left:
             continue
         if "hang" in answer.ends:
-            verdict.broken.append(f"I12 {name}: no end")
+            summary.broken.append(f"I12 {name}: no end")
         elif not answer.whole:
-            verdict.failed[answer.code] += 1
+            summary.failed[answer.code] += 1
             if answer.ends not in (["status"], ["error"], ["error", "done"], ["cut"], ["refused"]):
-                verdict.broken.append(f"I3 {name}: endings {answer.ends}")
-    return verdict
+                summary.broken.append(f"I3 {name}: endings {answer.ends}")
+    return summary
 
 
 def _read_settled(log: Path, cut: bool) -> list[dict[str, Any]]:
@@ -209,22 +209,22 @@ def _read_settled(log: Path, cut: bool) -> list[dict[str, Any]]:
         time.sleep(0.1)
 
 
-def check_run(book: RequestBook, answers: list[ClientAnswer], log: Path, *, cut: bool = False) -> RunVerdict:
+def check_run(book: RequestBook, answers: list[ClientAnswer], log: Path, *, cut: bool = False) -> RunSummary:
     """All that can be said of a run."""
-    verdict = check_answers(book, answers)
+    summary = check_answers(book, answers)
     events = _read_settled(log, cut)
     found = histories_by_request(events)
-    verdict.broken += check_log(events, cut=cut)
+    summary.broken += check_log(events, cut=cut)
     by_id: dict[str, list[RequestHistory]] = defaultdict(list)
     for life in found.values():
         by_id[life.request.rsplit(".", 1)[0]].append(life)
     for answer in answers:
         mine = by_id.get(answer.id, [])
-        verdict.retried += any(life.of("retried") for life in mine)
+        summary.retried += any(life.of("retried") for life in mine)
         if answer.whole and not book.wrong(answer):
-            verdict.migrated += any(life.migrated for life in mine)
+            summary.migrated += any(life.migrated for life in mine)
         if answer.whole and not cut and not any(life.done for life in mine):
-            verdict.broken.append(
+            summary.broken.append(
                 f"I3 request {answer.ask.nonce} ({answer.id}): the log does not have its end"
             )
-    return verdict
+    return summary

@@ -53,7 +53,7 @@ def _cell_table(results: list[ScenarioResult]) -> list[str]:
 
 
 def _scenario_section(result: ScenarioResult) -> list[str]:
-    scenario, verdict = result.scenario, result.verdict
+    scenario, summary = result.scenario, result.summary
     lines = [
         "",
         f"## {scenario.name}",
@@ -65,8 +65,8 @@ def _scenario_section(result: ScenarioResult) -> list[str]:
     if result.skipped:
         lines.append(f"- SKIPPED: {result.skipped}")
     lines += [f"- {name}: {value:.4g}" for name, value in result.figures.items()]
-    if verdict.failed:
-        lines.append("- client-visible failures by code: " + _format_counts(verdict.failed))
+    if summary.failed:
+        lines.append("- client-visible failures by code: " + _format_counts(summary.failed))
     if result.missed:
         lines.append(f"- phases not reached: {'; '.join(sorted(set(result.missed)))}")
     lines += [f"- BROKEN: {what}" for what in result.broken[:40]]

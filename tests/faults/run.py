@@ -38,7 +38,7 @@ from tests.faults.fault_rounds import (
 )
 from tests.faults.inject import FaultUnproven, InjectedFault, KillFault, holds_in_time, make_fault
 from tests.faults.invariants import (
-    RunVerdict,
+    RunSummary,
     check_answers,
     check_run,
     histories_by_request,
@@ -58,7 +58,7 @@ class ScenarioResult:
 
     scenario: Scenario
     cells: list[FaultCell] = field(default_factory=list)
-    verdict: RunVerdict = field(default_factory=RunVerdict)
+    summary: RunSummary = field(default_factory=RunSummary)
     figures: dict[str, float] = field(default_factory=dict)
     evidence: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
@@ -114,7 +114,7 @@ def run_scenario(scenario: Scenario, keep: Path | None = None) -> ScenarioResult
         finally:
             if keep is not None:
                 _keep_logs(ground, keep / scenario.name)
-    result.broken += result.verdict.broken
+    result.broken += result.summary.broken
     result.broken += _broken_bounds(result)
     result.seconds = time.monotonic() - began_s
     return result
@@ -175,14 +175,14 @@ async def play_phases(ground: FaultField, scenario: Scenario, result: ScenarioRe
             make = partial(_aim_fault, ground, event, sum_cells(rounds))
             one = await play_round(ground.fleet, book, make, event.fault, scenario.phases, event.lasts_s)
             rounds.append(one)
-            result.verdict.add(one.verdict)
+            result.summary.add(one.summary)
             result.evidence.append(f"{event.fault} {one.target}: {one.evidence}")
-            moved = one.verdict.retried
+            moved = one.summary.retried
             result.figures[f"{event.fault}_moved"] = result.figures.get(f"{event.fault}_moved", 0) + moved
             if event.moves is not None and event.moves != bool(moved):
                 result.broken.append(f"{event.fault} {one.target}: {moved} requests went another way")
             result.missed += [f"{event.fault} {event.target}: {phase}" for phase in one.missed]
-            unexpected += one.verdict.failures if event.spares else 0
+            unexpected += one.summary.failures if event.spares else 0
             await asyncio.to_thread(_wait_until_mended, ground)
     result.cells = sum_cells(rounds)
     result.figures["client_failures"] = unexpected
@@ -234,8 +234,8 @@ async def play_migrate(ground: FaultField, scenario: Scenario, result: ScenarioR
         answers.append(answer)
     await killing
     await asyncio.to_thread(ground.fleet.until, lambda: not ground.fleet.held())
-    result.verdict = check_run(book, answers, ground.fleet.log)
-    result.figures |= _count_outcomes(result.verdict)
+    result.summary = check_run(book, answers, ground.fleet.log)
+    result.figures |= _count_outcomes(result.summary)
 
 
 async def _kill_on(
@@ -269,14 +269,14 @@ def _count_moved(ground: FaultField) -> int:
     return len({event["request"] for event in events if event["delivered"]})
 
 
-def _count_outcomes(verdict: RunVerdict) -> dict[str, float]:
-    decided = verdict.asked - verdict.left
+def _count_outcomes(summary: RunSummary) -> dict[str, float]:
+    decided = summary.asked - summary.left
     return {
-        "requests": verdict.asked,
-        "client_failures": verdict.failures,
-        "success": verdict.whole / max(1, decided),
-        "migrated": verdict.migrated,
-        "retried": verdict.retried,
+        "requests": summary.asked,
+        "client_failures": summary.failures,
+        "success": summary.whole / max(1, decided),
+        "migrated": summary.migrated,
+        "retried": summary.retried,
     }
 
 
@@ -295,7 +295,7 @@ async def play_leave(ground: FaultField, scenario: Scenario, result: ScenarioRes
                 break
             times.setdefault(phase, []).append(taken)
         ground.fleet.control.go(*(ask.nonce for ask in holding.asks))
-        result.verdict.add(check_answers(book, await holding.finish()))
+        result.summary.add(check_answers(book, await holding.finish()))
     for phase, taken_s in times.items():
         result.figures[f"{phase}_median_s"] = statistics.median(taken_s)
         result.figures[f"{phase}_most_s"] = max(taken_s)
@@ -324,7 +324,7 @@ async def _leave_worker(holding: HeldRequests, phase: str, result: ScenarioResul
     if not rested:
         held = holding.fleet.held()
         result.broken.append(f"I1 something is held for ever after the client left in {phase}: {held}")
-    result.verdict.add(check_answers(holding.book, [answer]))
+    result.summary.add(check_answers(holding.book, [answer]))
     return free_s - left_s if reached else None
 
 
@@ -340,7 +340,7 @@ async def _leave_queue(holding: HeldRequests, phase: str, result: ScenarioResult
     going.set()
     answer = await asking
     await asyncio.to_thread(holds_in_time, lambda: fleet.status()["sequences"] <= before)
-    result.verdict.add(check_answers(holding.book, [answer]))
+    result.summary.add(check_answers(holding.book, [answer]))
     return time.monotonic() - left_s if reached else None
 
 
@@ -359,8 +359,8 @@ async def play_chaos(ground: FaultField, scenario: Scenario, result: ScenarioRes
         answers.append(answer)
     await trouble
     await asyncio.to_thread(_wait_until_mended, ground)
-    result.verdict = check_run(book, answers, ground.fleet.log)
-    result.figures |= _count_outcomes(result.verdict)
+    result.summary = check_run(book, answers, ground.fleet.log)
+    result.figures |= _count_outcomes(result.summary)
     pauses = sorted(recovery_waits(answers, struck, histories_by_request(read_log(ground.fleet.log))))
     silent = sorted(wait_s for _, _, wait_s in stream_waits(answers, struck))
     result.figures["faults"] = len(struck)

@@ -43,7 +43,7 @@ class SlabReassignment:
 
 
 def run_race(target: PullTarget, way: str, number: int, rng: random.Random) -> tuple[str, bool]:
-    """One hand-off and one reassignment; the verdict, and whether the slabs were reassigned before the last byte.
+    """One hand-off and one reassignment; how it ended, and whether the slabs were reassigned before the last byte.
 
     "late": while a ticket is being fetched. "early": in the fetch of what was begun ahead. "staging": between two looks
     at the board, and the ticket is written for what lies there then.

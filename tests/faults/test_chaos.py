@@ -22,4 +22,4 @@ def test_random_faults_break_no_invariant() -> None:
     result = run_scenario(msgspec.structs.replace(scenario, load=load, checks=checks, deployment=coded))
     assert not result.broken, "\n".join(result.broken)
     assert result.figures["faults"] >= 1
-    assert result.verdict.whole >= 0.9 * result.verdict.asked, result.verdict
+    assert result.summary.whole >= 0.9 * result.summary.asked, result.summary

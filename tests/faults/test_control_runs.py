@@ -78,10 +78,10 @@ def test_hints_of_other_slabs_are_decoded(blind: PullTarget) -> None:
 
 @pytest.mark.parametrize("way", [way for way in PULL_WAYS if way != "staging"])
 def test_races_are_lost(way: str, blind: PullTarget) -> None:
-    rng, verdicts = random.Random(way), Counter[str]()
+    rng, endings = random.Random(way), Counter[str]()
     for number in range(1, TIMES + 1):
-        verdicts[run_race(blind, way, number, rng)[0]] += 1
-    assert verdicts["wrong"] == TIMES, verdicts
+        endings[run_race(blind, way, number, rng)[0]] += 1
+    assert endings["wrong"] == TIMES, endings
 
 
 def test_an_injury_that_misses_is_reported(blind: PullTarget) -> None:

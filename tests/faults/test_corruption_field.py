@@ -86,8 +86,8 @@ def test_a_copy_that_was_made_ahead_and_is_wrong_is_made_again(
             restore_source(source, number)
             return make_ticket(source, number)
 
-        verdict, wasted = target.pull_early(script)
-        assert verdict == "exact" and wasted >= 1, f"{kind} number {number}"
+        ending, wasted = target.pull_early(script)
+        assert ending == "exact" and wasted >= 1, f"{kind} number {number}"
     done["early"] += times
 
 
@@ -97,7 +97,7 @@ def test_a_chunk_that_was_spoilt_between_its_layers(
 ) -> None:
     """The first layer was copied ahead; then the ticket was written, and then the source was spoilt for good."""
     transport, source, target = pair
-    rng, times, verdicts = random.Random(kind), EARLY[transport], Counter[str]()
+    rng, times, endings = random.Random(kind), EARLY[transport], Counter[str]()
     for number in range(1, times + 1):
 
         def script(early: PipelinedPull, number: int = number) -> OfferedKv:
@@ -109,9 +109,9 @@ def test_a_chunk_that_was_spoilt_between_its_layers(
             spoil_source(source, kind, rng, number - 1)
             return offered
 
-        verdicts[target.pull_early(script)[0]] += 1
+        endings[target.pull_early(script)[0]] += 1
     # What was copied before it was spoilt is as good as ever.
-    assert verdicts["wrong"] == 0 and verdicts["caught"] > times // 4, (kind, verdicts)
+    assert endings["wrong"] == 0 and endings["caught"] > times // 4, (kind, endings)
     done["between"] += times
 
 
@@ -140,8 +140,8 @@ def test_a_hint_that_tells_of_something_else_costs_a_copy_and_nothing_more(
             compute_layers(source, number, 0, LAYERS)
             return make_ticket(source, number)
 
-        verdict, wasted = target.pull_early(script)
-        assert verdict == "exact" and (wasted > 0) == (what != "mark"), f"{what} number {number}"
+        ending, wasted = target.pull_early(script)
+        assert ending == "exact" and (wasted > 0) == (what != "mark"), f"{what} number {number}"
     done["foreign"] += FOREIGN
 
 

@@ -50,7 +50,7 @@ def test_faults_in_every_phase_cost_no_client_an_answer_while_a_spare_is_left() 
     assert result.figures["client_failures"] == 0 and result.figures["bulk_lines"] > 0
     assert {cell.phase for cell in result.cells} == set(scenario.phases), result.missed
     assert len(result.evidence) == len(STRUCK) and sum(cell.hit for cell in result.cells) > 0
-    assert result.verdict.failures > 0, "a gateway was killed, and nobody noticed"
+    assert result.summary.failures > 0, "a gateway was killed, and nobody noticed"
 
 
 def test_all_scenario_files_can_be_read() -> None:

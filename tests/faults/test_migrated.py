@@ -16,4 +16,4 @@ def test_streams_of_every_kind_survive_the_death_of_their_writer() -> None:
     checks = msgspec.structs.replace(scenario.checks, migrated=load.migrated)
     result = run_scenario(msgspec.structs.replace(scenario, load=load, checks=checks))
     assert not result.broken, "\n".join(result.broken)
-    assert result.verdict.failures == 0 and result.verdict.migrated >= 10
+    assert result.summary.failures == 0 and result.summary.migrated >= 10

@@ -30,17 +30,17 @@ def test_slabs_are_given_to_another_request_while_they_are_pulled(
     way: str, pair: tuple[str, PullTarget]
 ) -> None:
     transport, target = pair
-    rng, verdicts = random.Random(way), Counter[str]()
+    rng, endings = random.Random(way), Counter[str]()
     for number in range(1, TIMES[transport] + 1):
-        verdict, happened = run_race(target, way, number, rng)
-        verdicts[verdict] += 1
+        ending, happened = run_race(target, way, number, rng)
+        endings[ending] += 1
         forced[way] += happened
-    assert verdicts["wrong"] == 0, verdicts
+    assert endings["wrong"] == 0, endings
     assert target.pool.used == 0
     if way == "staging":  # it was computed again, and that is what the ticket is for
-        assert verdicts["exact"] == TIMES[transport]
+        assert endings["exact"] == TIMES[transport]
     else:
-        assert verdicts["caught"] == TIMES[transport], verdicts
+        assert endings["caught"] == TIMES[transport], endings
 
 
 def test_a_thousand_races_were_forced() -> None:

@@ -235,7 +235,7 @@ def test_a_trace_is_replayed_at_its_own_rate_or_another(
     assert "--seeds has no effect" in capsys.readouterr().err
 
 
-def test_each_kind_is_judged_by_its_own_promise(
+def test_each_kind_is_checked_by_its_own_slo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Reading takes more than the millisecond that code is promised, whatever the load."""

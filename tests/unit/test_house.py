@@ -24,7 +24,9 @@ MAX_FILES = 15  # per folder
 MIN_DOCUMENTED = 0.95
 OUR_FOLDERS = (*PACKAGES, "benchmarks", "models", "tests")
 # Each has had several meanings here, where the field has a word for each.
-BANNED_WORDS = {"told", "turn", "heard", "crew", "judge"}
+BANNED_WORDS = {
+    "told", "turn", "heard", "crew", "judge", "judged", "verdict", "verdicts", "brain", "gentle",
+}  # fmt: skip
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -241,6 +243,7 @@ def test_planner_and_router_are_all_in_use() -> None:
 def test_the_rules_can_fail() -> None:
     assert num_words("take_HTTPRequest2") == 3 and num_words("_begin") == 1 and num_words("KvAllocator") == 2
     assert banned_names("def was_told(x): return Turn(x, no=1)  # told") == {"was_told", "Turn"}
+    assert banned_names("self._judged, MAX_VERDICTS = verdict") == {"_judged", "MAX_VERDICTS", "verdict"}
     assert banned_names("returned = overturned('told')") == set()
     tree = ast.parse("def one():\n    def two():\n        raise KeyError\n    raise ValueError('x')")
     (function,) = tree.body

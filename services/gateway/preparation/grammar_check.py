@@ -14,7 +14,7 @@ from diptych.request import Grammar
 from engine.sampling.grammar import build_tokenizer, check_grammar
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
-# Most characters of a reason, which is kept for as long as the grammar's verdict.
+# Most characters of a reason, which is kept for as long as the finding about its grammar.
 MAX_REASON_CHARS = 300
 
 

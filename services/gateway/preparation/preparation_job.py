@@ -70,29 +70,29 @@ class PreparationFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class GrammarQuery(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A preparer is about to check a grammar, whose digest is `grammar`.
 
-    The gateway answers with a `GrammarVerdict`, or with None if it knows none.
+    The gateway answers with a `GrammarFinding`, or with None if it knows none.
     """
 
     grammar: bytes  # a digest
 
 
-class GrammarVerdict(msgspec.Struct, frozen=True, array_like=True):
+class GrammarFinding(msgspec.Struct, frozen=True, array_like=True):
     """The reason `why` a grammar cannot be served; None if it can."""
 
     why: str | None = None
 
 
 class GrammarChecked(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The verdict of a preparer that has checked a grammar."""
+    """What a preparer found that has checked a grammar."""
 
-    verdict: GrammarVerdict
+    finding: GrammarFinding
 
 
 PreparationResult = PreparedRequest | PreparedReply | PreparationRefused | PreparationFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _jobs = msgspec.msgpack.Decoder(PreparationJob | FileJob)
-_verdicts = msgspec.msgpack.Decoder(GrammarVerdict | None)
+_findings = msgspec.msgpack.Decoder(GrammarFinding | None)
 
 
 def prepare_body(
@@ -124,14 +124,14 @@ def load_job_function(rules: RequestRules) -> JobFunction:
     def work(job: bytes, gateway: FrameSocket) -> bytes:
         def check(grammar: Grammar) -> str | None:
             gateway.write_frame(_encoder.encode(GrammarQuery(grammar_digest(grammar))))
-            known: GrammarVerdict | None = _verdicts.decode(gateway.read_frame() or b"\xc0")
+            known: GrammarFinding | None = _findings.decode(gateway.read_frame() or b"\xc0")
             if known is not None:
                 return known.why
             _limit_cpu_time(GRAMMAR_CPU_S)
-            verdict = GrammarVerdict(grammars.rejection_reason(grammar))
+            finding = GrammarFinding(grammars.rejection_reason(grammar))
             _limit_cpu_time(JOB_CPU_S)
-            gateway.write_frame(_encoder.encode(GrammarChecked(verdict)))
-            return verdict.why
+            gateway.write_frame(_encoder.encode(GrammarChecked(finding)))
+            return finding.why
 
         _limit_cpu_time(JOB_CPU_S)
         asked: PreparationJob | FileJob = _jobs.decode(job)

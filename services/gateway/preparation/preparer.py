@@ -11,14 +11,14 @@ from services.gateway.preparation.file_job import FileJobResult
 from services.gateway.preparation.fork_server import FRAME_HEAD_BYTES, frame_head, frame_size
 from services.gateway.preparation.preparation_job import (
     GrammarChecked,
+    GrammarFinding,
     GrammarQuery,
-    GrammarVerdict,
     PreparationResult,
 )
 
 # Seconds to wait for the fork server's report about how a preparer ended.
 EXIT_REPORT_TIMEOUT_S = 5.0
-MAX_VERDICTS = 1024
+MAX_FINDINGS = 1024
 
 _reports = msgspec.msgpack.Decoder(PreparationResult | GrammarQuery | GrammarChecked)
 _file_reports = msgspec.msgpack.Decoder(FileJobResult)
@@ -35,23 +35,23 @@ class PreparerDied(Exception):
         self.status, self.checking = status, checking
 
 
-class GrammarVerdicts:
-    """A cache of verdicts about grammars, by digest. The least recently used one is dropped first."""
+class GrammarFindings:
+    """A cache of findings about grammars, by digest. The least recently used one is dropped first."""
 
     def __init__(self) -> None:
-        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
+        self._findings: OrderedDict[bytes, GrammarFinding] = OrderedDict()
 
-    def find_verdict(self, grammar: bytes) -> GrammarVerdict | None:
-        """The verdict about a grammar, given its digest; None if it is not in the cache."""
-        if grammar in self._verdicts:
-            self._verdicts.move_to_end(grammar)
-        return self._verdicts.get(grammar)
+    def get_finding(self, grammar: bytes) -> GrammarFinding | None:
+        """The finding about a grammar, given its digest; None if it is not in the cache."""
+        if grammar in self._findings:
+            self._findings.move_to_end(grammar)
+        return self._findings.get(grammar)
 
-    def store_verdict(self, grammar: bytes, verdict: GrammarVerdict) -> None:
-        """Add the verdict about a grammar, given its digest."""
-        self._verdicts[grammar] = verdict
-        if len(self._verdicts) > MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
+    def store_finding(self, grammar: bytes, finding: GrammarFinding) -> None:
+        """Add the finding about a grammar, given its digest."""
+        self._findings[grammar] = finding
+        if len(self._findings) > MAX_FINDINGS:
+            self._findings.popitem(last=False)
 
 
 class Preparer:
@@ -67,7 +67,7 @@ class Preparer:
         self.name, self.retired = name, False
         self._reader, self._writer, self._ended = reader, writer, ended
 
-    async def run_job(self, job: bytes, verdicts: GrammarVerdicts) -> PreparationResult:
+    async def run_job(self, job: bytes, findings: GrammarFindings) -> PreparationResult:
         """The result of `job`, which is the bytes of a `PreparationJob`.
 
         Raises:
@@ -82,10 +82,10 @@ class Preparer:
                 )
                 if isinstance(report, GrammarQuery):
                     checking = report.grammar
-                    await self._write_frame(msgspec.msgpack.encode(verdicts.find_verdict(checking)))
+                    await self._write_frame(msgspec.msgpack.encode(findings.get_finding(checking)))
                 elif isinstance(report, GrammarChecked):
                     assert checking is not None
-                    verdicts.store_verdict(checking, report.verdict)
+                    findings.store_finding(checking, report.finding)
                     checking = None
                 else:
                     return report

@@ -34,7 +34,7 @@ from services.gateway.preparation.fork_server import (
 from services.gateway.preparation.preparation_job import (
     GRAMMAR_CPU_S,
     JOB_CPU_S,
-    GrammarVerdict,
+    GrammarFinding,
     PreparationFailed,
     PreparationJob,
     PreparationRefused,
@@ -45,7 +45,7 @@ from services.gateway.preparation.preparation_job import (
     load_job_function,
     prepare_body,
 )
-from services.gateway.preparation.preparer import GrammarVerdicts, Preparer, PreparerDied
+from services.gateway.preparation.preparer import GrammarFindings, Preparer, PreparerDied
 from services.gateway.preparation.resolve_body import grammar_error
 from services.gateway.preparation.tenant_queue import TenantQueue, TenantQueueFull
 
@@ -76,7 +76,7 @@ def default_num_preparers() -> int:
 
 
 class GrammarUnchecked(Exception):
-    """A grammar has no verdict yet, and must not be checked on the event loop."""
+    """A grammar has not been checked yet, and must not be checked on the event loop."""
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +100,7 @@ class PreparerPool:
         self.job_s, self.wait_s = MAX_JOB_S, MAX_WAIT_S
         self._server = ForkServer(lambda: load_job_function(rules))
         self._rules = rules
-        self._verdicts = GrammarVerdicts()
+        self._findings = GrammarFindings()
         self._queue: TenantQueue[_WaitingJob] = TenantQueue(
             MAX_WAITING_JOBS, MAX_WAITING_BYTES, max(1, self.num - 1)
         )
@@ -142,7 +142,7 @@ class PreparerPool:
     async def prepare_body(self, job: PreparationJob) -> PreparedRequest | PreparedReply:
         """Prepare a body, on the event loop if it is small and else in a preparer.
 
-        A small body whose grammar has no verdict yet is given up on the loop before its prompts are rendered, and
+        A small body whose grammar has not been checked yet is given up on the loop before its prompts are rendered, and
         prepared by a preparer.
 
         Raises:
@@ -218,7 +218,7 @@ class PreparerPool:
         try:
             async with asyncio.timeout(self.job_s):
                 frame = msgspec.msgpack.encode(waiting.job)
-                outcome = _outcome_of_result(await preparer.run_job(frame, self._verdicts))
+                outcome = _outcome_of_result(await preparer.run_job(frame, self._findings))
         except TimeoutError:
             preparer.retired = True
             self._server.send_order(KillPreparer(preparer.name))
@@ -265,7 +265,7 @@ class PreparerPool:
             problem = f"the body takes more than {JOB_CPU_S:g} s to be prepared, or too much memory"
             return RequestError(RequestFailure(FailureReason.REQUEST_TOO_COMPLEX, problem))
         why = f"its check takes more than {GRAMMAR_CPU_S:g} s, or too much memory"
-        self._verdicts.store_verdict(died.checking, GrammarVerdict(why))
+        self._findings.store_finding(died.checking, GrammarFinding(why))
         return grammar_error(why)
 
     def end_preparer(self, preparer: Preparer) -> None:
@@ -328,10 +328,10 @@ class PreparerPool:
             ended.set_result(report.status)
 
     def _known_rejection(self, grammar: Grammar) -> str | None:
-        verdict = self._verdicts.find_verdict(grammar_digest(grammar))
-        if verdict is None:
+        finding = self._findings.get_finding(grammar_digest(grammar))
+        if finding is None:
             raise GrammarUnchecked
-        return verdict.why
+        return finding.why
 
 
 def _outcome_of_result(result: PreparationResult) -> PreparedRequest | PreparedReply | Exception:

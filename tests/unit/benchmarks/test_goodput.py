@@ -72,7 +72,7 @@ def test_the_slo_is_given_to_those_that_keep_within_it() -> None:
     }
 
 
-def test_a_deployment_that_knows_no_objective_is_up_once_and_judged_by_all() -> None:
+def test_a_deployment_that_knows_no_slo_is_up_once_and_checked_by_all() -> None:
     slos = {"tight": SLO, "loose": Slo(2.0, 0.04)}
     found = sites(slos, {"tight": ["disaggregated", "colocated"], "loose": ["disaggregated", "colocated"]})
     assert [(site.name, list(site.slos)) for site in found.values()] == [

@@ -118,7 +118,9 @@ def case(series: Series, at: str, **fires: int) -> dict[str, Any]:
     }
 
 
-def judged(target: float, bad: float, good: float, objective: str = "all", minutes: int = MINUTES) -> Series:
+def slo_series(
+    target: float, bad: float, good: float, objective: str = "all", minutes: int = MINUTES
+) -> Series:
     """Requests with an SLO, so many bad and good ones in a minute."""
     name = f'diptych:slo_requests_total{{job="d",objective="{objective}",met='
     return {
@@ -129,7 +131,7 @@ def judged(target: float, bad: float, good: float, objective: str = "all", minut
 
 
 def share_missed(target: float, share: float) -> Series:
-    return judged(target, PER_MINUTE * share, PER_MINUTE * (1 - share))
+    return slo_series(target, PER_MINUTE * share, PER_MINUTE * (1 - share))
 
 
 @needs_promtool
@@ -169,8 +171,8 @@ def test_a_burn_alert_ends_with_the_fire_and_needs_traffic(tmp_path: Path) -> No
         'diptych:slo_requests_total{job="d",objective="all",met="true"}': "0x60 0+100x60",
         'diptych:slo_target_ratio{job="d",objective="all"}': "0.9x120",
     }
-    little = judged(0.9, bad=0.5, good=0.0, minutes=60)
-    only_ttft = judged(0.9, bad=100, good=0, objective="ttft", minutes=60)
+    little = slo_series(0.9, bad=0.5, good=0.0, minutes=60)
+    only_ttft = slo_series(0.9, bad=100, good=0, objective="ttft", minutes=60)
     check_fires(
         tmp_path,
         0.9,
@@ -179,7 +181,7 @@ def test_a_burn_alert_ends_with_the_fire_and_needs_traffic(tmp_path: Path) -> No
             case(over, "75m", DiptychBurnFast=0, DiptychBurnSlow=1),
             case(little, "60m", DiptychBurnFast=0, DiptychBurnSlow=1),
             case(only_ttft, "60m", DiptychBurnFast=1),
-            case(judged(0.9, 100, 0, minutes=60) | only_ttft, "60m", DiptychBurnFast=2),
+            case(slo_series(0.9, 100, 0, minutes=60) | only_ttft, "60m", DiptychBurnFast=2),
         ],
     )
 
@@ -261,7 +263,7 @@ def test_a_dead_pool_alerts_without_a_break_at_any_scrape_interval(interval_s: i
 
 @needs_promtool
 def test_without_any_miss_the_share_is_0_and_not_unknown(tmp_path: Path) -> None:
-    series = judged(0.9, 0, 100, minutes=30)
+    series = slo_series(0.9, 0, 100, minutes=30)
     del series['diptych:slo_requests_total{job="d",objective="all",met="false"}']
     one = case(series, "30m")
     one["promql_expr_test"] = [

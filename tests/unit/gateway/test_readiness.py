@@ -98,7 +98,7 @@ class Client:
         raise AssertionError(failure)
 
 
-async def verdict(kind: bool, clients: bool) -> bool:
+async def readiness_of(kind: bool, clients: bool) -> bool:
     """What `/ready` says after a canary, while clients get (only) first tokens, or nothing happens."""
     channel, metrics = Channel(kind), GatewayMetrics()
     backend = RelayBackend(Relay(), cast(ChannelHub, channel), metrics)
@@ -131,7 +131,7 @@ def test_a_canary_fails_only_where_nothing_moves(
     monkeypatch.setattr(
         readiness, "BUSY_S", 60.0
     )  # whoever sent anything at all counts as busy, however slow this machine is
-    assert asyncio.run(verdict(kind, clients)) == good
+    assert asyncio.run(readiness_of(kind, clients)) == good
 
 
 async def reasons() -> list[list[str]]:

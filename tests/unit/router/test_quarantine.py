@@ -72,8 +72,8 @@ def test_the_second_crash_alone_under_suspicion_is_one_too_many(floor: WorkerFlo
     twice(floor)
     assert floor.docket.is_held("poison") and not floor.docket.may_run("poison", "d2")
     assert floor.docket.may_run("c", "d2"), "nobody waits for it"
-    verdicts = floor.docket.record_cause("d1", "crashed")
-    assert verdicts == QuarantineFindings(("a", "b", "c"), ("poison",)), "who was beside it is cleared"
+    findings = floor.docket.record_cause("d1", "crashed")
+    assert findings == QuarantineFindings(("a", "b", "c"), ("poison",)), "who was beside it is cleared"
     assert len(floor.docket) == 0 and floor.docket.num_quarantined == 1
 
 
@@ -88,8 +88,8 @@ def test_the_only_request_at_both_crashes_needs_no_company_to_be_found(floor: Wo
 @pytest.mark.parametrize("ended", ["killed", "alive"])
 def test_a_worker_that_was_killed_from_outside_accuses_nobody(floor: WorkerFloor, ended: str) -> None:
     twice(floor)
-    verdicts = floor.docket.record_cause("d1", ended)
-    assert verdicts == QuarantineFindings(("c", "poison"), ())
+    findings = floor.docket.record_cause("d1", ended)
+    assert findings == QuarantineFindings(("c", "poison"), ())
     assert floor.docket.is_suspected("poison") and not floor.docket.is_held("poison"), (
         "there is the first crash"
     )
@@ -126,19 +126,19 @@ def killed(floor: WorkerFloor, times: int, delivered: int = 0, step: int = 0) ->
 
 def test_kills_again_and_again_without_progress_are_taken_for_crashes(floor: WorkerFloor) -> None:
     """As by a program that kills for memory, which nobody here can tell from an operator."""
-    verdicts = killed(floor, MAX_EXCUSED_KILLS + 2)
-    for number, verdict in enumerate(verdicts[:MAX_EXCUSED_KILLS]):
-        assert verdict == QuarantineFindings(("a", f"beside{number}"), ()), "unlucky, so far"
-    assert verdicts[MAX_EXCUSED_KILLS] == QuarantineFindings((f"beside{MAX_EXCUSED_KILLS}",), ()), (
+    findings = killed(floor, MAX_EXCUSED_KILLS + 2)
+    for number, finding in enumerate(findings[:MAX_EXCUSED_KILLS]):
+        assert finding == QuarantineFindings(("a", f"beside{number}"), ()), "unlucky, so far"
+    assert findings[MAX_EXCUSED_KILLS] == QuarantineFindings((f"beside{MAX_EXCUSED_KILLS}",), ()), (
         "suspected, and not yet held guilty"
     )
-    assert verdicts[-1] == QuarantineFindings((f"beside{MAX_EXCUSED_KILLS + 1}",), ("a",))
+    assert findings[-1] == QuarantineFindings((f"beside{MAX_EXCUSED_KILLS + 1}",), ("a",))
     assert len(floor.docket) == 0 and floor.docket.num_quarantined == 1
 
 
 def test_kills_with_progress_between_them_accuse_nobody(floor: WorkerFloor) -> None:
-    verdicts = killed(floor, 4 * MAX_EXCUSED_KILLS, step=CLEAR_TOKENS)
-    assert [one.quarantined for one in verdicts] == [()] * len(verdicts) and len(floor.docket) == 0
+    findings = killed(floor, 4 * MAX_EXCUSED_KILLS, step=CLEAR_TOKENS)
+    assert [one.quarantined for one in findings] == [()] * len(findings) and len(floor.docket) == 0
 
 
 def test_of_two_that_meet_the_same_kills_the_one_that_gets_workers_killed_alone_is_found(
@@ -238,9 +238,9 @@ def test_poison_is_found_after_two_crashes_and_innocents_go_free(data: st.DataOb
             crashes += 1
             there = floor.at.pop(worker)
             floor.docket.record_crash(worker, {one: delivered[one] for one in there}, float(step))
-            verdicts = floor.docket.record_cause(worker, "crashed")
-            waiting += [one for one in there if one not in verdicts.quarantined]
-            assert set(verdicts.quarantined) <= {"poison"}
+            findings = floor.docket.record_cause(worker, "crashed")
+            waiting += [one for one in there if one not in findings.quarantined]
+            assert set(findings.quarantined) <= {"poison"}
         elif name != "poison":
             delivered[name] += CLEAR_TOKENS
             floor.docket.record_progress(name, delivered[name])

@@ -75,10 +75,10 @@ def test_the_kv_bound_counts_bytes() -> None:
 def test_a_plan_is_verified_with_its_classes_and_names_them(tmp_path: Any) -> None:
     problem = asked(per_node=2, families=("disaggregated",), notes=("KV class raw",))
     answer = solve_placement(problem)
-    verdict = validate_rate(
+    validation = validate_rate(
         problem, answer.best_candidate.placement, 0.8 * answer.best_candidate.goodput_rps, False
     )
-    assert verdict.goodput_rps > 0
+    assert validation.goodput_rps > 0
     file = make_plan_file(answer, "small")
     assert file.kv_cache_codec == "raw:0.25,int8:0.75" and file.traffic.kv_mix == {"raw": 0.5, "int8": 0.5}
     save_plan(tmp_path / "plan.json", file)

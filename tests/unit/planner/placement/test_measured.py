@@ -35,8 +35,8 @@ def test_a_measurement_leaves_out_its_first_tenth() -> None:
     count = len(measured.samples[0])
     assert (measured.warmup, searched.warmup) == (count // 10, 0)
     assert sum(measured.counted().values()) == 2 * (count - count // 10)
-    judged = verifying._exact_trial(request, PAIR, 3.0, "never")
-    assert judged.warmup == len(judged.samples[0]) // 10 > 0
+    exact = verifying._exact_trial(request, PAIR, 3.0, "never")
+    assert exact.warmup == len(exact.samples[0]) // 10 > 0
 
 
 def test_a_plan_is_evaluated_by_the_requests_that_find_it_at_work() -> None:

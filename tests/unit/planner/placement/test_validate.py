@@ -83,7 +83,7 @@ def test_only_prompts_that_are_cut_are_read_within_the_objective(started: list[S
     assert started.pop().instances[0].tpot_s is None, "without an objective there is nothing to keep within"
 
 
-def test_a_verdict_is_about_one_rate() -> None:
+def test_a_validation_is_about_one_rate() -> None:
     request = question()
     high = validate_rate(request, PAIR, 60.0, climb=False)
     assert high.goodput_rps == 0.0 and high.rate_rps == high.fails_rps == 60.0 and high.attainment < 0.9
@@ -163,12 +163,12 @@ def slowed() -> Solution:
 
 def test_what_is_promised_is_what_the_product_s_decisions_keep(tmp_path: Path) -> None:
     answer = slowed()
-    best, verdict = answer.best_candidate, answer.validation
-    assert verdict is not None and best.fast_result.validation is None
-    assert best.goodput_rps == verdict.goodput_rps < best.fast_result.goodput_rps
-    assert (best.attainment, best.rate_rps) == (verdict.attainment, verdict.goodput_rps)
-    assert best.interval_rps == (verdict.goodput_rps, verdict.fails_rps)
-    assert best.requests == verdict.requests == LONGER_RUN * answer.problem.requests
+    best, checked = answer.best_candidate, answer.validation
+    assert checked is not None and best.fast_result.validation is None
+    assert best.goodput_rps == checked.goodput_rps < best.fast_result.goodput_rps
+    assert (best.attainment, best.rate_rps) == (checked.attainment, checked.goodput_rps)
+    assert best.interval_rps == (checked.goodput_rps, checked.fails_rps)
+    assert best.requests == checked.requests == LONGER_RUN * answer.problem.requests
     low, high = best.fast_result.interval_rps
     assert low <= best.fast_result.goodput_rps <= high
     per_hour = best.goodput_rps * best.attainment * 3600.0
@@ -181,17 +181,19 @@ def test_what_is_promised_is_what_the_product_s_decisions_keep(tmp_path: Path) -
     save_plan(tmp_path / "plan.json", make_plan_file(answer, "small"))
     predicted = load_plan(tmp_path / "plan.json").predicted
     assert (predicted.goodput_rps, predicted.searched_rps) == (best.goodput_rps, best.fast_result.goodput_rps)
-    assert predicted.attainment == verdict.attainment and predicted.interval_rps == best.interval_rps
+    assert predicted.attainment == checked.attainment and predicted.interval_rps == best.interval_rps
     plain = solution_json(answer)["best"]
     assert plain["verified"]["goodput_rps"] == plain["goodput_rps"] < plain["searched"]["goodput_rps"]
 
 
 def test_runners_up_are_compared_by_one_simulator() -> None:
     answer = slowed()
-    judged = [one for one in (answer.best_candidate, *answer.others) if one.validation]
-    assert {one.family for one in judged} == {"colocated", "disaggregated"}
-    assert [one.goodput_rps for one in judged] == sorted((one.goodput_rps for one in judged), reverse=True)
-    best = {one.family: one.per_device_rps for one in reversed(judged)}
+    validated = [one for one in (answer.best_candidate, *answer.others) if one.validation]
+    assert {one.family for one in validated} == {"colocated", "disaggregated"}
+    assert [one.goodput_rps for one in validated] == sorted(
+        (one.goodput_rps for one in validated), reverse=True
+    )
+    best = {one.family: one.per_device_rps for one in reversed(validated)}
     assert disaggregation_gain(answer) == pytest.approx(best["disaggregated"] / best["colocated"])
     searched = [one for one in answer.others if not one.validation]
     lines = compare_others(answer)[1:]
@@ -204,9 +206,9 @@ def test_runners_up_are_compared_by_one_simulator() -> None:
 
 def test_for_a_rate_goodput_is_what_was_asked() -> None:
     answer = solve_placement(slow(per_node=4, rate=5.0, span_s=5.0))
-    best, verdict = answer.best_candidate, answer.validation
-    assert verdict is not None and best.goodput_rps == best.rate_rps == verdict.goodput_rps == 5.0
-    assert best.attainment == verdict.attainment >= 0.9 and best.fast_result.goodput_rps > 5.0
+    best, checked = answer.best_candidate, answer.validation
+    assert checked is not None and best.goodput_rps == best.rate_rps == checked.goodput_rps == 5.0
+    assert best.attainment == checked.attainment >= 0.9 and best.fast_result.goodput_rps > 5.0
     assert "as asked, more was not tried" in solution_headline(answer)[1]
     refuted = [one for one in answer.others if one.validation]
     assert all(one.goodput_rps == 0.0 and one.attainment < 0.9 for one in refuted)
@@ -233,8 +235,8 @@ def test_a_run_cut_short_of_its_horizon_promises_no_more_than_is_sustained() -> 
     request = question(per_node=1, span_s=60.0, slos={"": Slo(60.0, 10.0, 0.9)})
     rate = 1.3 * request.sustained_rps(ALONE)
     assert rate * request.horizon_s > 2000 and not request.is_open_ended
-    verdict = validate_rate(request, ALONE, rate, False)
-    assert verdict.attainment >= 0.9 and verdict.goodput_rps == 0.0
+    checked = validate_rate(request, ALONE, rate, False)
+    assert checked.attainment >= 0.9 and checked.goodput_rps == 0.0
 
 
 def test_what_is_sustained_counts_decode_instances_that_read() -> None:

@@ -170,7 +170,7 @@ def run_one(
     think_s = time.process_time()
     foreseen = counted(model.serve(jobs, known, starts_of(round_number)))
     think_s = time.process_time() - think_s
-    live.runner.run(wait_for_rest(live.target, 0.05, REST_S))
+    live.runner.run(wait_for_rest(live.server, 0.05, REST_S))
     begun_s = time.monotonic()
     run = live.send_load(jobs, RunOptions(slo, warmup_s=WARMUP * jobs[-1].at_s))
     seen = [one.result for one in run.counted_records]

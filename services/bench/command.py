@@ -45,32 +45,32 @@ def run_bench(options: BenchOptions) -> int:
     # An open loop may have thousands of requests open.
     raise_open_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, BenchProgress(slo) as live:
-        target = runner.run(probe_server(options.url, options.api_key, options.model, options.endpoint))
-        plan = RunOptions(slo, 0.0, options.timeout_s, options.max_concurrency)
-        load, cut = _make_load(options, target)
-        study = RateStudy(target, load, plan, live.run_ended, live.show_progress)
+        server = runner.run(probe_server(options.url, options.api_key, options.model, options.endpoint))
+        run_options = RunOptions(slo, 0.0, options.timeout_s, options.max_concurrency)
+        load, cut = _make_load(options, server)
+        study = RateStudy(server, load, run_options, live.run_ended, live.show_progress)
         runner.run(study.measure_idle_latency())
-        found = None
+        estimate = None
         try:
             if options.search:
-                found = _run_search(
+                estimate = _run_search(
                     options, study, lambda rate, seed: runner.run(study.measure_attainment(rate, seed))
                 )
             else:
                 runner.run(study.run_rates(_chosen_rates(options), range(options.seeds)))
         except (KeyboardInterrupt, StartError) as error:
             ended = error
-        target.client.close_idle()
+        server.client.close_idle()
     if study.runs:
-        _publish_report(options, target, study, found, cut, load.trace_requests)
+        _publish_report(options, server, study, estimate, cut, load.trace_requests)
     if isinstance(ended, StartError):
         raise ended
     return INTERRUPTED if ended is not None else 0
 
 
-def _make_load(options: BenchOptions, target: BenchServer) -> tuple[BenchLoad, str]:
+def _make_load(options: BenchOptions, server: BenchServer) -> tuple[BenchLoad, str]:
     """What is sent: the workload, cut to what the server takes; and a remark on the requests that are cut."""
-    workload, most = find_workload(options.workload), options.context or target.max_model_len
+    workload, most = find_workload(options.workload), options.context or server.max_model_len
     if options.fit:
         workload = workload.fitted()
     cut = ""
@@ -101,7 +101,7 @@ def _run_search(
 
 def _publish_report(
     options: BenchOptions,
-    target: BenchServer,
+    server: BenchServer,
     study: RateStudy,
     estimate: GoodputEstimate | None,
     cut: str,
@@ -109,7 +109,7 @@ def _publish_report(
 ) -> None:
     points = study.rate_points()
     full = report.full_report(
-        target, {"asked": options.report_fields()}, options.slo, points, estimate, trace
+        server, {"asked": options.report_fields()}, options.slo, points, estimate, trace
     )
     if cut:
         full["cut"] = cut
@@ -120,7 +120,7 @@ def _publish_report(
         )
     if options.plot is not None:
         draw = importlib.import_module("services.bench.plot").draw_curve
-        full["plot"] = [str(path) for path in draw(options.plot, target.model, points, options.slo)]
+        full["plot"] = [str(path) for path in draw(options.plot, server.model, points, options.slo)]
     if options.json:
         print(json.dumps(full))
     else:

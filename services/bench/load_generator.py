@@ -115,19 +115,19 @@ OnProgress = Callable[[LoadRun, int], None]
 
 
 class LoadGenerator:
-    """One run against `target`. Texts are new in each, or a server would find them in its cache."""
+    """One run against `server`. Texts are new in each, or a server would find them in its cache."""
 
     def __init__(
         self,
-        target: BenchServer,
+        server: BenchServer,
         jobs: Sequence[Job],
         options: RunOptions,
         run: LoadRun,
         watch: OnProgress | None = None,
     ) -> None:
-        self._target, self._jobs, self._options, self.run = target, jobs, options, run
+        self._server, self._jobs, self._options, self.run = server, jobs, options, run
         self._watch = watch
-        self._writer = PromptWriter(target.vocabulary, f"{time.time_ns()} {run.seed}")
+        self._writer = PromptWriter(server.vocabulary, f"{time.time_ns()} {run.seed}")
         self._open: set[_InFlight] = set()
         self._slots = asyncio.Semaphore(options.max_open) if options.max_open else None
         self.run.num_expected = sum(job.at_s >= options.warmup_s for job in jobs)
@@ -155,7 +155,7 @@ class LoadGenerator:
     async def _send_all(self, began_s: float) -> None:
         loop = asyncio.get_running_loop()
         for job in self._jobs:
-            body = self._target.request_body(self._writer.prompt_text(job), job.output, job.kv_class)
+            body = self._server.request_body(self._writer.prompt_text(job), job.output, job.kv_class)
             due_s = began_s + job.at_s
             while (left_s := due_s - time.monotonic()) > 0 and not self.run.given_up:
                 await asyncio.sleep(min(left_s, CHECK_INTERVAL_S))
@@ -186,8 +186,8 @@ class LoadGenerator:
         if self._slots is None and late_s <= TIMER_GRAIN_S:
             in_flight.due_s += late_s
         self.run.num_sent += 1
-        await self._target.client.post_stream(
-            self._target.route, body, self._options.timeout_s, in_flight.answer
+        await self._server.client.post_stream(
+            self._server.route, body, self._options.timeout_s, in_flight.answer
         )
         record = _record_of(in_flight, late_s)
         self.run.records.append(record)

@@ -94,7 +94,7 @@ class LiveDeployment:
     model: str
     url: str
     folder: Path
-    target: BenchServer
+    server: BenchServer
     runner: asyncio.Runner
 
     def get_status(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class LiveDeployment:
     def send_load(self, jobs: Sequence[Job], options: RunOptions) -> LoadRun:
         """Send the requests of `jobs`, and wait for every answer."""
         run = LoadRun(0.0, 0, len(jobs), options.warmup_s)
-        return self.runner.run(LoadGenerator(self.target, jobs, options, run).run_load())
+        return self.runner.run(LoadGenerator(self.server, jobs, options, run).run_load())
 
     def read_step_logs(self) -> list[WorkerTrace]:
         """The step logs of all workers so far."""
@@ -133,7 +133,7 @@ class LiveDeployment:
         and for answers that the decode workers have a part in.
         """
         count = TOUCHES * max(1, self.pools.colocated, self.pools.decode)
-        await asyncio.gather(*(self.target.send_smallest(TOUCH_TOKENS) for _ in range(count)))
+        await asyncio.gather(*(self.server.send_smallest(TOUCH_TOKENS) for _ in range(count)))
 
     def read_handoffs(self, names: set[str]) -> list[MeasuredTransfer]:
         """The measured hand-offs of the requests `names`."""
@@ -192,9 +192,9 @@ def running_deployment(
         url = f"http://127.0.0.1:{port}"
         _wait_ready(process, url, folder / "stderr")
         runner = owned.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        target = runner.run(probe_server(url, None, None, "completions"))
-        owned.callback(target.client.close_idle)
-        yield LiveDeployment(pools, model, url, folder, target, runner)
+        server = runner.run(probe_server(url, None, None, "completions"))
+        owned.callback(server.client.close_idle)
+        yield LiveDeployment(pools, model, url, folder, server, runner)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
@@ -360,7 +360,7 @@ def measure_profile(
     evicting = list[LoadStage]()
     if keep < 1:
         say(f"requests that keep {keep} of their attention:")
-        asking = replace(live, target=replace(live.target, keep=keep))
+        asking = replace(live, server=replace(live.server, keep=keep))
         evicting = run_stages(asking, source, each_s, depths, seed, cold.rate_rps, say)
     logs = live.read_step_logs()
     traces = [life.between(*_span_s(done)) for life in logs]

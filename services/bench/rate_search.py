@@ -91,18 +91,18 @@ class RatePoint:
 
 
 class RateStudy:
-    """Runs against one target. `on_run_ended` is called with each run that has ended, `watch` with its progress."""
+    """Runs against one server. `on_run_ended` is called with each run that has ended, `watch` with its progress."""
 
     def __init__(
         self,
-        target: BenchServer,
+        server: BenchServer,
         load: BenchLoad,
         options: RunOptions,
         on_run_ended: Callable[[LoadRun], None] = lambda run: None,
         watch: OnProgress | None = None,
     ) -> None:
         self.runs: list[LoadRun] = []
-        self._target, self._load, self._options = target, load, options
+        self._server, self._load, self._options = server, load, options
         self._on_run_ended, self._watch = on_run_ended, watch
         self._idle_latency_s = CALM_S
 
@@ -110,7 +110,7 @@ class RateStudy:
         """Measure how long the smallest request takes while nothing else is asked."""
         began_s = asyncio.get_running_loop().time()
         for _ in range(TOUCHES):
-            await self._target.send_smallest()
+            await self._server.send_smallest()
         self._idle_latency_s = max((asyncio.get_running_loop().time() - began_s) / TOUCHES, 0.01)
 
     async def run_rate(self, rate: float | None, seed: int, hopeless: bool = False) -> LoadRun:
@@ -127,11 +127,11 @@ class RateStudy:
             raise ConfigError(
                 "a run has no request after its warm-up", why, "a longer run, or a shorter --warmup"
             )
-        rested = await wait_for_rest(self._target, self._idle_latency_s, MAX_REST_S)
+        rested = await wait_for_rest(self._server, self._idle_latency_s, MAX_REST_S)
         offered = rate if rate is not None else len(jobs) / max(jobs[-1].at_s, 1e-9)
         run = LoadRun(offered, seed, len(jobs), warmup_s, began_idle=rested)
         options = replace(self._options, warmup_s=warmup_s, give_up_hopeless=hopeless)
-        await LoadGenerator(self._target, jobs, options, run, self._watch).run_load()
+        await LoadGenerator(self._server, jobs, options, run, self._watch).run_load()
         self.runs.append(run)
         if run.records and all(one.result.failed for one in run.records) and not run.given_up:
             worst = run.records[0]

@@ -100,7 +100,7 @@ def client_report(runs: Sequence[LoadRun], answered_records: Sequence[RequestRec
 
 
 def full_report(
-    target: BenchServer,
+    server: BenchServer,
     asked: Mapping[str, Any],
     slo: Slo,
     points: Sequence[RatePoint],
@@ -108,13 +108,13 @@ def full_report(
     trace: int | None = None,
 ) -> dict[str, Any]:
     """The report, as `--json` prints it. `asked` is how it was called, `trace` the requests of one that is replayed."""
-    fields = target.length_fields
+    fields = server.length_fields
     report: dict[str, Any] = {
-        "server": target.client.address.url,
-        "model": target.model,
-        "route": target.route,
+        "server": server.client.address.url,
+        "model": server.model,
+        "route": server.route,
         "lengths_forced": fields.ignore_eos,
-        "prompts_counted": target.vocabulary.checked,
+        "prompts_counted": server.vocabulary.checked,
         **asked,
         "slo": {
             "ttft_ms": _to_milliseconds(slo.ttft_s),

@@ -176,12 +176,12 @@ async def _find_length_fields(
     raise _refused_error(answer.failed, answer.error_text)
 
 
-async def _token_counter(target: BenchServer, http: httpx.AsyncClient) -> CountTokens:
+async def _token_counter(server: BenchServer, http: httpx.AsyncClient) -> CountTokens:
     """How this server's tokens are counted: by its own route for that, or by asking for an answer of one token."""
 
     async def tokenize(text: str) -> int | None:
-        asked = {"model": target.model} | (
-            {"messages": [{"role": "user", "content": text}]} if target.route == CHAT else {"prompt": text}
+        asked = {"model": server.model} | (
+            {"messages": [{"role": "user", "content": text}]} if server.route == CHAT else {"prompt": text}
         )
         try:
             document = (await http.post("/tokenize", json=asked)).json()
@@ -191,7 +191,7 @@ async def _token_counter(target: BenchServer, http: httpx.AsyncClient) -> CountT
 
     async def usage(text: str) -> int | None:
         answer = StreamedAnswer()
-        await target.client.post_stream(target.route, target.request_body(text, 1), PROBE_TIMEOUT_S, answer)
+        await server.client.post_stream(server.route, server.request_body(text, 1), PROBE_TIMEOUT_S, answer)
         return answer.usage.prompt_tokens if answer.usage is not None and not answer.failed else None
 
     return tokenize if await tokenize(ANCHOR) else usage
@@ -214,7 +214,7 @@ def _refused_error(kind: str, reason: str) -> StartError:
     return StartError(f"the server refuses to be measured: {kind}", why, fixes.get(kind[:3], ""))
 
 
-async def wait_for_rest(target: BenchServer, calm_s: float, longest_s: float) -> bool:
+async def wait_for_rest(server: BenchServer, calm_s: float, longest_s: float) -> bool:
     """Wait until a small request takes no more than twice `calm_s`, but not longer than `longest_s`.
 
     Returns whether it came to that: a run that begins on the queue of another measures that one.
@@ -223,7 +223,7 @@ async def wait_for_rest(target: BenchServer, calm_s: float, longest_s: float) ->
     until_s = loop.time() + longest_s
     while loop.time() < until_s:
         begun_s = loop.time()
-        answer = await target.send_smallest()
+        answer = await server.send_smallest()
         if not answer.failed and loop.time() - begun_s <= 2 * calm_s:
             return True
         await asyncio.sleep(0.2)

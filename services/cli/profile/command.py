@@ -71,7 +71,7 @@ def run_profile(options: ProfileOptions) -> int:
         kept += ["--kv-cache-calibration", str(options.kv_cache_calibration)]
     with running_deployment(pools, folder, kept) as live:
         _check_workers_evict(live, kv_keep, codec)
-        most = live.target.max_model_len
+        most = live.server.max_model_len
         fitting: Workload = source.shrunk(options.shrink, most or 1 << 20)
 
         def say(line: str) -> None:

@@ -183,20 +183,22 @@ def disaggregation_gain(solution: Solution) -> float | None:
     By the product's own decisions where they measured both, and else by the search's simulator; so for a rate, too,
     which is all the goodput that they were asked about. None: one of the kinds is missing.
     """
-    options = (solution.best_candidate, *solution.others)
-    validated = [candidate for candidate in options if candidate.validation and solution.problem.rate is None]
+    candidates = (solution.best_candidate, *solution.others)
+    validated = [
+        candidate for candidate in candidates if candidate.validation and solution.problem.rate is None
+    ]
     found = _goodput_ratio(validated)
-    return _goodput_ratio([one.fast_result for one in options]) if found is None else found
+    return _goodput_ratio([one.fast_result for one in candidates]) if found is None else found
 
 
-def _goodput_ratio(options: Sequence[Candidate]) -> float | None:
+def _goodput_ratio(candidates: Sequence[Candidate]) -> float | None:
     """Infinite if no colocated placement meets the SLOs; None if one of the kinds is missing, or neither does."""
 
     def best(*families: str) -> float | None:
         return max(
             (
                 candidate.goodput_rps / candidate.weight
-                for candidate in options
+                for candidate in candidates
                 if candidate.family in families
             ),
             default=None,

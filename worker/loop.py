@@ -398,22 +398,22 @@ class WorkerLoop:
     def _fail_order(self, order: WorkOrder, code: str, message: str) -> None:
         self.link.send(Failed(order.request, order.epoch, code, message))
 
-    def _send_outputs(self, emissions: Many[EngineOutput], engine: WorkerEngine) -> None:
+    def _send_outputs(self, outputs: Many[EngineOutput], engine: WorkerEngine) -> None:
         """Send one `Step` with all new tokens of `engine`, before any other work, then hand finished sequences to the
         role.
         """
-        if not emissions:
+        if not outputs:
             return
         begun_s = self._clock()
-        if outputs := [emission.message for emission in emissions if isinstance(emission.message, Output)]:
-            self.link.send(Step(outputs))
-        for emission in emissions:
-            if isinstance(emission.message, Failed):
-                self.link.send(emission.message)
+        if tokens := [output.message for output in outputs if isinstance(output.message, Output)]:
+            self.link.send(Step(tokens))
+        for output in outputs:
+            if isinstance(output.message, Failed):
+                self.link.send(output.message)
         engine.record_send_time(self._clock() - begun_s)
-        for emission in emissions:
-            if emission.held is not None:
-                self.role.take_over(emission.held, self._clock())
+        for output in outputs:
+            if output.held is not None:
+                self.role.take_over(output.held, self._clock())
 
     def _abort_attempts(self, request: str, epoch: int) -> None:
         for engine in self._engines:

@@ -254,14 +254,14 @@ def _mixed_error(
     """Errors of the mixed-step fit on all points, and on every fifth point when it is left out of the fit."""
 
     def relative_errors(
-        held_out: Sequence[tuple[StepBatch, float]], fitted: Sequence[tuple[StepBatch, float]]
+        held_out_batches: Sequence[tuple[StepBatch, float]], fitted_batches: Sequence[tuple[StepBatch, float]]
     ) -> list[float]:
-        """Errors on `held_out` of a fit to the steps in `fitted`; a cross term is refitted only if `cross` is not 0."""
-        refitted = cross and _cross_coefficient(fitted, prefill, decode)
+        """Errors on `held_out_batches` of a fit to `fitted_batches`; refits a cross term only if `cross` is not 0."""
+        refitted = cross and _cross_coefficient(fitted_batches, prefill, decode)
         cost = StepCost(
-            prefill, decode, shared=_saved_share(fitted, prefill, decode, refitted), cross=refitted
+            prefill, decode, shared=_saved_share(fitted_batches, prefill, decode, refitted), cross=refitted
         )
-        return [abs(cost.work_s(batch) / seconds - 1) for batch, seconds in held_out]
+        return [abs(cost.work_s(batch) / seconds - 1) for batch, seconds in held_out_batches]
 
     errors = relative_errors(timed_batches, timed_batches)
     folds = min(FOLDS, len(timed_batches))

@@ -123,12 +123,14 @@ class CostProfile:
         )
 
 
-def scale_cost(cost: StepCost, have: RooflineCost, want: RooflineCost) -> StepCost:
-    """`cost`, measured where the analytic model says `have`, for where it says `want`: each number by its ratio."""
-    fixed = (want.fixed + want.weights) / (have.fixed + have.weights)
-    token = (want.product + want.touch) / (have.product + have.touch)
-    row = (want.product + want.touch + want.logit) / (have.product + have.touch + have.logit)
-    square, context = want.square / have.square, want.context / have.context
+def scale_cost(cost: StepCost, have_cost: RooflineCost, want_cost: RooflineCost) -> StepCost:
+    """`cost`, measured where the analytic model says `have_cost`, for where it says `want_cost`: scales each number."""
+    fixed = (want_cost.fixed + want_cost.weights) / (have_cost.fixed + have_cost.weights)
+    token = (want_cost.product + want_cost.touch) / (have_cost.product + have_cost.touch)
+    row = (want_cost.product + want_cost.touch + want_cost.logit) / (
+        have_cost.product + have_cost.touch + have_cost.logit
+    )
+    square, context = want_cost.square / have_cost.square, want_cost.context / have_cost.context
     a, b, c = cost.prefill
     return replace(
         cost,

@@ -246,12 +246,15 @@ def _hybrid_blends(pairs: Iterable[ScoredUnit], alone: Iterable[ScoredUnit]) -> 
     return [_hybrid_blend(pair, own[like]) for pair, like in likes if like in own]
 
 
-def _hybrid_blend(pair: ScoredUnit, beside: ScoredUnit) -> UnitBlend:
+def _hybrid_blend(pair_unit: ScoredUnit, colocated_unit: ScoredUnit) -> UnitBlend:
     return UnitBlend(
-        (pair.placement.devices, beside.placement.devices),
-        lambda n, m: n * pair.rate + m * beside.rate,
+        (pair_unit.placement.devices, colocated_unit.placement.devices),
+        lambda n, m: n * pair_unit.rate + m * colocated_unit.rate,
         lambda n, m: candidates.combine_placements(
-            (candidates.replicate_unit(pair.placement, n), candidates.replicate_unit(beside.placement, m))
+            (
+                candidates.replicate_unit(pair_unit.placement, n),
+                candidates.replicate_unit(colocated_unit.placement, m),
+            )
         ),
     )
 

@@ -219,13 +219,13 @@ class GoodputSearch:
         """The mean over seeds. `start` is where the first seed begins to look; `size` tells of a rate the requests of a
         run, and how many of them are not counted.
         """
-        found: list[RateBracket] = []
+        brackets: list[RateBracket] = []
         for seed in seeds:
             bracket = SearchBracket()
-            self._find_bracket(bracket, found[-1].rate or start if found else start, highest, seed)
+            self._find_bracket(bracket, brackets[-1].rate or start if brackets else start, highest, seed)
             top = min(bracket.bad, highest)
             width = self._width = self._width or _two_digits(PRECISION * top)
-            found.append(
+            brackets.append(
                 find_rate(
                     lambda rate, seed=seed, bracket=bracket: self._attainment_at(rate, seed, bracket),  # type: ignore[misc]
                     self._target,
@@ -233,9 +233,9 @@ class GoodputSearch:
                     highest,
                 )
             )
-        rates = tuple(one.rate for one in found)
+        rates = tuple(one.rate for one in brackets)
         rate = sum(rates) / len(rates)
-        return GoodputEstimate(rate, mean_interval(rates), *size(rate), tuple(seeds), rates, tuple(found))
+        return GoodputEstimate(rate, mean_interval(rates), *size(rate), tuple(seeds), rates, tuple(brackets))
 
     def _find_bracket(self, bracket: SearchBracket, start: float, highest: float, seed: int) -> None:
         """Double or halve from `start` until a rate is good and the next is not."""

@@ -178,11 +178,11 @@ class LocalDeployment:
         """Give the place of a worker that is gone back to Ray."""
         self._local_ray.groups.release_bundle(name)
 
-    def _pick_core(self, like: WorkerSpec) -> int | None:
+    def _pick_core(self, spec: WorkerSpec) -> int | None:
         """The CPU core with the fewest workers pinned to it; None if workers are not pinned."""
-        if like.core is None:
+        if spec.core is None:
             return None
-        taken = Counter(spec.core for spec in self.specs.values())
+        taken = Counter(other.core for other in self.specs.values())
         return min(sorted(os.sched_getaffinity(0)), key=lambda core: taken[core])
 
     async def _watch_ray(self, part: str, pid: int) -> None:

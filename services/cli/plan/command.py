@@ -161,14 +161,14 @@ def _device_stocks(options: PlanOptions, profile: CostProfile | None) -> tuple[N
     return (stock, *more)
 
 
-def _parse_also(text: str, own: Sequence[Device]) -> NodeGroup:
+def _parse_also(text: str, own_devices: Sequence[Device]) -> NodeGroup:
     name, _, size = text.rpartition(":")
     nodes, _, per_node = size.partition("x")
     if not (name and nodes.isdigit() and per_node.isdigit() and int(nodes) and int(per_node)):
         raise ConfigError(
             f"--also {text} cannot be read", "it is a device, nodes and devices a node", "such as H200:1x8"
         )
-    return NodeGroup(named_device(name, *own), int(nodes), int(per_node))
+    return NodeGroup(named_device(name, *own_devices), int(nodes), int(per_node))
 
 
 def _profile_of(dims: ModelDims, device: Device, profile: CostProfile | None) -> CostProfile:

@@ -44,8 +44,8 @@ def run_bulk_plan(options: PlanOptions) -> int:
     kinds = model_kinds(dims_on_cpu(find_model(options.model)), options.bulk_int4, rates)
     blocks = search_blocks()
 
-    def search(changed: HostMachine) -> OffloadPlacement:
-        return search_placement(changed, kinds, work, blocks)
+    def search(changed_machine: HostMachine) -> OffloadPlacement:
+        return search_placement(changed_machine, kinds, work, blocks)
 
     begun_s = time.perf_counter()
     placement = search(machine)

@@ -132,8 +132,8 @@ def _pool_settings(plan: PlanFile) -> dict[str, Any]:
     return given | _split_settings("decode", started, DECODE, BOTH)
 
 
-def _split_settings(name: str, started: Placement, *roles: str) -> dict[str, int]:
-    splits = sorted({pool.parallelism for pool in started.role(*roles)})
+def _split_settings(name: str, placement: Placement, *roles: str) -> dict[str, int]:
+    splits = sorted({pool.parallelism for pool in placement.role(*roles)})
     if len(splits) != 1:
         raise ConfigError(
             f"the plan has {name} workers of different sizes",

@@ -75,7 +75,7 @@ class ServeRun:
             DiptychError: the deployment did not start, or the gateway has failed for good.
         """
         self._stop.listen_signals()
-        self._failed: asyncio.Future[ChildStatus] = asyncio.get_running_loop().create_future()
+        self._failed_status: asyncio.Future[ChildStatus] = asyncio.get_running_loop().create_future()
         self._loaded = with_operator_keys(self._loaded)
         self._config = self._loaded.config
         config, view = self._config, self._view
@@ -205,9 +205,9 @@ class ServeRun:
         await self._start_placed(deployment)
         ready = asyncio.create_task(self._await_ready(spec.gateway))
         try:
-            either: list[asyncio.Future[Any]] = [ready, self._failed]
+            either: list[asyncio.Future[Any]] = [ready, self._failed_status]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._failed.done():
+            if self._failed_status.done():
                 await self._await_failure()
             ready.result()
             return True
@@ -225,13 +225,13 @@ class ServeRun:
         # The run fails if the gateway fails, since nothing is served without it, or if any part fails during the
         # start. Later a worker may be missing.
         decisive = status.name == GATEWAY or not self._view.up
-        if status.state == "failed" and decisive and not self._failed.done():
-            self._failed.set_result(status)
+        if status.state == "failed" and decisive and not self._failed_status.done():
+            self._failed_status.set_result(status)
 
     async def _await_failure(self) -> None:
         """Wait until an essential part has failed for good; raises its error."""
-        await asyncio.wait([self._failed])
-        raise self._failure_error(self._failed.result())
+        await asyncio.wait([self._failed_status])
+        raise self._failure_error(self._failed_status.result())
 
     def _failure_error(self, status: ChildStatus) -> DiptychError:
         """The error of a part that has failed for good."""
